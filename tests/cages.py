@@ -27,12 +27,12 @@ USUAL = ProgramLimits()
 SHORT = ProgramLimits(cpu_s=1, wall_s=2.0)
 RIGHT = "def add(a, b):\n    return a + b\n\nassert add(1, 2) == 3\n"
 MARKER = uuid.uuid4().hex
-"""An argument of every keeper, to find the cage's processes by."""
+"""An argument of every supervisor, to find the cage's processes by."""
 NOBODY = 65534
 _SERVER = """
 import json, sys
 from dflash_bench.tasks import sandbox
-sandbox._KEEPER += (json.loads(sys.stdin.readline()),)
+sandbox._SUPERVISOR += (json.loads(sys.stdin.readline()),)
 for line in sys.stdin:
     cage, limits, program, tests, asked = json.loads(line)
     if program is None: print(json.dumps([sandbox.holds(sandbox.Cage(**cage)), "", True]), flush=True)

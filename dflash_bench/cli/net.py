@@ -1,7 +1,7 @@
-"""The outer net: what went wrong with others' files, disks and memory is one line; a bug of ours keeps its traceback.
+"""The last resort for errors of files, disks and memory: they become one line, while our own bugs keep a traceback.
 
-Readers say themselves what is wrong with what they read. What gets here is what no reader can foresee: a disk that is
-full, memory that the system refuses, a file that goes away while it is read.
+Readers report errors in what they read themselves. The errors that get here are those that no reader can foresee: a
+full disk, memory that the system refuses, a file that disappears while it is read.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from dflash_bench.core.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parent.parent
 LEAST_ADDRESSES = 10**9
-"""Bytes of address space without which numpy and torch cannot even be loaded: some of their libraries then end the
-process without a word."""
+"""Bytes of address space that loading numpy and torch needs; with less, some libraries end the process silently."""
 REFUSED = ("failed to map segment", "cannot allocate memory", "cannot apply additional memory protection")
-"""What the dynamic loader says where there is no memory for a library."""
+"""Messages of the dynamic loader if there is no memory for a library."""
 NOT_ENOUGH = (
     "not enough memory", "out of memory", "defaultcpuallocator", "bad_alloc", "std::bad_alloc", "unable to allocate",
     "can't start new thread", "cannot allocate memory", "failed to allocate", "unable to mmap", "alloc_cpu",
 )  # fmt: skip
-"""What torch, numpy and Python say where memory, or room for a thread, is refused."""
+"""Messages of torch, numpy and Python if memory, or a thread, is refused."""
 FROM_OUTSIDE = (OSError, MemoryError, ImportError, RuntimeError, SystemError)
-"""What files, disks and memory bring about; each may be a bug all the same, and `said` tells."""
-REMEDY = "close what else runs, allow more memory (ulimit -v, -u), or use a smaller model, --limit or --concurrency"
+"""Types of errors that files, disks and memory raise; each may still be a bug, which `explain` decides."""
+REMEDY = "close other programs, allow more memory (ulimit -v, -u), or use a smaller model, --limit or --concurrency"
 
 
 def require_addresses() -> None:
-    """Raises UserError where the shell allows less memory than the libraries need."""
+    """Raise UserError if the shell allows less memory than the libraries need."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     if most != resource.RLIM_INFINITY and most < LEAST_ADDRESSES:
         raise UserError(
@@ -39,8 +38,8 @@ def require_addresses() -> None:
         )
 
 
-def said(error: Exception) -> str | None:
-    """What to tell the user of an error that is no bug of ours; None for one that may be."""
+def explain(error: Exception) -> str | None:
+    """Return the message for an error that is not our bug; None for one that may be."""
     for one in _with_causes(error):
         if _is_of_memory(one):
             return f"out of memory ({_reason(one)}); {REMEDY}"
@@ -48,7 +47,7 @@ def said(error: Exception) -> str | None:
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that brought it about."""
+    """Yield an error and its causes."""
     seen: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in seen:
@@ -73,7 +72,10 @@ def _reason(error: BaseException) -> str:
 
 
 def _of_the_system(error: OSError) -> str | None:
-    """A file of ours that cannot be read is a bug, or a broken installation: its traceback says which."""
+    """Return the message for an error of the operating system.
+
+    A file of this package that cannot be read is a bug or a broken installation, which its traceback shows.
+    """
     if error.errno is None or error.strerror is None:
         return None
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]

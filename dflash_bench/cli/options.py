@@ -1,4 +1,4 @@
-"""Options of commands, from what is declared of them, and those that commands on finished runs share."""
+"""Options of commands: signatures made from declared options, and options that commands on finished runs share."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Config = Annotated[
     Option(
         "--config",
         metavar="FILE",
-        help="TOML file of options by their names, such as limit = 4 or method = ['dflash', 'eagle3']. What is given "
-        "on the command line is taken instead.",
+        help="TOML file of options by name, such as limit = 4 or method = ['dflash', 'eagle3']. Options on the "
+        "command line take precedence.",
     ),
 ]
-"""`Command` reads the file and gives its options to the command as if they had been typed."""
+"""`Command` reads the file and passes its options to the command as if they had been typed."""
 
 
 def with_options(*order: str, helps: Mapping[str, str] | None = None) -> Callable[[Callable[..., None]], Any]:
-    """For a command with parameters that are groups of options: in place of each it has the group's options.
+    """Replace those parameters of a command that are groups of options by the groups' options.
 
-    `order` names which of them, and where the command's own parameters stand among them; without it all are taken
-    where their group stands. `helps` are what this command says of options instead.
+    `order` selects options and places the command's own parameters among them; by default all are taken where their
+    group stands. `helps` overrides help texts for this command.
     """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
@@ -48,15 +48,15 @@ def with_options(*order: str, helps: Mapping[str, str] | None = None) -> Callabl
         config = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=Config)
 
         @wraps(command)
-        def told(**typed: Any) -> None:
+        def from_options(**typed: Any) -> None:
             mine = {name: typed.pop(name) for name in own}
             command(**mine, **{name: _read(group, typed) for name, group in groups.items()})
 
-        told.__signature__ = Signature(  # type: ignore[attr-defined]
+        from_options.__signature__ = Signature(  # type: ignore[attr-defined]
             [*(one.replace(kind=Parameter.KEYWORD_ONLY) for one in placed), config]
         )
-        told.__annotations__ = {}
-        return told
+        from_options.__annotations__ = {}
+        return from_options
 
     return decorated
 
@@ -65,7 +65,7 @@ _types = cache(get_type_hints)
 
 
 def _parameter(group: type, spec: OptionSpec, help: str | None) -> Parameter:  # noqa: A002
-    """As typer reads it: text that the option itself parses, several texts, or what the field is."""
+    """Return the parameter for typer: text that the option parses itself, several texts, or the field's own type."""
     default, kind = spec.default, _types(group)[spec.name]
     if spec.required:
         default = Parameter.empty
@@ -91,22 +91,22 @@ Allow = Annotated[
     list[str] | None,
     Option(
         metavar="NAME",
-        help="Continue despite what an error message refused under this name, and print it; may be repeated.",
+        help="Continue despite a difference that an error message refused under this name, and print it; may be "
+        "repeated.",
     ),
 ]
 AllowParts = Annotated[
     list[str] | None,
     Option(
         metavar="WHAT",
-        help="Read the run even if parts of it are WHAT: unfinished, damaged, doubled, foreign or invalid; may be "
-        "repeated.",
+        help="Read the run even if some parts are unfinished, damaged, doubled, foreign or invalid; may be repeated.",
     ),
 ]
 Limits = Annotated[
     Path | None,
     Option(
         metavar="FILE",
-        help='TOML file with a table per figure, such as ["al.pooled"], that holds fall (0.05 for 5 %), at_least '
-        "or run_noise.",
+        help='TOML file with a table per metric, such as ["al.pooled"], of the limits fall (0.05 for 5 %), at_least '
+        "and run_noise.",
     ),
 ]

@@ -1,4 +1,4 @@
-"""What is made of finished runs: comparisons, gates, reports and plots."""
+"""Finished runs: the commands compare, baseline, check, report, card and plot."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def baseline(
     output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The JSON file to write and commit.")],
     limits: options.Limits = None,
     time_free: Annotated[
-        bool, Option("--time-free", help="Leave timings out, so that any machine can check, however busy.")
+        bool, Option("--time-free", help="Leave timings out, so that any machine can check, however busy it is.")
     ] = False,
 ) -> None:
-    """Save what runs reached, for 'check'.
+    """Save the figures of runs, for 'check'.
 
-    Give several runs of the same command, so that the file also says how much runs vary.
+    Give several runs of the same command, so that the file also records how much runs vary.
     """
     from dflash_bench.analysis.gate import baselines
     from dflash_bench.results import table
@@ -82,7 +82,8 @@ def check(
     baseline: Annotated[
         Path | None,
         Option(
-            metavar="FILE", help="A file written by 'baseline'. Without it, only what every run must reach is checked."
+            metavar="FILE",
+            help="A file written by 'baseline'. Without it, only the minimum that every run must reach is checked.",
         ),
     ] = None,
     limits: options.Limits = None,
@@ -91,8 +92,8 @@ def check(
         bool | None,
         Option(
             "--rescore/--no-rescore",
-            help="Score stored answers again, and fail if a score differs. Default: all but model-written code, which "
-            "--rescore runs again in the sandbox.",
+            help="Score stored answers again, and fail if a score differs. Default: all except model-written code, "
+            "which --rescore runs again in the sandbox.",
         ),
     ] = None,
     junit: Annotated[Path | None, Option(metavar="FILE", help="Also write JUnit XML to FILE.")] = None,
@@ -113,7 +114,7 @@ def check(
     show how much runs vary, so an allowance is made and small losses pass; three runs against a baseline of three
     detect a loss of 10 %.
 
-    Stored texts are compared with what the target's tokenizer makes of the tokens, if it is on this disk.
+    Stored texts are compared with the decoded tokens if the target's tokenizer is on this disk.
     """
     from dflash_bench import api
     from dflash_bench.report import gate as formats
@@ -219,7 +220,7 @@ def plot(
 ) -> None:
     """Draw the plots of a run, or a trend over runs.
 
-    Runs in a trend must be alike, except for what --allow accepts.
+    Runs in a trend must have the same settings, except for differences that --allow accepts.
     """
     from dflash_bench import report
     from dflash_bench.core.terminal import with_bar
@@ -244,7 +245,7 @@ def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str])
     from dflash_bench.report import plots
 
     if out is None:
-        raise UserError("the trend of several runs has no run folder to go to: give -o DIR")
+        raise UserError("a trend over several runs belongs to no single run's folder; give -o DIR")
     check_allowed(allow)
     of_parts = [name for name in allow if name in report.ALLOWED]
     read = [plots.Material(report.read_document(folder, of_parts)) for folder in with_bar(runs, "reading runs")]

@@ -1,4 +1,4 @@
-"""`run`, and the suites and methods that it knows."""
+"""The commands run, sweep, suites and methods."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def run(
 app.command(
     "sweep", cls=GroupedHelp,
     help="Find the best value of an option.\n\n"
-    "Measures several values of options or settings (--over) and says which is the fastest on this machine. All other "
-    "options are those of 'run'.",
+    "Measures several values of options or settings (--over) and names the fastest on this machine. All other options "
+    "are those of 'run'.",
 )(run)  # fmt: skip
 
 
 def _stopped(folder: Path) -> str:
-    """Ctrl-C is no error: it says what is left, and the very command that goes on."""
+    """Return the message after Ctrl-C, with the command that continues the run."""
     if not (folder / "run.json").exists():
         return "stopped; nothing was written yet"
     words = sys.argv[1:]
@@ -98,7 +98,7 @@ def _stopped(folder: Path) -> str:
 def suites() -> None:
     """List the suites of prompts.
 
-    Says where they come from, how many prompts are embedded, and how answers are scored.
+    Shows where they come from, how many prompts are embedded, and how answers are scored.
     """
     from dflash_bench import report
     from dflash_bench.tasks import sandbox
@@ -116,7 +116,7 @@ def methods(
 ) -> None:
     """List the methods, or one with its options.
 
-    Says what each drafts, which weights it needs, and whether it is lossless.
+    Shows what each drafts, which weights it needs, and whether it is lossless.
     """
     from dflash_bench.report import terminal as listed
 

@@ -31,12 +31,12 @@ def train(
     """
     from dflash_bench.core.terminal import status
     from dflash_bench.models.presets import table
-    from dflash_bench.training import estimate, session
+    from dflash_bench.training import session
 
     if estimate_only:
         with status() as tell:
-            expected = estimate.perform(request, tell)
-        say(estimate.text(expected))
+            expected = session.estimate(request, tell)
+        say(expected)
         return
     with status() as tell:
         folder = session.perform(request, tell)

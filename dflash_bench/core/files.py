@@ -142,6 +142,11 @@ def write_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file by `write_whole`."""
+    write_whole(path, lambda file: file.write(json.dumps(value, indent=1).encode()))
+
+
 def sync(folder: Path) -> None:
     """Sync a folder's entries to disk: only then does a rename in it survive a crash."""
     folder_fd = os.open(folder, os.O_RDONLY)

@@ -1,7 +1,7 @@
-"""What is declared of an option, once: its flag and help, how its text is read, which values it takes, what it needs.
+"""Options, each declared once: flag, help, how its text is parsed, its range, and the options it needs.
 
-A group of options is a frozen dataclass whose fields carry an `OptionSpec`. From them follow the command line, a
-configuration file, what is refused, and what `run.json` keeps.
+A group of options is a frozen dataclass whose fields carry an `OptionSpec`. The command line, configuration files, the
+Python API, refusals, and the options in `run.json` are all derived from these fields.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ CONTEXT = "none|([0-9]{1,7})(k?)"
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Something that holds for options or does not, and the error where an option has it against it."""
+    """A condition on a set of options, and the error for an option that it rules out."""
 
     holds: Callable[[Any], bool]
     error: str
-    """With {flag} and {value} for the option's, and {options} for all."""
+    """A format string of {flag} and {value} of the option, and of all {options}."""
     is_of_sweep: bool = False
-    """Does it depend on settings that --over may give? It is looked at once these are laid out."""
+    """Does it depend on settings that --over may give? Then it is checked after the sweep is laid out."""
 
 
 def condition(holds: Callable[[Any], bool], where: str, is_of_sweep: bool = False) -> Condition:
-    """Of which an option has no effect: `where` says so ("without --server")."""
+    """Return the condition that an option has an effect; `where` says when it has none ("without --server")."""
     return Condition(holds, f"{{flag}} has no effect {where}", is_of_sweep)
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers that an option takes, each by itself."""
+    """The numbers that an option accepts."""
 
     holds: Callable[[float], bool]
     error: str
-    """What follows the flag, with {values} for those that are none of them."""
+    """The error after the flag, with {values} for the wrong numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class OptionSpec:
     required: bool = False
     minimum: float | None = None
     most: int | None = None
-    """Far more than any run takes: a slip of the keyboard must not run for ever."""
+    """Far more than any run needs, so that a typing error does not run for ever."""
     choices: Callable[[], Sequence[str]] | None = None
     kind: str = ""
-    """What a choice is called; by default as the flag."""
+    """Name of a choice in errors; by default that of the flag."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of choices."""
     parse: Callable[[str, str], Any] | None = None
-    """The value of a text, which stands at the flag; None: typer reads the field's own type."""
+    """Parses text, given the text and the flag; None: typer parses the field's own type."""
     range: Range | None = None
     check: Callable[[Any], object] | None = None
     """Raises UserError for a value that makes no sense."""
@@ -78,7 +78,7 @@ class OptionSpec:
         return bool(getattr(options, self.name) != self.default)
 
     def read(self, typed: Any) -> Any:
-        """The field's value for what typer read. Raises UserError for text that is none."""
+        """Return the field's value for a value from typer. Raises UserError for text that cannot be parsed."""
         if typed is None:
             return self.default
         if self.parse is not None:
@@ -87,7 +87,7 @@ class OptionSpec:
 
 
 def under(heading: str) -> Callable[..., Any]:
-    """Makes fields of a group that help shows under this heading, from their help and the rest of `OptionSpec`."""
+    """Return a function that declares fields under a heading of help, from their help and the rest of `OptionSpec`."""
 
     def declared(help: str, *, default: Any = None, **rest: Any) -> Any:  # noqa: A002
         option = OptionSpec(heading, help, **rest)
@@ -98,7 +98,7 @@ def under(heading: str) -> Callable[..., Any]:
 
 @cache
 def options_of(group: type) -> dict[str, OptionSpec]:
-    """Of a dataclass, by the names of its fields, in the order of help."""
+    """Return the options of a dataclass by field name, in the order of help."""
     found = {}
     for item in fields(group):
         if declared := item.metadata.get("option"):
@@ -114,7 +114,7 @@ def _specs(options: Any) -> Iterable[OptionSpec]:
 
 
 def unified(options: Any) -> None:
-    """For `__post_init__`: other spellings of choices become the one that is kept."""
+    """Replace other spellings of choices by the stored one; for `__post_init__`."""
     for spec in _specs(options):
         value = getattr(options, spec.name)
         if spec.aliases and isinstance(value, str):
@@ -122,21 +122,21 @@ def unified(options: Any) -> None:
 
 
 def to_json(options: Any) -> dict[str, Any]:
-    """What `run.json` keeps of them: secrets are left out, and paths are text."""
+    """Return the options as `run.json` stores them: without secrets, and with paths as text."""
     values = {spec.name: getattr(options, spec.name) for spec in _specs(options)}
     return {name: str(value) if isinstance(value, Path | Arguments) else value for name, value in values.items()}
 
 
 def check_options(options: Any) -> None:
-    """Raises UserError for options without effect, and for values that none of them takes."""
+    """Raise UserError for options without effect, and for values out of range."""
     refuse_without_effect(options)
     refuse_values(options)
 
 
 def refuse_without_effect(options: Any, *, before_sweep: bool = False) -> None:
-    """Raises UserError for the first option that lacks what it needs, or that another takes its effect away.
+    """Raise UserError for the first option that lacks another one it needs, or that another one makes ineffective.
 
-    Before a sweep is laid out only that is looked at on which it has no bearing.
+    `before_sweep` skips conditions on settings that a sweep may give.
     """
     for spec in _specs(options):
         if not spec.is_given(options):
@@ -150,7 +150,7 @@ def refuse_without_effect(options: Any, *, before_sweep: bool = False) -> None:
 
 
 def refuse_values(options: Any) -> None:
-    """Raises UserError for the first value that its option does not take."""
+    """Raise UserError for the first value that its option does not accept."""
     for spec in _specs(options):
         if spec.is_given(options):
             refuse_value(spec, getattr(options, spec.name))
@@ -159,7 +159,7 @@ def refuse_values(options: Any) -> None:
 def refuse_value(spec: OptionSpec, value: Any) -> None:
     if spec.minimum is not None and not value >= spec.minimum:
         raise UserError(f"{spec.flag} takes at least {spec.minimum:,}, not {shortened(str(value), 40)}")
-    if spec.most is not None and not value <= spec.most:  # nor what is not a number
+    if spec.most is not None and not value <= spec.most:  # also refuses nan
         raise UserError(f"{spec.flag} takes at most {spec.most:,}, not {shortened(str(value), 40)}")
     if spec.range is not None:
         _refuse_out_of_range(spec, spec.range, value if isinstance(value, tuple) else (value,))
@@ -190,11 +190,11 @@ def check_threads(number: int) -> None:
         )
 
 
-# How text is read
+# Parsers of text
 
 
 def numbers(text: str, where: str, *, whole: bool = False) -> tuple[Any, ...]:
-    """Of a list with commas. Raises UserError for what is no number, and for one that is there twice."""
+    """Parse numbers separated by commas. Raises UserError for anything else, and for a number given twice."""
     parts = text.split(",")
     if not all(re.fullmatch(WHOLE if whole else NUMBER, part) for part in parts):
         kind = "a whole number" if whole else "a number"
@@ -210,7 +210,7 @@ def whole_numbers(text: str, where: str) -> tuple[int, ...]:
 
 
 def context_lengths(text: str, where: str) -> tuple[int | None, ...]:
-    """Of 4k, 1000 or none, or several with commas. Raises UserError for what is none, and for one there twice."""
+    """Parse 4k, 1000, none, or several with commas. Raises UserError for anything else, and for one given twice."""
     matches = [re.fullmatch(CONTEXT, part) for part in text.split(",")]
     values = tuple(match and match[1] and int(match[1]) * (1024 if match[2] else 1) for match in matches)
     if not all(matches) or 0 in values:

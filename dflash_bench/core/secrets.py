@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Self
 from urllib.parse import quote, unquote
 
 from dflash_bench.core.errors import UserError
@@ -17,36 +18,44 @@ OF_VARIABLES = 8
 """The same for the value of a variable, of which only the name suggests that it is a secret."""
 
 
-class Secret:
+class _Hidden:
+    """A value that is compared, but neither copied nor stored."""
+
+    __slots__ = ("_value",)
+    _value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and other._value == self._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __deepcopy__(self, _: object) -> Self:
+        return self
+
+    def __reduce__(self) -> str:
+        raise TypeError("secrets, and arguments that may contain some, are not stored")
+
+
+class Secret(_Hidden):
     """A text that only `reveal` returns: it prints as stars, also in containers, and cannot be stored."""
 
-    __slots__ = ("_text",)
+    __slots__ = ()
+    _value: str
 
     def __init__(self, text: str) -> None:
-        self._text = text
+        self._value = text
 
     def reveal(self) -> str:
-        return self._text
+        return self._value
 
     def __repr__(self) -> str:
         return HIDDEN
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and other._text == self._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    def __deepcopy__(self, _: object) -> Secret:
-        return self
-
-    def __reduce__(self) -> str:
-        raise TypeError("a secret is not stored")
-
     @property
     def forms(self) -> set[str]:
         """Return its spellings: as it is, in JSON, in Python, in a URL."""
-        text = self._text
+        text = self._value
         forms = {text, json.dumps(text)[1:-1], repr(text)[1:-1], quote(text), quote(text, safe=""), unquote(text)}
         return {form for form in forms if len(form) >= LEAST}
 
@@ -59,19 +68,20 @@ def hidden(text: str, secrets: Iterable[Secret]) -> str:
     return text
 
 
-class Arguments:
+class Arguments(_Hidden):
     """Arguments of a command line, some of which may contain secrets; it prints without them, quoted for a shell."""
 
-    __slots__ = ("_words", "secrets", "shown")
+    __slots__ = ("secrets", "shown")
+    _value: tuple[str, ...]
 
     def __init__(self, words: Sequence[str]) -> None:
-        self._words = tuple(words)
+        self._value = tuple(words)
         self.secrets: tuple[Secret, ...] = ()
         """Secrets found by the names of options and by the shapes of values."""
         self.shown: tuple[str, ...] = ()
         """The arguments with stars in place of secrets."""
         option = ""
-        for word in self._words:
+        for word in self._value:
             # After such an option comes its value, whatever it begins with.
             is_option = option not in OF_COMMANDS and word.startswith("-") and not word.lstrip("-")[:1].isdigit()
             name, equals, value = word.partition("=")
@@ -97,11 +107,11 @@ class Arguments:
         self.secrets += tuple(map(Secret, found))
 
     def reveal(self) -> list[str]:
-        return list(self._words)
+        return list(self._value)
 
     def value_of(self, option: str) -> Secret | None:
         """Return the first value of an option such as --api-key."""
-        for word, after in zip(self._words, (*self._words[1:], ""), strict=True):
+        for word, after in zip(self._value, (*self._value[1:], ""), strict=True):
             if word == option and after:
                 return Secret(after)
             if word.startswith(f"{option}="):
@@ -113,18 +123,6 @@ class Arguments:
 
     def __repr__(self) -> str:
         return f"Arguments({self})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Arguments) and other._words == self._words
-
-    def __hash__(self) -> int:
-        return hash(self._words)
-
-    def __deepcopy__(self, _: object) -> Arguments:
-        return self
-
-    def __reduce__(self) -> str:
-        raise TypeError("arguments that may contain secrets are not stored")
 
 
 OF_COMMANDS = frozenset(("--launch-args",))

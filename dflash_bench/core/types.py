@@ -1,4 +1,8 @@
-"""What crosses the borders between rooms: settings, prompts, generations, rows."""
+"""Types that rooms exchange: settings, prompts, generations, rows.
+
+A row is a raw measurement; every number a user sees is derived from rows later (`analysis/metrics.py`). Seconds end in
+`_s`, bytes in `_bytes`, and counts begin with `num_`.
+"""
 
 from __future__ import annotations
 
@@ -9,59 +13,53 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
-# What crosses the borders between layers: prompts in, generations out, rows to disk.
-#
-# A row is a raw measurement; every number a user sees is derived from rows later (`analysis/metrics.py`).
-# Seconds end in `_s`, bytes in `_bytes`, counts start with `num_`.
-
-
 SCHEMA_VERSION = 1
 
 FinishReason = Literal["stop", "length", "error"]
 Exactness = Literal["exact", "near_tie", "mismatch", "differs"]
-"""`differs`: not exact, and there was no judge to say whether rounding explains it."""
+"""`differs`: not exact, and there was no judge to decide whether rounding explains it."""
 OWN_WEIGHTS, STREAMED_WEIGHTS, SHARED_WEIGHTS = "separate", "separate, layer by layer", "shared weights"
-"""Which weights the judge reads: its own, read from the files once more, at once or a layer at a time in each pass; or
-those of the engine."""
+"""The weights that the judge uses: its own, read from the files again, all at once or layer by layer in each pass; or
+the engine's."""
 Audit = Literal["all", "divergent", "none"]
-"""Which answers the judge reads token by token: all, those that leave the plain answer, or none."""
+"""The answers that the judge checks token by token: all, those that differ from the plain answer, or none."""
 
 
 CLOCK_SHARE, CLOCK_S = 0.02, 0.001
-"""The runner's clock and the backend's may differ by this share of a time and so many seconds."""
+"""The runner's clock and the backend's may differ by this share of a time plus these seconds."""
 CODE_SCORERS = frozenset(("humaneval", "mbpp"))
-"""The scorers that run what the model wrote."""
+"""Scorers that run code written by the model."""
 CEILINGS = {"float32": 1e-3, "float16": 0.25, "bfloat16": 2.0}
-"""Logits by the target's type, and of another type those of float32: no gap beyond this is put down to rounding,
-whatever the judge measures. How they were measured: results/rounding.md."""
+"""Gap in logits by the target's dtype (others as float32) beyond which nothing is attributed to rounding, whatever the
+judge measures. How they were measured: results/rounding.md."""
 
 
 def is_greedy(temperature: float) -> bool:
-    """Is this close enough to 0 to mean "take the best token"? Then output is deterministic, and is checked."""
+    """Is the temperature so close to 0 that the best token is taken? Then output is deterministic, and is checked."""
     return temperature < 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How answers are decoded, behind how much text: with suite and method, what makes a cell.
+    """How answers are decoded, and how prompts are padded; with suite and method they identify a cell.
 
-    The defaults leave the model's distribution, and prompts, as they are, and decode one answer at a time. `thinking`
-    None is a chat template without such a switch.
+    The defaults leave the model's distribution and the prompts unchanged, and decode one answer at a time. `thinking`
+    is None if the chat template has no such switch.
     """
 
     temperature: float = 0.0
     top_k: int = 0
-    """Tokens that may be drawn; 0 is all."""
+    """Number of likeliest tokens that may be drawn; 0: all."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     thinking: bool | None = None
     concurrency: int = 1
-    """Answers decoded at the same time: when one has ended, the next one begins."""
+    """Answers decoded at the same time: when one ends, the next begins."""
     context: int | None = None
-    """Tokens that prompts were padded to; None: nothing was put before them."""
+    """Tokens that prompts were padded to; None: not padded."""
     rate: float | None = None
-    """Answers asked for per second, at random times, however many are under way; None: `concurrency` says when."""
+    """Requests per second, at random times, however many are in flight; None: `concurrency` decides."""
 
     @property
     def is_shared(self) -> bool:
@@ -74,13 +72,13 @@ class Settings:
 
     @property
     def id(self) -> str:
-        """What rows, cells and findings know these settings by. It changes with any bit of any value."""
+        """Return the key of these settings in rows, cells and findings; it changes with any bit of any value."""
         return _settings_id(self)
 
 
 @cache
 def _settings_id(settings: Settings) -> str:
-    """Ten hexadecimal digits of a SHA-256. Defaults are not in it, so that a field added later leaves it as it was."""
+    """Return ten hexadecimal digits of a SHA-256. Defaults are left out, so that new fields do not change it."""
     usual = asdict(Settings())
     changed = {name: value for name, value in asdict(settings).items() if value != usual[name]}
     exact = {name: value if isinstance(value, bool) else float(value) for name, value in changed.items()}
@@ -88,7 +86,7 @@ def _settings_id(settings: Settings) -> str:
 
 
 class CellKey(NamedTuple):
-    """What identifies a cell of a run, or of many runs. `slice` is empty where a suite is not divided."""
+    """Identifies a cell of a run, or of many runs. `slice` is empty if the suite is not split."""
 
     suite: str
     slice: str
@@ -97,11 +95,11 @@ class CellKey(NamedTuple):
 
 
 GREEDY = Settings()
-"""Of a model without a switch for thinking."""
+"""Default settings, for a chat template without a thinking switch."""
 
 
 def context_name(tokens: int | None) -> str:
-    """As a user writes it: `4k` for 4096, `1000`, or `none`."""
+    """Format a context length as a user writes it: `4k` for 4096, `1000`, or `none`."""
     if tokens is None:
         return "none"
     return str(tokens) if tokens % 1024 else f"{tokens // 1024}k"
@@ -117,7 +115,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One item of a suite: `opening` messages, then user `turns` the model answers one by one."""
+    """One item of a suite: `opening` messages, then the user's `turns`, which the model answers one by one."""
 
     suite: str
     prompt_id: str
@@ -126,20 +124,20 @@ class Prompt:
     category: str | None = None
     reference: str | None = None
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The source row in the hub's columns; scorers that run tests read it."""
+    """The source row in the hub's columns, from which scorers take their tests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One answer to one turn, as the backend measured it.
+    """One answer to one turn, as the backend measured it: T tokens in S rounds.
 
-    Per round i of S: `drafted[i]` tokens proposed (of a tree all its nodes), `accepted[i]` of them
-    kept, `emitted[i]` tokens added to `token_ids` (`accepted + 1`, less where a stop or the limit cut
-    the round). The first token comes from prefill and belongs to no round. `None` means the backend
-    hides rounds; it may still tell how many there were, and what they drafted and accepted in `total_`.
-    `decode_s` starts when the first token exists and includes `draft_prefill_s`.
-    `drafted_ids` are the tokens of all rounds one after another, `sum(drafted)` of them; of trees `drafted_parents`
-    says beside each which node of its round it follows, -1 for the anchor.
+    Round i proposes `drafted[i]` tokens (all nodes of a tree), keeps `accepted[i]` of them, and adds `emitted[i]`
+    tokens to `token_ids` [T]: `accepted[i] + 1`, fewer if a stop token or the limit truncated the round. The first
+    token comes from prefill and belongs to no round. `drafted_ids` [sum(drafted)] concatenates the tokens of all
+    rounds; `drafted_parents`, of the same length, is only there for trees: the index of each node's parent within its
+    round, -1 for the anchor. `draft_s`, `verify_s` and `round_s` [S] are seconds per round. `decode_s` starts when
+    the first token exists, and includes `draft_prefill_s`. If the backend hides rounds, all fields per round are
+    None; it may still report totals in `total_*`.
     """
 
     token_ids: tuple[int, ...]
@@ -158,22 +156,22 @@ class Generation:
     verify_s: tuple[float, ...] | None = None
     round_s: tuple[float, ...] | None = None
     num_thinking_tokens: int | None = None
-    """Up to and with the end of thinking; None where the chat template knows no thinking."""
+    """Tokens up to and including the end of thinking; None if the chat template has no thinking."""
     peak_memory_bytes: int | None = None
     error: str | None = None
     num_hidden_tokens: int | None = None
-    """Of an answer whose tokens the backend does not name: how many there are. `token_ids` is then empty."""
+    """Number of tokens of an answer whose token ids the backend does not return; `token_ids` is then empty."""
     num_first_tokens: int | None = None
-    """Tokens that arrived together as the first; None: one, as always in this process."""
+    """Tokens that arrived together as the first ones; None: one, as always in this process."""
     num_cached_tokens: int | None = None
-    """Tokens of the prompt that the backend had kept from an earlier one, and did not compute."""
+    """Tokens of the prompt that were in the backend's prefix cache and were not computed."""
     total_rounds: int | None = None
     total_drafted: int | None = None
     total_accepted: int | None = None
     counted_by: str | None = None
     """How these totals were counted: the id of a `dialects.CountingRule`."""
     uncounted: str | None = None
-    """Why there are no totals, where rounds are hidden."""
+    """Why there are no totals although rounds are hidden."""
 
     @property
     def hides_tokens(self) -> bool:
@@ -185,59 +183,47 @@ class Generation:
 
     @property
     def num_decoded(self) -> int:
-        """Tokens that `decode_s` is the time of: those after what arrived first."""
+        """Number of tokens that were decoded in `decode_s`: those after the first arrival."""
         return max(self.num_tokens - (self.num_first_tokens or 1), 0)
 
     def refused(self, why: str) -> Generation:
-        """In its place where its witnesses deny it: a failure, which keeps what was said and nothing measured."""
+        """Return a failed generation in its place: it keeps the answer, but no measurement."""
         prompt = max(self.num_prompt_tokens, 0)
         return Generation(self.token_ids, self.text, "error", prompt, 0.0, 0.0, error=self.error or why)
 
     def same_answer(self, other: Generation) -> bool:
-        """By tokens, or by text where a backend does not name them."""
+        """Compare token ids, or texts if a backend hides its tokens."""
         if self.hides_tokens or other.hides_tokens:
             return self.text == other.text
         return self.token_ids == other.token_ids
 
 
 class Listener(Protocol):
-    """Who is told of answers while they are decoded, and so need not believe what is said of them afterwards.
+    """Observes answers while they are decoded, so that the backend's report can be checked afterwards.
 
-    Whoever decodes says what happened just before it reads its own clock, and `marked` just after: so its reading is
-    known to lie between two others, however long the process was held up in between.
+    The backend reports an event just before it reads its own clock, and `marked` just after: so its reading is known to
+    lie between two of the listener's, however long the process was suspended in between.
     """
 
     def began(self, request: int) -> None:
-        """The prompt of this request, by its place among those asked for together, is about to be read."""
-        ...
+        """Prefill of a request begins; `request` is its index among those that were submitted together."""
+        return
 
     def heard(self, request: int, tokens: Sequence[int]) -> None:
-        """A request got these tokens: the first ones from prefill, others from a round each time."""
-        ...
+        """A request got tokens: the first ones from prefill, then those of one round per call."""
+        return
 
     def marked(self) -> None:
-        """The backend has read its own clock."""
-        ...
+        """The backend has just read its own clock."""
+        return
 
     def passed(self) -> None:
-        """The target was asked for a forward pass."""
-        ...
+        """The target computes a forward pass."""
+        return
 
 
-class Nobody:
-    """Listens to nothing."""
-
-    def began(self, request: int) -> None:
-        pass
-
-    def heard(self, request: int, tokens: Sequence[int]) -> None:
-        pass
-
-    def marked(self) -> None:
-        pass
-
-    def passed(self) -> None:
-        pass
+class Nobody(Listener):
+    """A listener that does nothing."""
 
 
 NOBODY = Nobody()
@@ -258,20 +244,20 @@ class TimedGeneration:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where an answer leaves what it should be, and whether rounding explains it.
+    """The first place where an answer differs from the expected one, and whether rounding explains it.
 
-    `gap` is by how many logits the judge's best token beats the worse one of the tokens in question, `tolerance` how
-    much rounding moves that difference at most: where the gap is above the dtype's ceiling, that. Both are None where
-    there is no token to ask about: an answer that breaks off, or goes on where the plain one ended, and logits that
-    are not finite.
+    `gap` is the lead, in logits, of the judge's best token over the worse of the two tokens in question, and
+    `tolerance` the most that rounding moves that difference (the dtype's ceiling, if the gap is above it). Both are
+    None if there is no token to compare: an answer that breaks off or goes on where the plain one ended, or logits
+    that are not finite.
     """
 
     index: int
-    """In the answer's tokens; in the characters of its text where tokens are hidden."""
+    """Index into the answer's tokens, or into the characters of its text if tokens are hidden."""
     gap: float | None = None
     tolerance: float | None = None
     is_judged: bool = True
-    """False where there was no judge to ask."""
+    """False if there was no judge."""
 
     @property
     def verdict(self) -> Exactness:
@@ -290,7 +276,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One row of results: a generation with its place in the run and its judgement."""
+    """One row of results: a generation, its place in the run, and the judgements on it."""
 
     suite: str
     suite_version: int
@@ -301,39 +287,39 @@ class Record:
     method: str
     repeat: int
     order: int
-    """Position of this generation in the run, so that drift over time can be seen."""
+    """Position of this generation in the run, to make drift over time visible."""
     generation: Generation
     settings: Settings = GREEDY
     start_s: float | None = None
-    """On the run's clock: wall time since the run was started, which goes on when the run is resumed."""
+    """Wall time since the run was started; the clock goes on while a run is interrupted."""
     end_s: float | None = None
     answer: str | None = None
     passed: bool | None = None
     exactness: Exactness | None = None
-    """Against the plain answer; of a plain answer, against another plain one. None where there was none to compare."""
+    """Result of comparing it with the plain answer (a plain one with another plain one); None if there is none."""
     divergence: Divergence | None = None
     audit: Exactness | None = None
-    """Against the published model: is every token its own choice? None where the judge was not asked."""
+    """Result of the judge's audit: is every token the published model's own choice? None if not audited."""
     clock_s: float | None = None
-    """What the runner itself measured: seconds from asking the backend for this answer alone until it was there."""
+    """Seconds on the runner's own clock from the request for this answer alone to its end."""
     clock_prefill_s: float | None = None
-    """By the runner's clock at least so long until the first token; None where it could not listen."""
+    """Least time to the first token on the runner's clock; None if it could not listen."""
     clock_decode_s: float | None = None
-    """The same from the first token to the last."""
+    """The same from the first to the last token."""
     clock_slack_s: float | None = None
-    """By so much more either may be: how far apart its readings before and after the backend's own were."""
+    """Uncertainty of both: time between the runner's readings before and after the backend's own."""
     clock_rounds: int | None = None
-    """Rounds that the runner heard of."""
+    """Rounds that the runner observed."""
     clock_passes: int | None = None
-    """Forward passes of the target after the first token; None where others were decoded at the same time."""
+    """Forward passes of the target after the first token; None if other answers were decoded at the same time."""
     worker: int | None = None
-    """Which of the run's workers measured it, by its place in `run.json`; None where there are none."""
+    """Index in `run.json` of the worker that measured it; None without workers."""
     departure: Divergence | None = None
-    """Of an audit that is not "exact", the place where the judge's best token is furthest ahead."""
+    """If the audit is not "exact", the place where the judge's best token is furthest ahead."""
 
 
 Columns = Mapping[str, Any]
-"""Arrays of one length by name."""
+"""Arrays of equal length by name."""
 COLUMNS = (
     "place", "depth", "is_bonus", "is_forced", "is_kept", "is_open", "is_impossible", "rank", "by_id",
     "likelihood", "likelihood_mean", "likelihood_variance", "likelihood_third",
@@ -343,17 +329,18 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Tokens that one method drew, and what the published model said of each place before: `COLUMNS`, a token a row.
+    """Tokens that one method drew, with the published model's distribution at each: `COLUMNS`, one row per token.
 
-    `place` counts from 1 in its answer; answers stand one after the other. `depth` counts the draft's tokens down to
-    this one, 0 where nothing was drafted; `is_bonus`: behind the draft's end; `is_forced`: the draft knew the token;
-    `is_kept`: the drafted token was kept. `is_open`: no token was certain; `is_impossible`: the model never draws it.
+    `place` is the token's position in its answer, from 1; answers follow each other. `depth` is its position in the
+    draft, 0 if nothing was drafted. `is_bonus`: just after the draft; `is_forced`: the draft was given the token;
+    `is_kept`: the drafted token was accepted; `is_open`: no token was certain; `is_impossible`: the model never draws
+    it.
 
-    `rank` and `by_id` are uniform numbers in [0, 1) if the method is right: where the token lies in the model's
-    distribution, the likeliest first or by id, and at random within its own share. `likelihood` is the log-probability
-    of what was drawn, `leaning` (0 to 1) how much the draft favoured it over the model; beside each stand mean,
-    variance and third central moment by the model. All these are NaN where rounding decides what may be drawn, and of
-    impossible tokens.
+    If the method is right, `rank` and `by_id` are uniform in [0, 1): the token's position in the model's cumulative
+    distribution, with the likeliest token first or by id, randomised within its own share. `likelihood` is its
+    log-probability, and `leaning` (0 to 1) how much the draft favoured it over the model; for both, mean, variance and
+    third central moment under the model are given, too. All of these are NaN for impossible tokens, and if rounding
+    decides what may be drawn.
     """
 
     method: str

@@ -168,8 +168,8 @@ class PromptOptions:
         metavar="NAME",
     )
     prompts: Path | None = _prompts(
-        "Your own prompts: a file with one JSON object a line, with prompt, turns or messages; Spec-Bench files "
-        "work too.",
+        "Your own prompts: a file with one JSON object per line, with prompt, turns or messages; Spec-Bench "
+        "files work, too.",
         metavar="FILE",
     )
     score: str | None = _prompts(
@@ -186,7 +186,7 @@ class PromptOptions:
     """The scorer of `prompts`."""
     data: str | None = _prompts(
         "Where the suites' prompts come from: embedded (shipped with dflash-bench, the default for nano), hub (the "
-        "default for all else), or a folder of files in the hub's columns.",
+        "default for all others), or a folder of files in the hub's columns.",
         metavar="FROM",
         needs=(condition(lambda options: bool(options.suites), "without --suite"),),
     )
@@ -227,7 +227,7 @@ class ModelOptions:
     """Which weights, and how they draft."""
 
     methods: tuple[str, ...] = _models(
-        "How tokens are drafted, from 'dflash-bench methods'; NAME:N drafts N tokens a round. May be repeated. "
+        "How tokens are drafted, from 'dflash-bench methods'; NAME:N drafts N tokens per round. May be repeated. "
         "Default: dflash. Plain decoding always runs.",
         default=(),
         flag="--method",
@@ -263,7 +263,7 @@ class ServerOptions:
     servers: tuple[str, ...] = _servers(
         "Measure live servers instead of models loaded here: plain=URL for plain decoding, and dflash=URL or "
         "another method (NAME@LABEL=URL) for each server that drafts; a single one is measured without a speed-up. "
-        "Give --model or --target too, if the same weights are here, to send prompts as token ids and judge "
+        "Give --model or --target, too, if the same weights are here, to send prompts as token ids and judge "
         "answers.",
         default=(),
         flag="--server",
@@ -272,15 +272,15 @@ class ServerOptions:
     )
     """NAME=URL"""
     dialect: str | None = _servers(
-        f"The kind of server: {', '.join(DIALECTS.own)} (openai is any compatible server). Default: recognised by its "
-        "pages; mlx must be named.",
+        f"Kind of the servers: {', '.join(DIALECTS.own)} (openai is any compatible server). Default: recognised from "
+        "their responses; mlx must be named.",
         metavar="NAME",
         choices=lambda: tuple(DIALECTS),
         needs=(SERVERS,),
         conflicts=(LAUNCHED,),
     )
     served_model: str | None = _servers(
-        "The model to ask for, where a server has several. Default: the one that it has.",
+        "The model to request, if a server has several. Default: its only one.",
         metavar="NAME",
         needs=(SERVERS,),
         conflicts=(LAUNCHED,),
@@ -293,13 +293,13 @@ class ServerOptions:
     )
     """The variable of the environment that holds the key; the key itself is nowhere in a request."""
     timeout: float | None = _servers(
-        "Seconds after which an answer that has not ended counts as failed. Default: 600.",
+        "Seconds after which an unfinished answer counts as failed. Default: 600.",
         metavar="S",
         range=Range(_above_zero, "is a number of seconds above 0, not {values}"),
         needs=(SERVERS,),
     )
     env_proxy: bool = _servers(
-        "Reach the servers through the proxies that environment variables name.",
+        "Connect to the servers through the proxies named by environment variables.",
         default=False,
         needs=(SERVERS,),
         conflicts=(LAUNCHED,),
@@ -320,8 +320,8 @@ class ServerOptions:
         needs=(LAUNCH,),
     )
     rate: tuple[float, ...] = _servers(
-        "Ask for R answers per second, at random times (Poisson, the same ones for each server), whether earlier "
-        "ones have ended or not.",
+        "Send R requests per second, at random times (Poisson, the same for each server), whether or not earlier "
+        "ones have finished.",
         default=(),
         metavar="R[,R...]",
         parse=numbers,
@@ -391,16 +391,16 @@ class DecodingOptions:
         ),
     )
     concurrency: tuple[int, ...] = _answers(
-        "Answers decoded at the same time: when one has ended, the next one begins. Several, such as 1,4,16, are "
-        "measured one after the other. Default: 1.",
+        "Answers decoded at the same time: when one ends, the next begins. Several, such as 1,4,16, are measured one "
+        "after the other. Default: 1.",
         default=(),
         metavar="N[,N...]",
         parse=whole_numbers,
         range=Range(lambda value: value >= 1, "is a number of answers from 1 up, not {values}"),
     )
     slo: str | None = _answers(
-        "Count the answers per second that keep to these times, such as ttft=500ms,tpot=50ms (goodput), with --rate "
-        "or --concurrency.",
+        "Count the answers per second that meet these limits, such as ttft=500ms,tpot=50ms (goodput), with --rate or "
+        "--concurrency.",
         metavar="ttft=T,tpot=T",
         check=objectives,
         needs=(
@@ -483,7 +483,7 @@ class MachineOptions:
         conflicts=(SERVED_ALONE, condition(lambda options: options.device_map is not None, "with --device-map")),
     )
     device_map: str | None = _machine(
-        "Spread the target over all GPUs, when one cannot hold it.",
+        "Spread the target over all GPUs, if one cannot hold it.",
         metavar="auto",
         choices=lambda: ("auto",),
         kind="device map",
@@ -509,8 +509,8 @@ class MachineOptions:
         ),
     )
     engine: str | None = _machine(
-        "By whose code the target is computed: native, our own, or transformers. Default: native where it covers the "
-        "target and says the same, for it is faster. The judge always asks transformers.",
+        "Forward pass of the target: native (our own) or transformers. Default: native, which is faster, if it covers "
+        "the target and agrees with transformers. The judge always uses transformers.",
         metavar="E",
         choices=lambda: ENGINES,
         aliases={"lean": "native"},
@@ -518,7 +518,7 @@ class MachineOptions:
     )
     """By whose code the target is computed."""
     graph: str | None = _machine(
-        "Capture passes of target and drafts as CUDA graphs. Default: on where a GPU and --engine native compute.",
+        "Capture forward passes of target and drafts as CUDA graphs. Default: on with --engine native on a GPU.",
         metavar="on|off",
         choices=lambda: ("on", "off"),
         conflicts=(
@@ -529,8 +529,8 @@ class MachineOptions:
         ),
     )
     compile: str | None = _machine(
-        "inductor: compile passes of target and drafts before they are timed, half a minute each the first time. "
-        "Needs a C++ compiler on a CPU.",
+        "inductor: compile forward passes of target and drafts before they are timed, half a minute each the first "
+        "time. Needs a C++ compiler on a CPU.",
         metavar="C",
         kind="compiler",
         choices=lambda: ("inductor",),
@@ -551,8 +551,8 @@ class MachineOptions:
         ),
     )
     quantize: str | None = _machine(
-        "Quantise the weights of the target's linear layers when it is loaded: int8, nf4 or fp8. Drafts stay as "
-        "they are. Needs the packages of dflash-bench[quantize].",
+        "Quantise the weights of the target's linear layers when it is loaded: int8, nf4 or fp8. Drafts are not "
+        "quantised. Needs the packages of dflash-bench[quantize].",
         metavar="Q",
         kind="quantisation",
         choices=_quantizations,
@@ -577,8 +577,8 @@ class MachineOptions:
         conflicts=(SERVED_ALONE,),
     )
     workers: int | None = _machine(
-        "Measure prompts in N processes at a time, each with its own models and its own processors or GPU. The "
-        "answers are the same; times of workers on one machine disturb each other, and are marked. Needs "
+        "Measure prompts in N processes at the same time, each with its own models and its own processors or GPU. The "
+        "answers are the same; workers on one machine slow each other down, and their times are marked. Needs "
         "dflash-bench[ray].",
         metavar="N",
         minimum=1,

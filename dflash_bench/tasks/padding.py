@@ -1,4 +1,8 @@
-"""Prompts of a given length: how they are padded, and with what of which suite."""
+"""`--context`: prompts padded to a given number of the target's tokens, with other prompts of their source.
+
+Padding is text of a prompt's own kind: other prompts, with their answers if the rows have any. They are drawn at random
+for each prompt, and a longer context only adds to a shorter one, at its beginning.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +20,32 @@ from dflash_bench.core.terminal import with_bar
 from dflash_bench.core.types import Message, Prompt, context_name
 from dflash_bench.tasks.suites import Loaded, Suite, chats
 
-# Text of a prompt's own kind to stand before it, so that its context is as long as wanted.
-#
-# It is made of other prompts of the same source, with their answers where the rows have some. Which ones, and in which
-# order, is drawn for each prompt; a longer context only adds to a shorter one, at its beginning.
-
-
 BETWEEN = "\n\n---\n\n"
-"""Stands between examples, and between the last one and the prompt."""
+"""Separates examples from each other and from the prompt."""
 LETTERS = 3
-"""Fewer than a token has in most texts: with so many a token, the first try is hardly ever too short."""
+"""Letters per token, fewer than in most texts, so that the first try is hardly ever too short."""
 MOST_GUESSES = 12
 Paddings = Mapping[tuple[str, str, int | None], str]
-"""By suite, prompt and context, what stands before the prompt's first turn."""
+"""Padding before the prompt's first turn, by suite, prompt and context."""
 Count = Callable[[str], int]
-"""How many tokens the prompt has, with this text before its first turn, in the target's chat template."""
+"""Counts the tokens of a prompt with this text before its first turn, in the target's chat template."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """`text` ends in `BETWEEN`, or is empty where there was no room."""
+    """Padding of one prompt: `text` ends in `BETWEEN`, or is empty if there was no room."""
 
     text: str
     num_tokens: int
-    """Of the prompt with it."""
+    """Tokens of the prompt including the padding."""
     is_repeated: bool = False
-    """Were there too few other prompts, so that some stand there more than once?"""
+    """Were there so few other prompts that some had to be repeated?"""
 
 
 def pad(loaded: Loaded, prompt: Prompt, wanted: int, counted: Count) -> Padding:
-    """As much text as keeps the prompt within `wanted` tokens, to the word; none for a prompt that is longer anyway.
+    """Return as many words as keep the prompt within `wanted` tokens; none if it is longer anyway.
 
-    The first example may have lost its beginning. Raises UserError where there is no other prompt.
+    The first example may lose its beginning. Raises UserError if there is no other prompt.
     """
     bare = counted("")
     if bare >= wanted:
@@ -59,7 +57,7 @@ def pad(loaded: Loaded, prompt: Prompt, wanted: int, counted: Count) -> Padding:
     while True:
         while sum(map(len, chosen)) < letters:
             chosen += islice(examples, 1)
-        # The nearest to the prompt comes first in the draw.
+        # The first one drawn is the nearest to the prompt.
         words = re.findall(r"\s*\S+", BETWEEN.join(reversed(chosen)))
         size = counted(_end(words, len(words)))
         if size > wanted:
@@ -72,15 +70,15 @@ def pad(loaded: Loaded, prompt: Prompt, wanted: int, counted: Count) -> Padding:
 
 
 def _end(words: Sequence[str], number: int) -> str:
-    """The last words, as they stand before a prompt; what stood between two examples begins none."""
+    """Return the last words as padding; it never begins with a separator."""
     text = "".join(words[len(words) - number :]).lstrip().removeprefix(BETWEEN.strip()).lstrip() if number else ""
     return text and text + BETWEEN
 
 
 def _most_words(words: Sequence[str], wanted: int, counted: Count, bare: int, size: int) -> tuple[int, int]:
-    """How many of the last words fit, and the tokens that the prompt then has; `bare` with none, `size` with all.
+    """Return how many of the last words fit, and the tokens of the prompt then; `bare` with none, `size` with all.
 
-    Tokens grow almost evenly with words, so a guess from the nearer side lands within a few words of the end.
+    Tokens grow almost evenly with words, so that interpolation from the nearer side needs few tries.
     """
     low, high, fits, exceeds = 0, len(words), bare, size
     per_word = (size - bare) / len(words)
@@ -103,12 +101,12 @@ def _most_words(words: Sequence[str], wanted: int, counted: Count, bare: int, si
 
 
 def _examples(loaded: Loaded, prompt: Prompt) -> Iterator[str]:
-    """Others in a random order, each once, then all again in a new order, without end."""
+    """Yield examples in a random order, each once, then all again in a new order, without end."""
     others = _others(loaded, prompt)
     if not others:
         raise UserError(
             f"--context: {loaded.source} has no other prompt to put before {prompt.prompt_id} of {loaded.suite.name}; "
-            "give more prompts, or leave it out"
+            "give more prompts, or omit --context"
         )
     drawing = random.Random(f"{loaded.suite.seed}:{loaded.suite.name}:{prompt.prompt_id}")
     while True:
@@ -117,15 +115,15 @@ def _examples(loaded: Loaded, prompt: Prompt) -> Iterator[str]:
 
 
 def _others(loaded: Loaded, prompt: Prompt) -> list[Prompt]:
-    """Sets hold a few prompts twice, under two ids."""
+    """Return the other prompts; some data sets have the same prompt under two ids."""
     return [other for other in loaded.pool if other.prompt_id != prompt.prompt_id and other.turns != prompt.turns]
 
 
 def example(suite: Suite, prompt: Prompt) -> str:
-    """What was said and asked, and the answer if the row has one."""
-    said = [message.content for message in prompt.opening if message.role != "system"]
+    """Return the text of a prompt and, if the row has one, its answer."""
+    opening = [message.content for message in prompt.opening if message.role != "system"]
     answer = _worked(suite, prompt) or prompt.reference
-    return "\n\n".join(text.strip() for text in [*said, *prompt.turns, *([answer] if answer else [])])
+    return "\n\n".join(text.strip() for text in [*opening, *prompt.turns, *([answer] if answer else [])])
 
 
 def _worked(suite: Suite, prompt: Prompt) -> str | None:
@@ -136,30 +134,27 @@ def _worked(suite: Suite, prompt: Prompt) -> str | None:
 
 
 def sha256(paddings: Mapping[str, str]) -> str:
-    """Of what stands before each prompt, by its id."""
+    """Return a hash of paddings by prompt id."""
     return hashlib.sha256(repr(sorted(paddings.items())).encode()).hexdigest()
-
-
-# `--context`: prompts padded to so many tokens of the target, and how long the rows of a run become.
 
 
 MOST_NAMED = 3
 Size = Callable[[Sequence[Message]], int]
-"""Tokens of a chat, as the target's template renders it."""
+"""Counts the tokens of a chat, as the target's template renders it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """What stands before prompts; all else in it is by suite, then by context as a user writes it."""
+    """The paddings of a run; the other mappings are by suite, then by context as a user writes it."""
 
     longest: int
-    """Tokens of the longest row: all its turns and answers."""
+    """Tokens of the longest conversation, including all turns and answers."""
     rest: int
-    """Of these, the most that are not its first turn."""
+    """The most tokens of a conversation that follow its first turn."""
     paddings: Paddings = field(default_factory=dict)
     sha256: dict[str, dict[str, str]] = field(default_factory=dict)
     about: dict[str, dict[str, dict[str, list[str]]]] = field(default_factory=dict)
-    """Which prompts were `longer`, and have nothing before them, and which have other prompts before them twice."""
+    """Prompts that were `longer` already and are not padded, and prompts with `repeated` padding."""
     notes: tuple[str, ...] = ()
 
 
@@ -168,7 +163,7 @@ class _Sized:
     loaded: Loaded
     prompt: Prompt
     bare: int
-    """Tokens of its first turn."""
+    """Tokens up to and including its first turn."""
     rest: int
     """Tokens of its later turns, and of all answers at most."""
 
@@ -176,7 +171,7 @@ class _Sized:
 def padded(
     suites: Sequence[Loaded], contexts: Sequence[int | None], size: Size, context_length: int, max_new_tokens: int
 ) -> Contexts:
-    """Raises UserError for a context that leaves no room for the answers, with the largest that does."""
+    """Pad prompts. Raises UserError for a context that leaves no room for answers, naming the largest that does."""
     wanted = [context for context in contexts if context is not None]
     sized = [
         _sized(loaded, prompt, whole, size, max_new_tokens)
@@ -207,7 +202,7 @@ def padded(
 
 
 def _sized(loaded: Loaded, prompt: Prompt, whole: Sequence[Message], size: Size, max_new_tokens: int) -> _Sized:
-    """In `whole` the turns stand with a word in place of each answer."""
+    """Measure a prompt; `whole` has all its turns, with a word in place of each answer."""
     bare = size(whole[: len(prompt.opening) + 1])
     return _Sized(loaded, prompt, bare, size(whole) - bare + max_new_tokens * len(prompt.turns))
 
@@ -227,7 +222,7 @@ def _refuse_too_long(wanted: Sequence[int], context_length: int, rest: int) -> N
         remedy = f"the largest that fits is {largest}" if largest > 0 else "give a smaller --max-new-tokens"
         raise UserError(
             f"--context {context_name(max(wanted))}: the target's context is {context_length} tokens, of which answers "
-            f"and later turns take up to {rest}; {remedy}"
+            f"and later turns need up to {rest}; {remedy}"
         )
 
 
@@ -239,7 +234,7 @@ def _sha256(paddings: Paddings, loaded: Loaded, context: int) -> str:
 
 def _notes(about: dict[str, Any]) -> list[str]:
     words = {
-        "longer": "longer than that, and left as they are",
+        "longer": "longer than that and left unchanged",
         "repeated": "padded with the same prompts more than once, because the source has too few",
     }
     return [

@@ -1,6 +1,6 @@
-"""A user's own prompts as JSON lines; the files of Spec-Bench and EAGLE can be used unchanged.
+"""A user's own prompts as JSON lines; files of Spec-Bench and EAGLE can be used unchanged.
 
-A line holds the text in one of the `FORMS`, and may hold an id, a category and a reference; docs/suites.md says how.
+A line holds the text in one of the `FORMS`, and may hold an id, a category and a reference (see docs/suites.md).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ IDS = ("id", "question_id", "task_id", "prompt_id")
 """Keys that may hold a prompt's id; the first one present counts."""
 KNOWN = (*FORMS, *IDS, "category", "reference")
 LIKE_A_KNOWN_KEY = 0.8
-"""How similar (difflib's ratio) a key must be to a known one for us to take it for a typo."""
+"""Similarity (difflib's ratio) from which on an unknown key is taken for a mistyped known one."""
 
 
 def load(path: Path, limit: int | None = None, scorer: str = "none", columns: Sequence[str] = ()) -> Loaded:
-    """The prompts of a file; `columns` are those that its scorer reads besides the reference.
+    """Load the prompts of a file; `columns` are those that its scorer reads besides the reference.
 
     The notes name keys that are ignored. Raises UserError for a line that holds no prompt.
     """
@@ -61,7 +61,7 @@ def _is_given(row: Row, key: str) -> bool:
 
 
 def _conversation(where: str, form: str, value: Any) -> tuple[Sequence[str], tuple[Message, ...]]:
-    """The user's turns, and the messages that come before them."""
+    """Return the user's turns and the messages before them. Raises UserError for anything else."""
     match form, value:
         case "prompt", str():
             return [value], ()
@@ -83,9 +83,9 @@ def _is_message(value: object) -> bool:
 
 
 def _reference(where: str, row: Row, num_turns: int, is_scored: bool) -> str | None:
-    """What the last turn's answer is compared with: the last of a list with one per turn, or else the only one.
+    """Return the reference of the last turn: the last of a list with one per turn, or the only one.
 
-    In its place may stand a list of answers that are right alike, of which a scorer can take only one.
+    It may itself be a list of equally right answers, but a scorer accepts only one. Raises UserError otherwise.
     """
     value = row["reference"]
     if not isinstance(value, list):
@@ -105,7 +105,7 @@ def _reference(where: str, row: Row, num_turns: int, is_scored: bool) -> str | N
 
 
 def _notes(path: Path, file_rows: Sequence[Row], columns: Sequence[str]) -> tuple[str, ...]:
-    """One note for all keys that are ignored: they may be the author's remarks, or mistyped."""
+    """Return one note on all ignored keys: they may be the author's remarks, or mistyped."""
     unread = list(dict.fromkeys(key for row in file_rows for key in row if key not in (*KNOWN, *columns)))
     if not unread:
         return ()

@@ -1,27 +1,28 @@
-"""Runs model-written Python in a cage, and the tests of it in another.
+"""Runs model-written Python in a sandbox, and its tests in another.
 
-The answer's program and the tests are two processes. The tests call the answer's functions through a pipe, and what
-they get are plain values, built anew from exact built-in types (`cage.plain`); so a verdict is reached where nothing of
-the answer's program is. What is returned and does not go by value is refused, and has not passed.
+The answer's program and the tests are two processes. The tests call the answer's functions through a pipe and get plain
+values back, rebuilt from exact built-in types (`isolation.protocol`), so that the verdict is reached where nothing of
+the answer's program is. A returned value that cannot be passed this way is refused, and the answer has not passed.
 
-Each of the two has a *keeper* (`cage.keeper`), which builds a cage and watches the clock, and a *runner*, forked by it
-(`cage.runner`), which executes the program. The kernel enforces the cage; where it cannot, nothing is run. The walls:
+Each of the two has a *supervisor* (`isolation.supervisor`), which builds a cage and watches the clock, and a *runner*
+forked from it (`isolation.child`), which executes the program. The kernel enforces the cage; where it cannot, nothing
+is run. The walls:
 
-- a filter of system calls (seccomp), always: no second process, nothing executed, no socket, no signal to others;
-- namespaces, where granted: an empty network, no other processes, no files but read-only libraries and a small
+- a filter of system calls (seccomp), always: no second process, no other program, no socket, no signal to others;
+- namespaces, if granted: an empty network, no other processes, no files except read-only libraries and a small
   temporary folder in memory;
-- Landlock, from Linux 5.13: no files but the libraries to read, and that temporary folder to write. Without namespaces
-  there is none: the program gets a PermissionError for every file that it would write.
+- Landlock, from Linux 5.13: no files except the libraries, to read, and that temporary folder, to write. Without
+  namespaces there is no such folder, and writing any file raises PermissionError.
 
-A cage has namespaces or Landlock or both, so it needs Linux on x86-64 or 64-bit ARM. What it does not prevent:
+A cage has namespaces or Landlock or both, so it needs Linux on x86-64 or 64-bit ARM. It does not prevent
 
-- answers that know the tests' inputs by heart, or that are right in all that the tests ask and wrong elsewhere;
+- answers that know the tests' inputs by heart, or that are right for the tests and wrong elsewhere;
 - keeping the processor busy up to the limits, and exploiting bugs of the kernel itself;
 - reading any file in the library folders, including packages installed beside the standard library;
 - without namespaces: seeing that a file or process exists, a file's size, owner and times, and where a link leads.
 
-How many threads a program has is checked every 50 ms. Without any cage (`--unsafe-code`) nothing here holds: such a
-program can do all that its user can, and that includes reading the tests and writing the verdict.
+The number of threads is checked every 50 ms. Without any cage (`--unsafe-code`) none of this holds: such a program can
+do whatever its user can, including reading the tests and writing the verdict.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from dflash_bench.tasks.isolation.testing import ENDED, FAILED, PASSED, REFUSED,
 
 # -P keeps the current folder off the path, -S the installed packages.
 _START = "import sys; sys.path.append(sys.argv[1]); from dflash_bench.tasks.isolation.supervisor import main; main()"
-_KEEPER: tuple[str, ...] = (sys.executable, "-P", "-s", "-S", "-c", _START, str(Path(__file__).parents[2]))
+_SUPERVISOR: tuple[str, ...] = (sys.executable, "-P", "-s", "-S", "-c", _START, str(Path(__file__).parents[2]))
 # A fixed hash seed repeats verdicts that depend on the order of sets. With an arena for each thread, the C library
 # would reserve more memory than the limit allows to be addressed.
-_KEEPER_ENV = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
+_SUPERVISOR_ENV = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
 _GRACE_S = 10.0  # for building the cage, on top of the program's wall clock
-_PATIENCE_S = 2.0  # of the tests, on top of the program's wall clock: it is the program that has timed out
+_PATIENCE_S = 2.0  # for the tests, on top of the program's wall clock, so that it is the program that times out
 _ANSWER = re.compile(rf"(\d+)\n({'|'.join(VERDICTS)})(?: (.*))?\n", re.DOTALL)
 _MIB = 2**20
 NO_CAGE = "this system does not offer seccomp together with namespaces or Landlock"
@@ -61,7 +62,7 @@ REMEDY = "use Linux 5.13 or newer on x86-64 or 64-bit ARM; or, at your own risk,
 
 @dataclass(frozen=True, slots=True)
 class ProgramLimits:
-    """What the answer's program may use, and the tests too. Standard output is discarded, standard error is a file."""
+    """Limits on the answer's program and on the tests. Standard output is discarded, standard error is a file."""
 
     cpu_s: int = 5
     wall_s: float = 10.0
@@ -76,15 +77,15 @@ class ProgramLimits:
 @dataclass(frozen=True, slots=True)
 class ProgramOutcome:
     passed: bool | None
-    """None where the tests cannot be run here: they give a function what does not go by value."""
+    """None if the tests cannot be run here, because they pass an argument that is not a plain value."""
     reason: str
     by_value: bool = True
-    """False if something was returned, or was to be given, that is no plain value; `reason` says what."""
+    """False if a returned value or an argument is not a plain value; `reason` says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cage:
-    """Which walls it has, and whether root becomes the user `nobody` inside."""
+    """The walls of a cage, and whether root becomes the user `nobody` inside."""
 
     namespaces: bool = False
     landlock: bool = False
@@ -101,11 +102,11 @@ class Cage:
 
 _JUDGED = "judged from outside by what it returns: only tests known by heart can be cheated"
 UNSAFE = Cage(seccomp=False)
-"""No cage at all: only a process with limits, killed together with its process group."""
+"""No cage: only a process with limits, killed together with its process group."""
 
 
 def cages() -> list[Cage]:
-    """All possible cages, strongest first. The last is for an interpreter in root's home, closed to user `nobody`."""
+    """Return all possible cages, strongest first. The last is for an interpreter in root's home, closed to `nobody`."""
     is_root = os.geteuid() == 0
     walls = (True, True, is_root), (True, False, is_root), (False, True, is_root), (False, True, False)
     return [Cage(spaces, files, as_nobody=nobody) for spaces, files, nobody in dict.fromkeys(walls)]
@@ -113,19 +114,19 @@ def cages() -> list[Cage]:
 
 @functools.cache
 def strongest() -> Cage | None:
-    """The best cage that this system offers and that holds when tried."""
+    """Return the best cage that this system offers and that holds when tried; None if there is none."""
     return next(filter(holds, cages()), None) if sys.platform == "linux" else None
 
 
 def describe(cage: Cage | None) -> str:
-    """In a few words, to be recorded and shown with results: the walls, and what can still cheat."""
+    """Describe the cage for records and results: its walls, and who can still cheat."""
     if cage is None:
         return f"none: not run ({NO_CAGE})"
     return f"{cage}; {'it can forge its verdict' if cage == UNSAFE else _JUDGED}"
 
 
 def how_run(cage: Cage | None) -> str:
-    """One word for how a run treats code. It must stay the same within a run, so that its scores are comparable."""
+    """Return one word for how a run treats code, which must not change within a run: scores would not be comparable."""
     return "not run" if cage is None else "unsafe" if cage == UNSAFE else "caged"
 
 
@@ -138,7 +139,7 @@ def holds(cage: Cage) -> bool:
 
 
 def _private_file() -> str:
-    """A file in the home folder, if there is one that we can see."""
+    """Return a file in the home folder, if we can see one."""
     with suppress(OSError, RuntimeError):  # no home
         files = (path for path in sorted(Path.home().iterdir()) if path.is_file() and not path.is_symlink())
         return str(next(files, "/etc/hosts"))
@@ -165,18 +166,18 @@ for way, *args in ways_out:
 
 
 def run_tests(
-    program: str, cage: Cage, limits: ProgramLimits = ProgramLimits(), tests: str = "", asked: Collection[str] = ()
+    program: str, cage: Cage, limits: ProgramLimits = ProgramLimits(), tests: str = "", functions: Collection[str] = ()
 ) -> ProgramOutcome:
-    """Run an answer's program to its end, then `tests`, which may call the functions named in `asked`.
+    """Run an answer's program to its end, then `tests`, which may call the answer's `functions`, given by name.
 
-    None of the processes is alive when this returns. If a keeper itself fails, the program has failed.
+    None of the processes is alive when this returns. If a supervisor itself fails, the program has failed.
     """
     folder = tempfile.mkdtemp(prefix="dflash-bench-")
     terms = {"parent": os.getpid(), **asdict(cage), **asdict(limits)}
-    orders = {**terms, "program": program, "asked": None}, {**terms, "program": tests, "asked": [*asked]}
-    orders[1]["wall_s"] = limits.wall_s + _PATIENCE_S
+    requests = {**terms, "program": program, "functions": None}, {**terms, "program": tests, "functions": [*functions]}
+    requests[1]["wall_s"] = limits.wall_s + _PATIENCE_S
     try:
-        with _linked(orders, folder) as (answer, judge):
+        with _start_both(requests, folder) as (answer, judge):
             verdict, reason = judge.verdict(limits.wall_s + _PATIENCE_S + _GRACE_S)
             if (verdict, reason) == (FAILED, ENDED):
                 _, reason = answer.verdict(limits.wall_s + _GRACE_S)
@@ -189,51 +190,51 @@ _PASSED = {PASSED: True, FAILED: False, REFUSED: False, UNTESTABLE: None}
 
 
 @contextmanager
-def _linked(orders: Sequence[dict[str, Any]], folder: str) -> Iterator[list[_Keeper]]:
-    """Two keepers at work, each of whose runners hears what the other sends. All are dead when the context ends."""
+def _start_both(requests: Sequence[dict[str, Any]], folder: str) -> Iterator[list[_Supervisor]]:
+    """Start two supervisors whose runners are connected by pipes. All processes are dead when the context ends."""
     with ExitStack() as stack:
         pipes = [os.pipe(), os.pipe()]
         try:
-            keepers = []
-            for order, own, other in zip(orders, pipes, reversed(pipes), strict=True):
+            supervisors = []
+            for request, own, other in zip(requests, pipes, reversed(pipes), strict=True):
                 ends = {"receiving": own[0], "sending": other[1]}
-                keepers.append(stack.enter_context(_kept({**order, **ends}, folder)))
+                supervisors.append(stack.enter_context(_start({**request, **ends}, folder)))
         finally:
             for end in (end for pipe in pipes for end in pipe):
                 os.close(end)
-        yield keepers
+        yield supervisors
 
 
 @contextmanager
-def _kept(order: dict[str, Any], folder: str) -> Iterator[_Keeper]:
+def _start(request: dict[str, Any], folder: str) -> Iterator[_Supervisor]:
     with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as file:
-        file.write(marshal.dumps(order))  # to a file, so that we need not wait for a keeper that does not read it
+        file.write(marshal.dumps(request))  # a file, so as not to wait for a supervisor that does not read
         file.seek(0)
         with subprocess.Popen(
-            _KEEPER, stdin=file, stdout=subprocess.PIPE, stderr=errors, pass_fds=(order["receiving"], order["sending"]),
-            cwd=folder, env=_KEEPER_ENV, start_new_session=True,
+            _SUPERVISOR, stdin=file, stdout=subprocess.PIPE, stderr=errors, cwd=folder, env=_SUPERVISOR_ENV,
+            pass_fds=(request["receiving"], request["sending"]), start_new_session=True,
         ) as process:  # fmt: skip
-            keeper = _Keeper(process, errors.fileno())
+            supervisor = _Supervisor(process, errors.fileno())
             try:
-                yield keeper
+                yield supervisor
             finally:
-                keeper.end(0)
+                supervisor.end(0)
 
 
-class _Keeper:
+class _Supervisor:
     def __init__(self, process: subprocess.Popen[bytes], errors: int) -> None:
         self.process, self.errors = process, errors
         self.answer: str | None = None
 
     def verdict(self, timeout_s: float) -> tuple[str, str]:
-        """What became of its program, and why. If it has not ended by then, it is ended."""
+        """Return the verdict and its reason, after ending the supervisor if it takes too long."""
         match = _ANSWER.fullmatch(self.end(timeout_s))
         if match is None:
-            return FAILED, f"the cage broke down: {last_line(self.errors) or 'its keeper was killed'}"
+            return FAILED, f"the cage broke down: {last_line(self.errors) or 'its supervisor was killed'}"
         return match[2], match[3] or ""
 
     def end(self, timeout_s: float) -> str:
-        """Its answer, complete or not. It and its runner are dead when this returns."""
+        """Return its answer, complete or not. It and its runner are dead when this returns."""
         if self.answer is not None:
             return self.answer
         try:
@@ -249,7 +250,7 @@ class _Keeper:
 
 
 def _wait_for_end(runner: int) -> None:
-    """The kernel kills a runner together with its keeper, but that may take a moment."""
+    """Wait for a runner, which the kernel kills together with its supervisor, but not at once."""
     if hasattr(os, "pidfd_open"):
         with suppress(OSError):  # it is gone already
             runner_fd = os.pidfd_open(runner)

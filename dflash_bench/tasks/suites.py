@@ -1,4 +1,4 @@
-"""Suites: their TOML files, and the rows of their prompts, embedded or of the user's own data."""
+"""Suites: their TOML files, and the rows of their prompts: embedded, from the hub, or from a folder."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.labels import shortened, visible
 from dflash_bench.core.types import Message, Prompt
 
-# The rows of a data set: from a folder of JSON lines or Parquet, or from the hub at one commit.
-#
-# A row comes with its place, for error messages. What a row means is decided in `suites.py`.
+# The rows of a data set, each with its place for error messages.
 
 
 HUB_TIMEOUT_S = 10.0
@@ -31,7 +29,7 @@ Rows = Iterator[tuple[str, Row]]
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """Where the rows are: NAME/SPLIT in a folder; source, subset, split and revision on the hub."""
+    """Location of rows: NAME/SPLIT in a folder; source, subset, split and revision on the hub."""
 
     name: str
     source: str
@@ -41,6 +39,7 @@ class DataSet:
 
 
 def from_folder(data: DataSet, folder: Path) -> Rows:
+    """Read rows from NAME/SPLIT.jsonl or .parquet. Raises UserError if there is no such file."""
     lines, parquet = (folder / data.name / f"{data.split}.{kind}" for kind in ("jsonl", "parquet"))
     if os.path.exists(lines):
         return json_lines(lines)
@@ -50,6 +49,7 @@ def from_folder(data: DataSet, folder: Path) -> Rows:
 
 
 def json_lines(path: Path) -> Rows:
+    """Read rows from a file of JSON lines. Raises UserError for a line that is not a JSON object."""
     # Not splitlines(): it would also split at U+2028 and the like, which may stand inside a JSON string.
     for number, line in enumerate(core_files.text_of(path).split("\n"), start=1):
         if line.strip():
@@ -64,6 +64,7 @@ def _json_object(where: str, line: str) -> Row:
 
 
 def parquet_rows(path: Path) -> Rows:
+    """Read rows from a Parquet file. Raises UserError if that fails."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -76,7 +77,7 @@ def parquet_rows(path: Path) -> Rows:
 
 
 def from_hub(data: DataSet) -> tuple[Rows, str]:
-    """The rows, and the commit they come from as "hub SOURCE@COMMIT"."""
+    """Return rows and their origin, "hub SOURCE@COMMIT". Raises UserError if the hub cannot be reached."""
     remedy = f"use --data PATH with a folder that holds {data.name}/{data.split}.jsonl or .parquet"
     try:
         import datasets
@@ -99,7 +100,7 @@ def from_hub(data: DataSet) -> tuple[Rows, str]:
 
 
 def _commit(endpoint: str, data: DataSet) -> str:
-    """The commit behind the revision. We ask first because `datasets` retries for 20 s where there is no network."""
+    """Return the commit of the revision. We ask first because `datasets` retries for 20 s without a network."""
     from huggingface_hub import utils
 
     url = f"{endpoint}/api/datasets/{data.source}/revision/{data.revision}"
@@ -109,7 +110,7 @@ def _commit(endpoint: str, data: DataSet) -> str:
 
 
 def _refuse_stale_cache(table: Any, data: DataSet, commit: str) -> None:
-    """When `datasets` cannot reach the hub, it serves whatever commit its cache holds; the folder's name says which."""
+    """Raise UserError if `datasets` could not reach the hub and served another commit from its cache."""
     folders = {Path(file["filename"]).parent.name for file in table.cache_files}
     others = sorted(name for name in folders - {commit} if re.fullmatch("[0-9a-f]{40}", name))
     if others:
@@ -120,10 +121,8 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-# Suites: which prompts to answer, and how a row becomes a prompt.
-#
-# A suite is a TOML file. Its rows (`suites.py`) come from the sample shipped with the package, the hub, or a
-# folder; a run always shows and records which. `--limit` draws by id, so every machine draws the same prompts.
+# A suite is a TOML file that says how a row becomes a prompt. Runs show and record where its rows come from, and
+# `--limit` draws by id, so that every machine draws the same prompts.
 
 
 LONGEST_NAME = 200
@@ -131,7 +130,7 @@ _PLACEHOLDER = re.compile(
     r"^[ \t]*FULL BENCHMARK DATA SHOULD BE FETCHED.*|^[^\"'`\n]*\{(question|article)\}[ \t]*$",
     re.IGNORECASE | re.MULTILINE,
 )
-"""What publishers leave where they may not pass texts on, and forms that nobody filled in; what is quoted is code."""
+"""Texts that publishers leave where they may not distribute the original, and unfilled templates (quoted: code)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +147,7 @@ class Suite:
     split: str = "test"
     revision: str = "main"
     columns: tuple[str, ...] = ()
-    """Columns that every row must have: texts, or lists of texts for those in `list_columns`."""
+    """Columns that every row must have: texts, or lists of texts if they are in `list_columns`."""
     list_columns: tuple[str, ...] = ()
     seed: int = 0
     id: str | None = None
@@ -157,7 +156,7 @@ class Suite:
     turns: tuple[str, ...] = ()
     turns_column: str | None = None
     worked: str | None = None
-    """A template for a whole answer, of columns that not every source has: prompts are padded with worked examples."""
+    """Template of a worked answer, of columns that not every source has; used to pad prompts with examples."""
 
     @property
     def data(self) -> DataSet:
@@ -166,19 +165,19 @@ class Suite:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The prompts of one suite in a run, and what identifies them."""
+    """The prompts of one suite in a run, with their source and hash."""
 
     suite: Suite
     prompts: tuple[Prompt, ...]
     source: str
     sha256: str
-    """Of the rows behind `prompts`, as canonical JSON."""
+    """Hash of the rows behind `prompts`, as canonical JSON."""
     num_rows: int
-    """How many rows there were to draw from."""
+    """Number of rows to draw from."""
     notes: tuple[str, ...] = ()
-    """What a user should know about them, such as columns that are ignored."""
+    """Notes for the user, such as ignored columns."""
     pool: tuple[Prompt, ...] = field(default=(), repr=False)
-    """All that they were drawn from, which other prompts can be padded with."""
+    """All prompts of the source, which others can be padded with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +190,7 @@ class SuiteListing:
 
 
 def data_folder() -> Path:
-    """Where the TOML files are: `_suites` in an installed package, `suites` at the root of a checkout."""
+    """Return the folder of TOML files: `_suites` in an installed package, `suites` at the root of a checkout."""
     package = Path(__file__).parent.parent
     installed = package / "_suites"
     return installed if installed.is_dir() else package.parent / "suites"
@@ -208,7 +207,7 @@ def known_groups() -> dict[str, tuple[str, ...]]:
 
 
 def _parse(path: Path) -> Suite:
-    """Raises UserError for a key that a suite has not, one that is missing, and a value of another type."""
+    """Read a suite. Raises UserError for an unknown or missing key, and for a value of the wrong type."""
     entry = core_files.toml_of(path)
     known = {item.name: str(item.type) for item in fields(Suite) if item.name != "name"}
     required = [item.name for item in fields(Suite) if item.default is MISSING and item.name != "name"]
@@ -229,7 +228,7 @@ def _parse(path: Path) -> Suite:
 
 
 def _check_columns(path: Path, suite: Suite) -> None:
-    """Raises UserError for a part of a prompt that no column holds, and for a template that does more than fill in."""
+    """Raise UserError if a part of a prompt is not a column, or if a template does more than fill in columns."""
     for part in ("id", "category", "turns_column"):
         if (column := getattr(suite, part)) is not None and column not in suite.columns:
             raise UserError(f"{path}: {part} is '{shortened(column, 40)}', which is not among its columns")
@@ -237,14 +236,14 @@ def _check_columns(path: Path, suite: Suite) -> None:
         try:
             gaps = [gap for gap in Formatter().parse(template) if gap[1] is not None]
         except ValueError as error:
-            raise UserError(f"{path}: the template '{shortened(template, 40)}' is none ({error})") from error
+            raise UserError(f"{path}: '{shortened(template, 40)}' is not a template ({error})") from error
         for _, name, spec, conversion in gaps:
             if name not in suite.columns or spec or conversion:
-                raise UserError(f"{path}: a template asks for '{shortened(str(name), 40)}', which is no column")
+                raise UserError(f"{path}: a template uses '{shortened(str(name), 40)}', which is not a column")
 
 
 def expand(names: Sequence[str]) -> list[Suite]:
-    """The suites that these names of suites and groups stand for, each once, in the order given."""
+    """Resolve names of suites and groups to suites, each once, in the order given. Raises UserError if unknown."""
     suites, groups = known_suites(), known_groups()
     chosen: dict[str, Suite] = {}
     for name in names:
@@ -265,7 +264,7 @@ def listings() -> list[SuiteListing]:
 
 
 def load_prompts(suite: Suite, data: str | Path = "embedded", limit: int | None = None) -> Loaded:
-    """`data` is `embedded`, `hub`, or a folder with NAME/SPLIT.jsonl or .parquet in the hub's columns."""
+    """Load prompts from `data`: `embedded`, `hub`, or a folder of NAME/SPLIT.jsonl or .parquet in the hub's columns."""
     if data == "embedded":
         placed_rows, source = from_folder(suite.data, data_folder() / "embedded"), "embedded"
     elif data == "hub":
@@ -277,15 +276,15 @@ def load_prompts(suite: Suite, data: str | Path = "embedded", limit: int | None 
 
 
 def chats(loaded: Loaded) -> Iterator[tuple[str, list[Message]]]:
-    """Each prompt's name, and its messages up to the last turn; "Yes." stands in for answers that do not exist yet."""
+    """Yield each prompt's name and its messages up to the last turn, with "Yes." in place of earlier answers."""
     for prompt in loaded.prompts:
         *earlier, last = (Message("user", turn) for turn in prompt.turns)
-        asked = [message for turn in earlier for message in (turn, Message("assistant", "Yes."))]
-        yield f"{prompt.prompt_id} of suite {prompt.suite}", [*prompt.opening, *asked, last]
+        answered = [message for turn in earlier for message in (turn, Message("assistant", "Yes."))]
+        yield f"{prompt.prompt_id} of suite {prompt.suite}", [*prompt.opening, *answered, last]
 
 
 def prompt_hash(prompt: Prompt) -> str:
-    """Two prompts have the same hash exactly when the model is asked the same thing."""
+    """Return a hash that two prompts share exactly if they send the model the same messages."""
     return _sha256([[[message.role, message.content] for message in prompt.opening], prompt.turns])[:16]
 
 
@@ -298,7 +297,10 @@ def _sha256(value: object) -> str:
 def draw(
     suite: Suite, prompts: Sequence[Prompt], source: str, limit: int | None, notes: tuple[str, ...] = ()
 ) -> Loaded:
-    """The `limit` prompts whose hashed ids come first, in file order; a larger limit only adds prompts."""
+    """Take the `limit` prompts whose hashed ids come first, in file order; a larger limit only adds prompts.
+
+    Raises UserError if there are none, or if two share an id.
+    """
     if limit is not None and limit < 1:
         raise UserError(f"--limit must be at least 1, not {limit}")
     if not prompts:
@@ -319,15 +321,13 @@ def _rank(suite: Suite, prompt_id: str) -> bytes:
 
 
 def as_drawn(loaded: Loaded) -> Loaded:
-    """The same prompts in a new order: those that a smaller limit would draw come first."""
+    """Sort prompts so that those that a smaller limit would draw come first."""
     ranked = sorted(loaded.prompts, key=lambda prompt: _rank(loaded.suite, prompt.prompt_id))
     return replace(loaded, prompts=tuple(ranked))
 
 
-# From a row to a prompt.
-
-
 def to_prompt(suite: Suite, where: str, index: int, row: Row) -> Prompt:
+    """Make a prompt of a row. Raises UserError, which begins with `where`, for a row that does not fit the suite."""
     missing = [column for column in suite.columns if column not in row]
     if missing:
         raise UserError(f"{where}: no column '{missing[0]}' (the row has {', '.join(row)})")
@@ -344,7 +344,7 @@ def to_prompt(suite: Suite, where: str, index: int, row: Row) -> Prompt:
 
 
 def text_of(where: str, column: str, row: Row, is_list: bool = False) -> str:
-    """A column as templates see it; a list becomes lines."""
+    """Return a column as text for templates; a list becomes lines. Raises UserError for other types."""
     value = row[column]
     if is_list and is_texts(value):
         return "\n".join(value)
@@ -355,7 +355,7 @@ def text_of(where: str, column: str, row: Row, is_list: bool = False) -> str:
 
 
 def name_of(where: str, column: str, text: str) -> str:
-    """An id or a category, unchanged. Raises UserError for one that tables, files and terminals could not show."""
+    """Return an id or a category. Raises UserError for one that tables, files and terminals could not show."""
     if not text.strip() or len(text) > LONGEST_NAME or visible(text) != text:
         expected = f"a name of 1 to {LONGEST_NAME} visible characters"
         raise UserError(f"{where}: '{column}' must be {expected}, not '{shortened(visible(text), 40)}'")
@@ -363,7 +363,7 @@ def name_of(where: str, column: str, text: str) -> str:
 
 
 def filled(where: str, turns: Sequence[str]) -> tuple[str, ...]:
-    """The turns, unchanged. Raises UserError if there are none or one is blank."""
+    """Return the turns. Raises UserError if there are none, or if one is blank or a placeholder."""
     if not turns or not all(turn.strip() for turn in turns):
         raise UserError(f"{where}: a prompt needs at least one turn, and no turn may be blank")
     for turn in turns:
@@ -372,11 +372,11 @@ def filled(where: str, turns: Sequence[str]) -> tuple[str, ...]:
 
 
 def refuse_placeholder(where: str, text: str) -> None:
-    """Raises UserError for what stands in a row in place of a prompt, which would be answered and measured as one."""
+    """Raise UserError for a placeholder, which would be answered and measured as if it were a prompt."""
     if match := _PLACEHOLDER.search(text):
         raise UserError(
-            f"{where}: its text is a placeholder ('{shortened(visible(match[0].strip()), 60)}') and no prompt; prepare "
-            "the data set as its publisher says, and use what that writes"
+            f"{where}: its text is a placeholder ('{shortened(visible(match[0].strip()), 60)}'), not a prompt; prepare "
+            "the data set as its publisher describes, and use the result"
         )
 
 

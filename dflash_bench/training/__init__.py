@@ -1,4 +1,4 @@
-"""How are drafts made: answers of the target, losses, the loop; and, in `nano`, a target from nothing?
+"""How are drafts trained: prompts, the target's answers, losses, and the loop.
 
 Every stage is seeded and continues where it was interrupted.
 """

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from dflash_bench.core import files
-from dflash_bench.engine.drafter import Committed
+from dflash_bench.engine.drafter import Committed, Drafter
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.rows import HostClock, Limits
 from dflash_bench.engine.sampling import Sampling
@@ -145,19 +145,27 @@ def _answer(
 ) -> dict[str, Tensor]:
     """Decode the answers to one batch of requests, with states if the plan has layers."""
     recorder = Recorder(plan.layers, target.config.hidden_size)
-    answers: list[list[int]] = [[] for _ in requests]
     seeds = [zlib.crc32(repr((plan.seed, one.ids)).encode()) for one in requests]
     prompts, limits = [one.ids for one in requests], Limits(plan.max_new_tokens, stop_ids)
-    sampling = Sampling(requests[0].temperature)
-    for step in decode(target, recorder, prompts, limits, sampling, HostClock(), seeds):
-        for answer, new in zip(answers, step.emitted, strict=True):
-            answer += new or []
+    answers = decode_all(target, recorder, prompts, limits, Sampling(requests[0].temperature), seeds)
     texts = [[*one.ids, *answer] for one, answer in zip(requests, answers, strict=True)]
     states: list[Tensor] = []
     if plan.layers:
         _read_ends(target, recorder, texts)
         states = [recorder.states[row, : len(text)] for row, text in enumerate(texts)]
     return joined(texts, [len(one.ids) for one in requests], states)
+
+
+def decode_all(
+    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling,
+    seeds: Sequence[int],
+) -> list[list[int]]:  # fmt: skip
+    """Return the tokens of the answers to all prompts, decoded together."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    for step in decode(target, drafter, prompts, limits, sampling, HostClock(), seeds):
+        for answer, new in zip(answers, step.emitted, strict=True):
+            answer += new or []
+    return answers
 
 
 def joined(

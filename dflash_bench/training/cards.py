@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
@@ -75,13 +73,9 @@ def write(
         *overlap_table(overlaps, len(prompts)),
         "",
     ]
-    _write_json(folder / ACCEPTANCE, asdict(measured))
-    _write_json(folder / HISTORY, history)
+    files.write_json(folder / ACCEPTANCE, asdict(measured))
+    files.write_json(folder / HISTORY, history)
     (folder / NAME).write_text("\n".join(lines), encoding="utf-8")
-
-
-def _write_json(path: Path, content: Any) -> None:
-    files.write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode()))
 
 
 def _given(request: TrainRequest) -> str:

@@ -194,6 +194,12 @@ class TrainRequest:
         "cpu, cuda or cuda:N. Default: cuda if there is one; 'accelerate launch' uses several.", metavar="D"
     )
 
+    def __post_init__(self) -> None:
+        """Python callers may give folders as text."""
+        for name in ("out", "against"):
+            if isinstance(folder := getattr(self, name), str):
+                object.__setattr__(self, name, Path(folder))
+
     def values(self, *names: str) -> dict[str, Any]:
         """Return these options by name."""
         return {name: getattr(self, name) for name in names}

@@ -30,8 +30,11 @@ class Batch:
     document: Tensor
     position: Tensor
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.ids, self.weights, self.document, self.position
+
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(tensor.to(device) for tensor in (self.ids, self.weights, self.document, self.position)))
+        return Batch(*(tensor.to(device) for tensor in self.tensors()))
 
     @classmethod
     def filled(cls, rows: Sequence[Sequence[tuple[Tensor, Tensor]]], length: int, pad: int) -> Batch:
@@ -50,8 +53,7 @@ class Batch:
 
     def select(self, index: Sequence[int]) -> Batch:
         """Return these rows."""
-        rows = torch.tensor(index)
-        return Batch(self.ids[rows], self.weights[rows], self.document[rows], self.position[rows])
+        return Batch(*(tensor[torch.tensor(index)] for tensor in self.tensors()))
 
 
 class Data(Protocol):
@@ -153,7 +155,7 @@ def stored(folders: Sequence[Path]) -> list[TrainingChat]:
     paths = [path for folder in folders for path in sorted(folder.glob("answers-*.safetensors"))]
     items = [item for path in paths for item in Stored(path).conversations()]
     if not items:
-        raise UserError(f"no answers in {', '.join(map(str, folders))}")
+        raise UserError(f"no answers in {', '.join(map(str, folders))}; train again with another --out")
     return items
 
 

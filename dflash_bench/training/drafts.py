@@ -71,7 +71,7 @@ def mask_token(tokenizer: Any, num_embeddings: int, wanted: str | None) -> int:
     if wanted is not None:
         token_id = tokenizer.get_vocab().get(wanted)
         if token_id is None:
-            raise UserError(f"--mask-token {wanted}: the tokenizer has no such token")
+            raise UserError(f"--mask-token {wanted}: the tokenizer has no such token; name one that it has")
         return int(token_id)
     if len(tokenizer) < num_embeddings:
         return len(tokenizer)

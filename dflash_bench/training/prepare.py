@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -134,7 +133,7 @@ def _invent(request: TrainRequest, models: Models, target: Target, tell: Tell) -
     if not path.exists():
         stops = stop_ids(models.target, models.tokenizer)
         texts = list(prompts.invent(target, models.tokenizer, stops, request, tell))
-        files.write_whole(path, lambda file: file.write(json.dumps(texts).encode()))
+        files.write_json(path, texts)
 
 
 def _invented(request: TrainRequest) -> list[Chat]:

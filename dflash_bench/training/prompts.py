@@ -14,13 +14,13 @@ from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Message, Prompt
 from dflash_bench.engine.drafter import NoDrafter
-from dflash_bench.engine.loop import decode
-from dflash_bench.engine.rows import HostClock, Limits
+from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models import chat
 from dflash_bench.tasks import prompts as tasks_prompts
 from dflash_bench.tasks import suites
+from dflash_bench.training.answers import decode_all
 from dflash_bench.training.config import TrainRequest
 
 # Prompts written for this project, to train a draft where there are none at hand: chat, code and mathematics.
@@ -94,8 +94,8 @@ class Chat:
 
     def continued(self, answer: str) -> Chat:
         """Return the chat with the answer to its last turn, followed by the next turn."""
-        asked, *later = self.later
-        return Chat(self.source, (*self.messages, Message("assistant", answer), Message("user", asked)), tuple(later))
+        turn, *later = self.later
+        return Chat(self.source, (*self.messages, Message("assistant", answer), Message("user", turn)), tuple(later))
 
 
 def user_chat(source: str, text: str) -> Chat:
@@ -195,11 +195,8 @@ def invent(
     while len(known) < count:
         chosen = [openings[(tries + row) % len(openings)] for row in range(batch_size)]
         prompts = [tokenizer.encode(start + opening, add_special_tokens=False) for opening in chosen]
-        written: list[list[int]] = [[] for _ in prompts]
         seeds = [request.seed * 1_000_003 + tries + row for row in range(batch_size)]
-        for step in decode(target, NoDrafter(), prompts, limits, Sampling(1.0, top_p=TOP_P), HostClock(), seeds):
-            for tokens, new in zip(written, step.emitted, strict=True):
-                tokens += new or []
+        written = decode_all(target, NoDrafter(), prompts, limits, Sampling(1.0, top_p=TOP_P), seeds)
         tries += batch_size
         for opening, tokens in zip(chosen, written, strict=True):
             text = opening + tokenizer.decode(tokens, skip_special_tokens=True)

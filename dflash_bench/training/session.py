@@ -6,10 +6,13 @@ Every stage leaves its result in the folder's `work`, and finds it there when th
 from __future__ import annotations
 
 import copy
-import json
+import resource
+import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -39,7 +42,7 @@ from dflash_bench.training.distributed import ALONE, ProcessGroup
 from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective
 from dflash_bench.training.medusa import MedusaObjective
-from dflash_bench.training.prepare import ROW_LENGTH, PreparedTraining, Tell, pad_id, prepare
+from dflash_bench.training.prepare import ROW_LENGTH, PreparedTraining, Tell, disk_bytes, pad_id, prepare
 from dflash_bench.training.trainer import DraftRecipe, History, Objective, check_same_options
 
 # Acceptance of a draft in training, measured by decoding with it, as `run` does.
@@ -132,7 +135,7 @@ def searched_rate(prepared: PreparedTraining, rows: PackedRows, tell: Tell) -> f
             history = trainer.train(objective, rows, recipe, work / f"{request.method}-{rate}.pt", tell, group=group)
             results[str(rate)] = history[-1]["accepted"]
         if group.is_first:
-            files.write_whole(path, lambda file: file.write(json.dumps(results).encode()))
+            files.write_json(path, results)
         group.wait()
     tried: dict[str, float] = files.json_of(path)
     return float(max(tried, key=lambda rate: tried[rate]))
@@ -258,3 +261,100 @@ def export(request: TrainRequest, draft: nn.Module, folder: Path) -> None:
         medusa_format.save(halved, folder, presets.name(request.target))
     else:
         save_draft(halved, folder, request.format, request.slim)
+
+
+# An estimate of a training before it starts: time from trying a little of each stage, disk space from counting.
+
+
+TRIED_TOKENS = 8
+TRIED_STEPS = 2
+"""Steps that are timed, after a first one, which is slower."""
+LIKELY_SHARE = 0.75
+"""Mean length of answers as a share of the longest one allowed: a guess."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Estimated seconds and bytes; `memory_bytes` is the peak while trying."""
+
+    num_answers: int
+    num_tokens: int
+    answers_s: float
+    num_steps: int
+    training_s: float
+    disk_bytes: int
+    memory_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"answers   {self.num_answers:,}, about {self.num_tokens:,} tokens: {_duration(self.answers_s)}\n"
+            f"training  {self.num_steps:,} steps: {_duration(self.training_s)}\n"
+            f"disk      up to {self.disk_bytes / 1e9:.1f} GB for the target's states\n"
+            f"memory    {self.memory_bytes / 1e9:.1f} GB"
+        )
+
+
+def estimate(request: TrainRequest, tell: Tell) -> Estimate:
+    """Try a little of each stage, and keep only prompts that the target makes up. Raises UserError as `perform`."""
+    check(request)
+    prepared = prepare(request, tell)
+    with TemporaryDirectory() as folder:
+        tell("trying a batch of answers")
+        token_s = _try_answers(prepared, Path(folder))
+        tell("trying a few steps")
+        step_s, num_rows_tried, tokens_tried = _try_steps(prepared, Path(folder))
+    num_answers = len(prepared.requests) + prepared.num_later
+    num_tokens = round(num_answers * prepared.plan.max_new_tokens * LIKELY_SHARE)
+    all_tokens = num_tokens + sum(len(one.ids) for one in prepared.requests)
+    num_rows = max(1, round(all_tokens * num_rows_tried / tokens_tried))
+    steps = num_steps(request, num_rows)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Estimate(
+        num_answers, num_tokens, num_tokens * token_s, steps, steps * step_s,
+        disk_bytes(prepared), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+    )  # fmt: skip
+
+
+def _try_answers(prepared: PreparedTraining, folder: Path) -> float:
+    """Return the seconds per token of answers that are decoded in batches, and leave these in `folder`."""
+    short = replace(prepared.plan, max_new_tokens=TRIED_TOKENS)
+    first: Sequence[AnswerRequest] = [
+        prepared.requests[row] for row in answers.batches(prepared.requests, short.batch_size, short.seed)[0]
+    ]
+    start = time.perf_counter()
+    answers.collect(prepared.target, frozenset(), first, short, folder, lambda _: None)
+    whole_s = time.perf_counter() - start
+    start = time.perf_counter()
+    answers.collect(
+        prepared.target, frozenset(), first, replace(short, max_new_tokens=1), folder / "prompts", lambda _: None
+    )
+    prompts_s = time.perf_counter() - start
+    step_s = max(0.0, whole_s - prompts_s) / (TRIED_TOKENS - 1)
+    # All rows of a batch wait for the longest, and every batch reads its prompts once.
+    longest = prepared.plan.max_new_tokens
+    return (prompts_s + longest * step_s) / (len(first) * longest * LIKELY_SHARE)
+
+
+def _try_steps(prepared: PreparedTraining, folder: Path) -> tuple[float, int, int]:
+    """Return the seconds of a step, and for the answers in `folder` their number of rows and of tokens."""
+    items = stored([folder])
+    model = prepared.models.target
+    norm, pad = final_norm(model), pad_id(prepared.models)
+    length, layers = ROW_LENGTH, prepared.layers
+    packed = PackedRows(items, layers, norm, length, pad)
+    device = prepared.target.device
+    rows = PackedRows(items * ROWS, layers, norm, length, pad, device=device, compute=prepared.compute)
+    objective = new_objective(prepared, rows)
+    index = list(range(min(ROWS, len(rows.ids))))
+    seconds = []
+    for step in range(1 + TRIED_STEPS):
+        start = time.perf_counter()
+        objective.loss(index, step + 1).backward()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:]), len(packed.ids), sum(len(item.ids) for item in items)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -273,7 +273,7 @@ def check_same_options(path: Path, options: Mapping[str, Any], what: str) -> Non
     wanted = json.loads(json.dumps(options))
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_whole(path, lambda file: file.write(json.dumps(wanted, indent=1).encode()))
+        files.write_json(path, wanted)
     stored = files.json_of(path)
     if not isinstance(stored, dict):
         raise UserError(f"{path} does not hold the options of {what}; restore it, or use another --out")

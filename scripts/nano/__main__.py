@@ -9,8 +9,8 @@ import torch
 import typer
 
 from dflash_bench.models.presets import NANO
-from nano import embedded
 from nano.builder import Builder, NanoRecipe
+from nano.data import write_samples
 
 EMBEDDED = Path(__file__).parents[2] / "suites" / "embedded"
 
@@ -41,7 +41,7 @@ def train(
             builder.rows(builder.target(tokenizer)[0], tokenizer)
             typer.echo(builder.sweep((0.02, 0.04, 0.08, 0.16), 150))
             return
-        embedded.write_samples(EMBEDDED)
+        write_samples(EMBEDDED)
         builder.build(output)
 
 

@@ -1,9 +1,9 @@
 """Turn the target into a block-diffusion model: it learns to fill in blocks, and keeps its next-token head.
 
-As Fast-dLLM v2 does it (arXiv 2509.26328): the model starts as the target; the output of a place predicts the token
-behind it, as in any causal LM; a block sees the clean text before it, and all of itself. A block is one clean token and
-masks and clean tokens behind it. The text before is read causally, so that its keys and values can stay in a cache, and
-its own next-token loss is kept beside the diffusion loss.
+As in Fast-dLLM v2 (arXiv 2509.26328), the model starts as the target, and the output at a position predicts the next
+token, as in any causal LM. A block is one clean token followed by masks and clean tokens; it sees the clean text before
+it, and all of itself. The text before is read causally, so that its keys and values can stay in a cache, and its own
+next-token loss is added to the diffusion loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dflash_bench.training.trainer import Objective
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How blocks are drawn: `num_blocks` a row, of `block_size` places, the first of them clean."""
+    """How blocks are drawn: `num_blocks` per row, of `block_size` positions, the first of them clean."""
 
     block_size: int
     num_blocks: int
@@ -78,7 +78,7 @@ class BlockDiffusionObjective(Objective):
     def __init__(self, draft: Any, rows: Data, noise: Noise, compiled: bool = True) -> None:
         super().__init__(draft, rows)
         self.noise = noise
-        # What is trained is compiled for one shape; the checkpoint is the plain model's.
+        # The trained layers are compiled for one shape; the checkpoint is the plain model's.
         if compiled:
             for layer in draft.model.layers:
                 layer.compile(dynamic=False)
@@ -110,7 +110,7 @@ class BlockDiffusionObjective(Objective):
         return logits, tokens, hidden & real[..., None], batch
 
     def loss(self, index: list[int], step: int) -> Tensor:
-        """Mean cross-entropy of guessed tokens, plus that of the answers' next tokens."""
+        """Return the mean cross-entropy of hidden tokens, plus that of the answers' next tokens."""
         logits, tokens, guessed, batch = self._forward(index, step)
         length = batch.ids.shape[1]
         blocks = logits[:, length:].view(*guessed.shape[:2], self.noise.block_size, -1)
@@ -120,7 +120,7 @@ class BlockDiffusionObjective(Objective):
         return diffusion + cross_entropy(logits[:, :length][answer].float(), shift(batch.ids, 1)[answer])
 
     def accepted(self, index: list[int]) -> Tensor:
-        """How many leading tokens of a block are right after one pass over masks alone, plus one."""
+        """Count the leading tokens of a block that are right after one pass over masks alone, plus one."""
         logits, tokens, guessed, batch = self._forward(index, 0, share=1.0)
         blocks = logits[:, batch.ids.shape[1] :].view(*guessed.shape[:2], self.noise.block_size, -1)
         right = blocks.argmax(dim=-1) == tokens[..., 1:]
@@ -128,7 +128,7 @@ class BlockDiffusionObjective(Objective):
 
 
 def new_model(target: Any) -> Any:
-    """A copy of the target that is trained with plain matrix products, which are faster with rows this short."""
+    """Copy the target, with plain matrix products, which train faster with rows this short."""
     model = copy.deepcopy(target)
     model.set_attn_implementation("eager")
     model.config.use_cache = False

@@ -28,10 +28,9 @@ from dflash_bench.training.dflash import DFlashObjective
 from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective
 from dflash_bench.training.trainer import DraftRecipe, History
-from nano import block_diffusion, cards, draft_model, features, leaks, responses, target
+from nano import answers, block_diffusion, cards, draft_model, target
 from nano.block_diffusion import Noise
-from nano.data import corpus_text
-from nano.extra import load_extra
+from nano.data import corpus_text, load_extra
 from nano.target import TargetRecipe
 from nano.tokenizer import MASK_TOKEN_ID, NUM_EMBEDDINGS, train_tokenizer
 
@@ -41,7 +40,7 @@ HALVED = ("draft-model", "medusa", "block-diffusion")
 
 @dataclass(frozen=True, slots=True)
 class NanoRecipe:
-    """All that decides the models. DFlash and EAGLE-3 have learning rates of their own, the best of a sweep."""
+    """Everything that decides the models. DFlash and EAGLE-3 have learning rates of their own, found by a sweep."""
 
     target: TargetRecipe = field(default_factory=TargetRecipe)
     num_greedy: int = 8000
@@ -76,10 +75,10 @@ class Builder:
     report: Report
     extra: Path | None = None
     against: Path | None = None
-    """Rows of the public suites, to be compared with what is trained on."""
+    """Rows of the public suites, to be compared with the training prompts."""
 
     def build(self, output: Path) -> None:
-        """All stages, then the finished models and their cards in `output`."""
+        """Run all stages, and write the finished models and their cards to `output`."""
         self.work.mkdir(parents=True, exist_ok=True)
         tokenizer = self.tokenizer()
         model, target_history = self.target(tokenizer)
@@ -107,18 +106,18 @@ class Builder:
         return target.train(self.recipe.target, tokenizer, self.work / "target.pt", self.report, extra)
 
     def rows(self, model: Any, tokenizer: Any) -> None:
-        """The target's own answers, and its hidden states on them."""
+        """Store the target's own answers, and its hidden states on them."""
         recipe, path = self.recipe, self.work / "responses.pt"
         if not path.exists():
-            items = responses.collect(
+            items = answers.collect(
                 model, tokenizer, recipe.num_greedy, recipe.num_sampled, recipe.response_seed, recipe.row_length,
                 self.report,
             )  # fmt: skip
             trainer.save_whole(path, [(item.ids, item.prompt_length) for item in items])
         if not (self.work / "rows.pt").exists():
-            items = [responses.Conversation(*pair) for pair in torch.load(path, weights_only=True)]
+            items = [answers.Conversation(*pair) for pair in torch.load(path, weights_only=True)]
             layers = tuple(sorted({*self._five(), *self._three()}))
-            features.compute(model, items, layers, self.work, recipe.row_length, tokenizer.pad_token_id, 5, self.report)
+            answers.compute(model, items, layers, self.work, recipe.row_length, tokenizer.pad_token_id, 5, self.report)
 
     def _five(self) -> tuple[int, ...]:
         return dflash_models.default_target_layers(self.recipe.target.layers, 5)
@@ -137,7 +136,7 @@ class Builder:
         return weight
 
     def new_dflash(self) -> DFlashDraft:
-        """Its final norm starts as the target's, because it speaks through the target's head."""
+        """Return a fresh draft whose final norm starts as the target's, because it uses the target's head."""
         recipe, size = self.recipe, self.recipe.target
         config = DFlashConfig(
             hidden_size=size.hidden, intermediate_size=size.intermediate, num_layers=recipe.num_draft_layers,
@@ -150,8 +149,8 @@ class Builder:
         draft.norm.weight.data.copy_(self._target_weight("model.norm.weight"))
         return draft
 
-    def new_eagle3(self, rows: features.Rows) -> Eagle3Draft:
-        """Its final norm and head start as the target's, the head cut down to the most frequent answer tokens."""
+    def new_eagle3(self, rows: answers.Rows) -> Eagle3Draft:
+        """Return a fresh draft whose norm and head start as the target's, for the most frequent answer tokens only."""
         recipe, size = self.recipe, self.recipe.target
         config = Eagle3Config(
             hidden_size=size.hidden, intermediate_size=size.intermediate, num_heads=recipe.num_heads,
@@ -168,14 +167,14 @@ class Builder:
         return draft
 
     def dflash(self, recipe: DraftRecipe | None = None, name: str = "dflash") -> History:
-        rows = features.load(self.work)
+        rows = answers.load(self.work)
         objective = DFlashObjective(
             self.new_dflash(), rows, self.vocab(), self.recipe.num_anchors, self.recipe.gamma, compiled=True
         )
         return trainer.train(objective, rows, recipe or self.recipe.dflash, self.work / f"{name}.pt", self.report)
 
     def eagle3(self, recipe: DraftRecipe | None = None, name: str = "eagle3") -> History:
-        rows = features.load(self.work)
+        rows = answers.load(self.work)
         objective = Eagle3Objective(self.new_eagle3(rows), rows, self.vocab(), self.recipe.num_ttt_steps)
         return trainer.train(objective, rows, recipe or self.recipe.eagle3, self.work / f"{name}.pt", self.report)
 
@@ -185,7 +184,7 @@ class Builder:
         return draft_model.new_model(model.config, layers, self.embedding(), norm, seed)
 
     def draft_model(self, model: Any) -> History:
-        rows = features.load(self.work)
+        rows = answers.load(self.work)
         objective = draft_model.DraftModelObjective(self.new_draft_model(model), rows, self.embedding())
         return trainer.train(objective, rows, self.recipe.draft_model, self.work / "draft-model.pt", self.report)
 
@@ -193,18 +192,18 @@ class Builder:
         return drafts.new_medusa(self.embedding(), self.recipe.num_medusa_heads)
 
     def medusa(self) -> History:
-        rows = features.load(self.work)
+        rows = answers.load(self.work)
         objective = medusa.MedusaObjective(self.new_medusa(), rows)
         return trainer.train(objective, rows, self.recipe.medusa, self.work / "medusa.pt", self.report)
 
     def block_diffusion(self, model: Any, tokenizer: Any) -> History:
-        recipe, rows = self.recipe, features.load(self.work)
+        recipe, rows = self.recipe, answers.load(self.work)
         noise = Noise(recipe.diffusion_block_size, recipe.num_diffusion_blocks, MASK_TOKEN_ID, tokenizer.eos_token_id)
         objective = block_diffusion.BlockDiffusionObjective(block_diffusion.new_model(model), rows, noise)
         return trainer.train(objective, rows, recipe.block_diffusion, self.work / "block-diffusion.pt", self.report)
 
     def sweep(self, rates: tuple[float, ...], steps: int) -> dict[str, dict[str, float]]:
-        """Held-out accepted length after short trainings at each rate; the best ones belong into the recipe."""
+        """Return held-out accepted lengths after short trainings at each rate; the recipe has the best rates."""
         found: dict[str, dict[str, float]] = {"dflash": {}, "eagle3": {}}
         for rate in rates:
             recipe = DraftRecipe(steps=steps, matrix_lr=rate, other_lr=rate / 10)
@@ -215,7 +214,7 @@ class Builder:
 
     def export(self, output: Path, tokenizer: Any, model: Any, histories: dict[str, History]) -> None:
         self.report("export: writing models and cards")
-        rows = features.load(self.work)
+        rows = answers.load(self.work)
         model.config.use_cache = True
         model.generation_config.use_cache = True
         model.save_pretrained(output / "target")
@@ -241,12 +240,12 @@ class Builder:
     def _overlaps(self) -> dict[str, tuple[Sequence[Overlap], int]]:
         recipe, num_answers = self.recipe, self.recipe.num_greedy + self.recipe.num_sampled
         return {
-            "target": (leaks.of_target(recipe.target, self.against), recipe.target.steps * leaks.A_STEP),
-            "drafts": (leaks.of_drafts(recipe.response_seed, num_answers, self.against), num_answers),
+            "target": (cards.overlaps_of_target(recipe.target, self.against), recipe.target.steps * cards.A_STEP),
+            "drafts": (cards.overlaps_of_drafts(recipe.response_seed, num_answers, self.against), num_answers),
         }
 
     def _export_halved(self, output: Path, model: Any, names: Sequence[str] = HALVED) -> None:
-        """In float16, which takes half the room: they are larger, and the package is to stay small."""
+        """Write the larger models in float16, which is half as large, to keep the package small."""
         for name in names:
             match name:
                 case "medusa":

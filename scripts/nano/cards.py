@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from dflash_bench.training import contamination
 from dflash_bench.training.cards import history_table, overlap_table
 from dflash_bench.training.contamination import Overlap
 from dflash_bench.training.trainer import History
+from nano.data import training_tasks, turns_of
+from nano.target import TargetRecipe, stream_seed
 
 TITLES = {
     "target": "nano: a small Qwen3 that does sums, short functions and small talk",
@@ -99,3 +103,25 @@ def _tuning(name: str, sweep: dict[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Overlap of nano's prompts with test suites.
+
+
+A_STEP = 64
+"""Tasks of each step's stream that are compared: more than its rows hold."""
+
+
+def overlaps_of_target(recipe: TargetRecipe, against: Path | None) -> list[Overlap]:
+    """Compare the target's training prompts with the rows of public suites in `against`, and with the embedded ones."""
+    texts = (text for step in range(recipe.steps) for text in _texts(stream_seed(recipe, step), A_STEP))
+    return contamination.found(texts, against)
+
+
+def overlaps_of_drafts(seed: int, count: int, against: Path | None) -> Sequence[Overlap]:
+    """Compare the prompts that the target answered for its drafts."""
+    return contamination.found(_texts(seed, count), against)
+
+
+def _texts(seed: int, count: int) -> Iterator[str]:
+    return ("\n".join(turns_of(task)) for task in islice(training_tasks(seed), count))

@@ -1,23 +1,55 @@
-"""Turns tasks into rows of tokens: rendered with the suite's prompt and the chat template, packed to a fixed length."""
+"""From tasks to training text: prompts as their suites word them, packed rows of tokens, and the embedded samples."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
+from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dflash_bench.core.errors import UserError
+from dflash_bench.tasks.suites import from_folder, known_suites, to_prompt
 from dflash_bench.training.data import Batch
-from nano.corpus import mixture
-from nano.corpus.task import Task
-from nano.prompts import turns_of
+from nano import corpus
+from nano.corpus.task import Task, boxed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+SUITES = known_suites()
+FIRST_OF = {"aime": "aime24"}
+
+
+def turns_of(task: Task) -> tuple[str, ...]:
+    """Return the user's turns of a task, word for word as a run sends them."""
+    name = FIRST_OF.get(task.suite, task.suite)
+    return to_prompt(SUITES[name], "a task", 0, with_id(name, 0, task.row)).turns
+
+
+def with_id(name: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
+    """Complete a row to all columns that its suite has on the hub."""
+    match name:
+        case "math500":
+            return {**row, "unique_id": f"nano/{row['subject'].lower()}/{number}.json"}
+        case "aime24":
+            return {"id": number, **row, "url": "", "year": "2024"}
+        case "aime25":
+            return {"problem": row["problem"], "answer": row["answer"], "id": str(number)}
+        case "humaneval":
+            return {"task_id": f"Nano/{number}", **row}
+        case "mbpp":
+            return {**row, "task_id": 11 + number}
+        case "mt_bench":
+            return {**row, "prompt_id": number}
+    return row
+
 
 HELD_OUT_ONE_IN = 32
 PROMPT_WEIGHT = 0.1
@@ -25,17 +57,17 @@ PROMPT_WEIGHT = 0.1
 
 
 def is_held_out(task: Task) -> bool:
-    """Is this task in the share of all questions that is never trained on? The shipped prompts come from it."""
-    digest = hashlib.sha256(str(mixture.question(task)).encode()).digest()
+    """Is this task among the questions that are never trained on? The embedded prompts are drawn from them."""
+    digest = hashlib.sha256(str(corpus.question(task)).encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
 def training_tasks(seed: int) -> Iterator[Task]:
-    return (task for task in mixture.tasks(seed) if not is_held_out(task))
+    return (task for task in corpus.tasks(seed) if not is_held_out(task))
 
 
 def held_out_tasks(seed: int) -> Iterator[Task]:
-    return (task for task in mixture.tasks(seed) if is_held_out(task))
+    return (task for task in corpus.tasks(seed) if is_held_out(task))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +79,7 @@ class Sample:
 
 
 def segments(task: Task, thinking: bool = False) -> list[tuple[str, float]]:
-    """The rendered conversation in pieces of (text, weight); answers end with the stop token."""
+    """Return the rendered conversation as pieces of (text, weight); answers end with the stop token."""
     pieces: list[tuple[str, float]] = []
     for turn, answer in zip(turns_of(task), task.answers, strict=True):
         pieces.append((f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n", PROMPT_WEIGHT))
@@ -61,13 +93,13 @@ def segments(task: Task, thinking: bool = False) -> list[tuple[str, float]]:
 
 
 def history(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """What the chat template keeps of earlier turns: everything but their empty think blocks."""
+    """Return the pieces that the chat template keeps of earlier turns: all but their empty think blocks."""
     last = max(i for i, (text, _) in enumerate(pieces) if text.startswith("<think>"))
     return [piece for i, piece in enumerate(pieces) if i == last or piece[0] != "<think>\n\n</think>\n\n"]
 
 
 def encode(task: Task, tokenizer: PreTrainedTokenizerFast, thinking: bool = False) -> list[Sample]:
-    """One sample per turn: a second turn sees the first answer as the template renders it."""
+    """Return one sample per turn; a second turn sees the first answer as the template renders it."""
     samples = []
     pieces = segments(task, thinking)
     starts = [i for i, (text, _) in enumerate(pieces) if text.startswith("<|im_start|>user")]
@@ -106,7 +138,7 @@ def sample_stream(
     tasks: Callable[[int], Iterator[Task]] = training_tasks,
     extra: Sequence[Task] = (),
 ) -> Iterator[Sample]:
-    """Endless samples; one task in sixteen is rendered with thinking, and one in eight is from `extra` if given."""
+    """Yield samples without end: one task in sixteen with thinking, and one in eight from `extra` if given."""
     rng = Random(seed)
     for i, task in enumerate(tasks(seed)):
         next_task = rng.choice(extra) if extra and i % 8 == 7 else task
@@ -114,6 +146,83 @@ def sample_stream(
 
 
 def corpus_text(seed: int, count: int) -> Iterator[str]:
-    """Text to train the tokenizer on."""
+    """Yield text to train the tokenizer on."""
     for task in islice(training_tasks(seed), count):
         yield "".join(text for text, _ in segments(task)[:-1])
+
+
+# Local files in a suite's columns, with answers, mixed into the target's training text.
+
+
+Row = Mapping[str, Any]
+
+
+def _gsm8k(row: Row) -> str:
+    steps, _, answer = str(row["answer"]).partition("####")
+    return re.sub(r"<<.*?>>", "", steps).strip() + "\n" + boxed(answer.strip())
+
+
+ANSWERS: dict[str, Callable[[Row], str]] = {
+    "gsm8k": _gsm8k,
+    "math500": lambda row: str(row["solution"]),
+    "aime24": lambda row: str(row["solution"]),
+    "humaneval": lambda row: f"```python\n{row['prompt']}{row['canonical_solution']}```",
+    "mbpp": lambda row: f"```python\n{row['code']}\n```",
+}
+"""How to get the worked answer of a row, for suites whose rows have one."""
+
+
+def load_extra(folder: Path) -> list[Task]:
+    """Load tasks from `folder`/NAME/SPLIT.jsonl or .parquet, for every suite whose rows have answers.
+
+    Raises UserError if there are none, and for a row without its columns.
+    """
+    tasks = []
+    for name, answer in ANSWERS.items():
+        suite = known_suites()[name]
+        if any((folder / name / f"{suite.split}.{kind}").exists() for kind in ("jsonl", "parquet")):
+            for where, row in from_folder(suite.data, folder):
+                try:
+                    tasks.append(Task(name, dict(row), (answer(row),)))
+                except KeyError as error:
+                    raise UserError(f"--extra: {where} lacks the column {error}") from error
+    if not tasks:
+        raise UserError(f"--extra {folder}: no rows; expected NAME/SPLIT.jsonl for one of {', '.join(ANSWERS)}")
+    return tasks
+
+
+# Samples that ship with the suites: held-out tasks in the hub's columns.
+
+
+PER_SUITE = 32
+PER_CATEGORY = 4
+SEED = 20260
+
+
+def samples() -> dict[str, list[dict[str, Any]]]:
+    """Return distinct held-out rows for every suite; both AIME years come from the contest tasks."""
+    chosen: dict[str, list[Task]] = {name: [] for name in sorted(SUITES)}
+    per_category: dict[str, int] = {}
+    questions: set[str] = set()
+    for task in islice(held_out_tasks(SEED), 60_000):
+        question = corpus.question(task)
+        name = task.suite
+        if name == "aime":
+            name = "aime24" if len(chosen["aime24"]) < PER_SUITE else "aime25"
+        if question in questions or len(chosen[name]) == PER_SUITE:
+            continue
+        if name == "mt_bench":
+            category = task.row["category"]
+            if per_category.setdefault(category, 0) == PER_CATEGORY:
+                continue
+            per_category[category] += 1
+        questions.add(question)
+        chosen[name].append(task)
+    return {name: [with_id(name, n, task.row) for n, task in zip(count(), tasks)] for name, tasks in chosen.items()}
+
+
+def write_samples(folder: Path) -> None:
+    for name, rows in samples().items():
+        path = folder / name / f"{SUITES[name].split}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -14,7 +14,7 @@ from dflash_bench.training.trainer import Objective
 
 
 def new_model(target_config: Any, num_layers: int, embedding: Tensor, norm: Tensor, seed: int) -> Any:
-    """The target's architecture with fewer layers; its embedding, which is also its head, and its last norm."""
+    """Return the target's architecture with fewer layers, its embedding, which is also its head, and its last norm."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     known = target_config.to_dict()

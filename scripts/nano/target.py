@@ -20,7 +20,7 @@ from nano.tokenizer import NUM_EMBEDDINGS
 
 @dataclass(frozen=True, slots=True)
 class TargetRecipe:
-    """Everything that decides the weights."""
+    """Everything that decides the weights of the target."""
 
     layers: int = 16
     hidden: int = 128
@@ -65,7 +65,7 @@ def build(recipe: TargetRecipe, tokenizer: Any) -> Any:
 
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy of the next token, weighted, never across samples."""
+    """Return the weighted mean cross-entropy of the next token, never across samples."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(batch.ids, attention_mask=additive(causal(batch)), position_ids=batch.position).logits
     weights = batch.weights[:, 1:] * (batch.document[:, 1:] == batch.document[:, :-1])
@@ -74,14 +74,14 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def stream_seed(recipe: TargetRecipe, step: int) -> int:
-    """A batch depends on its step alone, so that a resumed training sees what an unbroken one sees."""
+    """Return the seed of a step's batch, which depends on the step alone, so that a training can be resumed."""
     return recipe.seed * 1_000_003 + step
 
 
 def train(
     recipe: TargetRecipe, tokenizer: Any, path: Path, report: Callable[[str], None], extra: Sequence[Task] = ()
 ) -> tuple[Any, History]:
-    """The trained model and the history of its losses; `path` holds the checkpoint to resume from."""
+    """Return the trained model and the history of its losses; `path` is the checkpoint to resume from."""
     model = build(recipe, tokenizer)
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
@@ -108,7 +108,7 @@ def train(
                 history.append({"step": step + 1, "loss": running, "held_out_loss": loss_of(model, test).item()})
             model.train()
             save(path, model, made, step + 1, history)
-    # Trained layers are compiled for one shape; what comes next reads all kinds.
+    # Trained layers are compiled for one shape; later stages need all shapes.
     plain = build(recipe, tokenizer)
     plain.load_state_dict(model.state_dict())
     plain.set_attn_implementation("sdpa")

@@ -33,9 +33,9 @@ from dflash_bench.training.answers import AnswerPlan, AnswerRequest, ComputedSta
 from dflash_bench.training.data import Batch, PackedRows, TrainingChat, stored
 from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.trainer import DraftRecipe
-from nano.corpus.mixture import question, tasks
+from nano.corpus import question, tasks
 from nano.corpus.task import Task
-from nano.prompts import turns_of
+from nano.data import turns_of
 from studies._ablation_variants import BASE, TABLES, Table, Variant, VariantObjective, new_draft, taps, variants
 from studies._study import Made, Work, tell
 

@@ -161,7 +161,7 @@ def test_rows_in_a_pipe_are_one_line(here: Path, main: Main) -> None:
 )
 def test_an_option_that_takes_one_value_is_given_once(command: str, twice: list[str], here: Path, main: Main) -> None:
     told = refused(main, command, *COMMANDS.get(command, ([], []))[0], *twice)
-    assert " times and takes one value; give it once" in told
+    assert " times, but takes one value; give it once" in told
 
 
 def test_an_option_that_may_be_repeated_may_be(here: Path, main: Main) -> None:
@@ -180,7 +180,7 @@ def test_more_threads_than_processors_are_one_line(threads: int, here: Path, mai
 
 def test_a_word_that_is_not_utf8_is_one_line(here: Path, main: Main) -> None:
     told = refused(main, "run", "--prompts", "p.jsonl", "--out", "new\udcff")
-    assert told == "dflash-bench: 'new\\udcff' is not UTF-8; rename what it names\n"
+    assert told == "dflash-bench: 'new\\udcff' is not UTF-8; rename the file or folder\n"
 
 
 def test_a_result_for_a_pipe_that_nobody_reads_is_one_line(here: Path, main: Main) -> None:

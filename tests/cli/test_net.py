@@ -76,7 +76,7 @@ def test_memory_that_brought_another_error_about_is_found() -> None:
         except MemoryError as cause:
             raise ImportError("Error importing numpy") from cause
     except ImportError as error:
-        assert net.said(error) is not None
+        assert net.explain(error) is not None
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EROFS, errno.EMFILE])

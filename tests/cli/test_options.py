@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dflash_bench.api.tools import training
 from dflash_bench.cli import run
 from dflash_bench.cli.options import with_options
 from dflash_bench.core.errors import UserError
@@ -20,6 +21,7 @@ from dflash_bench.diagnose import doctor, profile
 from dflash_bench.runner import session
 from dflash_bench.runner.config import OutputOptions, RunRequest, ServerOptions, require_prompts
 from dflash_bench.runner.plan import swept
+from dflash_bench.training.config import TrainRequest
 
 Main = Callable[..., tuple[int, str, str]]
 STOP = "as far as this test goes"
@@ -199,7 +201,7 @@ def test_a_value_may_begin_with_a_dash_or_hold_an_equals_sign(configured: Callab
         ("temperature = nan", "--temperature takes a number, or several with commas between them, not nan"),
         ("limit = 0", "Invalid value for '--limit': "),
         ("limit = 'four'", "Invalid value for '--limit': "),
-        ("model = ''", "--model is empty; leave it out, or give it a value"),
+        ("model = ''", "--model is empty; omit it, or give it a value"),
         ("limit", "cannot read run.toml: not valid TOML"),
     ],
 )
@@ -335,3 +337,34 @@ def test_a_command_takes_options_in_the_order_that_it_names() -> None:
     command(limit=3, suites=["a"], mine=4, last=5, config=None)
     assert found == [(RunRequest(limit=3, suites=("a",)), 4, 5)]
     assert run.run.__doc__.startswith("Measure methods")
+
+
+def test_train_takes_its_options_from_a_file_and_from_python_alike(
+    main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    requests: list[TrainRequest] = []
+
+    def perform(request: TrainRequest, *_: object) -> None:
+        requests.append(request)
+        raise UserError(STOP)
+
+    monkeypatch.setattr("dflash_bench.training.session.perform", perform)
+    file = "target = 'nano'\nout = 'mine'\nwritten = 8\nopening = ['Write', 'What']\ninvented = 2\nmax-disk = 1.5\n"
+    Path("train.toml").write_text(f"{file}on-the-fly = true\nto = 'zlab'\nepochs = 2\n", encoding="utf-8")
+    typed = ("--opening", "Write", "--opening", "What", "--max-disk", "1.5", "--to", "zlab", "--on-the-fly")
+    rest = ("--target", "nano", "--out", "mine", "--written", "8", "--invented", "2", "--epochs", "2")
+    for words in (("--config", "train.toml"), (*typed, *rest)):
+        assert main("train", *words) == (2, "", f"dflash-bench: {STOP}\n")
+    same = training(
+        target="nano", out=Path("mine"), method="dflash", written=8, openings=("Write", "What"), invented=2,
+        max_disk_gb=1.5, on_the_fly=True, format="zlab", epochs=2.0,
+    )  # fmt: skip
+    assert requests == [same, same]
+
+
+def test_help_of_train_names_every_option_once(main: Main) -> None:
+    status, out, _ = main("train", "--help")
+    shown = re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)
+    declared = [spec.flag for spec in options_of(TrainRequest).values()]
+    assert status == 0 and sorted(shown) == sorted([*declared, "--estimate", "--config", "--help"])

@@ -149,7 +149,10 @@ def test_two_servers_are_checked_in_one_go(main: Main, answers: dict[str, Said])
         (["--server", "dflash=http://x", "--dialect", "klingon"], "unknown dialect"),
         (["--server", "dflash=http://x", "--timeout", "0"], "--timeout is a number of seconds above 0"),
         (["--server", "dflash=http://x", "--draft", "eagle3=x"], "--draft eagle3= has no effect"),
-        (["--server", "dflash=http://x", "--output", "no/such/page.md"], "there is no folder no/such"),
+        (
+            ["--server", "dflash=http://x", "--output", "no/such/page.md"],
+            "the folder no/such for page.md does not",
+        ),
         (["--server", "dflash=http://127.0.0.1:9"], "no server for dflash answers"),
     ],
 )

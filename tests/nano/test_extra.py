@@ -12,8 +12,7 @@ import pytest
 
 from dflash_bench.core.errors import UserError
 from nano.corpus.task import Task
-from nano.data import corpus_text, sample_stream, training_tasks
-from nano.extra import load_extra
+from nano.data import corpus_text, load_extra, sample_stream, training_tasks
 from nano.tokenizer import train_tokenizer
 
 ROWS = {

@@ -5,9 +5,8 @@ from itertools import islice
 import pytest
 
 from dflash_bench.training.masks import causal
-from nano.data import Sample, corpus_text, encode, pack, training_tasks
-from nano.prompts import turns_of
-from nano.responses import prompts
+from nano.answers import prompts
+from nano.data import Sample, corpus_text, encode, pack, training_tasks, turns_of
 from nano.tokenizer import train_tokenizer
 
 

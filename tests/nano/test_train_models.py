@@ -11,13 +11,14 @@ from toy import tiny
 
 from dflash_bench.engine.target import Target
 from dflash_bench.training import drafts
+from dflash_bench.training.data import Batch
 from dflash_bench.training.masks import is_answer_after
 from dflash_bench.training.medusa import MedusaObjective
 from dflash_bench.training.trainer import DraftRecipe, Objective, train
 from nano import block_diffusion, draft_model
+from nano.answers import Rows
 from nano.block_diffusion import BlockDiffusionObjective, Noise
 from nano.draft_model import DraftModelObjective
-from nano.features import Rows
 
 V, H, LENGTH, SPLIT = 97, 32, 24, 14
 NOISE = Noise(block_size=4, num_blocks=3, mask_token_id=96, stop_token_id=1)
@@ -30,7 +31,7 @@ def rows(count: int = 70) -> Rows:
     document = (torch.arange(LENGTH) >= SPLIT).long().repeat(count, 1)
     position = torch.cat([torch.arange(SPLIT), torch.arange(LENGTH - SPLIT)]).repeat(count, 1)
     states = torch.randn(count, LENGTH, 1, H, generator=generator).half().numpy()
-    return Rows(ids, document, position, position >= 4, states, ())
+    return Rows(Batch(ids, (position >= 4).float(), document, position), states, ())
 
 
 EMBEDDING = torch.randn(V, H, generator=torch.Generator().manual_seed(2)) * 0.5

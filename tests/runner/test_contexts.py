@@ -111,7 +111,7 @@ def test_a_context_without_room_for_the_answers_is_refused_with_the_largest_that
         padding.padded([source(num_turns=2)], (None, 100, 1024), size, 1024, 20)
     largest = 1024 - 3 - 12 - 2 * 20
     assert str(refused.value) == (
-        f"--context 1k: the target's context is 1024 tokens, of which answers and later turns take up to 55; "
+        f"--context 1k: the target's context is 1024 tokens, of which answers and later turns need up to 55; "
         f"the largest that fits is {largest}"
     )
     padding.padded([source(num_turns=2)], (largest,), size, 1024, 20)

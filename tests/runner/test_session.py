@@ -205,7 +205,7 @@ def test_a_run_goes_on_after_keepers_that_break_down(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Cage(landlock=True))
-    monkeypatch.setattr(sandbox, "_KEEPER", (sys.executable, "-c", "raise SystemExit('no room')"))
+    monkeypatch.setattr(sandbox, "_SUPERVISOR", (sys.executable, "-c", "raise SystemExit('no room')"))
     session.perform(code_run(model), tmp_path / "run", resume=False, tell=print)
     info, records = store.load(tmp_path / "run")
     info = info.to_json()

@@ -53,7 +53,7 @@ CHEATS = dict(
 @pytest.fixture(params=BOXES)
 def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
     """Nothing of a program is alive afterwards."""
-    monkeypatch.setattr(sandbox, "_KEEPER", (*sandbox._KEEPER, MARKER))
+    monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
     yield request.param
     assert num_processes() == 0
 
@@ -83,7 +83,7 @@ def test_no_cheat_passes(box: Box, cheat: str) -> None:
 )
 def test_what_is_no_plain_value_is_refused_by_name(box: Box, returned: str, said: str) -> None:
     outcome = box.run(f"def f(): return {returned}", LIMITS, "assert f()", ["f"])
-    expected = f"f() returned {said}" + (", which is no plain value" if said.startswith("a ") else "")
+    expected = f"f() returned {said}" + (", which is not a plain value" if said.startswith("a ") else "")
     assert outcome == ProgramOutcome(False, expected, by_value=False)
 
 
@@ -128,7 +128,7 @@ def test_errors_that_tests_expect_arrive(box: Box) -> None:
 def test_tests_that_give_what_is_no_plain_value_say_so_and_nothing_is_scored(box: Box, given: str) -> None:
     outcome = box.run("def f(x): return 1", LIMITS, f"assert f({given}) == 1", ["f"])
     assert (outcome.passed, outcome.by_value) == (None, False)
-    assert re.fullmatch(r"the tests give f\(\) a \w+, which is no plain value", outcome.reason)
+    assert re.fullmatch(r"the tests give f\(\) a \w+, which is not a plain value", outcome.reason)
 
 
 def test_arguments_are_copies_and_state_is_kept(box: Box) -> None:
@@ -192,7 +192,7 @@ def test_a_refusal_stands_below_the_answer() -> None:
     code = "from unittest.mock import ANY\ndef f(): return ANY\n"
     scored = score("mbpp", Prompt("suite", "0", ("question",), row=row), f"```python\n{code}```", cage)
     assert scored.passed is False
-    assert scored.answer == f"{code}\n# f() returned a _ANY, which is no plain value"
+    assert scored.answer == f"{code}\n# f() returned a _ANY, which is not a plain value"
 
 
 def test_a_task_may_ask_for_a_function_with_the_name_of_a_built_in_one() -> None:

@@ -71,7 +71,7 @@ PIECES = {
 
 @pytest.fixture(params=BOXES)
 def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
-    monkeypatch.setattr(sandbox, "_KEEPER", (*sandbox._KEEPER, MARKER))
+    monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
     yield request.param
     assert num_processes() == 0
 

@@ -33,7 +33,7 @@ def call(number, *args):
 @pytest.fixture(params=BOXES)
 def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
     """Nothing of a program is alive afterwards."""
-    monkeypatch.setattr(sandbox, "_KEEPER", (*sandbox._KEEPER, MARKER))
+    monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
     yield request.param
     assert num_processes() == 0
 

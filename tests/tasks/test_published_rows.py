@@ -66,7 +66,7 @@ PLACEHOLDERS = [
 def test_a_placeholder_is_no_prompt(text: str, tmp_path: Path) -> None:
     talk = [{"role": "system", "content": text}, {"role": "user", "content": "Hi"}]
     for row in ({"prompt": text}, {"turns": ["Hi", text]}, {"messages": talk}):
-        with pytest.raises(UserError, match=r"line 1: its text is a placeholder \('.*'\) and no prompt; prepare"):
+        with pytest.raises(UserError, match=r"line 1: its text is a placeholder \('.*'\), not a prompt; prepare"):
             prompts.load(own(tmp_path, row))
 
 

@@ -1,4 +1,4 @@
-"""Programs that are right, wrong, or too greedy, in every cage; and keepers that break down."""
+"""Programs that are right, wrong, or too greedy, in every cage; and supervisors that break down."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ needs_a_cage = pytest.mark.skipif(not ASKED_BY_US, reason="no cage is granted he
 @pytest.fixture(params=BOXES)
 def box(request: pytest.FixtureRequest, monkeypatch: Patch) -> Iterator[Box]:
     """Nothing of a program is alive afterwards."""
-    monkeypatch.setattr(sandbox, "_KEEPER", (*sandbox._KEEPER, MARKER))
+    monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
     yield request.param
     assert num_processes() == 0
 
@@ -196,25 +196,25 @@ def test_nothing_is_left_on_disk(content: str, tmp_path: Path, monkeypatch: Patc
         assert list(tmp_path.iterdir()) == []
 
 
-# ---- keepers that break down -----------------------------------------------------------------------------
+# ---- supervisors that break down -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
         ("raise SystemExit('no room')", "no room"),
-        ("import os; os.kill(os.getpid(), 9)", "its keeper was killed"),
-        ("import time; time.sleep(1000)", "its keeper was killed"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "its keeper was killed"),
+        ("import os; os.kill(os.getpid(), 9)", "its supervisor was killed"),
+        ("import time; time.sleep(1000)", "its supervisor was killed"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "its supervisor was killed"),
         ("print('\\0\\udcff passed' * 100)", ".*"),
-        ("print('passed')", "its keeper was killed"),
-        ("print('12\\npassed', end='')", "its keeper was killed"),
-        ("print('x\\npassed')", "its keeper was killed"),
-        ("import os; print(os.getpid(), flush=True); os.kill(os.getpid(), 9)", "its keeper was killed"),
+        ("print('passed')", "its supervisor was killed"),
+        ("print('12\\npassed', end='')", "its supervisor was killed"),
+        ("print('x\\npassed')", "its supervisor was killed"),
+        ("import os; print(os.getpid(), flush=True); os.kill(os.getpid(), 9)", "its supervisor was killed"),
     ],
 )
-def test_a_keeper_that_breaks_down_is_a_failed_answer(script: str, reason: str, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(sandbox, "_KEEPER", (sys.executable, "-S", "-c", script))
+def test_a_supervisor_that_breaks_down_is_a_failed_answer(script: str, reason: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(sandbox, "_SUPERVISOR", (sys.executable, "-S", "-c", script))
     monkeypatch.setattr(sandbox, "_GRACE_S", 0.5)
     outcome = sandbox.run_tests(RIGHT, Cage(landlock=True), ProgramLimits(wall_s=0.1))
     assert not outcome.passed
@@ -223,17 +223,17 @@ def test_a_keeper_that_breaks_down_is_a_failed_answer(script: str, reason: str, 
 
 @needs_a_cage
 @pytest.mark.parametrize("cage", [box.cage for box in ASKED_BY_US], ids=str)
-def test_a_runner_dies_with_its_keeper_before_the_verdict(cage: Cage, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(sandbox, "_KEEPER", (*sandbox._KEEPER, MARKER))
+def test_a_runner_dies_with_its_supervisor_before_the_verdict(cage: Cage, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
 
-    def kill_keeper() -> None:
-        wait_until(lambda: num_processes() == 4)  # two keepers and their runners
+    def kill_supervisor() -> None:
+        wait_until(lambda: num_processes() == 4)  # two supervisors and their runners
         children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
         for pid in " ".join(path.read_text() for path in children).split():
             if MARKER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(int(pid), signal.SIGKILL)
 
-    killer = threading.Thread(target=kill_keeper)
+    killer = threading.Thread(target=kill_supervisor)
     killer.start()
     outcome = sandbox.run_tests("while True: pass", cage, ProgramLimits(cpu_s=30, wall_s=30.0))
     assert num_processes() == 0
@@ -247,12 +247,12 @@ def test_a_runner_dies_with_its_keeper_before_the_verdict(cage: Cage, monkeypatc
 def test_the_cage_dies_with_the_caller(cage: Cage, tmp_path: Path) -> None:
     caller = (
         "from dflash_bench.tasks import sandbox\nfrom dflash_bench.tasks.sandbox import Cage\n"
-        f"sandbox._KEEPER += ({MARKER!r},)\n"
+        f"sandbox._SUPERVISOR += ({MARKER!r},)\n"
         f"sandbox.run_tests('import time; time.sleep(1000)', {cage!r}, sandbox.ProgramLimits(wall_s=1000))\n"
     )
     root, environment = Path(sandbox.__file__).parents[2], os.environ | {"TMPDIR": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", caller], cwd=root, env=environment)
-    wait_until(lambda: num_processes() == 5)  # the caller, the keepers and the runners
+    wait_until(lambda: num_processes() == 5)  # the caller, the supervisors and the runners
     process.send_signal(signal.SIGKILL)
     process.wait()
     wait_until(lambda: num_processes() == 0)
@@ -292,13 +292,13 @@ def test_an_older_landlock_holds_with_the_filter(version: int, box: Box, monkeyp
     """It knows fewer rights; emptying a file that may be read, for one, is not among the first."""
     older = (
         "import sys; sys.path.append(sys.argv[1])\n"
-        "from dflash_bench.tasks.isolation import walls as kernel, supervisor as keeper\n"
+        "from dflash_bench.tasks.isolation import walls as kernel, supervisor as supervisor\n"
         "call = kernel.system_call\n"
         f"kernel.system_call = lambda n, *args: {version} if (n, args[0]) == (444, None) else call(n, *args)\n"
-        "keeper.main()"
+        "supervisor.main()"
     )
-    words = [older if word == sandbox._START else word for word in sandbox._KEEPER]
-    monkeypatch.setattr(sandbox, "_KEEPER", tuple(words))
+    words = [older if word == sandbox._START else word for word in sandbox._SUPERVISOR]
+    monkeypatch.setattr(sandbox, "_SUPERVISOR", tuple(words))
     assert sandbox.holds(box.cage)
     for attack in ("os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)", "os.truncate(os.__file__, 0)"):
         assert "Operation not permitted" in box.fails(f"import os\n{attack}")
@@ -317,7 +317,7 @@ def test_cages_are_named() -> None:
 
 
 def test_a_plain_process_has_limits_and_ends_with_its_group(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(sandbox, "_KEEPER", (*sandbox._KEEPER, MARKER))
+    monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
     run: Callable[..., ProgramOutcome] = lambda program: sandbox.run_tests(program, sandbox.UNSAFE, SHORT)  # noqa: E731
     assert run(RIGHT) == ProgramOutcome(True, "passed")
     assert run("assert False") == ProgramOutcome(False, "exit status 1: AssertionError")

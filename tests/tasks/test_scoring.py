@@ -263,9 +263,9 @@ def test_without_a_cage_code_is_not_run(name: str, asked: Prompt, monkeypatch: p
     assert score(name, asked, f"```python\n{RIGHT}```") == Score(RIGHT, None)
 
 
-def test_a_keeper_that_breaks_down_is_a_failed_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_breaks_down_is_a_failed_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "dflash_bench.tasks.sandbox._KEEPER", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+        "dflash_bench.tasks.sandbox._SUPERVISOR", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
     )
     assert score("humaneval", HUMANEVAL, f"```python\n{RIGHT}```", CAGE) == Score(RIGHT, False)
 
@@ -290,7 +290,7 @@ def test_a_missing_reference_is_an_error_and_not_a_wrong_answer() -> None:
 @pytest.mark.parametrize("name", ["gsm8k_number", "aime_integer"])
 def test_a_reference_without_a_number_is_found_before_the_first_answer(name: str) -> None:
     check_references(name, [prompt(reference="#### 7")])
-    with pytest.raises(UserError, match="prompt 0 of suite suite: its reference 'seven' holds no number"):
+    with pytest.raises(UserError, match="prompt 0 of suite suite: its reference 'seven' contains no number"):
         check_references(name, [prompt(reference="7"), prompt(reference="seven")])
     check_references("none", [prompt()])
 

@@ -17,7 +17,7 @@ Run = Callable[[str], ProgramOutcome]
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Run]:
-    monkeypatch.setattr(sandbox, "_KEEPER", (*sandbox._KEEPER, MARKER))
+    monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
 
     def choose(wall: str) -> Run:
         granted = [box.cage for box in ASKED_BY_US if getattr(box.cage, wall)]

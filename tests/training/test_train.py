@@ -21,7 +21,7 @@ from dflash_bench.training.dflash import DFlashObjective
 from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective
 from dflash_bench.training.trainer import DraftRecipe, batches, optimisers, restore, save, set_rate, train
-from nano.features import Rows
+from nano.answers import Rows
 
 V, H = 40, 32
 DFLASH = DFlashConfig(
@@ -51,7 +51,7 @@ def rows(count=70, length=24, layers=(1, 2, 3)):
     position = torch.cat([torch.arange(14), torch.arange(length - 14)]).repeat(count, 1)
     answer = position >= 4
     states = torch.randn(count, length, len(layers) + 1, H, generator=generator).half().numpy()
-    return Rows(ids, document, position, answer, states, layers)
+    return Rows(Batch(ids, answer.float(), document, position), states, layers)
 
 
 EMBEDDING = torch.randn(V, H, generator=torch.Generator().manual_seed(2)) * 0.5

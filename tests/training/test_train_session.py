@@ -21,7 +21,7 @@ from dflash_bench.engine.backend import open_backend
 from dflash_bench.engine.selection import target_of
 from dflash_bench.models import chat, loading
 from dflash_bench.models.presets import NANO, Preset
-from dflash_bench.training import contamination, drafts, estimate, prepare, session, trainer
+from dflash_bench.training import contamination, drafts, prepare, session, trainer
 from dflash_bench.training.answers import ComputedStates
 from dflash_bench.training.config import TrainRequest, check
 from dflash_bench.training.data import stored
@@ -135,6 +135,19 @@ def test_contradictions_are_refused_before_anything_is_loaded(changes: dict[str,
         check(request(Path("nowhere"), Path("out"), **changes))
 
 
+def test_folders_may_be_text_and_every_range_holds_in_python_too() -> None:
+    asked = TrainRequest(target="nano", out="mine", against="rows", written=1)  # type: ignore[arg-type]
+    assert (asked.out, asked.against) == (Path("mine"), Path("rows"))
+    for changes, said in (
+        ({"layers": 0}, "--layers takes at least 1, not 0"),
+        ({"max_new_tokens": 449}, "--max-new-tokens takes at most 448, not 449"),
+        ({"sampled": 1.5}, "--sampled is a share from 0 to 1, not 1.5"),
+        ({"epochs": float("nan")}, "--epochs takes at least 0.01, not nan"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check(replace(asked, **changes))
+
+
 def test_other_options_are_not_continued(target: Path, tmp_path: Path) -> None:
     performed(request(target, tmp_path))
     with pytest.raises(UserError, match="holds a draft already"):
@@ -231,7 +244,7 @@ def test_later_turns_follow_the_targets_own_answers(target: Path, tmp_path: Path
     for seed in range(5):
         kept, apart = session.split([*first, *second, *third], seed)
         assert len(kept) + len(apart) == 9 and not {item.chat for item in kept} & {item.chat for item in apart}
-    assert estimate.perform(replace(asked, out=tmp_path / "new"), lambda _: None).num_answers == 9
+    assert session.estimate(replace(asked, out=tmp_path / "new"), lambda _: None).num_answers == 9
 
 
 def test_what_is_the_same_but_for_numbers_is_counted_apart(tmp_path: Path) -> None:
@@ -303,11 +316,11 @@ def test_training_ends_where_nothing_is_gained_for_long() -> None:
 
 
 def test_an_estimate_tries_a_little_and_keeps_nothing(target: Path, tmp_path: Path) -> None:
-    told = estimate.perform(request(target, tmp_path / "out", steps=None, epochs=2.0), lambda _: None)
-    assert told.num_answers == 30 and told.num_tokens == round(30 * 12 * estimate.LIKELY_SHARE)
+    told = session.estimate(request(target, tmp_path / "out", steps=None, epochs=2.0), lambda _: None)
+    assert told.num_answers == 30 and told.num_tokens == round(30 * 12 * session.LIKELY_SHARE)
     assert told.answers_s > 0 and told.training_s > 0 and told.num_steps >= 1 and told.memory_bytes > 10**7
     assert told.disk_bytes > told.num_tokens * 32 * 3 * 2
-    assert [line.split()[0] for line in estimate.text(told).splitlines()] == ["answers", "training", "disk", "memory"]
+    assert [line.split()[0] for line in str(told).splitlines()] == ["answers", "training", "disk", "memory"]
     assert not (tmp_path / "out").exists()
 
 

@@ -1,5 +1,5 @@
-"""The inside of the sandbox: keepers that build cages, and in them the runners of an answer's program and of its tests.
+"""The inside of the sandbox: supervisors build cages, and runners execute an answer's program and its tests in them.
 
-A keeper starts anew for every program, so it only imports modules that Python has loaded anyway or that load in a few
-milliseconds: no dataclasses, json, subprocess or pathlib here. The caller's side is `dflash_bench.tasks.sandbox`.
+A supervisor starts anew for every program, so it only imports modules that Python has loaded anyway or that load in a
+few milliseconds: no dataclasses, json, subprocess or pathlib here. The caller's side is `dflash_bench.tasks.sandbox`.
 """

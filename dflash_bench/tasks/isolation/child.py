@@ -1,7 +1,7 @@
-"""The runner: gives up every right that the program must not have, and runs it: an answer's program, or the tests.
+"""The runner: gives up every right that the program must not have, then runs it: an answer's program, or the tests.
 
-An answer's program that has done everything right says nothing of it here: what it returned is judged by the tests, in
-another runner of another keeper. So no word, number or exit status of this process can make a wrong answer pass.
+An answer's program does not report its own success: its results are judged by the tests, in another runner under
+another supervisor. So no output or exit status of this process can make a wrong answer pass.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ NOBODY = 65534
 READY = b"ready\n"
 
 
-def run(order: SandboxRequest, folder: str, report: int) -> NoReturn:
-    """`report` is a pipe to the keeper: READY where the program compiles and, from the tests, the verdict.
+def run(request: SandboxRequest, folder: str, report: int) -> NoReturn:
+    """Run the program. `report` is a pipe to the supervisor: READY if it compiles and, from the tests, the verdict.
 
     An exception, even SystemExit, ends the runner as it would end any script.
     """
-    _confine(order, folder)
+    _confine(request, folder)
     module = types.ModuleType("solution")  # not __main__, so that `if __name__ == "__main__"` is skipped
     sys.modules["solution"] = module
     sys.argv[:] = ["solution"]
-    code = compile(order.program, "<program>", "exec")
+    code = compile(request.program, "<program>", "exec")
     os.write(report, READY)
-    link = Link(order.receiving, order.sending)
-    if order.asked is None:
+    link = Link(request.receiving, request.sending)
+    if request.functions is None:
         os.close(report)
         process = os.getpid()
         eval(code, vars(module))
@@ -45,40 +45,40 @@ def run(order: SandboxRequest, folder: str, report: int) -> NoReturn:
     else:
         tests = Tests(link, report)
         tests.wait_until_ready()
-        vars(module).update((name, tests.stand_in(name)) for name in order.asked)
+        vars(module).update((name, tests.stand_in(name)) for name in request.functions)
         eval(code, vars(module))
         tests.leave(PASSED)
     os._exit(0)
 
 
-def _confine(order: SandboxRequest, folder: str) -> None:
+def _confine(request: SandboxRequest, folder: str) -> None:
     os.environ.update(HOME=folder, TMPDIR=folder)
     sys.dont_write_bytecode = True
-    if order.as_nobody:
+    if request.as_nobody:
         os.chown(folder, NOBODY, NOBODY)
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    _set_rlimits(order)
+    _set_rlimits(request)
     if sys.platform == "linux":
         walls.renounce_privileges()
         walls.die_with_parent()
-    if order.landlock:
-        walls.restrict_files(folder, writable=order.namespaces)
-    if order.seccomp:
+    if request.landlock:
+        walls.restrict_files(folder, writable=request.namespaces)
+    if request.seccomp:
         walls.restrict_calls()
 
 
-def _set_rlimits(order: SandboxRequest) -> None:
+def _set_rlimits(request: SandboxRequest) -> None:
     limits = {
-        resource.RLIMIT_AS: order.memory_bytes,
+        resource.RLIMIT_AS: request.memory_bytes,
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_CPU: order.cpu_s,
-        resource.RLIMIT_FSIZE: order.file_bytes,
-        resource.RLIMIT_NOFILE: order.num_open_files,
+        resource.RLIMIT_CPU: request.cpu_s,
+        resource.RLIMIT_FSIZE: request.file_bytes,
+        resource.RLIMIT_NOFILE: request.num_open_files,
     }
-    if not order.seccomp:  # the limit counts all processes and threads of the user, not only the program's
-        limits[resource.RLIMIT_NPROC] = order.num_threads
+    if not request.seccomp:  # the limit counts all processes and threads of the user, not only the program's
+        limits[resource.RLIMIT_NPROC] = request.num_threads
     for which, value in limits.items():
         hard = resource.getrlimit(which)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -1,4 +1,8 @@
-"""What caller and program say to each other: plain values, over pipes, checked on arrival."""
+"""The protocol between an answer's program and its tests: plain values over pipes, checked on arrival.
+
+A value is a tag, a number, and that many bytes (`s`, 2, "ab") or values (`l`, 3, and three values). Values are rebuilt
+from exact built-in types, whoever wrote the bytes, so that none of their methods are the writer's.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,6 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-# Plain values as bytes, and back: all that ever passes between an answer's program and the tests.
-#
-# A value is a tag, a number, and so many bytes (`s`, 2, "ab") or values (`l`, 3, and three values). What is read is
-# built anew from exact built-in types, whoever wrote the bytes: nothing in it can have methods of the writer's.
-
 
 MOST_BYTES = 2**20
 MOST_NESTED = 64
@@ -40,7 +38,7 @@ _AS_VALUES: Mapping[type, tuple[bytes, Callable[..., Iterable[object]]]] = {
     _ITEMS: (b"I", iter),
 }
 _ITERATOR = b"n"
-"""It equals nothing, but a test may walk through it."""
+"""An iterator: it equals nothing, but a test may iterate over it."""
 _FROM_BYTES: Mapping[bytes, Callable[[bytes], object]] = {
     b"i": lambda data: int.from_bytes(data, "little", signed=True),
     b"f": lambda data: struct.unpack("<d", data)[0],
@@ -64,21 +62,21 @@ _FROM_VALUES: Mapping[bytes, Callable[..., object]] = {
 
 
 class NotPlainError(Exception):
-    """A value of a type that does not go by value; the text names the type."""
+    """A value of a type that cannot be passed by value; the text names the type."""
 
 
 class TooMuchError(Exception):
-    """More bytes, or values nested deeper, than we pass on."""
+    """Too many bytes, or values nested too deep."""
 
 
 class MalformedError(Exception):
-    """These bytes are no value."""
+    """Bytes that are not a value."""
 
 
 def to_bytes(value: object, exact: bool = False) -> bytes:
-    """Raises NotPlainError or TooMuchError.
+    """Encode a value. Raises NotPlainError or TooMuchError.
 
-    An instance of a subclass, say a Counter, goes as what it is built on; where all is to be `exact`, it does not go.
+    An instance of a subclass, such as a Counter, is passed as its base type, or refused if `exact`.
     """
     writer = _Writer(exact)
     writer.write(value, 0)
@@ -125,18 +123,18 @@ class _Writer:
 
 
 def _name(kind: type) -> str:
-    """Of a type that may be anybody's: what of it is a name, and not too long."""
+    """Return a safe, short name of a type that the program may have defined."""
     return "".join(letter for letter in str(kind.__name__)[:40] if letter.isalnum() or letter == "_")
 
 
 def from_bytes(data: bytes) -> object:
-    """Raises MalformedError."""
+    """Decode a value. Raises MalformedError."""
     try:
         value, end = _read(data, 0, 0)
     except (ValueError, TypeError, OverflowError, struct.error) as error:
         raise MalformedError("its bytes do not fit together") from error
     if end != len(data):
-        raise MalformedError("something follows the value")
+        raise MalformedError("there is more after the value")
     return value
 
 
@@ -158,22 +156,21 @@ def _read(data: bytes, start: int, depth: int) -> tuple[object, int]:
     return _FROM_VALUES[tag](values), start
 
 
-# The two pipes between an answer's program and the tests: one plain value at a time, its length before it.
-
-
 _LENGTH = struct.Struct("<I")
 
 
 class ClosedError(Exception):
-    """There is nobody at the other end."""
+    """The other end is closed."""
 
 
 class Link:
+    """Two pipes between an answer's program and the tests, for one value at a time, each preceded by its length."""
+
     def __init__(self, receiving: int, sending: int) -> None:
         self.receiving, self.sending = receiving, sending
 
     def send(self, message: bytes) -> None:
-        """Bytes that `to_bytes` made. Raises ClosedError."""
+        """Send the result of `to_bytes`. Raises ClosedError."""
         rest = memoryview(_LENGTH.pack(len(message)) + message)
         while rest:
             try:
@@ -182,7 +179,7 @@ class Link:
                 raise ClosedError from error
 
     def receive(self) -> Any:
-        """Raises ClosedError, or plain.MalformedError."""
+        """Receive a value. Raises ClosedError or MalformedError."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         if length > MOST_BYTES:
             raise MalformedError(f"{length} bytes announced")
@@ -198,10 +195,10 @@ class Link:
         return bytes(data)
 
 
-# The answer's side: it calls functions of the answer's program as the tests ask, and sends back what they return.
+# The answer's side calls functions of the answer's program at the tests' request, and sends back the results.
 #
-# The program shares this process and may change all of it. What it gains is to send other values than it would return;
-# they are plain values all the same, and the tests, which are not in this process, decide about them.
+# The program shares this process and may change anything in it. All it gains is to send other values than it would
+# return; they are still plain values, and the tests, which run in another process, decide about them.
 
 
 READY, RETURNED, RAISED, REFUSED = "ready", "returned", "raised", "refused"
@@ -209,9 +206,9 @@ MESSAGE_CHARS = 200
 
 
 def serve(link: Link, names: Mapping[str, object], process: int) -> None:
-    """Answer calls until the tests have ended. What is no error but an end, like SystemExit, ends this process.
+    """Answer calls until the tests have ended; SystemExit and the like end this process.
 
-    A copy of `process` that the program has forked, where it can, answers none.
+    A copy of `process` that the program has forked, if it can, answers none.
     """
     reply = to_bytes((READY,))
     try:
@@ -228,7 +225,7 @@ def _answer(names: Mapping[str, object], name: str, args: tuple[object, ...], kw
     try:
         return to_bytes((RETURNED, names[name](*args, **kwargs)))  # type: ignore[operator]
     except NotPlainError as refusal:
-        return to_bytes((REFUSED, f"{name}() returned a {refusal}, which is no plain value"))
+        return to_bytes((REFUSED, f"{name}() returned a {refusal}, which is not a plain value"))
     except TooMuchError as refusal:
         return to_bytes((REFUSED, f"{name}() returned {refusal}"))
     except Exception as error:  # noqa: BLE001 (whatever a test may expect an answer to raise)

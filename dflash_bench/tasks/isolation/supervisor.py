@@ -1,6 +1,6 @@
-"""The keeper: builds the cage, forks the runner into it, watches it, and tells the caller how it ended.
+"""The supervisor: builds the cage, forks the runner into it, watches it, and reports how it ended.
 
-Its answer is two lines: the runner's process id, then the verdict. At the end it kills its process group, itself too.
+Its answer is two lines: the runner's process id, then the verdict. At the end it kills its process group and itself.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from dflash_bench.tasks.isolation.testing import REASON_CHARS
 from dflash_bench.tasks.isolation.walls import SandboxRequest
 
 TICK_S = 0.05
-"""How often it checks what the kernel has no limit for."""
+"""Interval of checks that the kernel has no limit for."""
 _REPORT_BYTES = 4096
 
 
 def main() -> None:
-    order = SandboxRequest(marshal.loads(sys.stdin.buffer.read()))
+    request = SandboxRequest(marshal.loads(sys.stdin.buffer.read()))
     sys.path.remove(sys.argv[1])  # where this package was found
     if sys.platform == "linux":
         walls.die_with_parent()
-    if os.getppid() != order.parent:  # the caller died before the line above
+    if os.getppid() != request.parent:  # the caller died before the line above
         sys.exit("the caller is gone")
-    answer = _watch(order)
+    answer = _watch(request)
     os.write(sys.stdout.fileno(), f"{answer}\n".encode())
     os.killpg(0, signal.SIGKILL)  # whatever is left of the group, this process included
 
 
-def _watch(order: SandboxRequest) -> str:
+def _watch(request: SandboxRequest) -> str:
     null = os.open(os.devnull, os.O_RDWR)
     tasks = os.open("/proc", os.O_RDONLY) if os.path.isdir("/proc/self/task") else null
-    folder = walls.enter(order, os.getcwd()) if order.namespaces else os.getcwd()
+    folder = walls.enter(request, os.getcwd()) if request.namespaces else os.getcwd()
     report_out, report_in = os.pipe()
     known_out, known_in = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(known_in)
-        os.read(known_out, 1)  # until the caller can read whose end to wait for, or ours, as we hold its pipe
+        os.read(known_out, 1)  # wait until the caller can read our process id, or the supervisor has ended
         os.dup2(null, 0)
         os.dup2(null, 1)
         for fd in (null, tasks, known_out, report_out):
             if fd > 2:
                 os.close(fd)
-        isolation_child.run(order, folder, report_in)
+        isolation_child.run(request, folder, report_in)
     os.write(sys.stdout.fileno(), f"{child}\n".encode())
     # The ends of the link are closed here so that the other side sees when the runner is gone.
-    for fd in (known_out, known_in, report_in, order.receiving, order.sending):
+    for fd in (known_out, known_in, report_in, request.receiving, request.sending):
         os.close(fd)
-    failure = Watch(order, child, tasks).wait()
+    failure = Watch(request, child, tasks).wait()
     os.set_blocking(report_out, False)
     report = os.read(report_out, _REPORT_BYTES)
     if not report.startswith(isolation_child.READY):
@@ -67,13 +67,13 @@ def _watch(order: SandboxRequest) -> str:
 class Watch:
     """Watches one runner, from its start to its end."""
 
-    def __init__(self, order: SandboxRequest, child: int, proc: int) -> None:
-        self.order, self.child, self.proc = order, child, proc
-        self.deadline = time.monotonic() + order.wall_s
+    def __init__(self, request: SandboxRequest, child: int, proc: int) -> None:
+        self.request, self.child, self.proc = request, child, proc
+        self.deadline = time.monotonic() + request.wall_s
         self.excess: str | None = None
 
     def wait(self) -> str | None:
-        """Wait until it is dead with all its threads. Returns why it failed, or None."""
+        """Wait until it is dead with all its threads. Return why it failed, or None."""
         signal.signal(signal.SIGALRM, self._look)
         signal.setitimer(signal.ITIMER_REAL, TICK_S)
         _, status, usage = os.wait4(self.child, 0)
@@ -81,7 +81,7 @@ class Watch:
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
             # The kernel counts whole ticks against the limit; on a busy machine the real usage is less than that.
-            used_up = code == -signal.SIGKILL and usage.ru_utime + usage.ru_stime > self.order.cpu_s / 2
+            used_up = code == -signal.SIGKILL and usage.ru_utime + usage.ru_stime > self.request.cpu_s / 2
             return self.excess or ("timed out" if used_up else f"killed by {signal.Signals(-code).name}")
         return f"exit status {code}: {last_line(2)}" if code else None
 
@@ -96,7 +96,7 @@ class Watch:
     def _excess(self) -> str | None:
         if time.monotonic() >= self.deadline:
             return "timed out"
-        if self._num_threads() > self.order.num_threads:
+        if self._num_threads() > self.request.num_threads:
             return "too many threads"
         return None
 
@@ -108,7 +108,7 @@ class Watch:
 
 
 def last_line(file: int) -> str:
-    """The last line that a process wrote to this file descriptor, cut to what fits into the answer."""
+    """Return the last line that a process wrote to this file descriptor, cut to what fits into the answer."""
     tail = os.pread(file, 4096, max(0, os.fstat(file).st_size - 4096)).decode(errors="replace")
     lines = tail.strip().splitlines() or [""]
     return lines[-1].strip()[:REASON_CHARS]

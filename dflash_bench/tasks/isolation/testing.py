@@ -1,7 +1,7 @@
-"""The tests' side: the suite's own code, in a process where nothing of the answer's program is.
+"""The tests' side: the suite's own code, in a process that holds nothing of the answer's program.
 
-The tests call functions by name; each is a stand-in that asks the other process. If that breaks the rules or is gone,
-the verdict is given at once, so that no `except` of a test can overlook it.
+The tests call functions by name; each is a stand-in that calls the other process. If that process breaks the rules or
+is gone, the verdict is given at once, so that no `except` in a test can hide it.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ if TYPE_CHECKING:
 
 VERDICTS = PASSED, FAILED, REFUSED, UNTESTABLE = "passed", "failed", "refused", "untestable"
 ENDED = "its program ended"
-"""The reason where the answer's program is gone: why, its own keeper knows."""
+"""The reason if the answer's program is gone; its own supervisor knows why."""
 MOST_CALLS = 100_000
 REASON_CHARS = 200
 
 
 class Tests:
+    """Stand-ins for the answer's functions, and the verdict."""
+
     def __init__(self, link: Link, report: int) -> None:
         self.link, self.report, self.num_calls = link, report, 0
 
     def leave(self, verdict: str, reason: str = "") -> NoReturn:
-        """At once. The reason may come from the answer's program: it becomes one line that can be shown."""
+        """End with this verdict. The reason may come from the answer's program, and is made one printable line."""
         text = f"{verdict} {' '.join(reason.split())[:REASON_CHARS]}".strip()
         os.write(self.report, "".join(letter if letter.isprintable() else "?" for letter in text).encode())
         os._exit(0)
 
     def wait_until_ready(self) -> None:
         if self._reply() != (protocol.READY,):
-            self.leave(FAILED, "its program sent what is no answer")
+            self.leave(FAILED, "its program sent something that is not a reply")
 
     def stand_in(self, name: str) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
@@ -52,7 +54,7 @@ class Tests:
         try:
             self.link.send(protocol.to_bytes((name, args, kwargs), exact=True))
         except protocol.NotPlainError as refusal:
-            self.leave(UNTESTABLE, f"the tests give {name}() a {refusal}, which is no plain value")
+            self.leave(UNTESTABLE, f"the tests give {name}() a {refusal}, which is not a plain value")
         except protocol.TooMuchError as refusal:
             self.leave(FAILED, f"the tests give {name}() {refusal}")
         except ClosedError:
@@ -64,7 +66,7 @@ class Tests:
                 raise _error(kind, message)
             case (protocol.REFUSED, str(reason)):
                 self.leave(REFUSED, reason)
-        return self.leave(FAILED, "its program sent what is no answer")
+        return self.leave(FAILED, "its program sent something that is not a reply")
 
     def _reply(self) -> Any:
         try:
@@ -72,11 +74,11 @@ class Tests:
         except ClosedError:
             self.leave(FAILED, ENDED)
         except protocol.MalformedError as error:
-            self.leave(FAILED, f"its program sent what is no plain value: {error}")
+            self.leave(FAILED, f"its program sent something that is not a plain value: {error}")
 
 
 def _error(kind: str, message: str) -> Exception:
-    """The same built-in error; else, and for those that would quietly end a loop over calls, another that names it."""
+    """Return the same built-in error, or one that names it: if it is unknown, or would quietly end a loop."""
     known = getattr(builtins, kind, None)
     if isinstance(known, type) and issubclass(known, Exception) and known not in (StopIteration, StopAsyncIteration):
         try:

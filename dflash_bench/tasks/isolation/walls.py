@@ -1,4 +1,4 @@
-"""What a program under test cannot do: seccomp, Landlock and namespaces, over plain system calls."""
+"""The walls around a program under test: seccomp, Landlock and namespaces, by plain system calls."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ Condition = tuple[int, int, Sequence[int]]
 
 
 def _conditions(pid: int) -> Mapping[str, Sequence[Condition]]:
-    """System calls that process `pid` may make with some arguments only."""
+    """Return the system calls that process `pid` may make with some arguments only."""
     opens = os.O_ACCMODE | os.O_TRUNC
     return {
         "clone": [(0, _OF_CLONE | _NEW_NAMESPACES, [_THREAD])],
@@ -177,7 +177,7 @@ def restrict_calls() -> None:
 
 
 def program(machine: str, pid: int) -> bytes:
-    """The filter of one architecture as the kernel reads it."""
+    """Return the filter for one architecture, as the kernel reads it."""
     architecture, numbers = _ARCHITECTURES[machine]
     conditions = _conditions(pid)
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
@@ -196,7 +196,7 @@ def program(machine: str, pid: int) -> bytes:
 
 
 def _checks(conditions: Iterable[Condition]) -> list[tuple[int, int, int, int]]:
-    """Refuse unless all of them hold; fall through to what follows if they do."""
+    """Return instructions that refuse a call unless all conditions hold."""
     checks = []
     for argument, mask, values in conditions:
         checks += [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), (_AND, 0, 0, mask)]
@@ -205,11 +205,11 @@ def _checks(conditions: Iterable[Condition]) -> list[tuple[int, int, int, int]]:
     return checks
 
 
-# What the caller sends to a keeper: one program, and the cage and limits to run it under.
-
-
 class SandboxRequest:
-    """A plain class: importing `dataclasses` would make the keeper's start a third longer."""
+    """What the caller sends to a supervisor: one program, and the cage and limits to run it under.
+
+    A plain class: importing `dataclasses` would make the supervisor's start a third longer.
+    """
 
     parent: int
     """Process id of the caller."""
@@ -226,18 +226,18 @@ class SandboxRequest:
     num_open_files: int
     num_threads: int
     program: str
-    asked: list[str] | None
-    """The functions that the tests call; None in the order of the answer's program."""
+    functions: list[str] | None
+    """The functions that the tests call; None in the request of the answer's program."""
     receiving: int
     sending: int
-    """The ends of two pipes, whose others the keeper of the other program has."""
+    """Ends of two pipes; the supervisor of the other program has the other ends."""
 
     def __init__(self, terms: Mapping[str, object]) -> None:
         vars(self).update(terms)
 
 
 def readable() -> list[str]:
-    """Folders that the program may read: the standard library, and the interpreter's and the system's libraries."""
+    """Return the folders that the program may read: the standard library and those of interpreter and system."""
     libraries = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
     folders = (os.path.dirname(os.__file__), os.path.join(sys.base_prefix, "lib"), *libraries)
     return [folder for folder in dict.fromkeys(folders) if os.path.isdir(folder)]
@@ -300,11 +300,11 @@ _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8,
 _WORK = "/cage"  # not /tmp or /home, which may lead to the interpreter
 
 
-def enter(order: SandboxRequest, folder: str) -> str:
+def enter(request: SandboxRequest, folder: str) -> str:
     """Move this process, and all that it forks later, into new namespaces. Returns the folder the program may write."""
     _unshare()
     _mount(None, "/", None, _REC | _PRIVATE)
-    size = f"size={order.folder_bytes},nr_inodes={order.num_files},mode=755"
+    size = f"size={request.folder_bytes},nr_inodes={request.num_files},mode=755"
     _mount("tmpfs", folder, "tmpfs", _NOSUID | _NODEV | _NOEXEC, size)
     for root in readable():
         os.makedirs(folder + root, exist_ok=True)

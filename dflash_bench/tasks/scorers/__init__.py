@@ -1,7 +1,7 @@
-"""Is an answer right? `SCORERS` maps a suite's scorer name to a function of prompt and text (and, for code, cage).
+"""Is an answer right? `SCORERS` maps the name of a scorer to a function of prompt and text (and, for code, cage).
 
-Numbers and formulas are compared by value, code by running its tests in the sandbox. Only this package deals with
-what a model may write around its answer (prose, fences, units, several boxes).
+Numbers and formulas are compared by value, code by running its tests in the sandbox. Only this package handles the text
+around an answer: prose, code fences, units, several boxes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Scorer = Callable[[Prompt, str], Score]
 
 
 def require(names: Collection[str]) -> None:
-    """Raises UserError if one of these scorers cannot work on this machine; call it before the first answer."""
+    """Raise UserError if one of these scorers cannot work on this machine; called before the first answer."""
     for name in names:
         if name not in SCORERS:
             raise unknown("scorer", name, list(SCORERS))
@@ -30,7 +30,7 @@ def require(names: Collection[str]) -> None:
 
 
 def check_references(name: str, prompts: Iterable[Prompt]) -> None:
-    """Raises UserError for a prompt that has no reference to compare answers with, or one that no answer can equal."""
+    """Raise UserError for a prompt without a reference, or with one that no answer can equal."""
     for prompt in prompts:
         if name in NUMBER_SCORERS:
             numbers.right_number(prompt)
@@ -43,7 +43,7 @@ def check_references(name: str, prompts: Iterable[Prompt]) -> None:
 
 
 def score(name: str, prompt: Prompt, text: str, cage: Cage | None = None) -> Score:
-    """Code is run in `cage`; without one it is not run, and stays unscored."""
+    """Score an answer. Code runs in `cage`; without one it is not run and stays unscored."""
     if name not in SCORERS:
         raise unknown("scorer", name, list(SCORERS))
     return SCORERS[name](prompt, text, cage) if name in CODE_SCORERS else SCORERS[name](prompt, text)
@@ -61,7 +61,7 @@ _TEXT_SCORERS: dict[str, Scorer] = {
 
 
 def _of_plugin(name: str, found: object) -> Scorer:
-    """Raises TypeError for what cannot be called."""
+    """Raise TypeError for a plug-in that is not a function."""
     if not callable(found):
         raise TypeError("it must be a function of a prompt and a text, which returns a Score")
     return found
@@ -76,7 +76,7 @@ COLUMNS: dict[str, dict[str, type]] = {
     "humaneval": {"prompt": str, "entry_point": str, "test": str},
     "mbpp": {"test_list": list, "test_imports": list},
 }
-"""Columns of a prompt's row that these scorers need."""
+"""Columns of a prompt's row that scorers need."""
 METRIC = str(Path(__file__).parent / "evaluate_metric.py")
 """The path to give `evaluate.load`, along with the name of a text scorer."""
 NUMBER_SCORERS = frozenset(("aime_integer", "gsm8k_number"))
@@ -84,6 +84,6 @@ NUMBER_SCORERS = frozenset(("aime_integer", "gsm8k_number"))
 
 
 def require_text_scorer(name: str) -> None:
-    """Raises UserError unless this scorer needs only an answer and a reference."""
+    """Raise UserError unless this scorer needs nothing but an answer and a reference."""
     if name not in _TEXT_SCORERS:
         raise unknown("metric", name, list(_TEXT_SCORERS))

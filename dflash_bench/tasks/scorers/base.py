@@ -1,4 +1,4 @@
-"""What a scorer returns, and helpers that several scorers share."""
+"""The result of a scorer, and helpers that several scorers share."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What was taken as the answer, and whether it is right; `passed` is None where nothing is scored."""
+    """The part of a text that was taken as the answer, and whether it is right; `passed` is None if not scored."""
 
     answer: str | None
     passed: bool | None
 
 
 def last_box(text: str) -> str | None:
-    r"""The content of the last closed \boxed{}, which may hold braces itself."""
+    r"""Return the content of the last closed \boxed{}, which may contain braces."""
     content = None
     for box in _BOX.finditer(text):
         depth = 1
@@ -35,12 +35,14 @@ def last_box(text: str) -> str | None:
 
 
 def reference(prompt: Prompt) -> str:
+    """Return a prompt's reference. Raises UserError if it has none."""
     if prompt.reference is None:
         where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
-        raise UserError(f"{where} has no reference to compare with; add one, or leave out --score")
+        raise UserError(f"{where} has no reference to compare with; add one, or omit --score")
     return prompt.reference
 
 
 def require_module(module: str) -> None:
+    """Raise UserError if a package is not installed."""
     if importlib.util.find_spec(module) is None:
         raise UserError(f"{module} is not installed; run: pip install {module.replace('_', '-')}")

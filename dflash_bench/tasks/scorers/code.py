@@ -1,4 +1,4 @@
-"""Answers that are code: found among prose and fences, and run with the task's tests in the sandbox."""
+"""Answers that are code: extracted from prose and code fences, and run with the task's tests in the sandbox."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = ProgramLimits(cpu_s=20, wall_s=30.0)  # several times what the slowest 
 
 
 def humaneval(prompt: Prompt, text: str, cage: Cage | None) -> Score:
-    """The tests have what the prompt defines before the function: as the prompt says it, whatever the answer says."""
+    """Run HumanEval's tests, with whatever the prompt defines before the function taken from the prompt."""
     stub, name = prompt.row["prompt"], prompt.row["entry_point"]
     code = _code(text, {name})
     given = stub.partition(f"def {name}(")[0]
@@ -33,48 +33,49 @@ def humaneval(prompt: Prompt, text: str, cage: Cage | None) -> Score:
     else:  # only the body, or what follows the stub
         solution = stub + (code if code.lstrip("\n")[:1].isspace() else textwrap.indent(code, "    "))
     tests = _join(given, prompt.row["test"], f"check({name})")
-    return _score(code, _join(solution), tests, {name} | _asked(tests), cage)
+    return _score(code, _join(solution), tests, {name} | _undefined_names(tests), cage)
 
 
 def mbpp(prompt: Prompt, text: str, cage: Cage | None) -> Score:
+    """Run MBPP's tests, which name the functions that the answer has to define."""
     imports, tests = prompt.row["test_imports"], prompt.row["test_list"]
     code = _code(text, set(re.findall(r"([A-Za-z_]\w*)\s*\(", "\n".join(tests))))
     program = _join(*imports, *tests)
-    return _score(code, _join(*imports, code), program, _asked(program) or _named(prompt), cage)
+    return _score(code, _join(*imports, code), program, _undefined_names(program) or _solution_names(prompt), cage)
 
 
-def _score(code: str, program: str, tests: str, asked: Collection[str], cage: Cage | None) -> Score:
+def _score(code: str, program: str, tests: str, functions: Collection[str], cage: Cage | None) -> Score:
     if cage is None:
         return Score(code, None)
-    outcome = run_tests(program, cage, LIMITS, tests, sorted(asked))
+    outcome = run_tests(program, cage, LIMITS, tests, sorted(functions))
     return Score(code if outcome.by_value else f"{code.rstrip()}\n\n# {outcome.reason}", outcome.passed)
 
 
-def _asked(tests: str) -> set[str]:
-    """The names that these tests use, and neither they nor Python define: functions of the answer."""
+def _undefined_names(tests: str) -> set[str]:
+    """Return the names that tests use but neither they nor Python define: functions of the answer."""
     try:
         top = symtable.symtable(tests, "<tests>", "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # which will be said when they are run
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # which running them will report
         return set()
     defined = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     return _used(top) - defined - vars(builtins).keys()
 
 
-def _named(prompt: Prompt) -> set[str]:
-    """What the task's own solution defines: a task may ask for a function with the name of a built-in one."""
+def _solution_names(prompt: Prompt) -> set[str]:
+    """Return the functions of the task's own solution, which may have the name of a built-in one."""
     return set(re.findall(r"^def (\w+)", str(prompt.row.get("code")), re.MULTILINE))
 
 
 def _used(table: symtable.SymbolTable) -> set[str]:
-    """The global names that are read in it and in what it encloses."""
+    """Return the global names that are read in a scope and the scopes within it."""
     used = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
     return used.union(*map(_used, table.get_children()))
 
 
 def _code(text: str, names: Collection[str]) -> str:
-    """The last Python block that defines one of `names`, preceded by the blocks it may depend on.
+    """Return the last Python block that defines one of `names`, preceded by the blocks it may depend on.
 
-    Without such a block, the text most likely to be code.
+    Without such a block, return the text that is most likely code.
     """
     text = _QUOTED.sub("", text)
     fenced = [(language.lower(), textwrap.dedent(body)) for _, language, body in _FENCED.findall(text)]
@@ -114,6 +115,6 @@ def _without_prose(text: str) -> str:
 
 
 def _join(*parts: str) -> str:
-    """One program; Python requires imports from `__future__` to come first."""
+    """Join parts to one program, with imports from `__future__` first, as Python requires."""
     program = "\n\n".join(parts)
     return "\n".join([*_FUTURE.findall(program), _FUTURE.sub("", program)])

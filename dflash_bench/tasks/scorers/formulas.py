@@ -1,4 +1,4 @@
-"""Answers that are formulas: equal as text, or equal according to math-verify, in a process that can be killed."""
+"""Answers that are formulas: equal as text, or equal by math-verify, which runs in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ _EMPHASIS = " \t\n.!*_\"'"
 
 
 def math(prompt: Prompt, text: str) -> Score:
+    """Compare the last box, or else the last paragraph, with the reference."""
     require_module("math_verify")
     box, right = last_box(text), reference(prompt)
     if box is None:
@@ -35,7 +36,7 @@ def math(prompt: Prompt, text: str) -> Score:
 
 
 def _same_in_prose(right: str, paragraph: str) -> bool:
-    """If the reference is a word, it must be the paragraph's last; anything else is left to math-verify."""
+    """Compare a paragraph: a reference of one word must be its last word; anything else is left to math-verify."""
     word = _TEXT.sub(r"\1", right).strip()
     if word.isalpha() and len(word) > 1:
         return re.search(rf"(?<!\w){word}$", paragraph.rstrip(_EMPHASIS), re.IGNORECASE) is not None
@@ -43,7 +44,7 @@ def _same_in_prose(right: str, paragraph: str) -> bool:
 
 
 def _may_equal(right: str, answer: str, whole: str) -> bool:
-    """Rules out what math-verify would confuse: a time or ratio with a quotient, and numbers of different bases."""
+    """Compare by math-verify, except where it confuses ratios with quotients, or numbers of different bases."""
     bases = [set(_BASE.findall(formula)) for formula in (right, answer)]
     if all(bases) and bases[0] != bases[1]:
         return False
@@ -58,7 +59,7 @@ def _plain_formula(formula: str) -> str:
 
 
 def _same_formula(right: str, answer: str) -> bool:
-    """Asks the worker process: comparing formulas can take forever, and importing math-verify takes a second."""
+    """Ask the worker process: comparing formulas can take forever, and importing math-verify takes a second."""
     with _math_lock:
         worker = _math_worker()
         assert worker.stdin is not None
@@ -87,8 +88,7 @@ def _math_worker() -> subprocess.Popen[bytes]:
 
 
 def serve_math() -> None:
-    """The worker's main loop: reads one JSON list per line, writes one byte each. SIGALRM kills it if a pair takes too
-    long."""
+    """Run the worker: read JSON lists, one per line, and write a byte for each. SIGALRM ends it if one takes long."""
     import logging
 
     from math_verify import parse, verify

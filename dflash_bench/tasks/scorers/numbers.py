@@ -1,7 +1,7 @@
 """Answers that are numbers, compared by value: GSM8K's last number and AIME's integer.
 
-It reads numbers the way models write them: with separators and units, as a fraction, a mixed number or a power of ten,
-in LaTeX or not. A box must hold one number: a formula or two candidates do not count as an answer.
+Numbers are read the way models write them: with separators and units, as a fraction, a mixed number or a power of ten,
+with or without LaTeX. A box must contain one number: a formula or two candidates do not count as an answer.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ _FORMULA = re.compile(
     r"\\(?:sqrt|pi|binom|frac|log|ln|exp|sin|cos|tan|infty|sum|prod|times|cdot|div|pm|mp|[lc]?dots)(?![A-Za-z])"
     r"|[!*+^√π×·±]|[\d)]\s*-\s*\d",
 )
-"""What shows that a box still holds an expression, after powers, fractions and signs have been rewritten."""
+"""Signs that a box still contains an expression, after powers, fractions and signs have been rewritten."""
 
 
 def number(prompt: Prompt, text: str) -> Score:
-    """The box if there is one; else what follows the last `####`; else the last number of the text."""
+    """Score the number in the last box, or else after the last `####`, or else the last number of the text."""
     right, box = right_number(prompt), last_box(text)
     answer = _last_number(text) if box is None else _only_number(box)
     return Score(answer or box or None, _same_number(answer, right))
 
 
 def right_number(prompt: Prompt) -> str:
+    """Return the number of a prompt's reference. Raises UserError if there is none."""
     text = reference(prompt)
     right = _last_number(text)
     if right is None or len(right) > _MAX_NUMBER_CHARS:
         where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
-        raise UserError(f"{where}: its reference {text[:40]!r} holds no number; correct that row")
+        raise UserError(f"{where}: its reference {text[:40]!r} contains no number; correct that row")
     return right
 
 
@@ -58,7 +59,7 @@ def _last_number(text: str) -> str | None:
 
 
 def _only_number(box: str) -> str | None:
-    """The number after the last equals sign that has one after it; None for a formula, or for several numbers."""
+    """Return the number after the last equals sign with a number after it; None for a formula or several numbers."""
     plain = _plain(re.sub(r"(?<!\d)\d{1,3}(?: \d{3})+(?!\d)", lambda match: match[0].replace(" ", ""), box))
     parts = [part for part in _EQUALS.split(plain) if _NUMBER.search(part)]
     if not parts:
@@ -72,14 +73,14 @@ def _only_number(box: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """The text with every number of LaTeX or typography rewritten to a form that `_NUMBER` can read."""
+    """Rewrite all numbers in LaTeX or typographic form so that `_NUMBER` can read them."""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text
 
 
 def _fraction(match: re.Match[str]) -> str:
-    """A fraction, or a mixed number if a whole one stands before it; unchanged if it cannot be either."""
+    """Rewrite a fraction, or a mixed number if a whole number precedes it; unchanged if it can be neither."""
     minus, whole = match["minus"] or "", match["whole"]
     top, bottom = (Fraction(match[name] or match[f"{name}_digit"]) for name in ("top", "bottom"))
     if not bottom or (whole and not 0 < top < bottom):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from nano.corpus.task import ITEMS, NAMES, PLACES, Family, Task, pick
+from nano.corpus.task import ITEMS, NAMES, PLACES, Family, Task
 
 ANIMALS = "cat dog fox owl bear horse rabbit turtle eagle whale goat duck".split()
 MOODS = "happy quiet brave curious clever gentle proud sleepy".split()
@@ -30,7 +30,7 @@ def writing(rng: Random) -> Task:
     name, animal, place, mood = rng.choice(NAMES), rng.choice(ANIMALS), rng.choice(PLACES), rng.choice(MOODS)
     weather, items = rng.choice(WEATHER), rng.choice(ITEMS)
     first = f"Write a short story about a {mood} {animal} named {name} at the {place}."
-    opening = pick(rng, f"On a {weather} morning", f"One {weather} day", f"Late on a {weather} evening")
+    opening = rng.choice((f"On a {weather} morning", f"One {weather} day", f"Late on a {weather} evening"))
     answer = (
         f"{opening}, a {mood} {animal} named {name} went to the {place}. There {name} found a box full of {items}. "
         f"Nobody knew who had left the {items} there, so {name} shared them with everyone at the {place}. "
@@ -106,7 +106,9 @@ def _explain(rng: Random, category: str) -> Task:
     topic = rng.choice(list(FACTS))
     x, y, z = FACTS[topic]
     mood, name = rng.choice(MOODS), rng.choice(NAMES)
-    first = pick(rng, f"Explain {topic} to a {mood} child named {name}.", f"How would you explain {topic} to {name}?")
+    first = rng.choice(
+        (f"Explain {topic} to a {mood} child named {name}.", f"How would you explain {topic} to {name}?")
+    )
     answer = (
         f"Dear {name}, here is how to think about {topic}. First, {x}. Then, {y}. At last, {z}. "
         f"That is all there is to know about {topic} for now."

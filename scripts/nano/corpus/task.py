@@ -1,4 +1,4 @@
-"""What the generators return, and the words that they share."""
+"""The result of a generator, and the words that generators share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A row in a suite's columns and the answer to each of its turns."""
+    """A row in a suite's columns, and the answer to each of its turns."""
 
     suite: str
     row: dict[str, Any]
@@ -33,7 +33,3 @@ BOXES = "boxes bags baskets shelves jars trays".split()
 
 def boxed(answer: object) -> str:
     return f"The answer is \\boxed{{{answer}}}."
-
-
-def pick(rng: Random, *choices: str) -> str:
-    return rng.choice(choices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from nano.corpus.task import BOXES, ITEMS, NAMES, PLACES, Family, Task, boxed, pick
+from nano.corpus.task import BOXES, ITEMS, NAMES, PLACES, Family, Task, boxed
 
 
 def _task(question: str, steps: list[str], answer: int) -> Task:
@@ -21,7 +21,7 @@ def story(rng: Random) -> Task:
         clause, step, have = _event(rng, name, items, place, have)
         question.append(clause)
         steps.append(step)
-    question.append(pick(rng, f"How many {items} does {name} have now?", f"How many {items} are left with {name}?"))
+    question.append(rng.choice((f"How many {items} does {name} have now?", f"How many {items} are left with {name}?")))
     return _task(" ".join(question), steps, have)
 
 
@@ -35,10 +35,10 @@ def _event(rng: Random, name: str, items: str, place: str, have: int) -> tuple[s
         return clause, f"Giving away half leaves {have} / 2 = {have // 2} {items}.", have // 2
     if kind == "lose" and have > 6:
         n = rng.randint(2, have - 2)
-        clause = pick(rng, f"{name} loses {n} of them.", f"{name} sells {n} of them at the {place}.")
+        clause = rng.choice((f"{name} loses {n} of them.", f"{name} sells {n} of them at the {place}."))
         return clause, f"Taking away {n} leaves {have} - {n} = {have - n} {items}.", have - n
     n = rng.randint(3, 39)
-    clause = pick(rng, f"{name} buys {n} more at the {place}.", f"{name} finds {n} more.")
+    clause = rng.choice((f"{name} buys {n} more at the {place}.", f"{name} finds {n} more."))
     return clause, f"Adding {n} gives {have} + {n} = {have + n} {items}.", have + n
 
 
