@@ -329,32 +329,3 @@ class Record:
     """Which of the run's workers measured it, by its place in `run.json`; None where there are none."""
     departure: Divergence | None = None
     """Of an audit that is not "exact", the place where the judge's best token is furthest ahead."""
-
-
-Columns = Mapping[str, Any]
-"""Arrays of one length by name."""
-COLUMNS = (
-    "place", "depth", "is_bonus", "is_forced", "is_kept", "is_open", "is_impossible", "rank", "by_id",
-    "likelihood", "likelihood_mean", "likelihood_variance", "likelihood_third",
-    "leaning", "leaning_mean", "leaning_variance", "leaning_third",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """Tokens that one method drew, and what the published model said of each place before: `COLUMNS`, a token a row.
-
-    `place` counts from 1 in its answer; answers stand one after the other. `depth` counts the draft's tokens down to
-    this one, 0 where nothing was drafted; `is_bonus`: behind the draft's end; `is_forced`: the draft knew the token;
-    `is_kept`: the drafted token was kept. `is_open`: no token was certain; `is_impossible`: the model never draws it.
-
-    `rank` and `by_id` are uniform numbers in [0, 1) if the method is right: where the token lies in the model's
-    distribution, the likeliest first or by id, and at random within its own share. `likelihood` is the log-probability
-    of what was drawn, `leaning` (0 to 1) how much the draft favoured it over the model; beside each stand mean,
-    variance and third central moment by the model. All these are NaN where rounding decides what may be drawn, and of
-    impossible tokens.
-    """
-
-    method: str
-    num_answers: int
-    columns: Columns

@@ -17,6 +17,10 @@ from typing import Any
 import planted
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from serving import Said, chats, checked, decoded, engine, names, server
+from torch import Tensor
+
 from dflash_bench.core.types import Settings
 from dflash_bench.diagnose import causes, compare_counts, crosscheck
 from dflash_bench.diagnose.compare_counts import drafts_per_round, fitting_causes
@@ -28,9 +32,6 @@ from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.presets import NANO
 from dflash_bench.runner.plan import Resolved
-from safetensors.torch import load_file, save_file
-from serving import Said, chats, checked, decoded, engine, names, server
-from torch import Tensor
 
 Emulated = tuple[int, list[Any]] | None
 EMULATED: dict[tuple[str, str, str], Emulated] = {}
