@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.core.types import COLUMNS, Draws
+from dflash_bench.diagnose.goodness_of_fit import COLUMNS, Draws
 
 LENGTH, DEEPEST = 15, 6
 

@@ -79,8 +79,8 @@ def verify_distribution(
     draws_of_methods = distribution.draw(
         distribution.DrawRequest(request, settings, draws or distribution.NUM_DRAWS, length, seed)
     )
-    tests = analysis.compared(draws_of_methods)
-    verdicts = analysis.verdicts(draws_of_methods, tests)
+    tests = analysis.run_tests(draws_of_methods)
+    verdicts = analysis.judge_methods(draws_of_methods, tests)
     if as_json:
         say(
             json.dumps(

@@ -29,12 +29,12 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
 
     def __getitem__(self, name: str) -> Entry:
         """Raises KeyError for an unknown name, and UserError for a plug-in that is broken."""
+        own = self.own.get(name)
+        if own is not None and not isinstance(own, EntryPoint):
+            return own
         if name not in self._loaded:
-            own = self.own.get(name)
-            if own is None:
-                self._loaded[name] = self._load(found(self.group)[name])
-            else:
-                self._loaded[name] = self._read(name, own.load()) if isinstance(own, EntryPoint) else own
+            loaded = self._load(found(self.group)[name]) if own is None else self._read(name, own.load())
+            self._loaded[name] = loaded
         return self._loaded[name]
 
     def __contains__(self, name: object) -> bool:

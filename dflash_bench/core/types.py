@@ -316,33 +316,3 @@ class Record:
     """Index in `run.json` of the worker that measured it; None without workers."""
     departure: Divergence | None = None
     """If the audit is not "exact", the place where the judge's best token is furthest ahead."""
-
-
-Columns = Mapping[str, Any]
-"""Arrays of equal length by name."""
-COLUMNS = (
-    "place", "depth", "is_bonus", "is_forced", "is_kept", "is_open", "is_impossible", "rank", "by_id",
-    "likelihood", "likelihood_mean", "likelihood_variance", "likelihood_third",
-    "leaning", "leaning_mean", "leaning_variance", "leaning_third",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """Tokens that one method drew, with the published model's distribution at each: `COLUMNS`, one row per token.
-
-    `place` is the token's position in its answer, from 1; answers follow each other. `depth` is its position in the
-    draft, 0 if nothing was drafted. `is_bonus`: just after the draft; `is_forced`: the draft was given the token;
-    `is_kept`: the drafted token was accepted; `is_open`: no token was certain; `is_impossible`: the model never draws
-    it.
-
-    If the method is right, `rank` and `by_id` are uniform in [0, 1): the token's position in the model's cumulative
-    distribution, with the likeliest token first or by id, randomised within its own share. `likelihood` is its
-    log-probability, and `leaning` (0 to 1) how much the draft favoured it over the model; for both, mean, variance and
-    third central moment under the model are given, too. All of these are NaN for impossible tokens, and if rounding
-    decides what may be drawn.
-    """
-
-    method: str
-    num_answers: int
-    columns: Columns

@@ -1,9 +1,9 @@
-"""Drafts that are cut short, and that begin with what the target is about to draw: so that every place is reached.
+"""Cuts drafts short, and lets them begin with what the target is about to draw, so that every place is reached.
 
 By itself a block is seldom accepted to its end where the model hesitates, and a mistake at its far end, or in the bonus
-token behind it, is never seen. Any draft leaves the target's distribution as it is, as long as what it depends on is
-known before the token is drawn that is tested: a cut is decided by numbers of its own, and a token that was forced by
-knowing the target's number is never tested for its place in the draft.
+token after it, is never seen. Any draft leaves the target's distribution unchanged as long as it depends only on what
+is known before the tested token is drawn: cuts are decided by random numbers of their own, and a token that was forced
+by knowing the target's random number is never tested for its place in the draft.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from dflash_bench.engine.drafter import Committed, Drafter
 from dflash_bench.engine.verify import Draft
 
 WHOLE = 0.5
-"""Share of rounds whose drafts are not cut, while they are forced."""
+"""The share of rounds whose drafts are not cut, if they are forced."""
 NARROW, SELDOM = 3, 0.1
-"""Where nothing is forced, drafts are seldom kept far: they are cut to at most so many tokens, all but this share."""
+"""Drafts that are not forced are seldom kept far: they are cut to at most NARROW tokens, except for this share."""
 FREE = 0.25
-"""Share of rows that a round forces nothing of."""
+"""The share of rows in which a round forces nothing."""
 DOUBTFUL = 0.05
-"""A rule has something to decide where what the draft favours is drawn at least so often, and not drawn so often."""
+"""A rule has something to decide where the draft's favourites have between this probability and 1 minus it."""
 FAVOURITES = 16
-"""Of what a draft draws from, so many of the likeliest tokens are noted."""
+"""How many of the likeliest tokens of a draft's distribution are kept."""
 
 Favourites = dict[int, float]
-"""Tokens that a draft favours, with their probability by it; 1 where they were chosen."""
+"""The tokens that a draft favours, with their probability by the draft; 1 where they were chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """Answers [B] that plain decoding draws with the rows' own seeds, and what each token of them was drawn from.
+    """Answers [B] that plain decoding draws with the rows' own seeds, and the distribution of each token, [B, L, V].
 
-    `log_p` [B, L, V]. Drafts that bring probabilities are forced in the first round alone: what replaces a token that
-    they refuse is no longer the guide's.
+    Drafts with probabilities are forced only in the first round: the token that replaces a refused one is no longer the
+    guide's.
     """
 
     answers: Sequence[Sequence[int]]
@@ -49,21 +49,21 @@ class Guide:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What became of one round's drafts: how deep each row's was forced, and the favourites of each place [B][N].
+    """One round's drafts: how deep each row's was forced, and the favourites at each place [B][N].
 
-    No favourites where the draft says no probabilities: they are the drafted tokens then.
+    Without favourites the draft has no probabilities, and the drafted tokens are the favourites.
     """
 
     forced: Sequence[int]
     favourites: Sequence[Sequence[Favourites]] | None
     is_drawn_tree: bool = False
-    """Siblings were drawn: which tokens they are is chance, and not known beforehand."""
+    """Siblings were drawn at random, so which tokens they are is not known beforehand."""
 
 
 @contextmanager
 def forced(drafter: Drafter, guide: Guide) -> Iterator[list[Proposal]]:
-    """While it lasts, the drafter proposes changed drafts; one Proposal for each round."""
-    changing = _Changing(drafter, guide)
+    """While it lasts, the drafter proposes changed drafts; yields a list that gets one Proposal per round."""
+    changing = _ForcedDrafter(drafter, guide)
     # On the instance: the loop asks what else a drafter can do, and a wrapper would hide it.
     own = vars(drafter)
     own |= {"propose": changing.propose, "observe": changing.observe}
@@ -74,7 +74,7 @@ def forced(drafter: Drafter, guide: Guide) -> Iterator[list[Proposal]]:
 
 
 @dataclass(slots=True)
-class _Changing:
+class _ForcedDrafter:
     drafter: Drafter
     guide: Guide
     proposals: list[Proposal] = field(default_factory=list)
@@ -89,7 +89,7 @@ class _Changing:
 
     def observe(self, committed: Committed) -> None:
         if committed.is_prompt:
-            # The loop's own lists, which grow; behind each prompt stands one token so far.
+            # The loop's own lists, which grow; each prompt is followed by one token so far.
             self.texts = committed.texts
             self.prompt_lengths = [len(text) - 1 for text in self.texts]
         self.own[1](committed)
@@ -98,7 +98,7 @@ class _Changing:
         draft: Draft | None = self.own[0]()
         depths = [0] * len(self.texts)
         if draft is not None and draft.wants_choices:
-            # Guesses that the target drew with its numbers for these places: none of them is a test of a draft.
+            # Guesses drawn with the target's random numbers for these places: none of them tests a draft.
             depths = [draft.width + 1] * len(self.texts)
         elif draft is not None and draft.following is None:
             forces = draft.probs is None or (draft.parents is None and not self.proposals)
@@ -123,7 +123,7 @@ class _Changing:
         )  # fmt: skip
 
     def _forced(self, draft: Draft) -> tuple[Draft, list[int]]:
-        """The same draft, of which rows have a way from the anchor down that the target is going to follow."""
+        """Put tokens that the target is going to draw along a path from the anchor down, in some rows."""
         tokens, depths = draft.tokens.tolist(), []
         favoured = draft.tokens if draft.probs is None else draft.probs.argmax(dim=-1)
         parents = None if draft.parents is None else draft.parents.tolist()
@@ -131,44 +131,44 @@ class _Changing:
         for row, favourites in enumerate(favoured.tolist()):
             below = range(-1, draft.width - 1) if parents is None else parents[row]
             length = draft.width if draft.lengths is None else draft.lengths[row]
-            start, coming = self._coming(row)
-            way = self._way(below, length)[: len(coming)]
-            depth = self._depth(row, start, way, below[:length], favourites)
-            for node, token in zip(way[:depth], coming, strict=False):
+            start, upcoming = self._upcoming(row)
+            path = self._path(below, length)[: len(upcoming)]
+            depth = self._depth(row, start, path, below[:length], favourites)
+            for node, token in zip(path[:depth], upcoming, strict=False):
                 tokens[row][node] = token
             depths.append(depth)
             if probs is not None:
                 probs[row, :depth] = self.guide.log_p[row, start : start + depth].exp()
         return replace(draft, tokens=draft.tokens.new_tensor(tokens), probs=probs), depths
 
-    def _way(self, parents: Sequence[int], length: int) -> list[int]:
-        """The nodes from the anchor down to one of a row's; none of some rows."""
+    def _path(self, parents: Sequence[int], length: int) -> list[int]:
+        """Return the nodes from the anchor down to a random node of a row; empty for some rows."""
         if length == 0 or self.random.random() < FREE:
             return []
-        way = [self.random.randrange(length)]
-        while parents[way[-1]] >= 0:
-            way.append(parents[way[-1]])
-        return way[::-1]
+        path = [self.random.randrange(length)]
+        while parents[path[-1]] >= 0:
+            path.append(parents[path[-1]])
+        return path[::-1]
 
     def _depth(
-        self, row: int, start: int, way: Sequence[int], parents: Sequence[int], favourites: Sequence[int]
+        self, row: int, start: int, path: Sequence[int], parents: Sequence[int], favourites: Sequence[int]
     ) -> int:
-        """How many nodes of the way to force: to where the rule next has something to decide, or all of them.
+        """Return how many nodes of the path to force: up to where the rule next has something to decide, or all.
 
-        What the guide says beyond that place must have no say in it.
+        Nothing in the guide beyond that place may influence it.
         """
-        if not way:
+        if not path:
             return 0
-        for depth in range(self.random.randrange(len(way) + 1), len(way)):
-            node = way[depth - 1] if depth else -1
+        for depth in range(self.random.randrange(len(path) + 1), len(path)):
+            node = path[depth - 1] if depth else -1
             children = sorted({favourites[child] for child, parent in enumerate(parents) if parent == node})
             share = float(self.guide.log_p[row, start + depth, children].exp().sum())
             if DOUBTFUL <= share <= 1 - DOUBTFUL:
                 return depth
-        return len(way)
+        return len(path)
 
-    def _coming(self, row: int) -> tuple[int, Sequence[int]]:
-        """How many tokens the row has, and what the target is going to draw, where it has kept to its guide."""
+    def _upcoming(self, row: int) -> tuple[int, Sequence[int]]:
+        """Return the row's number of tokens, and those the target is going to draw, if it has followed its guide."""
         answer = self.texts[row][self.prompt_lengths[row] :]
         guide = self.guide.answers[row]
         return len(answer), guide[len(answer) :] if list(guide[: len(answer)]) == list(answer) else ()

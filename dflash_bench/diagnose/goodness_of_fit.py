@@ -1,11 +1,11 @@
-"""Does a method draw each token as the published model would? Tests of every token where it stood.
+"""Tests whether a method draws each token as the published model would.
 
-The right distribution of each token is known, given what was drawn before it. If a method is right, then a token's
-place in that distribution is a uniform number whatever came before, and any score of it is off its mean by chance
-alone. Tokens may therefore be tested by all that is known before they are drawn: their place in the answer, how deep
-in the draft they stand, whether the draft was over, and what the draft favours there. Never by what became of them.
+The right distribution of each token is known, given the tokens before it. If a method is right, a token's place in that
+distribution is uniform whatever came before, and any score of it deviates from its mean by chance alone. Tokens may
+therefore be grouped by anything known before they are drawn: their place in the answer, their depth in the draft,
+whether the draft was over, and what the draft favours there; but never by what became of them.
 
-Kolmogorov and Smirnov's test asks whether the places are uniform, and is exact. Two scores are summed up: the token's
+The Kolmogorov-Smirnov test asks whether the places are uniform, and is exact. Two scores are summed: the token's
 log-probability, which shows distributions that are too sharp, too flat or another text's, and how much the draft
 favoured it, which shows rules that keep too much or too little. These sums are nearly normal; Pearson's type III takes
 their skewness into account. Holm's correction keeps all tests together at the stated rate of false alarms.
@@ -13,8 +13,8 @@ their skewness into account. Holm's correction keeps all tests together at the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 from typing import Any, Literal
 
@@ -22,16 +22,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_bench.analysis.stats import holm
-from dflash_bench.core.types import Columns, Draws
+
+Columns = Mapping[str, Any]
+"""Arrays of one length, by name."""
+COLUMNS = (
+    "place", "depth", "is_bonus", "is_forced", "is_kept", "is_open", "is_impossible", "rank", "by_id",
+    "likelihood", "likelihood_mean", "likelihood_variance", "likelihood_third",
+    "leaning", "leaning_mean", "leaning_variance", "leaning_third",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The tokens that one method drew, one per row of `COLUMNS`, with what the published model expects of each.
+
+    `place` counts from 1 within an answer; answers follow one another. `depth` counts the draft's tokens down to this
+    one, 0 where nothing was drafted. `is_bonus`: after the end of the draft. `is_forced`: the draft knew the token.
+    `is_kept`: the drafted token was kept. `is_open`: no token was certain. `is_impossible`: the model never draws it.
+
+    `rank` and `by_id` are uniform in [0, 1) if the method is right: the token's place in the model's distribution,
+    ordered by probability or by id, at random within its own share. `likelihood` is the log-probability of the drawn
+    token, `leaning` (0 to 1) how much the draft favoured it over the model; next to each are its mean, variance and
+    third central moment under the model. All of these are NaN where rounding decides what may be drawn, and for
+    impossible tokens.
+    """
+
+    method: str
+    num_answers: int
+    columns: Columns
+
 
 LEVEL = 1e-3
 """The probability that any test fails when every method is right."""
 LEAST_TOKENS = 50
-"""Of a view with fewer tokens that were not certain nothing is said."""
-LEAST_SEEN = 20
-"""At least this many drafted tokens must be kept and refused: otherwise the verify rule was never put to the test."""
+"""A view with fewer tokens that were not certain is not tested."""
+LEAST_DECISIONS = 20
+"""At least this many drafted tokens must be kept, and as many refused, or the verify rule was not tested."""
 MEAN_OF_D = 0.8687
-"""Of Kolmogorov's distribution: what D times the root of the number is on average."""
+"""The mean of Kolmogorov's distribution: of D times the square root of the number of tokens."""
 
 State = Literal["as the model", "differs", "not tested"]
 Kind = Literal["likelihood", "leaning", "rank", "by_id", "pairs"]
@@ -41,10 +69,10 @@ SCORES: tuple[Kind, ...] = ("likelihood", "leaning")
 
 @dataclass(frozen=True, slots=True)
 class FitTest:
-    """One test of one view of a method's tokens; `adjusted` is its p corrected for the number of tests.
+    """One test of one view of a method's tokens; `adjusted` is its p, corrected for the number of tests.
 
-    Of a score `seen` is its mean and `due` what the model says it is; of the others the largest difference of any
-    share of tokens (D), and what it is by chance on average.
+    For a score, `seen` is its mean and `due` the mean under the model. Otherwise they are D, the largest difference in
+    any share of tokens, and its mean by chance.
     """
 
     method: str
@@ -64,7 +92,7 @@ class FitTest:
 
 @dataclass(frozen=True, slots=True)
 class FitVerdict:
-    """The result for one method. `why` says what went wrong, or what was not tested."""
+    """The result for one method. `why` names what went wrong, or what was not tested."""
 
     method: str
     state: State
@@ -73,39 +101,36 @@ class FitVerdict:
     """Views with too few tokens to be tested."""
 
 
-def compared(draws: Sequence[Draws]) -> list[FitTest]:
-    """Tests every view of every method, and corrects for the number of tests."""
-    tests = [test for drawn in draws for test in _tests(drawn)]
+def run_tests(draws: Sequence[Draws]) -> list[FitTest]:
+    """Test every view of every method, and correct for the number of tests."""
+    tests = [test for one in draws for test in _tests(one)]
     adjusted = holm([test.p for test in tests])
-    return [
-        FitTest(t.method, t.view, t.kind, t.num_tokens, t.num_impossible, t.seen, t.due, t.p, p)
-        for t, p in zip(tests, adjusted, strict=True)
-    ]
+    return [replace(test, adjusted=p) for test, p in zip(tests, adjusted, strict=True)]
 
 
-def verdicts(draws: Sequence[Draws], tests: Sequence[FitTest]) -> list[FitVerdict]:
-    """One for each method, in the order of the draws."""
-    return [_verdict(drawn, [test for test in tests if test.method == drawn.method]) for drawn in draws]
+def judge_methods(draws: Sequence[Draws], tests: Sequence[FitTest]) -> list[FitVerdict]:
+    """Return one verdict per method, in the order of the draws."""
+    return [_judge(one, [test for test in tests if test.method == one.method]) for one in draws]
 
 
-def _verdict(drawn: Draws, tests: Sequence[FitTest]) -> FitVerdict:
+def _judge(draws: Draws, tests: Sequence[FitTest]) -> FitVerdict:
     reached = {test.view for test in tests}
-    unreached = tuple(view for view, chosen in views(drawn.columns) if chosen.any() and view not in reached)
+    unreached = tuple(view for view, chosen in views(draws.columns) if chosen.any() and view not in reached)
     failed = [test for test in tests if test.failed]
     if failed:
-        return FitVerdict(drawn.method, "differs", _said(min(failed, key=lambda test: test.adjusted)), unreached)
-    decisions = decided(drawn)
+        return FitVerdict(draws.method, "differs", _describe(min(failed, key=lambda test: test.adjusted)), unreached)
+    decisions = count_decisions(draws)
     if decisions is not None:
         for what, number in zip(("kept", "refused"), decisions, strict=True):
-            if number < LEAST_SEEN:
+            if number < LEAST_DECISIONS:
                 why = f"drafted tokens were almost never {what}, so the test proves nothing"
-                return FitVerdict(drawn.method, "not tested", why, unreached)
+                return FitVerdict(draws.method, "not tested", why, unreached)
     if not tests:
-        return FitVerdict(drawn.method, "not tested", "the model was certain almost everywhere", unreached)
-    return FitVerdict(drawn.method, "as the model", unreached=unreached)
+        return FitVerdict(draws.method, "not tested", "the model was certain almost everywhere", unreached)
+    return FitVerdict(draws.method, "as the model", unreached=unreached)
 
 
-def _said(test: FitTest) -> str:
+def _describe(test: FitTest) -> str:
     if test.num_impossible:
         number = "a token" if test.num_impossible == 1 else f"{test.num_impossible:,} tokens"
         return f"{test.view}: {number} that the model never draws"
@@ -116,9 +141,9 @@ def _said(test: FitTest) -> str:
     return f"{test.view}: {test.seen:.1%} off, where chance explains {test.due:.1%}"
 
 
-def decided(drawn: Draws) -> tuple[int, int] | None:
-    """How many drafted tokens were kept and refused, those not counted that the draft knew; None without a draft."""
-    columns = drawn.columns
+def count_decisions(draws: Draws) -> tuple[int, int] | None:
+    """Count the drafted tokens that were kept and refused, without those the draft knew; None without a draft."""
+    columns = draws.columns
     drafted = _drafted(columns)
     if not drafted.any():
         return None
@@ -126,13 +151,13 @@ def decided(drawn: Draws) -> tuple[int, int] | None:
 
 
 def _drafted(columns: Columns) -> Mask:
-    """Tokens that a draft had a guess for, and did not know."""
+    """Return the mask of tokens that a draft guessed, and did not know."""
     drafted: Mask = (columns["depth"] > 0) & ~columns["is_bonus"] & ~columns["is_forced"]
     return drafted
 
 
 def views(columns: Columns) -> Iterator[tuple[str, Mask]]:
-    """What is tested: all tokens, and parts of them by what was known before they were drawn."""
+    """Yield the masks of all tokens, and of groups by what was known before they were drawn."""
     place, depth = columns["place"], columns["depth"]
     drafted, bonus = _drafted(columns), columns["is_bonus"]
     yield "all tokens", np.ones(len(place), dtype=bool)
@@ -146,7 +171,7 @@ def views(columns: Columns) -> Iterator[tuple[str, Mask]]:
 
 
 def _bands(most: int) -> Iterator[tuple[int, int]]:
-    """1, 2 to 3, 4 to 7 and so on, each twice as wide."""
+    """Yield 1, 2-3, 4-7 and so on, each twice as wide."""
     first = 1
     while first <= most:
         yield first, min(2 * first - 1, most)
@@ -157,8 +182,8 @@ def _numbered(what: str, first: int, last: int) -> str:
     return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
 
 
-def _tests(drawn: Draws) -> Iterator[FitTest]:
-    columns = drawn.columns
+def _tests(draws: Draws) -> Iterator[FitTest]:
+    columns = draws.columns
     is_open = columns["is_open"]
     for view, chosen in views(columns):
         tested = chosen & is_open
@@ -166,22 +191,22 @@ def _tests(drawn: Draws) -> Iterator[FitTest]:
         if number < LEAST_TOKENS and not impossible:
             continue
         for kind in SCORES:
-            scored = _scored(columns, kind, chosen)
+            seen, due, p = _score(columns, kind, chosen)
             if kind == "likelihood" and impossible:
-                yield FitTest(drawn.method, view, kind, number, impossible, -inf, scored[1], 0.0)
-            elif scored[2] is not None:
-                yield FitTest(drawn.method, view, kind, number, 0, scored[0], scored[1], scored[2])
+                yield FitTest(draws.method, view, kind, number, impossible, -inf, due, 0.0)
+            elif p is not None:
+                yield FitTest(draws.method, view, kind, number, 0, seen, due, p)
         by_kind: dict[Kind, NDArray[np.float64]] = {"rank": columns["rank"][tested]}
         if view == "all tokens":
             by_kind |= {"by_id": columns["by_id"][tested], "pairs": _steps(columns)}
         for order, uniform in by_kind.items():
             found = uniformity(uniform[np.isfinite(uniform)])
             if found is not None:
-                yield FitTest(drawn.method, view, order, found[0], 0, *found[1:])
+                yield FitTest(draws.method, view, order, found[0], 0, *found[1:])
 
 
-def _scored(columns: Columns, kind: Kind, chosen: Mask) -> tuple[float, float, float | None]:
-    """Means of a score, as seen and due, and the two-sided p of their difference; None where nothing varies."""
+def _score(columns: Columns, kind: Kind, chosen: Mask) -> tuple[float, float, float | None]:
+    """Return the means of a score, seen and due, and the two-sided p of their difference; None if nothing varies."""
     value, mean, variance, third = (columns[kind + part][chosen] for part in ("", "_mean", "_variance", "_third"))
     known = np.isfinite(value) & (variance > 0)
     if known.sum() < LEAST_TOKENS:
@@ -191,18 +216,21 @@ def _scored(columns: Columns, kind: Kind, chosen: Mask) -> tuple[float, float, f
 
 
 def p_of_sum(off: Any, variances: Any, thirds: Any) -> float:
-    """Two-sided, of a sum of numbers with mean 0 and these variances and third moments, by its first three moments."""
+    """Return the two-sided p of a sum of numbers with mean 0 and these variances and third central moments.
+
+    By the sum's first three moments: Pearson's type III, or the normal distribution where that is more careful.
+    """
     from scipy.stats import norm, pearson3
 
     variance = float(variances.sum())
     z, skewness = float(off.sum()) / sqrt(variance), float(thirds.sum()) / variance**1.5
-    # On its shorter side the fitted distribution ends; there the normal one is the more careful.
+    # The fitted distribution ends on its shorter side; there the normal one is more careful.
     tail = max(float(pearson3.sf(abs(z), skewness if z > 0 else -skewness)), float(norm.sf(abs(z))))
     return min(1.0, 2 * tail)
 
 
 def uniformity(numbers: Any) -> tuple[int, float, float, float] | None:
-    """How many there are, D, what D is by chance, and p: are they uniform in [0, 1)? None of too few."""
+    """Test for uniformity in [0, 1): return the number, D, its mean by chance, and p; None for too few numbers."""
     from scipy.stats import kstest
 
     if len(numbers) < LEAST_TOKENS:
@@ -212,7 +240,7 @@ def uniformity(numbers: Any) -> tuple[int, float, float, float] | None:
 
 
 def _steps(columns: Columns) -> NDArray[np.float64]:
-    """From each token to the next of its answer, around the circle: uniform if each is drawn by a number of its own."""
+    """Return steps from each token to the next, modulo 1: uniform if each is drawn with a random number of its own."""
     both = columns["is_open"][:-1] & columns["is_open"][1:] & (columns["place"][1:] > 1)
     steps: NDArray[np.float64] = np.diff(columns["by_id"])[both] % 1
     return steps

@@ -1,4 +1,4 @@
-"""The target's own probabilities of drawn tokens, and the continuations that they belong to."""
+"""Continues prompts, and computes the published model's probability of each token that was drawn."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from dflash_bench.core.types import COLUMNS, Columns, Settings
+from dflash_bench.core.types import Settings
 from dflash_bench.diagnose.forcing import Favourites, Guide, Proposal, forced
+from dflash_bench.diagnose.goodness_of_fit import COLUMNS, Columns
 from dflash_bench.engine.drafter import Drafter
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.rows import HostClock, Limits, Round
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 
-# Prompts continued by the loop, and what was known of each token before it was drawn: its place, and its draft.
+# Continuations by the decoding loop, and what was known about each token before it was drawn.
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where a token stood in the draft of its round; all but `is_kept` is known before the target draws it."""
+    """A token's place in the draft of its round. All but `is_kept` is known before the target draws it."""
 
     depth: int = 0
-    """Tokens of the draft down to this one, itself included; 0 where nothing was drafted."""
+    """The draft's tokens down to this one, inclusive; 0 where nothing was drafted."""
     is_bonus: bool = False
     """The draft ended before it."""
     is_forced: bool = False
     """The draft knew the token."""
     favourites: Mapping[int, float] | None = None
-    """Tokens that the draft favours here, as `forcing.Favourites`; None where it says nothing that could be tested."""
+    """The tokens that the draft favours here, with their probability; None where that cannot be tested."""
     is_kept: bool = False
-    """Was the drafted token kept?"""
+    """The drafted token was kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Continuation:
     spots: tuple[Spot, ...]
 
 
-def drawn(
+def continue_prompts(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
@@ -63,9 +64,9 @@ def drawn(
     seeds: Sequence[int],
     guide: Guide | None = None,
 ) -> list[Continuation]:
-    """One continuation of `length` tokens for each prompt and its seed, decoded together; nothing ends one early.
+    """Decode one continuation of `length` tokens for each prompt and its seed, together; nothing ends one early.
 
-    With a guide drafts are changed (`forcing.py`).
+    With a guide, drafts are changed (`forcing.py`).
     """
     limits, clock = Limits(length), HostClock()
     if guide is None:
@@ -93,7 +94,7 @@ def _spots(new: Sequence[int], step: Round, proposal: Proposal, row: int) -> Ite
         yield from (Spot() for _ in new)
         return
     parents = range(-1, len(drafted) - 1) if step.drafted_parents is None else step.drafted_parents[row]
-    # Two siblings may be the same token: the nodes that stand for what has been said so far.
+    # The nodes that stand for the tokens so far; two siblings may be the same token.
     here = {-1}
     for depth, token in enumerate(new, start=1):
         below = [node for node, parent in enumerate(parents) if parent in here]
@@ -113,32 +114,30 @@ def _favourites_at(children: Sequence[int], proposal: Proposal, row: int, depth:
     return proposal.favourites[row][depth - 1]
 
 
-# What the published model says of tokens that were drawn: how likely each was where it stood, and how to test it.
-#
-# The published model is asked through transformers' code alone: its forward pass without any cache, and its own logits
-# processors. It reads each answer as it was drawn, so every place of every answer has its own right distribution, and
-# nothing of what is being tested has a say in what is right.
+# The published model's probabilities, through transformers' code alone: a forward pass without a cache, and its own
+# logits processors. It reads each answer as it was drawn, so every place has its own right distribution, and nothing
+# that is being tested influences it.
 
 
 EDGES = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-"""Probabilities that differ by less than this share may be told apart in another order by another forward pass."""
+"""Probabilities closer than this share may be ordered differently by another forward pass."""
 ENTRIES = 2**21
-"""Logits that are looked at together."""
+"""Logits processed at a time."""
 CERTAIN = 0.98
-"""Where one token is at least so likely, what is drawn says little."""
+"""Where one token is at least this likely, the drawn token says little."""
 
 
 @dataclass(frozen=True, slots=True)
 class Odds:
-    """What each token of equally long answers is to be drawn from, as the published model says."""
+    """The published model's distribution of each token of equally long answers."""
 
     log_p: Tensor
-    """[B, L, V] in float32, -inf for what the filters leave out."""
+    """[B, L, V] in float32, -inf for tokens that the filters leave out."""
     on_edge: Tensor
-    """[B, L], true where rounding decides what they leave out."""
+    """[B, L], true where rounding decides which tokens they leave out."""
 
-    def replaced(self, rows: Sequence[int], new: Odds) -> Odds:
-        """With other answers in these rows."""
+    def with_rows(self, rows: Sequence[int], new: Odds) -> Odds:
+        """Return a copy with other answers in these rows."""
         log_p, on_edge = self.log_p.clone(), self.on_edge.clone()
         log_p[rows], on_edge[rows] = new.log_p, new.on_edge
         return Odds(log_p, on_edge)
@@ -158,10 +157,10 @@ def odds_of(model: Any, prompt: Sequence[int], answers: Sequence[Sequence[int]],
 
 
 @torch.inference_mode()
-def judged(answers: Sequence[Continuation], odds: Odds, seed: int) -> Columns:
-    """Columns of `records.Draws`, a row for each token, one answer after the other.
+def score_answers(answers: Sequence[Continuation], odds: Odds, seed: int) -> Columns:
+    """Return the columns of `Draws`, a row per token, one answer after the other.
 
-    `seed` is of the numbers by which a token stands for one number of its share of the unit.
+    `seed` fixes the random numbers that place a token within its own share of [0, 1).
     """
     random, (_, length, size) = torch.Generator().manual_seed(seed), odds.log_p.shape
     step, parts = max(1, ENTRIES // (length * size)), []
@@ -172,18 +171,21 @@ def judged(answers: Sequence[Continuation], odds: Odds, seed: int) -> Columns:
         ids, favour = _favourites(batch, log_p)
         uniform = torch.rand(len(log_p), generator=random, dtype=torch.float64).to(log_p.device)
         on_edge = odds.on_edge[first : first + step].flatten()
-        columns = judged_by(log_p, tokens, ids, favour, uniform, on_edge)
-        parts.append({name: column.cpu().numpy() for name, column in columns.items()} | _standing(batch))
+        columns = score_tokens(log_p, tokens, ids, favour, uniform, on_edge)
+        parts.append({name: column.cpu().numpy() for name, column in columns.items()} | _spot_columns(batch))
     return {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
 
 
-def judged_by(
+def score_tokens(
     log_p: Tensor, tokens: Tensor, ids: Tensor, favour: Tensor, uniform: Tensor, on_edge: Tensor
 ) -> dict[str, Tensor]:
-    """By log-probabilities [N, V], what was drawn [N], and favourites [N, K] with their probability by the draft."""
+    """Return columns [N] from log-probabilities [N, V], drawn tokens [N], and the draft's favourites.
+
+    `ids` and `favour` [N, K] are the favourites and their probability by the draft.
+    """
     p, drawn = log_p.exp(), tokens[:, None]
     p_drawn, possible = p.gather(1, drawn), p > 0
-    # Before the token by rank, and by id: it was drawn from this interval of the unit, and stands for a number of it.
+    # The mass before the token, by rank and by id: it was drawn from its own share of [0, 1), which begins there.
     by_id = torch.arange(p.shape[1], device=p.device) < drawn
     ranks = (p * ((p > p_drawn) | ((p == p_drawn) & by_id))).sum(dim=1)
     before = (p * by_id).sum(dim=1)
@@ -195,10 +197,10 @@ def judged_by(
         "rank": ranks + share,
         "by_id": before + share,
     }
-    said = log_p.masked_fill(~possible, 0)
-    columns |= _moments("likelihood", p, said, said.gather(1, drawn)[:, 0])
+    scores = log_p.masked_fill(~possible, 0)
+    columns |= _moments("likelihood", p, scores, scores.gather(1, drawn)[:, 0])
     p_liked = p.gather(1, ids) * (favour > 0)
-    # Of many mistakes in a verify rule this grows with the draft's share, and it never exceeds 1.
+    # Many mistakes in a verify rule make this grow with the draft's share. It never exceeds 1.
     leaning = torch.where(favour > 0, favour / (favour + p_liked), 0)
     columns |= _moments("leaning", p_liked, leaning, (leaning * (ids == drawn)).sum(dim=1))
     for name, column in columns.items():
@@ -208,7 +210,10 @@ def judged_by(
 
 
 def _moments(name: str, p: Tensor, score: Tensor, drawn: Tensor) -> dict[str, Tensor]:
-    """A score's value for what was drawn, and its mean, variance and third central moment; p may leave out zeros."""
+    """Return a score's value for the drawn tokens [N], its mean, variance and third central moment under p [N, K].
+
+    p may leave out tokens whose score is 0.
+    """
     mean = (p * score).sum(dim=1)
     rest = (1 - p.sum(dim=1)).clamp(min=0)
     off = score - mean[:, None]
@@ -218,7 +223,7 @@ def _moments(name: str, p: Tensor, score: Tensor, drawn: Tensor) -> dict[str, Te
 
 
 def _favourites(answers: Sequence[Continuation], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids [N, K] and their probability by the draft, 0 where there are fewer."""
+    """Return the draft's favourites [N, K] and their probability, 0 where there are fewer."""
     places = [spot.favourites or {} for answer in answers for spot in answer.spots]
     most = max(1, *map(len, places))
     ids = torch.zeros(len(places), most, dtype=torch.long)
@@ -230,7 +235,7 @@ def _favourites(answers: Sequence[Continuation], like: Tensor) -> tuple[Tensor, 
     return ids.to(like.device), favour.to(like.device)
 
 
-def _standing(answers: Sequence[Continuation]) -> dict[str, Any]:
+def _spot_columns(answers: Sequence[Continuation]) -> dict[str, Any]:
     spots = [spot for answer in answers for spot in answer.spots]
     return {
         "place": np.concatenate([np.arange(1, len(answer.tokens) + 1) for answer in answers]),
@@ -242,9 +247,9 @@ def _standing(answers: Sequence[Continuation]) -> dict[str, Any]:
 
 
 def _logits(model: Any, texts: Tensor, length: int, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Logits [B * length, V] before each of the last tokens of texts [B, T], and what had been read by then [..., T].
+    """Return logits [B * length, V] for the last tokens of texts [B, T], and the tokens read before each [..., T].
 
-    What had not is replaced by the first token of its text, which had: a penalty asks only which tokens are there.
+    Later tokens are replaced by the first token of the text: a penalty depends only on which tokens occur.
     """
     options = {"logits_to_keep": length} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     logits = model(texts[:, :-1], use_cache=False, **options).logits[:, -length:].flatten(0, 1)
@@ -256,10 +261,10 @@ def _logits(model: Any, texts: Tensor, length: int, settings: Settings) -> tuple
 
 
 def _on_edge(texts: Tensor, logits: Tensor, settings: Settings, edge: float) -> Tensor:
-    """[N], true where filters that are stricter or laxer by `edge` leave other tokens."""
+    """Return a mask [N] of where filters that are stricter or laxer by `edge` would leave other tokens."""
     differ = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     if settings.top_p < 1:
-        # What the tokens hold together that are no likelier than this one: they go while it is at most 1 - top_p.
+        # The mass of all tokens no likelier than this one: tokens are dropped while it is at most 1 - top_p.
         before = _scores(texts, logits, replace(settings, top_p=1.0, min_p=0.0)).sort(dim=-1).values
         differ |= ((before.softmax(dim=-1).cumsum(dim=-1) - (1 - settings.top_p)).abs() < edge).any(dim=-1)
     if settings.min_p > 0:
@@ -275,7 +280,7 @@ def _on_edge(texts: Tensor, logits: Tensor, settings: Settings, edge: float) -> 
 
 
 def _scores(texts: Tensor, logits: Tensor, settings: Settings) -> Tensor:
-    """Logits [N, V] after transformers' processors, in the order in which generate() has them."""
+    """Apply transformers' processors to logits [N, V], in the order of its generate()."""
     processors = LogitsProcessorList()
     if settings.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))

@@ -1,6 +1,6 @@
-"""`profile`: from its options to what a model's passes, drafts and rounds cost on this device.
+"""`profile`: measures what a model's passes, drafts and rounds cost on this device.
 
-With random weights nothing is downloaded, and memory is predicted before any is taken.
+With random weights nothing is downloaded, and memory is predicted before any is allocated.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dflash_bench.runner.plan import drafts_of, model_of
 from dflash_bench.runner.setup import prepared, wanted_of
 
 WIDEST = 64
-"""Tokens of a pass that memory is predicted for: as wide as any block."""
+"""The tokens of a pass that memory is predicted for; as wide as any block."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """`of_run` has what `run` knows as well: models, methods, device and type."""
+    """`of_run` holds the options that `run` has, too: models, methods, device and dtype."""
 
     of_run: RunRequest
     random_weights: bool = False
@@ -40,33 +40,33 @@ class ProfileRequest:
     contexts: tuple[int, ...] = (512,)
     widths: tuple[int, ...] = (1, 2, 4, 8, 16)
     acceptance: float | None = None
-    """Tokens a round; None: as published, where it is."""
+    """Tokens per round; None: as published, if it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What is to be measured, before its weights are there: `target` and `drafts` are on the `meta` device."""
+    """The models to be measured, before they have weights: `target` and `drafts` are on the `meta` device."""
 
     config: Any
     target: Any
     drafts: dict[str, Any]
     num_layers: int
     full: Size
-    """The whole target's; of one that was not cut, its own."""
+    """The size of the target at full depth."""
 
 
-def profile(asked: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
-    """Raises UserError for options without effect, unknown shapes, and what does not fit into memory."""
-    _check(asked)
-    request = asked.of_run
-    drafting = [method for method in methods.chosen(request.methods or ["dflash"]) if method.name != "ar"]
-    preset = _preset(asked, drafting)
+def profile(request: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
+    """Measure. Raises UserError for options without effect, unknown shapes, and what does not fit into memory."""
+    _check(request)
+    of_run = request.of_run
+    drafting = [method for method in methods.chosen(of_run.methods or ["dflash"]) if method.name != "ar"]
+    preset = _preset(request, drafting)
     drafting = [
         method.with_count((preset.num_drafts or {}).get(method.name) if method.tag is None else None)
         for method in drafting
     ]
     tell("reading shapes")
-    device, dtype, threads = prepared(wanted_of(request))
+    device, dtype, threads = prepared(wanted_of(of_run))
     import torch
 
     from dflash_bench.engine.selection import network_name, target_of
@@ -76,25 +76,25 @@ def profile(asked: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
 
     measure.check(drafting)
     kind = None if dtype == "auto" else getattr(torch, dtype)
-    subject = _subject(asked, preset, drafting, kind)
+    subject = _subject(request, preset, drafting, kind)
     cut = size_of(subject.target)
     num_drafts = {
         method.label: measure.num_drafts(method, subject.drafts[method.draft])
         for method in drafting
         if method.draft is not None
     }
-    acceptance = _acceptance(asked, preset, num_drafts)
-    _check_context(asked, context_length(subject.config), max(*asked.widths, *(n + 1 for n in num_drafts.values())))
-    _check_memory(asked, cut, subject.drafts, measure.free_bytes(torch.device(device)), device)
-    tell("making random weights" if asked.random_weights else "loading the models")
-    models = _models(asked, preset, drafting, subject, device, kind)
-    target = target_of(models.target, request.engine, packs=request.capture != "inductor")
+    acceptance = _acceptance(request, preset, num_drafts)
+    _check_context(request, context_length(subject.config), max(*request.widths, *(n + 1 for n in num_drafts.values())))
+    _check_memory(request, cut, subject.drafts, measure.free_bytes(torch.device(device)), device)
+    tell("making random weights" if request.random_weights else "loading the models")
+    models = _models(request, preset, drafting, subject, device, kind)
+    target = target_of(models.target, of_run.engine, packs=of_run.capture != "inductor")
     is_cut = cut.num_layers < subject.num_layers
-    workload = measure.Workload(asked.batches, asked.contexts, asked.widths)
-    measured, captured = measure.measure(models, target, drafting, workload, is_cut, tell, request.capture)
+    workload = measure.Workload(request.batches, request.contexts, request.widths)
+    measured, captured = measure.measure(models, target, drafting, workload, is_cut, tell, of_run.capture)
     about = {
-        "model": request.name, "target": preset.target, "methods": [method.label for method in drafting],
-        "layers": cut.num_layers, "all_layers": subject.num_layers, "random_weights": asked.random_weights,
+        "model": of_run.name, "target": preset.target, "methods": [method.label for method in drafting],
+        "layers": cut.num_layers, "all_layers": subject.num_layers, "random_weights": request.random_weights,
         "device": device, "dtype": str(target.model.dtype).removeprefix("torch."), "threads": threads,
         "engine": network_name(target), "capture": captured,
     }  # fmt: skip
@@ -102,7 +102,7 @@ def profile(asked: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
 
 
 def check_out(folder: Path | None) -> None:
-    """Raises UserError for one that cannot be written, before anything is measured."""
+    """Raises UserError for a folder that cannot be written, before anything is measured."""
     if folder is None:
         return
     try:
@@ -114,15 +114,15 @@ def check_out(folder: Path | None) -> None:
 def judged(
     about: dict[str, Any], measured: ProfileData, full: Size, acceptance: dict[str, tuple[float, str]]
 ) -> Profiled:
-    """What was measured with what it means, and what it comes to at full depth where layers were cut."""
+    """Judge the measurements, and estimate those at full depth where layers were cut."""
     notes = []
     if about["random_weights"]:
         notes.append("with random weights no answer means anything, and none is shown: times depend on shapes alone")
     if measured.size.num_experts:
-        notes.append("experts read are an expectation: each token is taken to choose its experts evenly and on its own")
+        notes.append("experts read are an expectation: tokens are assumed to choose experts evenly and independently")
     if measured.drafts:
         notes.append(
-            "'~' was not measured: a block is drafted whole and verified in part; a chain is on the straight line "
+            "'~' was not measured: a block is drafted whole and verified in part; a chain is interpolated linearly "
             "between one token and all of it"
         )
     estimated: list[judging.ProfiledBatch] = []
@@ -132,45 +132,45 @@ def judged(
         else:
             notes.append(
                 f"{about['layers']} layers do not have the mixture of kinds that all {about['all_layers']} have, so "
-                "nothing is estimated for these; cut to a multiple of the pattern"
+                "nothing is estimated for all of them; cut to a multiple of the pattern"
             )
     return Profiled(about, measured, judging.places(measured, acceptance), estimated, notes)
 
 
-def _check(asked: ProfileRequest) -> None:
-    request = asked.of_run
-    if asked.layers is not None and not asked.random_weights:
+def _check(request: ProfileRequest) -> None:
+    of_run = request.of_run
+    if request.layers is not None and not request.random_weights:
         raise UserError("--layers has no effect without --random-weights: a model's own weights are measured whole")
-    if asked.random_weights and request.drafts:
-        raise UserError("--draft has no effect with --random-weights, whose drafts are random too; leave it out")
-    if asked.random_weights and request.dtype == "auto":
-        raise UserError("--dtype auto is the checkpoint's, and random weights have none; name a type")
-    if asked.acceptance is not None and not 1 <= asked.acceptance < math.inf:
+    if request.random_weights and of_run.drafts:
+        raise UserError("--draft has no effect with --random-weights, whose drafts are random, too; leave it out")
+    if request.random_weights and of_run.dtype == "auto":
+        raise UserError("--dtype auto is the checkpoint's, and random weights have none; name a dtype")
+    if request.acceptance is not None and not 1 <= request.acceptance < math.inf:
         raise UserError(
-            f"--acceptance {asked.acceptance:g}: a round always gives one token, so al.pooled is a number from 1 up"
+            f"--acceptance {request.acceptance:g}: a round always gives one token, so al.pooled is a number from 1 up"
         )
-    for flag, values in (("--batch", asked.batches), ("--context", asked.contexts), ("--width", asked.widths)):
+    for flag, values in (("--batch", request.batches), ("--context", request.contexts), ("--width", request.widths)):
         if min(values) < 1:
             raise UserError(f"{flag} takes numbers from 1 up, not {min(values)}")
-    check_options(request)
+    check_options(of_run)
 
 
-def _preset(asked: ProfileRequest, drafting: Sequence[Method]) -> Preset:
-    """Random drafts need no weights, so it may name none."""
-    request = asked.of_run
-    return presets.combine(request.model, request.target, {}) if asked.random_weights else model_of(request, drafting)
+def _preset(request: ProfileRequest, drafting: Sequence[Method]) -> Preset:
+    """A preset for random weights may have no drafts."""
+    of_run = request.of_run
+    return presets.combine(of_run.model, of_run.target, {}) if request.random_weights else model_of(of_run, drafting)
 
 
-def _subject(asked: ProfileRequest, preset: Preset, drafting: Sequence[Method], dtype: Any) -> _Subject:
+def _subject(request: ProfileRequest, preset: Preset, drafting: Sequence[Method], dtype: Any) -> _Subject:
     from dflash_bench.models import loading, random_weights, targets
     from dflash_bench.models.formats import TargetShape, read_checkpoint
     from dflash_bench.models.formats.base import skeleton
     from dflash_bench.models.memory import size_of
 
     kinds = drafts_of(drafting)
-    if asked.random_weights:
+    if request.random_weights:
         whole = random_weights.config_of(preset.target)
-        config = random_weights.config_of(preset.target, asked.layers)
+        config = random_weights.config_of(preset.target, request.layers)
         drafts = {
             name: random_weights.empty_draft(
                 name.partition("@")[0], preset.target, config, whole.num_hidden_layers, preset
@@ -187,64 +187,66 @@ def _subject(asked: ProfileRequest, preset: Preset, drafting: Sequence[Method], 
             for name, folder in folders.items()
         }
     kind = dtype or config.dtype
-    target = random_weights.empty_target(config, kind, asked.of_run.attention)
-    full = target if config is whole or asked.layers is None else random_weights.empty_target(whole, kind)
+    target = random_weights.empty_target(config, kind, request.of_run.attention)
+    full = target if config is whole or request.layers is None else random_weights.empty_target(whole, kind)
     for draft in drafts.values():
         draft.to(kind)
     return _Subject(config, target, drafts, whole.num_hidden_layers, size_of(full))
 
 
-def _check_context(asked: ProfileRequest, context_length: int, widest: int) -> None:
-    if max(asked.contexts) > context_length - widest:
+def _check_context(request: ProfileRequest, context_length: int, widest: int) -> None:
+    if max(request.contexts) > context_length - widest:
         raise UserError(
-            f"--context {max(asked.contexts)} leaves no room for {widest} tokens: the target's context is "
+            f"--context {max(request.contexts)} leaves no room for {widest} tokens: the target's context is "
             f"{context_length}; the longest here is {context_length - widest}"
         )
 
 
-def _check_memory(asked: ProfileRequest, size: Size, drafts: dict[str, Any], free: int | None, device: str) -> None:
+def _check_memory(request: ProfileRequest, size: Size, drafts: dict[str, Any], free: int | None, device: str) -> None:
     from dflash_bench.models import memory
     from dflash_bench.models.random_weights import stored_bytes
 
     weights = [weight for draft in drafts.values() for weight in draft.parameters()]
     draft_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
-    if asked.random_weights:
+    if request.random_weights:
         size = replace(size, stored_bytes=stored_bytes(size))
     else:
-        draft_bytes *= 2  # a drafter joins weights, and has both until the last is joined
-    order = (size, draft_bytes, max(asked.batches), max(asked.contexts), max(WIDEST, *asked.widths))
+        draft_bytes *= 2  # a drafter joins weights, and holds both until the last is joined
+    order = (size, draft_bytes, max(request.batches), max(request.contexts), max(WIDEST, *request.widths))
     needed = memory.needed_bytes(*order)
     if free is None or needed <= free:
         return
-    fits = memory.what_fits(*order, free, may_cut=asked.random_weights)
+    fits = memory.what_fits(*order, free, may_cut=request.random_weights)
     raise UserError(
-        f"{asked.of_run.name} with {size.num_layers} layers, batch {order[2]} and context {order[3]} needs "
+        f"{request.of_run.name} with {size.num_layers} layers, batch {order[2]} and context {order[3]} needs "
         f"{needed / 1e9:.1f} GB on {device}, and {free / 1e9:.1f} GB are free; "
         + (fits or "not even one sequence fits: use another device, or a smaller --dtype")
     )
 
 
 def _models(
-    asked: ProfileRequest, preset: Preset, drafting: Sequence[Method], subject: _Subject, device: str, dtype: Any
+    request: ProfileRequest, preset: Preset, drafting: Sequence[Method], subject: _Subject, device: str, dtype: Any
 ) -> Any:
     from dflash_bench.models import loading, random_weights
     from dflash_bench.models.targets import Placement
 
-    if not asked.random_weights:
-        placement = Placement(attention=asked.of_run.attention)
+    if not request.random_weights:
+        placement = Placement(attention=request.of_run.attention)
         return loading.load(preset, drafts_of(drafting), device, "auto" if dtype is None else dtype, placement)
     target = random_weights.filled_target(subject.target, device)
     drafts = {name: random_weights.filled_draft(draft, device, dtype) for name, draft in subject.drafts.items()}
     return loading.Models(target, None, drafts, {})
 
 
-def _acceptance(asked: ProfileRequest, preset: Preset, num_drafts: dict[str, int]) -> dict[str, tuple[float, str]]:
-    """By method: as given, else as published for this target and as many tokens a round."""
-    if asked.acceptance is not None:
+def _acceptance(request: ProfileRequest, preset: Preset, num_drafts: dict[str, int]) -> dict[str, tuple[float, str]]:
+    """Return al.pooled by method: as given, else as published for this target and number of drafted tokens."""
+    if request.acceptance is not None:
         for method, number in num_drafts.items():
-            if asked.acceptance > number + 1:
-                raise UserError(f"--acceptance {asked.acceptance:g} is more than a round of {method} has: {number + 1}")
-        return dict.fromkeys(num_drafts, (asked.acceptance, "as given"))
+            if request.acceptance > number + 1:
+                raise UserError(
+                    f"--acceptance {request.acceptance:g} is more than a round of {method} has: {number + 1}"
+                )
+        return dict.fromkeys(num_drafts, (request.acceptance, "as given"))
     if Path(preset.target).is_dir():
         return {}
     known = {

@@ -1,7 +1,7 @@
-"""A stored run read again: its texts by the target's tokenizer, its scores by the scorers of this process.
+"""Checks a stored run again: its texts with the target's tokenizer, its scores with the scorers of this process.
 
-Nothing is fetched: without the target's tokenizer on this disk texts are not tried, and a note says so. Code that the
-model wrote is run only where the user asks for it, in a cage.
+Nothing is downloaded: without the target's tokenizer on this disk texts are not checked, and a note says so. Code that
+the model wrote is run only if the user asks for it, in a sandbox.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ COLUMNS = ("suite", "prompt_id", "method", "turn", "repeat", "token_ids", "text"
 
 class Reread(NamedTuple):
     flaws: tuple[Flaw, ...]
-    """Of kind "text" or "score"."""
+    """Their kind is "text" or "score"."""
     notes: tuple[str, ...]
-    """What could not be tried, and why."""
+    """What could not be checked, and why."""
 
 
 def reread(results: Results, rescore: bool | None) -> Reread:
-    """All answers of a run that was read. None scores again what costs nothing: all but code that the model wrote.
+    """Check all answers of a run. With `rescore` None, score everything again but code that the model wrote.
 
-    Raises UserError for code that is to be run on a machine without a cage.
+    Raises UserError if code should be run on a machine without a sandbox.
     """
     reader = _Reader(results)
     scorers = reader.scorers(rescore)
     decode = reader.decode()
     for suite, prompt, method, setting, row, has_other_text in reader.rows(decode):
         if has_other_text:
-            reader.found("text", suite, method, setting, laws.OTHER, row)
-        elif suite in scorers and (why := reader.scored_otherwise(scorers[suite], prompt, row)):
-            reader.found("score", suite, method, setting, why, row)
+            reader.add("text", suite, method, setting, laws.OTHER, row)
+        elif suite in scorers and (why := reader.score_again(scorers[suite], prompt, row)):
+            reader.add("score", suite, method, setting, why, row)
     if reader.num_other and not reader.is_same_target():
         reader.flaws = {place: rows for place, rows in reader.flaws.items() if place[0] != "text"}
         reader.notes.append("texts were not tried: the tokenizer on this disk is of other weights than the run's")
@@ -74,14 +74,14 @@ class _Reader:
     def identity(self) -> RunIdentity:
         return self.results.info.identity
 
-    def found(self, kind: str, suite: str, method: str, setting: str, why: str, row: Mapping[str, Any]) -> None:
+    def add(self, kind: str, suite: str, method: str, setting: str, why: str, row: Mapping[str, Any]) -> None:
         turn, repeat = row["turn"], row["repeat"]
         more = [f"turn {turn}"] * (turn > 0) + [f"repeat {repeat}"] * (repeat > 0)
         self.flaws.setdefault((kind, suite, method, setting, why), []).append(" ".join([row["prompt_id"], *more]))
 
     def scorers(self, rescore: bool | None) -> dict[str, str]:
-        """By suite, the scorers to ask again."""
-        known = {name: one.scorer for name, one in self.identity.suites.items()}
+        """Return the scorers to run again, by suite."""
+        known = {name: suite.scorer for name, suite in self.identity.suites.items()}
         known = {suite: scorer for suite, scorer in known.items() if scorer != "none"}
         if not known or rescore is False:
             return {}
@@ -104,7 +104,7 @@ class _Reader:
         return chosen
 
     def decode(self) -> Decode | None:
-        """By the run's tokenizer, if it is on this disk."""
+        """Return the decoder of the run's tokenizer, if that is on this disk."""
         self.tokenizer = next((path for path in self._tokenizers() if path.is_file()), None)
         if self.tokenizer is None:
             self.notes.append("texts were not tried: the target's tokenizer is not on this disk")
@@ -121,7 +121,7 @@ class _Reader:
                 yield path
 
     def rows(self, decode: Decode | None) -> Iterator[tuple[str, Prompt | None, str, str, Mapping[str, Any], bool]]:
-        """Each answer that did not fail: its suite, prompt, method and settings, itself, and is its text another?"""
+        """Yield each answer that did not fail: suite, prompt, method, settings, row, and whether its text is wrong."""
         folder = Path(self.results.name)
         several = settings_of(self.identity)
         names = list(short_names(several).values())
@@ -139,7 +139,7 @@ class _Reader:
                             yield row["suite"], prompt, row["method"], names[numbers[at]], row, at in other
 
     def _other(self, batch: Any, decode: Decode | None) -> list[int]:
-        """By both the tokenizer's file and, where that says so, transformers, which knows more files than this one."""
+        """Return the rows whose text is wrong by the tokenizer's file and by transformers, which reads more files."""
         if decode is None or not (rows := laws.other(batch, decode)):
             return []
         assert self.tokenizer is not None
@@ -154,13 +154,13 @@ class _Reader:
         return [rows[at] for at in wrong]
 
     def is_same_target(self) -> bool:
-        """Are the weights beside the tokenizer those of the run? Asked only where texts differ, as it reads them."""
+        """Whether the weights next to the tokenizer are the run's. Reads them, so asked only where texts differ."""
         assert self.tokenizer is not None
         then = str(self.identity.revisions.get("target"))
         return "@" in then or then == hub.weights_sha256(self.tokenizer.parent)
 
-    def scored_otherwise(self, scorer: str, prompt: Prompt | None, row: Mapping[str, Any]) -> str:
-        """Empty where the score is the scorer's."""
+    def score_again(self, scorer: str, prompt: Prompt | None, row: Mapping[str, Any]) -> str:
+        """Return how the score differs from the scorer's; empty if it does not."""
         if prompt is None or row["turn"] != len(prompt.turns) - 1:
             return ""
         place = row["suite"], row["prompt_id"], row["text"]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from dflash_bench.core import dialects
 from dflash_bench.core.dialects import AcceptanceCounts
-from dflash_bench.core.types import Draws, Settings
+from dflash_bench.core.types import Settings
 from dflash_bench.diagnose import trials
 from dflash_bench.diagnose.compare_counts import (
     CauseTrial,
@@ -20,7 +20,7 @@ from dflash_bench.diagnose.compare_counts import (
     has_other_drafts,
 )
 from dflash_bench.diagnose.doctor import Diagnosis
-from dflash_bench.diagnose.goodness_of_fit import LEVEL, FitTest, FitVerdict, Kind, decided
+from dflash_bench.diagnose.goodness_of_fit import LEVEL, Draws, FitTest, FitVerdict, Kind, count_decisions
 from dflash_bench.diagnose.trials import Sample
 from dflash_bench.report.tables import ABSENT, Rows, aligned, in_markdown, markdown, number, p_value, with_interval
 
@@ -349,7 +349,7 @@ def distribution_text(
     draws: Sequence[Draws], tests: Sequence[FitTest], verdicts: Sequence[FitVerdict], settings: Settings
 ) -> str:
     number = f"{len(tests)} tests" if len(tests) != 1 else "1 test"
-    places = max(int(drawn.columns["place"].max()) for drawn in draws)
+    places = max(int(one.columns["place"].max()) for one in draws)
     return "\n".join(
         [
             f"{draws[0].num_answers:,} answers of {places} tokens by each method, at {_settings(settings)}, "
@@ -368,7 +368,7 @@ def distribution_text(
 def distribution_as_json(
     draws: Sequence[Draws], tests: Sequence[FitTest], verdicts: Sequence[FitVerdict], settings: Settings
 ) -> dict[str, Any]:
-    decisions = [(drawn.method, decided(drawn) or (None, None)) for drawn in draws]
+    decisions = [(one.method, count_decisions(one) or (None, None)) for one in draws]
     return {
         "settings": {name: value for name, value in asdict(settings).items() if name in ("temperature", *NAMES)},
         "draws": draws[0].num_answers,

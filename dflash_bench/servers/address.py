@@ -1,4 +1,4 @@
-"""What `--server NAME=URL` says: under which method the answers of which address are filed."""
+"""Parses `--server NAME=URL`: the method under which a server's answers are filed, and its address."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dflash_bench.core.secrets import Secret, hidden
 from dflash_bench.results.plan import BASELINE
 
 PLAIN = "plain"
-"""What a user may write for the baseline's name."""
+"""Another name for the baseline."""
 LONGEST_URL = 2000
 HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?)*\.?")
 NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 NAME = re.compile(r"[a-z0-9_-]{1,64}(@[A-Za-z0-9._-]{1,64})?")
-"""What may be repeated in an error: a method, and its label."""
+"""A method and its label, which is safe to repeat in an error."""
 KEY = re.compile(r"[!-~]{1,8000}")
-"""What a header can carry."""
+"""Anything that fits into a header."""
 EXAMPLE = "--server plain=http://127.0.0.1:8000 --server dflash=http://127.0.0.1:8001"
 
 
@@ -33,36 +33,36 @@ class Address:
     method: Method
     url: str
     shown: str | None = None
-    """What is stored in its place, where it changes from time to time."""
+    """Stored in place of the URL, where that changes from run to run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How servers are reached; the key and `others` that they may repeat are in no text that this prints or stores."""
+    """How servers are reached. The key and `others`, which servers may repeat, are never printed or stored."""
 
     timeout_s: float = 600.0
-    """For one whole answer."""
+    """For one complete answer."""
     api_key: Secret | None = None
     uses_proxies: bool = False
-    """Are the proxies that the environment names used?"""
+    """Use the proxies that the environment names."""
     others: tuple[Secret, ...] = ()
 
     def hidden(self, text: str) -> str:
-        """The text without secrets, which a server may repeat in an error."""
+        """Hide secrets in a text that a server sent."""
         return hidden(text, self.others if self.api_key is None else (self.api_key, *self.others))
 
 
 def key_of(text: str, where: str) -> Secret:
-    """Raises UserError, which does not show it, for what is no key."""
+    """Return the key. Raises UserError, which does not show it, for an invalid one."""
     if not KEY.fullmatch(text):
         raise UserError(
-            f"{where} holds no key: a key is letters, digits and signs of ASCII in one line, of at most 8000 letters"
+            f"{where} holds no key: a key is one line of at most 8000 printable ASCII characters, without spaces"
         )
     return Secret(text)
 
 
 def parse(texts: Sequence[str], needs_plain: bool = True) -> list[Address]:
-    """Plain decoding first, or a single one. Raises UserError for no NAME=URL, and for several without plain."""
+    """Return the addresses, plain decoding first. Raises UserError for a malformed one, or several without plain."""
     addresses: dict[str, Address] = {}
     for text in texts:
         address = _parse(text)
@@ -73,15 +73,15 @@ def parse(texts: Sequence[str], needs_plain: bool = True) -> list[Address]:
         return list(addresses.values())
     if BASELINE not in addresses:
         raise UserError(
-            f"--server: there is no server for plain decoding, against which several are measured; give one that "
-            f"drafts nothing, as in {EXAMPLE}, or measure each by itself"
+            f"--server: there is no server for plain decoding, against which several are measured; add one that drafts "
+            f"nothing, as in {EXAMPLE}, or measure each by itself"
         )
     return [addresses.pop(BASELINE), *addresses.values()]
 
 
 def _parse(text: str) -> Address:
     name, equals, url = text.partition("=")
-    # The URL may hold a password, and so may what is written in place of a name: neither is shown.
+    # The URL may hold a password, and so may a malformed name: neither is shown.
     if not equals or not NAME.fullmatch(name.partition(":")[0]) or "/" in name:
         raise UserError(f"--server takes NAME=URL, as in {EXAMPLE}")
     if ":" in name:
@@ -94,26 +94,26 @@ def _url(name: str, text: str) -> str:
     where = f"--server {name}"
     if len(text) > LONGEST_URL or not re.fullmatch(r"[!-~]*", text) or "\\" in text:
         raise UserError(
-            f"{where}: an address is at most {LONGEST_URL} letters of ASCII without spaces; write the name of a host "
-            "in another script as its xn-- form"
+            f"{where}: an address is at most {LONGEST_URL} ASCII characters without spaces; write a host name in "
+            "another script in its xn-- form"
         )
     try:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        # The error quotes what may be a part of a password.
-        raise UserError(f"{where}: not an address, or no port from 1 to 65535; write it as in {EXAMPLE}") from error
+        # The error may quote a part of a password.
+        raise UserError(f"{where}: not an address, or not a port from 1 to 65535; write it as in {EXAMPLE}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"{where}: an address begins with http:// or https://, and names a host")
     if "@" in parts.netloc:
         raise UserError(f"{where}: the address holds a password, which would be stored; use --api-key-env NAME instead")
     if parts.query or parts.fragment or text.endswith(("?", "#")):
-        raise UserError(f"{where}: leave out what follows '?' or '#' in the address")
+        raise UserError(f"{where}: leave out '?' or '#' and everything after it in the address")
     if port == 0 or parts.netloc.endswith(":"):
         raise UserError(f"{where}: a port is a number from 1 to 65535")
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     if re.search(r"%(?![0-9a-fA-F]{2})", path) or "//" in path:
-        raise UserError(f"{where}: the path of the address is none; write it as in {EXAMPLE}")
+        raise UserError(f"{where}: the path of the address is malformed; write it as in {EXAMPLE}")
     return f"{parts.scheme}://{_host(where, parts)}{'' if port is None else f':{port}'}{path}"
 
 
@@ -125,8 +125,8 @@ def _host(where: str, parts: SplitResult) -> str:
                 raise ValueError
             return f"[{ipaddress.IPv6Address(host)}]"
         except ValueError as error:
-            raise UserError(f"{where}: what stands in brackets is no IPv6 address") from error
-    # What ends in a number is an address in numbers, which some programs read as octal, and others not at all.
+            raise UserError(f"{where}: the text in brackets is not an IPv6 address") from error
+    # A host that ends in a number is an IPv4 address, which some programs read as octal, and others not at all.
     if HOST.fullmatch(host) and not NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
         return host
     try:

@@ -1,6 +1,6 @@
-"""One server over HTTP: JSON pages and streams of events. It follows no redirect and asks no other address.
+"""Talks to one server over HTTP: JSON pages and event streams. It follows no redirect and contacts no other address.
 
-Whatever a server sends is bounded, in bytes and in time, and nothing is unpacked: it is asked to compress nothing.
+Whatever a server sends is bounded in bytes and in time, and compression is neither requested nor accepted.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from dflash_bench.core.labels import shortened, visible
 from dflash_bench.servers.address import Access
 
 WAITS_S = (0.2, 1.0)
-"""Before each further try to connect."""
+"""Before each further attempt to connect."""
 PAGE_TIMEOUT_S = 30.0
 LONGEST_PAGE = 1 << 22
-"""Bytes; as objects of Python they take some twenty times as much."""
+"""Bytes; as Python objects they take about twenty times as much."""
 LONGEST_ERROR = 1 << 16
 ERROR_TIMEOUT_S = 5.0
 REASON = 300
-"""Characters shown of what a server says."""
+"""How many characters of a server's message are shown."""
 DONE = "[DONE]"
 LOST = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError)
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one stream: bytes of a line, bytes in all, and events."""
+    """Limits of one stream: bytes per line, bytes in total, and events."""
 
     line: int
     total: int
@@ -43,8 +43,8 @@ class Bounds:
 
     @classmethod
     def of(cls, max_new_tokens: int, num_sent: int, repeats: bool) -> Bounds:
-        """For so many tokens and a request of so many bytes; `repeats`: does each event say all tokens so far?"""
-        # A last event may hold the request, too; and a token some hundred letters, escaped, with its own fields.
+        """Derive limits from the tokens and the bytes of a request; `repeats`: each event repeats all tokens so far."""
+        # The last event may repeat the request; a token may be some hundred characters, escaped, with its own fields.
         once = (1 << 20) + 8 * num_sent
         line = once + 512 * max_new_tokens
         each = (1 << 12) + (64 * max_new_tokens if repeats else 1 << 12)
@@ -58,7 +58,7 @@ class StatusError(AnswerError):
 
 
 class Client:
-    """`name` is the method's, for errors."""
+    """`name` is the method's name, for errors."""
 
     def __init__(self, name: str, url: str, access: Access) -> None:
         self.name, self.url, self.access = name, url, access
@@ -69,7 +69,7 @@ class Client:
             self.http = httpx2.AsyncClient(
                 base_url=url,
                 headers=headers,
-                # Each answer could set others, which would all be kept and sent.
+                # Each answer could set more cookies, which would all be kept and sent.
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
                 timeout=httpx2.Timeout(access.timeout_s, connect=min(access.timeout_s, PAGE_TIMEOUT_S)),
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
@@ -87,7 +87,7 @@ class Client:
         await self.http.aclose()
 
     async def page(self, path: str, method: str = "GET", most: int = LONGEST_PAGE) -> str:
-        """What a path answers, of at most so many bytes.
+        """Return the page at a path, of at most `most` bytes.
 
         Raises StatusError for a status other than 200, AnswerError for a page that breaks off or does not end, and
         UserError if nobody answers.
@@ -97,7 +97,7 @@ class Client:
         try:
             async with (
                 asyncio.timeout(PAGE_TIMEOUT_S),
-                self._opened(method, path, None, lambda: None, PAGE_TIMEOUT_S) as response,
+                self._open(method, path, None, lambda: None, PAGE_TIMEOUT_S) as response,
             ):
                 async for piece in response.aiter_raw():
                     left -= len(piece)
@@ -107,7 +107,7 @@ class Client:
         except TimeoutError as error:
             raise AnswerError(f"{path} did not end within {PAGE_TIMEOUT_S:g} s") from error
         except httpx2.HTTPError as error:
-            raise AnswerError(f"{path} broke off: {self._words(error)}") from error
+            raise AnswerError(f"{path} was interrupted: {self._describe(error)}") from error
         return b"".join(pieces).decode("utf-8", errors="replace")
 
     async def events(
@@ -118,18 +118,20 @@ class Client:
         begin: Callable[[], object],
         arrived: Callable[[], object],
     ) -> AsyncIterator[Mapping[str, Any]]:
-        """The JSON objects of a stream, up to its end or [DONE].
+        """Yield the JSON objects of a stream, up to its end or [DONE].
 
-        `begin` is called just before each try to ask, `arrived` for each piece of the network, which may hold several
-        events.
+        `begin` is called just before each attempt to send the request, `arrived` for each piece that the network
+        delivers, which may hold several events.
 
-        Raises AnswerError for a stream that breaks, is not what it should be, or goes beyond its bounds.
+        Raises AnswerError for a stream that breaks, is malformed, or exceeds its bounds.
         """
         left = bounds.events
-        async with self._opened("POST", path, content, begin, self.access.timeout_s) as response:
+        async with self._open("POST", path, content, begin, self.access.timeout_s) as response:
             kind = response.headers.get("content-type", "")
             if kind.startswith("application/json"):
-                raise AnswerError("it answered in one piece instead of a stream, so there is no time to a first token")
+                raise AnswerError(
+                    "it answered in one piece instead of a stream, so the time to the first token is unknown"
+                )
             try:
                 async for line in _lines(response.aiter_raw(), bounds, arrived):
                     if line.startswith("data:"):
@@ -138,31 +140,31 @@ class Client:
                             return
                         left -= 1
                         if left < 0:
-                            raise AnswerError(f"it has more than {bounds.events} events")
+                            raise AnswerError(f"the stream has more than {bounds.events} events")
                         yield _object(data)
             except httpx2.TimeoutException as error:
                 raise AnswerError(f"nothing came for {self.access.timeout_s:g} s; see --timeout") from error
             except httpx2.HTTPError as error:
-                raise AnswerError(f"the connection broke: {self._words(error)}") from error
+                raise AnswerError(f"the connection broke: {self._describe(error)}") from error
 
     @asynccontextmanager
-    async def _opened(
+    async def _open(
         self, method: str, path: str, content: bytes | None, begin: Callable[[], object], timeout_s: float
     ) -> AsyncIterator[httpx2.Response]:
-        response = await self._sent(method, path, content, begin, timeout_s)
+        response = await self._send(method, path, content, begin, timeout_s)
         try:
             if response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-                raise AnswerError(f"{path} came compressed, although it was asked not to be")
+                raise AnswerError(f"{path} is compressed, although the request forbids that")
             if response.status_code != 200:
-                raise await self._refused(response, path)
+                raise await self._status_error(response, path)
             yield response
         finally:
             await response.aclose()
 
-    async def _sent(
+    async def _send(
         self, method: str, path: str, content: bytes | None, begin: Callable[[], object], timeout_s: float
     ) -> httpx2.Response:
-        """Asked again only if there was no connection, or it ended before a single byte: nothing was measured then."""
+        """Retry only if there was no connection, or it ended before the first byte, so that nothing was measured."""
         headers = {} if content is None else {"Content-Type": "application/json", "Accept": "text/event-stream"}
         timeout = httpx2.Timeout(timeout_s, connect=min(timeout_s, PAGE_TIMEOUT_S))
         request = self.http.build_request(method, path, content=content, headers=headers, timeout=timeout)
@@ -172,28 +174,30 @@ class Client:
                 return await self.http.send(request, stream=True)
             except LOST as error:
                 if wait_s is None:
-                    raise self._unanswered(error, path) from error
+                    raise self._no_answer(error, path) from error
                 await asyncio.sleep(wait_s)
             except httpx2.TimeoutException as error:
                 raise AnswerError(f"no answer within {timeout_s:g} s; see --timeout") from error
             except httpx2.HTTPError as error:
-                raise AnswerError(f"{path} could not be asked: {self._words(error)}") from error
-        raise AssertionError("the last try returns or raises")
+                raise AnswerError(f"the request to {path} failed: {self._describe(error)}") from error
+        raise AssertionError("the last attempt returns or raises")
 
-    def _unanswered(self, error: Exception, path: str) -> Exception:
-        """A server that cannot be reached ends the run, which can be resumed; one that hangs up fails this answer."""
+    def _no_answer(self, error: Exception, path: str) -> Exception:
+        """A server that cannot be reached ends the run, which can be resumed; one that hangs up fails one answer."""
         if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
             return UserError(
-                f"no server for {self.name} answers at {self.url} ({self._words(error)}); start it, or correct "
-                f"--server {self.name}=URL; a run that was going on continues with --resume"
+                f"no server for {self.name} answers at {self.url} ({self._describe(error)}); start it, or correct "
+                f"--server {self.name}=URL; an interrupted run continues with --resume"
             )
         tries = len(WAITS_S) + 1
-        return AnswerError(f"it hung up without a word on {path}, {tries} times: {self._words(error)}")
+        return AnswerError(
+            f"it closed the connection on {path} without an answer, {tries} times: {self._describe(error)}"
+        )
 
-    async def _refused(self, response: httpx2.Response, path: str) -> AnswerError:
+    async def _status_error(self, response: httpx2.Response, path: str) -> AnswerError:
         if response.is_redirect:
-            # Where it leads may carry a secret, and is for the user to look up.
-            return StatusError(response.status_code, f"{path} leads to another address; give that one in --server")
+            # The other address may carry a secret, and is for the user to look up.
+            return StatusError(response.status_code, f"{path} redirects to another address; give that one in --server")
         body = b""
         try:
             async with asyncio.timeout(ERROR_TIMEOUT_S):
@@ -202,20 +206,20 @@ class Client:
                     if len(body) > LONGEST_ERROR:
                         break
         except (httpx2.HTTPError, TimeoutError):
-            pass  # what came of the reason is enough
+            pass  # the part of the reason that came is enough
         text = body[:LONGEST_ERROR].decode("utf-8", errors="replace")
         return StatusError(response.status_code, self.shown(_reason(text)))
 
     def shown(self, text: str) -> str:
-        """What a server said, safe to print and store."""
+        """Make a server's text safe to print and store."""
         return visible(shortened(self.access.hidden(" ".join(text.split())), REASON))
 
-    def _words(self, error: BaseException) -> str:
+    def _describe(self, error: BaseException) -> str:
         return self.shown(str(error) or type(error).__name__)
 
 
 def _reason(text: str) -> str:
-    """The message in a body as these servers write it, or the body."""
+    """Return the message in an error's body as these servers write it, or the whole body."""
     try:
         said = json.loads(text)
         for key in ("error", "detail", "message"):
@@ -236,7 +240,7 @@ async def _lines(pieces: AsyncIterator[bytes], bounds: Bounds, arrived: Callable
             raise AnswerError(f"the stream is longer than {bounds.total} bytes")
         start = len(rest)
         rest += piece
-        # Only what is new can hold the end of a line: a long one is not searched anew with each piece.
+        # Only the new piece can hold the end of a line: a long line is not searched again with each piece.
         if rest.find(b"\n", start) >= 0:
             *whole, last = rest.split(b"\n")
             rest = last

@@ -1,9 +1,9 @@
-"""Runs one command and outlives whoever asked for it: when its standard input ends, nothing of the command is left.
+"""Runs one command, and ends it with all its processes when its own standard input is closed.
 
-A process of its own, since one that is killed cannot clean up after itself. It uses the standard library alone, and is
-started by its path: `python supervisor.py COMMAND...`, in a session of its own. On Linux it also ends what has left the
-process group. What the command prints goes on to our output, without the texts that TO_HIDE names, and no more of it
-than is of use.
+It is a process of its own, since a caller that is killed cannot clean up after itself. It uses the standard library
+only, and is started by its path in a session of its own: `python supervisor.py COMMAND...`. On Linux it also ends
+processes that have left the process group. The command's output is passed on, without the texts in TO_HIDE, and
+shortened if it is too long.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pathlib import Path
 GRACE_S = 10.0
 TICK_S = 0.1
 TO_HIDE = "DFLASH_BENCH_TO_HIDE"
-"""A variable with a list of texts as JSON, which the command does not get."""
+"""The environment variable with these texts as a JSON list; the command does not get it."""
 STARS = b"***"
 PIECE, HEAD, TAIL, LONGEST = 1 << 16, 1 << 20, 1 << 18, 1 << 24
-"""Bytes: read at a time; kept of the beginning and of the end where a log gets longer than the last one."""
+"""Bytes: read at a time; kept of the beginning and of the end of a log that is longer than LONGEST."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ON_LINUX = sys.platform == "linux"
 
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 class Log:
-    """Our standard output: a file of which only the beginning and the end are kept when it gets too long."""
+    """Our standard output. Of a file that gets too long only the beginning and the end are kept."""
 
     def __init__(self) -> None:
         self.is_file = stat.S_ISREG(os.fstat(1).st_mode)
@@ -70,7 +70,7 @@ class Log:
         self.num_cut = 0
 
     def write(self, text: bytes) -> None:
-        """Whoever reads it may have gone: then it is lost, and the command goes on."""
+        """If the reader is gone, the text is lost, and the command goes on."""
         self.last = (self.last + text)[-TAIL:]
         self.length += len(text)
         with suppress(OSError):
@@ -90,7 +90,7 @@ def _write_all(text: bytes) -> None:
 
 
 def _copy(source: int, log: Log, secrets: list[bytes]) -> None:
-    """What comes from there until nobody can write any more; what may be the beginning of a secret waits."""
+    """Copy until nobody can write any more; text that may be the beginning of a secret is held back."""
     # The longest first: one may be part of another.
     secrets = sorted(filter(None, secrets), key=len, reverse=True)
     rest = b""
@@ -98,19 +98,19 @@ def _copy(source: int, log: Log, secrets: list[bytes]) -> None:
         rest += piece
         for secret in secrets:
             rest = rest.replace(secret, STARS)
-        waiting = max((_begun(rest, secret) for secret in secrets), default=0)
+        waiting = max((_overlap(rest, secret) for secret in secrets), default=0)
         log.write(rest[: len(rest) - waiting])
         rest = rest[len(rest) - waiting :]
     log.write(rest)
 
 
-def _begun(text: bytes, secret: bytes) -> int:
-    """How much of the text's end is the beginning of the secret."""
+def _overlap(text: bytes, secret: bytes) -> int:
+    """Return how many bytes at the text's end are the beginning of the secret."""
     return next((size for size in range(min(len(secret) - 1, len(text)), 0, -1) if text.endswith(secret[:size])), 0)
 
 
 def _has_ended() -> bool:
-    """Has whoever started us gone, or closed our standard input? Waits a moment for it."""
+    """Wait a moment, and return whether our caller is gone or has closed our standard input."""
     readable, _, _ = select.select([0], [], [], TICK_S)
     return bool(readable) and not os.read(0, 1)
 
@@ -121,13 +121,13 @@ def _are_left(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _others() -> list[int]:
-    """Every process that comes from the command: of our process group, or a descendant of ours."""
+    """Return every process of the command: of our process group, or a descendant of ours."""
     if not ON_LINUX:
         return []
     parents, groups = {}, {}
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError, IndexError):
-            # What stands in brackets is the program's name, and may hold anything.
+            # The program's name in brackets may hold anything.
             state, parent, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
             if state != "Z":
                 parents[int(folder.name)], groups[int(folder.name)] = int(parent), int(group)

@@ -19,11 +19,11 @@ from wrong_rules import FAINT, MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RU
 
 from dflash_bench.core import methods
 from dflash_bench.core.environment import describe, one_line
-from dflash_bench.core.types import COLUMNS, Draws, Message, Settings
+from dflash_bench.core.types import Message, Settings
 from dflash_bench.diagnose import distribution
 from dflash_bench.diagnose.distribution import LENGTH, NUM_DRAWS, QUESTIONS
-from dflash_bench.diagnose.goodness_of_fit import LEVEL, FitTest, compared, decided
-from dflash_bench.diagnose.odds import judged_by
+from dflash_bench.diagnose.goodness_of_fit import COLUMNS, LEVEL, Draws, FitTest, count_decisions, run_tests
+from dflash_bench.diagnose.odds import score_tokens
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.runner.config import RunRequest
 from studies._study import Made, Work, tell
@@ -72,7 +72,7 @@ more.
 def make(work: Work, options: Namespace) -> Made:
     labels = [REJECTION, MATCH, TREE]
     request = RunRequest(methods=tuple(labels), dtype="float32")
-    backend = distribution._open(request, [methods.parse(label) for label in labels], seed=0)
+    backend = distribution.open_backend(request, [methods.parse(label) for label in labels], seed=0)
     right = [(label, drawn(work.folder, backend, None, label)) for label in labels]
     planted = [(rule, label) for rule in (*WRONG_RULES, FAINT, *NUMBERS, SUBTLE) for label in rule.methods]
     wrong = [(rule, label, drawn(work.folder, backend, rule, label)) for rule, label in planted]
@@ -140,7 +140,7 @@ def _half(draws: Draws, rng: np.random.Generator) -> Draws:
 def false_alarms() -> tuple[float, float]:
     """Share of alarms where all tokens are drawn as they should be, at the command's level and at a loose one."""
     draws = [simulated(seed) for seed in range(NUM_SIMULATED)]
-    lowest = np.array([min(test.adjusted for test in compared([one])) for one in draws])
+    lowest = np.array([min(test.adjusted for test in run_tests([one])) for one in draws])
     return float(np.mean(lowest < LEVEL)), float(np.mean(lowest < LOOSE))
 
 
@@ -160,7 +160,7 @@ def simulated(seed: int) -> Draws:
     depth = torch.randint(0, DEEPEST + 1, (number,), generator=rng)
     favour = favour * (depth > 0)[:, None]
     uniform = torch.rand(number, generator=rng, dtype=torch.float64)
-    columns = judged_by(log_p, tokens, ids, favour, uniform, torch.zeros(number, dtype=torch.bool))
+    columns = score_tokens(log_p, tokens, ids, favour, uniform, torch.zeros(number, dtype=torch.bool))
     is_bonus = (depth > 0) & (torch.rand(number, generator=rng) < 0.2)
     standing = {
         "place": torch.arange(LENGTH).repeat(num_answers) + 1, "depth": depth, "is_bonus": is_bonus,
@@ -175,12 +175,12 @@ def _cut(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _fails(draws: Draws, level: float) -> bool:
-    return any(test.adjusted < level for test in compared([draws]))
+    return any(test.adjusted < level for test in run_tests([draws]))
 
 
 def _row(label: str, draws: Draws, share: float) -> list[str]:
-    kept, refused = decided(draws) or (0, 0)
-    tests = compared([draws])
+    kept, refused = count_decisions(draws) or (0, 0)
+    tests = run_tests([draws])
     clearest = min(tests, key=_order)
     impossible = int(draws.columns["is_impossible"].sum())
     name = f"{clearest.view}, {clearest.kind.replace('_', ' ')}"

@@ -11,10 +11,10 @@ import tiny
 from draws import draws
 from fake import main
 
-from dflash_bench.core.types import Draws, Settings
+from dflash_bench.core.types import Settings
 from dflash_bench.diagnose import distribution
 from dflash_bench.diagnose import show as report
-from dflash_bench.diagnose.goodness_of_fit import compared, verdicts
+from dflash_bench.diagnose.goodness_of_fit import Draws, judge_methods, run_tests
 from dflash_bench.runner.config import RunRequest
 
 Captured = pytest.CaptureFixture[str]
@@ -45,11 +45,11 @@ def test_the_verdict_is_said_in_words_and_by_the_exit_status(
 ) -> None:
     asked: list[distribution.DrawRequest] = []
 
-    def perform(request: distribution.DrawRequest) -> list[Draws]:
+    def draw(request: distribution.DrawRequest) -> list[Draws]:
         asked.append(request)
         return [drawn]
 
-    monkeypatch.setattr(distribution, "perform", perform)
+    monkeypatch.setattr(distribution, "draw", draw)
     options = ["--method", METHOD, "--top-k", "7", "--temperature", "0.5", "--draws", "1000", "--length", "15"]
     assert main(monkeypatch, "verify-distribution", *options) == status
     out = capsys.readouterr().out
@@ -69,10 +69,10 @@ def test_a_token_that_cannot_be_is_named_as_such() -> None:
     columns = {name: column.copy() for name, column in drawn.columns.items()}
     columns["is_impossible"][7] = True
     some = [Draws("dflash", 200, columns)]
-    tests = compared(some)
-    said = report.distribution_text(some, tests, verdicts(some, tests), Settings(1.0))
+    tests = run_tests(some)
+    said = report.distribution_text(some, tests, judge_methods(some, tests), Settings(1.0))
     assert "impossible" in said and "does NOT" in said and "a token that the model never draws" in said
-    json.dumps(report.distribution_as_json(some, tests, verdicts(some, tests), Settings(1.0)), allow_nan=False)
+    json.dumps(report.distribution_as_json(some, tests, judge_methods(some, tests), Settings(1.0)), allow_nan=False)
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main: Main) -> Callab
         requests.append(request)
         raise UserError(STOP)
 
-    for module in (session, doctor, profile):
-        monkeypatch.setattr(module, "perform", perform)
+    for module, entry in ((session, "perform"), (doctor, "diagnose"), (profile, "profile")):
+        monkeypatch.setattr(module, entry, perform)
 
     def made(*typed: object, command: str = "run") -> RunRequest:
         assert main(command, *typed) == (2, "", f"dflash-bench: {STOP}\n")

@@ -83,7 +83,7 @@ def test_bytes_and_operations_of_a_tiny_model(
     [
         (("--layers", "2"), "--layers has no effect without --random-weights"),
         (("--random-weights", "--draft", "dflash=x"), "--draft has no effect with --random-weights"),
-        (("--random-weights", "--dtype", "auto"), "random weights have none; name a type"),
+        (("--random-weights", "--dtype", "auto"), "random weights have none; name a dtype"),
         (("--random-weights", "--layers", "99"), "--layers 99: "),
         (("--random-weights", "--target", "org/unheard-of"), "the shape of org/unheard-of is not known here"),
         (("--acceptance", "0.5"), "a round always gives one token, so al.pooled is a number from 1 up"),

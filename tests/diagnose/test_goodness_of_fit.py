@@ -9,15 +9,15 @@ import pytest
 from draws import DEEPEST, draws
 from scipy.stats import binom, kstest
 
-from dflash_bench.core.types import Draws
 from dflash_bench.diagnose.goodness_of_fit import (
     LEVEL,
+    Draws,
     FitTest,
-    compared,
-    decided,
+    count_decisions,
+    judge_methods,
     p_of_sum,
+    run_tests,
     uniformity,
-    verdicts,
     views,
 )
 
@@ -27,11 +27,11 @@ def everywhere(columns: dict[str, Any]) -> Any:
 
 
 def failing(drawn: Draws) -> list[FitTest]:
-    return [test for test in compared([drawn]) if test.failed]
+    return [test for test in run_tests([drawn]) if test.failed]
 
 
 def test_where_all_is_right_p_is_uniform_and_all_tests_together_keep_the_level() -> None:
-    tests = [compared([draws(60, seed)]) for seed in range(400)]
+    tests = [run_tests([draws(60, seed)]) for seed in range(400)]
     for kind in ("likelihood", "leaning", "rank", "pairs"):
         ps = [test.p for some in tests for test in some if test.kind == kind and test.view == "all tokens"]
         assert kstest(ps, "uniform").pvalue > 1e-3, kind
@@ -60,7 +60,7 @@ def test_what_is_off_at_some_places_alone_is_found_there(where: Any, view: str) 
 def test_a_draft_that_is_kept_too_often_is_found_where_likelihoods_say_nothing() -> None:
     found = failing(draws(600, where=everywhere, share=lambda p: p + 0.06))
     assert {"leaning"} <= {test.kind for test in found} and "likelihood" not in {test.kind for test in found}
-    (verdict,) = verdicts([draws(600, where=everywhere, share=lambda p: p + 0.06)], found)
+    (verdict,) = judge_methods([draws(600, where=everywhere, share=lambda p: p + 0.06)], found)
     assert verdict.state == "differs" and "agreement with the draft 0.5" in verdict.why
 
 
@@ -69,7 +69,7 @@ def test_tokens_that_the_draft_knew_are_no_test_of_its_places() -> None:
     for view, chosen in views(drawn.columns):
         if view.startswith("draft place"):
             assert not (chosen & (drawn.columns["is_forced"] | drawn.columns["is_bonus"])).any()
-    kept, refused = decided(drawn) or (0, 0)
+    kept, refused = count_decisions(drawn) or (0, 0)
     forced = int(drawn.columns["is_forced"].sum())
     assert kept + refused == 20 * 12 - forced
 
@@ -107,15 +107,15 @@ def test_a_token_that_cannot_be_drawn_fails_at_once() -> None:
         columns[name][at] = np.nan
     found = failing(Draws("dflash", 50, columns))
     assert {test.view for test in found} >= {"all tokens", "tokens 4-7"} and {test.p for test in found} == {0.0}
-    (verdict,) = verdicts([drawn], found)
+    (verdict,) = judge_methods([drawn], found)
     assert "a token that the model never draws" in verdict.why
 
 
 def test_few_tokens_are_not_tested_and_said_not_to_be() -> None:
     drawn = draws(20)
-    tests = compared([drawn])
+    tests = run_tests([drawn])
     assert "token 1" not in {test.view for test in tests}
-    (verdict,) = verdicts([drawn], tests)
+    (verdict,) = judge_methods([drawn], tests)
     assert verdict.state == "as the model" and set(verdict.unreached) >= {"token 1", "bonus token"}
 
 
@@ -123,12 +123,12 @@ def test_few_tokens_are_not_tested_and_said_not_to_be() -> None:
 def test_a_rule_that_never_had_to_decide_is_not_tested(kept: bool, what: str) -> None:
     drawn = draws()
     drawn.columns["is_kept"][:] = kept  # type: ignore[index]
-    (verdict,) = verdicts([drawn], compared([drawn]))
+    (verdict,) = judge_methods([drawn], run_tests([drawn]))
     assert verdict.state == "not tested" and f"almost never {what}" in verdict.why
     # Plain decoding has nothing to decide.
     drawn.columns["depth"][:] = 0  # type: ignore[index]
-    assert decided(drawn) is None
-    assert verdicts([drawn], compared([drawn]))[0].state == "as the model"
+    assert count_decisions(drawn) is None
+    assert judge_methods([drawn], run_tests([drawn]))[0].state == "as the model"
 
 
 def test_a_model_that_is_certain_everywhere_proves_nothing() -> None:
@@ -136,13 +136,13 @@ def test_a_model_that_is_certain_everywhere_proves_nothing() -> None:
     drawn.columns["is_open"][:] = False  # type: ignore[index]
     for kind in ("likelihood", "leaning"):
         drawn.columns[f"{kind}_variance"][:] = 0  # type: ignore[index]
-    (verdict,) = verdicts([drawn], compared([drawn]))
+    (verdict,) = judge_methods([drawn], run_tests([drawn]))
     assert verdict.state == "not tested"
 
 
 def test_holm_counts_the_tests_of_all_methods() -> None:
-    one = compared([draws()])
-    two = compared([draws(), draws(seed=1, method="eagle3")])
+    one = run_tests([draws()])
+    two = run_tests([draws(), draws(seed=1, method="eagle3")])
     assert len(two) == 2 * len(one)
     assert min(test.adjusted for test in two) == pytest.approx(min(1, len(two) * min(test.p for test in two)))
 

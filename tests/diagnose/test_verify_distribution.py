@@ -13,11 +13,11 @@ from scipy.stats import kstest
 from toy import Scripted, TableTarget, tiny
 from wrong_rules import MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
 
-from dflash_bench.core.types import Draws, Settings
+from dflash_bench.core.types import Settings
 from dflash_bench.diagnose.distribution import measure
 from dflash_bench.diagnose.forcing import Guide, forced
-from dflash_bench.diagnose.goodness_of_fit import compared, decided, verdicts
-from dflash_bench.diagnose.odds import Continuation, Odds, Spot, drawn, judged, judged_by, odds_of
+from dflash_bench.diagnose.goodness_of_fit import Draws, count_decisions, judge_methods, run_tests
+from dflash_bench.diagnose.odds import Continuation, Odds, Spot, continue_prompts, odds_of, score_answers, score_tokens
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.base import DraftSampler
@@ -111,7 +111,7 @@ def toy() -> Any:
 
 def state(method: str, settings: Settings = SETTINGS) -> str:
     draws = measure(toy(), [method], PROMPTS, settings, NUM_DRAWS, LENGTH)
-    (verdict,) = verdicts(draws, compared(draws))
+    (verdict,) = judge_methods(draws, run_tests(draws))
     return verdict.state
 
 
@@ -121,13 +121,13 @@ def sound() -> list[Draws]:
 
 
 def test_sound_methods_draw_as_the_model_does_and_their_drafts_are_put_to_the_test(sound: list[Draws]) -> None:
-    tests = compared(sound)
-    assert [(v.state, v.unreached) for v in verdicts(sound, tests)] == [("as the model", ())] * 4
+    tests = run_tests(sound)
+    assert [(v.state, v.unreached) for v in judge_methods(sound, tests)] == [("as the model", ())] * 4
     for draws in sound:
         assert draws.num_answers == 2 * NUM_DRAWS and (draws.columns["place"] == LENGTH).sum() == 2 * NUM_DRAWS
         assert not draws.columns["is_impossible"].any()
         views = {test.view for test in tests if test.method == draws.method}
-        decisions = decided(draws)
+        decisions = count_decisions(draws)
         if draws.method == "ar":
             assert decisions is None and "bonus token" not in views
         else:
@@ -178,7 +178,7 @@ class Listed(Near):
 
 
 def guide_of(table: TableTarget, prompts: Sequence[Sequence[int]], seeds: Sequence[int], seed: int = 0) -> Guide:
-    answers = drawn(table, NoDrafter(), prompts, LENGTH, Sampling.of(SETTINGS), seeds)  # type: ignore[arg-type]
+    answers = continue_prompts(table, NoDrafter(), prompts, LENGTH, Sampling.of(SETTINGS), seeds)  # type: ignore[arg-type]
     tokens = [answer.tokens for answer in answers]
     return Guide(tokens, odds_of(TableModel(table), prompts[0], tokens, SETTINGS).log_p, seed)
 
@@ -198,7 +198,7 @@ def test_every_depth_is_forced_and_every_place_of_a_block_reached(rule: str) -> 
     spots = []
     for seed in range(24 if rule == "rejection" else 4):
         guide = guide_of(table, prompts, seeds, seed)
-        answers = drawn(
+        answers = continue_prompts(
             table,
             Near(table, rule),
             prompts,
@@ -228,7 +228,7 @@ def test_how_deep_a_draft_is_forced_does_not_depend_on_what_comes_behind() -> No
     def depths(guide: Guide) -> list[int]:
         drafter = Listed(table, Draft(tokens))
         with forced(drafter, guide) as proposals:
-            drawn(table, drafter, prompts, 2, Sampling.of(SETTINGS), seeds)  # type: ignore[arg-type]
+            continue_prompts(table, drafter, prompts, 2, Sampling.of(SETTINGS), seeds)  # type: ignore[arg-type]
         return list(proposals[0].forced)
 
     sound = depths(guide)
@@ -245,13 +245,13 @@ def test_how_deep_a_draft_is_forced_does_not_depend_on_what_comes_behind() -> No
 def test_a_draft_of_several_lengths_and_one_that_learns_from_choices() -> None:
     table, prompts, seeds = TableTarget(VOCAB), [(1, 2)] * 30, range(30)
     tokens, lengths = torch.arange(30 * 6).reshape(30, 6) % VOCAB, [row % 7 for row in range(30)]
-    ragged = drawn(
+    ragged = continue_prompts(
         table, Listed(table, Draft(tokens, lengths=lengths)), prompts, LENGTH, Sampling.of(SETTINGS), seeds,  # type: ignore[arg-type]
         guide_of(table, prompts, seeds),
     )  # fmt: skip
     for answer, length in zip(ragged, lengths, strict=True):
         assert max(spot.depth for spot in answer.spots) <= (length + 1 if length else 0)
-    learning = drawn(
+    learning = continue_prompts(
         table, Listed(table, Draft(tokens, wants_choices=True)), prompts, LENGTH, Sampling.of(SETTINGS), seeds,  # type: ignore[arg-type]
         guide_of(table, prompts, seeds),
     )  # fmt: skip
@@ -263,7 +263,7 @@ def test_a_draft_of_several_lengths_and_one_that_learns_from_choices() -> None:
 def test_of_a_tree_the_bonus_stands_behind_a_leaf() -> None:
     table, prompts, seeds = TableTarget(VOCAB), [(1, 2)] * 60, range(60)
     drafter = Near(table, "match", is_tree=True)
-    for answer in drawn(
+    for answer in continue_prompts(
         table,
         drafter,
         prompts,
@@ -283,13 +283,13 @@ def test_of_a_tree_the_bonus_stands_behind_a_leaf() -> None:
 def test_what_plain_decoding_draws_of_a_network_is_as_its_odds_say(settings: Settings) -> None:
     """All filters at once, and the repetition penalty, which each token changes for the next."""
     model, prompt, seeds = tiny("qwen3"), [5, 6, 5, 7], range(300)
-    answers = drawn(Target(model), NoDrafter(), [prompt] * 300, 12, Sampling.of(settings), seeds)
+    answers = continue_prompts(Target(model), NoDrafter(), [prompt] * 300, 12, Sampling.of(settings), seeds)
     odds = odds_of(model, prompt, [answer.tokens for answer in answers], settings)
-    draws = [Draws("ar", 300, judged(answers, odds, 0))]
-    tests = compared(draws)
-    assert verdicts(draws, tests)[0].state == "as the model" and max(test.num_tokens for test in tests) > 500
+    draws = [Draws("ar", 300, score_answers(answers, odds, 0))]
+    tests = run_tests(draws)
+    assert judge_methods(draws, tests)[0].state == "as the model" and max(test.num_tokens for test in tests) > 500
     other = odds_of(model, prompt, [answer.tokens for answer in answers], Settings(0.6 * settings.temperature))
-    assert verdicts(draws, compared([Draws("ar", 300, judged(answers, other, 0))]))[0].state == "differs"
+    assert judge_methods(draws, run_tests([Draws("ar", 300, score_answers(answers, other, 0))]))[0].state == "differs"
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
@@ -329,7 +329,7 @@ def test_where_rounding_decides_what_the_filters_leave_nothing_is_tested(setting
 
     odds = odds_of(Even(), (0,), [[1, 2], [0, 0]], settings)
     assert odds.on_edge.tolist() == [[False, True], [False, False]]
-    columns = judged([Continuation((1, 2), (Spot(), Spot())), Continuation((0, 0), (Spot(), Spot()))], odds, 0)
+    columns = score_answers([Continuation((1, 2), (Spot(), Spot())), Continuation((0, 0), (Spot(), Spot()))], odds, 0)
     assert columns["is_open"].tolist() == [True, False, True, True] and not columns["is_impossible"].any()
     assert np.isnan(columns["rank"]).tolist() == [False, True, False, False]
 
@@ -343,7 +343,7 @@ def test_ranks_ids_and_moments_are_those_of_the_distribution() -> None:
     ids, favour = torch.tensor([[4, 1, 0]]).expand(number, -1), torch.tensor([[0.9, 0.1, 0.0]]).expand(number, -1)
     uniform = torch.rand(number, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     on_edge = torch.zeros(number, dtype=torch.bool)
-    columns = judged_by(p.log().expand(number, -1), tokens, ids, favour.double(), uniform, on_edge)
+    columns = score_tokens(p.log().expand(number, -1), tokens, ids, favour.double(), uniform, on_edge)
     for name in ("rank", "by_id"):
         assert kstest(columns[name].numpy(), "uniform").pvalue > 1e-3
     assert columns["rank"][tokens == 2].max() < 0.4 and columns["rank"][tokens == 0].min() >= 0.9
@@ -359,11 +359,11 @@ def test_ranks_ids_and_moments_are_those_of_the_distribution() -> None:
 def test_a_token_that_the_filters_leave_out_is_impossible() -> None:
     p = torch.tensor([[0.6, 0.4, 0.0]])
     odds = Odds(p.log()[:, None].expand(1, 2, 3), torch.zeros(1, 2, dtype=torch.bool))
-    columns = judged([Continuation((0, 2), (Spot(), Spot(1, favourites={2: 1.0})))], odds, 0)
+    columns = score_answers([Continuation((0, 2), (Spot(), Spot(1, favourites={2: 1.0})))], odds, 0)
     assert columns["is_impossible"].tolist() == [False, True] and np.isnan(columns["likelihood"][1])
 
 
 def test_a_drafter_that_is_asked_for_more_than_there_is_room_for_still_says_where_tokens_stood() -> None:
     table = TableTarget(VOCAB)
-    (answer,) = drawn(table, Scripted([[1, 2, 3, 4, 5, 6, 7]], 4), [[1, 2]], 2, Sampling(1.0), [3])  # type: ignore[arg-type]
+    (answer,) = continue_prompts(table, Scripted([[1, 2, 3, 4, 5, 6, 7]], 4), [[1, 2]], 2, Sampling(1.0), [3])  # type: ignore[arg-type]
     assert [spot.depth for spot in answer.spots] == [0, 1] and set(answer.spots[1].favourites or {}) == {4}

@@ -63,13 +63,13 @@ def test_tokens_and_totals_are_those_of_the_server(dialect: str, local: bool) ->
 
 
 MARKED = {
-    "hangup": "hung up without a word on /v1/completions, 3 times",
+    "hangup": "closed the connection on /v1/completions without an answer, 3 times",
     "reset": "the connection broke",
     "cut": "the stream ended before the answer did, after 2 tokens",
     "429": "HTTP 429: fault 429",
     "500": "HTTP 500: fault 500",
     "503": "HTTP 503: fault 503",
-    "redirect": "HTTP 307: /v1/completions leads to another address",
+    "redirect": "HTTP 307: /v1/completions redirects to another address",
     "slow": "no complete answer within 1 s, after 0 pieces; see --timeout",
     "bad_json": "an event of the stream is not JSON",
     "bad_utf8": "the stream is not UTF-8",

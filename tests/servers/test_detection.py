@@ -42,7 +42,7 @@ REFUSED = {
     "plain=ftp://a": "begins with http:// or https://",
     "plain=http://a:99999": "not an address",
     "plain=http://me:sk-very-secret@a": "holds a password, which would be stored",
-    "plain=http://a?key=sk-very-secret": "what follows '?'",
+    "plain=http://a?key=sk-very-secret": "leave out '?'",
     "dflash:15=http://a": "a server decides itself how many tokens it drafts; write dflash=URL",
     "plane=http://a": "unknown method 'plane'; known: ar,",
 }
