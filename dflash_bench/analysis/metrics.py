@@ -23,7 +23,7 @@ from dflash_bench.results.plan import BASELINE as BASELINE
 QUESTION = ("suite", "slice", "settings_id", "prompt_id", "turn", "repeat")
 """The columns that identify a question, which every method answers once."""
 DECODE, E2E = ("decode_s", "decode_tokens"), ("e2e_s", "num_tokens")
-"""What time per token is computed from: seconds and tokens."""
+"""The columns, seconds and tokens, that time per token is computed from."""
 
 
 class AnswerColumns:
@@ -112,7 +112,7 @@ OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
     "draft_prefill_s": lambda rows: rows["draft_prefill_s"],
     "draft_prefills": lambda rows: rows.has("draft_prefill_s"),
 }
-"""What each answer adds to the sums of its prompt; NaN adds 0.
+"""The contribution of each answer to the sums of its prompt; NaN adds 0.
 
 `plain_` and `own_` are the two sides of the `paired` answers, which both the baseline and the method gave.
 """
@@ -314,7 +314,7 @@ For a tree d_i counts all its nodes, and a_i the nodes on the accepted path.
 """
 
 Share = tuple[int, int]
-"""How many, out of how many."""
+"""A count, and the count it is a part of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,7 +399,7 @@ def _counted_by(rows: Any) -> dict[CellKey, tuple[str, ...]]:
 
 
 def _widest(rows: Any) -> dict[CellKey, float]:
-    """By cell the widest block in its rows plus the bonus token; without cells in which an answer hides its rounds."""
+    """Return by cell the widest block plus the bonus token, without cells in which an answer hides its rounds."""
     drafted = without_errors(rows).groupby(KEY, observed=True)["most_drafted"]
     most = drafted.agg(lambda widths: widths.max(skipna=False))
     return {CellKey._make(key): float(num) + 1 for key, num in most.items() if num == num}

@@ -144,8 +144,8 @@ def derived_rounds(context: CellContext) -> Observation | None:
     by = derived["counted_by"].iloc[0]
     tally, counts = context.tally(derived)
     text = (
-        f"rounds of {tally} were derived ({by}), which is off by one where the limit cut the last round; that cut "
-        f"{num_cut}"
+        f"rounds of {tally} were derived ({by}), which is off by one where the limit cut the last round; it cut "
+        f"{num_cut} of them"
     )
     remedy = COUNT_REMEDIES.get(_dialect(context), "a newer version of the server reports them")
     remedy_of_dialect = _for_dialect(context, remedy, COUNT_REMEDIES)

@@ -24,7 +24,6 @@ from dflash_bench.results import table
 from dflash_bench.results.integrity import Flaw
 from dflash_bench.results.table import Results
 
-ALPHA = 0.05
 DEVICE = "device"
 """The kind of difference between a run and a baseline from another machine."""
 FLOORED = "speedup.decode"
@@ -46,7 +45,7 @@ class Check:
     kind: str
     """The id of a metric, or "mismatch", "failed", "witnesses" or a kind of flaw, of which the expected number is 0."""
     run: str = ""
-    """Which of several runs; empty if there is one run, or if all are judged together."""
+    """The name of the run; empty if there is one run, or if all are judged together."""
     found: float
     expected: float
     tolerance: float = 0.0
@@ -61,7 +60,7 @@ class Check:
     code: str = ""
     """What is wrong, also if it is a fall that is not significant; empty if nothing is wrong."""
     reason: str = ""
-    """The same as a phrase for people."""
+    """`code` as a phrase for people."""
     is_floor: bool = False
     """Whether `expected` is what every run must reach, rather than the baseline's value."""
 
@@ -183,12 +182,11 @@ def judge(
 
 def adjust(checks: Sequence[Check]) -> list[Check]:
     """Correct p for the number of checks (Holm); a random metric fails only if its fall is significant."""
-    random = [number for number, check in enumerate(checks) if check.p is not None]
-    corrected = list(checks)
-    for number, p in zip(random, stats.holm([checks[n].p or 0.0 for n in random]), strict=True):
-        failed, reason = checks[number].failed and p < ALPHA, checks[number].reason
-        uncertain = f"{reason}, but not significantly" if checks[number].failed else ""
-        corrected[number] = replace(checks[number], p=p, failed=failed, reason=reason if failed else uncertain)
+    corrected = []
+    for check, p in zip(checks, stats.holm_where_tested([check.p for check in checks]), strict=True):
+        is_chance = check.failed and p is not None and p >= compare.ALPHA
+        reason = f"{check.reason}, but not significantly" if is_chance else check.reason
+        corrected.append(replace(check, p=p, failed=check.failed and not is_chance, reason=reason))
     return corrected
 
 
