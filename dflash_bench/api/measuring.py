@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from dflash_bench.api.reading import Run
@@ -157,15 +158,25 @@ def request_of(**options: Any) -> RunRequest:
     """Return the request of these options. Raises UserError for an unknown name."""
     from dflash_bench.runner.config import RunRequest
 
-    kinds = {field.name: str(field.type) for field in fields(RunRequest)}
-    chosen: dict[str, Any] = {"suites": (), "methods": ()}
+    return RunRequest(**{"suites": (), "methods": ()} | typed_options(RunRequest, options, "option", ALIASES))
+
+
+def typed_options(
+    request: type[Any], options: Mapping[str, Any], kind: str, aliases: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the options that are not None by the fields of a request, in the types of these.
+
+    Raises UserError, which calls them a `kind`, for a name that is no field.
+    """
+    types = {field.name: str(field.type) for field in fields(request)}
+    chosen = {}
     for name, value in options.items():
-        field = ALIASES.get(name, name)
-        if field not in kinds:
-            raise unknown("option", name, [*kinds, *ALIASES])
+        field = aliases.get(name, name)
+        if field not in types:
+            raise unknown(kind, name, [*types, *aliases])
         if value is not None:
-            chosen[field] = _value(field, kinds[field], value)
-    return RunRequest(**chosen)
+            chosen[field] = _value(field, types[field], value)
+    return chosen
 
 
 def _value(field: str, kind: str, value: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from dflash_bench.api.measuring import Options, Words, request_of
+from dflash_bench.api.measuring import Options, Words, request_of, typed_options
 from dflash_bench.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -98,29 +98,15 @@ def train(target: str | Path, out: str | Path, method: str = "dflash", *, tell: 
     for options without effect, and for prompts that are in a test suite.
     """
     from dflash_bench.training import session
+    from dflash_bench.training.config import TrainRequest
 
-    folder = session.perform(training(target=str(target), out=Path(out), method=method, **options), tell)
+    given = {"target": target, "out": out, "method": method, **options}
+    folder = session.perform(TrainRequest(**typed_options(TrainRequest, given, "option of train")), tell)
     if folder is None:
         raise UserError(
             f"training of {method} for {target} left no draft in {out}; pass tell=print to see its messages"
         )
     return folder
-
-
-def training(*, target: str, out: Path, method: str, **options: Any) -> Any:
-    """Return the request of a training. Raises UserError for an unknown option."""
-    from dataclasses import fields
-
-    from dflash_bench.core.errors import unknown
-    from dflash_bench.training.config import TrainRequest
-
-    known = [field.name for field in fields(TrainRequest)]
-    for name, value in options.items():
-        if name not in known:
-            raise unknown("option of train", name, known)
-        if name in ("prompts", "openings", "allow"):
-            options[name] = (str(value),) if isinstance(value, str | Path) else tuple(map(str, value))
-    return TrainRequest(target=target, out=out, method=method, **options)
 
 
 def profile(
