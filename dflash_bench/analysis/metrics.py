@@ -32,6 +32,7 @@ class AnswerColumns:
     def __init__(self, good: Any) -> None:
         self.frame = good
         self._columns: dict[str, Floats] = {}
+        self._paired: dict[tuple[str, str], Any] = {}
         question = good.groupby(list(QUESTION), observed=True, sort=False).ngroup().to_numpy()
         is_plain = (good["method"] == BASELINE).to_numpy()
         rows_of_plain = np.full(question.max(initial=-1) + 1, -1)
@@ -55,7 +56,10 @@ class AnswerColumns:
 
     def paired(self, cost: tuple[str, str]) -> Any:
         """The mask of answers for which both sides have these seconds and tokens."""
-        return ~np.isnan(sum(side(name) for side in (self.plain, self.__getitem__) for name in cost))
+        if cost not in self._paired:
+            known = sum(side(name) for side in (self.plain, self.__getitem__) for name in cost)
+            self._paired[cost] = ~np.isnan(known)
+        return self._paired[cost]
 
 
 def _plain(name: str, cost: tuple[str, str]) -> Callable[[AnswerColumns], Any]:

@@ -135,9 +135,9 @@ def check_runs(
             untried += [f"{name}: {note}" if name else note for note in notes]
     if flawed:
         # To judge the remaining rows would look like judging the run.
-        return GateResult(_with_sources(GateOutcome(tuple(flawed), tuple(untried)), read[0]), {})
+        return GateResult(GateOutcome(tuple(flawed), tuple(untried)), {})
     cells = [compare.comparable_cells(results) for results in read]
-    outcome = _with_sources(judge(read, cells, expected, user_limits, allow), read[0])
+    outcome = judge(read, cells, expected, user_limits, allow)
     outcome = replace(outcome, notes=(*outcome.notes, *untried))
     return GateResult(_allow_failed(outcome) if "failed" in allow else outcome, baselines.by_key(read, cells))
 
@@ -195,12 +195,6 @@ def run_names(runs: Sequence[Results]) -> list[str]:
     return [run.name for run in runs] if len(runs) > 1 else [""]
 
 
-def _with_sources(outcome: GateOutcome, results: Results) -> GateOutcome:
-    identity = results.info["identity"]
-    checks = [replace(check, source=labels.source_of(identity, check.suite)) for check in outcome.checks]
-    return replace(outcome, checks=tuple(checks))
-
-
 def _allow_failed(outcome: GateOutcome) -> GateOutcome:
     """Turn failed answers from failures into notes."""
     failed = [check for check in outcome.checks if check.kind == "failed" and check.failed]
@@ -219,18 +213,18 @@ def _needs_no_baseline(name: str, limit: Limit) -> bool:
 def _check(cell: Cell, kind: str, found: float, expected: float, code: str, reason: str, **more: Any) -> Check:
     """Return a check of a cell, which falls short if `code` says why; without a code there is no reason either."""
     return Check(
-        suite=cell.suite, settings_id=cell.settings.id, setting=cell.setting, method=cell.method, kind=kind,
-        found=found, expected=expected, failed=bool(code), code=code, reason=reason if code else "", **more,
+        suite=cell.suite, source=cell.source, settings_id=cell.settings.id, setting=cell.setting, method=cell.method,
+        kind=kind, found=found, expected=expected, failed=bool(code), code=code, reason=reason if code else "", **more,
     )  # fmt: skip
 
 
 def flaw_checks(results: Results, allow: Sequence[str], run: str = "") -> list[Check]:
     """Return a failed check for each flaw of the run's rows that is not allowed."""
-    allowed = {*allow, "unfinished"} if results.damaged else {*allow}
+    allowed, identity = {*allow, "unfinished"} if results.damaged else {*allow}, results.info["identity"]
     return [
         Check(
-            suite=flaw.suite, setting=flaw.setting, method=flaw.method, kind=flaw.kind, run=run,
-            found=flaw.num, expected=0, failed=True, code=flaw.kind, reason=flaw.what,
+            suite=flaw.suite, source=labels.source_of(identity, flaw.suite), setting=flaw.setting, method=flaw.method,
+            kind=flaw.kind, run=run, found=flaw.num, expected=0, failed=True, code=flaw.kind, reason=flaw.what,
         )
         for flaw in results.flaws
         if flaw.kind not in allowed
@@ -255,10 +249,10 @@ def _canary_checks(results: Results, run: str) -> Iterator[Check]:
     """Check that the run's witnesses objected to every spoiled copy; without that the run proves nothing."""
     if "canaries" not in results.info:
         return
-    passed = witnesses.silent(results.info)
+    passed, suite = witnesses.silent(results.info), str(results.rows.iloc[0]["suite"])
     yield Check(
-        suite=str(results.rows.iloc[0]["suite"]), method="", kind="witnesses", run=run, found=len(passed), expected=0,
-        failed=bool(passed), code="proves_nothing" if passed else "",
+        suite=suite, source=labels.source_of(results.info["identity"], suite), method="", kind="witnesses", run=run,
+        found=len(passed), expected=0, failed=bool(passed), code="proves_nothing" if passed else "",
         reason=f"the run proves nothing: {', '.join(passed)}" if passed else "",
     )  # fmt: skip
 
