@@ -123,7 +123,7 @@ def verdict(metric_id: str, change: Change) -> str:
     low, high = change.ratio.low, change.ratio.high
     if change.p is None or low is None or high is None:
         return "unknown"
-    if change.p < ALPHA and not low <= 1 <= high and abs(change.ratio.value - 1) >= MIN_EFFECT:
+    if change.p < ALPHA and not change.ratio.contains(1) and abs(change.ratio.value - 1) >= MIN_EFFECT:
         return "better" if (change.ratio.value > 1) == METRICS[metric_id].higher_is_better else "worse"
     return "same" if low >= 1 - EQUAL and high <= 1 + EQUAL else "unclear"
 
@@ -236,23 +236,25 @@ def shared_cells(before: Sequence[Cell], after: Sequence[Cell]) -> list[tuple[Ce
 
 def _adjusted(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Adjust p by Holm over all comparisons: otherwise one in twenty without a change would look like a change."""
-    known = [
-        (number, name)
-        for number, compared in enumerate(comparisons)
-        for name, change in compared.changes.items()
-        if change.p is not None
-    ]
-    ps = stats.holm([comparisons[number].changes[name].p or 0.0 for number, name in known])
-    adjusted = [dict(compared.changes) for compared in comparisons]
-    for (number, name), p in zip(known, ps, strict=True):
-        adjusted[number][name] = replace(adjusted[number][name], p=p)
+    changes = [(number, name) for number, compared in enumerate(comparisons) for name in compared.changes]
+    ps = dict(
+        zip(
+            changes,
+            stats.holm_where_tested([comparisons[number].changes[name].p for number, name in changes]),
+            strict=True,
+        )
+    )
     # Only scored answers can be right or wrong.
-    scored = [number for number, compared in enumerate(comparisons) if compared.num_scored]
-    passed = dict(zip(scored, stats.holm([comparisons[number].p_passed for number in scored]), strict=True))
+    ps_passed = stats.holm_where_tested(
+        [compared.p_passed if compared.num_scored else None for compared in comparisons]
+    )
     return [
-        replace(compared, changes=changes, p_passed=passed.get(number, 1.0))
-        for number, (compared, changes) in enumerate(zip(comparisons, adjusted, strict=True))
-    ]
+        replace(
+            compared, p_passed=1.0 if p_passed is None else p_passed,
+            changes={name: replace(change, p=ps[number, name]) for name, change in compared.changes.items()},
+        )
+        for number, (compared, p_passed) in enumerate(zip(comparisons, ps_passed, strict=True))
+    ]  # fmt: skip
 
 
 def _compare(old: Cell, new: Cell, runs: tuple[str, str] | None = None) -> Comparison | None:
@@ -449,7 +451,7 @@ class Agreement:
 
     suite: str
     settings_id: str
-    """Of the run after."""
+    """The settings of the run after."""
     setting: str
     """What distinguishes the settings from the others of the run after; empty if there is only one."""
     sources: tuple[str, str]

@@ -24,7 +24,7 @@ from dflash_bench.results.run_info import RunIdentity
 QUESTION = ("suite", "slice", "settings_id", "prompt_id", "turn", "repeat")
 """The columns that identify a question, which every method answers once."""
 DECODE, E2E = ("decode_s", "decode_tokens"), ("e2e_s", "num_tokens")
-"""What time per token is computed from: seconds and tokens."""
+"""The columns, seconds and tokens, that time per token is computed from."""
 
 
 class AnswerColumns:
@@ -33,6 +33,7 @@ class AnswerColumns:
     def __init__(self, good: Any) -> None:
         self.frame = good
         self._columns: dict[str, Floats] = {}
+        self._paired: dict[tuple[str, str], Any] = {}
         question = good.groupby(list(QUESTION), observed=True, sort=False).ngroup().to_numpy()
         is_plain = (good["method"] == BASELINE).to_numpy()
         rows_of_plain = np.full(question.max(initial=-1) + 1, -1)
@@ -56,7 +57,10 @@ class AnswerColumns:
 
     def paired(self, cost: tuple[str, str]) -> Any:
         """The mask of answers for which both sides have these seconds and tokens."""
-        return ~np.isnan(sum(side(name) for side in (self.plain, self.__getitem__) for name in cost))
+        if cost not in self._paired:
+            known = sum(side(name) for side in (self.plain, self.__getitem__) for name in cost)
+            self._paired[cost] = ~np.isnan(known)
+        return self._paired[cost]
 
 
 def _plain(name: str, cost: tuple[str, str]) -> Callable[[AnswerColumns], Any]:
@@ -113,7 +117,7 @@ OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
     "draft_prefill_s": lambda rows: rows["draft_prefill_s"],
     "draft_prefills": lambda rows: rows.has("draft_prefill_s"),
 }
-"""What each answer adds to the sums of its prompt; NaN adds 0.
+"""The contribution of each answer to the sums of its prompt; NaN adds 0.
 
 `plain_` and `own_` are the two sides of the `paired` answers, which both the baseline and the method gave.
 """
@@ -315,7 +319,7 @@ For a tree d_i counts all its nodes, and a_i the nodes on the accepted path.
 """
 
 Share = tuple[int, int]
-"""How many, out of how many."""
+"""A count, and the count it is a part of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,7 +404,7 @@ def _counted_by(rows: Any) -> dict[CellKey, tuple[str, ...]]:
 
 
 def _widest(rows: Any) -> dict[CellKey, float]:
-    """By cell the widest block in its rows plus the bonus token; without cells in which an answer hides its rounds."""
+    """Return by cell the widest block plus the bonus token, without cells in which an answer hides its rounds."""
     drafted = without_errors(rows).groupby(KEY, observed=True)["most_drafted"]
     most = drafted.agg(lambda widths: widths.max(skipna=False))
     return {CellKey._make(key): float(num) + 1 for key, num in most.items() if num == num}

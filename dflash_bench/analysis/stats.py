@@ -52,7 +52,11 @@ class Interval:
     low: float | None
     high: float | None
     too_few: int | None = field(default=None, compare=False)
-    """How many prompts there are, where they are too few for an interval."""
+    """The number of prompts, if they are too few for an interval."""
+
+    def contains(self, value: float) -> bool:
+        """Return whether the interval contains the value; False if there is no interval."""
+        return self.low is not None and self.high is not None and self.low <= value <= self.high
 
     @property
     def half_width(self) -> float | None:
@@ -88,7 +92,7 @@ class Statistic:
     """The largest possible value, such as 1 for a share: the interval ends there."""
 
     def __call__(self, sums: Floats) -> Floats:
-        """From column sums [..., columns] to values [...]."""
+        """Return the values [...] of column sums [..., columns]."""
         # Products first: for a method over itself they are equal to the last bit, so the ratio is exactly 1.
         with np.errstate(divide="ignore", invalid="ignore"):
             quotient: Floats = sums[..., list(self.top)].prod(axis=-1) / sums[..., list(self.bottom)].prod(axis=-1)
@@ -264,6 +268,12 @@ def holm(ps: Sequence[float]) -> list[float]:
         worst = max(worst, min(1.0, (len(ps) - rank) * ps[place]))
         adjusted[place] = worst
     return adjusted
+
+
+def holm_where_tested(ps: Sequence[float | None]) -> list[float | None]:
+    """Adjust p-values by Holm; None stands for what was not tested, which does not count and stays None."""
+    tested = iter(holm([p for p in ps if p is not None]))
+    return [None if p is None else next(tested) for p in ps]
 
 
 def outliers(values: Floats) -> NDArray[np.bool_]:

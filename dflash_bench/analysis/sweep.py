@@ -219,10 +219,9 @@ def _over_others(points: Sequence[Point], best: int) -> dict[int, Change]:
     """Divide the best point by each other. Holm's p is over all pairs, since the same answers chose the best point."""
     pairs = {pair: _change(*pair, points) for pair in combinations(range(len(points)), 2)}
     changes = {pair: change for pair, change in pairs.items() if change is not None}
-    known = [pair for pair, change in changes.items() if change.p is not None]
-    ps = dict(zip(known, stats.holm([changes[pair].p or 0.0 for pair in known]), strict=True))
+    ps = dict(zip(changes, stats.holm_where_tested([change.p for change in changes.values()]), strict=True))
     return {
-        sum(pair) - best: Change(_upwards(change.ratio, pair[1] == best), ps.get(pair))
+        sum(pair) - best: Change(_upwards(change.ratio, pair[1] == best), ps[pair])
         for pair, change in changes.items()
         if best in pair
     }
@@ -249,5 +248,4 @@ def _change(before: int, after: int, points: Sequence[Point]) -> Change | None:
 
 
 def _is_apart(change: Change) -> bool:
-    low, high = change.ratio.low, change.ratio.high
-    return low is not None and high is not None and not low <= 1 <= high and change.p is not None and change.p < ALPHA
+    return change.ratio.low is not None and not change.ratio.contains(1) and change.p is not None and change.p < ALPHA

@@ -1,9 +1,9 @@
-"""The public Python API, which the command line uses, too.
+"""The public Python API, which the command line also uses.
 
-What `dflash_bench.__all__` names stays as it is described here within a major version: arguments, attributes, columns
-and units. Everything else in the package may change with any release. Errors that you can do something about are
-`UserError`, in one line that says what is wrong and what to do. Nothing is printed; in a notebook a bar shows how far a
-run is. Names are imported when they are first used.
+What `dflash_bench.__all__` names stays as documented within a major version: arguments, attributes, columns and units.
+Everything else in the package may change with any release. Errors that a user can correct are `UserError`, one line
+with the problem and its remedy. Nothing is printed; a notebook shows the progress of a run. Names are imported when
+they are first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`db.Engine`: one target in this process, which answers one prompt at a time with any method."""
+"""`db.Engine`: a target in this process that answers one prompt at a time with any method."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ if TYPE_CHECKING:
     from dflash_bench.engine.sampling import Sampling
 
 Chat = Sequence[Message | Mapping[str, str]]
-Asked = str | Chat | Sequence[int]
+PromptInput = str | Chat | Sequence[int]
 """A user's message, a chat, or token ids."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What decoding makes of a character whose last bytes are still to come."""
+"""The decoded form of a character whose last bytes are still missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyRound:
-    """One round: the target verified what was drafted. Times are in seconds, and None until the reply has ended."""
+    """One round of drafting and verification. Times are in seconds, and None until the reply has ended."""
 
     drafted: tuple[int, ...]
-    """The ids of the drafted tokens; of a tree those of all its nodes. Empty in plain decoding."""
+    """The ids of the draft tokens, for a tree those of all its nodes. Empty in plain decoding."""
     accepted: int
-    """How many of them were kept."""
+    """The number of draft tokens that were accepted."""
     token_ids: tuple[int, ...]
-    """What the round added: accepted + 1 tokens, fewer where a stop or the limit cut it."""
+    """The tokens that the round added: accepted + 1, fewer where a stop token or the limit cut it."""
     parents: tuple[int, ...] | None = None
-    """Of a tree, for each drafted token the place of the one that it follows, -1 for the last token before; else None.
-    """
+    """For a tree, the index of each draft token's parent, -1 for the last token before the round; else None."""
     draft_s: float | None = None
     verify_s: float | None = None
     seconds: float | None = None
@@ -47,16 +46,16 @@ class ReplyRound:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole answer. Its first token comes from reading the prompt; all others from `rounds`."""
+    """A complete answer. Its first token comes from prefill, all others from `rounds`."""
 
     text: str
     """Without special tokens; empty for a target without a tokenizer."""
     token_ids: tuple[int, ...]
-    """[T], a stop token at the end included."""
+    """The token ids [T], including a stop token at the end."""
     rounds: tuple[ReplyRound, ...]
     method: str
     finish_reason: FinishReason
-    """stop or length."""
+    """"stop" or "length"."""
     num_prompt_tokens: int
     prefill_s: float
     """Seconds until the first token."""
@@ -65,13 +64,13 @@ class Reply:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens a round: the mean of accepted + 1 over rounds, al.pooled of this answer; None without a round."""
-        return sum(one.accepted + 1 for one in self.rounds) / len(self.rounds) if self.rounds else None
+        """The mean of accepted + 1 over rounds, al.pooled of this answer; None without a round."""
+        return sum(step.accepted + 1 for step in self.rounds) / len(self.rounds) if self.rounds else None
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one round gave, as soon as it was there; `round` is None for the first token, which no round gave."""
+    """The text and tokens of one round, as soon as it ends; `round` is None for the first token, from prefill."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -79,9 +78,9 @@ class Piece:
 
 
 class ReplyStream(Iterator[Piece]):
-    """The pieces of an answer, one a round; joined, their texts are the reply's, but for what ends in mid-character.
+    """The pieces of an answer, one per round; joined, their texts are the reply's but for an incomplete last character.
 
-    Read to its end, it has the `reply`. One that is not read on ends when its engine begins another answer.
+    Once read to its end it has the `reply`. It ends early when its engine begins another answer.
     """
 
     def __init__(self, pieces: Iterator[Piece | Reply]) -> None:
@@ -100,23 +99,23 @@ class ReplyStream(Iterator[Piece]):
 
     @property
     def reply(self) -> Reply:
-        """Raises UserError before the stream was read to its end."""
+        """The complete answer. Raises UserError before the stream was read to its end."""
         if self._reply is None:
             raise UserError("this answer has not ended: read the stream to its end, before the engine begins another")
         return self._reply
 
     def close(self) -> None:
-        """Ends it here."""
+        """End the answer here."""
         self._pieces.close()  # type: ignore[attr-defined]
 
 
 class Engine(AbstractContextManager["Engine"]):
-    """A target and its drafts in this process, for one prompt at a time; a draft is loaded when it is first used.
+    """A target and its drafts in this process, for one prompt at a time. A draft is loaded when it is first used.
 
         with db.Engine("nano") as engine:
             print(engine.generate("2+2?", method="dflash").text)
 
-    Nothing is judged: whether answers are the model's own is what `db.run` finds out.
+    Answers are not judged; use `db.run` to find out whether they are the model's own.
     """
 
     def __init__(
@@ -133,14 +132,16 @@ class Engine(AbstractContextManager["Engine"]):
         quantize: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        """`model` is a name that `dflash-bench models` lists, or a folder with target/ and drafts (default: nano).
+        """Load a target.
 
-        In its place, or in the place of its parts, `target` is a folder or hub id, and `drafts` maps dflash, eagle3,
-        ... to folders or hub ids. The rest is as for `dflash-bench run`: device cpu or cuda (a GPU if there is one,
-        but for nano), dtype float32 (the CPU's default), bfloat16 (a GPU's), float16 or auto, `threads` of torch in
-        this process (default 1). A target without tokenizer files takes token ids alone.
+        `model` is a name that `dflash-bench models` lists, or a folder with target/ and drafts (default: nano).
+        `target` (a folder or hub id) and `drafts` (method to folder or hub id) replace it, or parts of it. The other
+        options are those of `dflash-bench run`: `device` cpu or cuda (default: a GPU if there is one, but the CPU for
+        nano), `dtype` float32 (default on a CPU), bfloat16 (default on a GPU), float16 or auto, `threads` of torch in
+        this process (default 1). A target without tokenizer files accepts only token ids.
 
-        Raises UserError for what is missing, damaged, does not fit together or into memory, or has no effect.
+        Raises UserError for files that are missing, damaged, do not fit together or into memory, and for options
+        without effect.
         """
         from dflash_bench.core.option import check_options
         from dflash_bench.models import presets
@@ -182,47 +183,47 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def tokenizer(self) -> Any:
-        """The target's own, of transformers; None where there is none."""
+        """The target's tokenizer, from transformers; None if it has none."""
         return self._models.tokenizer
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The ids that end an answer if none are given."""
+        """The token ids that end an answer by default."""
         return self._stop_ids
 
-    def encode(self, prompt: Asked, thinking: bool = False) -> list[int]:
-        """The token ids [P] that a prompt comes to: text is a user's message, and chats are rendered by the template.
+    def encode(self, prompt: PromptInput, thinking: bool = False) -> list[int]:
+        """Return the token ids [P] of a prompt: text is a user's message, and the chat template renders messages.
 
         Messages have a role (system, user or assistant) and content. `thinking` is for templates with such a switch.
-        Raises UserError for text where there is no tokenizer, and for an empty prompt or an id that is no token.
+        Raises UserError for text without a tokenizer, for an empty prompt and for an id that is no token.
         """
         from dflash_bench.models import chat
 
         self._require_open()
-        if not isinstance(prompt, str) and all(not isinstance(one, Message | Mapping) for one in prompt):
-            return _checked(prompt, self._target.vocab_size)
+        if not isinstance(prompt, str) and all(not isinstance(item, Message | Mapping) for item in prompt):
+            return _token_ids(prompt, self._target.vocab_size)
         if self.tokenizer is None:
             raise UserError(f"{self.preset.target} has no tokenizer, so it takes token ids alone, not text")
-        messages = [Message("user", prompt)] if isinstance(prompt, str) else [_message(one) for one in prompt]
+        messages = [Message("user", prompt)] if isinstance(prompt, str) else [_message(item) for item in prompt]
         return chat.encode(self.tokenizer, messages, thinking)
 
     @overload
     def generate(
-        self, prompt: Asked, method: str = ..., *, max_new_tokens: int | None = ...,
+        self, prompt: PromptInput, method: str = ..., *, max_new_tokens: int | None = ...,
         stop_ids: Iterable[int] | None = ..., temperature: float = ..., seed: int = ..., thinking: bool = ...,
         stream: Literal[False] = ...,
     ) -> Reply: ...  # fmt: skip
 
     @overload
     def generate(
-        self, prompt: Asked, method: str = ..., *, max_new_tokens: int | None = ...,
+        self, prompt: PromptInput, method: str = ..., *, max_new_tokens: int | None = ...,
         stop_ids: Iterable[int] | None = ..., temperature: float = ..., seed: int = ..., thinking: bool = ...,
         stream: Literal[True],
     ) -> ReplyStream: ...  # fmt: skip
 
     def generate(
         self,
-        prompt: Asked,
+        prompt: PromptInput,
         method: str = "ar",
         *,
         max_new_tokens: int | None = None,
@@ -232,15 +233,16 @@ class Engine(AbstractContextManager["Engine"]):
         thinking: bool = False,
         stream: bool = False,
     ) -> Reply | ReplyStream:
-        """Answers a prompt: text, messages, or token ids, as `encode` takes them.
+        """Answer a prompt: text, messages, or token ids, as `encode` takes them.
 
         `method` is written as for `dflash-bench run`, such as dflash:8; ar is plain decoding. The answer ends after one
         of `stop_ids` (default: the model's), after `max_new_tokens` (default: the model's in the table of models, or
-        2048), or where the context is full. At `temperature` 0 the likeliest token is taken; above it tokens are drawn
-        with random numbers that belong to `seed`, prompt and place, so that every lossless method draws the same.
+        2048), or where the context is full. At `temperature` 0 the likeliest token is taken; above it tokens are
+        sampled with random numbers that depend on `seed`, prompt and position, so that every lossless method gives the
+        same answer.
 
-        Returns a `Reply`, or with `stream` a `ReplyStream`. Raises UserError for an unknown method, one whose draft is
-        not there, a prompt that leaves no room, values out of range, and NaN or infinite logits.
+        Returns a `Reply`, or with `stream` a `ReplyStream`. Raises UserError for an unknown method, a missing draft, a
+        prompt that leaves no room, values out of range, and NaN or infinite logits.
         """
         from dflash_bench.engine.backend import seed_of
         from dflash_bench.engine.rows import Limits
@@ -267,7 +269,7 @@ class Engine(AbstractContextManager["Engine"]):
         return answer.reply
 
     def close(self) -> None:
-        """Forgets the weights; also at the end of `with`. The engine answers nothing more."""
+        """Free the weights, as the end of `with` does. The engine cannot answer any more."""
         if self._open is not None:
             self._open.close()  # type: ignore[attr-defined]
         self._drafters.clear()
@@ -304,21 +306,21 @@ class Engine(AbstractContextManager["Engine"]):
     def _pieces(
         self, method: Method, drafter: Drafter, prompt: list[int], limits: Limits, sampling: Sampling
     ) -> Iterator[Piece | Reply]:
-        """Round by round, and then the whole."""
+        """Yield the pieces round by round, and then the reply."""
         import torch
 
         from dflash_bench.engine.backend import RequestTrace
         from dflash_bench.engine.drafter import Foresees
         from dflash_bench.engine.loop import decode
 
-        decoded, told = RequestTrace(prompt), 0
+        decoded, shown = RequestTrace(prompt), 0
         if isinstance(drafter, Foresees):
             drafter.foresee([prompt], limits, sampling, None)
         try:
             for step in decode(self._target, drafter, [prompt], limits, sampling, self._clock):
                 decoded.add(0, step)
                 text = self._text(decoded.tokens).rstrip(UNFINISHED)
-                new, told = text[told:], max(told, len(text))
+                new, shown = text[shown:], max(shown, len(text))
                 first = len(decoded.rounds) == 1
                 yield Piece(new, tuple(step.emitted[0] or ()), None if first else _round(step))
         except torch.cuda.OutOfMemoryError as error:
@@ -336,7 +338,7 @@ def _wanted(request: Any) -> Any:
     return wanted_of(request)
 
 
-def _checked(prompt: Any, vocab_size: int) -> list[int]:
+def _token_ids(prompt: Any, vocab_size: int) -> list[int]:
     ids = list(map(int, prompt))
     if not ids:
         raise UserError("an empty prompt: give text, messages or at least one token id")
@@ -346,12 +348,12 @@ def _checked(prompt: Any, vocab_size: int) -> list[int]:
     return ids
 
 
-def _message(said: Message | Mapping[str, str] | int) -> Message:
-    if isinstance(said, Message):
-        return said
-    if isinstance(said, Mapping) and said.keys() >= {"role", "content"}:
-        return Message(said["role"], said["content"])
-    raise UserError(f"a message has role and content, as {{'role': 'user', 'content': '2+2?'}}; not {said!r}")
+def _message(message: Message | Mapping[str, str] | int) -> Message:
+    if isinstance(message, Message):
+        return message
+    if isinstance(message, Mapping) and message.keys() >= {"role", "content"}:
+        return Message(message["role"], message["content"])
+    raise UserError(f"a message has role and content, as {{'role': 'user', 'content': '2+2?'}}; not {message!r}")
 
 
 def _round(step: Round, **seconds: float) -> ReplyRound:
@@ -359,15 +361,15 @@ def _round(step: Round, **seconds: float) -> ReplyRound:
     return ReplyRound(tuple(step.drafted_ids[0]), step.accepted[0], tuple(step.emitted[0] or ()), parents, **seconds)
 
 
-def _reply(method: Method, said: Generation, steps: Sequence[tuple[int, Round]]) -> Reply:
-    assert said.draft_s is not None and said.verify_s is not None and said.round_s is not None
+def _reply(method: Method, generation: Generation, steps: Sequence[tuple[int, Round]]) -> Reply:
+    assert generation.draft_s is not None and generation.verify_s is not None and generation.round_s is not None
     rounds = (
         _round(step, draft_s=draft_s, verify_s=verify_s, seconds=round_s)
         for (_, step), draft_s, verify_s, round_s in zip(
-            steps[1:], said.draft_s, said.verify_s, said.round_s, strict=True
+            steps[1:], generation.draft_s, generation.verify_s, generation.round_s, strict=True
         )
     )
     return Reply(
-        said.text, said.token_ids, tuple(rounds), method.label, said.finish_reason, said.num_prompt_tokens,
-        said.prefill_s, said.decode_s,
+        generation.text, generation.token_ids, tuple(rounds), method.label, generation.finish_reason,
+        generation.num_prompt_tokens, generation.prefill_s, generation.decode_s,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Runs held against each other and against a baseline. Loads neither torch nor transformers."""
+"""`db.compare` and `db.check`: runs against each other and against a baseline. Loads neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -17,26 +17,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compared:
-    """What changed between runs, on the prompts that they have in common. `str` is the text of `dflash-bench compare`.
-
-    `notes` must be known to whoever reads the figures, and `data` is all of it as JSON holds it.
-    """
+    """Changes between runs on shared prompts. `str` is the text of `dflash-bench compare`, `data` its JSON."""
 
     text: str
     data: dict[str, Any]
 
     @property
     def notes(self) -> list[str]:
-        """What must be known to whoever reads the figures, a sentence each."""
+        """Caveats for whoever reads the numbers, one sentence each."""
         return list(self.data["notes"])
 
     @cached_property
     def table(self) -> Any:
-        """A tidy pandas DataFrame with a row a figure that changed: "after" divided by "before".
+        """A tidy pandas DataFrame with a row per metric that was compared, as the ratio after / before.
 
-        Columns: suite, method (between runs), settings, before, after (runs, or methods of the one run), metric, value
-        (a ratio: 1 is no change), low, high (95 % interval, or NaN), p (adjusted for their number, or NaN), n (prompts
-        that both answered).
+        Columns: suite, method (None if methods are compared), settings, before, after (runs, or methods of the one
+        run), metric, value (a ratio: 1 is no change), low, high (95 % interval, or NaN), p (adjusted for their number,
+        or NaN), n (prompts that both answered).
         """
         import pandas as pd
 
@@ -59,11 +56,11 @@ class Compared:
 
 
 def compare(*runs: Run | str | Path, by: str = "suite", allow: Sequence[str] = ()) -> Compared:
-    """Sets runs side by side: the first is "before", each other one "after"; of a single run, its methods.
+    """Compare the first run with each other one, or the methods of a single run.
 
-    Runs are `Run`s or folders. `by` splits figures by suite, category, turn, prompt-length, output-position or part.
-    Raises UserError for runs that differ in what decides figures (model, settings, machine, ...) unless `allow` names
-    it, as for `dflash-bench compare --allow`.
+    Runs are `Run`s or folders. `by` splits metrics by suite, category, turn, prompt-length, output-position or part.
+    Raises UserError for runs that differ in model, settings, machine or other things that metrics depend on, unless
+    `allow` names the difference, as `dflash-bench compare --allow` does.
     """
     return comparison(runs, by=by, allow=allow)
 
@@ -76,40 +73,40 @@ def comparison(
     compat: str | None = None,
     allow: Sequence[str] = (),
 ) -> Compared:
-    """The same, with what only the command line has: published figures, and the official harness's formulas."""
+    """Compare as `compare`; only the command line has `against` (published figures) and `compat` (other formulas)."""
     from dflash_bench.report.compare import compared
 
-    found = compared([folder_of(one) for one in runs], by=by, against=against, compat=compat, allow=tuple(allow))
+    found = compared([folder_of(run) for run in runs], by=by, against=against, compat=compat, allow=tuple(allow))
     return Compared(found.text, found.json)
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What `check` found. `str` is the text of `dflash-bench check`."""
+    """Result of `check`. `str` is the text of `dflash-bench check`."""
 
     found: GateResult
     """For the command line; not part of what is promised."""
 
     @property
     def passed(self) -> bool:
-        """Did nothing fall short?"""
+        """Whether nothing fell short."""
         return not self.failures
 
     @property
     def failures(self) -> list[Check]:
-        """What fell short: `suite`, `method`, `kind`, `found`, `expected`, `p` and `reason` of each."""
+        """The failed checks, each with `suite`, `method`, `kind`, `found`, `expected`, `p` and `reason`."""
         return self.found.outcome.failures
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was allowed, could not be tried, or limits what was judged, a sentence each."""
+        """What was allowed, could not be tried, or limits the result, one sentence each."""
         return self.found.outcome.notes
 
     @cached_property
     def table(self) -> Any:
-        """A pandas DataFrame with a row for each thing that was judged.
+        """A pandas DataFrame with a row per check.
 
-        Columns: suite, method, setting, kind (the id of a figure, or of a flaw), run, found, expected, tolerance (a
+        Columns: suite, method, setting, kind (the id of a metric, or of a flaw), run, found, expected, tolerance (a
         share of expected), p (NaN where nothing is random), failed, reason.
         """
         import pandas as pd
@@ -136,12 +133,11 @@ def check(
     allow: Sequence[str] = (),
     rescore: bool | None = None,
 ) -> CheckResult:
-    """Do runs fall short of a baseline, or of what every run must reach?
+    """Check whether runs fall short of a baseline, or of what every run must reach.
 
-    `baseline` is a file of `dflash-bench baseline`; without one only what every run must reach is judged. `limits` is a
+    `baseline` is a file of `dflash-bench baseline`; without one only the checks of every run are made. `limits` is a
     TOML file of limits, `rescore` as `--rescore` and `--no-rescore`. Raises UserError for a run that cannot be read, a
-    baseline of other prompts, and where nothing can be judged. A run that falls short raises nothing: `passed` is
-    False.
+    baseline of other prompts, and if nothing can be judged. A run that falls short raises nothing: `passed` is False.
     """
     from dflash_bench.analysis.gate.checks import check_runs
     from dflash_bench.diagnose.reread import reread
@@ -150,7 +146,7 @@ def check(
     if not several:
         raise UserError("nothing to check: give at least one run")
     before, least = (None if path is None else Path(path) for path in (baseline, limits))
-    folders = [folder_of(one) for one in several]
+    folders = [folder_of(run) for run in several]
     return CheckResult(check_runs(folders, before, least, tuple(allow), lambda results: reread(results, rescore)))
 
 

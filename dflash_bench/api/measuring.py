@@ -1,4 +1,4 @@
-"""`db.run`: measures methods against plain decoding, and returns the run."""
+"""`db.run`: measures methods against plain decoding, with a progress bar in a notebook, and returns the run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from dflash_bench.api.reading import Run
@@ -16,20 +17,20 @@ if TYPE_CHECKING:
     from dflash_bench.runner.config import RunRequest
 
 Words = str | Sequence[str]
-"""One, or several."""
+"""One value, or several."""
 Numbers = float | Sequence[float]
 Counts = int | Sequence[int]
 ALIASES = {
     "suite": "suites", "method": "methods", "draft": "drafts", "server": "servers",
 }  # fmt: skip
-"""Options in the singular, as on the command line, and the field that holds them."""
+"""The singular names of options, as on the command line, and the fields that hold them."""
 
 
 class Options(TypedDict, total=False):
-    """The options of `dflash-bench run`, by the names of its flags; `dflash-bench run --help` says what each does.
+    """The options of `dflash-bench run` by the names of its flags, which `dflash-bench run --help` describes.
 
-    Where a flag may be repeated or takes several values, one value or a sequence will do; drafts and servers are
-    mappings of a method to a place, and `over` one of a name to its values.
+    Flags that may be repeated or have several values take one value or a sequence; drafts and servers map a method to a
+    place, and `over` a name to its values.
     """
 
     prompts: str | Path
@@ -93,24 +94,24 @@ def run(
     tell: Callable[[str], object] | None = None,
     **options: Unpack[Options],
 ) -> Run:
-    """Measures `methods` and plain decoding on the prompts of `suite`, stores every answer, and returns the `Run`.
+    """Measure `methods` and plain decoding on the prompts of `suite`, store every answer, and return the `Run`.
 
     `suite`: a suite, a group or several, as `dflash-bench suites` lists them. `methods`: as `dflash-bench methods`
     writes them, such as "dflash:8" (default: dflash). `model`: a name that `dflash-bench models` lists, or a folder
-    (default: nano, the model that is included). `limit`: prompts of each suite at most. `out`: the folder to write,
-    which must not exist (default: results/runs/TIME-MODEL); with `resume` the run to continue. `tell` gets notes, which
-    are also in `Run.notes`. `options` are those of `Options`. In place of all but `out`, `resume` and `tell`, `config`
-    takes a whole request.
+    (default: nano, the included model). `limit`: at most this many prompts per suite. `out`: the folder to write, which
+    must not exist (default: results/runs/TIME-MODEL); with `resume` the run to continue. `tell` receives notes, which
+    are also in `Run.notes`. `options` are those of `Options`. `config` is a whole request, in place of everything
+    except `out`, `resume` and `tell`.
 
     Raises UserError for options that contradict each other or have no effect, for models and prompts that cannot be
-    had, and if no answer succeeded. A run with wrong answers raises nothing; see `Run.findings`. Interrupted, it has
-    stored what was finished, and `resume=True` goes on.
+    loaded, and if no answer succeeded. A run with wrong answers raises nothing; see `Run.findings`. An interrupted run
+    has stored the finished answers; `resume=True` continues it.
     """
     given = {"suite": suite, "methods": methods, "model": model, "limit": limit, **options}
     chosen = {name: value for name, value in given.items() if value not in (None, ())}
     if config is not None and chosen:
         raise UserError(f"{next(iter(chosen))}= has no effect beside config, which holds all options")
-    asked = config or request_of(**chosen)
+    request = config or request_of(**chosen)
     notes: list[str] = []
 
     def note(text: str) -> None:
@@ -118,7 +119,7 @@ def run(
         if tell is not None:
             tell(text)
 
-    folder = measure(asked, None if out is None else Path(out), resume, note, words=_words(asked, chosen))
+    folder = measure(request, None if out is None else Path(out), resume, note, words=_call(request, chosen))
     return Run(folder, notes=notes)
 
 
@@ -129,24 +130,24 @@ def measure(
     tell: Callable[[str], object],
     **shown: Any,
 ) -> Path:
-    """Runs or continues a request, as both `db.run` and the command do, and returns its folder.
+    """Run or continue a request, as both `db.run` and the command do, and return its folder.
 
-    `shown` goes to `session.perform`; without it nothing but a notebook's bar shows how far it is.
+    `shown` goes to `session.perform`; without it only a notebook shows progress.
     """
-    from dflash_bench.api.progress import shown as progress
+    from dflash_bench.api.progress import progress_display
     from dflash_bench.runner import session
 
     if resume and out is None:
         raise UserError("--resume needs --out FOLDER, the run to continue")
-    # What tqdm says where a notebook has no widgets; none of its bars is shown.
+    # tqdm warns of missing widgets in a notebook, although none of its bars is shown.
     warnings.filterwarnings("ignore", message="IProgress not found")
     folder = out or default_folder(request)
-    session.perform(request, folder, resume, tell, **{"progress": progress(), **shown})
+    session.perform(request, folder, resume, tell, **{"progress": progress_display(), **shown})
     return folder
 
 
 def default_folder(request: RunRequest) -> Path:
-    """Of a run that was not told where to go: results/runs/TIME-MODEL below the current folder."""
+    """Return the folder of a run without `out`: results/runs/TIME-MODEL below the current folder."""
     from dflash_bench.models import presets
 
     name = presets.name(request.name).rpartition("/")[2]
@@ -154,22 +155,32 @@ def default_folder(request: RunRequest) -> Path:
 
 
 def request_of(**options: Any) -> RunRequest:
-    """The request that options by their names come to. Raises UserError for an unknown name."""
+    """Return the request of these options. Raises UserError for an unknown name."""
     from dflash_bench.runner.config import RunRequest
 
-    kinds = {field.name: str(field.type) for field in fields(RunRequest)}
-    chosen: dict[str, Any] = {"suites": (), "methods": ()}
+    return RunRequest(**{"suites": (), "methods": ()} | typed_options(RunRequest, options, "option", ALIASES))
+
+
+def typed_options(
+    request: type[Any], options: Mapping[str, Any], kind: str, aliases: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the options that are not None by the fields of a request, in the types of these.
+
+    Raises UserError, which calls them a `kind`, for a name that is no field.
+    """
+    types = {field.name: str(field.type) for field in fields(request)}
+    chosen = {}
     for name, value in options.items():
-        field = ALIASES.get(name, name)
-        if field not in kinds:
-            raise unknown("option", name, [*kinds, *ALIASES])
+        field = aliases.get(name, name)
+        if field not in types:
+            raise unknown(kind, name, [*types, *aliases])
         if value is not None:
-            chosen[field] = _value(field, kinds[field], value)
-    return RunRequest(**chosen)
+            chosen[field] = _value(field, types[field], value)
+    return chosen
 
 
 def _value(field: str, kind: str, value: Any) -> Any:
-    """As the request holds it."""
+    """Return the value in the type of its field."""
     if field == "launch_args":
         from dflash_bench.core.secrets import arguments
 
@@ -193,21 +204,21 @@ def _text(value: Any) -> Any:
 
 
 def _listed(values: Any) -> str:
-    """Values of a sweep with commas between them; a place as it is."""
+    """Join the values of a sweep by commas; leave a place as it is."""
     if isinstance(values, str | Path) or not isinstance(values, Iterable):
         return str(values)
     return ",".join(map(str, values))
 
 
-def _words(request: RunRequest, options: Mapping[str, Any]) -> str:
-    """The call, to be stored in run.json; a key is named by its variable, so that none stands in it."""
+def _call(request: RunRequest, options: Mapping[str, Any]) -> str:
+    """Return the call as text for run.json; it contains the name of a key's variable, never the key."""
     given = {name: getattr(request, ALIASES.get(name, name)) for name in options}
     shown = (f"{name}={str(value) if name == 'launch_args' else _plain(value)!r}" for name, value in given.items())
     return f"db.run({', '.join(shown) or 'config'})"
 
 
 def _plain(value: Any) -> Any:
-    """One value for a tuple of it, and text for a path."""
+    """Turn a path into text, a tuple into a list, and a tuple of one value into the value."""
     if isinstance(value, tuple):
         return _plain(value[0]) if len(value) == 1 else list(map(_plain, value))
     return str(value) if isinstance(value, Path) else value

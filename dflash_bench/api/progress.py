@@ -1,4 +1,4 @@
-"""How far a run is, shown in a notebook; elsewhere nothing is."""
+"""Progress of a run: a bar in a notebook, and nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from dflash_bench.runner.session import Progress
 
 
-def shown() -> Callable[..., Progress]:
-    """What a run is to tell of its answers: a bar in a notebook, else nobody."""
+def progress_display() -> Callable[..., Progress]:
+    """Return the display of a run's progress: a bar in a notebook, else a silent one."""
     return InNotebook if in_notebook() else Silent
 
 
 def in_notebook() -> bool:
-    """Does a kernel run this, which can show HTML? A notebook has imported IPython; nothing is imported for this."""
+    """Return whether a kernel that shows HTML runs this, without importing IPython: a notebook has imported it."""
     python = sys.modules.get("IPython")
     shell = python.get_ipython() if python is not None else None
     return shell is not None and getattr(shell, "kernel", None) is not None
@@ -34,7 +34,7 @@ class Silent(Progress):
 
 
 class InNotebook(Silent):
-    """One line of HTML below the cell, replaced at most twice a second: drawing must not slow what is measured."""
+    """A line of HTML below the cell, updated at most twice a second so that drawing does not slow the measurement."""
 
     EVERY_S = 0.5
 

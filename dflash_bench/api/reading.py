@@ -1,4 +1,4 @@
-"""A finished run as Python has it: tables of answers, rounds and figures, findings, plots and pages.
+"""`db.load`: a finished run with tables of answers, rounds and metrics, findings, plots and pages.
 
 Loads neither torch nor transformers.
 """
@@ -35,14 +35,14 @@ _LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "round_s")
 
 
 class Run:
-    """A finished run. `db.run` and `db.load` make one.
+    """A finished run, as `db.run` and `db.load` return it.
 
-    `folder` is where it is stored, and `notes` what was said while it was measured (empty when it was loaded).
-    `print(run)` shows the table of `dflash-bench report`; a notebook shows it as HTML.
+    It is stored in `folder`; `notes` are the messages of its measurement (empty if it was loaded). `print(run)` shows
+    the table of `dflash-bench report`; a notebook shows it as HTML.
     """
 
     def __init__(self, folder: str | Path, allow: Sequence[str] = (), notes: Sequence[str] = ()) -> None:
-        """Reads it. Raises UserError as `load` does."""
+        """Read the run. Raises UserError as `load` does."""
         from dflash_bench.report import read_document
 
         self.folder = Path(folder)
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def methods(self) -> list[str]:
-        """The labels of the drafting methods, in the order of the run; plain decoding, `ar`, is none of them."""
+        """The labels of the drafting methods, in the order of the run, without the baseline `ar`."""
         return self.document.methods
 
     @property
@@ -75,15 +75,15 @@ class Run:
 
     @cached_property
     def answers(self) -> Any:
-        """A pandas DataFrame with a row an answer, in the order in which they were measured.
+        """A pandas DataFrame with a row per answer, in the order in which they were measured.
 
         Columns: suite, prompt_id, category, turn (from 0), repeat (from 0), method, settings (in words), order, text,
-        token_ids (an array [T]; empty where a server names none), finish_reason (stop, length or error), error (why it
-        failed, else None), answer (what the scorer read), passed (True, False, or None: not scored), exactness
-        (against the plain answer: exact, near_tie, mismatch or differs), audit (against the published model),
+        token_ids (an array [T]; empty if a server reports none), finish_reason (stop, length or error), error (why it
+        failed, else None), answer (as the scorer extracted it), passed (True, False, or None if it was not scored),
+        exactness (against the baseline: exact, near_tie, mismatch or differs), audit (against the published model),
         num_prompt_tokens, prefill_s, decode_s, draft_prefill_s (seconds), peak_memory_bytes, prompt_hash.
 
-        Failed answers are in it; no figure counts them.
+        It includes failed answers, which no metric counts.
         """
         import pandas as pd
 
@@ -95,13 +95,13 @@ class Run:
 
     @cached_property
     def rounds(self) -> Any:
-        """A pandas DataFrame with a row a round, the rounds of an answer in their order; of failed answers, none.
+        """A pandas DataFrame with a row per round, in order within each answer, without those of failed answers.
 
         Columns: suite, prompt_id, turn, repeat, method, settings (as in `answers`), round (from 0), position (tokens of
-        the answer before this round; the first token comes from prefill), drafted (how many tokens were drafted; of a
-        tree all its nodes), drafted_ids (an array of them, or None where they were not stored), accepted (how many of
-        them were kept), emitted (tokens that the round added), draft_s, verify_s, round_s (seconds). Empty for servers,
-        which hide their rounds.
+        the answer before this round; the first token comes from prefill), drafted (number of draft tokens, for a tree
+        all its nodes), drafted_ids (an array of them, or None if they were not stored), accepted (number of draft
+        tokens accepted), emitted (tokens that the round added), draft_s, verify_s, round_s (seconds). Empty for
+        servers, which hide their rounds.
         """
         import pandas as pd
 
@@ -113,38 +113,29 @@ class Run:
         return pd.concat(shown, ignore_index=True)[list(OF_ROUNDS)]
 
     def metrics(self) -> Any:
-        """All figures, as a tidy pandas DataFrame with a row a figure.
+        """Return all metrics as a tidy pandas DataFrame with a row per value.
 
-        Columns: suite, method, settings (in words), metric (an id such as al.pooled or speedup.decode, whose formula
-        is `dflash_bench.analysis.metrics.FORMULAS`), value, low, high (the 95 % interval over prompts, NaN for fewer
-        prompts than can show one), n (prompts). Seconds per token are in milliseconds where the id ends in _ms. A
-        figure that cannot be computed has no row.
+        Columns: suite, method, settings (in words), metric (an id such as al.pooled or speedup.decode, a key of
+        `dflash_bench.analysis.metrics.METRICS`, which has its formula and unit), value, low, high (the 95 % interval
+        over prompts, NaN if there are too few prompts for one), n (prompts). Ids that end in _ms are in milliseconds. A
+        metric that cannot be computed has no row.
         """
         import pandas as pd
 
         rows = [
-            (
-                cell.suite,
-                cell.method,
-                self._in_words[cell.settings],
-                name,
-                one.value,
-                one.low,
-                one.high,
-                cell.num_prompts,
-            )
-            for cell in self.document.cells
-            for name, one in cell.figures.items()
+            (cell.suite, cell.method, self._in_words[cell.settings], name, value.value, value.low, value.high, n)
+            for cell, n in ((cell, cell.num_prompts) for cell in self.document.cells)
+            for name, value in cell.figures.items()
         ]
         table = pd.DataFrame(rows, columns=["suite", "method", "settings", "metric", "value", "low", "high", "n"])
         return table.astype({"value": float, "low": float, "high": float})
 
     def speedup(self, method: str, suite: str | None = None, settings: str | None = None) -> Interval:
-        """How many times as fast as plain decoding: `value`, and `low` and `high` of the 95 % interval (or None).
+        """Return the speed-up over plain decoding: `value`, and `low` and `high` of the 95 % interval (or None).
 
-        The geometric mean over suites of speedup.decode (seconds per token of plain decoding over the method's), or of
-        one `suite`. In a run of several settings, `settings` says which, in the words of `metrics()`. Raises UserError
-        for a method, suite or settings that the run does not have, and where there is no plain answer to compare with.
+        It is speedup.decode (seconds per token of plain decoding over the method's), as the geometric mean over suites,
+        or of one `suite`. In a run of several settings, `settings` selects one, in the words of `metrics()`. Raises
+        UserError for a method, suite or settings that the run does not have, and if it has no baseline answers.
         """
         from dflash_bench.report.document import over_all
 
@@ -155,19 +146,19 @@ class Run:
         else:
             found = _of_suite(cells, suite).figures.get("speedup.decode")
         if found is None:
-            raise UserError(f"{self.folder} has no speed-up of {method}: it holds no plain answers to compare with")
+            raise UserError(f"{self.folder} has no speed-up of {method}: it holds no answers of plain decoding")
         return found
 
     @property
     def findings(self) -> Sequence[Finding]:
-        """What is wrong or weak about the figures, the worst first: `kind`, `text`, `remedy` and `places` of each."""
+        """Faults and weaknesses of the run, the worst first, each with `kind`, `text`, `remedy` and `places`."""
         return self.document.findings
 
     def plot(self, name: str = "speedup", ax: Any = None) -> Any:
-        """A matplotlib Figure of one of the plots: speedup, acceptance, positions, output, rounds, prompts, ...
+        """Return a matplotlib Figure of one of the plots: speedup, acceptance, positions, output, rounds, prompts, ...
 
-        With `ax`, axes of a grid (`plt.subplots`), it is drawn in their place, and a SubFigure is returned. Raises
-        UserError for an unknown plot, for one that this run's rows do not hold, and for axes outside of a grid.
+        With `ax`, axes of a grid (`plt.subplots`), it is drawn in their place and a SubFigure is returned. Raises
+        UserError for an unknown plot, one that this run has no rows for, and axes outside of a grid.
         """
         from dflash_bench.report import plots
 
@@ -176,15 +167,15 @@ class Run:
         except plots.NothingToPlotError as error:
             raise UserError(f"{self.folder} has nothing to plot as '{name}': {error}") from error
         if ax is None:
-            # Without pyplot, which keeps every figure, a notebook would only show its name.
+            # A figure made without pyplot, which would keep it for ever, has no picture for a notebook.
             figure._repr_png_ = lambda: plots.style.with_style(plots.style.encoded, figure, "png")
         return figure
 
     def report(self, path: str | Path, answers: int | None = None, tokenizer: str | Path | None = None) -> Path:
-        """Writes an HTML page with tables, plots and answers, all in one file, and returns its path.
+        """Write an HTML page with tables, plots and answers, all in one file, and return its path.
 
-        It holds at most `answers` answers (default 300). `tokenizer` is the target's tokenizer.json or its folder, to
-        colour tokens; by default it is found where it can be. Raises UserError where the file cannot be written.
+        It shows at most `answers` answers (default 300). `tokenizer` is the target's tokenizer.json or its folder, to
+        colour tokens (default: where the run found it). Raises UserError if the file cannot be written.
         """
         from dflash_bench.report import MOST_ANSWERS, write_page
 
@@ -209,7 +200,7 @@ class Run:
         return lines[0] if settings is None else lines[words.index(settings)]
 
     def _batches(self, columns: tuple[str, ...]) -> Iterator[tuple[Any, list[str]]]:
-        """Arrow batches of the rows that the tables show, too, and the settings of each row in words."""
+        """Yield Arrow batches of the rows that the tables show, with the settings of each row in words."""
         from dflash_bench.results import parts
         from dflash_bench.results.identity import checked_settings, needed_for, settings_of
         from dflash_bench.results.run_info import carried
@@ -228,16 +219,16 @@ class Run:
 
 
 def load(path: str | Path, allow: Sequence[str] = ()) -> Run:
-    """The finished run in a folder, as `db.run` or `dflash-bench run` wrote it.
+    """Load the finished run in a folder that `db.run` or `dflash-bench run` wrote.
 
-    Raises UserError for a folder without a run, and for one that is unfinished, damaged or was edited, unless `allow`
-    names that (`unfinished`, `damaged`, ...: the words of `dflash-bench report --allow`).
+    Raises UserError for a folder without a run, and for a run that is unfinished, damaged or edited, unless `allow`
+    names that (`unfinished`, `damaged`, ..., as `dflash-bench report --allow`).
     """
     return Run(path, allow)
 
 
 def _rounds_of(batch: Any, words: list[str]) -> Any:
-    """A row a round, of answers that did not fail and whose rounds are shown."""
+    """Return a row per round, for answers that did not fail and whose rounds are shown."""
     import numpy as np
 
     answers = batch.to_pandas().assign(settings=words)
@@ -266,7 +257,7 @@ def _of_suite(cells: Sequence[Cell], suite: str) -> Cell:
 
 
 def _part_of_figure(ax: Any) -> Any:
-    """The place of these axes as a figure of its own, as plots have legends and titles."""
+    """Replace these axes by a figure of its own, since plots have legends and titles."""
     place, figure = ax.get_subplotspec(), ax.figure
     if place is None:
         raise UserError("ax stands in no grid; make it with plt.subplots() or figure.add_subplot()")

@@ -415,7 +415,7 @@ def _against(run: Results, against: str) -> ComparisonText:
     return ComparisonText(text, {"against": "paper", "target": target, "figures": figures_json}, notes)
 
 
-def _unlike_published(model: str, target: str, figures: Sequence[paper.Beside]) -> Iterator[str]:
+def _unlike_published(model: str, target: str, figures: Sequence[paper.PaperComparison]) -> Iterator[str]:
     if not paper.is_target(model, target):
         yield f"the run's target is {model}, but the published figures are for {target}"
     longer = dict.fromkeys((b.method, b.num_drafts, b.published.num_drafts) for b in figures if not b.is_as_long)

@@ -10,7 +10,6 @@ from dflash_bench.analysis import metrics, stats
 from dflash_bench.analysis.concurrency import ConcurrencyCurve, concurrency_curves
 from dflash_bench.analysis.findings import Finding, base, findings
 from dflash_bench.analysis.findings.base import Badge
-from dflash_bench.analysis.findings.speed import contains_one
 from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import Sweep, sweeps
@@ -78,7 +77,7 @@ class Document:
     def badges(self, line: MethodLine) -> list[Badge]:
         """What weakens a method's speed-up over all suites; nothing where there is none."""
         speedup, _ = over_all(self.cells, line)
-        return base.beside_mean(self.findings, line.settings.id, contains_one(speedup)) if speedup else []
+        return base.beside_mean(self.findings, line.settings.id, speedup.contains(1)) if speedup else []
 
 
 def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:

@@ -35,7 +35,7 @@ def untimed(cell: Any) -> Iterator[tuple[str, ...]]:
 def test_executed_again_it_gives_the_same_tokens_acceptance_and_counts(tmp_path: Path) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    notebook = nbformat.from_dict(json.loads(json.dumps(STORED)))
+    notebook = nbformat.read(PATH, as_version=4)
     for cell in code(notebook):
         cell["outputs"] = []
     nbclient.NotebookClient(

@@ -116,3 +116,12 @@ def test_tools_refuse_what_they_do_not_know(tmp_path: Path) -> None:
 def test_a_profile_is_data() -> None:
     found = db.profile("dflash", width=[1, 2], context=[16], random_weights=True, layers=1)
     assert found.judged
+
+
+def test_options_of_a_training_come_in_the_types_of_its_fields() -> None:
+    from dflash_bench.api.measuring import typed_options
+    from dflash_bench.training.config import TrainRequest
+
+    given = {"against": "rows", "prompts": Path("a.jsonl"), "out": "drafts", "steps": 3, "device": None}
+    typed = typed_options(TrainRequest, given, "option of train")
+    assert typed == {"against": Path("rows"), "prompts": ("a.jsonl",), "out": Path("drafts"), "steps": 3}

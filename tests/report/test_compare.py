@@ -352,7 +352,7 @@ def test_how_the_run_was_asked_otherwise_than_the_authors_ask_is_noted(tmp_path:
         "the number of prompts differs from the authors' published command: mbpp 30 (theirs: 128); "
         "the paper does not say how many its figures are based on",
         "answers end at 192 tokens here, but at 2,048 in the paper's main tables",
-        "the rows of mbpp, aime25 are from a folder: we did not check that they are the hub's",
+        "the rows of mbpp, aime25 are from a folder: it was not checked that they are the hub's",
         "the prompts of mbpp are worded differently in the authors' harness",
         "the wording of the authors' prompts for aime25 is not published",
     ]

@@ -71,7 +71,7 @@ def test_a_witness_that_never_objects_makes_the_run_prove_nothing(main: Main, mo
 def test_where_answers_are_drawn_the_judge_is_not_tried_and_the_run_says_so(main: Main) -> None:
     status, shown, _ = main("run", *ASKED, "--temperature", "1", "--out", "run")
     assert status == 0 and tried("untried") >= {("judge", "token"), ("judge", "end")}
-    assert "the judge (answers are drawn)" in " ".join(shown.split())
+    assert "the judge (answers are sampled)" in " ".join(shown.split())
 
 
 def test_a_run_that_goes_on_keeps_what_was_tried_before(main: Main, monkeypatch: Patch) -> None:

@@ -59,7 +59,7 @@ def test_acceptance_and_speed_are_told_and_no_speedup(
     assert cell.exact is None
     assert cell.audit is None
     said = " ".join(out.split())
-    assert "so there is no speed-up, and nothing says whether these answers are the model's own" in said
+    assert "so there is no speed-up, and nothing shows whether these answers are the model's own" in said
     assert "--server plain=URL" in said
 
 

@@ -250,7 +250,7 @@ def test_a_plain_server_that_drafts_is_no_baseline(
     ("plain", "does", "told"),
     [
         ({}, {"dialect": "openai", "keeps_prompts": True}, "tokens of prompts that the server had cached"),
-        ({"dialect": "llamacpp"}, {}, "plain decoding was measured on llamacpp b9-abc, and this on vllm 0.32.0"),
+        ({"dialect": "llamacpp"}, {}, "plain decoding was measured on llamacpp b9-abc, but this method on vllm 0.32.0"),
         ({}, {"block": 0}, "dflash: no token was drafted in 4 answers -> start its server with a draft"),
         ({}, {"dialect": "llamacpp", "has_metrics": False}, "were derived (llamacpp.timings)"),
         ({}, {"counts_by_request": True, "faults": {1: "others"}}, "rounds of dflash by vllm.request"),
@@ -277,7 +277,7 @@ def test_a_run_over_servers_can_have_a_time_limit(
     assert (code, err) == (0, "")
     assert len(table.read(Path("run")).rows) == 2 * PROMPTS
     _, out, _ = main("compare", "run", "--compat", "zlab")
-    assert "servers do not tell what a first draft takes" in out
+    assert "servers do not report the time of the first draft" in out
 
 
 def test_waves_over_servers_are_as_over_our_engine(

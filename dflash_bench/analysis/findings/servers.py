@@ -129,8 +129,8 @@ def derived_rounds(context: CellContext) -> Observation | None:
     by = derived["counted_by"].iloc[0]
     tally, counts = context.tally(derived)
     text = (
-        f"rounds of {tally} were derived ({by}), which is off by one where the limit cut the last round; that cut "
-        f"{num_cut}"
+        f"rounds of {tally} were derived ({by}), which is off by one where the limit cut the last round; it cut "
+        f"{num_cut} of them"
     )
     remedy = _remedy(context, "uncounted", "use a version of the server that reports its rounds")
     return context.observe("derived_rounds", text, remedy, counted_by=str(by), **counts, num_cut=num_cut)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dflash_bench.analysis.findings.base import CellContext, Observation, Remedy
 from dflash_bench.analysis.metrics import Cell
-from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.methods import METHODS, has_draft, is_probe, name_of
 
 DEAD_AL = 1.05
@@ -72,7 +71,7 @@ def slower_than_plain(context: CellContext) -> Observation | None:
 
 def unclear(context: CellContext) -> Observation | None:
     speedup = context.cell.figures.get("speedup.decode")
-    if context.is_baseline or speedup is None or not contains_one(speedup) or never_drafts(context):
+    if context.is_baseline or speedup is None or not speedup.contains(1) or never_drafts(context):
         return None
     text = (
         f"speedup.decode {speedup.value:.2f} may be faster or slower than plain decoding: "
@@ -82,15 +81,10 @@ def unclear(context: CellContext) -> Observation | None:
     return context.observe("unclear", text, "raise --limit, or leave it out", speedup_decode=speedup.value, **bounds)
 
 
-def contains_one(speedup: Interval) -> bool:
-    """Return whether the interval contains 1, so that neither a gain nor a loss is shown."""
-    return speedup.low is not None and speedup.high is not None and speedup.low <= 1 <= speedup.high
-
-
 def wide_interval(context: CellContext) -> Observation | None:
     speedup = context.cell.figures.get("speedup.decode")
     half = speedup.half_width if speedup else None
-    if context.is_baseline or speedup is None or half is None or half <= WIDE * speedup.value or contains_one(speedup):
+    if context.is_baseline or speedup is None or half is None or half <= WIDE * speedup.value or speedup.contains(1):
         return None
     text = f"speedup.decode {speedup.value:.2f} is only known to ± {half:.2f} ({half / speedup.value:.0%})"
     values = {"speedup_decode": speedup.value, "half_width": half}

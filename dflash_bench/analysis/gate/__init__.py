@@ -1,1 +1,1 @@
-"""What a build can fail on: what runs are expected to reach, and which of them fall short."""
+"""The gate that a build can fail on: baselines of expected values, and the checks of runs against them."""

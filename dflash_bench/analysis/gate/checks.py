@@ -24,7 +24,6 @@ from dflash_bench.results import table
 from dflash_bench.results.integrity import Flaw
 from dflash_bench.results.table import Results
 
-ALPHA = 0.05
 DEVICE = "device"
 """The kind of difference between a run and a baseline from another machine."""
 FLOORED = "speedup.decode"
@@ -46,7 +45,7 @@ class Check:
     kind: str
     """The id of a metric, or "mismatch", "failed", "witnesses" or a kind of flaw, of which the expected number is 0."""
     run: str = ""
-    """Which of several runs; empty if there is one run, or if all are judged together."""
+    """The name of the run; empty if there is one run, or if all are judged together."""
     found: float
     expected: float
     tolerance: float = 0.0
@@ -61,7 +60,7 @@ class Check:
     code: str = ""
     """What is wrong, also if it is a fall that is not significant; empty if nothing is wrong."""
     reason: str = ""
-    """The same as a phrase for people."""
+    """`code` as a phrase for people."""
     is_floor: bool = False
     """Whether `expected` is what every run must reach, rather than the baseline's value."""
 
@@ -136,9 +135,9 @@ def check_runs(
             untried += [f"{name}: {note}" if name else note for note in notes]
     if flawed:
         # To judge the remaining rows would look like judging the run.
-        return GateResult(_with_sources(GateOutcome(tuple(flawed), tuple(untried)), read[0]), {})
+        return GateResult(GateOutcome(tuple(flawed), tuple(untried)), {})
     cells = [compare.comparable_cells(results) for results in read]
-    outcome = _with_sources(judge(read, cells, expected, user_limits, allow), read[0])
+    outcome = judge(read, cells, expected, user_limits, allow)
     outcome = replace(outcome, notes=(*outcome.notes, *untried))
     return GateResult(_allow_failed(outcome) if "failed" in allow else outcome, baselines.by_key(read, cells))
 
@@ -183,24 +182,17 @@ def judge(
 
 def adjust(checks: Sequence[Check]) -> list[Check]:
     """Correct p for the number of checks (Holm); a random metric fails only if its fall is significant."""
-    random = [number for number, check in enumerate(checks) if check.p is not None]
-    corrected = list(checks)
-    for number, p in zip(random, stats.holm([checks[n].p or 0.0 for n in random]), strict=True):
-        failed, reason = checks[number].failed and p < ALPHA, checks[number].reason
-        uncertain = f"{reason}, but not significantly" if checks[number].failed else ""
-        corrected[number] = replace(checks[number], p=p, failed=failed, reason=reason if failed else uncertain)
+    corrected = []
+    for check, p in zip(checks, stats.holm_where_tested([check.p for check in checks]), strict=True):
+        is_chance = check.failed and p is not None and p >= compare.ALPHA
+        reason = f"{check.reason}, but not significantly" if is_chance else check.reason
+        corrected.append(replace(check, p=p, failed=check.failed and not is_chance, reason=reason))
     return corrected
 
 
 def run_names(runs: Sequence[Results]) -> list[str]:
     """Return the names of runs in checks; a single run needs none."""
     return [run.name for run in runs] if len(runs) > 1 else [""]
-
-
-def _with_sources(outcome: GateOutcome, results: Results) -> GateOutcome:
-    identity = results.info.identity
-    checks = [replace(check, source=identity.source_of(check.suite)) for check in outcome.checks]
-    return replace(outcome, checks=tuple(checks))
 
 
 def _allow_failed(outcome: GateOutcome) -> GateOutcome:
@@ -221,18 +213,18 @@ def _needs_no_baseline(name: str, limit: Limit) -> bool:
 def _check(cell: Cell, kind: str, found: float, expected: float, code: str, reason: str, **more: Any) -> Check:
     """Return a check of a cell, which falls short if `code` says why; without a code there is no reason either."""
     return Check(
-        suite=cell.suite, settings_id=cell.settings.id, setting=cell.setting, method=cell.method, kind=kind,
-        found=found, expected=expected, failed=bool(code), code=code, reason=reason if code else "", **more,
+        suite=cell.suite, source=cell.source, settings_id=cell.settings.id, setting=cell.setting, method=cell.method,
+        kind=kind, found=found, expected=expected, failed=bool(code), code=code, reason=reason if code else "", **more,
     )  # fmt: skip
 
 
 def flaw_checks(results: Results, allow: Sequence[str], run: str = "") -> list[Check]:
     """Return a failed check for each flaw of the run's rows that is not allowed."""
-    allowed = {*allow, "unfinished"} if results.damaged else {*allow}
+    allowed, identity = {*allow, "unfinished"} if results.damaged else {*allow}, results.info.identity
     return [
         Check(
-            suite=flaw.suite, setting=flaw.setting, method=flaw.method, kind=flaw.kind, run=run,
-            found=flaw.num, expected=0, failed=True, code=flaw.kind, reason=flaw.what,
+            suite=flaw.suite, source=identity.source_of(flaw.suite), setting=flaw.setting, method=flaw.method,
+            kind=flaw.kind, run=run, found=flaw.num, expected=0, failed=True, code=flaw.kind, reason=flaw.what,
         )
         for flaw in results.flaws
         if flaw.kind not in allowed
@@ -257,10 +249,10 @@ def _canary_checks(results: Results, run: str) -> Iterator[Check]:
     """Check that the run's witnesses objected to every spoiled copy; without that the run proves nothing."""
     if results.info.canaries is None:
         return
-    passed = witnesses.silent(results.info)
+    passed, suite = witnesses.silent(results.info), str(results.rows.iloc[0]["suite"])
     yield Check(
-        suite=str(results.rows.iloc[0]["suite"]), method="", kind="witnesses", run=run, found=len(passed), expected=0,
-        failed=bool(passed), code="proves_nothing" if passed else "",
+        suite=suite, source=results.info.identity.source_of(suite), method="", kind="witnesses", run=run,
+        found=len(passed), expected=0, failed=bool(passed), code="proves_nothing" if passed else "",
         reason=f"the run proves nothing: {', '.join(passed)}" if passed else "",
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Figures that the authors published (results/published.csv), each with its source and its formula."""
+"""Figures that the authors published (results/published.csv), each with its source and formula."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dflash_bench.results.run_info import RunIdentity
 SOURCES = ("paper",)
 EMBEDDED = "embedded"
 MAX_NEW_TOKENS = 2048
-"""In the paper's main tables."""
+"""The limit of the paper's main tables."""
 NUM_PROMPTS = 128
-"""Per suite, in the evaluation whose command the authors publish; a smaller suite is used in full."""
+"""Prompts per suite in the evaluation whose command the authors publish; smaller suites are used in full."""
 NUM_ROWS = {"aime24": 30, "aime25": 30, "gsm8k": 1319, "humaneval": 164, "math500": 500, "mbpp": 257, "mt_bench": 80}
 SAME_TEXTS = ("gsm8k", "math500", "mt_bench")
 """Suites whose prompts have the same wording in the authors' harness as here."""
@@ -42,14 +42,14 @@ FORMULAS = {
 
 MODES: dict[bool | None, tuple[str, ...]] = {True: ("on", "not stated"), False: ("off", "not stated")}
 MODES[None] = MODES[False]
-"""By a run's thinking (None: the model has no switch), the `thinking` of published figures to compare it with."""
+"""By a run's thinking (None: the model has no switch), the `thinking` of comparable published figures."""
 LENGTHS = re.compile(r"(block|used|tree|chain of) (\d+)|(\d+) drafts")
-"""How a configuration states its tokens a round; blocks and trees count the anchor too."""
+"""The tokens per round in a configuration; blocks and trees also count the anchor."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaperFigure:
-    """`method` has our name: what the authors call EAGLE-3 is a tree, unless they say chain."""
+    """A published figure; `method` has this package's name: the authors' EAGLE-3 is a tree unless they say chain."""
 
     formula: str
     value: float
@@ -66,8 +66,8 @@ class PaperFigure:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """A published figure, and the run's by the same formula; None where our rows cannot give that."""
+class PaperComparison:
+    """A published figure and the run's `own` by the same formula; None if its rows do not give one."""
 
     published: PaperFigure
     suite: str
@@ -78,13 +78,13 @@ class Beside:
 
     @property
     def is_as_long(self) -> bool:
-        """Do both draft equally many tokens a round? True if that is not published."""
+        """Whether both draft equally many tokens per round; True if that is not published."""
         return self.published.num_drafts in (None, self.num_drafts)
 
 
 @cache
 def load_figures() -> tuple[PaperFigure, ...]:
-    """All published figures. Raises UserError if the file is missing."""
+    """Load all published figures. Raises UserError if the file is missing."""
     folder = Path(__file__).parents[2]
     packed, checkout = folder / "_results" / "published.csv", folder.parent / "results" / "published.csv"
     path = packed if packed.exists() else checkout
@@ -108,12 +108,12 @@ def _parsed(row: Mapping[str, str]) -> PaperFigure:
 
 
 def model_of(identity: RunIdentity) -> str:
-    """The model that a run measured: its target, which may have replaced that of the preset."""
+    """Return the model that a run measured: its target, which may have replaced that of the preset."""
     return str(identity.target or identity.model)
 
 
 def target_of(model: str) -> str:
-    """The paper's name for a model: Qwen3-8B for "qwen3-8b" and "Qwen/Qwen3-8B". Raises UserError if it has none."""
+    """Return the paper's name of a model: Qwen3-8B for "qwen3-8b" or "Qwen/Qwen3-8B". Raises UserError without one."""
     targets = list(dict.fromkeys(figure.target_model for figure in load_figures()))
     for name in targets:
         if is_target(model, name):
@@ -122,14 +122,14 @@ def target_of(model: str) -> str:
 
 
 def is_target(model: str, target: str) -> bool:
-    """Does the paper call this model `target`? It leaves out "-Instruct"."""
+    """Return whether the paper, which leaves out "-Instruct", calls this model `target`."""
     return last_part(model) in (target.lower(), f"{target.lower()}-instruct")
 
 
-def beside(cells: Sequence[Official], target: str, identity: RunIdentity) -> list[Beside]:
-    """What was published for the run's suites, methods, temperature and thinking, with drafts of any length.
+def beside(cells: Sequence[Official], target: str, identity: RunIdentity) -> list[PaperComparison]:
+    """Return the figures published for the run's suites, methods, temperature and thinking, with any draft length.
 
-    Raises UserError if there is nothing, and for embedded prompts, which are not those of the public suites.
+    Raises UserError if there are none, and for embedded prompts, which are not those of the public suites.
     """
     embedded = [suite for suite in dict.fromkeys(cell.suite for cell in cells) if _is_embedded(identity, suite)]
     if embedded:
@@ -145,7 +145,7 @@ def beside(cells: Sequence[Official], target: str, identity: RunIdentity) -> lis
         values = {"al.zlab": cell.al, "speedup.zlab": cell.speedup, "tps.zlab": cell.tps}
         num_drafts = identity.methods[cell.method].num_drafts if cell.method in identity.methods else None
         comparisons += [
-            Beside(figure, cell.suite, cell.settings_id, cell.method, num_drafts, values.get(figure.formula))
+            PaperComparison(figure, cell.suite, cell.settings_id, cell.method, num_drafts, values.get(figure.formula))
             for figure in load_figures()
             if (figure.target_model, figure.dataset, figure.temperature) == (target, cell.suite, settings.temperature)
             and settings == Settings(settings.temperature, thinking=settings.thinking)
@@ -162,7 +162,7 @@ def beside(cells: Sequence[Official], target: str, identity: RunIdentity) -> lis
 def _conditions(settings: Settings, run_settings: Sequence[Settings]) -> str:
     plain = Settings(settings.temperature, thinking=settings.thinking)
     others = "" if settings == plain else f" ({full_names(run_settings)[settings]})"
-    temperature = labels.number_words(one.temperature for one in run_settings)[settings.temperature]
+    temperature = labels.number_words(other.temperature for other in run_settings)[settings.temperature]
     return f"{'with' if settings.thinking else 'without'} thinking at temperature {temperature}{others}"
 
 
@@ -170,8 +170,8 @@ def _is_embedded(identity: RunIdentity, suite: str) -> bool:
     return identity.source_of(suite) == EMBEDDED
 
 
-def unlike_conditions(comparisons: Sequence[Beside], identity: RunIdentity) -> Iterator[str]:
-    """How the run's conditions differ from the authors', one sentence each."""
+def unlike_conditions(comparisons: Sequence[PaperComparison], identity: RunIdentity) -> Iterator[str]:
+    """Yield how the run's conditions differ from the authors', one sentence each."""
     suites = list(dict.fromkeys(comparison.suite for comparison in comparisons))
     yield from _counts(suites, identity)
     limit = identity.max_new_tokens
@@ -179,7 +179,7 @@ def unlike_conditions(comparisons: Sequence[Beside], identity: RunIdentity) -> I
         yield f"answers end at {limit} tokens here, but at {MAX_NEW_TOKENS:,} in the paper's main tables"
     local = [suite for suite in suites if identity.source_of(suite).startswith("folder ")]
     if local:
-        yield f"the rows of {', '.join(local)} are from a folder: we did not check that they are the hub's"
+        yield f"the rows of {', '.join(local)} are from a folder: it was not checked that they are the hub's"
     other = [suite for suite in suites if suite in OTHER_TEXTS]
     if other:
         yield f"the prompts of {', '.join(other)} are worded differently in the authors' harness"
@@ -191,9 +191,9 @@ def unlike_conditions(comparisons: Sequence[Beside], identity: RunIdentity) -> I
 def _counts(suites: Sequence[str], identity: RunIdentity) -> Iterator[str]:
     counts = {suite: identity.suites[suite].prompts if suite in identity.suites else None for suite in suites}
     other = [
-        f"{suite} {count} (theirs: {theirs})"
+        f"{suite} {count} (theirs: {published})"
         for suite, count in counts.items()
-        if count != (theirs := min(NUM_PROMPTS, NUM_ROWS.get(suite, NUM_PROMPTS)))
+        if count != (published := min(NUM_PROMPTS, NUM_ROWS.get(suite, NUM_PROMPTS)))
     ]
     if other:
         yield (

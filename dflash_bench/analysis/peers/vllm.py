@@ -1,4 +1,4 @@
-"""Result JSON of `vllm bench serve`, so that a server's own figures can stand beside a run's."""
+"""Result JSON of `vllm bench serve`, to compare a server's own metrics with a run's."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FORMULAS = {
     "tpot.mean_ms": "mean over requests of (end-to-end - time to first token) / (T - 1)",
     "ttft.mean_ms": "mean over requests of the time to the first token",
 }
-"""In addition to al.pooled, accept_rate and accept_at[k], which vLLM defines as we do."""
+"""Formulas besides al.pooled, accept_rate and accept_at[k], which vLLM defines as this package does."""
 TIMES = {"tps.served": "output_throughput", "tpot.mean_ms": "mean_tpot_ms", "ttft.mean_ms": "mean_ttft_ms"}
 POSITIONS = "spec_decode_per_position_acceptance_rates"
 
 
 @dataclass(frozen=True, slots=True)
 class VllmBenchResult:
-    """Figures by formula id; those that the file does not hold are absent."""
+    """Values by formula id, without those that the file does not hold."""
 
     name: str
     model: str
@@ -36,7 +36,7 @@ class VllmBenchResult:
 
 
 def read_result(path: Path) -> VllmBenchResult:
-    """Raises UserError for a file that is not such a result, and names the key of a value that is not a number."""
+    """Read a result. Raises UserError for other files, and for a value that is not a number, by its key."""
     result = files.json_of(path)
     if not isinstance(result, dict) or "output_throughput" not in result or "completed" not in result:
         raise UserError(f"{path} is not a result of vllm bench serve (it needs output_throughput and completed)")

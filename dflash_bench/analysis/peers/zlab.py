@@ -1,10 +1,10 @@
-"""What the official harness (z-lab/dflash, Transformers backend) would have printed for the same rows.
+"""Metrics as the official harness (z-lab/dflash, Transformers backend) computes them, for the rows of a run.
 
-It takes the mean over responses of each one's mean over rounds, also counts tokens accepted past the stop token,
-starts the clock of a drafting method only after its first draft, divides by all tokens of the response, and takes the
-ratio of the mean times per token. It spends one more round on a response whose first token is a stop, and on one that
-reaches the token limit exactly, because its loop continues until the last token is in the cache (z-lab/dflash of April
-2026; later versions do not). Our rows have no such rounds.
+That harness takes the mean over responses of each response's mean over rounds, also counts tokens accepted after the
+stop token, starts the clock of a drafting method only after its first draft, divides by all tokens of the response, and
+takes the ratio of the mean times per token. It spends one more round on a response whose first token is a stop, and on
+one that reaches the token limit exactly, because its loop continues until the last token is in the cache (z-lab/dflash
+of April 2026; later versions do not). The rows of a run have no such rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Official:
 
 
 def official(rows: Any) -> list[Official]:
-    """One for each suite, settings and method, in the order of the rows."""
+    """Return the metrics of each suite, settings and method, in the order of the rows."""
     good = without_errors(rows)
     good = good[good["num_tokens"] > 0]
     drafts = good["method"] != BASELINE
@@ -63,7 +63,7 @@ def official(rows: Any) -> list[Official]:
 
 
 def notes(rows: Any) -> Iterator[str]:
-    """Where these figures differ from what the official harness would have printed, and why."""
+    """Yield where and why these metrics differ from those that the official harness would have printed."""
     methods = [method for method in rows["method"].drop_duplicates() if name_of(method) not in KNOWN]
     if methods:
         yield (
@@ -72,8 +72,8 @@ def notes(rows: Any) -> Iterator[str]:
         )
     good = without_errors(rows)
     if (good["counted_by"].notna() | good["uncounted"].notna()).any():
-        yield "servers do not tell what a first draft takes: tps.zlab and speedup.zlab leave none out"
-    # A round that overshoots the limit is cut, and ends its loop just as ours.
+        yield "servers do not report the time of the first draft, so tps.zlab and speedup.zlab include it"
+    # A round that overshoots the limit is cut, and ends that loop as it ends ours.
     is_exact = good["num_emitted"] == good["num_accepted"] + good["num_rounds"]
     num_exact = int(((good["finish_reason"] == "length") & is_exact).sum())
     if num_exact:

@@ -336,7 +336,7 @@ class Material:
         return rounds.of_run(self.document.folder, self.settings, self.document.results.left_out)
 
     @cached_property
-    def published(self) -> Sequence[paper.Beside]:
+    def published(self) -> Sequence[paper.PaperComparison]:
         """Figures by the official harness's formulas, theirs and ours; none for a target that nobody published."""
         identity = self.info.identity
         try:
