@@ -24,7 +24,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.quantization import linear_layers
-from dflash_bench.runner.setup import Wanted
+from dflash_bench.runner.setup import MachineConfig
 
 # Drafters as they are in servers with a known fault: none of these is a draft with something changed.
 
@@ -132,8 +132,8 @@ class Bench:
     prompts: Sequence[Tokens]
     chats: Sequence[Sequence[Message]]
     settings: Settings
-    wanted: Wanted
-    opened: Callable[[Wanted], LocalBackend]
+    wanted: MachineConfig
+    opened: Callable[[MachineConfig], LocalBackend]
     """The same models, loaded anew in another way."""
     is_rendered_there: bool
 
@@ -259,7 +259,7 @@ def _of_targets(bench: Bench) -> Iterator[Emulation]:
         yield Emulation(cause, partial(_quantised, bench, bits), bench.prompts)
 
 
-def _reopened(bench: Bench, wanted: Wanted) -> tuple[Target, Drafter]:
+def _reopened(bench: Bench, wanted: MachineConfig) -> tuple[Target, Drafter]:
     backend = bench.opened(wanted)
     return backend.target, bench.drafter(backend)
 

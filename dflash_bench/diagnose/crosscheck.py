@@ -32,8 +32,8 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner import config
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.plan import Resolved, methods_and_model, modes_of, resolve
-from dflash_bench.runner.setup import attach, open_local, opened, wanted_of
+from dflash_bench.runner.plan import RunPlan, methods_and_model, modes_of, plan_run
+from dflash_bench.runner.setup import attach, machine_of, open_engine, open_local
 from dflash_bench.servers import address
 from dflash_bench.servers.address import Address
 from dflash_bench.servers.backend import ServerBackend
@@ -110,7 +110,7 @@ def perform(asked: CrosscheckRequest, tell: Tell) -> list[CrosscheckResult]:
     """One for each server. Raises UserError before anything is loaded, if what is asked makes no sense."""
     wanted_places = places(asked)
     request, chosen, model = methods_and_model(with_methods(asked.ours, wanted_places))
-    resolved = resolve(request, chosen, model)
+    resolved = plan_run(request, chosen, model)
     theirs = asked.theirs
     with ServerBackend(
         [place.address for place in wanted_places], config.access_of(theirs), resolved.max_new_tokens,
@@ -137,7 +137,7 @@ def perform(asked: CrosscheckRequest, tell: Tell) -> list[CrosscheckResult]:
 class _Sides:
     """Both, with what is asked of them."""
 
-    resolved: Resolved
+    resolved: RunPlan
     model: Preset
     servers: ServerBackend
     local: LocalBackend
@@ -213,8 +213,8 @@ class _Sides:
         prompts = [self.local.encode(chat, self.settings) for chat in chats]
         return Bench(
             self.local, method, drafts_a_round(base)[1] or self.local.drafters[method.label].num_drafts, prompts,
-            chats, self.settings, wanted_of(self.resolved.request),
-            lambda wanted: opened(self.model, [method], wanted, self.resolved.max_new_tokens, 0),
+            chats, self.settings, machine_of(self.resolved.request),
+            lambda wanted: open_engine(self.model, [method], wanted, self.resolved.max_new_tokens),
             not self.servers.sends_ids(place.address.method.label),
         )  # fmt: skip
 

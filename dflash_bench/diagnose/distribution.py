@@ -16,7 +16,7 @@ from dflash_bench.core.terminal import with_bar
 from dflash_bench.core.types import COLUMNS, Columns, Draws, Message, Settings
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import model_of
-from dflash_bench.runner.setup import opened, wanted_of
+from dflash_bench.runner.setup import machine_of, open_engine
 
 if TYPE_CHECKING:
     from dflash_bench.diagnose.forcing import Guide
@@ -150,4 +150,4 @@ def _open(request: RunRequest, chosen: Sequence[methods.Method], seed: int) -> L
     model = model_of(request, chosen)
     if request.dtype not in (None, *DTYPES):
         raise unknown("dtype", str(request.dtype), list(DTYPES))
-    return opened(model, chosen, wanted_of(request), LENGTH, seed)
+    return open_engine(model, chosen, machine_of(request), LENGTH, seed)

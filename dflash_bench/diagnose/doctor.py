@@ -19,7 +19,7 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.option import check_options
 from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
-from dflash_bench.runner.setup import Wanted, opened, wanted_of
+from dflash_bench.runner.setup import MachineConfig, machine_of, open_engine
 from dflash_bench.tasks import suites
 from dflash_bench.training import cards
 from dflash_bench.training import prompts as training_prompts
@@ -119,7 +119,7 @@ class _Consultation:
         self.card = cards.acceptance_of(hub.fetch(base.draft).folder)
         self.given = [list(chat) for one in self._given() for _, chat in suites.chats(one)]
         tell("loading the models")
-        self.wanted = wanted_of(request)
+        self.wanted = machine_of(request)
         self.backend = self._opened(self.wanted)
         self.settings = Settings(thinking=modes_of(request, model, self.backend.has_thinking)[0])
         self.ours = [list(chat) for chat in _ours(model, request.limit or NUM_OURS)]
@@ -127,9 +127,9 @@ class _Consultation:
     def _given(self) -> list[suites.Loaded]:
         return prompts_of(self.request, self.model) if has_prompts(self.request) else []
 
-    def _opened(self, wanted: Wanted) -> LocalBackend:
+    def _opened(self, wanted: MachineConfig) -> LocalBackend:
         longest = self.request.max_new_tokens or MAX_NEW_TOKENS
-        return opened(self.model, [self.method], wanted, longest, 0)
+        return open_engine(self.model, [self.method], wanted, longest)
 
     def held(self, notes: Sequence[str]) -> Diagnosis:
         chats = self.given or self.ours

@@ -23,7 +23,7 @@ from dflash_bench.report.perf import Profiled
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.option import check_options
 from dflash_bench.runner.plan import drafts_of, model_of
-from dflash_bench.runner.setup import prepared, wanted_of
+from dflash_bench.runner.setup import configure_torch, machine_of
 
 WIDEST = 64
 """Tokens of a pass that memory is predicted for: as wide as any block."""
@@ -66,7 +66,7 @@ def perform(asked: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
         for method in drafting
     ]
     tell("reading shapes")
-    device, dtype, threads = prepared(wanted_of(request))
+    device, dtype, threads = configure_torch(machine_of(request))
     import torch
 
     from dflash_bench.engine.forward.hf import context_length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import fsum
 from typing import Any
 
@@ -11,12 +12,12 @@ import numpy as np
 
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import CODE_SCORERS, Record, Settings
-from dflash_bench.results import laws, validity
+from dflash_bench.results import laws
 from dflash_bench.results import plan as plans
 from dflash_bench.results.identity import COLUMNS as SETTINGS
 from dflash_bench.results.identity import settings_numbers, short_names
-from dflash_bench.results.laws import Facts
 from dflash_bench.results.plan import BASELINE, Plan
+from dflash_bench.results.row_arrays import Facts, lengths_of
 from dflash_bench.results.run_info import RunIdentity, RunInfo
 
 # What the rows of a run's parts contribute to the question whether the run is complete and valid.
@@ -29,13 +30,13 @@ FLAGS = ("error", "passed", "audit", "num_hidden_tokens")
 NUMBERS = ("turn", "repeat", "worker")
 """Whole numbers, -1 for null."""
 TIMES = ("start_s", "end_s", "prefill_s", "decode_s")
-COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *validity.COLUMNS, *laws.COLUMNS, "worker", "passed"]))
-"""The columns that `witness` needs."""
+COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *laws.COLUMNS, "worker", "passed"]))
+"""The columns that `summarize_part` needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """Of one part: a row per answer, a digest of each answer's tokens, and its invalid rows by what is wrong."""
+    """A row per answer of one part, a digest of each answer's tokens, and the invalid rows by what is wrong."""
 
     rows: Any
     digests: Any
@@ -47,8 +48,8 @@ class PartSummary:
         return mask(np.concatenate([np.zeros(0, dtype=np.int64), *self.faults.values()]), len(self.rows))
 
 
-def witness(batches: Sequence[Any], run_settings: Sequence[Settings], facts: Facts) -> PartSummary:
-    """From all batches of a part, with the columns `COLUMNS`."""
+def summarize_part(batches: Sequence[Any], run_settings: Sequence[Settings], facts: Facts) -> PartSummary:
+    """Summarize all batches of a part; they have the columns `COLUMNS`."""
     import pyarrow as pa
     from pyarrow import compute
 
@@ -60,20 +61,27 @@ def witness(batches: Sequence[Any], run_settings: Sequence[Settings], facts: Fac
         columns |= {name: compute.is_valid(batch.column(name)) for name in FLAGS}
         columns["settings"] = pa.array(settings_numbers(batch, run_settings))
         tables.append(pa.table(columns))
-        digests.append(validity.digests(batch))
+        digests.append(_digests(batch))
         for why, rows in laws.faults(batch, facts).items():
             faults[why] = np.concatenate([faults.get(why, rows[:0]), rows + before])
         before += len(batch)
     return PartSummary(pa.concat_tables(tables), np.concatenate(digests), faults)
 
 
+def _digests(batch: Any) -> Any:
+    """Return a hash of the tokens of each answer, [rows]; comparable only within this process."""
+    ends = np.cumsum(np.maximum(lengths_of(batch.column("token_ids")), 0)) * 4
+    tokens = batch.column("token_ids").flatten().to_numpy().tobytes()
+    return np.array([hash(tokens[start:end]) for start, end in pairwise([0, *ends.tolist()])], dtype=np.int64)
+
+
 class RowIndex:
     """The rows of all parts, one after another; names are codes into `names`, -1 for null."""
 
-    def __init__(self, witnesses: Sequence[PartSummary]) -> None:
+    def __init__(self, summaries: Sequence[PartSummary]) -> None:
         import pyarrow as pa
 
-        table = pa.concat_tables([part.rows for part in witnesses]).unify_dictionaries()
+        table = pa.concat_tables([part.rows for part in summaries]).unify_dictionaries()
         self.num = len(table)
         self.names: dict[str, list[str]] = {}
         self.codes: dict[str, Any] = {}
@@ -90,7 +98,7 @@ class RowIndex:
         """Seconds by column, NaN for null."""
         self.settings = table.column("settings").to_numpy()
         self.failed, self.scored, self.audited, self.hidden = (table.column(name).to_numpy() for name in FLAGS)
-        self.digests = np.concatenate([part.digests for part in witnesses])
+        self.digests = np.concatenate([part.digests for part in summaries])
 
     def code(self, name: str, value: str) -> int:
         return self.names[name].index(value) if value in self.names[name] else -2
@@ -122,14 +130,14 @@ class PlanMatch:
         method = np.array([*codes, -1])[rows.codes["method"]]
         known = (prompt >= 0) & (method >= 0) & (rows.repeat >= 0) & (rows.repeat < plan.repeats) & (rows.turn >= 0)
         known &= (rows.turn < turns[prompt]) & (rows.codes["prompt_hash"] == wanted[prompt]) & (rows.settings >= 0)
-        self.foreign = np.flatnonzero(~known)
+        self.unexpected = np.flatnonzero(~known)
         """Rows that are not in the plan."""
         place = (plan.first_turns[prompt] + rows.turn) * plan.repeats + rows.repeat
         self.place = np.where(known, place * len(plan.settings) + rows.settings, -1)
         self.is_last_turn = known & (rows.turn == turns[prompt] - 1)
         answer = np.where(known, self.place * len(plan.methods) + method, -1)
         self.counts = np.bincount(answer[known], minlength=plan.num_answers)
-        self.second = self._second(answer)
+        self.duplicates = self._duplicates(answer)
         """Rows whose answer an earlier row already holds."""
         self.is_plain = rows.codes["method"] == rows.code("method", BASELINE)
         self.plain = np.full(plan.num_answers // len(plan.methods) + 1, -1)
@@ -153,7 +161,7 @@ class PlanMatch:
         of_suite = np.array([*(suites.index(s) if s in plan.prompts else -1 for s in rows.names["suite"]), -1])
         return numbers[of_suite[rows.codes["suite"]], rows.codes["prompt_id"]]
 
-    def _second(self, answer: Any) -> Any:
+    def _duplicates(self, answer: Any) -> Any:
         twice: Any = np.zeros(0, dtype=np.int64)
         if self.counts.max(initial=0) > 1:
             twice = np.flatnonzero((answer >= 0) & (self.counts[answer] > 1))
@@ -258,7 +266,7 @@ MOST_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Flaw:
+class Problem:
     """What is wrong with the rows of one suite, settings and method."""
 
     kind: str
@@ -277,64 +285,64 @@ class Flaw:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
-    flaws: tuple[Flaw, ...]
-    surplus: tuple[Any, ...]
+class IntegrityReport:
+    problems: tuple[Problem, ...]
+    dropped_rows: tuple[Any, ...]
     """For each part the mask of rows that are not a measurement of this run or repeat an earlier one, [rows]."""
 
 
-def account(info: RunInfo, where: str, witnesses: Sequence[PartSummary]) -> Account:
+def check_integrity(info: RunInfo, where: str, summaries: Sequence[PartSummary]) -> IntegrityReport:
     """`info` is the content of the `run.json` at `where`. Raises UserError if its plan is not valid."""
-    rows = RowIndex(witnesses)
+    rows = RowIndex(summaries)
     identity, plan = info.identity, plans.recorded(info, where)
     plans.refuse_size(plan, where)
-    answers = PlanMatch(plan, rows)
-    faults = [*_faults_of_parts(witnesses), *_contradictions(identity, plan.settings, answers, rows)]
-    faults += _unscored(identity, answers, rows)
-    out_of_place = mask(answers.second, rows.num) | mask(answers.foreign, rows.num)
+    match = PlanMatch(plan, rows)
+    faults = [*_faults_of_parts(summaries), *_contradictions(identity, plan.settings, match, rows)]
+    faults += _unscored(identity, match, rows)
+    out_of_place = mask(match.duplicates, rows.num) | mask(match.unexpected, rows.num)
     faults += span_faults(info, plan.settings, rows, ~out_of_place)
-    flaws = [*_missing(plan, answers)]
-    if not flaws and not out_of_place.any() and not any(len(which) for _, which in faults):
+    problems = [*_missing(plan, match)]
+    if not problems and not out_of_place.any() and not any(len(which) for _, which in faults):
         # Whatever is wrong with a row changes the sums, and is told by its own name.
         faults += off_sums(info, rows)
     invalid = np.zeros(rows.num, dtype=bool)
     for _, which in faults:
         invalid[which] = True
     names = [*short_names(plan.settings).values(), ""]
-    flaws += _by_cell("doubled", "twice", answers.second, rows, names)
-    flaws += _by_cell("foreign", "not in the plan", answers.foreign, rows, names)
+    problems += _by_cell("doubled", "twice", match.duplicates, rows, names)
+    problems += _by_cell("foreign", "not in the plan", match.unexpected, rows, names)
     for why, which in faults:
-        flaws += _by_cell("invalid", f"cannot be right: {why}", which, rows, names)
-    surplus = invalid | out_of_place
-    ends = np.cumsum([len(part.rows) for part in witnesses])
-    return Account(tuple(flaws), tuple(np.split(surplus, ends[:-1])))
+        problems += _by_cell("invalid", f"cannot be right: {why}", which, rows, names)
+    dropped = invalid | out_of_place
+    ends = np.cumsum([len(part.rows) for part in summaries])
+    return IntegrityReport(tuple(problems), tuple(np.split(dropped, ends[:-1])))
 
 
-def in_words(flaws: Sequence[Flaw]) -> str:
-    """All flaws of a kind in one line; if there are many, the first few."""
-    more = len(flaws) - MOST_NAMED
-    first = "; ".join(map(str, flaws[:MOST_NAMED]))
+def describe(problems: Sequence[Problem]) -> str:
+    """All problems of a kind in one line; if there are many, the first few."""
+    more = len(problems) - MOST_NAMED
+    first = "; ".join(map(str, problems[:MOST_NAMED]))
     return f"{first}; and {more} more like it" if more > 0 else first
 
 
-def _missing(plan: Plan, answers: PlanMatch) -> Iterator[Flaw]:
+def _missing(plan: Plan, match: PlanMatch) -> Iterator[Problem]:
     num_methods, num_settings = len(plan.methods), len(plan.settings)
     names = list(short_names(plan.settings).values())
     sizes = [sum(asked.num_turns for asked in prompts) * plan.repeats for prompts in plan.prompts.values()]
-    missing = np.flatnonzero(answers.counts[: plan.num_answers] == 0)
+    missing = np.flatnonzero(match.counts[: plan.num_answers] == 0)
     of_suite = np.searchsorted(np.cumsum(sizes), missing // (num_methods * num_settings), side="right")
     cells = of_suite * num_methods * num_settings + missing % (num_methods * num_settings)
     for cell, at, num in zip(*np.unique(cells, return_index=True, return_counts=True), strict=True):
         place = plan.place(missing[at])
         size = sizes[cell // (num_methods * num_settings)]
         what = f"{num} of {size} answers missing, first {_place(place.prompt_id, place.turn, place.repeat)}"
-        yield Flaw("unfinished", place.suite, place.method, int(num), what, names[place.settings])
+        yield Problem("unfinished", place.suite, place.method, int(num), what, names[place.settings])
 
 
-def _faults_of_parts(witnesses: Sequence[PartSummary]) -> list[tuple[str, Any]]:
+def _faults_of_parts(summaries: Sequence[PartSummary]) -> list[tuple[str, Any]]:
     numbers: dict[str, list[Any]] = {}
     before = 0
-    for part in witnesses:
+    for part in summaries:
         for why, rows in part.faults.items():
             numbers.setdefault(why, []).append(rows + before)
         before += len(part.rows)
@@ -342,14 +350,14 @@ def _faults_of_parts(witnesses: Sequence[PartSummary]) -> list[tuple[str, Any]]:
 
 
 def _contradictions(
-    identity: RunIdentity, settings: Sequence[Settings], answers: PlanMatch, rows: RowIndex
+    identity: RunIdentity, settings: Sequence[Settings], match: PlanMatch, rows: RowIndex
 ) -> Iterator[tuple[str, Any]]:
     """Verdicts that the tokens contradict, and missing ones.
 
     Plain answers were compared with those of the first repeat.
     """
-    first = np.where(answers.is_plain, answers.place - rows.repeat * len(settings), answers.place)
-    other = np.where((answers.place >= 0) & ~(answers.is_plain & (rows.repeat == 0)), answers.plain[first], -1)
+    first = np.where(match.is_plain, match.place - rows.repeat * len(settings), match.place)
+    other = np.where((match.place >= 0) & ~(match.is_plain & (rows.repeat == 0)), match.plain[first], -1)
     compared = (other >= 0) & ~rows.failed & ~rows.failed[other]
     labelled = rows.codes["exactness"] >= 0
     equal = rows.digests == rows.digests[other]
@@ -360,13 +368,13 @@ def _contradictions(
     yield "not marked exact, but its tokens are the plain answer's", np.flatnonzero(judged & ~exact & equal)
     greedy = np.array([*(one.greedy for one in settings), False])[rows.settings]
     greedy &= ~np.array([*map(is_lossy, rows.names["method"]), False])[rows.codes["method"]]
-    absent = greedy & compared & ~answers.is_plain & ~labelled
+    absent = greedy & compared & ~match.is_plain & ~labelled
     yield "decoded greedily, but not compared with the plain answer", np.flatnonzero(absent)
     wanted = {"all": ~rows.failed, "divergent": labelled & ~exact}.get(str(identity.audit), np.False_)
     yield "not audited, although the run was", np.flatnonzero(greedy & wanted & ~rows.audited & ~rows.hidden)
 
 
-def _unscored(identity: RunIdentity, answers: PlanMatch, rows: RowIndex) -> Iterator[tuple[str, Any]]:
+def _unscored(identity: RunIdentity, match: PlanMatch, rows: RowIndex) -> Iterator[tuple[str, Any]]:
     """Answers without a score, in suites with a scorer that could have given one."""
     without_code = identity.code == "not run"
     scored = [
@@ -374,12 +382,12 @@ def _unscored(identity: RunIdentity, answers: PlanMatch, rows: RowIndex) -> Iter
         for name, suite in identity.suites.items()
         if suite.scorer != "none" and not (without_code and suite.scorer in CODE_SCORERS)
     ]
-    wanted = np.isin(rows.codes["suite"], scored) & answers.is_last_turn & ~rows.failed
+    wanted = np.isin(rows.codes["suite"], scored) & match.is_last_turn & ~rows.failed
     yield "not scored, although the suite has a scorer", np.flatnonzero(wanted & ~rows.scored)
 
 
-def _by_cell(kind: str, what: str, which: Any, rows: RowIndex, names: Sequence[str]) -> Iterator[Flaw]:
-    """One flaw per suite, settings and method of these rows, in the order of their first rows.
+def _by_cell(kind: str, what: str, which: Any, rows: RowIndex, names: Sequence[str]) -> Iterator[Problem]:
+    """One problem per suite, settings and method of these rows, in the order of their first rows.
 
     `names` are those of the settings for people; the last entry is for settings that are not the run's.
     """
@@ -390,7 +398,7 @@ def _by_cell(kind: str, what: str, which: Any, rows: RowIndex, names: Sequence[s
     for at, num in sorted(zip(first.tolist(), counts.tolist(), strict=True)):
         row = int(which[at])
         place = _place(rows.name("prompt_id", row), int(rows.turn[row]), int(rows.repeat[row]))
-        yield Flaw(
+        yield Problem(
             kind,
             rows.name("suite", row),
             rows.name("method", row),

@@ -31,9 +31,10 @@ from dflash_bench.core.types import SCHEMA_VERSION, Record, Settings
 from dflash_bench.results import checksums, integrity, laws, parts, run_info, schema
 from dflash_bench.results import plan as plans
 from dflash_bench.results.identity import settings_numbers
-from dflash_bench.results.integrity import witness
-from dflash_bench.results.laws import Decode, Facts
+from dflash_bench.results.integrity import check_integrity, summarize_part
+from dflash_bench.results.laws import Decode
 from dflash_bench.results.plan import Plan
+from dflash_bench.results.row_arrays import Facts
 from dflash_bench.results.run_info import RunInfo, carried, read_info, write_info
 
 MERGED_WHILE_RUNNING, MERGED_AT_THE_END = 2048, 32
@@ -162,7 +163,7 @@ class RunStore(AbstractContextManager["RunStore"]):
     def keep_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Stores what was asked, once per run: `run_info.PROMPTS_COLUMNS` of each prompt."""
         if not (self.folder / run_info.PROMPTS_FILE).exists():
-            run_info.write(self.folder, rows)
+            run_info.write_prompts(self.folder, rows)
 
     def keep_worker(self, about: Mapping[str, Any]) -> int:
         """Stores who is about to measure for this run; the number by which rows refer to it."""
@@ -190,9 +191,9 @@ class RunStore(AbstractContextManager["RunStore"]):
         # is taken from a part that this run did not write, however possible its rows are.
         sound = [part for part in tables if checksums.why_other(part) is None]
         batches_of = {part: tables[part].combine_chunks().to_batches() for part in sound}
-        witnesses = [witness(batches, plan.settings, self._facts) for batches in batches_of.values()]
-        surplus = integrity.account(info, str(self.folder / run_info.FILE), witnesses).surplus if witnesses else ()
-        kept = {part: parts.without(tables[part], mask) for part, mask in zip(sound, surplus, strict=True)}
+        summaries = [summarize_part(batches, plan.settings, self._facts) for batches in batches_of.values()]
+        dropped = check_integrity(info, str(self.folder / run_info.FILE), summaries).dropped_rows if summaries else ()
+        kept = {part: parts.without(tables[part], mask) for part, mask in zip(sound, dropped, strict=True)}
         mended = pa.concat_tables(kept.values()) if kept else schema.schema().empty_table()
         mended = parts.without(mended, _orphans(mended, plan))
         mended = parts.without(mended, _of_broken_waves(mended, plan))
@@ -213,12 +214,13 @@ class RunStore(AbstractContextManager["RunStore"]):
         checksums.keep_only(self.folder, kept)
 
     def append(self, records: Sequence[Record]) -> None:
-        """Writes the records as one part, and adds them to `stored`; one that no run can measure as a failed row."""
+        """Write the records as one part and add them to `stored`; one that no run can measure becomes a failed row."""
         table = schema.to_table(records, self.identity)
         if wrong := self._wrong(table):
-            held = [_failed(record, wrong[row]) if row in wrong else record for row, record in enumerate(records)]
-            table = schema.to_table(held, self.identity)
-        self._write(table)
+            kept = [_failed(record, wrong[row]) if row in wrong else record for row, record in enumerate(records)]
+            self.keep(kept)
+        else:
+            self._write(records, table)
 
     def why_wrong(self, record: Record) -> str | None:
         """Why no run can have measured this; None if one can."""
@@ -233,16 +235,15 @@ class RunStore(AbstractContextManager["RunStore"]):
         return {row: why for why, rows in reversed(broken.items()) for row in rows.tolist()}
 
     def keep(self, records: Sequence[Record]) -> None:
-        """The same for records that are right."""
-        self._write(schema.to_table(records, self.identity))
+        """Write records that need no check."""
+        self._write(records, schema.to_table(records, self.identity))
 
-    def _write(self, table: Any) -> None:
+    def _write(self, records: Sequence[Record], table: Any) -> None:
         part = self.folder / f"part-{self._next:06}.parquet"
         parts.write(table, part, self.identity)
         self._next += 1
         self._small.append(part)
-        # As they will be read back: with the times of rounds in float32.
-        self.stored |= {key(record): record for record in map(schema.record_of, table.to_pylist())}
+        self.stored |= {key(record): schema.as_read_back(record) for record in records}
         self._merge(MERGED_WHILE_RUNNING)
 
     def _merge(self, least: int) -> None:

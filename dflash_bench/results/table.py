@@ -12,14 +12,15 @@ import numpy as np
 
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.types import Settings
-from dflash_bench.results import integrity, parts, validity
+from dflash_bench.results import integrity, parts
 from dflash_bench.results.identity import COLUMNS as SETTINGS
 from dflash_bench.results.identity import SETTINGS_ID, settings_numbers, settings_of
-from dflash_bench.results.integrity import COLUMNS as WITNESSED
-from dflash_bench.results.integrity import Account, Flaw, PartSummary, witness
-from dflash_bench.results.laws import Facts
+from dflash_bench.results.integrity import COLUMNS as CHECKED
+from dflash_bench.results.integrity import IntegrityReport, PartSummary, Problem, check_integrity, summarize_part
+from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, Segments, lengths_of, sliced
+from dflash_bench.results.row_arrays import Facts
 from dflash_bench.results.run_info import FILE, RunIdentity, RunInfo, carried, read_info
 
 # Does an answer end in a loop, the same words over and over until the limit cut it?
@@ -80,10 +81,10 @@ NAMES = (
 """Columns with few different values: kept as pandas categories."""
 TOTALS = ("num_first_tokens", "total_rounds", "total_accepted")
 """Columns that the sums of lists are completed from."""
-COLUMNS = (*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", *validity.CLOCK)
+COLUMNS = (*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", *CLOCK)
 QUICK = 0.25
 ALLOWED = ("damaged", *integrity.REMEDIES)
-"""The flaws that `--allow` lets a reader ignore."""
+"""The problems that `--allow` lets a reader ignore."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Results:
     rows: Any
     damaged: tuple[str, ...] = ()
     """What was wrong with each damaged part that was left out."""
-    flaws: tuple[Flaw, ...] = ()
+    problems: tuple[Problem, ...] = ()
     """What is missing from the run, and what was stored but is not in `rows`."""
     left_out: Mapping[Path, Any] = field(default_factory=dict)
     """By part, the mask of stored answers that are not in `rows`; only for parts that have some."""
@@ -108,14 +109,14 @@ class Results:
         return [
             *([f"{self.name} is not finished"] if unfinished else []),
             *(f"left out because it is damaged: {reason}" for reason in self.damaged),
-            *(f"{self.name} is {kind}: {text}" for kind, text in _in_words(self.flaws)),
+            *(f"{self.name} is {kind}: {text}" for kind, text in _in_words(self.problems)),
         ]
 
 
 def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging: bool = False) -> Results:
-    """Raises UserError for a run that was edited, and for one with flaws unless `allow` names them.
+    """Raises UserError for a run that was edited, and for one with problems unless `allow` names them.
 
-    With `judging`, a finished run is returned even with flaws, which are then in `flaws`.
+    With `judging`, a finished run is returned even with problems, which are then in `problems`.
     """
     if by not in SLICES:
         raise unknown("slice", by, list(SLICES))
@@ -129,21 +130,21 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
     none = f"{folder} holds no answers" + (f" but in {len(damaged)} damaged parts" if damaged else "")
     if not read:
         raise UserError(none)
-    account = integrity.account(info, str(folder / FILE), [evidence for _, evidence in read.values()])
+    found = check_integrity(info, str(folder / FILE), [summary for _, summary in read.values()])
     # Missing answers may have been in the damaged parts, and skipping these was allowed.
-    _refuse(folder, account, integrity.REMEDIES if judging else [*allow, *(["unfinished"] if damaged else [])])
+    _refuse(folder, found, integrity.REMEDIES if judging else [*allow, *(["unfinished"] if damaged else [])])
     tables, left_out = [], {}
-    for (part, (table, evidence)), surplus in zip(read.items(), account.surplus, strict=True):
-        if surplus.any():
-            left_out[part] = surplus
+    for (part, (table, summary)), dropped in zip(read.items(), found.dropped_rows, strict=True):
+        if dropped.any():
+            left_out[part] = dropped
         # Rows that are invalid by themselves were left out when the part was read.
-        again = surplus.sum() > evidence.faulty.sum()
-        batches = parts.batches(part, _columns(info.identity), carried(info), surplus) if again else ()
+        again = dropped.sum() > summary.faulty.sum()
+        batches = parts.batches(part, _columns(info.identity), carried(info), dropped) if again else ()
         tables.append(_table(batches, run_settings, by) if again else table)
-    if not sum(map(len, tables)) and not (judging and account.flaws):
+    if not sum(map(len, tables)) and not (judging and found.problems):
         raise UserError(none + (" that show their rounds" if by in STRETCHES else ""))
     frame = sliced(_frame(tables, run_settings), by)
-    return Results(str(folder), info, frame, tuple(damaged), account.flaws, left_out)
+    return Results(str(folder), info, frame, tuple(damaged), found.problems, left_out)
 
 
 def _read_parts(
@@ -173,29 +174,29 @@ def _columns(identity: RunIdentity) -> tuple[str, ...]:
 
 def _read_part(part: Path, info: RunInfo, run_settings: Sequence[Settings], by: str) -> Any:
     """Its table and its `PartSummary`, or the error: a part that breaks off half-way is left out as a whole."""
-    columns = tuple(dict.fromkeys([*_columns(info.identity), *WITNESSED]))
+    columns = tuple(dict.fromkeys([*_columns(info.identity), *CHECKED]))
     try:
         batches = list(parts.batches(part, columns, carried(info)))
     except parts.DamagedError as error:
         return error
-    evidence = witness(batches, run_settings, Facts.of(info.identity))
+    summary = summarize_part(batches, run_settings, Facts.of(info.identity))
     ends = np.cumsum([len(batch) for batch in batches])
-    faulty = np.split(evidence.faulty, ends[:-1])
+    faulty = np.split(summary.faulty, ends[:-1])
     valid = [parts.without(batch, mask) for batch, mask in zip(batches, faulty, strict=True)]
-    return _table(valid, run_settings, by), evidence
+    return _table(valid, run_settings, by), summary
 
 
-def _refuse(folder: Path, account: Account, allow: Collection[str]) -> None:
+def _refuse(folder: Path, found: IntegrityReport, allow: Collection[str]) -> None:
     refused = [
-        f"{kind}: {text}; {integrity.REMEDIES[kind]}" for kind, text in _in_words(account.flaws) if kind not in allow
+        f"{kind}: {text}; {integrity.REMEDIES[kind]}" for kind, text in _in_words(found.problems) if kind not in allow
     ]
     if refused:
         raise UserError(f"{folder} is {'. It is '.join(refused)}")
 
 
-def _in_words(flaws: Sequence[Flaw]) -> list[tuple[str, str]]:
-    kinds = dict.fromkeys(flaw.kind for flaw in flaws)
-    return [(kind, integrity.in_words([flaw for flaw in flaws if flaw.kind == kind])) for kind in kinds]
+def _in_words(problems: Sequence[Problem]) -> list[tuple[str, str]]:
+    kinds = dict.fromkeys(problem.kind for problem in problems)
+    return [(kind, integrity.describe([problem for problem in problems if problem.kind == kind])) for kind in kinds]
 
 
 def _table(batches: Iterable[Any], run_settings: Sequence[Settings], by: str) -> Any:

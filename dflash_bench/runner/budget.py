@@ -18,7 +18,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Record, Settings
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.store import Key, RunStore
-from dflash_bench.runner.work import Item, WorkPlan
+from dflash_bench.runner.work import WorkItem, WorkPlan
 from dflash_bench.tasks.suites import Loaded
 
 FIRST = 3
@@ -56,7 +56,7 @@ class Spent:
         return self.num < len(self.loaded.prompts)
 
 
-def items(plan: WorkPlan, run: RunStore, budget_s: float) -> Iterator[Item]:
+def items(plan: WorkPlan, run: RunStore, budget_s: float) -> Iterator[WorkItem]:
     """What is to be measured next, until all is or the time is up; what was begun is finished first.
 
     Each prompt goes through all methods, settings and repeats, or is not begun: one is begun while there likely is
@@ -133,7 +133,7 @@ def _begun(plan: WorkPlan, run: RunStore, suites: Sequence[Spent]) -> list[tuple
     return [(spent, number) for _, spent, number in sorted(turns, key=lambda turn: turn[0])]
 
 
-def _measured(plan: WorkPlan, run: RunStore, spent: Spent, number: int, began: float) -> Iterator[Item]:
+def _measured(plan: WorkPlan, run: RunStore, spent: Spent, number: int, began: float) -> Iterator[WorkItem]:
     """The items of one prompt; once they are measured, what they say is added."""
     of_prompt = list(plan.of_prompt(spent.loaded, number, number in CONTROLS, 0))
     first = _first_order(run, of_prompt)
@@ -150,11 +150,11 @@ def _is_whole(plan: WorkPlan, run: RunStore, loaded: Loaded, number: int) -> boo
     return all(key in run.stored for item in plan.of_prompt(loaded, number, False, 0) for key in _keys(item))
 
 
-def _keys(item: Item) -> list[Key]:
+def _keys(item: WorkItem) -> list[Key]:
     return [item.key(method, turn) for turn in range(len(item.prompt.turns)) for method in item.methods]
 
 
-def _first_order(run: RunStore, of_prompt: Sequence[Item]) -> int:
+def _first_order(run: RunStore, of_prompt: Sequence[WorkItem]) -> int:
     """The place in the run of a prompt's first answer: as it was, or behind all others."""
     for item in of_prompt:
         for place, key in enumerate(_keys(item)):

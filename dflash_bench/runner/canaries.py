@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from dflash_bench.core.types import CODE_SCORERS, Divergence, Generation, Prompt, Record, TimedGeneration
-from dflash_bench.runner import stopwatch
-from dflash_bench.runner.stopwatch import Objection, Stopwatch
+from dflash_bench.runner.stopwatch import Objection
 from dflash_bench.tasks import scorers
 
 Outcome = Literal["objected", "silent", "untried"]
@@ -73,32 +72,24 @@ class Canaries:
             if kind[0] == witness and (not spoiled or kind[1] in spoiled) and known.outcome == "untried":
                 self._known[kind] = replace(known, why=why)
 
-    def timed(self, watch: Stopwatch, said: Generation, *, tells_rounds: bool) -> None:
-        """An answer decoded alone, with which the runner's clock and counter agreed."""
-        self._witnessed(
-            said, watch.call_s, tells_rounds, lambda one: stopwatch.alone(watch, one, tells_rounds=tells_rounds)
-        )
-
-    def timed_beside(self, watch: Stopwatch, request: int, served: TimedGeneration, *, tells_rounds: bool) -> None:
-        """The same of one decoded beside others."""
-
-        def why(one: Generation) -> Objection | None:
-            return stopwatch.beside(watch, request, replace(served, generation=one), tells_rounds=tells_rounds)
-
-        self._witnessed(served.generation, watch.call_s, tells_rounds, why)
-
-    def _witnessed(
-        self, said: Generation, call_s: float, tells_rounds: bool, why: Callable[[Generation], Objection | None]
+    def timed(
+        self,
+        served: TimedGeneration,
+        call_s: float,
+        object_to: Callable[[TimedGeneration], Objection | None],
+        *,
+        tells_rounds: bool,
     ) -> None:
-        if said.error is not None:
+        """Offer an answer of a call of so many seconds, with which the runner's clock and counter agreed."""
+        if served.generation.error is not None:
             return
-        for kind, spoiled in _mistold(said, call_s, tells_rounds):
+        for kind, spoiled in _mistold(served.generation, call_s, tells_rounds):
             if not self._wants(*kind):
                 continue
             if spoiled is None:
                 self._excuse("short" if tells_rounds else "served", *kind)
             else:
-                objection = why(spoiled)
+                objection = object_to(replace(served, generation=spoiled))
                 self._note(*kind, objection is not None and objection.witness == kind[0])
 
     def judged(self, record: Record, audit: Audit) -> None:

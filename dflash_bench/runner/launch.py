@@ -17,8 +17,8 @@ from dflash_bench.models import formats, gguf, presets, targets
 from dflash_bench.models.convert import GGUF, convert
 from dflash_bench.models.memory import round_of
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.plan import Resolved
-from dflash_bench.runner.setup import device_and_dtype, wanted_of
+from dflash_bench.runner.plan import RunPlan
+from dflash_bench.runner.setup import device_and_dtype, machine_of
 from dflash_bench.servers import launch as servers_launch
 from dflash_bench.servers.address import Address
 from dflash_bench.servers.dialects.base import Program, Serving
@@ -45,7 +45,7 @@ def check(request: RunRequest, methods: Sequence[Method]) -> None:
 
 
 def launch(
-    resolved: Resolved, folder: Path, stack: ExitStack, tell: Callable[[str], object]
+    resolved: RunPlan, folder: Path, stack: ExitStack, tell: Callable[[str], object]
 ) -> tuple[Launched, list[Address]]:
     """All servers, ready, with their logs beside `folder` until `keep_logs`. Raises UserError."""
     request = resolved.request
@@ -58,12 +58,12 @@ def launch(
     return launched, launched.start(servings)
 
 
-def with_dtype(resolved: Resolved) -> Resolved:
+def with_dtype(resolved: RunPlan) -> RunPlan:
     """The servers and the target here compute in the same type, wherever each of them runs."""
     import torch
 
     request = resolved.request
-    on_gpus = torch.cuda.device_count() > 0 and not wanted_of(request).is_small
+    on_gpus = torch.cuda.device_count() > 0 and not machine_of(request).is_small
     return replace(resolved, request=replace(request, dtype=request.dtype or ("bfloat16" if on_gpus else "float32")))
 
 
@@ -73,14 +73,14 @@ def keep_logs(launched: Launched, folder: Path) -> None:
     launched.move(next(place for name in names if not (place := folder / name).exists()))
 
 
-def servings_of(program: Program, resolved: Resolved, tell: Callable[[str], object]) -> list[Serving]:
+def servings_of(program: Program, resolved: RunPlan, tell: Callable[[str], object]) -> list[Serving]:
     import torch
 
     request, model = resolved.request, resolved.model
     home = model.target if gguf.is_file(model.target) else str(targets.find_target(model.target))
     drafts = {name: targets.find_draft(model.drafts[name]) for name in resolved.drafts}
     num_gpus = torch.cuda.device_count()
-    device, dtype = device_and_dtype(wanted_of(request), num_gpus)
+    device, dtype = device_and_dtype(machine_of(request), num_gpus)
     # The target here takes the servers' memory unless it is kept on the processor, and they on GPUs.
     num_copies = len(resolved.methods) + (0 if num_gpus and device == "cpu" else 1)
     _refuse_too_little(home, num_copies, list(drafts.values()), num_gpus)
@@ -100,7 +100,7 @@ def servings_of(program: Program, resolved: Resolved, tell: Callable[[str], obje
     return servings
 
 
-def _num_drafts(method: Method, resolved: Resolved, draft: Path, home: str) -> int:
+def _num_drafts(method: Method, resolved: RunPlan, draft: Path, home: str) -> int:
     """As many as our engine would draft."""
     counts = resolved.model.num_drafts or {}
     known = method if method.tag else method.with_count(counts.get(method.name))
@@ -109,7 +109,7 @@ def _num_drafts(method: Method, resolved: Resolved, draft: Path, home: str) -> i
     return round_of(known, checkpoint.config)[0]
 
 
-def _length(resolved: Resolved, home: str) -> int:
+def _length(resolved: RunPlan, home: str) -> int:
     wanted = resolved.max_new_tokens + max([PROMPT_TOKENS, *(context or 0 for context in resolved.request.context)])
     known = None if gguf.is_file(home) else targets.config_of(Path(home), resolved.request.trust_remote_code)
     return min(wanted, getattr(known, "max_position_embeddings", None) or wanted)

@@ -150,7 +150,7 @@ def _with(method: Method, axis: Axis, text: str) -> Method:
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class RunPlan:
     """What a request comes to before any weights are loaded; `request` has its sweep written out."""
 
     request: RunRequest
@@ -169,7 +169,7 @@ class Resolved:
         return drafts_of(self.methods)
 
     @property
-    def judging(self) -> Resolved:
+    def judging(self) -> RunPlan:
         """The same with plain decoding alone, which is what a target does beside servers."""
         return replace(self, methods=(methods.parse("ar"),), request=replace(self.request, concurrency=(), rate=()))
 
@@ -192,7 +192,7 @@ def methods_and_model(request: RunRequest) -> tuple[RunRequest, list[Method], Pr
     return request, chosen, model_of(request, chosen)
 
 
-def resolve(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Resolved:
+def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> RunPlan:
     """The prompts are read, and all is checked that can be without weights. Raises UserError."""
     loaded = prompts_of(request, model)
     scorers.require({one.suite.scorer for one in loaded})
@@ -202,7 +202,7 @@ def resolve(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Res
     _refuse_shared_memory(request, chosen)
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
-    return Resolved(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded))
+    return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded))
 
 
 def _refuse_too_few(loaded: Sequence[Loaded], concurrency: int) -> None:

@@ -29,10 +29,18 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.results.run_info import differences
 from dflash_bench.runner.canaries import Canaries, Canary
 from dflash_bench.runner.loop import WarmUp
-from dflash_bench.runner.plan import Resolved
-from dflash_bench.runner.setup import Wanted, captured_of, device_and_dtype, forwards_of, opened, wanted_of, witnessed
+from dflash_bench.runner.plan import RunPlan
+from dflash_bench.runner.setup import (
+    MachineConfig,
+    captured_of,
+    device_and_dtype,
+    forwards_of,
+    machine_of,
+    open_engine,
+    witnessed,
+)
 from dflash_bench.runner.work import Witnessed
-from dflash_bench.runner.workers import Died, Done, Job, Ready, WorkerPool, measure
+from dflash_bench.runner.workers import Job, JobDone, Ready, WorkerDied, WorkerPool, measure
 
 CONNECT_S = 5.0
 STORE_BYTES = 100 * 2**20
@@ -57,7 +65,7 @@ class WorkerConfig:
 
     model: Preset
     methods: tuple[Method, ...]
-    wanted: Wanted
+    wanted: MachineConfig
     max_new_tokens: int
     seed: int
 
@@ -69,7 +77,7 @@ class RayWorker:
         """Loads the models; what decides the worker's answers, and the machine that it is on."""
         import ray
 
-        self.backend = opened(order.model, order.methods, order.wanted, order.max_new_tokens, order.seed)
+        self.backend = open_engine(order.model, order.methods, order.wanted, order.max_new_tokens, order.seed)
         self.backend.witness.read()
         self.warm: dict[str, WarmUp] = {}
         self.canaries = Canaries()
@@ -106,7 +114,7 @@ class RayPool(WorkerPool):
         self._pending: dict[Any, int] = {}
         self._abouts: dict[int, dict[str, Any]] = {}
         self._nodes: list[str] = []
-        self._events: deque[Ready | Died] = deque()
+        self._events: deque[Ready | WorkerDied] = deque()
         self.num_at_first = 0
 
     def start(self) -> None:
@@ -117,10 +125,10 @@ class RayPool(WorkerPool):
     def give(self, worker: int, job: Job) -> None:
         self._pending[self._actors[worker].measure.remote(job)] = worker
 
-    def wait(self) -> Ready | Done | Died | None:
+    def wait(self) -> Ready | JobDone | WorkerDied | None:
         return self._events.popleft() if self._events else self._next()
 
-    def _next(self) -> Ready | Done | Died | None:
+    def _next(self) -> Ready | JobDone | WorkerDied | None:
         if not self._pending:
             return None
         (ref,), _ = self.ray.wait([*self._pending], num_returns=1)
@@ -135,9 +143,9 @@ class RayPool(WorkerPool):
             errors.OutOfMemoryError,
         ) as error:
             del self._actors[worker]
-            return Died(worker, _short(error))
+            return WorkerDied(worker, _short(error))
         if worker in self._abouts:
-            return Done(worker, *value)
+            return JobDone(worker, *value)
         return Ready(worker, self._known(worker, value))
 
     def _value(self, ref: Any) -> Any:
@@ -170,7 +178,7 @@ class RayPool(WorkerPool):
                 tell(f"{num_ready} of {num_workers} workers have loaded the models")
                 event = self._next()
                 if not isinstance(event, Ready):
-                    why = event.why if isinstance(event, Died) else "it never started"
+                    why = event.why if isinstance(event, WorkerDied) else "it never started"
                     raise UserError(f"a worker could not load the models: {why}; lower --workers if memory is short")
                 self._events.append(event)
         self.environment = self._first["environment"]
@@ -210,7 +218,7 @@ class RayPool(WorkerPool):
 
 
 @contextmanager
-def opened_workers(resolved: Resolved) -> Iterator[RayPool]:
+def opened_workers(resolved: RunPlan) -> Iterator[RayPool]:
     """Workers with the models loaded, until it is left. Raises UserError where Ray or the room for them is missing."""
     import torch
 
@@ -219,7 +227,7 @@ def opened_workers(resolved: Resolved) -> Iterator[RayPool]:
     assert request.workers is not None
     if request.ray_address is not None:
         refuse_silent(request.ray_address)
-    wanted, elsewhere = wanted_of(request), request.ray_address is not None
+    wanted, elsewhere = machine_of(request), request.ray_address is not None
     device, _ = device_and_dtype(wanted, 1 if elsewhere else torch.cuda.device_count())
     threads = (wanted.threads or 1) if device == "cpu" else 1
     resources = {"num_cpus": threads, "num_gpus": 0 if device == "cpu" else 1}

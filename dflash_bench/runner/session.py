@@ -24,19 +24,19 @@ from dflash_bench.runner import budget, config, loop, work, workers
 from dflash_bench.runner.canaries import Canaries, Canary, silent, together
 from dflash_bench.runner.config import RunRequest, objectives
 from dflash_bench.runner.option import to_json
-from dflash_bench.runner.plan import Resolved, methods_and_model, modes_of, resolve, settings_of
+from dflash_bench.runner.plan import RunPlan, methods_and_model, modes_of, plan_run, settings_of
 from dflash_bench.runner.ray_workers import opened_workers, require_ray
 from dflash_bench.runner.setup import (
     PreparedRun,
     add_judge,
     captured_of,
+    check_fits,
     fallen_back,
     forwards_of,
     late,
     open_local,
     open_servers,
     pass_of,
-    prepare,
     witnessed,
 )
 from dflash_bench.runner.work import Backend, Described, Witnessed, WorkPlan
@@ -172,7 +172,7 @@ def perform(
         require_ray()
     # Before what is slow: a download, and the models.
     (store.check_resumable if resume else store.check_new)(folder)
-    resolved = resolve(request, methods, model)
+    resolved = plan_run(request, methods, model)
     with ExitStack() as stack:
         if request.launch is None:
             prepared, backend = _opened(resolved, stack)
@@ -181,7 +181,7 @@ def perform(
             _run_launched(resolved, stack, folder, resume, caller)
 
 
-def _run_launched(resolved: Resolved, stack: ExitStack, folder: Path, resume: bool, caller: Caller) -> None:
+def _run_launched(resolved: RunPlan, stack: ExitStack, folder: Path, resume: bool, caller: Caller) -> None:
     """Servers of this run are stopped with it, and one that dies says why."""
     from dflash_bench.runner import launch
 
@@ -189,7 +189,7 @@ def _run_launched(resolved: Resolved, stack: ExitStack, folder: Path, resume: bo
     resolved = launch.with_dtype(resolved)
     launched, addresses = launch.launch(resolved, folder, stack, caller.tell)
     backend = stack.enter_context(open_servers(resolved, addresses))
-    prepared = prepare(resolved.judging)
+    prepared = check_fits(resolved.judging)
     add_judge(backend, prepared.pinned(resolved))
     try:
         _run(resolved, prepared, backend, folder, resume, caller, lambda: launch.keep_logs(launched, folder))
@@ -201,24 +201,24 @@ def _run_launched(resolved: Resolved, stack: ExitStack, folder: Path, resume: bo
         caller.tell(f"note: {death}")
 
 
-def _opened(resolved: Resolved, stack: ExitStack) -> tuple[PreparedRun, Backend | WorkerPool]:
+def _opened(resolved: RunPlan, stack: ExitStack) -> tuple[PreparedRun, Backend | WorkerPool]:
     """What can be found out cheaply comes before weights are loaded; servers and workers are left with the stack."""
     if resolved.request.workers is not None:
-        prepared = prepare(resolved)
+        prepared = check_fits(resolved)
         return prepared, stack.enter_context(opened_workers(prepared.pinned(resolved)))
     if not resolved.request.asks_servers:
-        prepared = prepare(resolved)
+        prepared = check_fits(resolved)
         return prepared, open_local(prepared.pinned(resolved))
     backend = stack.enter_context(open_servers(resolved, config.addresses_of(resolved.request)))
     if not resolved.request.has_target:
         return PreparedRun(Contexts(0, 0), None), backend
-    prepared = prepare(resolved.judging)
+    prepared = check_fits(resolved.judging)
     add_judge(backend, prepared.pinned(resolved))
     return prepared, backend
 
 
 def _run(
-    resolved: Resolved,
+    resolved: RunPlan,
     prepared: PreparedRun,
     backend: Backend | WorkerPool,
     folder: Path,
@@ -245,7 +245,7 @@ def _run(
         _refuse_other_order(read_info(folder), info["plan"], folder)
     with (store.resume if resume else store.create)(folder, info) as run:
         begun()
-        run.keep_prompts(work.asked_of(plan))
+        run.keep_prompts(work.prompt_rows(plan))
         if not request.asks_servers:
             run.decode = decoder_of(model.target, request.trust_remote_code)
         if isinstance(backend, WorkerPool):
@@ -267,7 +267,7 @@ def _run(
         tell(f"note: {note}")
 
 
-def _plan(resolved: Resolved, settings: Sequence[Settings], prepared: PreparedRun) -> WorkPlan:
+def _plan(resolved: RunPlan, settings: Sequence[Settings], prepared: PreparedRun) -> WorkPlan:
     labels = tuple(method.label for method in resolved.methods)
     repeats, paddings = resolved.request.repeats, prepared.contexts.paddings
     return WorkPlan(resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.cage, paddings)
@@ -341,7 +341,7 @@ def _at_end(backend: Backend) -> dict[str, Any]:
 
 
 def _info(
-    resolved: Resolved, plan: WorkPlan, backend: Backend | WorkerPool, prepared: PreparedRun, caller: Caller
+    resolved: RunPlan, plan: WorkPlan, backend: Backend | WorkerPool, prepared: PreparedRun, caller: Caller
 ) -> dict[str, Any]:
     """What `run.json` holds."""
     forwards: Mapping[str, Any] | None = None
@@ -365,7 +365,7 @@ def _info(
     }
 
 
-def _identity(resolved: Resolved, plan: WorkPlan, backend: Described, prepared: PreparedRun) -> dict[str, Any]:
+def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described, prepared: PreparedRun) -> dict[str, Any]:
     """What decides the answers: a run is continued only under the same."""
     return {
         "model": resolved.request.name,

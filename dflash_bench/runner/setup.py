@@ -19,7 +19,7 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.results.identity import full_names
 from dflash_bench.runner import config
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.plan import Resolved, drafts_of, modes_of
+from dflash_bench.runner.plan import RunPlan, drafts_of, modes_of
 from dflash_bench.runner.work import Backend, Witnessed
 from dflash_bench.tasks import padding
 from dflash_bench.tasks.padding import Contexts
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MachineConfig:
     """Where and how a model is to be computed, as far as the user says; `is_small` is nano, for which a GPU is slow."""
 
     device: str | None = None
@@ -57,18 +57,18 @@ class Wanted:
         return self.engine != "transformers" and self.capture != "inductor" and self.quantize is None
 
 
-def open_local(resolved: Resolved) -> LocalBackend:
+def open_local(resolved: RunPlan) -> LocalBackend:
     """The engine of this process, with the models of a resolved request, and its judge, whose weights are read.
 
     Raises UserError for what cannot be had.
     """
-    wanted, seed = wanted_of(resolved.request), resolved.request.seed or 0
-    backend = opened(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, seed, resolved.cache_bytes)
+    wanted, seed = machine_of(resolved.request), resolved.request.seed or 0
+    backend = open_engine(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, seed, resolved.cache_bytes)
     backend.witness.read()
     return backend
 
 
-def open_servers(resolved: Resolved, addresses: Sequence[Address]) -> ServerBackend:
+def open_servers(resolved: RunPlan, addresses: Sequence[Address]) -> ServerBackend:
     """Each is asked who it is. Raises UserError for one that cannot be measured."""
     from dflash_bench.servers.backend import ServerBackend
 
@@ -81,7 +81,7 @@ def open_servers(resolved: Resolved, addresses: Sequence[Address]) -> ServerBack
     return backend
 
 
-def add_judge(backend: ServerBackend, resolved: Resolved) -> None:
+def add_judge(backend: ServerBackend, resolved: RunPlan) -> None:
     """The same target in this process makes the prompts' token ids, and judges the answers."""
     attach(backend, open_local(resolved.judging))
 
@@ -131,19 +131,28 @@ def late(backend: Backend) -> list[str]:
     ]
 
 
-def wanted_of(request: RunRequest) -> Wanted:
-    return Wanted(
+def machine_of(request: RunRequest) -> MachineConfig:
+    return MachineConfig(
         request.device, request.dtype, request.threads, request.device_map, request.attention,
         request.trust_remote_code, request.engine, request.capture, request.quantize, is_small=request.name == "nano",
         workers=request.workers or 1,
     )  # fmt: skip
 
 
-def opened(
-    model: Preset, methods: Sequence[Method], wanted: Wanted, max_new_tokens: int, seed: int, cache_bytes: int = 0
+def open_engine(
+    model: Preset,
+    methods: Sequence[Method],
+    machine: MachineConfig,
+    max_new_tokens: int,
+    seed: int = 0,
+    cache_bytes: int = 0,
 ) -> LocalBackend:
-    """`cache_bytes` are what the caches will take; its judge has weights of its own if these fit, too."""
-    device, dtype, threads = prepared(wanted)
+    """Open the engine of this process with these models: the one way for a run, a worker and every diagnosis.
+
+    `cache_bytes` is what the caches will take; the judge gets weights of its own if these fit beside them. Raises
+    UserError for a device, a type or a model that cannot be had.
+    """
+    device, dtype, threads = configure_torch(machine)
     import torch
 
     from dflash_bench.engine.backend import open_backend
@@ -151,17 +160,17 @@ def opened(
     from dflash_bench.models.targets import Placement
 
     placement = Placement(
-        spread=wanted.device_map is not None,
-        attention=wanted.attention,
-        trust_remote_code=wanted.trust_remote_code,
-        quantize=wanted.quantize,
+        spread=machine.device_map is not None,
+        attention=machine.attention,
+        trust_remote_code=machine.trust_remote_code,
+        quantize=machine.quantize,
     )
     models = load(model, drafts_of(methods), device, "auto" if dtype == "auto" else getattr(torch, dtype), placement)
-    if wanted.workers > 1 and device == "cpu":
-        models = models.sharing_memory(wanted.workers)
-    machine = {"device": device, "device_map": wanted.device_map, "threads": threads, "quantize": wanted.quantize}
+    if machine.workers > 1 and device == "cpu":
+        models = models.sharing_memory(machine.workers)
+    where = {"device": device, "device_map": machine.device_map, "threads": threads, "quantize": machine.quantize}
     return open_backend(
-        models, model, methods, max_new_tokens, seed, machine, wanted.engine, wanted.capture, cache_bytes
+        models, model, methods, max_new_tokens, seed, where, machine.engine, machine.capture, cache_bytes
     )
 
 
@@ -188,7 +197,7 @@ def captured_of(backend: Backend) -> dict[str, float | int]:
     return backend.captured() if isinstance(backend, LocalBackend) else {}
 
 
-def prepared(wanted: Wanted) -> tuple[str, str, int | None]:
+def configure_torch(wanted: MachineConfig) -> tuple[str, str, int | None]:
     """Sets torch up, and says on which device, in which type and on how many threads (None: a GPU) to compute."""
     # Read when torch is imported: waiting threads that spin take the cores from those that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -216,7 +225,7 @@ def _silence_transformers() -> None:
     its_own.set_verbosity_error()
 
 
-def device_and_dtype(wanted: Wanted, num_gpus: int) -> tuple[str, str]:
+def device_and_dtype(wanted: MachineConfig, num_gpus: int) -> tuple[str, str]:
     """Raises UserError for a device that is not there, and for options without effect on it."""
     device = wanted.device or ("cuda" if num_gpus and not wanted.is_small else "cpu")
     if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
@@ -253,7 +262,7 @@ class PreparedRun:
         held = self.memory or {}
         return sum(held.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
 
-    def pinned(self, resolved: Resolved) -> Resolved:
+    def pinned(self, resolved: RunPlan) -> RunPlan:
         """With these commits for ids: what is loaded is what was looked at, whatever the hub does in between. And with
         what the caches will take, beside which the judge's own weights must fit."""
         model, commits = resolved.model, self.commits
@@ -261,16 +270,16 @@ class PreparedRun:
         found = replace(model, target=commits.get("target", model.target), drafts=drafts)
         return replace(resolved, model=found, cache_bytes=self.cache_bytes)
 
-    def unpinned(self, resolved: Resolved) -> list[str]:
+    def unpinned(self, resolved: RunPlan) -> list[str]:
         """The parts whose ids named no commit."""
         return [part for part in self.commits if not hub.is_pinned(_reference(resolved, part))]
 
 
-def _reference(resolved: Resolved, part: str) -> str:
+def _reference(resolved: RunPlan, part: str) -> str:
     return resolved.model.target if part == "target" else resolved.model.drafts[part]
 
 
-def prepare(resolved: Resolved) -> PreparedRun:
+def check_fits(resolved: RunPlan) -> PreparedRun:
     """Checkpoints are fetched, and their tokenizer, configs and headers read. Raises UserError as loading them would,
     for a context that the target has not, and for too little memory."""
     import torch
@@ -278,7 +287,7 @@ def prepare(resolved: Resolved) -> PreparedRun:
     from dflash_bench.models import chat, gguf, loading, memory, targets
     from dflash_bench.models.targets import Placement
 
-    wanted, elsewhere = wanted_of(resolved.request), resolved.request.ray_address is not None
+    wanted, elsewhere = machine_of(resolved.request), resolved.request.ray_address is not None
     device, dtype = device_and_dtype(wanted, 1 if elsewhere else torch.cuda.device_count())
     model, trusted = resolved.model, wanted.trust_remote_code
     fetched = {name: loading.fetch(name, model.drafts[name]) for name in resolved.drafts}

@@ -136,10 +136,11 @@ class Stopwatch:
     def passed(self) -> None:
         self._num_passes += 1
 
-    def columns(self, request: int = 0, *, alone: bool) -> dict[str, float | int | None]:
-        """What a record keeps of it."""
+    def columns(self, request: int | None = None) -> dict[str, float | int | None]:
+        """Return what the record of a request keeps; without one, of the answer that was decoded alone."""
+        alone = request is None
         call_s = self.call_s if alone else None
-        answer = self.answers.get(request)
+        answer = self.answers.get(request or 0)
         if answer is None or answer.first is None:
             return {"clock_s": call_s}
         prefill, decode = answer.prefill, answer.decode
@@ -164,39 +165,32 @@ class Objection:
         return f"{self.witness}: {self.why}"
 
 
-def alone(watch: Stopwatch, said: Generation, *, tells_rounds: bool) -> Objection | None:
-    """What is wrong with an answer that was decoded alone, by what was heard; None if nothing is."""
-    if said.error is not None:
-        return None
-    call = Span(watch.call_s, 0.0)
-    if said.prefill_s + said.decode_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S:
-        told = 1000 * (said.prefill_s + said.decode_s)
-        return Objection("clock", f"the answer is said to have taken {told:.1f} ms, but asking for it took {call}")
-    if not tells_rounds:
-        return None
-    answer = watch.answers.get(0)
-    if answer is None or answer.first is None:
-        return Objection("counter", "the runner heard of no token")
-    return _counted(answer, said) or _passes(answer) or _timed(answer, said)
+def objection(
+    watch: Stopwatch, served: TimedGeneration, *, tells_rounds: bool, request: int | None = None
+) -> Objection | None:
+    """Return what is wrong with an answer by what was heard; None if nothing is.
 
-
-def beside(watch: Stopwatch, request: int, served: TimedGeneration, *, tells_rounds: bool) -> Objection | None:
-    """The same of an answer decoded beside others: its interval must lie in the runner's."""
+    Without a `request` it was decoded alone. Decoded beside others it is one of several, and its interval must lie in
+    that of the call.
+    """
     said = served.generation
     if said.error is not None:
         return None
-    call, took = Span(watch.call_s, 0.0), served.end_s - served.start_s
-    if served.start_s < 0 or served.end_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S:
+    call = Span(watch.call_s, 0.0)
+    took_s = call.least if request is None else served.end_s - served.start_s
+    if request is not None and (served.start_s < 0 or served.end_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S):
         why = f"the answer is said to have ended after {served.end_s:.3f} s, but all of them took {call}"
         return Objection("clock", why)
-    if said.prefill_s + said.decode_s > took * (1 + CLOCK_SHARE) + CLOCK_S:
+    if said.prefill_s + said.decode_s > took_s * (1 + CLOCK_SHARE) + CLOCK_S:
         told = 1000 * (said.prefill_s + said.decode_s)
-        return Objection("clock", f"the answer is said to have taken {told:.1f} ms within {1000 * took:.1f} ms")
+        return Objection("clock", f"the answer is said to have taken {told:.1f} ms within {1000 * took_s:.1f} ms")
     if not tells_rounds:
         return None
-    answer = watch.answers.get(request)
+    answer = watch.answers.get(request or 0)
     if answer is None or answer.first is None:
         return Objection("counter", "the runner heard of no token")
+    if request is None:
+        return _counted(answer, said) or _passes(answer) or _timed(answer, said)
     if not answer.decode.at_least(said.decode_s):
         return _late("decoding", said.decode_s, answer.decode)
     return _counted(answer, said)

@@ -93,7 +93,7 @@ class Backend(Described, Protocol):
         ...
 
 
-class Ledger(Protocol):
+class AnswerStore(Protocol):
     """Where answers are kept: the run on disk, or what a worker hands back."""
 
     stored: dict[Key, Record]
@@ -107,7 +107,7 @@ class Ledger(Protocol):
         ...
 
 
-class Watcher(Protocol):
+class ProgressListener(Protocol):
     """Who is told how a run goes on.
 
     `doing` is a method, with its settings where the run has several, or other work.
@@ -147,7 +147,7 @@ class WorkPlan:
         turns = sum(len(prompt.turns) for loaded in self.suites for prompt in loaded.prompts)
         return turns * len(self.methods) * self.repeats * len(self.settings)
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[WorkItem]:
         order = 0
         for loaded in self.suites:
             last = len(loaded.prompts) - 1
@@ -156,14 +156,14 @@ class WorkPlan:
                     yield item
                     order += len(item.prompt.turns) * len(item.methods)
 
-    def of_prompt(self, loaded: Loaded, number: int, is_control: bool, order: int) -> Iterator[Item]:
+    def of_prompt(self, loaded: Loaded, number: int, repeat_baseline: bool, order: int) -> Iterator[WorkItem]:
         """One prompt of a suite through all methods under all settings; its first answer has the place `order`."""
         prompt = loaded.prompts[number]
         for repeat, (at, settings) in product(range(self.repeats), enumerate(self.settings)):
             # Reversed every other time: what comes first or last gains or loses by it, and all do in turn.
             methods = self.methods if (number + repeat + at) % 2 == 0 else self.methods[::-1]
             padding = self.paddings.get((loaded.suite.name, prompt.prompt_id, settings.context), "")
-            yield Item(loaded, prompt, is_control and repeat == 0, repeat, settings, methods, order, padding)
+            yield WorkItem(loaded, prompt, repeat_baseline and repeat == 0, repeat, settings, methods, order, padding)
             order += len(prompt.turns) * len(methods)
 
 
@@ -178,7 +178,7 @@ def to_store(plan: WorkPlan) -> dict[str, Any]:
     return plans.to_json(plans.Plan(plan.methods, plan.repeats, prompts))
 
 
-def asked_of(plan: WorkPlan) -> list[dict[str, Any]]:
+def prompt_rows(plan: WorkPlan) -> list[dict[str, Any]]:
     """The prompts of a run, as `results/run_info.py` keeps them."""
     return [
         {
@@ -204,7 +204,7 @@ def _scored_by(scorer: str, prompt: Prompt) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class WorkItem:
     """One prompt once through all methods, in this order, under the same settings.
 
     `order` is the place of its first answer in the run.
@@ -212,7 +212,7 @@ class Item:
 
     loaded: Loaded
     prompt: Prompt
-    is_control: bool
+    repeat_baseline: bool
     """Is its first turn decoded plainly twice? A baseline that disagrees with itself proves nothing."""
     repeat: int
     settings: Settings
@@ -230,7 +230,7 @@ class Item:
     def suite(self) -> str:
         return self.loaded.suite.name
 
-    def is_stored(self, run: Ledger) -> bool:
+    def is_stored(self, run: AnswerStore) -> bool:
         """Are all of its answers?"""
         turns = range(len(self.prompt.turns))
         return all(self.key(method, turn) in run.stored for method in self.methods for turn in turns)

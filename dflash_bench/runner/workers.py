@@ -22,7 +22,7 @@ from dflash_bench.results.store import Key, RunStore, key
 from dflash_bench.runner import loop
 from dflash_bench.runner.canaries import Canaries, Canary
 from dflash_bench.runner.loop import WarmUp
-from dflash_bench.runner.work import Backend, Described, Item, Watcher, Witnessed, WorkPlan
+from dflash_bench.runner.work import Backend, Described, ProgressListener, Witnessed, WorkItem, WorkPlan
 
 MOST_TRIES = 3
 """A prompt that so many workers died of is not tried again."""
@@ -34,7 +34,7 @@ class Job:
 
     plan: WorkPlan
     """Of the run, without its prompts."""
-    items: tuple[Item, ...]
+    items: tuple[WorkItem, ...]
     stored: Mapping[Key, Record]
     """Its answers that the run holds already."""
 
@@ -48,7 +48,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class JobDone:
     """A worker has measured its prompt."""
 
     worker: int
@@ -63,7 +63,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
+class WorkerDied:
     """A worker is no more."""
 
     worker: int
@@ -92,7 +92,7 @@ class WorkerPool(Described, ABC):
         """What the judges of all workers have to say at the end."""
 
     @abstractmethod
-    def wait(self) -> Ready | Done | Died | None:
+    def wait(self) -> Ready | JobDone | WorkerDied | None:
         """What happens next; None where nothing is under way. What a worker raises is raised here."""
 
 
@@ -111,7 +111,7 @@ class JobAnswers:
         return time.monotonic() - self._began
 
 
-class Unwatched:
+class NullListener:
     """The driver shows how far the run is, once rows arrive."""
 
     def begins(self, suite: str, doing: str) -> None:
@@ -124,12 +124,12 @@ class Unwatched:
 def measure(job: Job, backend: Backend, warm: dict[str, WarmUp], canaries: Canaries) -> tuple[list[Record], float]:
     """In a worker: the rows of a job, and the seconds that it took; the last two last as long as the worker."""
     kept = JobAnswers(job.stored)
-    loop.execute(job.plan, backend, kept, Unwatched(), job.items, warm, canaries)
+    loop.execute(job.plan, backend, kept, NullListener(), job.items, warm, canaries)
     return kept.new, kept.seconds()
 
 
 def execute(
-    plan: WorkPlan, pool: WorkerPool, run: RunStore, watcher: Watcher
+    plan: WorkPlan, pool: WorkerPool, run: RunStore, watcher: ProgressListener
 ) -> tuple[dict[str, float], list[Sequence[Canary]]]:
     """Runs what of the plan is not stored yet; what all workers captured together, and each one's canaries.
 
@@ -159,7 +159,7 @@ class _Driver:
     plan: WorkPlan
     pool: WorkerPool
     run: RunStore
-    watcher: Watcher
+    watcher: ProgressListener
     waiting: deque[Job]
     idle: list[int] = field(default_factory=list)
     busy: dict[int, Job] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class _Driver:
     """Of each worker the place in `run.json`."""
     deaths: dict[int, list[str]] = field(default_factory=dict)
     """Of each job, by the place of its first answer, why workers died of it."""
-    unborn: int = 0
+    failed_starts: int = 0
     """Workers in a row that died before they were ready."""
     captures: dict[int, Mapping[str, float]] = field(default_factory=dict)
     canaries: dict[int, Sequence[Canary]] = field(default_factory=dict)
@@ -180,19 +180,19 @@ class _Driver:
             self.watcher.begins(prompt.suite, f"prompt {prompt.prompt_id} to worker {self.numbers[worker]}")
             self.pool.give(worker, job)
 
-    def hear(self, event: Ready | Done | Died | None) -> None:
+    def hear(self, event: Ready | JobDone | WorkerDied | None) -> None:
         match event:
             case Ready(worker, about):
-                self.unborn = 0
+                self.failed_starts = 0
                 self.numbers[worker] = self.run.keep_worker(about)
                 self.idle.append(worker)
-            case Done(worker, records, seconds, captures, canaries):
+            case JobDone(worker, records, seconds, captures, canaries):
                 del self.busy[worker]
                 self.captures[worker], self.canaries[worker] = captures, canaries
                 self._keep(records, self.numbers[worker], self.run.seconds() - seconds)
                 self.idle.append(worker)
-            case Died(worker, why):
-                self._bury(worker, why)
+            case WorkerDied(worker, why):
+                self._requeue(worker, why)
             case None:
                 raise UserError("no worker is left; what they measured is saved: go on with --resume")
 
@@ -206,12 +206,12 @@ class _Driver:
         for record in placed:
             self.watcher.measured(record, " ".join(filter(None, [record.method, named[record.settings]])))
 
-    def _bury(self, worker: int, why: str) -> None:
+    def _requeue(self, worker: int, why: str) -> None:
         job = self.busy.pop(worker, None)
         self.idle = [other for other in self.idle if other != worker]
         if worker not in self.numbers:
-            self.unborn += 1
-        if self.unborn < MOST_TRIES:
+            self.failed_starts += 1
+        if self.failed_starts < MOST_TRIES:
             self.pool.start()
         if job is None:
             return

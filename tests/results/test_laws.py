@@ -20,7 +20,7 @@ from runs import known, listed
 
 from dflash_bench.core.types import CEILINGS, Generation
 from dflash_bench.engine.backend import LocalBackend, PromptRounds
-from dflash_bench.results import laws, parts, store, validity
+from dflash_bench.results import laws, parts, store
 from dflash_bench.runner import stopwatch
 from dflash_bench.tasks import sandbox, scorers
 from dflash_bench.tasks.scorers.base import Score
@@ -56,7 +56,7 @@ def edited(run: Path, change: Callable[[Row], Row], is_meant: Callable[[Row], bo
         table = parquet.read_table(part)
         rows = table.to_pylist()
         for row in filter(is_meant, rows):
-            row.update(change(row) | dict.fromkeys(validity.CLOCK))
+            row.update(change(row) | dict.fromkeys(laws.CLOCK))
             num += 1
         parquet.write_table(arrow.Table.from_pylist(rows, table.schema), part)
     listed(run)
@@ -329,7 +329,7 @@ def test_bookkeeping_that_is_broken_gives_failed_rows(
     monkeypatch.chdir(tmp_path)
     broken, methods, told = RULES[what]
     # Without the runner's own clock and counter, which would be the first to object.
-    monkeypatch.setattr(stopwatch, "alone", lambda *_, **__: None)
+    monkeypatch.setattr(stopwatch, "objection", lambda *_, **__: None)
     monkeypatch.setattr(stopwatch.Stopwatch, "columns", lambda *_, **__: {})
     monkeypatch.setattr(PromptRounds, "generation", broken(PromptRounds.generation))
     assert fake.main(monkeypatch, *WORDS) == 1

@@ -21,7 +21,7 @@ from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.results import table
-from dflash_bench.results.integrity import Flaw
+from dflash_bench.results.integrity import Problem
 from dflash_bench.results.table import Results
 
 # What was judged, and what significantly fell short.
@@ -256,7 +256,7 @@ class GateResult:
     cells: Runs
 
 
-Found = tuple[Sequence[Flaw], Sequence[str]]
+Found = tuple[Sequence[Problem], Sequence[str]]
 """What is wrong with a run, and what could not be tried."""
 
 
@@ -286,7 +286,7 @@ def checked(
     if not flawed:
         for results, name in named:
             flaws, notes = witnesses(results)
-            flawed += broken(replace(results, flaws=tuple(flaws)), (), name)
+            flawed += broken(replace(results, problems=tuple(flaws)), (), name)
             untried += [f"{name}: {note}" if name else note for note in notes]
     if flawed:
         # Judging the rows that are left would pass for judging the run.
@@ -306,7 +306,7 @@ def broken(results: Results, allow: Sequence[str], run: str = "") -> list[Check]
             found=flaw.num, expected=0, failed=True,
             code=flaw.kind, reason=flaw.what,
         )
-        for flaw in results.flaws
+        for flaw in results.problems
         if flaw.kind not in allowed
     ]  # fmt: skip
 
