@@ -1,4 +1,4 @@
-"""Is a run complete and valid? Its rows against its plan, each once, and its times against each other."""
+"""Check that a run is complete and valid: its rows against its plan, and its times against each other."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dflash_bench.results.plan import BASELINE, Plan
 from dflash_bench.results.row_arrays import Facts, lengths_of
 from dflash_bench.results.run_info import RunIdentity, RunInfo
 
-# What the rows of a run's parts contribute to the question whether the run is complete and valid.
+# The columns and sums of each part that are needed to check a whole run.
 
 
 KEY = ("suite", "prompt_id", "prompt_hash", "method", "turn", "repeat")
 NAMES = ("suite", "prompt_id", "prompt_hash", "method", "exactness")
 FLAGS = ("error", "passed", "audit", "num_hidden_tokens")
-"""Columns of which only matters whether they hold something."""
+"""Columns of which only null or not matters."""
 NUMBERS = ("turn", "repeat", "worker")
 """Whole numbers, -1 for null."""
 TIMES = ("start_s", "end_s", "prefill_s", "decode_s")
@@ -114,7 +114,7 @@ def mask(which: Any, size: int) -> Any:
     return selected
 
 
-# Rows matched with the numbered answers of the plan: which are not in it, which are duplicates, which are plain.
+# Rows matched with the numbered answers of the plan: unexpected ones, duplicates, and those of the baseline.
 
 
 class PlanMatch:
@@ -138,16 +138,16 @@ class PlanMatch:
         answer = np.where(known, self.place * len(plan.methods) + method, -1)
         self.counts = np.bincount(answer[known], minlength=plan.num_answers)
         self.duplicates = self._duplicates(answer)
-        """Rows whose answer an earlier row already holds."""
+        """Rows of an answer that an earlier row already has."""
         self.is_plain = rows.codes["method"] == rows.code("method", BASELINE)
         self.plain = np.full(plan.num_answers // len(plan.methods) + 1, -1)
-        """The row of each place's plain answer; -1 where there is none, and in the extra entry at the end."""
+        """The row of the baseline's answer at each place; -1 where there is none, and in the extra entry at the end."""
         (plain,) = np.nonzero(self.is_plain & known)
         self.plain[self.place[plain[::-1]]] = plain[::-1]
 
     @staticmethod
     def _prompts(plan: Plan, rows: RowIndex) -> Any:
-        """The number of each row's prompt in the plan; -1 if the plan has no such prompt."""
+        """Return the number of each row's prompt in the plan; -1 if the plan has no such prompt."""
         ids = {text: code for code, text in enumerate(rows.names["prompt_id"])}
         numbers = np.full((len(plan.prompts) + 1, len(ids) + 1), -1)
         before = 0
@@ -169,20 +169,20 @@ class PlanMatch:
         return np.delete(twice, first)
 
 
-# The times of answers against each other and against the run's: what no single row shows.
+# The times of answers against each other and against the run's, which no single row shows.
 #
-# A run that finishes keeps how long it lasted by its own clock, and the sums of its rows' times by method. Times that
-# were all changed alike still fit each other, but not these.
+# A finished run records how long it took by its own clock, and the sums of its rows' times by method. Times that were
+# all changed alike still fit each other, but not these.
 
 
 SPAN_NAMES = ("span_s", "times")
 SHARE, AT_LEAST_S = 1e-3, 1e-3
-"""Of two answers the later one may begin so much before the other's end: a GPU's clock is not the host's."""
+"""How much earlier than the end of one answer the next may begin: a GPU's clock is not the host's."""
 SUMS = ("between_s", "prefill_s", "decode_s")
 
 
 def of_run(span_s: float, records: Sequence[Record]) -> dict[str, Any]:
-    """What `run.json` keeps of a run that has finished, after so many seconds on its clock."""
+    """Return the sums that `run.json` keeps of a finished run, which took `span_s` seconds on its clock."""
     good: dict[str, list[Record]] = {}
     for record in records:
         if record.generation.error is None:
@@ -201,7 +201,7 @@ def _sums(records: Sequence[Record]) -> dict[str, float]:
 
 
 def off_sums(info: RunInfo, rows: RowIndex) -> Iterator[tuple[str, Any]]:
-    """All answers of the methods whose times do not add up to what the run kept."""
+    """Find all answers of methods whose times do not add up to the recorded sums."""
     between = rows.times["end_s"] - rows.times["start_s"]
     columns = {"between_s": between, "prefill_s": rows.times["prefill_s"], "decode_s": rows.times["decode_s"]}
     wrong = np.zeros(rows.num, dtype=bool)
@@ -215,7 +215,7 @@ def off_sums(info: RunInfo, rows: RowIndex) -> Iterator[tuple[str, Any]]:
 
 
 def span_faults(info: RunInfo, settings: Sequence[Settings], rows: RowIndex, counted: Any) -> Iterator[tuple[str, Any]]:
-    """Of the rows of the mask `counted`, those that overlap with others or end after the run."""
+    """Find rows of the mask `counted` that overlap with others or end after the run."""
     timed = counted & ~rows.failed & ~np.isnan(rows.times["start_s"] + rows.times["end_s"])
     yield "it was measured while another answer was", _overlapping(settings, rows, np.flatnonzero(timed))
     if info.span_s is not None:
@@ -224,7 +224,7 @@ def span_faults(info: RunInfo, settings: Sequence[Settings], rows: RowIndex, cou
 
 
 def _overlapping(settings: Sequence[Settings], rows: RowIndex, at: Any) -> Any:
-    """The later one of two that one worker measured at a time; answers of a wave belong together."""
+    """Return the later of two rows that one worker measured at the same time; answers of a wave belong together."""
     if not len(at):
         return at
     waves, of_row = np.unique(_waves(settings, rows, at), axis=0, return_inverse=True)
@@ -243,16 +243,16 @@ def _overlapping(settings: Sequence[Settings], rows: RowIndex, at: Any) -> Any:
 
 
 def _waves(settings: Sequence[Settings], rows: RowIndex, at: Any) -> Any:
-    """By worker, what was measured together: what is decoded among others is one thing, and all else by itself."""
+    """Return the worker and wave of each row; an answer decoded alone is a wave of its own."""
     shared = np.array([*(one.is_shared for one in settings), False])[rows.settings[at]]
     names = (rows.codes["suite"], rows.codes["method"], rows.settings, rows.turn, rows.repeat)
     place = [np.where(shared, column[at], -1) for column in names]
     return np.stack([rows.worker[at], np.where(shared, -1, at), *place], axis=1)
 
 
-# Is a run complete and valid? Its rows must be those of its plan, each once, and each must be a possible measurement.
+# The whole check: the rows must be those of the plan, each once, and each must be a possible measurement.
 #
-# Every reader asks before it makes numbers of the rows, and `--resume` asks to know what to measure again.
+# Every reader runs it before it computes anything from the rows, and `--resume` to know what to measure again.
 
 
 REMEDIES = {
@@ -261,13 +261,13 @@ REMEDIES = {
     "foreign": "--resume drops them, --allow foreign leaves them out",
     "invalid": "--resume generates them again, --allow invalid leaves them out",
 }
-"""What can be wrong with the rows of a run, under the name that `--allow` takes, and what to do about it."""
+"""The kinds of problems, as `--allow` takes them, and what to do about each."""
 MOST_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with the rows of one suite, settings and method."""
+    """A problem with the rows of one suite, settings and method."""
 
     kind: str
     """A key of `REMEDIES`."""
@@ -278,7 +278,7 @@ class Problem:
     what: str
     """Such as "5 of 24 answers missing, first p003"."""
     setting: str = ""
-    """What distinguishes the settings from the others of the run; empty if there is only one."""
+    """The name of the settings, without what all settings of the run share; empty if there is only one."""
 
     def __str__(self) -> str:
         return f"{' '.join(filter(None, [self.suite, self.setting, self.method]))}: {self.what}"
@@ -288,11 +288,11 @@ class Problem:
 class IntegrityReport:
     problems: tuple[Problem, ...]
     dropped_rows: tuple[Any, ...]
-    """For each part the mask of rows that are not a measurement of this run or repeat an earlier one, [rows]."""
+    """For each part the mask of rows that are invalid, unexpected or duplicates, [rows]."""
 
 
 def check_integrity(info: RunInfo, where: str, summaries: Sequence[PartSummary]) -> IntegrityReport:
-    """`info` is the content of the `run.json` at `where`. Raises UserError if its plan is not valid."""
+    """Check all parts of the run whose `run.json` is at `where`. Raises UserError if its plan is not valid."""
     rows = RowIndex(summaries)
     identity, plan = info.identity, plans.recorded(info, where)
     plans.refuse_size(plan, where)
@@ -303,7 +303,7 @@ def check_integrity(info: RunInfo, where: str, summaries: Sequence[PartSummary])
     faults += span_faults(info, plan.settings, rows, ~out_of_place)
     problems = [*_missing(plan, match)]
     if not problems and not out_of_place.any() and not any(len(which) for _, which in faults):
-        # Whatever is wrong with a row changes the sums, and is told by its own name.
+        # A row with another problem changes the sums, too, and is reported by that problem.
         faults += off_sums(info, rows)
     invalid = np.zeros(rows.num, dtype=bool)
     for _, which in faults:
@@ -319,7 +319,7 @@ def check_integrity(info: RunInfo, where: str, summaries: Sequence[PartSummary])
 
 
 def describe(problems: Sequence[Problem]) -> str:
-    """All problems of a kind in one line; if there are many, the first few."""
+    """Describe problems of one kind in a line; of many, the first few."""
     more = len(problems) - MOST_NAMED
     first = "; ".join(map(str, problems[:MOST_NAMED]))
     return f"{first}; and {more} more like it" if more > 0 else first
@@ -352,9 +352,9 @@ def _faults_of_parts(summaries: Sequence[PartSummary]) -> list[tuple[str, Any]]:
 def _contradictions(
     identity: RunIdentity, settings: Sequence[Settings], match: PlanMatch, rows: RowIndex
 ) -> Iterator[tuple[str, Any]]:
-    """Verdicts that the tokens contradict, and missing ones.
+    """Find verdicts that the tokens contradict, and missing ones.
 
-    Plain answers were compared with those of the first repeat.
+    Baseline answers were compared with those of the first repeat.
     """
     first = np.where(match.is_plain, match.place - rows.repeat * len(settings), match.place)
     other = np.where((match.place >= 0) & ~(match.is_plain & (rows.repeat == 0)), match.plain[first], -1)
@@ -375,7 +375,7 @@ def _contradictions(
 
 
 def _unscored(identity: RunIdentity, match: PlanMatch, rows: RowIndex) -> Iterator[tuple[str, Any]]:
-    """Answers without a score, in suites with a scorer that could have given one."""
+    """Find answers without a score in suites whose scorer could have given one."""
     without_code = identity.code == "not run"
     scored = [
         rows.code("suite", name)

@@ -402,7 +402,6 @@ def faults(batch: Any, facts: Facts) -> dict[str, Any]:
 
 Decode = Callable[[Sequence[Sequence[int]]], Sequence[str]]
 """The texts of these answers' tokens, without special tokens. Raises OverflowError for an id that cannot be one."""
-TEXT_COLUMNS = ("token_ids", "text", "error")
 OTHER = "its text is not what its tokens say"
 
 

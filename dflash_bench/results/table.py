@@ -23,31 +23,31 @@ from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, Segments, leng
 from dflash_bench.results.row_arrays import Facts
 from dflash_bench.results.run_info import FILE, RunIdentity, RunInfo, carried, read_info
 
-# Does an answer end in a loop, the same words over and over until the limit cut it?
+# Answers that end in a loop: the same words over and over until the token limit.
 #
-# Drafts find such text easy, so what it shows of acceptance and speed says nothing of other text.
+# Drafts predict such text easily, so its acceptance and speed say nothing about other text.
 
 
 LEAST_TIMES = 3
-"""How often its end must be there, without a break. A refrain has other lines between, and a table other numbers."""
+"""How often the end must repeat without a break. A refrain has other lines between, and a table other numbers."""
 LEAST_TOKENS, LONGEST_TOKENS = 24, 128
-"""How much of the end must repeat, and the longest piece that is looked for."""
+"""Least length of the repeating end, and the longest period that is looked for, in tokens."""
 LEAST_LETTERS, LONGEST_LETTERS = 96, 512
-"""The same for text, about four letters a token."""
+"""The same in letters, about four per token."""
 
 
 def in_tokens(token_ids: Any) -> int:
-    """How many tokens at the end of an answer [T] are such a loop; 0 where it has none."""
+    """Return the number of tokens at the end of an answer [T] that are such a loop; 0 if there is none."""
     return _at_the_end(np.asarray(token_ids), LEAST_TOKENS, LONGEST_TOKENS)
 
 
 def in_text(text: str) -> int:
-    """The same in letters, for servers that name no tokens."""
+    """Return the same in letters, for servers that return no token ids."""
     return _at_the_end(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4"), LEAST_LETTERS, LONGEST_LETTERS)
 
 
 def _at_the_end(symbols: Any, least: int, longest: int) -> int:
-    """Of the shortest piece that fits."""
+    """Return the length of the loop with the shortest period."""
     size = len(symbols)
     if size < least:
         return 0
@@ -96,15 +96,15 @@ class Results:
     info: RunInfo
     rows: Any
     damaged: tuple[str, ...] = ()
-    """What was wrong with each damaged part that was left out."""
+    """The error of each damaged part that was left out."""
     problems: tuple[Problem, ...] = ()
-    """What is missing from the run, and what was stored but is not in `rows`."""
+    """Missing answers, and stored ones that are not in `rows`."""
     left_out: Mapping[Path, Any] = field(default_factory=dict)
     """By part, the mask of stored answers that are not in `rows`; only for parts that have some."""
 
     @property
     def missing(self) -> list[str]:
-        """What the numbers leave out, to be stated above them."""
+        """Sentences about what the numbers leave out, to be shown above them."""
         unfinished = self.info.state not in (None, "complete")
         return [
             *([f"{self.name} is not finished"] if unfinished else []),
@@ -114,7 +114,7 @@ class Results:
 
 
 def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging: bool = False) -> Results:
-    """Raises UserError for a run that was edited, and for one with problems unless `allow` names them.
+    """Load and check a run. Raises UserError for an edited one, and for one with problems unless `allow` names them.
 
     With `judging`, a finished run is returned even with problems, which are then in `problems`.
     """
@@ -150,7 +150,7 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
 def _read_parts(
     folder: Path, info: RunInfo, run_settings: Sequence[Settings], by: str, allow: Sequence[str]
 ) -> tuple[dict[Path, tuple[Any, PartSummary]], list[str]]:
-    """For each part its table and its `PartSummary`; and what is wrong with the damaged parts."""
+    """Return the table and `PartSummary` of each part, and the errors of damaged parts."""
     read: dict[Path, tuple[Any, PartSummary]] = {}
     damaged = []
     stored = parts.of(folder)
@@ -168,12 +168,12 @@ def _read_parts(
 
 
 def _columns(identity: RunIdentity) -> tuple[str, ...]:
-    """Texts are read only where tokens may be hidden: they are most of a part."""
+    """Return the columns to read; texts, which are most of a part, only if tokens may be hidden."""
     return (*COLUMNS, "text") if identity.servers else COLUMNS
 
 
 def _read_part(part: Path, info: RunInfo, run_settings: Sequence[Settings], by: str) -> Any:
-    """Its table and its `PartSummary`, or the error: a part that breaks off half-way is left out as a whole."""
+    """Return its table and `PartSummary`, or the error: a part that breaks off half-way is left out completely."""
     columns = tuple(dict.fromkeys([*_columns(info.identity), *CHECKED]))
     try:
         batches = list(parts.batches(part, columns, carried(info)))
@@ -219,7 +219,7 @@ def _concatenated(tables: Sequence[Any]) -> Any:
 
 
 def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
-    """An Arrow table with a row per answer; by output position or part, a row per stretch of an answer."""
+    """Return an Arrow table with a row per answer; by output position or part, with a row per stretch of an answer."""
     import pyarrow as pa
 
     segments = Segments.of(batch, by)
@@ -252,7 +252,7 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
 
 
 def _settings_ids(numbers: Any, run_settings: Sequence[Settings]) -> Any:
-    """From the index of its settings per row; null for settings that are not the run's."""
+    """Return settings ids from indices, [rows]; null for settings that are not the run's."""
     import pyarrow as pa
 
     codes = pa.array(numbers.astype(np.int32), mask=numbers < 0)
@@ -260,7 +260,7 @@ def _settings_ids(numbers: Any, run_settings: Sequence[Settings]) -> Any:
 
 
 def num_tokens(batch: Any) -> dict[str, Any]:
-    """Of each answer, and of these the ones that `decode_s` is the time of, [rows]."""
+    """Return the number of tokens of each answer, and of those decoded during `decode_s`, [rows]."""
     counts = lengths_of(batch.column("token_ids"))
     hidden, first = (_numbers(batch, name) for name in ("num_hidden_tokens", "num_first_tokens"))
     counts = np.where(np.isnan(hidden), counts, hidden).astype(np.int64)
@@ -269,7 +269,7 @@ def num_tokens(batch: Any) -> dict[str, Any]:
 
 
 def _loops(batch: Any) -> Any:
-    """The mask of answers that the limit cut while they said the same over and over, [rows]."""
+    """Return the mask of answers that the token limit cut in a loop, [rows]."""
     from pyarrow import compute
 
     loops = np.zeros(len(batch), dtype=bool)
@@ -284,7 +284,7 @@ def _loops(batch: Any) -> Any:
 
 
 def _quick_rounds(batch: Any) -> Any:
-    """Of plain answers decoded alone a round's seconds that one of four stays below; NaN for all others, [rows]."""
+    """Return the lower quartile of round times of baseline answers decoded alone; NaN for all others, [rows]."""
     from pyarrow import compute
 
     plain = compute.fill_null(compute.equal(batch.column("method"), BASELINE), False).to_numpy(zero_copy_only=False)
@@ -296,7 +296,7 @@ def _quick_rounds(batch: Any) -> Any:
 
 
 def _totals(batch: Any, sums: dict[str, Any], decoded: Any) -> dict[str, Any]:
-    """What a backend that hides rounds says of all of them together; every token after the first is from one.
+    """Return the totals of a backend that hides its rounds; every token after the first is from a round.
 
     It may count only rounds that draft: where there was none, the plain steps are not known.
     """
@@ -308,12 +308,12 @@ def _totals(batch: Any, sums: dict[str, Any], decoded: Any) -> dict[str, Any]:
 
 
 def _numbers(batch: Any, name: str) -> Any:
-    """NaN where it is null, [rows]."""
+    """Return a column of numbers, NaN for null, [rows]."""
     return batch.column(name).cast("double").fill_null(np.nan).to_numpy(zero_copy_only=False)
 
 
 def _without_wholes(table: Any) -> Any:
-    """The table without the columns that only describe whole answers, which become null."""
+    """Return the table with nulls in the columns that describe whole answers only."""
     import pyarrow as pa
 
     for name in ("passed", "exactness", "audit", "prefill_s", "draft_prefill_s", "finish_reason"):

@@ -1,4 +1,4 @@
-"""`--launch`: from methods and models to servers that are started here, and stopped with the run."""
+"""`--launch`: start servers for methods and models, and stop them with the run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from dflash_bench.servers.dialects.base import Program, Serving
 from dflash_bench.servers.launch import Launched
 
 PROMPT_TOKENS = 4096
-"""Room for a prompt, where --context asks for none that is longer."""
+"""Tokens of room for a prompt, unless --context asks for more."""
 GPU_SHARE = 0.9
-"""Of a GPU's memory, for all servers and the target here, in equal parts."""
+"""The share of a GPU's memory for all servers and the target here, in equal parts."""
 
 
 def check(request: RunRequest, methods: Sequence[Method]) -> None:
-    """Raises UserError for a program that is not there, and for methods by which it cannot draft."""
+    """Raise UserError for a missing program, and for methods by which it cannot draft."""
     assert request.launch is not None
     program = servers_launch.named(request.launch)
     servers_launch.executable(program, request.launch_with)
@@ -47,7 +47,7 @@ def check(request: RunRequest, methods: Sequence[Method]) -> None:
 def launch(
     resolved: RunPlan, folder: Path, stack: ExitStack, tell: Callable[[str], object]
 ) -> tuple[Launched, list[Address]]:
-    """All servers, ready, with their logs beside `folder` until `keep_logs`. Raises UserError."""
+    """Start all servers and wait until they are ready; logs are beside `folder` until `keep_logs`. Raises UserError."""
     request = resolved.request
     assert request.launch is not None
     program = servers_launch.named(request.launch)
@@ -59,7 +59,7 @@ def launch(
 
 
 def with_dtype(resolved: RunPlan) -> RunPlan:
-    """The servers and the target here compute in the same type, wherever each of them runs."""
+    """Set one type for the servers and the target here, wherever each of them runs."""
     import torch
 
     request = resolved.request
@@ -68,7 +68,7 @@ def with_dtype(resolved: RunPlan) -> RunPlan:
 
 
 def keep_logs(launched: Launched, folder: Path) -> None:
-    """In the run's folder, beside those of earlier parts of the same run."""
+    """Move logs into the run's folder, beside those of earlier processes of the run."""
     names = (f"servers-{number}" for number in range(1, 1_000_000))
     launched.move(next(place for name in names if not (place := folder / name).exists()))
 
@@ -101,7 +101,7 @@ def servings_of(program: Program, resolved: RunPlan, tell: Callable[[str], objec
 
 
 def _num_drafts(method: Method, resolved: RunPlan, draft: Path, home: str) -> int:
-    """As many as our engine would draft."""
+    """Return as many drafted tokens as our engine would use."""
     counts = resolved.model.num_drafts or {}
     known = method if method.tag else method.with_count(counts.get(method.name))
     shape = None if gguf.is_file(home) else targets.shape_of(Path(home))
@@ -116,7 +116,7 @@ def _length(resolved: RunPlan, home: str) -> int:
 
 
 def _refuse_too_little(home: str, num_copies: int, drafts: Sequence[Path], num_gpus: int) -> None:
-    """All servers run at a time, and the target here judges them."""
+    """Check memory for all servers at once, and for the target here, which judges them."""
     import torch
 
     needed = num_copies * _size(Path(home)) + sum(map(_size, drafts))
@@ -130,7 +130,7 @@ def _refuse_too_little(home: str, num_copies: int, drafts: Sequence[Path], num_g
 
 
 def _size(weights: Path) -> int:
-    """Bytes of a file of weights, or of those in a folder."""
+    """Return the bytes of a file of weights, or of those in a folder."""
     if weights.is_file():
         return weights.stat().st_size
     files = [file for pattern in ("*.safetensors", "*.bin") for file in weights.glob(pattern)]
@@ -138,7 +138,7 @@ def _size(weights: Path) -> int:
 
 
 def _as_gguf(weights: str, home: str | None, tell: Callable[[str], object]) -> Path:
-    """The weights as a GGUF file: kept in the cache, under a name that changes when they do."""
+    """Convert weights to a GGUF file in the cache, under a name that changes with the weights."""
     if gguf.is_file(weights):
         return Path(weights)
     if home is not None and gguf.is_file(home):

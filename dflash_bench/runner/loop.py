@@ -1,4 +1,4 @@
-"""Runs the plan: prompt after prompt, and the answers of each one's turns by all methods."""
+"""Run the plan: prompt after prompt, each turn of it by all methods."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dflash_bench.runner.work import AnswerStore, Backend, ProgressListener, Wor
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.scorers.base import Score
 
-# A prompt being answered, turn by turn: by each method, alone or beside others; judged, scored and saved.
+# One prompt, turn by turn: answered by each method, alone or beside others; judged, scored and saved.
 #
-# A generation is saved once the plain answer that it is judged by is there. A run of a single method has none: its
+# An answer is saved once the baseline answer exists that it is judged by. A run of a single method has none: its
 # answers are only audited.
 
 
@@ -34,7 +34,7 @@ class WarmUp:
 
 @dataclass(slots=True)
 class Conversation:
-    """An item being run.
+    """An item in progress.
 
     A later turn sees the answers of the plan's first method to the earlier ones, of the same settings and repeat.
     """
@@ -47,7 +47,7 @@ class Conversation:
     warm: WarmUp
     canaries: Canaries
     setting: str
-    """What tells its settings from the others of the run."""
+    """The name of its settings, without what all settings of the run share."""
     scores: dict[str, Score] = field(default_factory=dict)
     audits: dict[tuple[int, tuple[int, ...]], Divergence | None] = field(default_factory=dict)
     """By turn and tokens."""
@@ -57,7 +57,10 @@ class Conversation:
         return len(self.item.prompt.turns)
 
     def answer(self, turn: int) -> None:
-        """By each method that has not done so. What comes before the plain answer waits for it, to be judged."""
+        """Generate this turn with every method not yet stored.
+
+        Answers produced before the baseline's are held back until it exists, as they are judged by it.
+        """
         messages = self.messages(turn)
         waiting: list[Record] = []
         for method in self.item.methods:
@@ -103,7 +106,7 @@ class Conversation:
         return record
 
     def _baseline_answer(self, turn: int, repeat: int | None = None) -> Generation | None:
-        """The answer of the plan's first method."""
+        """Return the stored answer of the plan's first method, in this repeat or another."""
         item = self.item if repeat is None else replace(self.item, repeat=repeat)
         stored = self.run.stored.get(item.key(self.plan.first, turn))
         return stored.generation if stored else None
@@ -118,14 +121,14 @@ class Conversation:
         return tuple(messages)
 
     def judged(self, record: Record, first: Generation, messages: Sequence[Message]) -> Record:
-        """Judged against other answers, and scored; `first` is the first method's answer."""
+        """Return the record with its verdicts and score; `first` is the first method's answer."""
         record = self._scored(self._judged(record, first, messages))
         if not is_lossy(record.method):
             self.canaries.judged(record, lambda tokens: self.backend.audit(messages, tokens, self.item.settings))
         return record
 
     def _judged(self, record: Record, first: Generation, messages: Sequence[Message]) -> Record:
-        """A method against the plain answer, that against another plain one, and each against the published model."""
+        """Compare a method with the baseline, the baseline with another baseline answer, and audit each."""
         if not self.item.settings.greedy or record.generation.error or is_lossy(record.method):
             return record
         if self.plan.first != BASELINE:
@@ -162,8 +165,11 @@ class Conversation:
         return replace(record, audit=departure.verdict if departure else "exact", departure=departure)
 
     def _control(self, turn: int, messages: Sequence[Message]) -> Generation | None:
-        """Another plain answer: the first repeat's, the one decoded alone if this was decoded beside others, the
-        warm-up's, or one made for this and then thrown away."""
+        """Return another baseline answer to compare the baseline with.
+
+        It is the first repeat's, the one decoded alone if this one was decoded beside others, the warm-up's, or one
+        that is generated for this and thrown away.
+        """
         if self.item.settings.is_shared and turn == 0:
             alone = self.run.stored.get(self._sequential_item.key(BASELINE, turn))
             if alone is not None:
@@ -183,7 +189,7 @@ class Conversation:
         return replace(self.item, settings=replace(self.item.settings, concurrency=1, rate=None))
 
     def _scored(self, record: Record) -> Record:
-        """The last turn's answer is the one that is scored; equal texts are scored once."""
+        """Score the answer of the last turn; equal texts are scored once."""
         text = record.generation.text
         if record.turn < len(self.item.prompt.turns) - 1 or record.generation.error is not None:
             return record
@@ -196,10 +202,10 @@ class Conversation:
 
 
 def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
-    """One turn of all of a suite's prompts by each method, several at a time.
+    """Generate one turn of all prompts of a suite by each method, several at a time.
 
-    All are saved together, once judged: killed before that, the run measures all of them again, for the rest alone
-    would be measured at a lower concurrency.
+    All answers are saved together, once judged. A run killed before that measures all of them again: the missing ones
+    alone would be measured at a lower concurrency.
     """
     first = conversations[0]
     item, run, watcher = first.item, first.run, first.watcher
@@ -217,7 +223,7 @@ def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
         for number, (conversation, served) in enumerate(zip(conversations, answers, strict=True)):
             records.append((number, conversation.record(method, turn, served, start_s, watch, number)))
     answer_of = {number: record.generation for number, record in records if record.method == first.plan.first}
-    # Plain answers first, as others are judged by what is known of these.
+    # The baseline first, as the verdicts on it serve for equal answers of the others.
     records.sort(key=lambda one: one[1].method != first.plan.first)
     judged: list[Record] = []
     for number, record in records:
@@ -228,7 +234,7 @@ def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
 
 @dataclass(slots=True)
 class _Counted:
-    """Tells a watcher how many answers have ended."""
+    """Reports how many answers have ended."""
 
     watcher: ProgressListener
     suite: str
@@ -244,8 +250,8 @@ class _Counted:
 # A run: every prompt under all settings through every method, judged, scored and saved.
 #
 # Methods take turns prompt by prompt in alternating order, so that a machine that slows down slows all of them. Where
-# several answers are decoded at a time, methods take turns with all prompts of a suite. A resumed run makes only what
-# is not saved.
+# several answers are decoded at a time, methods take turns with all prompts of a suite. A resumed run generates only
+# what is not stored.
 
 
 def execute(
@@ -257,11 +263,10 @@ def execute(
     warm: dict[str, WarmUp] | None = None,
     canaries: Canaries | None = None,
 ) -> None:
-    """Run what of `items`, of all of the plan's if absent, is not stored yet.
+    """Run those of `items` (by default, all of the plan) that are not stored yet.
 
     `warm` has the suites that this backend has been warmed up with, and gets the others. `canaries` are offered the
-    answers. Killed at any time, it loses
-    what `Conversation.answer` or `run_concurrently` holds back, no more.
+    answers. Killed at any time, it loses only what `Conversation.answer` or `run_concurrently` holds back.
     """
     warm = {} if warm is None else warm
     canaries = Canaries() if canaries is None else canaries
@@ -285,7 +290,7 @@ def execute(
 
 
 def _warm_up(plan: WorkPlan, backend: Backend, item: WorkItem) -> WarmUp:
-    """The same loop on the same prompt, thrown away but for the plain answer."""
+    """Run the loop on the item's prompt and keep only the baseline answer."""
     messages = (*item.prompt.opening, Message("user", item.turns[0]))
     answers = [backend.generate(method, messages, item.settings, 0, NOBODY) for method in plan.methods]
     return WarmUp(item.suite, item.prompt.prompt_id, item.settings, answers[0])

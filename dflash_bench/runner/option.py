@@ -1,4 +1,4 @@
-"""What is declared of an option, once: its flag and help, how its text is read, which values it takes, what it needs.
+"""The declaration of an option: its flag and help, how its text is parsed, which values it takes, what it needs.
 
 A group of options is a frozen dataclass whose fields carry an `OptionSpec`. From them follow the command line, a
 configuration file, what is refused, and what `run.json` keeps.
@@ -23,13 +23,13 @@ CONTEXT = "none|([0-9]{1,7})(k?)"
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Something that holds for options or does not, and the error where an option has it against it."""
+    """A condition on all options, and the error of an option that has no effect without it."""
 
     holds: Callable[[Any], bool]
     error: str
-    """With {flag} and {value} for the option's, and {options} for all."""
+    """The error, with {flag} and {value} of the option, and {options} for all of them."""
     is_of_sweep: bool = False
-    """Does it depend on settings that --over may give? It is looked at once these are laid out."""
+    """Whether it depends on settings that --over may give; it is then checked after these are expanded."""
 
 
 def condition(holds: Callable[[Any], bool], where: str, is_of_sweep: bool = False) -> Condition:
@@ -39,11 +39,11 @@ def condition(holds: Callable[[Any], bool], where: str, is_of_sweep: bool = Fals
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers that an option takes, each by itself."""
+    """The numbers that an option takes."""
 
     holds: Callable[[float], bool]
     error: str
-    """What follows the flag, with {values} for those that are none of them."""
+    """The error after the flag, with {values} for those outside the range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +57,17 @@ class OptionSpec:
     name: str = ""
     minimum: int | None = None
     most: int | None = None
-    """Far more than any run takes: a slip of the keyboard must not run for ever."""
+    """Far more than any run needs: a typing mistake must not run forever."""
     choices: Callable[[], Sequence[str]] | None = None
     kind: str = ""
-    """What a choice is called; by default as the flag."""
+    """The name of a choice in errors; by default that of the flag."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of choices."""
     parse: Callable[[str, str], Any] | None = None
-    """The value of a text, which stands at the flag; None: typer reads the field's own type."""
+    """Parses the text after the flag; None: typer parses the field's own type."""
     range: Range | None = None
     check: Callable[[Any], object] | None = None
-    """Raises UserError for a value that makes no sense."""
+    """Raises UserError for an invalid value."""
     needs: tuple[Condition, ...] = ()
     conflicts: tuple[Condition, ...] = ()
     default: Any = None
@@ -76,7 +76,7 @@ class OptionSpec:
         return bool(getattr(options, self.name) != self.default)
 
     def read(self, typed: Any) -> Any:
-        """The field's value for what typer read. Raises UserError for text that is none."""
+        """Return the field's value for what typer parsed. Raises UserError for invalid text."""
         if typed is None:
             return self.default
         if self.parse is not None:
@@ -85,7 +85,7 @@ class OptionSpec:
 
 
 def under(heading: str) -> Callable[..., Any]:
-    """Makes fields of a group that help shows under this heading, from their help and the rest of `OptionSpec`."""
+    """Return a function that declares fields of a group, which help shows under this heading."""
 
     def declared(help: str, *, default: Any = None, **rest: Any) -> Any:  # noqa: A002
         return field(default=default, metadata={"option": OptionSpec(heading, help, **rest)})
@@ -95,7 +95,7 @@ def under(heading: str) -> Callable[..., Any]:
 
 @cache
 def options_of(group: type) -> dict[str, OptionSpec]:
-    """Of a dataclass, by the names of its fields, in the order of help."""
+    """Return the options of a dataclass by field name, in the order of help."""
     found = {}
     for item in fields(group):
         if declared := item.metadata.get("option"):
@@ -111,7 +111,7 @@ def _specs(options: Any) -> Iterable[OptionSpec]:
 
 
 def unified(options: Any) -> None:
-    """For `__post_init__`: other spellings of choices become the one that is kept."""
+    """Replace other spellings of choices by the canonical one; for `__post_init__`."""
     for spec in _specs(options):
         value = getattr(options, spec.name)
         if spec.aliases and isinstance(value, str):
@@ -119,19 +119,19 @@ def unified(options: Any) -> None:
 
 
 def to_json(options: Any) -> dict[str, Any]:
-    """What `run.json` keeps of them: secrets are left out, and paths are text."""
+    """Return options as `run.json` keeps them: without secrets, and with paths as text."""
     values = {spec.name: getattr(options, spec.name) for spec in _specs(options)}
     return {name: str(value) if isinstance(value, Path | Arguments) else value for name, value in values.items()}
 
 
 def check_options(options: Any) -> None:
-    """Raises UserError for options without effect, and for values that none of them takes."""
+    """Raise UserError for options without effect, and for invalid values."""
     refuse_without_effect(options)
     refuse_values(options)
 
 
 def refuse_without_effect(options: Any, *, before_sweep: bool = False) -> None:
-    """Raises UserError for the first option that lacks what it needs, or that another takes its effect away.
+    """Raise UserError for the first option that has no effect without another, or beside it.
 
     Before a sweep is laid out only that is looked at on which it has no bearing.
     """
@@ -147,7 +147,7 @@ def refuse_without_effect(options: Any, *, before_sweep: bool = False) -> None:
 
 
 def refuse_values(options: Any) -> None:
-    """Raises UserError for the first value that its option does not take."""
+    """Raise UserError for the first value that its option does not take."""
     for spec in _specs(options):
         if spec.is_given(options):
             refuse_value(spec, getattr(options, spec.name))
@@ -181,7 +181,7 @@ def _listed(values: Sequence[float]) -> str:
 
 
 def numbers(text: str, where: str, *, whole: bool = False) -> tuple[Any, ...]:
-    """Of a list with commas. Raises UserError for what is no number, and for one that is there twice."""
+    """Parse numbers separated by commas. Raises UserError for other text, and for a repeated number."""
     parts = text.split(",")
     if not all(re.fullmatch(WHOLE if whole else NUMBER, part) for part in parts):
         kind = "a whole number" if whole else "a number"
@@ -197,7 +197,7 @@ def whole_numbers(text: str, where: str) -> tuple[int, ...]:
 
 
 def context_lengths(text: str, where: str) -> tuple[int | None, ...]:
-    """Of 4k, 1000 or none, or several with commas. Raises UserError for what is none, and for one there twice."""
+    """Parse 4k, 1000 or none, or several separated by commas. Raises UserError for others, and for a repeated one."""
     matches = [re.fullmatch(CONTEXT, part) for part in text.split(",")]
     values = tuple(match and match[1] and int(match[1]) * (1024 if match[2] else 1) for match in matches)
     if not all(matches) or 0 in values:

@@ -1,4 +1,4 @@
-"""`--workers`: workers are actors of Ray, on this machine or in a cluster that is there already.
+"""`--workers`: workers are Ray actors, on this machine or in an existing cluster.
 
 Ray is imported here alone, and only when asked for. Started here it listens on 127.0.0.1, shows no dashboard and sends
 no usage statistics. A worker gets the processors or the GPU that it computes on for itself, but on one machine all of
@@ -44,7 +44,7 @@ from dflash_bench.runner.workers import Job, JobDone, Ready, WorkerDied, WorkerP
 
 CONNECT_S = 5.0
 STORE_BYTES = 100 * 2**20
-"""For what is on its way between driver and workers: prompts and rows, no weights."""
+"""Bytes of Ray's object store, for prompts and rows between driver and workers; weights never pass through it."""
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
@@ -61,7 +61,7 @@ PRIVATE = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What a worker loads."""
+    """The models that a worker loads, and how."""
 
     model: Preset
     methods: tuple[Method, ...]
@@ -71,10 +71,10 @@ class WorkerConfig:
 
 
 class RayWorker:
-    """In a process of its own. One call at a time; the models stay loaded, and suites warmed up, between calls."""
+    """A worker in its own process. It takes one call at a time; models stay loaded and suites warm between calls."""
 
     def load(self, order: WorkerConfig) -> dict[str, Any]:
-        """Loads the models; what decides the worker's answers, and the machine that it is on."""
+        """Load the models. Return what decides the worker's answers, and its machine."""
         import ray
 
         self.backend = open_engine(order.model, order.methods, order.wanted, order.max_new_tokens, order.seed)
@@ -103,7 +103,7 @@ class RayWorker:
 
 
 class RayPool(WorkerPool):
-    """Workers that have all been asked to load the same; `opened_workers` waits until they have."""
+    """Workers that load the same models; `opened_workers` waits until they have."""
 
     def __init__(self, ray: Any, order: WorkerConfig, resources: Mapping[str, Any]) -> None:
         self.ray, self.order = ray, order
@@ -149,7 +149,7 @@ class RayPool(WorkerPool):
         return Ready(worker, self._known(worker, value))
 
     def _value(self, ref: Any) -> Any:
-        """A refusal is raised as it was there; all else that went wrong with the traceback of the worker."""
+        """Return a result. A worker's UserError is raised as it is, any other error with its traceback."""
         try:
             return self.ray.get(ref)
         except self.ray.exceptions.RayTaskError as error:
@@ -158,7 +158,7 @@ class RayPool(WorkerPool):
             raise
 
     def _known(self, worker: int, about: dict[str, Any]) -> dict[str, Any]:
-        """What the run keeps of a worker. Raises UserError for one that computes otherwise than the first."""
+        """Return what the run keeps of a worker. Raises UserError for one that computes differently from the first."""
         if about["node"] not in self._nodes:
             self._nodes.append(about["node"])
         about["machine"] = self._nodes.index(about["node"])
@@ -169,7 +169,7 @@ class RayPool(WorkerPool):
         return {name: about[name] for name in ("machine", "environment")}
 
     def wait_for_all(self, num_workers: int) -> None:
-        """Starts so many. Raises UserError for one that cannot load the models."""
+        """Start workers. Raises UserError for one that cannot load the models."""
         self.num_at_first = num_workers
         for _ in range(num_workers):
             self.start()
@@ -185,7 +185,7 @@ class RayPool(WorkerPool):
         self.forwards = self._value(self._actors[min(self._actors)].forwards.remote())
 
     def witnessed(self) -> Witnessed:
-        """Of those that live: what the others measured was judged before they died."""
+        """Collect the reports of living workers; the answers of the others were judged before they died."""
         heard = [self._value(actor.witnessed.remote()) for actor in self._actors.values()]
         objections: Counter[str] = Counter()
         for one in heard:
@@ -201,7 +201,7 @@ class RayPool(WorkerPool):
         return bool(self._first["has_thinking"])
 
     def describe(self) -> Mapping[str, Any]:
-        """The same of all workers, and how many of them there were when the run began."""
+        """Return the identity shared by all workers, and how many there were when the run began."""
         abouts = [self._abouts[worker] for worker in range(self.num_at_first)]
         workers = {
             "number": self.num_at_first,
@@ -219,7 +219,7 @@ class RayPool(WorkerPool):
 
 @contextmanager
 def opened_workers(resolved: RunPlan) -> Iterator[RayPool]:
-    """Workers with the models loaded, until it is left. Raises UserError where Ray or the room for them is missing."""
+    """Open workers with loaded models for a `with`. Raises UserError if Ray or room for them is missing."""
     import torch
 
     require_ray()
@@ -253,7 +253,7 @@ def require_ray() -> None:
 
 
 def refuse_too_many(workers: int, threads: int, device: str, num_gpus: int) -> None:
-    """On this machine: workers that take turns on a processor or GPU would measure each other."""
+    """Refuse more workers than processors or GPUs here: they would disturb each other's times."""
     if device != "cpu":
         if workers > num_gpus:
             raise UserError(f"--workers {workers} need a GPU each, and this machine has {num_gpus}; lower it")
@@ -268,12 +268,12 @@ def refuse_too_many(workers: int, threads: int, device: str, num_gpus: int) -> N
 
 
 def num_processors() -> int:
-    """That this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def refuse_silent(address: str) -> None:
-    """Raises UserError for an address that is none, and where nothing answers: Ray would go on trying for minutes."""
+    """Raise UserError for an invalid address, and if nothing answers there: Ray would retry for minutes."""
     match = re.fullmatch(r"([^:/\s]+):([0-9]{1,5})", address)
     if match is None:
         raise UserError(f"--ray-address takes HOST:PORT, such as 10.0.0.1:6379, not {address[:60]}")
@@ -293,7 +293,7 @@ def _refuse_small_cluster(resources: Mapping[str, float], workers: int, each: Ma
 
 
 def _started(address: str | None, num_cpus: int) -> Any:
-    """Ray, connected to that cluster, or to one of its own on this machine."""
+    """Connect Ray to the given cluster, or start one on this machine."""
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     if address is None:
         os.environ.update(PRIVATE | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
@@ -317,12 +317,12 @@ def _started(address: str | None, num_cpus: int) -> Any:
 
 
 def _alike(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same of all workers: not whether there was memory for a judge's own weights."""
+    """Return what must be the same for all workers; whether the judge had weights of its own may differ."""
     return {name: value for name, value in identity.items() if name != "judge"}
 
 
 def _kind(machine: Mapping[str, Any]) -> str:
-    """Of machines whose times may be compared: processor and GPUs."""
+    """Return the kind of a machine, processor and GPUs; times may be compared within a kind only."""
     return ", ".join([str(machine["cpu"] or machine["machine"]), *(gpu["name"] for gpu in machine["gpus"])])
 
 

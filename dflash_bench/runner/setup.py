@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from dflash_bench.servers.address import Address
     from dflash_bench.servers.backend import ServerBackend
 
-# From what was resolved to a backend: which device and type, and the weights loaded there.
+# From the plan of a run to a backend: the device, the type, and the weights loaded there.
 
 
 @dataclass(frozen=True, slots=True)
 class MachineConfig:
-    """Where and how a model is to be computed, as far as the user says; `is_small` is nano, for which a GPU is slow."""
+    """Where and how to compute a model, as far as the user says; `is_small` is nano, for which a GPU is slow."""
 
     device: str | None = None
     dtype: str | None = None
@@ -49,18 +49,18 @@ class MachineConfig:
     quantize: str | None = None
     is_small: bool = False
     workers: int = 1
-    """How many of them share the machine's memory, on the CPU."""
+    """The number of workers that share the machine's memory on the CPU."""
 
     @property
     def packs(self) -> bool:
-        """May large weights be held in a second layout on a CPU?"""
+        """Whether large weights may be kept in a second layout on a CPU."""
         return self.engine != "transformers" and self.capture != "inductor" and self.quantize is None
 
 
 def open_local(resolved: RunPlan) -> LocalBackend:
-    """The engine of this process, with the models of a resolved request, and its judge, whose weights are read.
+    """Open the engine of this process with the models of a run, and load the weights of its judge.
 
-    Raises UserError for what cannot be had.
+    Raises UserError as `open_engine`.
     """
     wanted, seed = machine_of(resolved.request), resolved.request.seed or 0
     backend = open_engine(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, seed, resolved.cache_bytes)
@@ -69,7 +69,7 @@ def open_local(resolved: RunPlan) -> LocalBackend:
 
 
 def open_servers(resolved: RunPlan, addresses: Sequence[Address]) -> ServerBackend:
-    """Each is asked who it is. Raises UserError for one that cannot be measured."""
+    """Connect to servers. Raises UserError for one that cannot be measured."""
     from dflash_bench.servers.backend import ServerBackend
 
     request = resolved.request
@@ -82,12 +82,12 @@ def open_servers(resolved: RunPlan, addresses: Sequence[Address]) -> ServerBacke
 
 
 def add_judge(backend: ServerBackend, resolved: RunPlan) -> None:
-    """The same target in this process makes the prompts' token ids, and judges the answers."""
+    """Load the same target in this process, to make the prompts' token ids and to judge the answers."""
     attach(backend, open_local(resolved.judging))
 
 
 def attach(backend: ServerBackend, local: LocalBackend) -> None:
-    """From now on prompts are sent as the token ids that this one makes, and its judge reads the answers."""
+    """Let `local` make the token ids of prompts from now on, and its judge read the answers."""
     about = local.describe()
     judge = {**about["judge"], "device": about.get("device")}
     backend.local, backend.vocabulary = local, len(local.target.model.get_input_embeddings().weight)
@@ -95,13 +95,13 @@ def attach(backend: ServerBackend, local: LocalBackend) -> None:
 
 
 def fallen_back(about: Mapping[str, Any]) -> list[str]:
-    """A note where the engine's own forward pass is left out without having been asked."""
+    """Return a note if the engine's own forward pass could not be used."""
     reason = about.get("fallback")
     return [f"the target is computed by transformers' code, because the engine's own {reason}"] if reason else []
 
 
 def witnessed(backend: Backend) -> Witnessed:
-    """What its judge has to say at the end, beyond the answers that it read."""
+    """Return what the judge of a backend reports at the end, beyond verdicts on answers."""
     witness = _witness_of(backend)
     return Witnessed() if witness is None else Witnessed(witness.changed(), dict(witness.objections))
 
@@ -118,7 +118,7 @@ LATE_S = 0.01
 
 
 def late(backend: Backend) -> list[str]:
-    """Where this process, and not the server, was what took its time."""
+    """Return notes on cells in which this process, and not the server, was late."""
     from dflash_bench.servers.backend import ServerBackend
 
     lags = backend.lags if isinstance(backend, ServerBackend) else {}
@@ -175,7 +175,7 @@ def open_engine(
 
 
 def forwards_of(backend: Backend) -> dict[str, Any] | None:
-    """What forwards of this backend cost, measured now; None where its target is not in this process."""
+    """Measure what forwards of this backend cost; None if its target is not in this process."""
     from dflash_bench.engine.backend import LocalBackend
     from dflash_bench.perf.measure import curve_of
 
@@ -183,7 +183,7 @@ def forwards_of(backend: Backend) -> dict[str, Any] | None:
 
 
 def pass_of(backend: Backend) -> dict[str, float]:
-    """The shortest pass over one token, measured again when the run is at its end; empty as above."""
+    """Measure the shortest pass over one token again at the end of a run; empty if the target is elsewhere."""
     from dflash_bench.engine.backend import LocalBackend
     from dflash_bench.perf.measure import shortest
 
@@ -191,14 +191,14 @@ def pass_of(backend: Backend) -> dict[str, float]:
 
 
 def captured_of(backend: Backend) -> dict[str, float | int]:
-    """How many passes were captured, and how long that took; empty where the target is not in this process."""
+    """Return how many passes were captured, and how long that took; empty if the target is elsewhere."""
     from dflash_bench.engine.backend import LocalBackend
 
     return backend.captured() if isinstance(backend, LocalBackend) else {}
 
 
 def configure_torch(wanted: MachineConfig) -> tuple[str, str, int | None]:
-    """Sets torch up, and says on which device, in which type and on how many threads (None: a GPU) to compute."""
+    """Set torch up. Return the device, the type and the number of threads (None: a GPU)."""
     # Read when torch is imported: waiting threads that spin take the cores from those that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
@@ -213,9 +213,9 @@ def configure_torch(wanted: MachineConfig) -> tuple[str, str, int | None]:
 
 
 def _silence_transformers() -> None:
-    """Its bars and advice would tear our progress display; what fails is raised in any case.
+    """Turn off bars and advice of transformers, which would tear our progress display; errors are raised in any case.
 
-    It imports torchao where that is installed, which complains of kernels for other machines.
+    It imports torchao if that is installed, which warns about kernels for other machines.
     """
     for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -226,7 +226,7 @@ def _silence_transformers() -> None:
 
 
 def device_and_dtype(wanted: MachineConfig, num_gpus: int) -> tuple[str, str]:
-    """Raises UserError for a device that is not there, and for options without effect on it."""
+    """Return the device and type. Raises UserError for a device that does not exist, and for options without effect."""
     device = wanted.device or ("cuda" if num_gpus and not wanted.is_small else "cpu")
     if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
         raise unknown("device", device, ["cpu", "cuda", "cuda:N"])
@@ -245,33 +245,33 @@ def device_and_dtype(wanted: MachineConfig, num_gpus: int) -> tuple[str, str]:
     return device, dtype
 
 
-# What is found out before any weights are loaded: how prompts are padded, how long rows become, and do they fit?
+# Before any weights are loaded: how prompts are padded, how long rows become, and whether they fit.
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
     contexts: Contexts
     memory: dict[str, int | None] | None
-    """As `run.json` holds it; None where nothing is loaded."""
+    """As in `run.json`; None if nothing is loaded."""
     commits: Mapping[str, str] = field(default_factory=dict)
-    """Of target and drafts that come from the hub, what their ids meant when they were fetched: ID@COMMIT."""
+    """For target and drafts from the hub, ID@COMMIT as fetched."""
 
     @property
     def cache_bytes(self) -> int:
-        """Of keys and values, of target and drafts."""
+        """Bytes of the KV caches of target and drafts."""
         held = self.memory or {}
         return sum(held.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
 
     def pinned(self, resolved: RunPlan) -> RunPlan:
-        """With these commits for ids: what is loaded is what was looked at, whatever the hub does in between. And with
-        what the caches will take, beside which the judge's own weights must fit."""
+        """Return the plan with these commits in place of ids, so that the weights loaded are those that were checked,
+        and with the size of the caches, beside which the judge's own weights must fit."""
         model, commits = resolved.model, self.commits
         drafts = {name: commits.get(name, reference) for name, reference in model.drafts.items()}
         found = replace(model, target=commits.get("target", model.target), drafts=drafts)
         return replace(resolved, model=found, cache_bytes=self.cache_bytes)
 
     def unpinned(self, resolved: RunPlan) -> list[str]:
-        """The parts whose ids named no commit."""
+        """Return the parts whose ids named no commit."""
         return [part for part in self.commits if not hub.is_pinned(_reference(resolved, part))]
 
 
@@ -280,8 +280,10 @@ def _reference(resolved: RunPlan, part: str) -> str:
 
 
 def check_fits(resolved: RunPlan) -> PreparedRun:
-    """Checkpoints are fetched, and their tokenizer, configs and headers read. Raises UserError as loading them would,
-    for a context that the target has not, and for too little memory."""
+    """Fetch checkpoints, and check tokenizer, configs, headers and memory without loading weights.
+
+    Raises UserError as loading would, for a context longer than the target's, and for too little memory.
+    """
     import torch
 
     from dflash_bench.models import chat, gguf, loading, memory, targets

@@ -1,8 +1,7 @@
-"""A second clock and a second counter: what the runner itself saw of an answer, held against what the backend says.
+"""A second clock and a second counter: the runner's own observation of an answer, compared with the backend's report.
 
 A backend times and counts what it decodes. The runner listens while it does so, with a clock of its own: it takes down
-every token and when it came, and makes nothing else of it. Where the two disagree the answer has failed, whoever is
-right.
+every token and when it came, and nothing else. If the two disagree the answer has failed, whoever is right.
 
 The host hears of tokens when they are on the host, which on a GPU is after the round's only synchronisation; what the
 device does after it (a draft that takes in what was kept) is heard with the next round, and the last round of an answer
@@ -23,7 +22,7 @@ from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Generation, TimedGener
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds between two moments, each of which lies between two readings: at least so long, and so much more."""
+    """Seconds between two moments, each known to lie between two readings: at least `least`, at most `slack` more."""
 
     least: float
     slack: float
@@ -48,15 +47,15 @@ class Moment:
 
 @dataclass(slots=True)
 class AnswerMoments:
-    """One answer, as it was heard."""
+    """One answer as the runner observed it."""
 
     began: Moment
     first: Moment | None = None
     """When the tokens from prefill came."""
     last: Moment = field(default_factory=lambda: Moment(0.0))
-    """When the latest ones did."""
+    """When the latest tokens came."""
     counts: list[int] = field(default_factory=list)
-    """Tokens each time."""
+    """The number of tokens each time."""
     tokens: list[int] = field(default_factory=list)
     passes: tuple[int, int] = (0, 0)
     """Forward passes of the target until the first tokens, and until the latest."""
@@ -77,13 +76,13 @@ class AnswerMoments:
 
     @property
     def num_passes(self) -> int | None:
-        """After the first token; None where nobody told of passes."""
+        """Passes after the first token; None if none were reported."""
         first, latest = self.passes
         return latest - first if latest else None
 
 
 def _between(first: Moment, last: Moment) -> Span:
-    """What was never marked counts as read at once."""
+    """A moment that was never marked counts as exact."""
     latest, end = (one.before if one.after is None else one.after for one in (first, last))
     least = max(0.0, last.before - latest)
     return Span(least, max(0.0, end - first.before - least))
@@ -156,7 +155,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """What a witness of the runner's has against an answer."""
+    """The objection of the runner's clock or counter to an answer."""
 
     witness: Literal["clock", "counter"]
     why: str

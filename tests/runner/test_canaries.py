@@ -191,5 +191,5 @@ def test_of_several_processes_the_worst_is_kept() -> None:
         ([[one], [untried]], "objected"), ([[other], [one]], "silent"), ([[one], [other]], "silent"),
         ([[untried]], "untried"), ([], None),
     ):  # fmt: skip
-        assert [each["outcome"] for each in together((), processes)] == ([worst] if worst else [])
+        assert [each.outcome for each in together((), processes)] == ([worst] if worst else [])
     assert together(together((), [[other]]), [[one]]) == together((), [[other]])
