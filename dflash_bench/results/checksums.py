@@ -1,7 +1,7 @@
 """The SHA-256 of each part of a run, in `parts.sha256` beside them, which `sha256sum --check` understands.
 
 A part's line is added before the part has its name, so that a process killed at any moment leaves no part without one.
-A line whose part never came to be does no harm: what is missing is told by the plan.
+A line without its part does no harm: missing answers are found by the plan.
 """
 
 from __future__ import annotations

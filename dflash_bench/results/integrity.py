@@ -122,10 +122,10 @@ class PlanMatch:
 
     def __init__(self, plan: Plan, rows: RowIndex) -> None:
         prompt = self._prompts(plan, rows)
-        prompts = [asked for _, asked in plan.asked]
+        prompts = [ref for _, ref in plan.prompt_refs]
         hashes = {text: code for code, text in enumerate(rows.names["prompt_hash"])}
-        wanted = np.array([hashes.get(asked.prompt_hash, -2) for asked in prompts] or [-2])
-        turns = np.array([asked.num_turns for asked in prompts] or [0])
+        wanted = np.array([hashes.get(ref.prompt_hash, -2) for ref in prompts] or [-2])
+        turns = np.array([ref.num_turns for ref in prompts] or [0])
         codes = [plan.methods.index(name) if name in plan.methods else -1 for name in rows.names["method"]]
         method = np.array([*codes, -1])[rows.codes["method"]]
         known = (prompt >= 0) & (method >= 0) & (rows.repeat >= 0) & (rows.repeat < plan.repeats) & (rows.turn >= 0)
@@ -152,7 +152,7 @@ class PlanMatch:
         numbers = np.full((len(plan.prompts) + 1, len(ids) + 1), -1)
         before = 0
         for suite, prompts in enumerate(plan.prompts.values()):
-            present = [(ids[asked.prompt_id], before + n) for n, asked in enumerate(prompts) if asked.prompt_id in ids]
+            present = [(ids[ref.prompt_id], before + n) for n, ref in enumerate(prompts) if ref.prompt_id in ids]
             if present:
                 codes, in_plan = np.array(present).T
                 numbers[suite, codes] = in_plan
@@ -328,7 +328,7 @@ def describe(problems: Sequence[Problem]) -> str:
 def _missing(plan: Plan, match: PlanMatch) -> Iterator[Problem]:
     num_methods, num_settings = len(plan.methods), len(plan.settings)
     names = list(short_names(plan.settings).values())
-    sizes = [sum(asked.num_turns for asked in prompts) * plan.repeats for prompts in plan.prompts.values()]
+    sizes = [sum(ref.num_turns for ref in prompts) * plan.repeats for prompts in plan.prompts.values()]
     missing = np.flatnonzero(match.counts[: plan.num_answers] == 0)
     of_suite = np.searchsorted(np.cumsum(sizes), missing // (num_methods * num_settings), side="right")
     cells = of_suite * num_methods * num_settings + missing % (num_methods * num_settings)

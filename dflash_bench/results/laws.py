@@ -170,9 +170,9 @@ def _off_clock(rows: RowArrays) -> Any:
     # Nothing is less or more than NaN.
     off = prefill + decode > call * (1 + CLOCK_SHARE) + CLOCK_S
     off |= decode < heard_decode * (1 - CLOCK_SHARE) - CLOCK_S
-    for told, heard in ((prefill, heard_prefill), (decode, heard_decode)):
+    for reported, heard in ((prefill, heard_prefill), (decode, heard_decode)):
         most = (heard + slack) * (1 + CLOCK_SHARE) + CLOCK_S
-        off |= np.isfinite(call) & ((told < heard * (1 - CLOCK_SHARE) - CLOCK_S) | (told > most))
+        off |= np.isfinite(call) & ((reported < heard * (1 - CLOCK_SHARE) - CLOCK_S) | (reported > most))
     return off
 
 
@@ -407,19 +407,21 @@ OTHER = "its text is not what its tokens say"
 
 def other(batch: Any, decode: Decode) -> list[int]:
     """The rows of an Arrow batch whose text is another; those without tokens have none to be held against."""
-    told = batch.column("error").is_null().to_numpy(zero_copy_only=False) & (lengths_of(batch.column("token_ids")) > 0)
-    rows = np.flatnonzero(told).tolist()
+    has_tokens = batch.column("error").is_null().to_numpy(zero_copy_only=False) & (
+        lengths_of(batch.column("token_ids")) > 0
+    )
+    rows = np.flatnonzero(has_tokens).tolist()
     tokens = [batch.column("token_ids")[row].as_py() for row in rows]
-    said: Sequence[str | None]
+    decoded: Sequence[str | None]
     try:
-        said = decode(tokens)
+        decoded = decode(tokens)
     except OverflowError:
-        said = [_said(decode, one) for one in tokens]
+        decoded = [_decoded_alone(decode, one) for one in tokens]
     stored = batch.column("text").to_pylist()
-    return [row for row, text in zip(rows, said, strict=True) if stored[row] != text]
+    return [row for row, text in zip(rows, decoded, strict=True) if stored[row] != text]
 
 
-def _said(decode: Decode, tokens: Sequence[int]) -> str | None:
+def _decoded_alone(decode: Decode, tokens: Sequence[int]) -> str | None:
     try:
         return decode([tokens])[0]
     except OverflowError:

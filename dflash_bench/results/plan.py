@@ -57,13 +57,13 @@ class Plan:
     settings: tuple[Settings, ...] = (GREEDY,)
 
     @cached_property
-    def asked(self) -> list[tuple[str, PromptRef]]:
+    def prompt_refs(self) -> list[tuple[str, PromptRef]]:
         return [(suite, prompt) for suite, prompts in self.prompts.items() for prompt in prompts]
 
     @cached_property
     def first_turns(self) -> Any:
         """The number of turns before each prompt, and last the number of all turns, [prompts + 1]."""
-        return np.cumsum([0, *(prompt.num_turns for _, prompt in self.asked)])
+        return np.cumsum([0, *(prompt.num_turns for _, prompt in self.prompt_refs)])
 
     @property
     def num_answers(self) -> int:
@@ -74,9 +74,9 @@ class Plan:
         rest, settings = divmod(rest, len(self.settings))
         turn, repeat = divmod(rest, self.repeats)
         prompt = int(np.searchsorted(self.first_turns, turn, side="right")) - 1
-        suite, asked = self.asked[prompt]
+        suite, ref = self.prompt_refs[prompt]
         turn_of_prompt = turn - int(self.first_turns[prompt])
-        return AnswerPlace(suite, asked.prompt_id, turn_of_prompt, repeat, settings, self.methods[method])
+        return AnswerPlace(suite, ref.prompt_id, turn_of_prompt, repeat, settings, self.methods[method])
 
 
 def recorded(info: RunInfo, where: str) -> Plan:

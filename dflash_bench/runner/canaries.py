@@ -95,20 +95,20 @@ class Canaries:
 
     def judged(self, record: Record, audit: Audit) -> None:
         """Offer an answer after the judge read it, or did not."""
-        said = record.generation
-        if said.error is not None or record.audit == "mismatch":
+        generation = record.generation
+        if generation.error is not None or record.audit == "mismatch":
             return
         if record.audit is None:
-            hidden = "no_tokens" if said.hides_tokens else "not_asked"
+            hidden = "no_tokens" if generation.hides_tokens else "not_asked"
             self._excuse(hidden if record.settings.greedy else "sampled", "judge")
             return
-        if len(said.token_ids) < MOST_TRIES:
+        if len(generation.token_ids) < MOST_TRIES:
             self._excuse("short", "judge")
             return
         if self._wants("judge", "token"):
-            self._note("judge", "token", any(_denied(audit(one)) for one in _other_tokens(said.token_ids)))
+            self._note("judge", "token", any(_denied(audit(one)) for one in _other_tokens(generation.token_ids)))
         if self._wants("judge", "end"):
-            self._note("judge", "end", all(_denied(audit(one)) for one in _other_ends(said.token_ids)))
+            self._note("judge", "end", all(_denied(audit(one)) for one in _other_ends(generation.token_ids)))
 
     def scored(self, record: Record, prompt: Prompt, scorer: str) -> None:
         """Offer an answer after it was scored, or was not."""
@@ -150,18 +150,21 @@ def _other_ends(tokens: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _mistold(
-    said: Generation, call_s: float, tells_rounds: bool
+    generation: Generation, call_s: float, tells_rounds: bool
 ) -> Iterator[tuple[tuple[str, str], Generation | None]]:
     """Yield the answer with a false count or time that must be rejected; None if it cannot be falsified."""
-    at, tokens, emitted = len(said.token_ids) // 2, said.token_ids, said.emitted or ()
+    at, tokens, emitted = len(generation.token_ids) // 2, generation.token_ids, generation.emitted or ()
     other = (*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]) if tells_rounds and tokens else None
-    yield ("counter", "token"), None if other is None else replace(said, token_ids=other)
+    yield ("counter", "token"), None if other is None else replace(generation, token_ids=other)
     merged = (emitted[0] + emitted[1], *emitted[2:]) if tells_rounds and len(emitted) > 1 else None
-    yield ("counter", "count"), None if merged is None else replace(said, emitted=merged)
+    yield ("counter", "count"), None if merged is None else replace(generation, emitted=merged)
     if not tells_rounds:
-        yield ("clock", "time"), replace(said, decode_s=2 * call_s + 1)
+        yield ("clock", "time"), replace(generation, decode_s=2 * call_s + 1)
     else:
-        yield ("clock", "time"), replace(said, decode_s=said.decode_s / 2) if said.decode_s > SHORTEST_S else None
+        yield (
+            ("clock", "time"),
+            replace(generation, decode_s=generation.decode_s / 2) if generation.decode_s > SHORTEST_S else None,
+        )
 
 
 def other_numbers(text: str) -> str:

@@ -186,11 +186,11 @@ class RayPool(WorkerPool):
 
     def witnessed(self) -> Witnessed:
         """Collect the reports of living workers; the answers of the others were judged before they died."""
-        heard = [self._value(actor.witnessed.remote()) for actor in self._actors.values()]
+        reports = [self._value(actor.witnessed.remote()) for actor in self._actors.values()]
         objections: Counter[str] = Counter()
-        for one in heard:
+        for one in reports:
             objections.update(one.objections)
-        return Witnessed(next((one.changed for one in heard if one.changed), None), objections)
+        return Witnessed(next((one.changed for one in reports if one.changed), None), objections)
 
     @property
     def _first(self) -> dict[str, Any]:

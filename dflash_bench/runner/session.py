@@ -254,16 +254,16 @@ def _run(
         if isinstance(backend, WorkerPool):
             with caller.progress(plan.num_generations, len(run.stored)) as progress:
                 captured, tried = workers.execute(plan, backend, run, progress)
-            heard = _heard(backend.witnessed(), run, tell)
-            run.mark_finished({"captures": captured, **heard, **_tried(run, Canaries(), tell, tried)})
+            report = _judges_report(backend.witnessed(), run, tell)
+            run.mark_finished({"captures": captured, **report, **_canary_outcomes(run, Canaries(), tell, tried)})
             return
         canaries = Canaries()
         if request.budget is None:
             with caller.progress(plan.num_generations, len(run.stored)) as progress:
                 loop.execute(plan, backend, run, progress, canaries=canaries)
-            heard = _heard(witnessed(backend), run, tell)
+            report = _judges_report(witnessed(backend), run, tell)
             at_end = {"client_lag": late(backend)} if request.asks_servers else _at_end(backend)
-            run.mark_finished(at_end | heard | _tried(run, canaries, tell))
+            run.mark_finished(at_end | report | _canary_outcomes(run, canaries, tell))
         else:
             _execute_within(budget.seconds(request.budget), plan, backend, run, canaries, caller)
     for note in late(backend) if request.asks_servers else ():
@@ -300,27 +300,29 @@ def _execute_within(
     counts = budget.measured(plan, run)
     for suite in [suite for suite, number in counts.items() if not number]:
         caller.tell(f"note: there was no time for {suite}; raise --for")
-    heard = _heard(witnessed(backend), run, caller.tell)
-    run.mark_finished({"measured": counts, **_at_end(backend), **heard, **_tried(run, canaries, caller.tell)})
+    report = _judges_report(witnessed(backend), run, caller.tell)
+    run.mark_finished(
+        {"measured": counts, **_at_end(backend), **report, **_canary_outcomes(run, canaries, caller.tell)}
+    )
 
 
-def _heard(said: Witnessed, run: store.RunStore, tell: Callable[[str], object]) -> dict[str, Any]:
+def _judges_report(judges: Witnessed, run: store.RunStore, tell: Callable[[str], object]) -> dict[str, Any]:
     """Return what `run.json` keeps of the judges' reports.
 
     Raises UserError, and marks the run as spoiled, if weights that they share with the engine were changed.
     """
-    if said.changed is not None:
-        run.mark_spoiled(f"{said.changed}, which the judge shares with the engine, was changed while it was measured")
+    if judges.changed is not None:
+        run.mark_spoiled(f"{judges.changed}, which the judge shares with the engine, was changed while it was measured")
         raise UserError(
-            f"{said.changed} was changed while the run went on, and the judge reads the same weights; so nothing "
+            f"{judges.changed} was changed while the run went on, and the judge reads the same weights; so nothing "
             "says what the answers are worth; run again"
         )
-    for what, number in said.objections.items():
+    for what, number in judges.objections.items():
         tell(f"note: the judge objected {number} times: {what}")
-    return {"objections": dict(said.objections)}
+    return {"objections": dict(judges.objections)}
 
 
-def _tried(
+def _canary_outcomes(
     run: store.RunStore, canaries: Canaries, tell: Callable[[str], object], of_workers: Sequence[Sequence[Canary]] = ()
 ) -> dict[str, Any]:
     """Return the outcomes of spoiled copies of answers, over all processes, for `run.json`."""
@@ -336,8 +338,8 @@ def _tried(
     return {"canaries": [asdict(canary) for canary in outcomes]}
 
 
-def _has_an_order(said: Generation) -> bool:
-    return said.error is None and bool(said.token_ids) and said.text != said.text[::-1]
+def _has_an_order(generation: Generation) -> bool:
+    return generation.error is None and bool(generation.token_ids) and generation.text != generation.text[::-1]
 
 
 def _at_end(backend: Backend) -> dict[str, Any]:

@@ -259,8 +259,8 @@ class PreparedRun:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV caches of target and drafts."""
-        held = self.memory or {}
-        return sum(held.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
+        footprint = self.memory or {}
+        return sum(footprint.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
 
     def pinned(self, resolved: RunPlan) -> RunPlan:
         """Return the plan with these commits in place of ids, so that the weights loaded are those that were checked,
@@ -321,7 +321,7 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
         free //= resolved.request.workers or 1
         if wanted.packs:
             demand = demand.packed(free)
-    held = demand.held(padded.longest)
+    footprint = demand.held(padded.longest)
     with_drafts, without = (
         None if free is None else max(0, min(one.longest_within(free), length) - padded.rest)
         for one in (demand, demand.without_drafts())
@@ -329,13 +329,13 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
     # A GPU is only given quantised weights; the processor holds them as they were before.
     if free is not None and device == "cpu" and demand.target.loading_bytes > free:
         raise _too_little(demand.target.loading_bytes, free, device, 0, 0)
-    if free is not None and held.total > free:
+    if free is not None and footprint.total > free:
         where = f"{device} at concurrency {demand.rows}" if demand.rows > 1 else device
         where += " for each worker" if (resolved.request.workers or 1) > 1 else ""
         rows = demand.most_rows_within(free, padded.longest) if demand.rows > 1 else 0
-        raise _too_little(held.total, free, where, with_drafts or 0, without or 0, rows)
+        raise _too_little(footprint.total, free, where, with_drafts or 0, without or 0, rows)
     found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": without}
-    return PreparedRun(padded, asdict(held) | found, commits)
+    return PreparedRun(padded, asdict(footprint) | found, commits)
 
 
 def _free_bytes(device: str, spread: bool) -> int | None:

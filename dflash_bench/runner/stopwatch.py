@@ -172,35 +172,35 @@ def objection(
     Without a `request` it was decoded alone. Decoded beside others it is one of several, and its interval must lie in
     that of the call.
     """
-    said = served.generation
-    if said.error is not None:
+    generation = served.generation
+    if generation.error is not None:
         return None
     call = Span(watch.call_s, 0.0)
     took_s = call.least if request is None else served.end_s - served.start_s
     if request is not None and (served.start_s < 0 or served.end_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S):
         why = f"the answer is said to have ended after {served.end_s:.3f} s, but all of them took {call}"
         return Objection("clock", why)
-    if said.prefill_s + said.decode_s > took_s * (1 + CLOCK_SHARE) + CLOCK_S:
-        told = 1000 * (said.prefill_s + said.decode_s)
-        return Objection("clock", f"the answer is said to have taken {told:.1f} ms within {1000 * took_s:.1f} ms")
+    if generation.prefill_s + generation.decode_s > took_s * (1 + CLOCK_SHARE) + CLOCK_S:
+        claimed_ms = 1000 * (generation.prefill_s + generation.decode_s)
+        return Objection("clock", f"the answer is said to have taken {claimed_ms:.1f} ms within {1000 * took_s:.1f} ms")
     if not tells_rounds:
         return None
     answer = watch.answers.get(request or 0)
     if answer is None or answer.first is None:
         return Objection("counter", "the runner heard of no token")
     if request is None:
-        return _counted(answer, said) or _passes(answer) or _timed(answer, said)
-    if not answer.decode.at_least(said.decode_s):
-        return _late("decoding", said.decode_s, answer.decode)
-    return _counted(answer, said)
+        return _counted(answer, generation) or _passes(answer) or _timed(answer, generation)
+    if not answer.decode.at_least(generation.decode_s):
+        return _late("decoding", generation.decode_s, answer.decode)
+    return _counted(answer, generation)
 
 
-def _counted(answer: AnswerMoments, said: Generation) -> Objection | None:
-    if said.token_ids != tuple(answer.tokens):
-        why = f"the runner heard other tokens ({len(answer.tokens)}) than these ({len(said.token_ids)})"
+def _counted(answer: AnswerMoments, generation: Generation) -> Objection | None:
+    if generation.token_ids != tuple(answer.tokens):
+        why = f"the runner heard other tokens ({len(answer.tokens)}) than these ({len(generation.token_ids)})"
         return Objection("counter", why)
-    if said.emitted is not None and said.emitted != tuple(answer.counts[1:]):
-        why = f"the runner heard of {answer.num_rounds} rounds, and not of these {len(said.emitted)}"
+    if generation.emitted is not None and generation.emitted != tuple(answer.counts[1:]):
+        why = f"the runner heard of {answer.num_rounds} rounds, and not of these {len(generation.emitted)}"
         return Objection("counter", why)
     return None
 
@@ -212,9 +212,9 @@ def _passes(answer: AnswerMoments) -> Objection | None:
     return Objection("counter", f"the target was asked for {passes} passes in {answer.num_rounds} rounds")
 
 
-def _timed(answer: AnswerMoments, said: Generation) -> Objection | None:
+def _timed(answer: AnswerMoments, generation: Generation) -> Objection | None:
     times: Mapping[str, tuple[float, Span]] = {
-        "decoding": (said.decode_s, answer.decode), "prefill": (said.prefill_s, answer.prefill)
+        "decoding": (generation.decode_s, answer.decode), "prefill": (generation.prefill_s, answer.prefill)
     }  # fmt: skip
     for what, (seconds, span) in times.items():
         if not span.agrees(seconds):
