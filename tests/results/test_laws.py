@@ -366,3 +366,7 @@ def test_the_ceilings_are_those_of_the_judge() -> None:
     assert {str(kind).removeprefix("torch."): value for kind, value in judge.CEILINGS.items()} == CEILINGS
     assert laws.Facts.of(known(dtype="bfloat16")).ceiling == 2.0
     assert laws.Facts.of(known(dtype="float64")).ceiling == CEILINGS["float32"]
+
+
+def test_each_law_has_a_name_of_its_own() -> None:
+    assert len({law.why for law in laws.LAWS}) == len(laws.LAWS) > 40
