@@ -59,8 +59,7 @@ def always(value: Any) -> Callable[[Any], Any]:
 
 
 def never_objecting(patch: pytest.MonkeyPatch) -> None:
-    for name in ("alone", "beside"):
-        patch.setattr(stopwatch, name, lambda *_, **__: None)
+    patch.setattr(stopwatch, "objection", lambda *_, **__: None)
 
 
 def in_loading(name: str) -> str:

@@ -17,7 +17,7 @@ from dflash_bench import cli
 from dflash_bench.core.types import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Settings
 from dflash_bench.results import store
 from dflash_bench.runner import stopwatch, workers
-from dflash_bench.runner.plan import Resolved
+from dflash_bench.runner.plan import RunPlan
 
 Fault = Callable[[Generation], Generation]
 
@@ -133,7 +133,7 @@ def other_tokens(answer: Generation) -> Generation:
 def install(monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, identity: Mapping[str, Any] | None = None) -> None:
     """The command line uses this backend, on a clock that goes on by what its answers took, and loads no model."""
 
-    def open_fake(resolved: Resolved) -> FakeBackend:
+    def open_fake(resolved: RunPlan) -> FakeBackend:
         labels = [method.label for method in resolved.methods]
         methods = {label: {"name": label, "num_drafts": 0 if label == "ar" else 4} for label in labels}
         backend.about = {"model": "fake", "dtype": "float32", "methods": methods, **(identity or {})}

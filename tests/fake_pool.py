@@ -12,7 +12,7 @@ from dflash_bench.core.types import Message, Settings
 from dflash_bench.runner.canaries import Canaries
 from dflash_bench.runner.loop import WarmUp
 from dflash_bench.runner.work import Backend, Witnessed
-from dflash_bench.runner.workers import Died, Done, Job, Ready, WorkerPool, measure
+from dflash_bench.runner.workers import Job, JobDone, Ready, WorkerDied, WorkerPool, measure
 
 
 @dataclass
@@ -51,7 +51,7 @@ class FakePool(WorkerPool):
     def witnessed(self) -> Witnessed:
         return Witnessed()
 
-    def wait(self) -> Ready | Done | Died | None:
+    def wait(self) -> Ready | JobDone | WorkerDied | None:
         if not self.under_way:
             return None
         quick = [one for one in self.under_way if one[1] is None or one[0] not in self.slow] or self.under_way
@@ -59,13 +59,13 @@ class FakePool(WorkerPool):
         self.under_way.remove((worker, job))
         if self.dies(worker, job):
             self.backends.pop(worker, None)
-            return Died(worker, "killed")
+            return WorkerDied(worker, "killed")
         if job is None:
             self.backends[worker], self.warm[worker], self.canaries[worker] = self.make(), {}, Canaries()
             return Ready(worker, {"machine": 0, "environment": {"cpu": f"of {worker}"}})
         canaries = self.canaries[worker]
         rows, seconds = measure(job, self.backends[worker], self.warm[worker], canaries)
-        return Done(worker, pickle.loads(pickle.dumps(rows)), seconds, {"captured": 1}, canaries.outcomes())
+        return JobDone(worker, pickle.loads(pickle.dumps(rows)), seconds, {"captured": 1}, canaries.outcomes())
 
     @property
     def has_thinking(self) -> bool:

@@ -30,7 +30,7 @@ from dflash_bench.models.presets import preset
 from dflash_bench.results import store
 from dflash_bench.runner import loop
 from dflash_bench.runner.loop import WarmUp
-from dflash_bench.runner.work import Item
+from dflash_bench.runner.work import WorkItem
 from dflash_bench.tasks import suites
 
 SUITES = ("gsm8k", "humaneval")
@@ -77,7 +77,7 @@ def models(dtype: str) -> loading.Models:
     return LOAD(preset("nano"), ["dflash", "eagle3"], "cpu", getattr(torch, dtype))
 
 
-def without_answer(_plan: Any, _backend: Any, item: Item) -> WarmUp:
+def without_answer(_plan: Any, _backend: Any, item: WorkItem) -> WarmUp:
     """A warm-up that costs nothing, and gives no plain answer to compare with."""
     return WarmUp(item.suite, item.prompt.prompt_id, item.settings, None)  # type: ignore[arg-type]
 

@@ -96,7 +96,7 @@ def _read_run(folder: Path) -> None:
 
 def _prompts_of_run(folder: Path) -> None:
     row = {"suite": "s", "prompt_id": "p", "turns": ["Hi"], "opening": [], "paddings": []}
-    run_info.write(folder, [{name: row.get(name, "x") for name in run_info.PROMPTS_COLUMNS}])
+    run_info.write_prompts(folder, [{name: row.get(name, "x") for name in run_info.PROMPTS_COLUMNS}])
 
 
 def _draft(kind: str, form: str | None = None) -> Callable[[Path], object]:
@@ -263,7 +263,7 @@ def _claimed(folder: Path) -> None:
 READERS: dict[str, Reader] = {
     "run.json": Reader(_run, "run/run.json", _read_run),
     "part": Reader(_run, "run/part-000000.parquet", _read_run, is_json=False),
-    "prompts of a run": Reader(_prompts_of_run, run_info.PROMPTS_FILE, run_info.read, is_json=False),
+    "prompts of a run": Reader(_prompts_of_run, run_info.PROMPTS_FILE, run_info.read_prompts, is_json=False),
     "prompts": Reader(_lines("p.jsonl", PROMPTS), "p.jsonl", lambda f: prompts.load(f / "p.jsonl")),
     "scored prompts": Reader(
         _lines("p.jsonl", PROMPTS[:1]), "p.jsonl", lambda f: prompts.load(f / "p.jsonl", scorer="gsm8k_number")

@@ -146,7 +146,7 @@ class Engine(AbstractContextManager["Engine"]):
         from dflash_bench.core.option import check_options
         from dflash_bench.models import presets
         from dflash_bench.runner.config import RunRequest
-        from dflash_bench.runner.setup import prepared
+        from dflash_bench.runner.setup import configure_torch
 
         texts = tuple(f"{name}={place}" for name, place in (drafts or {}).items())
         request = RunRequest(
@@ -157,7 +157,7 @@ class Engine(AbstractContextManager["Engine"]):
         check_options(request)
         self.preset = presets.combine(request.model, request.target, presets.parse_drafts(texts))
         self._request = request
-        self._load(*prepared(_wanted(request))[:2])
+        self._load(*configure_torch(_wanted(request))[:2])
 
     def _load(self, device: str, dtype: str) -> None:
         import torch
@@ -333,9 +333,9 @@ class Engine(AbstractContextManager["Engine"]):
 
 
 def _wanted(request: Any) -> Any:
-    from dflash_bench.runner.setup import wanted_of
+    from dflash_bench.runner.setup import machine_of
 
-    return wanted_of(request)
+    return machine_of(request)
 
 
 def _token_ids(prompt: Any, vocab_size: int) -> list[int]:

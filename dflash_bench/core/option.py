@@ -69,7 +69,7 @@ class OptionSpec:
     """Parses text, given the text and the flag; None: typer parses the field's own type."""
     range: Range | None = None
     check: Callable[[Any], object] | None = None
-    """Raises UserError for a value that makes no sense."""
+    """Raises UserError for an invalid value."""
     needs: tuple[Condition, ...] = ()
     conflicts: tuple[Condition, ...] = ()
     default: Any = None

@@ -29,7 +29,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.quantization import linear_layers
-from dflash_bench.runner.setup import Wanted
+from dflash_bench.runner.setup import MachineConfig
 
 # Drafters of servers with a known fault, which a change to the draft cannot express.
 
@@ -133,8 +133,8 @@ class ReferenceSide:
     prompts: Sequence[Tokens]
     chats: Sequence[Sequence[Message]]
     settings: Settings
-    wanted: Wanted
-    reopen: Callable[[Wanted], LocalBackend]
+    wanted: MachineConfig
+    reopen: Callable[[MachineConfig], LocalBackend]
     """Load the same models again, in another way."""
     server_renders: bool
     """The server gets chats, and renders them itself."""
@@ -256,7 +256,7 @@ def _about_targets(side: ReferenceSide) -> Iterator[Hypothesis]:
         yield Hypothesis(cause, partial(_reopen, side, side.wanted, bits), side.prompts)
 
 
-def _reopen(side: ReferenceSide, wanted: Wanted, bits: int | None = None) -> tuple[Target, Drafter]:
+def _reopen(side: ReferenceSide, wanted: MachineConfig, bits: int | None = None) -> tuple[Target, Drafter]:
     backend = side.reopen(wanted)
     if bits is not None:
         round_weights(backend.target.model, bits)

@@ -30,8 +30,8 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner import config
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.plan import Resolved, methods_and_model, modes_of, resolve
-from dflash_bench.runner.setup import attach, open_local, opened, wanted_of
+from dflash_bench.runner.plan import RunPlan, methods_and_model, modes_of, plan_run
+from dflash_bench.runner.setup import attach, machine_of, open_engine, open_local
 from dflash_bench.servers import address
 from dflash_bench.servers.address import Address
 from dflash_bench.servers.backend import ServerBackend
@@ -93,7 +93,7 @@ def crosscheck(request: CrosscheckRequest, tell: Tell) -> list[CrosscheckResult]
     pairs = pair_methods(request)
     labels = tuple(pair.method.label for pair in pairs)
     reference, chosen, model = methods_and_model(replace(request.reference, methods=labels))
-    resolved = resolve(reference, chosen, model)
+    resolved = plan_run(reference, chosen, model)
     with ServerBackend(
         [pair.address for pair in pairs], config.access_of(request.server), resolved.max_new_tokens,
         dialect=request.server.dialect, model=request.server.served_model,
@@ -120,7 +120,7 @@ def crosscheck(request: CrosscheckRequest, tell: Tell) -> list[CrosscheckResult]
 class CrossCheck:
     """Both sides, opened, with the prompts for them."""
 
-    resolved: Resolved
+    resolved: RunPlan
     model: Preset
     servers: ServerBackend
     local: LocalBackend
@@ -198,8 +198,8 @@ class CrossCheck:
         prompts = [self.local.encode(chat, self.settings) for chat in chats]
         return ReferenceSide(
             self.local, method, drafts_per_round(base)[1] or self._num_drafts(method), prompts, chats, self.settings,
-            wanted_of(self.resolved.request),
-            lambda wanted: opened(self.model, [method], wanted, self.resolved.max_new_tokens, 0),
+            machine_of(self.resolved.request),
+            lambda machine: open_engine(self.model, [method], machine, self.resolved.max_new_tokens),
             not self.servers.sends_ids(pair.address.method.label),
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import model_of
-from dflash_bench.runner.setup import opened, wanted_of
+from dflash_bench.runner.setup import machine_of, open_engine
 
 METHODS = ("dflash", "dflash:rule=rejection")
 NUM_DRAWS = 128
@@ -80,7 +80,7 @@ def open_backend(request: RunRequest, chosen: Sequence[methods.Method], seed: in
     model = model_of(request, chosen)
     if request.dtype not in (None, *DTYPES):
         raise unknown("dtype", str(request.dtype), list(DTYPES))
-    return opened(model, chosen, wanted_of(request), LENGTH, seed)
+    return open_engine(model, chosen, machine_of(request), LENGTH, seed)
 
 
 def measure(

@@ -19,7 +19,7 @@ from dflash_bench.models.hub import read_config
 from dflash_bench.models.presets import Preset
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
-from dflash_bench.runner.setup import Wanted, opened, wanted_of
+from dflash_bench.runner.setup import MachineConfig, machine_of, open_engine
 from dflash_bench.tasks import suites
 from dflash_bench.training import cards
 from dflash_bench.training import prompts as training_prompts
@@ -117,14 +117,14 @@ class _Examiner:
         own = prompts_of(request, model) if request.suites or request.prompts else []
         self.own = [list(chat) for one in own for _, chat in suites.chats(one)]
         tell("loading the models")
-        self.wanted = wanted_of(request)
+        self.wanted = machine_of(request)
         self.backend = self._open(self.wanted)
         self.settings = Settings(thinking=modes_of(request, model, self.backend.has_thinking)[0])
         self.ours = [list(chat) for chat in _our_chats(model, request.limit or NUM_OURS)]
 
-    def _open(self, wanted: Wanted) -> LocalBackend:
+    def _open(self, wanted: MachineConfig) -> LocalBackend:
         longest = self.request.max_new_tokens or MAX_NEW_TOKENS
-        return opened(self.model, [self.method], wanted, longest, 0)
+        return open_engine(self.model, [self.method], wanted, longest)
 
     def diagnose(self, notes: Sequence[str]) -> Diagnosis:
         chats = self.own or self.ours

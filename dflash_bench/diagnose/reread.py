@@ -19,7 +19,7 @@ from dflash_bench.models import hub, presets
 from dflash_bench.report import answers as report_answers
 from dflash_bench.results import laws, parts, run_info
 from dflash_bench.results.identity import checked_settings, needed_for, settings_of, short_names
-from dflash_bench.results.integrity import Flaw
+from dflash_bench.results.integrity import Problem
 from dflash_bench.results.laws import Decode
 from dflash_bench.results.run_info import RunIdentity, carried
 from dflash_bench.results.table import Results
@@ -31,7 +31,7 @@ COLUMNS = ("suite", "prompt_id", "method", "turn", "repeat", "token_ids", "text"
 
 
 class Reread(NamedTuple):
-    flaws: tuple[Flaw, ...]
+    flaws: tuple[Problem, ...]
     """Their kind is "text" or "score"."""
     notes: tuple[str, ...]
     """What could not be checked, and why."""
@@ -54,7 +54,9 @@ def reread(results: Results, rescore: bool | None) -> Reread:
         reader.flaws = {place: rows for place, rows in reader.flaws.items() if place[0] != "text"}
         reader.notes.append("texts were not tried: the tokenizer on this disk is of other weights than the run's")
     flaws = [
-        Flaw(kind, suite, method, len(rows), f"{len(rows)} answer{'s' * (len(rows) > 1)}: {why}, first {rows[0]}", name)
+        Problem(
+            kind, suite, method, len(rows), f"{len(rows)} answer{'s' * (len(rows) > 1)}: {why}, first {rows[0]}", name
+        )
         for (kind, suite, method, name, why), rows in reader.flaws.items()
     ]
     return Reread(tuple(flaws), tuple(reader.notes))
@@ -177,7 +179,7 @@ def _word(passed: bool | None) -> str:
 
 
 def _prompts(folder: Path) -> dict[tuple[str, str], Prompt]:
-    return {(row["suite"], row["prompt_id"]): _prompt(row) for row in run_info.read(folder)}
+    return {(row["suite"], row["prompt_id"]): _prompt(row) for row in run_info.read_prompts(folder)}
 
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:

@@ -149,7 +149,7 @@ def _said(folder: Path) -> dict[tuple[str, str, int, int | None], str]:
         (prompt["suite"], prompt["prompt_id"], turn, context): "\n\n".join(
             [*(message["content"] for message in (prompt["opening"] or ()) if turn == 0), padding + text]
         )
-        for prompt in run_info.read(folder)
+        for prompt in run_info.read_prompts(folder)
         for turn, text in enumerate(prompt["turns"] or ())
         for context, padding in [(None, ""), *(_paddings(prompt) if turn == 0 else ())]
     }

@@ -1,7 +1,7 @@
 """The SHA-256 of each part of a run, in `parts.sha256` beside them, which `sha256sum --check` understands.
 
 A part's line is added before the part has its name, so that a process killed at any moment leaves no part without one.
-A line whose part never came to be does no harm: what is missing is told by the plan.
+A line without its part does no harm: missing answers are found by the plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINE = re.compile(r"([0-9a-f]{64})  (part-[^\n]+)")
 
 
 def add(part: Path, content: bytes | memoryview) -> None:
-    """Records what is about to be written as that part. Raises UserError, of the part, if the disk does not take it."""
+    """Record the checksum of a part that is about to be written. Raises UserError, naming the part, if that fails."""
     line = f"{hashlib.sha256(content).hexdigest()}  {part.name}\n".encode()
     ledger = part.with_name(FILE)
     files.require_output(ledger)
@@ -37,7 +37,7 @@ def add(part: Path, content: bytes | memoryview) -> None:
 
 
 def keep_only(folder: Path, parts: Collection[Path]) -> None:
-    """Forgets the lines of parts that are no more."""
+    """Drop the lines of all other parts."""
     names = {part.name for part in parts}
     lines = [f"{digest}  {name}\n" for name, known in recorded(folder).items() if name in names for digest in known]
     if (folder / FILE).exists():
@@ -45,7 +45,7 @@ def keep_only(folder: Path, parts: Collection[Path]) -> None:
 
 
 def recorded(folder: Path) -> dict[str, list[str]]:
-    """By name of a part what was written, or begun, under that name. Raises UserError if the file cannot be read."""
+    """Return all checksums recorded for each part's name. Raises UserError if the file cannot be read."""
     path = folder / FILE
     return _recorded(path, *_state(path)) if path.exists() else {}
 
@@ -60,7 +60,7 @@ def _recorded(path: Path, *_state: int) -> dict[str, list[str]]:
 
 
 def why_other(part: Path) -> str | None:
-    """Why this is not what the run wrote; None if it is. Raises UserError if the run's checksums are gone."""
+    """Return why a part is not as the run wrote it; None if it is. Raises UserError if the checksums are gone."""
     if not part.with_name(FILE).exists():
         raise UserError(f"{part.parent} has no {FILE}, by which its parts are known; restore the original file")
     known = recorded(part.parent).get(part.name)
@@ -72,7 +72,7 @@ def why_other(part: Path) -> str | None:
 
 
 def _state(path: Path) -> tuple[int, int, int, int]:
-    """Another one whenever the file was written: what was read of it is then read again."""
+    """Return a key that changes whenever the file is written, so that cached results are not used for another one."""
     state = path.stat()
     return state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
 

@@ -1,7 +1,7 @@
-"""What the identity in `run.json` says about a run's rows: the settings they were made under, and what each repeats.
+"""The settings of a run and the columns that its rows repeat from the identity in `run.json`.
 
-Rows repeat it so that rows of many runs can form one table without mixing up models or temperatures. Everything that
-reads them knows settings by `Settings.id`; their names here are for people alone.
+They are repeated so that rows of many runs can form one table without mixing up models or temperatures. Code refers to
+settings by `Settings.id`; the names made here are for people only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = tuple(item.name for item in fields(Settings))
 """Columns of the settings."""
 SETTINGS_ID = "settings_id"
 COLUMNS = (*NAMES, SETTINGS_ID)
-"""What `settings_numbers` reads of a row."""
+"""The columns that `settings_numbers` needs."""
 OF_SAMPLING = ("top_k", "top_p", "min_p")
 """Settings without effect in greedy decoding."""
 
@@ -45,12 +45,12 @@ def settings_to_json(run_settings: Sequence[Settings]) -> list[dict[str, Any]]:
 
 
 def short_names(run_settings: Sequence[Settings]) -> dict[Settings, str]:
-    """Names for people that say only what differs, such as "temperature 1, thinking on"; "" if there is only one."""
+    """Return names with only the fields that differ, such as "temperature 1, thinking on"; "" for a single one."""
     return {settings: name_without(settings, run_settings) for settings in run_settings}
 
 
 def full_names(run_settings: Sequence[Settings]) -> dict[Settings, str]:
-    """`temperature 1, top p 0.95, thinking on`: the temperature, and what is not left as it is."""
+    """Return names such as `temperature 1, top p 0.95`: the temperature, and each field that is not the default."""
     usual = Settings()
     return {
         settings: _words(
@@ -63,7 +63,7 @@ def full_names(run_settings: Sequence[Settings]) -> dict[Settings, str]:
 
 
 def name_without(settings: Settings, run_settings: Sequence[Settings], without: str = "") -> str:
-    """What distinguishes settings from the others of a run, apart from the field `without`."""
+    """Name the fields in which settings differ from the others of a run, apart from the field `without`."""
     sampled = [other for other in run_settings if not other.greedy]
     compared = {name: sampled if name in OF_SAMPLING else run_settings for name in NAMES if name != without}
     differing = [name for name, those in compared.items() if len({getattr(other, name) for other in those}) > 1]
@@ -72,13 +72,13 @@ def name_without(settings: Settings, run_settings: Sequence[Settings], without: 
 
 
 def _words(settings: Settings, names: Sequence[str], among: Sequence[Settings]) -> str:
-    """What these fields are, each number with the digits that tell it from those of the settings `among`."""
+    """Name fields with their values, each number with enough digits to tell it from those of `among`."""
     words = {name: value_words(name, [getattr(one, name) for one in (settings, *among)]) for name in names}
     return ", ".join(f"{name.replace('_', ' ')} {words[name][getattr(settings, name)]}" for name in names)
 
 
 def value_words(name: str, values: Iterable[float | None]) -> dict[float | None, str]:
-    """Values of the field `name` of settings in words, no two alike."""
+    """Return the values of the settings field `name` in words, no two alike."""
     several = list(dict.fromkeys(values))
     if name == "thinking":
         return {value: "not a switch" if value is None else "on" if value else "off" for value in several}
@@ -93,7 +93,7 @@ def columns_of_run(identity: Identity) -> dict[str, Any]:
 
 
 def columns_of_method(identity: Identity, label: str) -> dict[str, Any]:
-    """`method_options` is JSON: the options the user set, and the most tokens that the method drafts in a round."""
+    """`method_options` is JSON: the options the user set, and the most tokens that the method drafts per round."""
     method = identity.get("methods", {}).get(label)
     if method is None:
         return {}
@@ -124,7 +124,7 @@ def _server(server: ServerEntry) -> str:
 
 
 def settings_numbers(batch: Any, run_settings: Sequence[Settings]) -> Any:
-    """For each row of an Arrow batch or table the index of its settings in `run_settings`, [rows]; -1 if not there.
+    """Return the index in `run_settings` of the settings of each row of an Arrow batch or table, [rows]; -1 if absent.
 
     A row's `settings_id` must be that of its values.
     """
@@ -140,7 +140,7 @@ def settings_numbers(batch: Any, run_settings: Sequence[Settings]) -> Any:
 
 
 def checked_settings(batch: Any, run_settings: Sequence[Settings]) -> Any:
-    """`settings_numbers` of rows already known to be the run's; needs only the columns `needed_for`."""
+    """Return `settings_numbers` of rows already known to be the run's; needs only the columns `needed_for`."""
     if len(run_settings) > 1:
         return settings_numbers(batch, run_settings)
     return np.zeros(len(batch), dtype=np.int64)

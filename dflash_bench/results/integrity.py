@@ -1,9 +1,10 @@
-"""Is a run complete and valid? Its rows against its plan, each once, and its times against each other."""
+"""Check that a run is complete and valid: its rows against its plan, and its times against each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import fsum
 from typing import Any
 
@@ -11,31 +12,31 @@ import numpy as np
 
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import CODE_SCORERS, Record, Settings
-from dflash_bench.results import laws, validity
+from dflash_bench.results import laws
 from dflash_bench.results import plan as plans
 from dflash_bench.results.identity import COLUMNS as SETTINGS
 from dflash_bench.results.identity import settings_numbers, short_names
-from dflash_bench.results.laws import Facts
 from dflash_bench.results.plan import BASELINE, Plan
+from dflash_bench.results.row_arrays import Facts, lengths_of
 from dflash_bench.results.run_info import RunIdentity, RunInfo
 
-# What the rows of a run's parts contribute to the question whether the run is complete and valid.
+# The columns and sums of each part that are needed to check a whole run.
 
 
 KEY = ("suite", "prompt_id", "prompt_hash", "method", "turn", "repeat")
 NAMES = ("suite", "prompt_id", "prompt_hash", "method", "exactness")
 FLAGS = ("error", "passed", "audit", "num_hidden_tokens")
-"""Columns of which only matters whether they hold something."""
+"""Columns of which only null or not matters."""
 NUMBERS = ("turn", "repeat", "worker")
 """Whole numbers, -1 for null."""
 TIMES = ("start_s", "end_s", "prefill_s", "decode_s")
-COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *validity.COLUMNS, *laws.COLUMNS, "worker", "passed"]))
-"""The columns that `witness` needs."""
+COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *laws.COLUMNS, "worker", "passed"]))
+"""The columns that `summarize_part` needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """Of one part: a row per answer, a digest of each answer's tokens, and its invalid rows by what is wrong."""
+    """A row per answer of one part, a digest of each answer's tokens, and the invalid rows by what is wrong."""
 
     rows: Any
     digests: Any
@@ -47,8 +48,8 @@ class PartSummary:
         return mask(np.concatenate([np.zeros(0, dtype=np.int64), *self.faults.values()]), len(self.rows))
 
 
-def witness(batches: Sequence[Any], run_settings: Sequence[Settings], facts: Facts) -> PartSummary:
-    """From all batches of a part, with the columns `COLUMNS`."""
+def summarize_part(batches: Sequence[Any], run_settings: Sequence[Settings], facts: Facts) -> PartSummary:
+    """Summarize all batches of a part; they have the columns `COLUMNS`."""
     import pyarrow as pa
     from pyarrow import compute
 
@@ -60,20 +61,27 @@ def witness(batches: Sequence[Any], run_settings: Sequence[Settings], facts: Fac
         columns |= {name: compute.is_valid(batch.column(name)) for name in FLAGS}
         columns["settings"] = pa.array(settings_numbers(batch, run_settings))
         tables.append(pa.table(columns))
-        digests.append(validity.digests(batch))
+        digests.append(_digests(batch))
         for why, rows in laws.faults(batch, facts).items():
             faults[why] = np.concatenate([faults.get(why, rows[:0]), rows + before])
         before += len(batch)
     return PartSummary(pa.concat_tables(tables), np.concatenate(digests), faults)
 
 
+def _digests(batch: Any) -> Any:
+    """Return a hash of the tokens of each answer, [rows]; comparable only within this process."""
+    ends = np.cumsum(np.maximum(lengths_of(batch.column("token_ids")), 0)) * 4
+    tokens = batch.column("token_ids").flatten().to_numpy().tobytes()
+    return np.array([hash(tokens[start:end]) for start, end in pairwise([0, *ends.tolist()])], dtype=np.int64)
+
+
 class RowIndex:
     """The rows of all parts, one after another; names are codes into `names`, -1 for null."""
 
-    def __init__(self, witnesses: Sequence[PartSummary]) -> None:
+    def __init__(self, summaries: Sequence[PartSummary]) -> None:
         import pyarrow as pa
 
-        table = pa.concat_tables([part.rows for part in witnesses]).unify_dictionaries()
+        table = pa.concat_tables([part.rows for part in summaries]).unify_dictionaries()
         self.num = len(table)
         self.names: dict[str, list[str]] = {}
         self.codes: dict[str, Any] = {}
@@ -90,7 +98,7 @@ class RowIndex:
         """Seconds by column, NaN for null."""
         self.settings = table.column("settings").to_numpy()
         self.failed, self.scored, self.audited, self.hidden = (table.column(name).to_numpy() for name in FLAGS)
-        self.digests = np.concatenate([part.digests for part in witnesses])
+        self.digests = np.concatenate([part.digests for part in summaries])
 
     def code(self, name: str, value: str) -> int:
         return self.names[name].index(value) if value in self.names[name] else -2
@@ -106,7 +114,7 @@ def mask(which: Any, size: int) -> Any:
     return selected
 
 
-# Rows matched with the numbered answers of the plan: which are not in it, which are duplicates, which are plain.
+# Rows matched with the numbered answers of the plan: unexpected ones, duplicates, and those of the baseline.
 
 
 class PlanMatch:
@@ -114,37 +122,37 @@ class PlanMatch:
 
     def __init__(self, plan: Plan, rows: RowIndex) -> None:
         prompt = self._prompts(plan, rows)
-        prompts = [asked for _, asked in plan.asked]
+        prompts = [ref for _, ref in plan.prompt_refs]
         hashes = {text: code for code, text in enumerate(rows.names["prompt_hash"])}
-        wanted = np.array([hashes.get(asked.prompt_hash, -2) for asked in prompts] or [-2])
-        turns = np.array([asked.num_turns for asked in prompts] or [0])
+        wanted = np.array([hashes.get(ref.prompt_hash, -2) for ref in prompts] or [-2])
+        turns = np.array([ref.num_turns for ref in prompts] or [0])
         codes = [plan.methods.index(name) if name in plan.methods else -1 for name in rows.names["method"]]
         method = np.array([*codes, -1])[rows.codes["method"]]
         known = (prompt >= 0) & (method >= 0) & (rows.repeat >= 0) & (rows.repeat < plan.repeats) & (rows.turn >= 0)
         known &= (rows.turn < turns[prompt]) & (rows.codes["prompt_hash"] == wanted[prompt]) & (rows.settings >= 0)
-        self.foreign = np.flatnonzero(~known)
+        self.unexpected = np.flatnonzero(~known)
         """Rows that are not in the plan."""
         place = (plan.first_turns[prompt] + rows.turn) * plan.repeats + rows.repeat
         self.place = np.where(known, place * len(plan.settings) + rows.settings, -1)
         self.is_last_turn = known & (rows.turn == turns[prompt] - 1)
         answer = np.where(known, self.place * len(plan.methods) + method, -1)
         self.counts = np.bincount(answer[known], minlength=plan.num_answers)
-        self.second = self._second(answer)
-        """Rows whose answer an earlier row already holds."""
+        self.duplicates = self._duplicates(answer)
+        """Rows of an answer that an earlier row already has."""
         self.is_plain = rows.codes["method"] == rows.code("method", BASELINE)
         self.plain = np.full(plan.num_answers // len(plan.methods) + 1, -1)
-        """The row of each place's plain answer; -1 where there is none, and in the extra entry at the end."""
+        """The row of the baseline's answer at each place; -1 where there is none, and in the extra entry at the end."""
         (plain,) = np.nonzero(self.is_plain & known)
         self.plain[self.place[plain[::-1]]] = plain[::-1]
 
     @staticmethod
     def _prompts(plan: Plan, rows: RowIndex) -> Any:
-        """The number of each row's prompt in the plan; -1 if the plan has no such prompt."""
+        """Return the number of each row's prompt in the plan; -1 if the plan has no such prompt."""
         ids = {text: code for code, text in enumerate(rows.names["prompt_id"])}
         numbers = np.full((len(plan.prompts) + 1, len(ids) + 1), -1)
         before = 0
         for suite, prompts in enumerate(plan.prompts.values()):
-            present = [(ids[asked.prompt_id], before + n) for n, asked in enumerate(prompts) if asked.prompt_id in ids]
+            present = [(ids[ref.prompt_id], before + n) for n, ref in enumerate(prompts) if ref.prompt_id in ids]
             if present:
                 codes, in_plan = np.array(present).T
                 numbers[suite, codes] = in_plan
@@ -153,7 +161,7 @@ class PlanMatch:
         of_suite = np.array([*(suites.index(s) if s in plan.prompts else -1 for s in rows.names["suite"]), -1])
         return numbers[of_suite[rows.codes["suite"]], rows.codes["prompt_id"]]
 
-    def _second(self, answer: Any) -> Any:
+    def _duplicates(self, answer: Any) -> Any:
         twice: Any = np.zeros(0, dtype=np.int64)
         if self.counts.max(initial=0) > 1:
             twice = np.flatnonzero((answer >= 0) & (self.counts[answer] > 1))
@@ -161,20 +169,20 @@ class PlanMatch:
         return np.delete(twice, first)
 
 
-# The times of answers against each other and against the run's: what no single row shows.
+# The times of answers against each other and against the run's, which no single row shows.
 #
-# A run that finishes keeps how long it lasted by its own clock, and the sums of its rows' times by method. Times that
-# were all changed alike still fit each other, but not these.
+# A finished run records how long it took by its own clock, and the sums of its rows' times by method. Times that were
+# all changed alike still fit each other, but not these.
 
 
 SPAN_NAMES = ("span_s", "times")
 SHARE, AT_LEAST_S = 1e-3, 1e-3
-"""Of two answers the later one may begin so much before the other's end: a GPU's clock is not the host's."""
+"""How much earlier than the end of one answer the next may begin: a GPU's clock is not the host's."""
 SUMS = ("between_s", "prefill_s", "decode_s")
 
 
 def of_run(span_s: float, records: Sequence[Record]) -> dict[str, Any]:
-    """What `run.json` keeps of a run that has finished, after so many seconds on its clock."""
+    """Return the sums that `run.json` keeps of a finished run, which took `span_s` seconds on its clock."""
     good: dict[str, list[Record]] = {}
     for record in records:
         if record.generation.error is None:
@@ -193,7 +201,7 @@ def _sums(records: Sequence[Record]) -> dict[str, float]:
 
 
 def off_sums(info: RunInfo, rows: RowIndex) -> Iterator[tuple[str, Any]]:
-    """All answers of the methods whose times do not add up to what the run kept."""
+    """Find all answers of methods whose times do not add up to the recorded sums."""
     between = rows.times["end_s"] - rows.times["start_s"]
     columns = {"between_s": between, "prefill_s": rows.times["prefill_s"], "decode_s": rows.times["decode_s"]}
     wrong = np.zeros(rows.num, dtype=bool)
@@ -207,7 +215,7 @@ def off_sums(info: RunInfo, rows: RowIndex) -> Iterator[tuple[str, Any]]:
 
 
 def span_faults(info: RunInfo, settings: Sequence[Settings], rows: RowIndex, counted: Any) -> Iterator[tuple[str, Any]]:
-    """Of the rows of the mask `counted`, those that overlap with others or end after the run."""
+    """Find rows of the mask `counted` that overlap with others or end after the run."""
     timed = counted & ~rows.failed & ~np.isnan(rows.times["start_s"] + rows.times["end_s"])
     yield "it was measured while another answer was", _overlapping(settings, rows, np.flatnonzero(timed))
     if info.span_s is not None:
@@ -216,7 +224,7 @@ def span_faults(info: RunInfo, settings: Sequence[Settings], rows: RowIndex, cou
 
 
 def _overlapping(settings: Sequence[Settings], rows: RowIndex, at: Any) -> Any:
-    """The later one of two that one worker measured at a time; answers of a wave belong together."""
+    """Return the later of two rows that one worker measured at the same time; answers of a wave belong together."""
     if not len(at):
         return at
     waves, of_row = np.unique(_waves(settings, rows, at), axis=0, return_inverse=True)
@@ -235,16 +243,16 @@ def _overlapping(settings: Sequence[Settings], rows: RowIndex, at: Any) -> Any:
 
 
 def _waves(settings: Sequence[Settings], rows: RowIndex, at: Any) -> Any:
-    """By worker, what was measured together: what is decoded among others is one thing, and all else by itself."""
+    """Return the worker and wave of each row; an answer decoded alone is a wave of its own."""
     shared = np.array([*(one.is_shared for one in settings), False])[rows.settings[at]]
     names = (rows.codes["suite"], rows.codes["method"], rows.settings, rows.turn, rows.repeat)
     place = [np.where(shared, column[at], -1) for column in names]
     return np.stack([rows.worker[at], np.where(shared, -1, at), *place], axis=1)
 
 
-# Is a run complete and valid? Its rows must be those of its plan, each once, and each must be a possible measurement.
+# The whole check: the rows must be those of the plan, each once, and each must be a possible measurement.
 #
-# Every reader asks before it makes numbers of the rows, and `--resume` asks to know what to measure again.
+# Every reader runs it before it computes anything from the rows, and `--resume` to know what to measure again.
 
 
 REMEDIES = {
@@ -253,13 +261,13 @@ REMEDIES = {
     "foreign": "--resume drops them, --allow foreign leaves them out",
     "invalid": "--resume generates them again, --allow invalid leaves them out",
 }
-"""What can be wrong with the rows of a run, under the name that `--allow` takes, and what to do about it."""
+"""The kinds of problems, as `--allow` takes them, and what to do about each."""
 MOST_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Flaw:
-    """What is wrong with the rows of one suite, settings and method."""
+class Problem:
+    """A problem with the rows of one suite, settings and method."""
 
     kind: str
     """A key of `REMEDIES`."""
@@ -270,71 +278,71 @@ class Flaw:
     what: str
     """Such as "5 of 24 answers missing, first p003"."""
     setting: str = ""
-    """What distinguishes the settings from the others of the run; empty if there is only one."""
+    """The name of the settings, without what all settings of the run share; empty if there is only one."""
 
     def __str__(self) -> str:
         return f"{' '.join(filter(None, [self.suite, self.setting, self.method]))}: {self.what}"
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
-    flaws: tuple[Flaw, ...]
-    surplus: tuple[Any, ...]
-    """For each part the mask of rows that are not a measurement of this run or repeat an earlier one, [rows]."""
+class IntegrityReport:
+    problems: tuple[Problem, ...]
+    dropped_rows: tuple[Any, ...]
+    """For each part the mask of rows that are invalid, unexpected or duplicates, [rows]."""
 
 
-def account(info: RunInfo, where: str, witnesses: Sequence[PartSummary]) -> Account:
-    """`info` is the content of the `run.json` at `where`. Raises UserError if its plan is not valid."""
-    rows = RowIndex(witnesses)
+def check_integrity(info: RunInfo, where: str, summaries: Sequence[PartSummary]) -> IntegrityReport:
+    """Check all parts of the run whose `run.json` is at `where`. Raises UserError if its plan is not valid."""
+    rows = RowIndex(summaries)
     identity, plan = info.identity, plans.recorded(info, where)
     plans.refuse_size(plan, where)
-    answers = PlanMatch(plan, rows)
-    faults = [*_faults_of_parts(witnesses), *_contradictions(identity, plan.settings, answers, rows)]
-    faults += _unscored(identity, answers, rows)
-    out_of_place = mask(answers.second, rows.num) | mask(answers.foreign, rows.num)
+    match = PlanMatch(plan, rows)
+    faults = [*_faults_of_parts(summaries), *_contradictions(identity, plan.settings, match, rows)]
+    faults += _unscored(identity, match, rows)
+    out_of_place = mask(match.duplicates, rows.num) | mask(match.unexpected, rows.num)
     faults += span_faults(info, plan.settings, rows, ~out_of_place)
-    flaws = [*_missing(plan, answers)]
-    if not flaws and not out_of_place.any() and not any(len(which) for _, which in faults):
-        # Whatever is wrong with a row changes the sums, and is told by its own name.
+    problems = [*_missing(plan, match)]
+    if not problems and not out_of_place.any() and not any(len(which) for _, which in faults):
+        # A row with another problem changes the sums, too, and is reported by that problem.
         faults += off_sums(info, rows)
     invalid = np.zeros(rows.num, dtype=bool)
     for _, which in faults:
         invalid[which] = True
     names = [*short_names(plan.settings).values(), ""]
-    flaws += _by_cell("doubled", "twice", answers.second, rows, names)
-    flaws += _by_cell("foreign", "not in the plan", answers.foreign, rows, names)
+    problems += _by_cell("doubled", "twice", match.duplicates, rows, names)
+    problems += _by_cell("foreign", "not in the plan", match.unexpected, rows, names)
     for why, which in faults:
-        flaws += _by_cell("invalid", f"cannot be right: {why}", which, rows, names)
-    surplus = invalid | out_of_place
-    ends = np.cumsum([len(part.rows) for part in witnesses])
-    return Account(tuple(flaws), tuple(np.split(surplus, ends[:-1])))
+        problems += _by_cell("invalid", f"cannot be right: {why}", which, rows, names)
+    dropped = invalid | out_of_place
+    ends = np.cumsum([len(part.rows) for part in summaries])
+    return IntegrityReport(tuple(problems), tuple(np.split(dropped, ends[:-1])))
 
 
-def in_words(flaws: Sequence[Flaw]) -> str:
-    """All flaws of a kind in one line; if there are many, the first few."""
-    more = len(flaws) - MOST_NAMED
-    first = "; ".join(map(str, flaws[:MOST_NAMED]))
+def describe(problems: Sequence[Problem]) -> str:
+    """Describe problems of one kind in a line; of many, the first few."""
+    more = len(problems) - MOST_NAMED
+    first = "; ".join(map(str, problems[:MOST_NAMED]))
     return f"{first}; and {more} more like it" if more > 0 else first
 
 
-def _missing(plan: Plan, answers: PlanMatch) -> Iterator[Flaw]:
+def _missing(plan: Plan, match: PlanMatch) -> Iterator[Problem]:
     num_methods, num_settings = len(plan.methods), len(plan.settings)
     names = list(short_names(plan.settings).values())
-    sizes = [sum(asked.num_turns for asked in prompts) * plan.repeats for prompts in plan.prompts.values()]
-    missing = np.flatnonzero(answers.counts[: plan.num_answers] == 0)
+    sizes = [sum(ref.num_turns for ref in prompts) * plan.repeats for prompts in plan.prompts.values()]
+    missing = np.flatnonzero(match.counts[: plan.num_answers] == 0)
     of_suite = np.searchsorted(np.cumsum(sizes), missing // (num_methods * num_settings), side="right")
     cells = of_suite * num_methods * num_settings + missing % (num_methods * num_settings)
     for cell, at, num in zip(*np.unique(cells, return_index=True, return_counts=True), strict=True):
         place = plan.place(missing[at])
         size = sizes[cell // (num_methods * num_settings)]
         what = f"{num} of {size} answers missing, first {_place(place.prompt_id, place.turn, place.repeat)}"
-        yield Flaw("unfinished", place.suite, place.method, int(num), what, names[place.settings])
+        yield Problem("unfinished", place.suite, place.method, int(num), what, names[place.settings])
 
 
-def _faults_of_parts(witnesses: Sequence[PartSummary]) -> list[tuple[str, Any]]:
+def _faults_of_parts(summaries: Sequence[PartSummary]) -> list[tuple[str, Any]]:
     numbers: dict[str, list[Any]] = {}
     before = 0
-    for part in witnesses:
+    for part in summaries:
         for why, rows in part.faults.items():
             numbers.setdefault(why, []).append(rows + before)
         before += len(part.rows)
@@ -342,14 +350,14 @@ def _faults_of_parts(witnesses: Sequence[PartSummary]) -> list[tuple[str, Any]]:
 
 
 def _contradictions(
-    identity: RunIdentity, settings: Sequence[Settings], answers: PlanMatch, rows: RowIndex
+    identity: RunIdentity, settings: Sequence[Settings], match: PlanMatch, rows: RowIndex
 ) -> Iterator[tuple[str, Any]]:
-    """Verdicts that the tokens contradict, and missing ones.
+    """Find verdicts that the tokens contradict, and missing ones.
 
-    Plain answers were compared with those of the first repeat.
+    Baseline answers were compared with those of the first repeat.
     """
-    first = np.where(answers.is_plain, answers.place - rows.repeat * len(settings), answers.place)
-    other = np.where((answers.place >= 0) & ~(answers.is_plain & (rows.repeat == 0)), answers.plain[first], -1)
+    first = np.where(match.is_plain, match.place - rows.repeat * len(settings), match.place)
+    other = np.where((match.place >= 0) & ~(match.is_plain & (rows.repeat == 0)), match.plain[first], -1)
     compared = (other >= 0) & ~rows.failed & ~rows.failed[other]
     labelled = rows.codes["exactness"] >= 0
     equal = rows.digests == rows.digests[other]
@@ -360,26 +368,26 @@ def _contradictions(
     yield "not marked exact, but its tokens are the plain answer's", np.flatnonzero(judged & ~exact & equal)
     greedy = np.array([*(one.greedy for one in settings), False])[rows.settings]
     greedy &= ~np.array([*map(is_lossy, rows.names["method"]), False])[rows.codes["method"]]
-    absent = greedy & compared & ~answers.is_plain & ~labelled
+    absent = greedy & compared & ~match.is_plain & ~labelled
     yield "decoded greedily, but not compared with the plain answer", np.flatnonzero(absent)
     wanted = {"all": ~rows.failed, "divergent": labelled & ~exact}.get(str(identity.audit), np.False_)
     yield "not audited, although the run was", np.flatnonzero(greedy & wanted & ~rows.audited & ~rows.hidden)
 
 
-def _unscored(identity: RunIdentity, answers: PlanMatch, rows: RowIndex) -> Iterator[tuple[str, Any]]:
-    """Answers without a score, in suites with a scorer that could have given one."""
+def _unscored(identity: RunIdentity, match: PlanMatch, rows: RowIndex) -> Iterator[tuple[str, Any]]:
+    """Find answers without a score in suites whose scorer could have given one."""
     without_code = identity.code == "not run"
     scored = [
         rows.code("suite", name)
         for name, suite in identity.suites.items()
         if suite.scorer != "none" and not (without_code and suite.scorer in CODE_SCORERS)
     ]
-    wanted = np.isin(rows.codes["suite"], scored) & answers.is_last_turn & ~rows.failed
+    wanted = np.isin(rows.codes["suite"], scored) & match.is_last_turn & ~rows.failed
     yield "not scored, although the suite has a scorer", np.flatnonzero(wanted & ~rows.scored)
 
 
-def _by_cell(kind: str, what: str, which: Any, rows: RowIndex, names: Sequence[str]) -> Iterator[Flaw]:
-    """One flaw per suite, settings and method of these rows, in the order of their first rows.
+def _by_cell(kind: str, what: str, which: Any, rows: RowIndex, names: Sequence[str]) -> Iterator[Problem]:
+    """One problem per suite, settings and method of these rows, in the order of their first rows.
 
     `names` are those of the settings for people; the last entry is for settings that are not the run's.
     """
@@ -390,7 +398,7 @@ def _by_cell(kind: str, what: str, which: Any, rows: RowIndex, names: Sequence[s
     for at, num in sorted(zip(first.tolist(), counts.tolist(), strict=True)):
         row = int(which[at])
         place = _place(rows.name("prompt_id", row), int(rows.turn[row]), int(rows.repeat[row]))
-        yield Flaw(
+        yield Problem(
             kind,
             rows.name("suite", row),
             rows.name("method", row),

@@ -1,224 +1,177 @@
-"""What a row can be: laws of counts and times that no measurement breaks, and texts that fit their tokens."""
+"""The laws of a row: how its times, counts, tokens and verdicts hang together, whatever was measured.
+
+`LAWS` names each once. Rows are held to them when they are written, where a row that breaks one becomes a failed row,
+and whenever they are read. What no single row shows (answers that overlap, sums over the run) is in `integrity.py`. The
+laws find mistakes, of the engine's bookkeeping too, and careless edits. Whoever forges a row to fit them all is not
+found.
+
+Of a failed generation nothing is checked but that it has an error, and no verdict. An answer without rounds is valid,
+one whose rounds are hidden (null lists), and one of a single token, which takes no time to decode.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from dflash_bench.core.dialects import UNKNOWN_RULE, AcceptanceCounts, contradiction, rule_of
-from dflash_bench.core.methods import is_lossy, name_of
-from dflash_bench.core.types import CEILINGS, is_greedy
-from dflash_bench.results import validity
-from dflash_bench.results.validity import lengths_of
+from dflash_bench.core.methods import is_lossy
+from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Exactness, FinishReason, is_greedy
+from dflash_bench.results.row_arrays import COUNTS, SECONDS, Facts, RowArrays, lengths_of
 
-if TYPE_CHECKING:
-    from dflash_bench.results.run_info import MethodEntry, RunIdentity
-
-# What no measurement can break: how the times, counts and tokens of a row hang together.
-#
-# `LAWS` names each law once. Rows are held to them when they are written, where a row that breaks one becomes a failed
-# row, and whenever they are read. What no single row shows (answers that overlap, sums over the run) is in
-# `integrity.py`. The laws find mistakes, of the engine's bookkeeping too, and careless edits. Whoever forges a row to
-# fit them all is not found.
-
-
+TOKENS = ("num_hidden_tokens", "num_first_tokens", "num_cached_tokens")
+TOTALS = ("total_rounds", "total_drafted", "total_accepted")
+CLOCK = ("clock_s", "clock_prefill_s", "clock_decode_s", "clock_slack_s", "clock_rounds", "clock_passes")
+"""What the runner saw of an answer, apart from what the backend says of it."""
+VERDICTS = {
+    "exactness": ("first_divergence", "divergence_gap", "divergence_tolerance"),
+    "audit": ("audit_index", "audit_gap", "audit_tolerance"),
+}
+"""For each verdict the columns of where the answer departs, by how much, and what rounding explains."""
 COLUMNS = (
     "method", "token_ids", "drafted_ids", "drafted_parents", "start_s", "end_s", "temperature", "concurrency", "rate",
-    "counted_by",
+    "counted_by", "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "error", "order",
+    *CLOCK, *COUNTS, *SECONDS, *VERDICTS, *(name for names in VERDICTS.values() for name in names), *TOKENS, *TOTALS,
 )  # fmt: skip
-"""The columns that the laws need besides those of `validity`."""
+"""The columns that the laws need."""
 SHARE, AT_LEAST_S = 1e-3, 1e-4
 """Two readings of one time agree within this share plus these seconds: rounds are stored in float32, and a GPU's clock
 is not the host's. The rounds of an answer follow each other without a gap, so nothing else is between them."""
-WHOLE_BLOCKS = ("dflash", "draft-model", "eagle3")
-"""Methods that draft the same number of tokens in every round, unless they are told "auto"."""
+Broken = Callable[[RowArrays], Any]
+"""The mask of rows that break a law, [rows]."""
+
+# Form: known words, lists of one length.
 
 
-class Block(NamedTuple):
-    """How many tokens a method drafts in a round: at most, and always as many?"""
-
-    widest: int
-    is_whole: bool
+def _unknown_end(rows: RowArrays) -> Any:
+    return ~rows.is_one_of("finish_reason", get_args(FinishReason))
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What `run.json` says that rows can be held to. None where it does not."""
-
-    blocks: Mapping[str, Block]
-    ceiling: float
-    """Logits; no gap beyond this is rounding."""
-    is_engine: bool = False
-    """Was it measured in our process?"""
-    max_new_tokens: int | None = None
-    context_length: int | None = None
-    stop_ids: tuple[int, ...] | None = None
-
-    @classmethod
-    def of(cls, identity: RunIdentity) -> Facts:
-        return cls(
-            blocks={
-                label: Block(method.num_drafts, _is_whole(label, method))
-                for label, method in identity.methods.items()
-                if method.num_drafts is not None
-            },
-            ceiling=CEILINGS.get(identity.judge.dtype if identity.judge else identity.dtype, CEILINGS["float32"]),
-            is_engine=identity.engine == "local",
-            max_new_tokens=identity.max_new_tokens,
-            context_length=identity.context_length,
-            stop_ids=None if identity.stop_ids is None else tuple(identity.stop_ids),
-        )
+def _fails_without_error(rows: RowArrays) -> Any:
+    return rows.is_one_of("finish_reason", ["error"]) == rows.succeeded
 
 
-def _is_whole(label: str, method: MethodEntry) -> bool:
-    return name_of(label) in WHOLE_BLOCKS and "auto" not in method.options.values()
+def _negative(name: str) -> Broken:
+    return lambda rows: rows.numbers(name) < 0
 
 
-class RowArrays:
-    """Answers that did not fail and whose lists have the right lengths, as arrays."""
-
-    def __init__(self, batch: Any, facts: Facts) -> None:
-        self.batch, self.facts, self.num = batch, facts, len(batch)
-
-    def seconds(self, name: str) -> Any:
-        """NaN for null, [rows]."""
-        return self.batch.column(name).cast("double").fill_null(np.nan).to_numpy(zero_copy_only=False)
-
-    def lengths(self, name: str) -> Any:
-        """-1 for null, [rows]."""
-        return validity.lengths_of(self.batch.column(name))
-
-    def flat(self, name: str) -> Any:
-        """The values of all lists one after another."""
-        return self.batch.column(name).flatten().to_numpy(zero_copy_only=False)
-
-    @cached_property
-    def methods(self) -> tuple[list[str], Any]:
-        """The labels, and which one each row has, [rows]."""
-        encoded = self.batch.column("method").dictionary_encode()
-        codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-        return [*map(str, encoded.dictionary.to_pylist()), "?"], codes
-
-    def by_method(self, value: Callable[[str], Any]) -> Any:
-        """Of each row the value of its method, [rows]."""
-        labels, codes = self.methods
-        return np.array([value(label) for label in labels])[codes]
-
-    def per_row(self, places: Any, owners: Any) -> Any:
-        """The mask of rows that own one of these places, [rows]."""
-        mask = np.zeros(self.num, dtype=bool)
-        mask[owners[places]] = True
-        return mask
-
-    def owners(self, name: str) -> Any:
-        """The row of each value of `flat`."""
-        return np.repeat(np.arange(self.num), np.maximum(self.lengths(name), 0))
-
-    def round_sum(self, name: str) -> Any:
-        """[rows]; 0 where there are none."""
-        return np.bincount(self.owners(name), weights=self.flat(name), minlength=self.num)
-
-    @cached_property
-    def has_ids(self) -> Any:
-        """Rows that name their rounds and all that was drafted in them, [rows]."""
-        names = ("drafted", "accepted", "emitted", "drafted_ids")
-        return np.logical_and.reduce([self.lengths(name) >= 0 for name in names])
-
-    @cached_property
-    def drafts(self) -> Drafts:
-        return Drafts.of(self)
-
-    @cached_property
-    def along(self) -> tuple[Any, Any]:
-        """See `_along_the_drafts`."""
-        return _along_the_drafts(self)
+def _missing_or_negative(name: str) -> Broken:
+    return lambda rows: rows.counts(name) < 0
 
 
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """Each drafted token beside what was emitted in its round, of rows whose ids are as many as they say.
-
-    Arrays [rounds] belong to the rounds of these rows, and [drafted] to the tokens drafted in them.
-    """
-
-    owner: Any
-    """The row of each round, [rounds]."""
-    kept: Any
-    """How many of its drafted tokens were emitted: all that were accepted, unless the round was cut, [rounds]."""
-    is_uncut: Any
-    """Was all of it emitted, the target's own token at the end too? [rounds]"""
-    round: Any
-    """The round of each drafted token, [drafted]."""
-    place: Any
-    """Its place in the round, [drafted]."""
-    ids: Any
-    begins: Any
-    """Where the tokens of each round are in `tokens`, [rounds]."""
-    tokens: Any
-    """All answers' tokens, one after another."""
-    parents: Any | None
-    """For each drafted token the one that it follows, -1 for the anchor; None where all are chains, [drafted]."""
-    is_tree: Any
-    """[rounds]"""
-
-    @classmethod
-    def of(cls, rows: RowArrays) -> Drafts:
-        import pyarrow as pa
-
-        usable = rows.has_ids & ~_ids_off_count(rows)
-        chosen = rows if usable.all() else RowArrays(rows.batch.filter(pa.array(usable)), rows.facts)
-        at = np.flatnonzero(usable)
-        drafted, accepted, emitted = (chosen.flat(name).astype(np.int32) for name in ("drafted", "accepted", "emitted"))
-        of_round = chosen.owners("accepted")
-        tokens = np.maximum(chosen.lengths("token_ids"), 0)
-        # The first token of an answer comes from prefill.
-        before = np.cumsum(emitted, dtype=np.int64) - emitted
-        num_rounds = np.maximum(chosen.lengths("accepted"), 0)
-        first = (np.cumsum(num_rounds) - num_rounds)[of_round]
-        begins = (np.cumsum(tokens) - tokens)[of_round] + 1 + before - before[first]
-        of_token, place = _places(drafted)
-        parents, is_tree = _parents(chosen, of_round)
-        return cls(
-            owner=at[of_round],
-            kept=np.minimum(accepted, emitted),
-            is_uncut=emitted == accepted + 1,
-            round=of_token,
-            place=place,
-            ids=chosen.flat("drafted_ids"),
-            begins=begins,
-            tokens=chosen.flat("token_ids"),
-            parents=parents,
-            is_tree=is_tree,
-        )
-
-    def emitted(self, rounds: Any, place: Any) -> Any:
-        """The tokens that these rounds emitted at these places; of places behind the end, another."""
-        if not len(self.tokens):
-            return np.zeros(len(rounds), dtype=np.int64)
-        return self.tokens[np.minimum(self.begins[rounds] + place, len(self.tokens) - 1)]
+def _unknown_verdict(name: str) -> Broken:
+    return lambda rows: rows.is_known(name) & ~rows.is_one_of(name, get_args(Exactness))
 
 
-def _places(drafted: Any) -> tuple[Any, Any]:
-    """The round of each drafted token, and its place in it, [drafted]; 32 bits, as there are many of them."""
-    of_token = np.repeat(np.arange(len(drafted), dtype=np.int32), drafted)
-    begins = (np.cumsum(drafted, dtype=np.int64) - drafted).astype(np.int32)
-    return of_token, np.arange(len(of_token), dtype=np.int32) - np.repeat(begins, drafted)
+def _verdict_of_failure(name: str) -> Broken:
+    return lambda rows: rows.is_known(name) & ~rows.succeeded
 
 
-def _parents(rows: RowArrays, of_round: Any) -> tuple[Any | None, Any]:
-    """Those of all drafted tokens, chains' too; and which rounds are of a row that names them."""
-    named = rows.lengths("drafted_parents") >= 0
-    is_tree = named[of_round]
-    if not named.any():
-        return None, is_tree
-    of_token, place = _places(rows.flat("drafted").astype(np.int32))
-    parents = place - 1
-    parents[is_tree[of_token]] = rows.flat("drafted_parents")
-    return parents, is_tree
+def _misplaced(name: str) -> Broken:
+    return lambda rows: rows.is_known(name) & (rows.is_known(VERDICTS[name][0]) == rows.is_one_of(name, ["exact"]))
+
+
+def _contradicted(name: str) -> Broken:
+    def broken(rows: RowArrays) -> Any:
+        gap, tolerance = (rows.numbers(column) for column in VERDICTS[name][1:])
+        is_explained = gap <= tolerance  # false for NaN
+        is_judged = rows.is_known(name) & ~rows.is_one_of(name, ["exact"])
+        return is_judged & (is_explained != rows.is_one_of(name, ["near_tie"]))
+
+    return broken
+
+
+def _uneven(name: str) -> Broken:
+    return lambda rows: (rows.lengths(name) >= 0) & (rows.lengths(name) != rows.lengths("accepted"))
+
+
+# Values: what each time and count can be.
+
+
+def _accepts_too_much(rows: RowArrays) -> Any:
+    def broken(rows: RowArrays) -> Any:
+        drafted, accepted = rows.flat("drafted"), rows.flat("accepted")
+        return rows.owning("accepted", (accepted > drafted) | (accepted < 0))
+
+    return rows.among(rows.is_counted, broken)
+
+
+def _emits_another_number(rows: RowArrays) -> Any:
+    """Only the last round of an answer can be cut short, and it still emits a token."""
+
+    def broken(rows: RowArrays) -> Any:
+        accepted, emitted, num_rounds = rows.flat("accepted"), rows.flat("emitted"), rows.lengths("accepted")
+        is_last = np.zeros(len(emitted), dtype=bool)
+        is_last[np.cumsum(num_rounds)[num_rounds > 0] - 1] = True
+        other = np.where(is_last, emitted - 1 > accepted, emitted != accepted + 1)
+        return rows.owning("emitted", other | (emitted < 1))
+
+    return rows.among(rows.is_counted, broken)
+
+
+def _no_round_time(name: str) -> Broken:
+    def broken(rows: RowArrays) -> Any:
+        seconds = rows.flat(name)
+        return rows.owning(name, _no_time(seconds, np.True_ if name == "draft_s" else np.False_))
+
+    return broken
+
+
+def _no_time(seconds: Any, can_be_zero: Any) -> Any:
+    return ~((seconds > 0) | ((seconds == 0) & can_be_zero)) | ~np.isfinite(seconds)
+
+
+def _rounds_off_tokens(rows: RowArrays) -> Any:
+    """The first token comes from prefill; if that was a stop, which is not part of the answer, there is none."""
+    tokens, decoded = np.maximum(rows.lengths("token_ids"), 0), rows.round_sum("emitted")
+    return rows.is_counted & (tokens != 1 + decoded) & ((tokens > 0) | (decoded > 0))
+
+
+def _hides_and_shows(rows: RowArrays) -> Any:
+    return (rows.counts("num_hidden_tokens") >= 0) & (rows.lengths("token_ids") > 0)
+
+
+def _more_first_than_all(rows: RowArrays) -> Any:
+    tokens = np.maximum(np.maximum(rows.lengths("token_ids"), 0), rows.counts("num_hidden_tokens"))
+    return rows.counts("num_first_tokens") > np.maximum(tokens, 1)
+
+
+def _contradictory_totals(rows: RowArrays) -> Any:
+    """More accepted than drafted, or some of them without a round."""
+    rounds, drafted, accepted = (rows.counts(name) for name in TOTALS)
+    return ((drafted >= 0) & (accepted > drafted)) | ((rounds == 0) & ((drafted > 0) | (accepted > 0)))
+
+
+def _no_prefill_time(rows: RowArrays) -> Any:
+    return _no_time(rows.numbers("prefill_s"), np.False_)
+
+
+def _no_decode_time(rows: RowArrays) -> Any:
+    return _no_time(rows.numbers("decode_s"), rows.num_decoded <= 0)
+
+
+def _no_draft_prefill_time(rows: RowArrays) -> Any:
+    return rows.is_known("draft_prefill_s") & _no_time(rows.numbers("draft_prefill_s"), np.True_)
+
+
+def _off_clock(rows: RowArrays) -> Any:
+    """See `runner/stopwatch.py`."""
+    names = ("prefill_s", "decode_s", *CLOCK[:4])
+    prefill, decode, call, heard_prefill, heard_decode, slack = (rows.numbers(name) for name in names)
+    # Nothing is less or more than NaN.
+    off = prefill + decode > call * (1 + CLOCK_SHARE) + CLOCK_S
+    off |= decode < heard_decode * (1 - CLOCK_SHARE) - CLOCK_S
+    for reported, heard in ((prefill, heard_prefill), (decode, heard_decode)):
+        most = (heard + slack) * (1 + CLOCK_SHARE) + CLOCK_S
+        off |= np.isfinite(call) & ((reported < heard * (1 - CLOCK_SHARE) - CLOCK_S) | (reported > most))
+    return off
+
+
+def _other_rounds_than_heard(rows: RowArrays) -> Any:
+    heard, passes, num_rounds = rows.counts("clock_rounds"), rows.counts("clock_passes"), rows.lengths("accepted")
+    return (heard >= 0) & (((num_rounds >= 0) & (heard != num_rounds)) | ((passes >= 0) & (passes != heard)))
 
 
 # Times
@@ -226,17 +179,17 @@ def _parents(rows: RowArrays, of_round: Any) -> tuple[Any | None, Any]:
 
 def _rounds_are_longer(rows: RowArrays) -> Any:
     known = rows.lengths("round_s") >= 0
-    return known & (rows.seconds("decode_s") < _least(_in_rounds(rows)))
+    return known & (rows.numbers("decode_s") < _least(_in_rounds(rows)))
 
 
 def _rounds_are_shorter(rows: RowArrays) -> Any:
-    # An answer without a round takes no time to decode, which `validity` sees to.
+    # An answer without a round takes no time to decode, which is another law.
     known = rows.lengths("round_s") > 0
-    return known & (_least(rows.seconds("decode_s")) > _in_rounds(rows))
+    return known & (_least(rows.numbers("decode_s")) > _in_rounds(rows))
 
 
 def _in_rounds(rows: RowArrays) -> Any:
-    return np.nan_to_num(rows.seconds("draft_prefill_s")) + rows.round_sum("round_s")
+    return np.nan_to_num(rows.numbers("draft_prefill_s")) + rows.round_sum("round_s")
 
 
 def _least(seconds: Any) -> Any:
@@ -244,22 +197,16 @@ def _least(seconds: Any) -> Any:
 
 
 def _parts_are_longer(rows: RowArrays) -> Any:
-    names = ("draft_s", "verify_s", "round_s")
-    known = np.logical_and.reduce([rows.lengths(name) >= 0 for name in names])
-    if not known.all():
-        import pyarrow as pa
+    def broken(rows: RowArrays) -> Any:
+        draft, verify, whole = (rows.flat(name) for name in SECONDS)
+        return rows.owning("round_s", whole < _least(draft + verify))
 
-        inside = np.zeros(rows.num, dtype=bool)
-        if known.any():
-            inside[known] = _parts_are_longer(RowArrays(rows.batch.filter(pa.array(known)), rows.facts))
-        return inside
-    draft, verify, whole = (rows.flat(name) for name in names)
-    return rows.per_row(whole < _least(draft + verify), rows.owners("round_s"))
+    return rows.among(np.logical_and.reduce([rows.lengths(name) >= 0 for name in SECONDS]), broken)
 
 
 def _longer_than_its_interval(rows: RowArrays) -> Any:
-    between = rows.seconds("end_s") - rows.seconds("start_s")
-    wrong: Any = between < _least(rows.seconds("prefill_s") + rows.seconds("decode_s"))
+    between = rows.numbers("end_s") - rows.numbers("start_s")
+    wrong: Any = between < _least(rows.numbers("prefill_s") + rows.numbers("decode_s"))
     return wrong
 
 
@@ -267,13 +214,13 @@ def _shorter_than_its_interval(rows: RowArrays) -> Any:
     """Of answers decoded among others here: they begin with the prompt's first pass and end with the last round."""
     if not rows.facts.is_engine:
         return np.zeros(rows.num, dtype=bool)
-    is_shared = (np.nan_to_num(rows.seconds("concurrency"), nan=1.0) > 1) | ~np.isnan(rows.seconds("rate"))
-    between = rows.seconds("end_s") - rows.seconds("start_s")
-    return is_shared & (_least(between) > rows.seconds("prefill_s") + rows.seconds("decode_s"))
+    is_shared = (np.nan_to_num(rows.numbers("concurrency"), nan=1.0) > 1) | ~np.isnan(rows.numbers("rate"))
+    between = rows.numbers("end_s") - rows.numbers("start_s")
+    return is_shared & (_least(between) > rows.numbers("prefill_s") + rows.numbers("decode_s"))
 
 
 def _before_the_run(rows: RowArrays) -> Any:
-    begin: Any = rows.seconds("start_s") < 0
+    begin: Any = rows.numbers("start_s") < 0
     return begin
 
 
@@ -281,10 +228,7 @@ def _before_the_run(rows: RowArrays) -> Any:
 
 
 def _ids_off_count(rows: RowArrays) -> Any:
-    counts = rows.round_sum("drafted")
-    wrong = rows.has_ids & (rows.lengths("drafted_ids") != counts)
-    parents = rows.lengths("drafted_parents")
-    return wrong | (rows.has_ids & (parents >= 0) & (parents != counts))
+    return rows.ids_off_count
 
 
 def _no_tree(rows: RowArrays) -> Any:
@@ -311,54 +255,13 @@ def _less_than_a_block(rows: RowArrays) -> Any:
 
 
 def _kept_what_was_not_drafted(rows: RowArrays) -> Any:
-    return rows.along[0]
+    return rows.along_the_drafts[0]
 
 
 def _kept_too_little(rows: RowArrays) -> Any:
     """Only where what was right is kept for certain: greedily, by a method that keeps to the target."""
-    greedy: Any = is_greedy(rows.seconds("temperature"))
-    return rows.along[1] & greedy & ~rows.by_method(is_lossy)
-
-
-def _along_the_drafts(rows: RowArrays) -> tuple[Any, Any]:
-    """Rows with a round that kept other tokens than it drafted, or of which a drafted token more was right, [rows]."""
-    drafts = rows.drafts
-    in_chain = ~drafts.is_tree[drafts.round]
-    same = drafts.ids == drafts.emitted(drafts.round, drafts.place)
-    kept = drafts.kept[drafts.round]
-    other = in_chain & (drafts.place < kept) & ~same
-    more = in_chain & (drafts.place == kept) & drafts.is_uncut[drafts.round] & same
-    owners = drafts.owner[drafts.round]
-    other, more = rows.per_row(other, owners), rows.per_row(more, owners)
-    if drafts.parents is not None:
-        lost, right = _down_the_trees(drafts)
-        other, more = other | rows.per_row(lost, drafts.owner), more | rows.per_row(right, drafts.owner)
-    return other, more
-
-
-def _down_the_trees(drafts: Drafts) -> tuple[Any, Any]:
-    """Rounds whose tokens are no way down their tree, and those whose way could have gone on, [rounds]."""
-    assert drafts.parents is not None
-    nodes = np.flatnonzero(drafts.is_tree[drafts.round])
-    rounds, ids = drafts.round[nodes], drafts.ids[nodes]
-    # Where each node's parent is among `nodes`; the anchor of all is behind the last. Bad parents are another law's.
-    parents = np.clip(drafts.parents[nodes], -1, drafts.place[nodes] - 1)
-    above = np.where(parents < 0, len(nodes), np.arange(len(nodes)) - drafts.place[nodes] + parents)
-    kept = drafts.kept[rounds]
-    right = np.zeros(len(drafts.kept), dtype=bool)
-    depth = np.zeros(len(drafts.kept), dtype=np.int64)
-    reached = np.zeros(len(nodes) + 1, dtype=bool)
-    reached[-1] = True
-    for level in range(int(drafts.kept[drafts.is_tree].max(initial=0)) + 1):
-        hit = np.flatnonzero(reached[above] & (kept >= level))
-        hit = hit[ids[hit] == drafts.emitted(rounds[hit], level)]
-        ends = kept[hit] == level
-        right[rounds[hit[ends]]] = True
-        goes_on = hit[~ends]
-        depth[rounds[goes_on]] = level + 1
-        reached = np.zeros(len(nodes) + 1, dtype=bool)
-        reached[goes_on] = True
-    return drafts.is_tree & (depth < drafts.kept), right & drafts.is_uncut
+    greedy: Any = is_greedy(rows.numbers("temperature"))
+    return rows.along_the_drafts[1] & greedy & ~rows.by_method(is_lossy)
 
 
 # Ends
@@ -373,7 +276,7 @@ def _wrong_end(rows: RowArrays) -> Any:
     num_stops = np.bincount(owners, weights=stops, minlength=rows.num)
     last = np.zeros(rows.num, dtype=bool)
     last[num > 0] = stops[np.cumsum(num)[num > 0] - 1]
-    stopped = validity.among(rows.batch.column("finish_reason"), ["stop"])
+    stopped = rows.is_one_of("finish_reason", ["stop"])
     return (num > 0) & np.where(stopped, ~last | (num_stops != 1), num_stops > 0)
 
 
@@ -381,8 +284,8 @@ def _wrong_length(rows: RowArrays) -> Any:
     facts, num = rows.facts, np.maximum(rows.lengths("token_ids"), 0)
     if facts.max_new_tokens is None or facts.context_length is None or not facts.is_engine:
         return np.zeros(rows.num, dtype=bool)
-    room = np.minimum(facts.max_new_tokens, facts.context_length - rows.seconds("num_prompt_tokens"))
-    cut = validity.among(rows.batch.column("finish_reason"), ["length"]) & ~rows.by_method(is_lossy)
+    room = np.minimum(facts.max_new_tokens, facts.context_length - rows.numbers("num_prompt_tokens"))
+    cut = rows.is_one_of("finish_reason", ["length"]) & ~rows.by_method(is_lossy)
     return (num > 0) & ((num > facts.max_new_tokens) | (cut & (num != room)))
 
 
@@ -390,15 +293,15 @@ def _wrong_length(rows: RowArrays) -> Any:
 
 
 def _excused_too_much(rows: RowArrays) -> Any:
-    tolerances = (rows.seconds(columns[2]) for columns in validity.VERDICTS.values())
+    tolerances = (rows.numbers(columns[2]) for columns in VERDICTS.values())
     return np.logical_or.reduce([tolerance > rows.facts.ceiling * (1 + 1e-6) for tolerance in tolerances])
 
 
 def _totals_of_no_answer(rows: RowArrays) -> Any:
     """By the server's own way of counting; totals that do not say it are held to what all ways have in common."""
-    hidden = rows.seconds("num_hidden_tokens")
+    hidden = rows.numbers("num_hidden_tokens")
     num = np.where(np.isnan(hidden), np.maximum(rows.lengths("token_ids"), 0), hidden)
-    rounds, drafted, accepted = (rows.seconds(name) for name in validity.TOTALS)
+    rounds, drafted, accepted = (rows.numbers(name) for name in TOTALS)
     wrong = (rounds > num) | (accepted > num + np.nan_to_num(drafted / np.maximum(rounds, 1), nan=1 << 16))
     ways, ends = (rows.batch.column(name).to_pylist() for name in ("counted_by", "finish_reason"))
     for row in np.flatnonzero(~np.isnan(rounds + accepted)):
@@ -420,46 +323,77 @@ def _unknown_rule(rows: RowArrays) -> Any:
 class RowLaw(NamedTuple):
     why: str
     """What is wrong with a row that breaks it."""
-    broken: Callable[[RowArrays], Any]
-    """The mask of rows that do, [rows]."""
+    broken: Broken
+    group: int
+    """A group is held to those of the others: FORM is for all rows, VALUES for those that did not fail and keep to all
+    laws of form, PHYSICS for those that keep to all laws of both."""
 
 
+FORM, VALUES, PHYSICS = range(3)
+NO_TIME = "NaN, infinite, negative, or zero although work was done"
 LAWS = (
-    RowLaw("its rounds took longer than decode_s", _rounds_are_longer),
-    RowLaw("its rounds took less than decode_s, and nothing else was done", _rounds_are_shorter),
-    RowLaw("drafting and verifying took longer than their round", _parts_are_longer),
-    RowLaw("prefill_s and decode_s are longer than from start_s to end_s", _longer_than_its_interval),
-    RowLaw("prefill_s and decode_s are shorter than from start_s to end_s", _shorter_than_its_interval),
-    RowLaw("it began before the run", _before_the_run),
-    RowLaw("drafted_ids or drafted_parents are not as many as were drafted", _ids_off_count),
-    RowLaw("drafted_parents are no tree", _no_tree),
-    RowLaw("a round drafts more tokens than its method can", _wider_than_its_method),
-    RowLaw("a round drafts less than its method's block", _less_than_a_block),
-    RowLaw("what a round accepted is not what it drafted", _kept_what_was_not_drafted),
-    RowLaw("a round accepted less than was right", _kept_too_little),
-    RowLaw("it does not end at its first stop token", _wrong_end),
-    RowLaw("it is longer than allowed, or was cut off before that", _wrong_length),
-    RowLaw("a verdict excuses more than rounding can", _excused_too_much),
-    RowLaw("its totals of rounds are not those of its tokens", _totals_of_no_answer),
-    RowLaw(f"its rounds follow {UNKNOWN_RULE}", _unknown_rule),
+    RowLaw("its finish_reason is unknown", _unknown_end, FORM),
+    RowLaw("error and finish_reason disagree about whether it failed", _fails_without_error, FORM),
+    *(
+        RowLaw(f"{name} is missing or negative", _missing_or_negative(name), FORM)
+        for name in ("order", "num_prompt_tokens")
+    ),
+    *(
+        law
+        for name in VERDICTS
+        for law in (
+            RowLaw(f"its {name} is unknown", _unknown_verdict(name), FORM),
+            RowLaw(f"it failed, yet it has a verdict ({name})", _verdict_of_failure(name), FORM),
+            RowLaw(f"{name} is exact but has a place of divergence, or the reverse", _misplaced(name), FORM),
+            RowLaw(f"{name} contradicts its gap and tolerance", _contradicted(name), FORM),
+        )
+    ),
+    *(RowLaw(f"{name} has more or fewer entries than accepted", _uneven(name), FORM) for name in (*COUNTS, *SECONDS)),
+    RowLaw("a round accepts more tokens than it drafts, or fewer than 0", _accepts_too_much, VALUES),
+    RowLaw("a round does not emit one token more than it accepts", _emits_another_number, VALUES),
+    *(RowLaw(f"{name} is {NO_TIME}", _no_round_time(name), VALUES) for name in SECONDS),
+    RowLaw("its rounds do not add up to its tokens", _rounds_off_tokens, VALUES),
+    RowLaw("it hides its tokens, and has some", _hides_and_shows, VALUES),
+    RowLaw("more tokens arrived with the first than it has", _more_first_than_all, VALUES),
+    *(RowLaw(f"{name} is negative", _negative(name), VALUES) for name in (*TOKENS, *TOTALS)),
+    RowLaw("its totals of rounds contradict each other", _contradictory_totals, VALUES),
+    RowLaw(f"prefill_s is {NO_TIME}", _no_prefill_time, VALUES),
+    RowLaw(f"decode_s is {NO_TIME}", _no_decode_time, VALUES),
+    RowLaw(f"draft_prefill_s is {NO_TIME}", _no_draft_prefill_time, VALUES),
+    RowLaw("its times are not those of the runner's own clock", _off_clock, VALUES),
+    RowLaw("its rounds are not those that the runner heard of", _other_rounds_than_heard, VALUES),
+    RowLaw("its rounds took longer than decode_s", _rounds_are_longer, PHYSICS),
+    RowLaw("its rounds took less than decode_s, and nothing else was done", _rounds_are_shorter, PHYSICS),
+    RowLaw("drafting and verifying took longer than their round", _parts_are_longer, PHYSICS),
+    RowLaw("prefill_s and decode_s are longer than from start_s to end_s", _longer_than_its_interval, PHYSICS),
+    RowLaw("prefill_s and decode_s are shorter than from start_s to end_s", _shorter_than_its_interval, PHYSICS),
+    RowLaw("it began before the run", _before_the_run, PHYSICS),
+    RowLaw("drafted_ids or drafted_parents are not as many as were drafted", _ids_off_count, PHYSICS),
+    RowLaw("drafted_parents are no tree", _no_tree, PHYSICS),
+    RowLaw("a round drafts more tokens than its method can", _wider_than_its_method, PHYSICS),
+    RowLaw("a round drafts less than its method's block", _less_than_a_block, PHYSICS),
+    RowLaw("what a round accepted is not what it drafted", _kept_what_was_not_drafted, PHYSICS),
+    RowLaw("a round accepted less than was right", _kept_too_little, PHYSICS),
+    RowLaw("it does not end at its first stop token", _wrong_end, PHYSICS),
+    RowLaw("it is longer than allowed, or was cut off before that", _wrong_length, PHYSICS),
+    RowLaw("a verdict excuses more than rounding can", _excused_too_much, PHYSICS),
+    RowLaw("its totals of rounds are not those of its tokens", _totals_of_no_answer, PHYSICS),
+    RowLaw(f"its rounds follow {UNKNOWN_RULE}", _unknown_rule, PHYSICS),
 )
 
 
 def faults(batch: Any, facts: Facts) -> dict[str, Any]:
-    """The numbers of rows that no run can have measured, by what is wrong, in an Arrow batch of all `COLUMNS`."""
-    import pyarrow as pa
-
-    found = validity.faults(batch)
-    sound = batch.column("error").is_null().to_numpy(zero_copy_only=False).copy()
-    for rows in found.values():
-        sound[rows] = False
-    at = np.flatnonzero(sound)
-    lawful = RowArrays(batch if sound.all() else batch.filter(pa.array(sound)), facts)
+    """Return the numbers of rows that no run can have measured, by what is wrong; `batch` has all `COLUMNS`."""
+    found: dict[str, Any] = {}
+    rows, at = RowArrays(batch, facts), np.arange(len(batch))
     with np.errstate(invalid="ignore"):
-        for law in LAWS:
-            broken = law.broken(lawful)
-            if broken.any():
-                found[law.why] = at[broken]
+        for group in (FORM, VALUES, PHYSICS):
+            is_sound = rows.succeeded.copy()
+            for law in LAWS:
+                if law.group == group and (broken := law.broken(rows)).any():
+                    found[law.why] = at[broken]
+                    is_sound &= ~broken
+            rows, at = rows.only(is_sound), at[is_sound]
     return found
 
 
@@ -468,25 +402,26 @@ def faults(batch: Any, facts: Facts) -> dict[str, Any]:
 
 Decode = Callable[[Sequence[Sequence[int]]], Sequence[str]]
 """The texts of these answers' tokens, without special tokens. Raises OverflowError for an id that cannot be one."""
-TEXT_COLUMNS = ("token_ids", "text", "error")
 OTHER = "its text is not what its tokens say"
 
 
 def other(batch: Any, decode: Decode) -> list[int]:
     """The rows of an Arrow batch whose text is another; those without tokens have none to be held against."""
-    told = batch.column("error").is_null().to_numpy(zero_copy_only=False) & (lengths_of(batch.column("token_ids")) > 0)
-    rows = np.flatnonzero(told).tolist()
+    has_tokens = batch.column("error").is_null().to_numpy(zero_copy_only=False) & (
+        lengths_of(batch.column("token_ids")) > 0
+    )
+    rows = np.flatnonzero(has_tokens).tolist()
     tokens = [batch.column("token_ids")[row].as_py() for row in rows]
-    said: Sequence[str | None]
+    decoded: Sequence[str | None]
     try:
-        said = decode(tokens)
+        decoded = decode(tokens)
     except OverflowError:
-        said = [_said(decode, one) for one in tokens]
+        decoded = [_decoded_alone(decode, one) for one in tokens]
     stored = batch.column("text").to_pylist()
-    return [row for row, text in zip(rows, said, strict=True) if stored[row] != text]
+    return [row for row, text in zip(rows, decoded, strict=True) if stored[row] != text]
 
 
-def _said(decode: Decode, tokens: Sequence[int]) -> str | None:
+def _decoded_alone(decode: Decode, tokens: Sequence[int]) -> str | None:
     try:
         return decode([tokens])[0]
     except OverflowError:

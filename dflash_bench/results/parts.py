@@ -3,7 +3,7 @@
 A part is numbered. A merged part covers a range of numbers, and as soon as it exists it replaces the parts of these
 numbers. Each part carries the identity of its run, so that rows can neither be moved to another run nor be passed off
 as made under other settings; and its checksum was recorded when it was written. The columns are those of
-`columns.COLUMNS`.
+`schema.COLUMNS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dflash_bench.core.types import Record
 from dflash_bench.results import checksums
 from dflash_bench.results.identity import Identity
 from dflash_bench.results.run_info import MEASURE_AGAIN, SCHEMA, UNRELEASED, differences, refuse_other_schema
-from dflash_bench.results.schema import COLUMNS, leaf, of_table, schema
+from dflash_bench.results.schema import COLUMNS, leaf, record_of, schema
 
 PARTS = "part-*.parquet"
 NAME = re.compile(r"part-([0-9]{6,})(?:-([0-9]{6,}))?\.parquet")
@@ -32,7 +32,7 @@ class DamagedError(UserError):
 
 
 def of(folder: Path) -> list[Path]:
-    """The parts in the order they were stored, without those that a merged part replaces.
+    """Return the parts in the order they were stored, without those that a merged part replaces.
 
     Raises UserError for a file with a part's suffix but not a part's name.
     """
@@ -46,7 +46,7 @@ def of(folder: Path) -> list[Path]:
 
 
 def write(table: Any, part: Path, identity: Identity) -> None:
-    """Writes a table, completely or not at all, and records its checksum."""
+    """Write a table, completely or not at all, and record its checksum."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -70,7 +70,7 @@ def write(table: Any, part: Path, identity: Identity) -> None:
 def batches(
     part: Path, columns: Sequence[str], identity: Identity | None = None, left_out: Any | None = None
 ) -> Iterator[Any]:
-    """Arrow record batches of these columns, one per row group, without the rows of the mask `left_out`, [rows].
+    """Yield Arrow record batches of these columns, one per row group, without the rows of the mask `left_out`, [rows].
 
     Raises DamagedError; and UserError for another schema, or a part whose run has another `identity`.
 
@@ -86,14 +86,14 @@ def batches(
 
 
 def without(batch: Any, left_out: Any) -> Any:
-    """A batch or table without the rows of the mask `left_out`, [rows]."""
+    """Return a batch or table without the rows of the mask `left_out`, [rows]."""
     import pyarrow as pa
 
     return batch.filter(pa.array(~left_out)) if left_out.any() else batch
 
 
 def span(part: Path) -> tuple[int, int]:
-    """The first and last number that a part covers, equal unless it was merged. Raises UserError for other names."""
+    """Return the first and last number that a part covers; raises UserError for a name that no part has."""
     match = NAME.fullmatch(part.name)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if last < first or part.name != name(first, last):
@@ -107,7 +107,7 @@ def name(first: int, last: int) -> str:
 
 @contextmanager
 def _opened(path: Path, identity: Identity | None = None, as_written: bool = True) -> Iterator[Any]:
-    """An open part; errors while it is read are reported as damage to it. `as_written`: is another one refused?"""
+    """Open a part; errors while it is read become DamagedError. `as_written` refuses one whose checksum differs."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -134,7 +134,7 @@ def _opened(path: Path, identity: Identity | None = None, as_written: bool = Tru
 
 
 def _versions(metadata: Mapping[bytes, bytes]) -> dict[str, int]:
-    """What a part says of its schema; nothing if it is Parquet of another kind."""
+    """Return the schema versions in a part's metadata; empty for Parquet of another kind."""
     return {name: int(metadata[name.encode()]) for name in (SCHEMA, UNRELEASED) if name.encode() in metadata}
 
 
@@ -153,4 +153,4 @@ def read(part: Path, identity: Identity | None = None, as_written: bool = True) 
 
 
 def records(stored: Sequence[Path], identity: Identity) -> list[Record]:
-    return [record for part in stored for record in of_table(read(part, identity))]
+    return [record_of(row) for part in stored for row in read(part, identity).to_pylist()]

@@ -1,4 +1,4 @@
-"""The answers a run is to hold: one for each prompt, turn, repeat, settings and method.
+"""The answers that a run must contain: one for each prompt, turn, repeat, settings and method.
 
 In `run.json` it is {"methods": [...], "repeats": R, "prompts": {suite: [[id, number of turns, hash], ...]}}; the
 settings are in the identity, as {"settings": [{"temperature": 0.0, "top_k": 0, ...}, ...]}.
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from dflash_bench.results.run_info import RunInfo
 
 BASELINE = "ar"
-"""The method that decodes plainly."""
+"""Autoregressive decoding, which all methods are compared with."""
 MOST_ANSWERS = 20_000_000
 
 
 class PromptRef(NamedTuple):
-    """A prompt of the plan; the hash is that of what the model is asked."""
+    """A prompt of the plan, with the hash of its text."""
 
     prompt_id: str
     num_turns: int
@@ -36,7 +36,7 @@ class PromptRef(NamedTuple):
 
 
 class AnswerPlace(NamedTuple):
-    """Which answer of a plan; `settings` is their index in the plan."""
+    """The place of an answer in a plan; `settings` is an index into those of the plan."""
 
     suite: str
     prompt_id: str
@@ -48,7 +48,7 @@ class AnswerPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Its answers are numbered by suite, prompt, turn, repeat, settings and method; the method varies fastest."""
+    """Answers are numbered by suite, prompt, turn, repeat, settings and method; the method varies fastest."""
 
     methods: tuple[str, ...]
     repeats: int
@@ -57,13 +57,13 @@ class Plan:
     settings: tuple[Settings, ...] = (GREEDY,)
 
     @cached_property
-    def asked(self) -> list[tuple[str, PromptRef]]:
+    def prompt_refs(self) -> list[tuple[str, PromptRef]]:
         return [(suite, prompt) for suite, prompts in self.prompts.items() for prompt in prompts]
 
     @cached_property
     def first_turns(self) -> Any:
         """The number of turns before each prompt, and last the number of all turns, [prompts + 1]."""
-        return np.cumsum([0, *(prompt.num_turns for _, prompt in self.asked)])
+        return np.cumsum([0, *(prompt.num_turns for _, prompt in self.prompt_refs)])
 
     @property
     def num_answers(self) -> int:
@@ -74,9 +74,9 @@ class Plan:
         rest, settings = divmod(rest, len(self.settings))
         turn, repeat = divmod(rest, self.repeats)
         prompt = int(np.searchsorted(self.first_turns, turn, side="right")) - 1
-        suite, asked = self.asked[prompt]
+        suite, ref = self.prompt_refs[prompt]
         turn_of_prompt = turn - int(self.first_turns[prompt])
-        return AnswerPlace(suite, asked.prompt_id, turn_of_prompt, repeat, settings, self.methods[method])
+        return AnswerPlace(suite, ref.prompt_id, turn_of_prompt, repeat, settings, self.methods[method])
 
 
 def recorded(info: RunInfo, where: str) -> Plan:
@@ -111,21 +111,13 @@ def refuse_size(plan: Plan, where: str) -> None:
         raise UserError(f"{where}: the run would have {num:,} answers, but a run can have 1 to {MOST_ANSWERS:,}")
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
-    by_suite = {
-        suite: [[prompt.prompt_id, prompt.num_turns, prompt.prompt_hash] for prompt in prompts]
-        for suite, prompts in plan.prompts.items()
-    }
-    return {"methods": list(plan.methods), "repeats": plan.repeats, "prompts": by_suite}
-
-
 def sha256(stored: Mapping[str, Any]) -> str:
-    """The hash of a plan in JSON, independent of how the JSON is formatted."""
+    """Return the hash of a plan in JSON, independent of how the JSON is formatted."""
     return hashlib.sha256(json.dumps(stored, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """How the JSON of two plans differs; of each suite the first differing prompt as an example."""
+    """Say how the JSON of two plans differs, with one differing prompt of each suite as an example."""
     for name in ("methods", "repeats"):
         if then[name] != now[name]:
             yield f"{name} were {json.dumps(then[name])}, now {json.dumps(now[name])}"

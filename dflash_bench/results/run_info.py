@@ -443,7 +443,7 @@ reads besides the reference, such as tests, as JSON.
 """
 
 
-def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_prompts(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -455,7 +455,7 @@ def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_whole(folder / PROMPTS_FILE, lambda file: parquet.write_table(table, file, compression="zstd"))
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
+def read_prompts(folder: Path) -> list[dict[str, Any]]:
     """Empty for a run that stored no prompts. Raises UserError for a file that cannot be read."""
     import pyarrow as pa
     from pyarrow import parquet

@@ -7,7 +7,7 @@ of many runs can form one table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from dflash_bench.core.types import SCHEMA_VERSION, Divergence, Generation, Record, Settings
@@ -58,7 +58,7 @@ FLAT = tuple(field.name for field in fields(Record) if field.name not in ("gener
 
 
 def schema() -> Any:
-    """The Arrow schema of a part; its lists hold no nulls."""
+    """Return the Arrow schema of a part; its lists hold no nulls."""
     import pyarrow as pa
 
     columns = {name: pa.type_for_alias(kind.removeprefix("list of ")) for name, kind in COLUMNS.items()}
@@ -71,19 +71,15 @@ def schema() -> Any:
 
 
 def leaf(name: str) -> str:
-    """The name that Parquet gives to the values of a column."""
+    """Return the name that Parquet gives to the values of a column."""
     return f"{name}.list.element" if COLUMNS[name].startswith("list") else name
 
 
 def to_table(records: Sequence[Record], identity: Identity) -> Any:
-    """Records as an Arrow table; `identity` includes the run's id, as in the run's parts."""
+    """Return records as an Arrow table; `identity` includes the run's id, as in the run's parts."""
     import pyarrow as pa
 
     return pa.Table.from_pylist([_row(record, identity) for record in records], schema())
-
-
-def of_table(table: Any) -> list[Record]:
-    return [record_of(row) for row in table.to_pylist()]
 
 
 def _columns_of(settings: Settings) -> dict[str, Any]:
@@ -109,6 +105,17 @@ def record_of(row: dict[str, Any]) -> Record:
         divergence=_divergence(row, "divergence"),
         departure=_divergence(row, "departure"),
     )
+
+
+def as_read_back(record: Record) -> Record:
+    """Return a record as its row will be read: with the times of rounds in float32."""
+    import numpy as np
+
+    lists = {name: getattr(record.generation, name) for name, kind in COLUMNS.items() if kind == "list of float"}
+    stored: dict[str, Any] = {
+        name: tuple(np.asarray(times, np.float32).tolist()) for name, times in lists.items() if times is not None
+    }
+    return replace(record, generation=replace(record.generation, **stored))
 
 
 def _divergence(row: dict[str, Any], place: str) -> Divergence | None:

@@ -31,9 +31,10 @@ from dflash_bench.core.types import SCHEMA_VERSION, Record, Settings
 from dflash_bench.results import checksums, integrity, laws, parts, run_info, schema
 from dflash_bench.results import plan as plans
 from dflash_bench.results.identity import settings_numbers
-from dflash_bench.results.integrity import witness
-from dflash_bench.results.laws import Decode, Facts
+from dflash_bench.results.integrity import check_integrity, summarize_part
+from dflash_bench.results.laws import Decode
 from dflash_bench.results.plan import Plan
+from dflash_bench.results.row_arrays import Facts
 from dflash_bench.results.run_info import RunInfo, carried, read_info, write_info
 
 MERGED_WHILE_RUNNING, MERGED_AT_THE_END = 2048, 32
@@ -43,7 +44,7 @@ Key = tuple[str, str, int, Settings, str, int]
 
 
 def check_new(folder: Path) -> None:
-    """Raises UserError if no run can be created there; writes nothing, so call it before slow work."""
+    """Raise UserError if no run can be created there. Nothing is written, so call it before slow work."""
     try:
         if folder.is_dir() and any(folder.iterdir()):
             raise _in_use(folder)
@@ -55,13 +56,8 @@ def check_new(folder: Path) -> None:
         raise io_error("write", folder, error) from error
 
 
-def check_resumable(folder: Path) -> None:
-    """Raises UserError if there is no run; `resume` checks whether it is the same one."""
-    read_info(folder)
-
-
 def create(folder: Path, info: Mapping[str, Any]) -> RunStore:
-    """`info["identity"]` decides results, `info["plan"]` lists the answers to make; the rest describes the run."""
+    """Create a run: `info["identity"]` decides results, `info["plan"]` lists the answers, the rest describes it."""
     check_new(folder)
     started = {run_info.SCHEMA: SCHEMA_VERSION, "state": "running", "run_id": uuid4().hex}
     stored = _new_info(started | dict(info))
@@ -77,7 +73,7 @@ def create(folder: Path, info: Mapping[str, Any]) -> RunStore:
 
 
 def resume(folder: Path, info: Mapping[str, Any]) -> RunStore:
-    """Continues a run of the same identity; what may differ, such as the machine, is recorded under `resumed`.
+    """Continue a run of the same identity; what may differ, such as the machine, is recorded under `resumed`.
 
     Answers that are outside the plan, duplicated or invalid are dropped; `resumed` also records how many.
     """
@@ -113,19 +109,19 @@ def _changes(stored: RunInfo, now: RunInfo) -> Iterator[str]:
 
 
 def load(folder: Path) -> tuple[RunInfo, list[Record]]:
-    """Everything that is stored, in the order it was stored."""
+    """Load everything that is stored, in the order it was stored."""
     info = read_info(folder)
     return info, parts.records(parts.of(folder), carried(info))
 
 
 class RunStore(AbstractContextManager["RunStore"]):
-    """A folder that one process at a time writes to; close it, or use it in a `with`."""
+    """The folder of a run, which one process at a time writes to; close it, or use it in a `with`."""
 
     def __init__(self, folder: Path, info: RunInfo) -> None:
         self.folder, self.identity, self.num_dropped = folder, carried(info), 0
         self._facts = Facts.of(info.identity)
         self.decode: Decode | None = None
-        """What the target's tokenizer makes of tokens, where there is one to hold texts against."""
+        """Decodes tokens by the target's tokenizer, where there is one to check texts against."""
         self.close = finalize(self, os.close, _locked(folder))
         try:
             for stray in folder.glob(".*.tmp"):
@@ -136,7 +132,7 @@ class RunStore(AbstractContextManager["RunStore"]):
             self._small = [part for part in current if len(set(parts.span(part))) == 1]
             self.stored: dict[Key, Record] = {key(record): record for record in parts.records(current, self.identity)}
             self.spent_s = _spent_s(info, list(self.stored.values()))
-            """Seconds that earlier processes spent on it."""
+            """Seconds that earlier processes spent on the run."""
             self._began = time.monotonic() - self._elapsed(info)
         except parts.DamagedError as error:
             self.close()
@@ -146,7 +142,7 @@ class RunStore(AbstractContextManager["RunStore"]):
             raise
 
     def seconds(self) -> float:
-        """On the run's clock, which starts with the run and follows wall time while the run is stopped.
+        """Return the time on the run's clock, which starts with the run and follows wall time while the run is stopped.
 
         Within a process it is monotonic. A process never begins before the end of the last stored answer, even if the
         machine's wall clock was set back: measurements after a resume never overlap those before it.
@@ -154,25 +150,25 @@ class RunStore(AbstractContextManager["RunStore"]):
         return time.monotonic() - self._began
 
     def _elapsed(self, info: RunInfo) -> float:
-        """Seconds from the start of the run to the start of this process."""
+        """Return the seconds from the start of the run to the start of this process."""
         last = max((record.end_s or 0.0 for record in self.stored.values()), default=0.0)
         started = _timestamp(info.started)
         return last if started is None else max(last, time.time() - started)
 
     def keep_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Stores what was asked, once per run: `run_info.PROMPTS_COLUMNS` of each prompt."""
+        """Store the prompts once per run, with `run_info.PROMPTS_COLUMNS`."""
         if not (self.folder / run_info.PROMPTS_FILE).exists():
-            run_info.write(self.folder, rows)
+            run_info.write_prompts(self.folder, rows)
 
     def keep_worker(self, about: Mapping[str, Any]) -> int:
-        """Stores who is about to measure for this run; the number by which rows refer to it."""
+        """Store a worker that is about to measure for this run. Return the number by which rows refer to it."""
         info = read_info(self.folder)
         workers = [*(worker.to_json() for worker in info.workers), dict(about)]
         write_info(self.folder, run_info.with_changes(info, {"workers": workers}))
         return len(workers) - 1
 
     def _mend(self, info: RunInfo) -> None:
-        """Drops answers that are not the plan's, if there are any, by replacing all parts with a single new one.
+        """Drop answers that are not in the plan, if there are any, by replacing all parts with a single new one.
 
         If it is killed half-way, the run is as before or mended: the new part replaces all others once it exists.
         """
@@ -190,9 +186,9 @@ class RunStore(AbstractContextManager["RunStore"]):
         # is taken from a part that this run did not write, however possible its rows are.
         sound = [part for part in tables if checksums.why_other(part) is None]
         batches_of = {part: tables[part].combine_chunks().to_batches() for part in sound}
-        witnesses = [witness(batches, plan.settings, self._facts) for batches in batches_of.values()]
-        surplus = integrity.account(info, str(self.folder / run_info.FILE), witnesses).surplus if witnesses else ()
-        kept = {part: parts.without(tables[part], mask) for part, mask in zip(sound, surplus, strict=True)}
+        summaries = [summarize_part(batches, plan.settings, self._facts) for batches in batches_of.values()]
+        dropped = check_integrity(info, str(self.folder / run_info.FILE), summaries).dropped_rows if summaries else ()
+        kept = {part: parts.without(tables[part], mask) for part, mask in zip(sound, dropped, strict=True)}
         mended = pa.concat_tables(kept.values()) if kept else schema.schema().empty_table()
         mended = parts.without(mended, _orphans(mended, plan))
         mended = parts.without(mended, _of_broken_waves(mended, plan))
@@ -213,19 +209,20 @@ class RunStore(AbstractContextManager["RunStore"]):
         checksums.keep_only(self.folder, kept)
 
     def append(self, records: Sequence[Record]) -> None:
-        """Writes the records as one part, and adds them to `stored`; one that no run can measure as a failed row."""
+        """Write the records as one part and add them to `stored`; one that no run can measure becomes a failed row."""
         table = schema.to_table(records, self.identity)
         if wrong := self._wrong(table):
-            held = [_failed(record, wrong[row]) if row in wrong else record for row, record in enumerate(records)]
-            table = schema.to_table(held, self.identity)
-        self._write(table)
+            kept = [_failed(record, wrong[row]) if row in wrong else record for row, record in enumerate(records)]
+            self.keep(kept)
+        else:
+            self._write(records, table)
 
     def why_wrong(self, record: Record) -> str | None:
-        """Why no run can have measured this; None if one can."""
+        """Return why no run can have measured this record; None if one can."""
         return self._wrong(schema.to_table([record], self.identity)).get(0)
 
     def _wrong(self, table: Any) -> dict[int, str]:
-        """Of the rows that no run can have measured, by their place in the table, why."""
+        """Return why rows cannot have been measured, by their place in the table; the others are left out."""
         batch = _batch(table)
         broken = laws.faults(batch, self._facts)
         if self.decode is not None:
@@ -233,20 +230,19 @@ class RunStore(AbstractContextManager["RunStore"]):
         return {row: why for why, rows in reversed(broken.items()) for row in rows.tolist()}
 
     def keep(self, records: Sequence[Record]) -> None:
-        """The same for records that are right."""
-        self._write(schema.to_table(records, self.identity))
+        """Write records that need no check."""
+        self._write(records, schema.to_table(records, self.identity))
 
-    def _write(self, table: Any) -> None:
+    def _write(self, records: Sequence[Record], table: Any) -> None:
         part = self.folder / f"part-{self._next:06}.parquet"
         parts.write(table, part, self.identity)
         self._next += 1
         self._small.append(part)
-        # As they will be read back: with the times of rounds in float32.
-        self.stored |= {key(record): record for record in map(schema.record_of, table.to_pylist())}
+        self.stored |= {key(record): schema.as_read_back(record) for record in records}
         self._merge(MERGED_WHILE_RUNNING)
 
     def _merge(self, least: int) -> None:
-        """Merges the small parts into one if there are at least this many."""
+        """Merge the small parts into one if there are at least this many."""
         import pyarrow as pa
 
         if len(self._small) < least:
@@ -258,7 +254,7 @@ class RunStore(AbstractContextManager["RunStore"]):
             self._small.pop().unlink()
 
     def mark_spoiled(self, why: str) -> None:
-        """Nobody is to read it any more, nor to go on with it."""
+        """Mark the run so that nobody reads or continues it any more."""
         write_info(self.folder, run_info.with_changes(read_info(self.folder), {"spoiled": why}))
 
     def mark_finished(self, updates: Mapping[str, Any]) -> None:
@@ -278,7 +274,7 @@ def _batch(table: Any) -> Any:
 
 
 def _failed(record: Record, why: str) -> Record:
-    """What was said is kept, and nothing that was measured."""
+    """Keep the text of the answer, and nothing that was measured."""
     nothing = record.generation.refused(f"its measurement cannot be right: {why}")
     return replace(
         record, generation=nothing, answer=None, passed=None, exactness=None, divergence=None, audit=None,
@@ -287,7 +283,7 @@ def _failed(record: Record, why: str) -> Record:
 
 
 def _timestamp(started: str | None) -> float | None:
-    """When a process started; None if that is not recorded."""
+    """Return when a process started; None if that is not recorded."""
     try:
         return datetime.fromisoformat(str(started)).timestamp()
     except ValueError:
@@ -295,7 +291,7 @@ def _timestamp(started: str | None) -> float | None:
 
 
 def _spent_s(info: RunInfo, records: Sequence[Record]) -> float:
-    """The sum over processes, also killed ones, of the time from start to the end of the last answer stored."""
+    """Return the time from start to last stored answer, summed over all processes, killed ones too."""
     first = _timestamp(info.started)
     if first is None:
         return 0.0
@@ -311,7 +307,7 @@ def key(record: Record) -> Key:
 
 
 def _orphans(table: Any, plan: Plan) -> Any:
-    """The mask of rows that depend on an answer of the plan's first method which is missing, [rows].
+    """Return the mask of rows that depend on a missing answer of the plan's first method, [rows].
 
     A row is compared with the plain answers of its own repeat and of the first one, and its conversation contains
     those to earlier turns.
@@ -331,9 +327,10 @@ def _orphans(table: Any, plan: Plan) -> Any:
 
 
 def _of_broken_waves(table: Any, plan: Plan) -> Any:
-    """The mask of rows that were measured beside others which are missing now, [rows].
+    """Return the mask of rows that were measured beside others which are missing now, [rows].
 
-    The missing ones alone would be measured beside fewer. What later turns go on from is measured again, too.
+    The missing ones alone would be measured at a lower concurrency. Later turns, which build on them, are measured
+    again, too.
     """
     numbers = settings_numbers(table, plan.settings).tolist()
     waves = list(zip(numbers, *(table.column(name).to_pylist() for name in ("suite", "repeat", "turn")), strict=True))
@@ -355,7 +352,7 @@ def _of_broken_waves(table: Any, plan: Plan) -> Any:
 
 
 def _create_whole(folder: Path, info: RunInfo) -> None:
-    """Creates the folder together with its `run.json`, or not at all."""
+    """Create the folder together with its `run.json`, or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
@@ -368,7 +365,7 @@ def _create_whole(folder: Path, info: RunInfo) -> None:
 
 
 def _locked(folder: Path) -> int:
-    """Locks the folder itself; the lock is released when the process ends, however it ends."""
+    """Lock the folder itself; the lock is released when the process ends, however it ends."""
     folder_fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

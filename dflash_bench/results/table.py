@@ -12,41 +12,42 @@ import numpy as np
 
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.types import Generation, Settings
-from dflash_bench.results import integrity, parts, validity
+from dflash_bench.results import integrity, parts
 from dflash_bench.results.identity import COLUMNS as SETTINGS
 from dflash_bench.results.identity import SETTINGS_ID, settings_numbers, settings_of
-from dflash_bench.results.integrity import COLUMNS as WITNESSED
-from dflash_bench.results.integrity import Account, Flaw, PartSummary, witness
-from dflash_bench.results.laws import Facts
+from dflash_bench.results.integrity import COLUMNS as CHECKED
+from dflash_bench.results.integrity import IntegrityReport, PartSummary, Problem, check_integrity, summarize_part
+from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, Segments, lengths_of, sliced
+from dflash_bench.results.row_arrays import Facts
 from dflash_bench.results.run_info import FILE, RunIdentity, RunInfo, carried, read_info
 
-# Does an answer end in a loop, the same words over and over until the limit cut it?
+# Answers that end in a loop: the same words over and over until the token limit.
 #
-# Drafts find such text easy, so what it shows of acceptance and speed says nothing of other text.
+# Drafts predict such text easily, so its acceptance and speed say nothing about other text.
 
 
 LEAST_TIMES = 3
-"""How often its end must be there, without a break. A refrain has other lines between, and a table other numbers."""
+"""How often the end must repeat without a break. A refrain has other lines between, and a table other numbers."""
 LEAST_TOKENS, LONGEST_TOKENS = 24, 128
-"""How much of the end must repeat, and the longest piece that is looked for."""
+"""Least length of the repeating end, and the longest period that is looked for, in tokens."""
 LEAST_LETTERS, LONGEST_LETTERS = 96, 512
-"""The same for text, about four letters a token."""
+"""The same in letters, about four per token."""
 
 
 def in_tokens(token_ids: Any) -> int:
-    """How many tokens at the end of an answer [T] are such a loop; 0 where it has none."""
+    """Return the number of tokens at the end of an answer [T] that are such a loop; 0 if there is none."""
     return _at_the_end(np.asarray(token_ids), LEAST_TOKENS, LONGEST_TOKENS)
 
 
 def in_text(text: str) -> int:
-    """The same in letters, for servers that name no tokens."""
+    """Return the same in letters, for servers that return no token ids."""
     return _at_the_end(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4"), LEAST_LETTERS, LONGEST_LETTERS)
 
 
 def _at_the_end(symbols: Any, least: int, longest: int) -> int:
-    """Of the shortest piece that fits."""
+    """Return the length of the loop with the shortest period."""
     size = len(symbols)
     if size < least:
         return 0
@@ -83,10 +84,10 @@ NAMES = (
 """Columns with few different values: kept as pandas categories."""
 TOTALS = ("num_first_tokens", "total_rounds", "total_accepted")
 """Columns that the sums of lists are completed from."""
-COLUMNS = (*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", *validity.CLOCK)
+COLUMNS = (*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", *CLOCK)
 QUICK = 0.25
 ALLOWED = ("damaged", *integrity.REMEDIES)
-"""The flaws that `--allow` lets a reader ignore."""
+"""The problems that `--allow` lets a reader ignore."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,27 +99,27 @@ class Results:
     info: RunInfo
     rows: Any
     damaged: tuple[str, ...] = ()
-    """What was wrong with each damaged part that was left out."""
-    flaws: tuple[Flaw, ...] = ()
-    """What is missing from the run, and what was stored but is not in `rows`."""
+    """The error of each damaged part that was left out."""
+    problems: tuple[Problem, ...] = ()
+    """Missing answers, and stored ones that are not in `rows`."""
     left_out: Mapping[Path, Any] = field(default_factory=dict)
     """By part, the mask of stored answers that are not in `rows`; only for parts that have some."""
 
     @property
     def missing(self) -> list[str]:
-        """What the numbers leave out, to be stated above them."""
+        """Sentences about what the numbers leave out, to be shown above them."""
         unfinished = self.info.state not in (None, "complete")
         return [
             *([f"{self.name} is not finished"] if unfinished else []),
             *(f"left out because it is damaged: {reason}" for reason in self.damaged),
-            *(f"{self.name} is {kind}: {text}" for kind, text in _in_words(self.flaws)),
+            *(f"{self.name} is {kind}: {text}" for kind, text in _in_words(self.problems)),
         ]
 
 
 def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging: bool = False) -> Results:
-    """Raises UserError for a run that was edited, and for one with flaws unless `allow` names them.
+    """Load and check a run. Raises UserError for an edited one, and for one with problems unless `allow` names them.
 
-    With `judging`, a finished run is returned even with flaws, which are then in `flaws`.
+    With `judging`, a finished run is returned even with problems, which are then in `problems`.
     """
     if by not in SLICES:
         raise unknown("slice", by, list(SLICES))
@@ -132,27 +133,27 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
     none = f"{folder} holds no answers" + (f" but in {len(damaged)} damaged parts" if damaged else "")
     if not read:
         raise UserError(none)
-    account = integrity.account(info, str(folder / FILE), [evidence for _, evidence in read.values()])
+    found = check_integrity(info, str(folder / FILE), [summary for _, summary in read.values()])
     # Missing answers may have been in the damaged parts, and skipping these was allowed.
-    _refuse(folder, account, integrity.REMEDIES if judging else [*allow, *(["unfinished"] if damaged else [])])
+    _refuse(folder, found, integrity.REMEDIES if judging else [*allow, *(["unfinished"] if damaged else [])])
     tables, left_out = [], {}
-    for (part, (table, evidence)), surplus in zip(read.items(), account.surplus, strict=True):
-        if surplus.any():
-            left_out[part] = surplus
+    for (part, (table, summary)), dropped in zip(read.items(), found.dropped_rows, strict=True):
+        if dropped.any():
+            left_out[part] = dropped
         # Rows that are invalid by themselves were left out when the part was read.
-        again = surplus.sum() > evidence.faulty.sum()
-        batches = parts.batches(part, _columns(info.identity), carried(info), surplus) if again else ()
+        again = dropped.sum() > summary.faulty.sum()
+        batches = parts.batches(part, _columns(info.identity), carried(info), dropped) if again else ()
         tables.append(_table(batches, run_settings, by) if again else table)
-    if not sum(map(len, tables)) and not (judging and account.flaws):
+    if not sum(map(len, tables)) and not (judging and found.problems):
         raise UserError(none + (" that show their rounds" if by in STRETCHES else ""))
     frame = sliced(_frame(tables, run_settings), by)
-    return Results(str(folder), info, frame, tuple(damaged), account.flaws, left_out)
+    return Results(str(folder), info, frame, tuple(damaged), found.problems, left_out)
 
 
 def _read_parts(
     folder: Path, info: RunInfo, run_settings: Sequence[Settings], by: str, allow: Sequence[str]
 ) -> tuple[dict[Path, tuple[Any, PartSummary]], list[str]]:
-    """For each part its table and its `PartSummary`; and what is wrong with the damaged parts."""
+    """Return the table and `PartSummary` of each part, and the errors of damaged parts."""
     read: dict[Path, tuple[Any, PartSummary]] = {}
     damaged = []
     stored = parts.of(folder)
@@ -170,35 +171,35 @@ def _read_parts(
 
 
 def _columns(identity: RunIdentity) -> tuple[str, ...]:
-    """Texts are read only where tokens may be hidden: they are most of a part."""
+    """Return the columns to read; texts, which are most of a part, only if tokens may be hidden."""
     return (*COLUMNS, "text") if identity.servers else COLUMNS
 
 
 def _read_part(part: Path, info: RunInfo, run_settings: Sequence[Settings], by: str) -> Any:
-    """Its table and its `PartSummary`, or the error: a part that breaks off half-way is left out as a whole."""
-    columns = tuple(dict.fromkeys([*_columns(info.identity), *WITNESSED]))
+    """Return its table and `PartSummary`, or the error: a part that breaks off half-way is left out completely."""
+    columns = tuple(dict.fromkeys([*_columns(info.identity), *CHECKED]))
     try:
         batches = list(parts.batches(part, columns, carried(info)))
     except parts.DamagedError as error:
         return error
-    evidence = witness(batches, run_settings, Facts.of(info.identity))
+    summary = summarize_part(batches, run_settings, Facts.of(info.identity))
     ends = np.cumsum([len(batch) for batch in batches])
-    faulty = np.split(evidence.faulty, ends[:-1])
+    faulty = np.split(summary.faulty, ends[:-1])
     valid = [parts.without(batch, mask) for batch, mask in zip(batches, faulty, strict=True)]
-    return _table(valid, run_settings, by), evidence
+    return _table(valid, run_settings, by), summary
 
 
-def _refuse(folder: Path, account: Account, allow: Collection[str]) -> None:
+def _refuse(folder: Path, found: IntegrityReport, allow: Collection[str]) -> None:
     refused = [
-        f"{kind}: {text}; {integrity.REMEDIES[kind]}" for kind, text in _in_words(account.flaws) if kind not in allow
+        f"{kind}: {text}; {integrity.REMEDIES[kind]}" for kind, text in _in_words(found.problems) if kind not in allow
     ]
     if refused:
         raise UserError(f"{folder} is {'. It is '.join(refused)}")
 
 
-def _in_words(flaws: Sequence[Flaw]) -> list[tuple[str, str]]:
-    kinds = dict.fromkeys(flaw.kind for flaw in flaws)
-    return [(kind, integrity.in_words([flaw for flaw in flaws if flaw.kind == kind])) for kind in kinds]
+def _in_words(problems: Sequence[Problem]) -> list[tuple[str, str]]:
+    kinds = dict.fromkeys(problem.kind for problem in problems)
+    return [(kind, integrity.describe([problem for problem in problems if problem.kind == kind])) for kind in kinds]
 
 
 def _table(batches: Iterable[Any], run_settings: Sequence[Settings], by: str) -> Any:
@@ -221,7 +222,7 @@ def _concatenated(tables: Sequence[Any]) -> Any:
 
 
 def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
-    """An Arrow table with a row per answer; by output position or part, a row per stretch of an answer."""
+    """Return an Arrow table with a row per answer; by output position or part, with a row per stretch of an answer."""
     import pyarrow as pa
 
     segments = Segments.of(batch, by)
@@ -254,7 +255,7 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
 
 
 def _settings_ids(numbers: Any, run_settings: Sequence[Settings]) -> Any:
-    """From the index of its settings per row; null for settings that are not the run's."""
+    """Return settings ids from indices, [rows]; null for settings that are not the run's."""
     import pyarrow as pa
 
     codes = pa.array(numbers.astype(np.int32), mask=numbers < 0)
@@ -262,7 +263,7 @@ def _settings_ids(numbers: Any, run_settings: Sequence[Settings]) -> Any:
 
 
 def num_tokens(batch: Any) -> dict[str, Any]:
-    """Of each answer, and of these the ones that `decode_s` is the time of, [rows]."""
+    """Return the number of tokens of each answer, and of those decoded during `decode_s`, [rows]."""
     counts = lengths_of(batch.column("token_ids"))
     hidden, first = (_numbers(batch, name) for name in ("num_hidden_tokens", "num_first_tokens"))
     counts = np.where(np.isnan(hidden), counts, hidden).astype(np.int64)
@@ -271,7 +272,7 @@ def num_tokens(batch: Any) -> dict[str, Any]:
 
 
 def _loops(batch: Any) -> Any:
-    """The mask of answers that the limit cut while they said the same over and over, [rows]."""
+    """Return the mask of answers that the token limit cut in a loop, [rows]."""
     from pyarrow import compute
 
     loops = np.zeros(len(batch), dtype=bool)
@@ -286,7 +287,7 @@ def _loops(batch: Any) -> Any:
 
 
 def _quick_rounds(batch: Any) -> Any:
-    """Of plain answers decoded alone a round's seconds that one of four stays below; NaN for all others, [rows]."""
+    """Return the lower quartile of round times of baseline answers decoded alone; NaN for all others, [rows]."""
     from pyarrow import compute
 
     plain = compute.fill_null(compute.equal(batch.column("method"), BASELINE), False).to_numpy(zero_copy_only=False)
@@ -298,7 +299,7 @@ def _quick_rounds(batch: Any) -> Any:
 
 
 def _totals(batch: Any, sums: dict[str, Any], decoded: Any) -> dict[str, Any]:
-    """What a backend that hides rounds says of all of them together; every token after the first is from one.
+    """Return the totals of a backend that hides its rounds; every token after the first is from a round.
 
     It may count only rounds that draft: where there was none, the plain steps are not known.
     """
@@ -310,12 +311,12 @@ def _totals(batch: Any, sums: dict[str, Any], decoded: Any) -> dict[str, Any]:
 
 
 def _numbers(batch: Any, name: str) -> Any:
-    """NaN where it is null, [rows]."""
+    """Return a column of numbers, NaN for null, [rows]."""
     return batch.column(name).cast("double").fill_null(np.nan).to_numpy(zero_copy_only=False)
 
 
 def _without_wholes(table: Any) -> Any:
-    """The table without the columns that only describe whole answers, which become null."""
+    """Return the table with nulls in the columns that describe whole answers only."""
     import pyarrow as pa
 
     for name in ("passed", "exactness", "audit", "prefill_s", "finish_reason", *OF_ANSWERS):

@@ -1,4 +1,4 @@
-"""`--for`: prompts are measured as long as there is time, where intervals are widest.
+"""`--for`: measure prompts as long as there is time, where intervals are widest.
 
 The next prompt is of the suite with the cell whose speed-up is known worst, by the relative standard error of its mean
 over prompts. That hardly biases a suite's figures: its prompts come in the order in which they were drawn, whatever
@@ -18,21 +18,21 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Record, Settings
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.store import Key, RunStore
-from dflash_bench.runner.work import Item, WorkPlan
+from dflash_bench.runner.work import WorkItem, WorkPlan
 from dflash_bench.tasks.suites import Loaded
 
 FIRST = 3
-"""So many prompts of each suite come before it is asked which is known worst."""
+"""The first prompts of each suite, measured before suites are compared."""
 CONTROLS = (0, 3, 15)
-"""The prompts of a suite that are decoded plainly twice: which will be its last is not known."""
+"""The prompts of a suite that the baseline decodes twice; which will be the last is not known."""
 PRIOR = 4
-"""With so many prompts' weight a cell is taken to vary as it does in all suites: a few that agree prove little."""
+"""The weight, in prompts, of the variance pooled over all suites: a few prompts that agree prove little."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
 Cell = tuple[str, Settings]
 
 
 def seconds(text: str) -> float:
-    """Of `90s`, `5m` or `1.5h`. Raises UserError for anything else, and for no time at all."""
+    """Parse `90s`, `5m` or `1.5h`. Raises UserError for anything else, and for zero."""
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([smh])", text)
     if match is None or float(match[1]) == 0:
         raise UserError(f"--for takes a time above 0 with its unit, such as 90s, 5m or 1.5h, not '{text[:40]}'")
@@ -41,23 +41,23 @@ def seconds(text: str) -> float:
 
 @dataclass(slots=True)
 class Spent:
-    """What is known of a suite so far."""
+    """The measurements of a suite so far."""
 
     loaded: Loaded
     num: int = 0
-    """Prompts that are measured."""
+    """The number of prompts measured."""
     logs: dict[Cell, list[float]] = field(default_factory=dict)
-    """Of each cell, the logarithm of each prompt's speed-up."""
+    """For each cell, the logarithm of each prompt's speed-up."""
     seconds: list[float] = field(default_factory=list)
-    """That each prompt took, through all methods."""
+    """The time of each prompt, over all methods."""
 
     @property
     def is_left(self) -> bool:
         return self.num < len(self.loaded.prompts)
 
 
-def items(plan: WorkPlan, run: RunStore, budget_s: float) -> Iterator[Item]:
-    """What is to be measured next, until all is or the time is up; what was begun is finished first.
+def items(plan: WorkPlan, run: RunStore, budget_s: float) -> Iterator[WorkItem]:
+    """Yield what to measure next, until all is measured or the time is up; started prompts are finished first.
 
     Each prompt goes through all methods, settings and repeats, or is not begun: one is begun while there likely is
     time for all of it, and one at least is measured. The suites of `plan` are in the order in which prompts were drawn.
@@ -76,7 +76,7 @@ def items(plan: WorkPlan, run: RunStore, budget_s: float) -> Iterator[Item]:
 
 
 def measured(plan: WorkPlan, run: RunStore) -> dict[str, int]:
-    """Of each suite how many prompts are whole, from the first in order."""
+    """Return how many prompts of each suite are complete, from the first in order."""
     counts = {}
     for loaded in plan.suites:
         whole = [_is_whole(plan, run, loaded, number) for number in range(len(loaded.prompts))]
@@ -85,7 +85,7 @@ def measured(plan: WorkPlan, run: RunStore) -> dict[str, int]:
 
 
 def next_suite(suites: Sequence[Spent], left_s: float) -> Spent | None:
-    """Whose turn it is among those of which a prompt is left that fits into `left_s`; None where there is none."""
+    """Choose the next suite among those with a prompt left that fits into `left_s`; None if there is none."""
     longest = max((median(spent.seconds) for spent in suites if spent.seconds), default=0.0)
     fitting = [
         spent for spent in suites if spent.is_left and (median(spent.seconds) if spent.seconds else longest) < left_s
@@ -100,7 +100,7 @@ def next_suite(suites: Sequence[Spent], left_s: float) -> Spent | None:
 
 
 def _pooled(suites: Sequence[Spent]) -> dict[Cell, float]:
-    """How much the prompts of a suite vary, over all suites, by method and settings."""
+    """Return the variance of log speed-ups within suites, pooled over all suites, by method and settings."""
     pooled = {}
     for cell in dict.fromkeys(cell for spent in suites for cell in spent.logs):
         samples = [logs for spent in suites if len(logs := spent.logs.get(cell, [])) > 1]
@@ -110,7 +110,7 @@ def _pooled(suites: Sequence[Spent]) -> dict[Cell, float]:
 
 
 def _width(spent: Spent, pooled: Mapping[Cell, float]) -> float:
-    """The standard error of the worst known cell's mean logarithm, which is relative to its speed-up."""
+    """Return the largest standard error of a cell's mean log speed-up, which is a relative error."""
     widths = [0.0]
     for cell, logs in spent.logs.items():
         df = len(logs) - 1
@@ -120,7 +120,7 @@ def _width(spent: Spent, pooled: Mapping[Cell, float]) -> float:
 
 
 def _begun(plan: WorkPlan, run: RunStore, suites: Sequence[Spent]) -> list[tuple[Spent, int]]:
-    """The prompts of which an answer is stored, and those before them, as they were measured."""
+    """Return the prompts with a stored answer, and those before them, in the order they were measured."""
     places: dict[tuple[str, str], int] = {}
     for key, record in run.stored.items():
         places[key[:2]] = min(record.order, places.get(key[:2], record.order))
@@ -133,7 +133,7 @@ def _begun(plan: WorkPlan, run: RunStore, suites: Sequence[Spent]) -> list[tuple
     return [(spent, number) for _, spent, number in sorted(turns, key=lambda turn: turn[0])]
 
 
-def _measured(plan: WorkPlan, run: RunStore, spent: Spent, number: int, began: float) -> Iterator[Item]:
+def _measured(plan: WorkPlan, run: RunStore, spent: Spent, number: int, began: float) -> Iterator[WorkItem]:
     """The items of one prompt; once they are measured, what they say is added."""
     of_prompt = list(plan.of_prompt(spent.loaded, number, number in CONTROLS, 0))
     first = _first_order(run, of_prompt)
@@ -150,12 +150,12 @@ def _is_whole(plan: WorkPlan, run: RunStore, loaded: Loaded, number: int) -> boo
     return all(key in run.stored for item in plan.of_prompt(loaded, number, False, 0) for key in _keys(item))
 
 
-def _keys(item: Item) -> list[Key]:
+def _keys(item: WorkItem) -> list[Key]:
     return [item.key(method, turn) for turn in range(len(item.prompt.turns)) for method in item.methods]
 
 
-def _first_order(run: RunStore, of_prompt: Sequence[Item]) -> int:
-    """The place in the run of a prompt's first answer: as it was, or behind all others."""
+def _first_order(run: RunStore, of_prompt: Sequence[WorkItem]) -> int:
+    """Return the place in the run of a prompt's first answer: the stored one, or after all others."""
     for item in of_prompt:
         for place, key in enumerate(_keys(item)):
             if key in run.stored:
@@ -164,7 +164,7 @@ def _first_order(run: RunStore, of_prompt: Sequence[Item]) -> int:
 
 
 def _seconds(records: Sequence[Record], began: float) -> float:
-    """From the first answer's start to the last one's end; of what an earlier process began, of the answers alone."""
+    """Return the time from first start to last end; of prompts started by an earlier process, of the answers only."""
     starts, ends = ([getattr(record, name) or 0.0 for record in records] for name in ("start_s", "end_s"))
     if min(starts) >= began:
         return max(ends) - min(starts)
@@ -172,7 +172,7 @@ def _seconds(records: Sequence[Record], began: float) -> float:
 
 
 def _log_ratio(records: Sequence[Record], method: str, settings: Settings) -> float | None:
-    """Of a prompt's speed-up over plain decoding; None where an answer failed or is too short to have one."""
+    """Return the log speed-up of a prompt; None if an answer failed or is too short to have one."""
     costs = []
     for name in (BASELINE, method):
         generations = [record.generation for record in records if (record.method, record.settings) == (name, settings)]

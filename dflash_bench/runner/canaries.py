@@ -1,36 +1,36 @@
-"""Can the witnesses of a run object? Copies of its own answers are spoiled, and each must be denied.
+"""Test that the witnesses of a run can object: copies of its own answers are spoiled, and each must be rejected.
 
 A judge that always agrees, a clock that is never read and a scorer that finds everything right look, from a run in
 which nothing is wrong, as sound ones do. So a copy gets another token, another end, one round less, half its time or
-other numbers, and the very code that passes answers is asked again. Nothing of it is stored but what came of it.
+other numbers, and goes through the same code as the answers. Only the outcome is stored.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dflash_bench.core.types import CODE_SCORERS, Divergence, Generation, Prompt, Record, TimedGeneration
-from dflash_bench.runner import stopwatch
-from dflash_bench.runner.stopwatch import Objection, Stopwatch
+from dflash_bench.results.run_info import CanaryEntry
+from dflash_bench.runner.stopwatch import Objection
 from dflash_bench.tasks import scorers
 
 Outcome = Literal["objected", "silent", "untried"]
 Audit = Callable[[Sequence[int]], Divergence | None]
-"""What the judge says of an answer by its tokens."""
+"""Audits an answer by its tokens."""
 NOT_PLACED = "no_answer"
-"""Why nothing was tried: there was no answer that could be spoiled in this way."""
+"""Reason for an untried kind: no answer could be spoiled in this way."""
 MOST_TRIES = 3
-"""Spoiled copies may happen to be right; so many are not, one after another."""
+"""A spoiled copy may happen to be right; this many in a row are not."""
 SHORTEST_S = 0.005
-"""Half of a shorter time is within what clocks may differ by."""
+"""For a shorter time, half of it is within the tolerance of clocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """What came of one kind of spoiled copy; `why` it was not tried is a key of `findings.witnesses.WHY`."""
+    """The outcome of one kind of spoiled copy; `why` it was not tried is a key of `findings.witnesses.WHY`."""
 
     witness: str
     spoiled: str
@@ -48,7 +48,7 @@ KINDS = tuple(
 
 
 class Canaries:
-    """Of one process; answers are offered as they come, and each kind is tried once, or until it is denied."""
+    """The canaries of one process; each kind is tried on the answers offered, until it is rejected or often enough."""
 
     def __init__(self) -> None:
         self._known = {(one.witness, one.spoiled): one for one in KINDS}
@@ -73,53 +73,45 @@ class Canaries:
             if kind[0] == witness and (not spoiled or kind[1] in spoiled) and known.outcome == "untried":
                 self._known[kind] = replace(known, why=why)
 
-    def timed(self, watch: Stopwatch, said: Generation, *, tells_rounds: bool) -> None:
-        """An answer decoded alone, with which the runner's clock and counter agreed."""
-        self._witnessed(
-            said, watch.call_s, tells_rounds, lambda one: stopwatch.alone(watch, one, tells_rounds=tells_rounds)
-        )
-
-    def timed_beside(self, watch: Stopwatch, request: int, served: TimedGeneration, *, tells_rounds: bool) -> None:
-        """The same of one decoded beside others."""
-
-        def why(one: Generation) -> Objection | None:
-            return stopwatch.beside(watch, request, replace(served, generation=one), tells_rounds=tells_rounds)
-
-        self._witnessed(served.generation, watch.call_s, tells_rounds, why)
-
-    def _witnessed(
-        self, said: Generation, call_s: float, tells_rounds: bool, why: Callable[[Generation], Objection | None]
+    def timed(
+        self,
+        served: TimedGeneration,
+        call_s: float,
+        object_to: Callable[[TimedGeneration], Objection | None],
+        *,
+        tells_rounds: bool,
     ) -> None:
-        if said.error is not None:
+        """Offer an answer of a call of so many seconds, with which the runner's clock and counter agreed."""
+        if served.generation.error is not None:
             return
-        for kind, spoiled in _mistold(said, call_s, tells_rounds):
+        for kind, spoiled in _mistold(served.generation, call_s, tells_rounds):
             if not self._wants(*kind):
                 continue
             if spoiled is None:
                 self._excuse("short" if tells_rounds else "served", *kind)
             else:
-                objection = why(spoiled)
+                objection = object_to(replace(served, generation=spoiled))
                 self._note(*kind, objection is not None and objection.witness == kind[0])
 
     def judged(self, record: Record, audit: Audit) -> None:
-        """An answer that the judge has read, or has not."""
-        said = record.generation
-        if said.error is not None or record.audit == "mismatch":
+        """Offer an answer after the judge read it, or did not."""
+        generation = record.generation
+        if generation.error is not None or record.audit == "mismatch":
             return
         if record.audit is None:
-            hidden = "no_tokens" if said.hides_tokens else "not_asked"
+            hidden = "no_tokens" if generation.hides_tokens else "not_asked"
             self._excuse(hidden if record.settings.greedy else "sampled", "judge")
             return
-        if len(said.token_ids) < MOST_TRIES:
+        if len(generation.token_ids) < MOST_TRIES:
             self._excuse("short", "judge")
             return
         if self._wants("judge", "token"):
-            self._note("judge", "token", any(_denied(audit(one)) for one in _other_tokens(said.token_ids)))
+            self._note("judge", "token", any(_denied(audit(one)) for one in _other_tokens(generation.token_ids)))
         if self._wants("judge", "end"):
-            self._note("judge", "end", all(_denied(audit(one)) for one in _other_ends(said.token_ids)))
+            self._note("judge", "end", all(_denied(audit(one)) for one in _other_ends(generation.token_ids)))
 
     def scored(self, record: Record, prompt: Prompt, scorer: str) -> None:
-        """An answer that was scored, or was not."""
+        """Offer an answer after it was scored, or was not."""
         if scorer == "none" or scorer in CODE_SCORERS:
             self._excuse("code" if scorer in CODE_SCORERS else "no_scorer", "scorer")
         elif not record.passed:
@@ -132,7 +124,7 @@ class Canaries:
                 self._note("scorer", "numbers", not scorers.score(scorer, prompt, spoiled).passed)
 
     def read(self, record: Record | None, denied: Callable[[Record], str | None] | None) -> None:
-        """An answer whose text was held against what the tokenizer makes of its tokens, if there is one here."""
+        """Offer an answer whose text was checked against its tokens, if there is a tokenizer."""
         if denied is None:
             self._excuse("no_tokenizer", "text")
         elif record is not None and self._wants("text", "order"):
@@ -145,7 +137,7 @@ def _denied(departure: Divergence | None) -> bool:
 
 
 def _other_tokens(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The answer with another token in its middle: one that it says elsewhere, or the neighbour of what was there."""
+    """Yield the answer with another token in its middle: one from elsewhere in it, or a neighbouring id."""
     at = len(tokens) // 2
     others = dict.fromkeys([*(one for one in tokens[:at] if one != tokens[at]), tokens[at] ^ 1])
     for other in list(others)[:MOST_TRIES]:
@@ -153,43 +145,45 @@ def _other_tokens(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _other_ends(tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    """Without its last token, and with one more: it breaks off, or goes on behind its end."""
+    """Return the answer without its last token, and with one more."""
     return [tuple(tokens[:-1]), (*tokens, tokens[0])]
 
 
 def _mistold(
-    said: Generation, call_s: float, tells_rounds: bool
+    generation: Generation, call_s: float, tells_rounds: bool
 ) -> Iterator[tuple[tuple[str, str], Generation | None]]:
-    """The answer with something told wrongly that the clock or the counter must deny; None where nothing can be."""
-    at, tokens, emitted = len(said.token_ids) // 2, said.token_ids, said.emitted or ()
+    """Yield the answer with a false count or time that must be rejected; None if it cannot be falsified."""
+    at, tokens, emitted = len(generation.token_ids) // 2, generation.token_ids, generation.emitted or ()
     other = (*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]) if tells_rounds and tokens else None
-    yield ("counter", "token"), None if other is None else replace(said, token_ids=other)
+    yield ("counter", "token"), None if other is None else replace(generation, token_ids=other)
     merged = (emitted[0] + emitted[1], *emitted[2:]) if tells_rounds and len(emitted) > 1 else None
-    yield ("counter", "count"), None if merged is None else replace(said, emitted=merged)
+    yield ("counter", "count"), None if merged is None else replace(generation, emitted=merged)
     if not tells_rounds:
-        yield ("clock", "time"), replace(said, decode_s=2 * call_s + 1)
+        yield ("clock", "time"), replace(generation, decode_s=2 * call_s + 1)
     else:
-        yield ("clock", "time"), replace(said, decode_s=said.decode_s / 2) if said.decode_s > SHORTEST_S else None
+        yield (
+            ("clock", "time"),
+            replace(generation, decode_s=generation.decode_s / 2) if generation.decode_s > SHORTEST_S else None,
+        )
 
 
 def other_numbers(text: str) -> str:
-    """Every number of it is another one."""
+    """Return the text with every number replaced by another."""
     return re.sub(r"\d+", lambda number: str(7 * int(number[0][-9:]) + 13), text)
 
 
-def together(
-    stored: Iterable[Mapping[str, str | None]], processes: Iterable[Sequence[Canary]]
-) -> list[dict[str, str | None]]:
-    """As `run.json` keeps what several processes tried, with what it holds already: of each kind the worst."""
-    worst: dict[tuple[str | None, str | None], dict[str, str | None]] = {}
+def together(stored: Iterable[CanaryEntry], processes: Iterable[Sequence[Canary]]) -> list[Canary]:
+    """Return the worst outcome of each kind over several processes and what `run.json` holds already."""
+    worst: dict[tuple[str, str], Canary] = {}
     ranks = ("untried", "objected", "silent")
-    for one in (*stored, *(asdict(canary) for some in processes for canary in some)):
-        kind = one["witness"], one["spoiled"]
-        if kind not in worst or ranks.index(str(one["outcome"])) > ranks.index(str(worst[kind]["outcome"])):
-            worst[kind] = dict(one)
+    known = [Canary(one.witness, one.spoiled, one.outcome, one.why) for one in stored]
+    for one in (*known, *(canary for some in processes for canary in some)):
+        kind = one.witness, one.spoiled
+        if kind not in worst or ranks.index(one.outcome) > ranks.index(worst[kind].outcome):
+            worst[kind] = one
     return list(worst.values())
 
 
-def silent(outcomes: Iterable[Mapping[str, str | None]]) -> list[str]:
-    """The witnesses that passed a spoiled copy."""
-    return list(dict.fromkeys(str(one["witness"]) for one in outcomes if one["outcome"] == "silent"))
+def silent(outcomes: Iterable[Canary]) -> list[str]:
+    """Return the witnesses that passed a spoiled copy."""
+    return list(dict.fromkeys(one.witness for one in outcomes if one.outcome == "silent"))

@@ -1,4 +1,4 @@
-"""From texts, or the answers of runs, to a datastore file for REST."""
+"""Build a datastore file for REST from texts or from the answers of runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Built:
 
 
 def build(model: str, data: Path | None, runs: Sequence[Path], out: Path) -> Built:
-    """Raises UserError for contradicting sources, for an `out` that is there, and where there is no text."""
+    """Build a datastore. Raises UserError for contradicting sources, for an existing `out`, and if there is no text."""
     if (data is None) == (not runs):
         raise UserError("a datastore is made from --data or from --runs; give one of the two")
     if os.path.lexists(out):
@@ -41,14 +41,14 @@ def build(model: str, data: Path | None, runs: Sequence[Path], out: Path) -> Bui
 
 
 def of_runs(runs: Sequence[Path]) -> Iterator[str]:
-    """Every answer of a run; the methods of a cell mostly say the same."""
+    """Yield every answer of runs; the methods of a cell mostly give the same one."""
     for folder in runs:
         _, records = store.load(folder)
         yield from (record.generation.text for record in records if record.generation.error is None)
 
 
 def of_data(path: Path) -> Iterator[str]:
-    """A file, or all files in a folder that could hold texts."""
+    """Yield the texts of a file, or of all files in a folder."""
     if not path.is_dir():
         yield from _of_file(path)
         return
@@ -70,7 +70,7 @@ def _of_file(path: Path) -> Iterator[str]:
 
 
 def _of_row(where: str, row: Mapping[str, Any]) -> Iterator[str]:
-    """`text`, or what is said in `messages`."""
+    """Yield `text`, or the contents of `messages`."""
     match row:
         case {"text": str(text)}:
             yield text

@@ -1,4 +1,4 @@
-"""`--launch`: from methods and models to servers that are started here, and stopped with the run."""
+"""`--launch`: start servers for methods and models, and stop them with the run."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from dflash_bench.core.secrets import Arguments
 from dflash_bench.models import formats, gguf, memory, presets, targets
 from dflash_bench.models.convert import GGUF, convert
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.plan import Resolved
-from dflash_bench.runner.setup import device_and_dtype, wanted_of
+from dflash_bench.runner.plan import RunPlan
+from dflash_bench.runner.setup import device_and_dtype, machine_of
 from dflash_bench.servers import launch as servers_launch
 from dflash_bench.servers.address import Address
 from dflash_bench.servers.launch import Launched
 
 PROMPT_TOKENS = 4096
-"""Room for a prompt, where --context asks for none that is longer."""
+"""Tokens of room for a prompt, unless --context asks for more."""
 GPU_SHARE = 0.9
-"""Of a GPU's memory, for all servers and the target here, in equal parts."""
+"""The share of a GPU's memory for all servers and the target here, in equal parts."""
 
 
 def check(request: RunRequest, methods: Sequence[Method]) -> None:
-    """Raises UserError for a program that is not there, and for methods by which it cannot draft."""
+    """Raise UserError for a missing program, and for methods by which it cannot draft."""
     assert request.launch is not None
     program = servers_launch.program_named(request.launch)
     servers_launch.executable(program, request.launch_with)
@@ -44,9 +44,9 @@ def check(request: RunRequest, methods: Sequence[Method]) -> None:
 
 
 def launch(
-    resolved: Resolved, folder: Path, stack: ExitStack, tell: Callable[[str], object]
+    resolved: RunPlan, folder: Path, stack: ExitStack, tell: Callable[[str], object]
 ) -> tuple[Launched, list[Address]]:
-    """All servers, ready, with their logs beside `folder` until `keep_logs`. Raises UserError."""
+    """Start all servers and wait until they are ready; logs are beside `folder` until `keep_logs`. Raises UserError."""
     request = resolved.request
     assert request.launch is not None
     program = servers_launch.program_named(request.launch)
@@ -57,29 +57,29 @@ def launch(
     return launched, launched.start(specs)
 
 
-def with_dtype(resolved: Resolved) -> Resolved:
-    """The servers and the target here compute in the same type, wherever each of them runs."""
+def with_dtype(resolved: RunPlan) -> RunPlan:
+    """Set one type for the servers and the target here, wherever each of them runs."""
     import torch
 
     request = resolved.request
-    on_gpus = torch.cuda.device_count() > 0 and not wanted_of(request).is_small
+    on_gpus = torch.cuda.device_count() > 0 and not machine_of(request).is_small
     return replace(resolved, request=replace(request, dtype=request.dtype or ("bfloat16" if on_gpus else "float32")))
 
 
 def keep_logs(launched: Launched, folder: Path) -> None:
-    """In the run's folder, beside those of earlier parts of the same run."""
+    """Move logs into the run's folder, beside those of earlier processes of the run."""
     names = (f"servers-{number}" for number in range(1, 1_000_000))
     launched.move(next(place for name in names if not (place := folder / name).exists()))
 
 
-def launch_specs(program: Program, resolved: Resolved, tell: Callable[[str], object]) -> list[LaunchSpec]:
+def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], object]) -> list[LaunchSpec]:
     import torch
 
     request, model = resolved.request, resolved.model
     home = model.target if gguf.is_file(model.target) else str(targets.find_target(model.target))
     drafts = {name: targets.find_draft(model.drafts[name]) for name in resolved.drafts}
     num_gpus = torch.cuda.device_count()
-    device, dtype = device_and_dtype(wanted_of(request), num_gpus)
+    device, dtype = device_and_dtype(machine_of(request), num_gpus)
     # The target here takes the servers' memory unless it is kept on the processor, and they on GPUs.
     num_copies = len(resolved.methods) + (0 if num_gpus and device == "cpu" else 1)
     _refuse_too_little(home, num_copies, list(drafts.values()), num_gpus)
@@ -99,8 +99,8 @@ def launch_specs(program: Program, resolved: Resolved, tell: Callable[[str], obj
     return specs
 
 
-def _num_drafts(method: Method, resolved: Resolved, draft: Path, home: str) -> int:
-    """As many as our engine would draft."""
+def _num_drafts(method: Method, resolved: RunPlan, draft: Path, home: str) -> int:
+    """Return as many drafted tokens as our engine would use."""
     counts = resolved.model.num_drafts or {}
     known = method if method.tag else method.with_count(counts.get(method.name))
     shape = None if gguf.is_file(home) else targets.shape_of(Path(home))
@@ -108,14 +108,14 @@ def _num_drafts(method: Method, resolved: Resolved, draft: Path, home: str) -> i
     return memory.round_of(known, checkpoint.config)[0]
 
 
-def _length(resolved: Resolved, home: str) -> int:
+def _length(resolved: RunPlan, home: str) -> int:
     wanted = resolved.max_new_tokens + max([PROMPT_TOKENS, *(context or 0 for context in resolved.request.context)])
     known = None if gguf.is_file(home) else targets.config_of(Path(home), resolved.request.trust_remote_code)
     return min(wanted, getattr(known, "max_position_embeddings", None) or wanted)
 
 
 def _refuse_too_little(home: str, num_copies: int, drafts: Sequence[Path], num_gpus: int) -> None:
-    """All servers run at a time, and the target here judges them."""
+    """Check memory for all servers at once, and for the target here, which judges them."""
     import torch
 
     needed = memory.servers_bytes(Path(home), num_copies, drafts)
@@ -129,7 +129,7 @@ def _refuse_too_little(home: str, num_copies: int, drafts: Sequence[Path], num_g
 
 
 def _as_gguf(weights: str, home: str | None, tell: Callable[[str], object]) -> Path:
-    """The weights as a GGUF file: kept in the cache, under a name that changes when they do."""
+    """Convert weights to a GGUF file in the cache, under a name that changes with the weights."""
     if gguf.is_file(weights):
         return Path(weights)
     if home is not None and gguf.is_file(home):

@@ -1,25 +1,26 @@
-"""Runs the plan: prompt after prompt, and the answers of each one's turns by all methods."""
+"""Run the plan: prompt after prompt, each turn of it by all methods."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from dflash_bench.core.labels import common_prefix_length
 from dflash_bench.core.methods import is_lossy
-from dflash_bench.core.types import NOBODY, Divergence, Generation, Message, Record, Settings
+from dflash_bench.core.types import NOBODY, Divergence, Generation, Message, Record, Settings, TimedGeneration
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner import stopwatch
 from dflash_bench.runner.canaries import Canaries
 from dflash_bench.runner.stopwatch import Stopwatch
-from dflash_bench.runner.work import Backend, Item, Ledger, Watcher, WorkPlan
+from dflash_bench.runner.work import AnswerStore, Backend, ProgressListener, WorkItem, WorkPlan
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.scorers.base import Score
 
-# A prompt being answered, turn by turn: by each method, alone or beside others; judged, scored and saved.
+# One prompt, turn by turn: answered by each method, alone or beside others; judged, scored and saved.
 #
-# A generation is saved once the plain answer that it is judged by is there. A run of a single method has none: its
+# An answer is saved once the baseline answer exists that it is judged by. A run of a single method has none: its
 # answers are only audited.
 
 
@@ -33,20 +34,20 @@ class WarmUp:
 
 @dataclass(slots=True)
 class Conversation:
-    """An item being run.
+    """An item in progress.
 
     A later turn sees the answers of the plan's first method to the earlier ones, of the same settings and repeat.
     """
 
-    item: Item
+    item: WorkItem
     plan: WorkPlan
     backend: Backend
-    run: Ledger
-    watcher: Watcher
+    run: AnswerStore
+    watcher: ProgressListener
     warm: WarmUp
     canaries: Canaries
     setting: str
-    """What tells its settings from the others of the run."""
+    """The name of its settings, without what all settings of the run share."""
     scores: dict[str, Score] = field(default_factory=dict)
     audits: dict[tuple[int, tuple[int, ...]], Divergence | None] = field(default_factory=dict)
     """By turn and tokens."""
@@ -56,33 +57,56 @@ class Conversation:
         return len(self.item.prompt.turns)
 
     def answer(self, turn: int) -> None:
-        """By each method that has not done so. What comes before the plain answer waits for it, to be judged."""
+        """Generate this turn with every method not yet stored.
+
+        Answers produced before the baseline's are held back until it exists, as they are judged by it.
+        """
         messages = self.messages(turn)
         waiting: list[Record] = []
         for method in self.item.methods:
             if self.item.key(method, turn) in self.run.stored:
                 continue
-            doing = " ".join(filter(None, [method, self.setting]))
-            self.watcher.begins(self.item.suite, doing)
+            self.watcher.begins(self.item.suite, self.doing(method))
             start_s = self.run.seconds()
             with Stopwatch() as watch:
-                said = self.backend.generate(method, messages, self.item.settings, self.item.repeat, watch)
-            why = stopwatch.alone(watch, said, tells_rounds=self.backend.tells_rounds)
-            if why is None:
-                self.canaries.timed(watch, said, tells_rounds=self.backend.tells_rounds)
-            generation = said if why is None else said.refused(str(why))
-            clock = watch.columns(alone=True)
-            record = self.item.record(method, turn, generation, (start_s, self.run.seconds()), clock)
-            self.watcher.measured(record, doing)
+                generation = self.backend.generate(method, messages, self.item.settings, self.item.repeat, watch)
+            served = TimedGeneration(generation, 0.0, self.run.seconds() - start_s)
+            record = self.record(method, turn, served, start_s, watch)
             waiting.append(record)
-            first = record.generation if method == self.plan.first else self._first(turn)
+            first = record.generation if method == self.plan.first else self._baseline_answer(turn)
             if first is not None:
                 self.watcher.begins(self.item.suite, "judging")
                 self.run.append([self.judged(answer, first, messages) for answer in waiting])
                 waiting = []
 
-    def _first(self, turn: int, repeat: int | None = None) -> Generation | None:
-        """The answer of the plan's first method."""
+    def doing(self, method: str) -> str:
+        return " ".join(filter(None, [method, self.setting]))
+
+    def record(
+        self,
+        method: str,
+        turn: int,
+        served: TimedGeneration,
+        start_s: float,
+        watch: Stopwatch,
+        request: int | None = None,
+    ) -> Record:
+        """Make the record of an answer: a failed one if the runner's clock or counter objects.
+
+        `start_s` is when the call began on the run's clock; `request` the answer's number in a call for several.
+        """
+        object_to = partial(stopwatch.objection, watch, request=request, tells_rounds=self.backend.tells_rounds)
+        why = object_to(served)
+        if why is None:
+            self.canaries.timed(served, watch.call_s, object_to, tells_rounds=self.backend.tells_rounds)
+        generation = served.generation if why is None else served.generation.refused(str(why))
+        times = start_s + served.start_s, start_s + served.end_s
+        record = self.item.record(method, turn, generation, times, watch.columns(request))
+        self.watcher.measured(record, self.doing(method))
+        return record
+
+    def _baseline_answer(self, turn: int, repeat: int | None = None) -> Generation | None:
+        """Return the stored answer of the plan's first method, in this repeat or another."""
         item = self.item if repeat is None else replace(self.item, repeat=repeat)
         stored = self.run.stored.get(item.key(self.plan.first, turn))
         return stored.generation if stored else None
@@ -91,20 +115,20 @@ class Conversation:
         messages = list(self.item.prompt.opening)
         for number, text in enumerate(self.item.turns[: turn + 1]):
             messages.append(Message("user", text))
-            answer = self._first(number)
+            answer = self._baseline_answer(number)
             if number < turn and answer is not None:
                 messages.append(Message("assistant", answer.text))
         return tuple(messages)
 
     def judged(self, record: Record, first: Generation, messages: Sequence[Message]) -> Record:
-        """Judged against other answers, and scored; `first` is the first method's answer."""
+        """Return the record with its verdicts and score; `first` is the first method's answer."""
         record = self._scored(self._judged(record, first, messages))
         if not is_lossy(record.method):
             self.canaries.judged(record, lambda tokens: self.backend.audit(messages, tokens, self.item.settings))
         return record
 
     def _judged(self, record: Record, first: Generation, messages: Sequence[Message]) -> Record:
-        """A method against the plain answer, that against another plain one, and each against the published model."""
+        """Compare a method with the baseline, the baseline with another baseline answer, and audit each."""
         if not self.item.settings.greedy or record.generation.error or is_lossy(record.method):
             return record
         if self.plan.first != BASELINE:
@@ -141,28 +165,31 @@ class Conversation:
         return replace(record, audit=departure.verdict if departure else "exact", departure=departure)
 
     def _control(self, turn: int, messages: Sequence[Message]) -> Generation | None:
-        """Another plain answer: the first repeat's, the one decoded alone if this was decoded beside others, the
-        warm-up's, or one made for this and then thrown away."""
+        """Return another baseline answer to compare the baseline with.
+
+        It is the first repeat's, the one decoded alone if this one was decoded beside others, the warm-up's, or one
+        that is generated for this and thrown away.
+        """
         if self.item.settings.is_shared and turn == 0:
-            alone = self.run.stored.get(self._alone.key(BASELINE, turn))
+            alone = self.run.stored.get(self._sequential_item.key(BASELINE, turn))
             if alone is not None:
                 return alone.generation
         if self.item.repeat == 0:
-            if not self.item.is_control or turn > 0:
+            if not self.item.repeat_baseline or turn > 0:
                 return None
             if (self.warm.prompt_id, self.warm.settings) == (self.item.prompt.prompt_id, self.item.settings):
                 return self.warm.plain
             return self.backend.generate(BASELINE, messages, self.item.settings, 0, NOBODY)
-        pairs = [(self._first(earlier), self._first(earlier, repeat=0)) for earlier in range(turn)]
+        pairs = [(self._baseline_answer(earlier), self._baseline_answer(earlier, repeat=0)) for earlier in range(turn)]
         said_the_same = all(now and first and now.text == first.text for now, first in pairs)
-        return self._first(turn, repeat=0) if said_the_same else None
+        return self._baseline_answer(turn, repeat=0) if said_the_same else None
 
     @property
-    def _alone(self) -> Item:
+    def _sequential_item(self) -> WorkItem:
         return replace(self.item, settings=replace(self.item.settings, concurrency=1, rate=None))
 
     def _scored(self, record: Record) -> Record:
-        """The last turn's answer is the one that is scored; equal texts are scored once."""
+        """Score the answer of the last turn; equal texts are scored once."""
         text = record.generation.text
         if record.turn < len(self.item.prompt.turns) - 1 or record.generation.error is not None:
             return record
@@ -174,11 +201,11 @@ class Conversation:
         return record
 
 
-def answer_together(conversations: Sequence[Conversation], turn: int) -> None:
-    """One turn of all of a suite's prompts by each method, several at a time.
+def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
+    """Generate one turn of all prompts of a suite by each method, several at a time.
 
-    All are saved together, once judged: killed before that, the run measures all of them again, for the rest alone
-    would be measured at a lower concurrency.
+    All answers are saved together, once judged. A run killed before that measures all of them again: the missing ones
+    alone would be measured at a lower concurrency.
     """
     first = conversations[0]
     item, run, watcher = first.item, first.run, first.watcher
@@ -188,23 +215,15 @@ def answer_together(conversations: Sequence[Conversation], turn: int) -> None:
     requests = [(messages, item.repeat) for messages in chats]
     records: list[tuple[int, Record]] = []
     for method in item.methods:
-        doing = " ".join(filter(None, [method, first.setting]))
-        watcher.begins(item.suite, doing)
+        watcher.begins(item.suite, first.doing(method))
         start_s = run.seconds()
-        counted = _Counted(watcher, item.suite, doing, len(requests))
+        counted = _Counted(watcher, item.suite, first.doing(method), len(requests))
         with Stopwatch() as watch:
             answers = first.backend.serve(method, requests, item.settings, counted, watch)
         for number, (conversation, served) in enumerate(zip(conversations, answers, strict=True)):
-            times = start_s + served.start_s, start_s + served.end_s
-            why = stopwatch.beside(watch, number, served, tells_rounds=first.backend.tells_rounds)
-            if why is None:
-                first.canaries.timed_beside(watch, number, served, tells_rounds=first.backend.tells_rounds)
-            generation = served.generation if why is None else served.generation.refused(str(why))
-            record = conversation.item.record(method, turn, generation, times, watch.columns(number, alone=False))
-            watcher.measured(record, doing)
-            records.append((number, record))
+            records.append((number, conversation.record(method, turn, served, start_s, watch, number)))
     answer_of = {number: record.generation for number, record in records if record.method == first.plan.first}
-    # Plain answers first, as others are judged by what is known of these.
+    # The baseline first, as the verdicts on it serve for equal answers of the others.
     records.sort(key=lambda one: one[1].method != first.plan.first)
     judged: list[Record] = []
     for number, record in records:
@@ -215,9 +234,9 @@ def answer_together(conversations: Sequence[Conversation], turn: int) -> None:
 
 @dataclass(slots=True)
 class _Counted:
-    """Tells a watcher how many answers have ended."""
+    """Reports how many answers have ended."""
 
-    watcher: Watcher
+    watcher: ProgressListener
     suite: str
     doing: str
     of: int
@@ -231,24 +250,23 @@ class _Counted:
 # A run: every prompt under all settings through every method, judged, scored and saved.
 #
 # Methods take turns prompt by prompt in alternating order, so that a machine that slows down slows all of them. Where
-# several answers are decoded at a time, methods take turns with all prompts of a suite. A resumed run makes only what
-# is not saved.
+# several answers are decoded at a time, methods take turns with all prompts of a suite. A resumed run generates only
+# what is not stored.
 
 
 def execute(
     plan: WorkPlan,
     backend: Backend,
-    run: Ledger,
-    watcher: Watcher,
-    items: Iterable[Item] | None = None,
+    run: AnswerStore,
+    watcher: ProgressListener,
+    items: Iterable[WorkItem] | None = None,
     warm: dict[str, WarmUp] | None = None,
     canaries: Canaries | None = None,
 ) -> None:
-    """Run what of `items`, of all of the plan's if absent, is not stored yet.
+    """Run those of `items` (by default, all of the plan) that are not stored yet.
 
     `warm` has the suites that this backend has been warmed up with, and gets the others. `canaries` are offered the
-    answers. Killed at any time, it loses
-    what `Conversation.answer` or `answer_together` holds back, no more.
+    answers. Killed at any time, it loses only what `Conversation.answer` or `run_concurrently` holds back.
     """
     warm = {} if warm is None else warm
     canaries = Canaries() if canaries is None else canaries
@@ -268,11 +286,11 @@ def execute(
             conversation.answer(turn)
     for conversations in waves.values():
         for turn in range(max(conversation.num_turns for conversation in conversations)):
-            answer_together([one for one in conversations if turn < one.num_turns], turn)
+            run_concurrently([one for one in conversations if turn < one.num_turns], turn)
 
 
-def _warm_up(plan: WorkPlan, backend: Backend, item: Item) -> WarmUp:
-    """The same loop on the same prompt, thrown away but for the plain answer."""
+def _warm_up(plan: WorkPlan, backend: Backend, item: WorkItem) -> WarmUp:
+    """Run the loop on the item's prompt and keep only the baseline answer."""
     messages = (*item.prompt.opening, Message("user", item.turns[0]))
     answers = [backend.generate(method, messages, item.settings, 0, NOBODY) for method in plan.methods]
     return WarmUp(item.suite, item.prompt.prompt_id, item.settings, answers[0])

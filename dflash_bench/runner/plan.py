@@ -146,12 +146,12 @@ def _with(method: Method, axis: Axis, text: str) -> Method:
     return method.with_option(axis.name, value)
 
 
-# From a request to what is to be run: methods, models, prompts and settings, each looked up once.
+# From a request to the plan of a run: methods, models, prompts and settings, each looked up once.
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
-    """What a request comes to before any weights are loaded; `request` has its sweep written out."""
+class RunPlan:
+    """A validated run, before any weights are loaded; `request` has its sweep expanded."""
 
     request: RunRequest
     methods: tuple[Method, ...]
@@ -159,18 +159,18 @@ class Resolved:
     suites: tuple[Loaded, ...]
     audit: Audit
     cage: sandbox.Cage | None
-    """Where code that the model writes will run; without one it is not run, and stays unscored."""
+    """The sandbox for code written by the model; without one it is not run, and not scored."""
     cache_bytes: int = 0
-    """What caches of keys and values will take, once that is known."""
+    """Bytes of the KV caches, once known."""
 
     @property
     def drafts(self) -> list[str]:
-        """Whose weights are needed, by their keys: `dflash`, or `dflash@a`."""
+        """The keys of the drafts whose weights are needed: `dflash`, or `dflash@a`."""
         return drafts_of(self.methods)
 
     @property
-    def judging(self) -> Resolved:
-        """The same with plain decoding alone, which is what a target does beside servers."""
+    def judging(self) -> RunPlan:
+        """The same with plain decoding only, for a target that judges the answers of servers."""
         return replace(self, methods=(methods.parse("ar"),), request=replace(self.request, concurrency=(), rate=()))
 
     @property
@@ -183,7 +183,7 @@ class Resolved:
 
 
 def methods_and_model(request: RunRequest) -> tuple[RunRequest, list[Method], Preset]:
-    """What is cheap to know; the request comes back with its sweep written out. Raises UserError."""
+    """Check a request without reading prompts; return it with its sweep expanded, methods and model."""
     require_prompts(request)
     refuse_without_effect(request, before_sweep=True)
     config.check_servers(request)
@@ -192,8 +192,8 @@ def methods_and_model(request: RunRequest) -> tuple[RunRequest, list[Method], Pr
     return request, chosen, model_of(request, chosen)
 
 
-def resolve(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Resolved:
-    """The prompts are read, and all is checked that can be without weights. Raises UserError."""
+def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> RunPlan:
+    """Load the prompts, and check all that can be checked without weights. Raises UserError."""
     loaded = prompts_of(request, model)
     scorers.require({one.suite.scorer for one in loaded})
     for one in loaded:
@@ -202,11 +202,11 @@ def resolve(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Res
     _refuse_shared_memory(request, chosen)
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
-    return Resolved(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded))
+    return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded))
 
 
 def _refuse_too_few(loaded: Sequence[Loaded], concurrency: int) -> None:
-    """Fewer prompts than places would be measured at a lower concurrency than the one that is printed."""
+    """Refuse fewer prompts than slots: they would be measured at a lower concurrency than the one reported."""
     for one in loaded:
         if len(one.prompts) < concurrency:
             raise UserError(
@@ -216,7 +216,7 @@ def _refuse_too_few(loaded: Sequence[Loaded], concurrency: int) -> None:
 
 
 def _refuse_shared_memory(request: RunRequest, chosen: Sequence[Method]) -> None:
-    """What a method drafts must not depend on which prompts a worker happened to be given."""
+    """Refuse methods whose drafts would depend on which prompts a worker happened to be given."""
     for method in chosen if request.workers is not None else ():
         if method.name == "suffix" and method.option("earlier") == "yes":
             raise UserError(
@@ -226,7 +226,7 @@ def _refuse_shared_memory(request: RunRequest, chosen: Sequence[Method]) -> None
 
 
 def methods_of(request: RunRequest) -> list[Method]:
-    """Those to measure, plain decoding first."""
+    """Return the methods to measure, plain decoding first."""
     if request.servers:
         return config.methods_of(request)
     chosen = methods.chosen(request.methods or list(presets.parse_drafts(request.drafts)) or ["dflash"])
@@ -243,7 +243,7 @@ def methods_of(request: RunRequest) -> list[Method]:
 
 
 def swept(request: RunRequest, chosen: Sequence[Method]) -> tuple[RunRequest, list[Method]]:
-    """The request with the settings that `--over` names, and the methods with the options."""
+    """Expand `--over`: return the request with the settings, and the methods with the options."""
     axes = parse(request.over)
     of_methods, of_settings = divided(axes, chosen)
     if of_methods and request.asks_servers:
@@ -262,7 +262,7 @@ def swept(request: RunRequest, chosen: Sequence[Method]) -> tuple[RunRequest, li
 
 
 def _values(axis: Axis, spec: OptionSpec) -> Any:
-    """As a request holds them: numbers, or of thinking the word for the modes."""
+    """Return the values of an axis as a request has them: numbers, or the word for modes of thinking."""
     if spec.parse is not None:
         return spec.parse(",".join(axis.values), f"--over {axis.name}")
     if not {*axis.values} <= {"on", "off"}:
@@ -271,7 +271,7 @@ def _values(axis: Axis, spec: OptionSpec) -> Any:
 
 
 def model_of(request: RunRequest, chosen: Sequence[Method]) -> Preset:
-    """The target and drafts to load. Raises UserError for a draft that no method uses, and a method without one."""
+    """Return the target and drafts to load. Raises UserError for a draft that no method uses, or a missing one."""
     if request.servers:
         return config.model_of(request)
     drafts = presets.parse_drafts(request.drafts)
@@ -285,12 +285,12 @@ def model_of(request: RunRequest, chosen: Sequence[Method]) -> Preset:
 
 
 def drafts_of(chosen: Sequence[Method]) -> list[str]:
-    """The keys of the weights that these methods need, each once."""
+    """Return the keys of the drafts that these methods need, each once."""
     return list(dict.fromkeys(method.draft for method in chosen if method.draft is not None))
 
 
 def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
-    """Of the suites, and after them the user's own."""
+    """Load prompts from the suites, then from `--prompts`."""
     known = suites.expand(request.suites)
     # `datasets` reads this when it is imported; its bars would tear ours.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -302,7 +302,7 @@ def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
 
 
 def settings_of(request: RunRequest, modes: Sequence[bool | None]) -> list[Settings]:
-    """One for each combination of what is given; what only changes sampling is left out at temperature 0."""
+    """Return settings for each combination of values; at temperature 0 without what only affects sampling."""
     usual, several = Settings(), []
     values = [
         getattr(request, name) or (getattr(usual, name),)
@@ -317,7 +317,7 @@ def settings_of(request: RunRequest, modes: Sequence[bool | None]) -> list[Setti
 
 
 def modes_of(request: RunRequest, model: Preset, has_thinking: bool) -> tuple[bool | None, ...]:
-    """The modes of thinking to run; None where the chat template has no such switch."""
+    """Return the modes of thinking to run; None if the chat template has no such switch."""
     if has_thinking:
         return (model.thinking,) if request.thinking is None else THINKING[request.thinking]
     if request.thinking is not None:
@@ -328,12 +328,12 @@ def modes_of(request: RunRequest, model: Preset, has_thinking: bool) -> tuple[bo
 
 
 def has_code(loaded: Sequence[Loaded]) -> bool:
-    """Is there a suite whose answers are code?"""
+    """Whether the answers of any suite are code."""
     return bool(CODE_SCORERS & {one.suite.scorer for one in loaded})
 
 
 def _cage(request: RunRequest, loaded: Sequence[Loaded]) -> sandbox.Cage | None:
-    """Where the code that the model writes will run. Raises UserError where --unsafe-code would change nothing."""
+    """Choose the sandbox for code written by the model. Raises UserError if --unsafe-code would have no effect."""
     if not has_code(loaded):
         if request.unsafe_code:
             raise UserError("--unsafe-code has no effect without a suite of code (humaneval or mbpp)")
@@ -345,7 +345,7 @@ def _cage(request: RunRequest, loaded: Sequence[Loaded]) -> sandbox.Cage | None:
 
 
 def _audit(request: RunRequest) -> Audit:
-    """What is drawn at random has no one right token to be audited against, and without a target nobody knows it."""
+    """Choose the audit: none for sampled answers, which have no single right token, or without a target."""
     if request.servers and not request.has_target:
         return "none"
     return cast(Audit, request.audit or "all") if any(map(is_greedy, request.temperature)) else "none"

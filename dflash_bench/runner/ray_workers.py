@@ -1,4 +1,4 @@
-"""`--workers`: workers are actors of Ray, on this machine or in a cluster that is there already.
+"""`--workers`: workers are Ray actors, on this machine or in an existing cluster.
 
 Ray is imported here alone, and only when asked for. Started here it listens on 127.0.0.1, shows no dashboard and sends
 no usage statistics. A worker gets the processors or the GPU that it computes on for itself, but on one machine all of
@@ -29,14 +29,22 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.results.run_info import differences
 from dflash_bench.runner.canaries import Canaries, Canary
 from dflash_bench.runner.loop import WarmUp
-from dflash_bench.runner.plan import Resolved
-from dflash_bench.runner.setup import Wanted, captured_of, device_and_dtype, forwards_of, opened, wanted_of, witnessed
+from dflash_bench.runner.plan import RunPlan
+from dflash_bench.runner.setup import (
+    MachineConfig,
+    captured_of,
+    device_and_dtype,
+    forwards_of,
+    machine_of,
+    open_engine,
+    witnessed,
+)
 from dflash_bench.runner.work import Witnessed
-from dflash_bench.runner.workers import Died, Done, Job, Ready, WorkerPool, measure
+from dflash_bench.runner.workers import Job, JobDone, Ready, WorkerDied, WorkerPool, measure
 
 CONNECT_S = 5.0
 STORE_BYTES = 100 * 2**20
-"""For what is on its way between driver and workers: prompts and rows, no weights."""
+"""Bytes of Ray's object store, for prompts and rows between driver and workers; weights never pass through it."""
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
@@ -53,23 +61,23 @@ PRIVATE = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What a worker loads."""
+    """The models that a worker loads, and how."""
 
     model: Preset
     methods: tuple[Method, ...]
-    wanted: Wanted
+    wanted: MachineConfig
     max_new_tokens: int
     seed: int
 
 
 class RayWorker:
-    """In a process of its own. One call at a time; the models stay loaded, and suites warmed up, between calls."""
+    """A worker in its own process. It takes one call at a time; models stay loaded and suites warm between calls."""
 
     def load(self, order: WorkerConfig) -> dict[str, Any]:
-        """Loads the models; what decides the worker's answers, and the machine that it is on."""
+        """Load the models. Return what decides the worker's answers, and its machine."""
         import ray
 
-        self.backend = opened(order.model, order.methods, order.wanted, order.max_new_tokens, order.seed)
+        self.backend = open_engine(order.model, order.methods, order.wanted, order.max_new_tokens, order.seed)
         self.backend.witness.read()
         self.warm: dict[str, WarmUp] = {}
         self.canaries = Canaries()
@@ -95,7 +103,7 @@ class RayWorker:
 
 
 class RayPool(WorkerPool):
-    """Workers that have all been asked to load the same; `opened_workers` waits until they have."""
+    """Workers that load the same models; `opened_workers` waits until they have."""
 
     def __init__(self, ray: Any, order: WorkerConfig, resources: Mapping[str, Any]) -> None:
         self.ray, self.order = ray, order
@@ -106,7 +114,7 @@ class RayPool(WorkerPool):
         self._pending: dict[Any, int] = {}
         self._abouts: dict[int, dict[str, Any]] = {}
         self._nodes: list[str] = []
-        self._events: deque[Ready | Died] = deque()
+        self._events: deque[Ready | WorkerDied] = deque()
         self.num_at_first = 0
 
     def start(self) -> None:
@@ -117,10 +125,10 @@ class RayPool(WorkerPool):
     def give(self, worker: int, job: Job) -> None:
         self._pending[self._actors[worker].measure.remote(job)] = worker
 
-    def wait(self) -> Ready | Done | Died | None:
+    def wait(self) -> Ready | JobDone | WorkerDied | None:
         return self._events.popleft() if self._events else self._next()
 
-    def _next(self) -> Ready | Done | Died | None:
+    def _next(self) -> Ready | JobDone | WorkerDied | None:
         if not self._pending:
             return None
         (ref,), _ = self.ray.wait([*self._pending], num_returns=1)
@@ -135,13 +143,13 @@ class RayPool(WorkerPool):
             errors.OutOfMemoryError,
         ) as error:
             del self._actors[worker]
-            return Died(worker, _short(error))
+            return WorkerDied(worker, _short(error))
         if worker in self._abouts:
-            return Done(worker, *value)
+            return JobDone(worker, *value)
         return Ready(worker, self._known(worker, value))
 
     def _value(self, ref: Any) -> Any:
-        """A refusal is raised as it was there; all else that went wrong with the traceback of the worker."""
+        """Return a result. A worker's UserError is raised as it is, any other error with its traceback."""
         try:
             return self.ray.get(ref)
         except self.ray.exceptions.RayTaskError as error:
@@ -150,7 +158,7 @@ class RayPool(WorkerPool):
             raise
 
     def _known(self, worker: int, about: dict[str, Any]) -> dict[str, Any]:
-        """What the run keeps of a worker. Raises UserError for one that computes otherwise than the first."""
+        """Return what the run keeps of a worker. Raises UserError for one that computes differently from the first."""
         if about["node"] not in self._nodes:
             self._nodes.append(about["node"])
         about["machine"] = self._nodes.index(about["node"])
@@ -161,7 +169,7 @@ class RayPool(WorkerPool):
         return {name: about[name] for name in ("machine", "environment")}
 
     def wait_for_all(self, num_workers: int) -> None:
-        """Starts so many. Raises UserError for one that cannot load the models."""
+        """Start workers. Raises UserError for one that cannot load the models."""
         self.num_at_first = num_workers
         for _ in range(num_workers):
             self.start()
@@ -170,19 +178,19 @@ class RayPool(WorkerPool):
                 tell(f"{num_ready} of {num_workers} workers have loaded the models")
                 event = self._next()
                 if not isinstance(event, Ready):
-                    why = event.why if isinstance(event, Died) else "it never started"
+                    why = event.why if isinstance(event, WorkerDied) else "it never started"
                     raise UserError(f"a worker could not load the models: {why}; lower --workers if memory is short")
                 self._events.append(event)
         self.environment = self._first["environment"]
         self.forwards = self._value(self._actors[min(self._actors)].forwards.remote())
 
     def witnessed(self) -> Witnessed:
-        """Of those that live: what the others measured was judged before they died."""
-        heard = [self._value(actor.witnessed.remote()) for actor in self._actors.values()]
+        """Collect the reports of living workers; the answers of the others were judged before they died."""
+        reports = [self._value(actor.witnessed.remote()) for actor in self._actors.values()]
         objections: Counter[str] = Counter()
-        for one in heard:
+        for one in reports:
             objections.update(one.objections)
-        return Witnessed(next((one.changed for one in heard if one.changed), None), objections)
+        return Witnessed(next((one.changed for one in reports if one.changed), None), objections)
 
     @property
     def _first(self) -> dict[str, Any]:
@@ -193,7 +201,7 @@ class RayPool(WorkerPool):
         return bool(self._first["has_thinking"])
 
     def describe(self) -> Mapping[str, Any]:
-        """The same of all workers, and how many of them there were when the run began."""
+        """Return the identity shared by all workers, and how many there were when the run began."""
         abouts = [self._abouts[worker] for worker in range(self.num_at_first)]
         workers = {
             "number": self.num_at_first,
@@ -210,8 +218,8 @@ class RayPool(WorkerPool):
 
 
 @contextmanager
-def opened_workers(resolved: Resolved) -> Iterator[RayPool]:
-    """Workers with the models loaded, until it is left. Raises UserError where Ray or the room for them is missing."""
+def opened_workers(resolved: RunPlan) -> Iterator[RayPool]:
+    """Open workers with loaded models for a `with`. Raises UserError if Ray or room for them is missing."""
     import torch
 
     require_ray()
@@ -219,7 +227,7 @@ def opened_workers(resolved: Resolved) -> Iterator[RayPool]:
     assert request.workers is not None
     if request.ray_address is not None:
         refuse_silent(request.ray_address)
-    wanted, elsewhere = wanted_of(request), request.ray_address is not None
+    wanted, elsewhere = machine_of(request), request.ray_address is not None
     device, _ = device_and_dtype(wanted, 1 if elsewhere else torch.cuda.device_count())
     threads = (wanted.threads or 1) if device == "cpu" else 1
     resources = {"num_cpus": threads, "num_gpus": 0 if device == "cpu" else 1}
@@ -245,7 +253,7 @@ def require_ray() -> None:
 
 
 def refuse_too_many(workers: int, threads: int, device: str, num_gpus: int) -> None:
-    """On this machine: workers that take turns on a processor or GPU would measure each other."""
+    """Refuse more workers than processors or GPUs here: they would disturb each other's times."""
     if device != "cpu":
         if workers > num_gpus:
             raise UserError(f"--workers {workers} need a GPU each, and this machine has {num_gpus}; lower it")
@@ -260,12 +268,12 @@ def refuse_too_many(workers: int, threads: int, device: str, num_gpus: int) -> N
 
 
 def num_processors() -> int:
-    """That this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def refuse_silent(address: str) -> None:
-    """Raises UserError for an address that is none, and where nothing answers: Ray would go on trying for minutes."""
+    """Raise UserError for an invalid address, and if nothing answers there: Ray would retry for minutes."""
     match = re.fullmatch(r"([^:/\s]+):([0-9]{1,5})", address)
     if match is None:
         raise UserError(f"--ray-address takes HOST:PORT, such as 10.0.0.1:6379, not {address[:60]}")
@@ -285,7 +293,7 @@ def _refuse_small_cluster(resources: Mapping[str, float], workers: int, each: Ma
 
 
 def _started(address: str | None, num_cpus: int) -> Any:
-    """Ray, connected to that cluster, or to one of its own on this machine."""
+    """Connect Ray to the given cluster, or start one on this machine."""
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     if address is None:
         os.environ.update(PRIVATE | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
@@ -309,12 +317,12 @@ def _started(address: str | None, num_cpus: int) -> Any:
 
 
 def _alike(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same of all workers: not whether there was memory for a judge's own weights."""
+    """Return what must be the same for all workers; whether the judge had weights of its own may differ."""
     return {name: value for name, value in identity.items() if name != "judge"}
 
 
 def _kind(machine: Mapping[str, Any]) -> str:
-    """Of machines whose times may be compared: processor and GPUs."""
+    """Return the kind of a machine, processor and GPUs; times may be compared within a kind only."""
     return ", ".join([str(machine["cpu"] or machine["machine"]), *(gpu["name"] for gpu in machine["gpus"])])
 
 

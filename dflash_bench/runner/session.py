@@ -1,4 +1,4 @@
-"""A run from its request to its end: planned, set up, run, stored; and its progress as shown."""
+"""A run from its request to its end: planned, set up, run and stored; and its progress display."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,19 +24,19 @@ from dflash_bench.results.run_info import RunInfo, read_info
 from dflash_bench.runner import budget, config, loop, work, workers
 from dflash_bench.runner.canaries import Canaries, Canary, silent, together
 from dflash_bench.runner.config import RunRequest, objectives
-from dflash_bench.runner.plan import Resolved, methods_and_model, modes_of, resolve, settings_of
+from dflash_bench.runner.plan import RunPlan, methods_and_model, modes_of, plan_run, settings_of
 from dflash_bench.runner.ray_workers import opened_workers, require_ray
 from dflash_bench.runner.setup import (
     PreparedRun,
     add_judge,
     captured_of,
+    check_fits,
     fallen_back,
     forwards_of,
     late,
     open_local,
     open_servers,
     pass_of,
-    prepare,
     witnessed,
 )
 from dflash_bench.runner.work import Backend, Described, Witnessed, WorkPlan
@@ -45,9 +45,9 @@ from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.padding import Contexts
 from dflash_bench.tasks.suites import Loaded, chats
 
-# What a run shows while it works: the cell, how far, how fast, how much is accepted, and how long it will take.
+# The progress of a run: the cell, the share done, speed, acceptance, and the time left.
 #
-# All of it goes to stderr, so that stdout holds the result and nothing else.
+# All of it goes to stderr, so that stdout has the result and nothing else.
 
 
 LINE_EVERY_S = 10.0
@@ -55,7 +55,7 @@ LINE_EVERY_S = 10.0
 
 @dataclass(slots=True)
 class Tally:
-    """Of one cell."""
+    """Sums over the answers of one cell."""
 
     seconds: float = 0.0
     num_tokens: int = 0
@@ -78,7 +78,7 @@ class Tally:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """A bar in a terminal, which only it can draw over; elsewhere a line every few seconds."""
+    """A bar in a terminal; elsewhere a line every few seconds."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Progress(AbstractContextManager["Progress"]):
         clock: Callable[[], float] = time.monotonic,
         left_s: Callable[[], float] | None = None,
     ) -> None:
-        """`left_s` says how much time is left where the run ends by time and not when all is measured."""
+        """`left_s` returns the time left of a run with a time limit."""
         self.total, self.num_stored, self.num_new = total, num_stored, 0
         self.stream, self.clock, self.left_s = stream or sys.stderr, clock, left_s
         self.begun = self.last_line = clock()
@@ -108,7 +108,7 @@ class Progress(AbstractContextManager["Progress"]):
             self.bar.stop()
 
     def begins(self, suite: str, doing: str) -> None:
-        """A cell's own figures stand beside its name."""
+        """Show the cell with its own figures."""
         self.doing = f"{suite} · {doing} {self.tallies.get((suite, doing), '')}".rstrip()
         self._show()
 
@@ -130,7 +130,7 @@ class Progress(AbstractContextManager["Progress"]):
             self.stream.flush()
 
     def _left(self) -> str:
-        """From what this process did: what an earlier one stored says nothing about speed now."""
+        """Estimate the time left from the answers of this process only: earlier ones say nothing about speed now."""
         if self.left_s is not None:
             return _in_words(max(self.left_s(), 0.0))
         if not self.num_new:
@@ -144,12 +144,12 @@ def _in_words(left_s: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
 
 
-# One `run` command from its options to its rows: resolve the request, open the backend, run, save.
+# A `run` command from its options to its rows: plan the run, open the backend, run, save.
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who wants a run: where notes go, what shows how far it is, and what it was asked for with, in words."""
+    """The caller of a run: where notes go, the progress display, and the command that asked for it."""
 
     tell: Callable[[str], object]
     progress: Callable[..., Progress] = Progress
@@ -165,14 +165,17 @@ def perform(
     progress: Callable[..., Progress] = Progress,
     words: str | None = None,
 ) -> None:
-    """Run or continue, into `folder`, for a `Caller` of these parts. Raises UserError before anything is written."""
+    """Run, or continue the run in `folder`. Raises UserError before anything is written."""
     caller = Caller(tell, progress, words)
     request, methods, model = methods_and_model(request)
     if request.workers is not None:
         require_ray()
-    # Before what is slow: a download, and the models.
-    (store.check_resumable if resume else store.check_new)(folder)
-    resolved = resolve(request, methods, model)
+    # Before anything slow: downloads, and the models.
+    if resume:
+        read_info(folder)
+    else:
+        store.check_new(folder)
+    resolved = plan_run(request, methods, model)
     with ExitStack() as stack:
         if request.launch is None:
             prepared, backend = _opened(resolved, stack)
@@ -181,15 +184,15 @@ def perform(
             _run_launched(resolved, stack, folder, resume, caller)
 
 
-def _run_launched(resolved: Resolved, stack: ExitStack, folder: Path, resume: bool, caller: Caller) -> None:
-    """Servers of this run are stopped with it, and one that dies says why."""
+def _run_launched(resolved: RunPlan, stack: ExitStack, folder: Path, resume: bool, caller: Caller) -> None:
+    """Launch servers for the run; they are stopped with it, and the note on one that dies says why."""
     from dflash_bench.runner import launch
 
     launch.check(resolved.request, resolved.methods)
     resolved = launch.with_dtype(resolved)
     launched, addresses = launch.launch(resolved, folder, stack, caller.tell)
     backend = stack.enter_context(open_servers(resolved, addresses))
-    prepared = prepare(resolved.judging)
+    prepared = check_fits(resolved.judging)
     add_judge(backend, prepared.pinned(resolved))
     try:
         _run(resolved, prepared, backend, folder, resume, caller, lambda: launch.keep_logs(launched, folder))
@@ -201,24 +204,24 @@ def _run_launched(resolved: Resolved, stack: ExitStack, folder: Path, resume: bo
         caller.tell(f"note: {death}")
 
 
-def _opened(resolved: Resolved, stack: ExitStack) -> tuple[PreparedRun, Backend | WorkerPool]:
-    """What can be found out cheaply comes before weights are loaded; servers and workers are left with the stack."""
+def _opened(resolved: RunPlan, stack: ExitStack) -> tuple[PreparedRun, Backend | WorkerPool]:
+    """Open the backend, after all checks that need no weights; servers and workers are closed by the stack."""
     if resolved.request.workers is not None:
-        prepared = prepare(resolved)
+        prepared = check_fits(resolved)
         return prepared, stack.enter_context(opened_workers(prepared.pinned(resolved)))
     if not resolved.request.asks_servers:
-        prepared = prepare(resolved)
+        prepared = check_fits(resolved)
         return prepared, open_local(prepared.pinned(resolved))
     backend = stack.enter_context(open_servers(resolved, config.addresses_of(resolved.request)))
     if not resolved.request.has_target:
         return PreparedRun(Contexts(0, 0), None), backend
-    prepared = prepare(resolved.judging)
+    prepared = check_fits(resolved.judging)
     add_judge(backend, prepared.pinned(resolved))
     return prepared, backend
 
 
 def _run(
-    resolved: Resolved,
+    resolved: RunPlan,
     prepared: PreparedRun,
     backend: Backend | WorkerPool,
     folder: Path,
@@ -226,7 +229,7 @@ def _run(
     caller: Caller,
     begun: Callable[[], object] = lambda: None,
 ) -> None:
-    """`begun` is called when the run's folder is there."""
+    """`begun` is called when the run's folder exists."""
     request, model, tell = resolved.request, resolved.model, caller.tell
     settings = settings_of(request, modes_of(request, model, backend.has_thinking))
     backend.check_chats([chat for loaded in resolved.suites for chat in chats(loaded)], settings)
@@ -245,36 +248,36 @@ def _run(
         _refuse_other_order(read_info(folder), info["plan"], folder)
     with (store.resume if resume else store.create)(folder, info) as run:
         begun()
-        run.keep_prompts(work.asked_of(plan))
+        run.keep_prompts(work.prompt_rows(plan))
         if not request.asks_servers:
             run.decode = decoder_of(model.target, request.trust_remote_code)
         if isinstance(backend, WorkerPool):
             with caller.progress(plan.num_generations, len(run.stored)) as progress:
                 captured, tried = workers.execute(plan, backend, run, progress)
-            heard = _heard(backend.witnessed(), run, tell)
-            run.mark_finished({"captures": captured, **heard, **_tried(run, Canaries(), tell, tried)})
+            report = _judges_report(backend.witnessed(), run, tell)
+            run.mark_finished({"captures": captured, **report, **_canary_outcomes(run, Canaries(), tell, tried)})
             return
         canaries = Canaries()
         if request.budget is None:
             with caller.progress(plan.num_generations, len(run.stored)) as progress:
                 loop.execute(plan, backend, run, progress, canaries=canaries)
-            heard = _heard(witnessed(backend), run, tell)
+            report = _judges_report(witnessed(backend), run, tell)
             at_end = {"client_lag": late(backend)} if request.asks_servers else _at_end(backend)
-            run.mark_finished(at_end | heard | _tried(run, canaries, tell))
+            run.mark_finished(at_end | report | _canary_outcomes(run, canaries, tell))
         else:
             _execute_within(budget.seconds(request.budget), plan, backend, run, canaries, caller)
     for note in late(backend) if request.asks_servers else ():
         tell(f"note: {note}")
 
 
-def _plan(resolved: Resolved, settings: Sequence[Settings], prepared: PreparedRun) -> WorkPlan:
+def _plan(resolved: RunPlan, settings: Sequence[Settings], prepared: PreparedRun) -> WorkPlan:
     labels = tuple(method.label for method in resolved.methods)
     repeats, paddings = resolved.request.repeats, prepared.contexts.paddings
     return WorkPlan(resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.cage, paddings)
 
 
 def _refuse_other_order(stored: RunInfo, plan: Mapping[str, Any], folder: Path) -> None:
-    """What was measured without --for is in the order of the rows, of which the first ones are no fair draw."""
+    """Refuse to add --for to a run started without: its prompts are in the order of the rows, not a random one."""
     then, now = stored.plan.to_json()["prompts"] if stored.plan else {}, plan["prompts"]
     if any(
         then[suite] != now[suite] and sorted(then[suite]) == sorted(now[suite]) for suite in then.keys() & now.keys()
@@ -290,50 +293,53 @@ def _execute_within(
     canaries: Canaries,
     caller: Caller,
 ) -> None:
-    """What there is time for; the run then holds just that."""
+    """Run what there is time for, and cut the plan to it."""
     end_s = run.seconds() + budget_s - run.spent_s
     with caller.progress(plan.num_generations, len(run.stored), left_s=lambda: end_s - run.seconds()) as progress:
         loop.execute(plan, backend, run, progress, budget.items(plan, run, budget_s), canaries=canaries)
     counts = budget.measured(plan, run)
     for suite in [suite for suite, number in counts.items() if not number]:
         caller.tell(f"note: there was no time for {suite}; raise --for")
-    heard = _heard(witnessed(backend), run, caller.tell)
-    run.mark_finished({"measured": counts, **_at_end(backend), **heard, **_tried(run, canaries, caller.tell)})
+    report = _judges_report(witnessed(backend), run, caller.tell)
+    run.mark_finished(
+        {"measured": counts, **_at_end(backend), **report, **_canary_outcomes(run, canaries, caller.tell)}
+    )
 
 
-def _heard(said: Witnessed, run: store.RunStore, tell: Callable[[str], object]) -> dict[str, Any]:
-    """What `run.json` keeps of what judges said. Raises UserError, after which nobody reads the run, where the weights
-    that they shared with the engine were changed."""
-    if said.changed is not None:
-        run.mark_spoiled(f"{said.changed}, which the judge shares with the engine, was changed while it was measured")
+def _judges_report(judges: Witnessed, run: store.RunStore, tell: Callable[[str], object]) -> dict[str, Any]:
+    """Return what `run.json` keeps of the judges' reports.
+
+    Raises UserError, and marks the run as spoiled, if weights that they share with the engine were changed.
+    """
+    if judges.changed is not None:
+        run.mark_spoiled(f"{judges.changed}, which the judge shares with the engine, was changed while it was measured")
         raise UserError(
-            f"{said.changed} was changed while the run went on, and the judge reads the same weights; so nothing "
+            f"{judges.changed} was changed while the run went on, and the judge reads the same weights; so nothing "
             "says what the answers are worth; run again"
         )
-    for what, number in said.objections.items():
+    for what, number in judges.objections.items():
         tell(f"note: the judge objected {number} times: {what}")
-    return {"objections": dict(said.objections)}
+    return {"objections": dict(judges.objections)}
 
 
-def _tried(
+def _canary_outcomes(
     run: store.RunStore, canaries: Canaries, tell: Callable[[str], object], of_workers: Sequence[Sequence[Canary]] = ()
 ) -> dict[str, Any]:
-    """What `run.json` keeps of spoiled answers, with what it holds of earlier processes."""
+    """Return the outcomes of spoiled copies of answers, over all processes, for `run.json`."""
     denied = None if run.decode is None else run.why_wrong
     readable = (record for record in run.stored.values() if _has_an_order(record.generation))
     canaries.read(next(readable, None), denied)
-    stored = [canary.to_json() for canary in read_info(run.folder).canaries or ()]
-    outcomes = together(stored, [*of_workers, canaries.outcomes()])
+    outcomes = together(read_info(run.folder).canaries or (), [*of_workers, canaries.outcomes()])
     if witnesses := silent(outcomes):
         tell(
             f"note: this run proves nothing: spoiled copies of its answers passed the {' and the '.join(witnesses)}, "
             "so sound ones would, too"
         )
-    return {"canaries": outcomes}
+    return {"canaries": [asdict(canary) for canary in outcomes]}
 
 
-def _has_an_order(said: Generation) -> bool:
-    return said.error is None and bool(said.token_ids) and said.text != said.text[::-1]
+def _has_an_order(generation: Generation) -> bool:
+    return generation.error is None and bool(generation.token_ids) and generation.text != generation.text[::-1]
 
 
 def _at_end(backend: Backend) -> dict[str, Any]:
@@ -341,9 +347,9 @@ def _at_end(backend: Backend) -> dict[str, Any]:
 
 
 def _info(
-    resolved: Resolved, plan: WorkPlan, backend: Backend | WorkerPool, prepared: PreparedRun, caller: Caller
+    resolved: RunPlan, plan: WorkPlan, backend: Backend | WorkerPool, prepared: PreparedRun, caller: Caller
 ) -> dict[str, Any]:
-    """What `run.json` holds."""
+    """Return the content of `run.json`."""
     forwards: Mapping[str, Any] | None = None
     if isinstance(backend, WorkerPool):
         machine, forwards = backend.environment, backend.forwards
@@ -365,8 +371,8 @@ def _info(
     }
 
 
-def _identity(resolved: Resolved, plan: WorkPlan, backend: Described, prepared: PreparedRun) -> dict[str, Any]:
-    """What decides the answers: a run is continued only under the same."""
+def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described, prepared: PreparedRun) -> dict[str, Any]:
+    """Return what decides the answers: a run is continued only under the same."""
     return {
         "model": resolved.request.name,
         "suites": {loaded.suite.name: _identity_of_suite(loaded, prepared) for loaded in resolved.suites},

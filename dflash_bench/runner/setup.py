@@ -19,7 +19,7 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.results.identity import full_names
 from dflash_bench.runner import config
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.plan import Resolved, drafts_of, modes_of
+from dflash_bench.runner.plan import RunPlan, drafts_of, modes_of
 from dflash_bench.runner.work import Backend, Witnessed
 from dflash_bench.tasks import padding
 from dflash_bench.tasks.padding import Contexts
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from dflash_bench.servers.address import Address
     from dflash_bench.servers.backend import ServerBackend
 
-# From what was resolved to a backend: which device and type, and the weights loaded there.
+# From the plan of a run to a backend: the device, the type, and the weights loaded there.
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Where and how a model is to be computed, as far as the user says; `is_small` is nano, for which a GPU is slow."""
+class MachineConfig:
+    """Where and how to compute a model, as far as the user says; `is_small` is nano, for which a GPU is slow."""
 
     device: str | None = None
     dtype: str | None = None
@@ -49,27 +49,27 @@ class Wanted:
     quantize: str | None = None
     is_small: bool = False
     workers: int = 1
-    """How many of them share the machine's memory, on the CPU."""
+    """The number of workers that share the machine's memory on the CPU."""
 
     @property
     def packs(self) -> bool:
-        """May large weights be held in a second layout on a CPU?"""
+        """Whether large weights may be kept in a second layout on a CPU."""
         return self.engine != "transformers" and self.capture != "inductor" and self.quantize is None
 
 
-def open_local(resolved: Resolved) -> LocalBackend:
-    """The engine of this process, with the models of a resolved request, and its judge, whose weights are read.
+def open_local(resolved: RunPlan) -> LocalBackend:
+    """Open the engine of this process with the models of a run, and load the weights of its judge.
 
-    Raises UserError for what cannot be had.
+    Raises UserError as `open_engine`.
     """
-    wanted, seed = wanted_of(resolved.request), resolved.request.seed or 0
-    backend = opened(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, seed, resolved.cache_bytes)
+    wanted, seed = machine_of(resolved.request), resolved.request.seed or 0
+    backend = open_engine(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, seed, resolved.cache_bytes)
     backend.witness.read()
     return backend
 
 
-def open_servers(resolved: Resolved, addresses: Sequence[Address]) -> ServerBackend:
-    """Each is asked who it is. Raises UserError for one that cannot be measured."""
+def open_servers(resolved: RunPlan, addresses: Sequence[Address]) -> ServerBackend:
+    """Connect to servers. Raises UserError for one that cannot be measured."""
     from dflash_bench.servers.backend import ServerBackend
 
     request = resolved.request
@@ -81,13 +81,13 @@ def open_servers(resolved: Resolved, addresses: Sequence[Address]) -> ServerBack
     return backend
 
 
-def add_judge(backend: ServerBackend, resolved: Resolved) -> None:
-    """The same target in this process makes the prompts' token ids, and judges the answers."""
+def add_judge(backend: ServerBackend, resolved: RunPlan) -> None:
+    """Load the same target in this process, to make the prompts' token ids and to judge the answers."""
     attach(backend, open_local(resolved.judging))
 
 
 def attach(backend: ServerBackend, local: LocalBackend) -> None:
-    """From now on prompts are sent as the token ids that this one makes, and its judge reads the answers."""
+    """Let `local` make the token ids of prompts from now on, and its judge read the answers."""
     about = local.describe()
     judge = {**about["judge"], "device": about.get("device")}
     backend.local, backend.vocabulary = local, len(local.target.model.get_input_embeddings().weight)
@@ -95,13 +95,13 @@ def attach(backend: ServerBackend, local: LocalBackend) -> None:
 
 
 def fallen_back(about: Mapping[str, Any]) -> list[str]:
-    """A note where the engine's own forward pass is left out without having been asked."""
+    """Return a note if the engine's own forward pass could not be used."""
     reason = about.get("fallback")
     return [f"the target is computed by transformers' code, because the engine's own {reason}"] if reason else []
 
 
 def witnessed(backend: Backend) -> Witnessed:
-    """What its judge has to say at the end, beyond the answers that it read."""
+    """Return what the judge of a backend reports at the end, beyond verdicts on answers."""
     witness = _witness_of(backend)
     return Witnessed() if witness is None else Witnessed(witness.changed(), dict(witness.objections))
 
@@ -118,7 +118,7 @@ LATE_S = 0.01
 
 
 def late(backend: Backend) -> list[str]:
-    """Where this process, and not the server, was what took its time."""
+    """Return notes on cells in which this process, and not the server, was late."""
     from dflash_bench.servers.backend import ServerBackend
 
     lags = backend.lags if isinstance(backend, ServerBackend) else {}
@@ -131,19 +131,28 @@ def late(backend: Backend) -> list[str]:
     ]
 
 
-def wanted_of(request: RunRequest) -> Wanted:
-    return Wanted(
+def machine_of(request: RunRequest) -> MachineConfig:
+    return MachineConfig(
         request.device, request.dtype, request.threads, request.device_map, request.attention,
         request.trust_remote_code, request.engine, request.capture, request.quantize, is_small=request.name == "nano",
         workers=request.workers or 1,
     )  # fmt: skip
 
 
-def opened(
-    model: Preset, methods: Sequence[Method], wanted: Wanted, max_new_tokens: int, seed: int, cache_bytes: int = 0
+def open_engine(
+    model: Preset,
+    methods: Sequence[Method],
+    machine: MachineConfig,
+    max_new_tokens: int,
+    seed: int = 0,
+    cache_bytes: int = 0,
 ) -> LocalBackend:
-    """`cache_bytes` are what the caches will take; its judge has weights of its own if these fit, too."""
-    device, dtype, threads = prepared(wanted)
+    """Open the engine of this process with these models: the one way for a run, a worker and every diagnosis.
+
+    `cache_bytes` is what the caches will take; the judge gets weights of its own if these fit beside them. Raises
+    UserError for a device, a type or a model that cannot be had.
+    """
+    device, dtype, threads = configure_torch(machine)
     import torch
 
     from dflash_bench.engine.backend import open_backend
@@ -151,22 +160,22 @@ def opened(
     from dflash_bench.models.targets import Placement
 
     placement = Placement(
-        spread=wanted.device_map is not None,
-        attention=wanted.attention,
-        trust_remote_code=wanted.trust_remote_code,
-        quantize=wanted.quantize,
+        spread=machine.device_map is not None,
+        attention=machine.attention,
+        trust_remote_code=machine.trust_remote_code,
+        quantize=machine.quantize,
     )
     models = load(model, drafts_of(methods), device, "auto" if dtype == "auto" else getattr(torch, dtype), placement)
-    if wanted.workers > 1 and device == "cpu":
-        models = models.sharing_memory(wanted.workers)
-    machine = {"device": device, "device_map": wanted.device_map, "threads": threads, "quantize": wanted.quantize}
+    if machine.workers > 1 and device == "cpu":
+        models = models.sharing_memory(machine.workers)
+    where = {"device": device, "device_map": machine.device_map, "threads": threads, "quantize": machine.quantize}
     return open_backend(
-        models, model, methods, max_new_tokens, seed, machine, wanted.engine, wanted.capture, cache_bytes
+        models, model, methods, max_new_tokens, seed, where, machine.engine, machine.capture, cache_bytes
     )
 
 
 def forwards_of(backend: Backend) -> dict[str, Any] | None:
-    """What forwards of this backend cost, measured now; None where its target is not in this process."""
+    """Measure what forwards of this backend cost; None if its target is not in this process."""
     from dflash_bench.engine.backend import LocalBackend
     from dflash_bench.perf.measure import forward_curve
 
@@ -174,7 +183,7 @@ def forwards_of(backend: Backend) -> dict[str, Any] | None:
 
 
 def pass_of(backend: Backend) -> dict[str, float]:
-    """The shortest pass over one token, measured again when the run is at its end; empty as above."""
+    """Measure the shortest pass over one token again at the end of a run; empty if the target is elsewhere."""
     from dflash_bench.engine.backend import LocalBackend
     from dflash_bench.perf.measure import shortest_forward_s
 
@@ -182,14 +191,14 @@ def pass_of(backend: Backend) -> dict[str, float]:
 
 
 def captured_of(backend: Backend) -> dict[str, float | int]:
-    """How many passes were captured, and how long that took; empty where the target is not in this process."""
+    """Return how many passes were captured, and how long that took; empty if the target is elsewhere."""
     from dflash_bench.engine.backend import LocalBackend
 
     return backend.captured() if isinstance(backend, LocalBackend) else {}
 
 
-def prepared(wanted: Wanted) -> tuple[str, str, int | None]:
-    """Sets torch up, and says on which device, in which type and on how many threads (None: a GPU) to compute."""
+def configure_torch(wanted: MachineConfig) -> tuple[str, str, int | None]:
+    """Set torch up. Return the device, the type and the number of threads (None: a GPU)."""
     # Read when torch is imported: waiting threads that spin take the cores from those that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
@@ -204,9 +213,9 @@ def prepared(wanted: Wanted) -> tuple[str, str, int | None]:
 
 
 def _silence_transformers() -> None:
-    """Its bars and advice would tear our progress display; what fails is raised in any case.
+    """Turn off bars and advice of transformers, which would tear our progress display; errors are raised in any case.
 
-    It imports torchao where that is installed, which complains of kernels for other machines.
+    It imports torchao if that is installed, which warns about kernels for other machines.
     """
     for name in ("accelerate", "torchao", "torch.utils._pytree", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -216,8 +225,8 @@ def _silence_transformers() -> None:
     its_own.set_verbosity_error()
 
 
-def device_and_dtype(wanted: Wanted, num_gpus: int) -> tuple[str, str]:
-    """Raises UserError for a device that is not there, and for options without effect on it."""
+def device_and_dtype(wanted: MachineConfig, num_gpus: int) -> tuple[str, str]:
+    """Return the device and type. Raises UserError for a device that does not exist, and for options without effect."""
     device = wanted.device or ("cuda" if num_gpus and not wanted.is_small else "cpu")
     if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
         raise unknown("device", device, ["cpu", "cuda", "cuda:N"])
@@ -236,49 +245,51 @@ def device_and_dtype(wanted: Wanted, num_gpus: int) -> tuple[str, str]:
     return device, dtype
 
 
-# What is found out before any weights are loaded: how prompts are padded, how long rows become, and do they fit?
+# Before any weights are loaded: how prompts are padded, how long rows become, and whether they fit.
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
     contexts: Contexts
     memory: dict[str, int | None] | None
-    """As `run.json` holds it; None where nothing is loaded."""
+    """As in `run.json`; None if nothing is loaded."""
     commits: Mapping[str, str] = field(default_factory=dict)
-    """Of target and drafts that come from the hub, what their ids meant when they were fetched: ID@COMMIT."""
+    """For target and drafts from the hub, ID@COMMIT as fetched."""
 
     @property
     def cache_bytes(self) -> int:
-        """Of keys and values, of target and drafts."""
-        held = self.memory or {}
-        return sum(held.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
+        """Bytes of the KV caches of target and drafts."""
+        footprint = self.memory or {}
+        return sum(footprint.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
 
-    def pinned(self, resolved: Resolved) -> Resolved:
-        """With these commits for ids: what is loaded is what was looked at, whatever the hub does in between. And with
-        what the caches will take, beside which the judge's own weights must fit."""
+    def pinned(self, resolved: RunPlan) -> RunPlan:
+        """Return the plan with these commits in place of ids, so that the weights loaded are those that were checked,
+        and with the size of the caches, beside which the judge's own weights must fit."""
         model, commits = resolved.model, self.commits
         drafts = {name: commits.get(name, reference) for name, reference in model.drafts.items()}
         found = replace(model, target=commits.get("target", model.target), drafts=drafts)
         return replace(resolved, model=found, cache_bytes=self.cache_bytes)
 
-    def unpinned(self, resolved: Resolved) -> list[str]:
-        """The parts whose ids named no commit."""
+    def unpinned(self, resolved: RunPlan) -> list[str]:
+        """Return the parts whose ids named no commit."""
         return [part for part in self.commits if not hub.is_pinned(_reference(resolved, part))]
 
 
-def _reference(resolved: Resolved, part: str) -> str:
+def _reference(resolved: RunPlan, part: str) -> str:
     return resolved.model.target if part == "target" else resolved.model.drafts[part]
 
 
-def prepare(resolved: Resolved) -> PreparedRun:
-    """Checkpoints are fetched, and their tokenizer, configs and headers read. Raises UserError as loading them would,
-    for a context that the target has not, and for too little memory."""
+def check_fits(resolved: RunPlan) -> PreparedRun:
+    """Fetch checkpoints, and check tokenizer, configs, headers and memory without loading weights.
+
+    Raises UserError as loading would, for a context longer than the target's, and for too little memory.
+    """
     import torch
 
     from dflash_bench.models import chat, gguf, loading, memory, targets
     from dflash_bench.models.targets import Placement
 
-    wanted, elsewhere = wanted_of(resolved.request), resolved.request.ray_address is not None
+    wanted, elsewhere = machine_of(resolved.request), resolved.request.ray_address is not None
     device, dtype = device_and_dtype(wanted, 1 if elsewhere else torch.cuda.device_count())
     model, trusted = resolved.model, wanted.trust_remote_code
     fetched = {name: loading.fetch(name, model.drafts[name]) for name in resolved.drafts}
@@ -310,7 +321,7 @@ def prepare(resolved: Resolved) -> PreparedRun:
         free //= resolved.request.workers or 1
         if wanted.packs:
             demand = demand.packed(free)
-    held = demand.held(padded.longest)
+    footprint = demand.held(padded.longest)
     with_drafts, without = (
         None if free is None else max(0, min(one.longest_within(free), length) - padded.rest)
         for one in (demand, demand.without_drafts())
@@ -318,13 +329,13 @@ def prepare(resolved: Resolved) -> PreparedRun:
     # A GPU is only given quantised weights; the processor holds them as they were before.
     if free is not None and device == "cpu" and demand.target.loading_bytes > free:
         raise _too_little(demand.target.loading_bytes, free, device, 0, 0)
-    if free is not None and held.total > free:
+    if free is not None and footprint.total > free:
         where = f"{device} at concurrency {demand.rows}" if demand.rows > 1 else device
         where += " for each worker" if (resolved.request.workers or 1) > 1 else ""
         rows = demand.most_rows_within(free, padded.longest) if demand.rows > 1 else 0
-        raise _too_little(held.total, free, where, with_drafts or 0, without or 0, rows)
+        raise _too_little(footprint.total, free, where, with_drafts or 0, without or 0, rows)
     found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": without}
-    return PreparedRun(padded, asdict(held) | found, commits)
+    return PreparedRun(padded, asdict(footprint) | found, commits)
 
 
 def _free_bytes(device: str, spread: bool) -> int | None:

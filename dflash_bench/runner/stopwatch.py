@@ -1,8 +1,7 @@
-"""A second clock and a second counter: what the runner itself saw of an answer, held against what the backend says.
+"""A second clock and a second counter: the runner's own observation of an answer, compared with the backend's report.
 
 A backend times and counts what it decodes. The runner listens while it does so, with a clock of its own: it takes down
-every token and when it came, and makes nothing else of it. Where the two disagree the answer has failed, whoever is
-right.
+every token and when it came, and nothing else. If the two disagree the answer has failed, whoever is right.
 
 The host hears of tokens when they are on the host, which on a GPU is after the round's only synchronisation; what the
 device does after it (a draft that takes in what was kept) is heard with the next round, and the last round of an answer
@@ -23,7 +22,7 @@ from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Generation, TimedGener
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds between two moments, each of which lies between two readings: at least so long, and so much more."""
+    """Seconds between two moments, each known to lie between two readings: at least `least`, at most `slack` more."""
 
     least: float
     slack: float
@@ -48,15 +47,15 @@ class Moment:
 
 @dataclass(slots=True)
 class AnswerMoments:
-    """One answer, as it was heard."""
+    """One answer as the runner observed it."""
 
     began: Moment
     first: Moment | None = None
     """When the tokens from prefill came."""
     last: Moment = field(default_factory=lambda: Moment(0.0))
-    """When the latest ones did."""
+    """When the latest tokens came."""
     counts: list[int] = field(default_factory=list)
-    """Tokens each time."""
+    """The number of tokens each time."""
     tokens: list[int] = field(default_factory=list)
     passes: tuple[int, int] = (0, 0)
     """Forward passes of the target until the first tokens, and until the latest."""
@@ -77,13 +76,13 @@ class AnswerMoments:
 
     @property
     def num_passes(self) -> int | None:
-        """After the first token; None where nobody told of passes."""
+        """Passes after the first token; None if none were reported."""
         first, latest = self.passes
         return latest - first if latest else None
 
 
 def _between(first: Moment, last: Moment) -> Span:
-    """What was never marked counts as read at once."""
+    """A moment that was never marked counts as exact."""
     latest, end = (one.before if one.after is None else one.after for one in (first, last))
     least = max(0.0, last.before - latest)
     return Span(least, max(0.0, end - first.before - least))
@@ -136,10 +135,11 @@ class Stopwatch:
     def passed(self) -> None:
         self._num_passes += 1
 
-    def columns(self, request: int = 0, *, alone: bool) -> dict[str, float | int | None]:
-        """What a record keeps of it."""
+    def columns(self, request: int | None = None) -> dict[str, float | int | None]:
+        """Return what the record of a request keeps; without one, of the answer that was decoded alone."""
+        alone = request is None
         call_s = self.call_s if alone else None
-        answer = self.answers.get(request)
+        answer = self.answers.get(request or 0)
         if answer is None or answer.first is None:
             return {"clock_s": call_s}
         prefill, decode = answer.prefill, answer.decode
@@ -155,7 +155,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """What a witness of the runner's has against an answer."""
+    """The objection of the runner's clock or counter to an answer."""
 
     witness: Literal["clock", "counter"]
     why: str
@@ -164,50 +164,43 @@ class Objection:
         return f"{self.witness}: {self.why}"
 
 
-def alone(watch: Stopwatch, said: Generation, *, tells_rounds: bool) -> Objection | None:
-    """What is wrong with an answer that was decoded alone, by what was heard; None if nothing is."""
-    if said.error is not None:
+def objection(
+    watch: Stopwatch, served: TimedGeneration, *, tells_rounds: bool, request: int | None = None
+) -> Objection | None:
+    """Return what is wrong with an answer by what was heard; None if nothing is.
+
+    Without a `request` it was decoded alone. Decoded beside others it is one of several, and its interval must lie in
+    that of the call.
+    """
+    generation = served.generation
+    if generation.error is not None:
         return None
     call = Span(watch.call_s, 0.0)
-    if said.prefill_s + said.decode_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S:
-        told = 1000 * (said.prefill_s + said.decode_s)
-        return Objection("clock", f"the answer is said to have taken {told:.1f} ms, but asking for it took {call}")
-    if not tells_rounds:
-        return None
-    answer = watch.answers.get(0)
-    if answer is None or answer.first is None:
-        return Objection("counter", "the runner heard of no token")
-    return _counted(answer, said) or _passes(answer) or _timed(answer, said)
-
-
-def beside(watch: Stopwatch, request: int, served: TimedGeneration, *, tells_rounds: bool) -> Objection | None:
-    """The same of an answer decoded beside others: its interval must lie in the runner's."""
-    said = served.generation
-    if said.error is not None:
-        return None
-    call, took = Span(watch.call_s, 0.0), served.end_s - served.start_s
-    if served.start_s < 0 or served.end_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S:
+    took_s = call.least if request is None else served.end_s - served.start_s
+    if request is not None and (served.start_s < 0 or served.end_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S):
         why = f"the answer is said to have ended after {served.end_s:.3f} s, but all of them took {call}"
         return Objection("clock", why)
-    if said.prefill_s + said.decode_s > took * (1 + CLOCK_SHARE) + CLOCK_S:
-        told = 1000 * (said.prefill_s + said.decode_s)
-        return Objection("clock", f"the answer is said to have taken {told:.1f} ms within {1000 * took:.1f} ms")
+    if generation.prefill_s + generation.decode_s > took_s * (1 + CLOCK_SHARE) + CLOCK_S:
+        claimed_ms = 1000 * (generation.prefill_s + generation.decode_s)
+        return Objection("clock", f"the answer is said to have taken {claimed_ms:.1f} ms within {1000 * took_s:.1f} ms")
     if not tells_rounds:
         return None
-    answer = watch.answers.get(request)
+    answer = watch.answers.get(request or 0)
     if answer is None or answer.first is None:
         return Objection("counter", "the runner heard of no token")
-    if not answer.decode.at_least(said.decode_s):
-        return _late("decoding", said.decode_s, answer.decode)
-    return _counted(answer, said)
+    if request is None:
+        return _counted(answer, generation) or _passes(answer) or _timed(answer, generation)
+    if not answer.decode.at_least(generation.decode_s):
+        return _late("decoding", generation.decode_s, answer.decode)
+    return _counted(answer, generation)
 
 
-def _counted(answer: AnswerMoments, said: Generation) -> Objection | None:
-    if said.token_ids != tuple(answer.tokens):
-        why = f"the runner heard other tokens ({len(answer.tokens)}) than these ({len(said.token_ids)})"
+def _counted(answer: AnswerMoments, generation: Generation) -> Objection | None:
+    if generation.token_ids != tuple(answer.tokens):
+        why = f"the runner heard other tokens ({len(answer.tokens)}) than these ({len(generation.token_ids)})"
         return Objection("counter", why)
-    if said.emitted is not None and said.emitted != tuple(answer.counts[1:]):
-        why = f"the runner heard of {answer.num_rounds} rounds, and not of these {len(said.emitted)}"
+    if generation.emitted is not None and generation.emitted != tuple(answer.counts[1:]):
+        why = f"the runner heard of {answer.num_rounds} rounds, and not of these {len(generation.emitted)}"
         return Objection("counter", why)
     return None
 
@@ -219,9 +212,9 @@ def _passes(answer: AnswerMoments) -> Objection | None:
     return Objection("counter", f"the target was asked for {passes} passes in {answer.num_rounds} rounds")
 
 
-def _timed(answer: AnswerMoments, said: Generation) -> Objection | None:
+def _timed(answer: AnswerMoments, generation: Generation) -> Objection | None:
     times: Mapping[str, tuple[float, Span]] = {
-        "decoding": (said.decode_s, answer.decode), "prefill": (said.prefill_s, answer.prefill)
+        "decoding": (generation.decode_s, answer.decode), "prefill": (generation.prefill_s, answer.prefill)
     }  # fmt: skip
     for what, (seconds, span) in times.items():
         if not span.agrees(seconds):

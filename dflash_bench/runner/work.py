@@ -1,4 +1,4 @@
-"""What is run: a plan of prompts, methods and settings, and each prompt of it; and whom it is run with."""
+"""The plan of a run, its units of work, and the protocols of those who take part in it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from dflash_bench.core.types import (
     Settings,
     TimedGeneration,
 )
-from dflash_bench.results import plan as plans
-from dflash_bench.results.plan import PromptRef
 from dflash_bench.results.store import Key
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.padding import Paddings
@@ -30,15 +28,15 @@ from dflash_bench.tasks.suites import Loaded, prompt_hash
 
 
 class Described(Protocol):
-    """What is asked of a backend before anything is measured."""
+    """What a run needs to know of a backend before anything is measured."""
 
     @property
     def has_thinking(self) -> bool:
-        """Does its chat template know a mode of thinking?"""
+        """Whether its chat template has a switch for thinking."""
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """What decides its answers: engine, models, revisions, methods, type and device."""
+        """Return what decides its answers: engine, models, revisions, methods, type and device."""
         ...
 
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
@@ -48,26 +46,26 @@ class Described(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Witnessed:
-    """What judges have to say when a run ends, beyond the answers that they read."""
+    """What judges report when a run ends, beyond verdicts on answers."""
 
     changed: str | None = None
-    """A weight that they share with the engine, and that is no longer what it was when it was loaded."""
+    """A weight that they share with the engine and that has changed since it was loaded."""
     objections: Mapping[str, int] = field(default_factory=dict)
-    """What was wrong beyond tokens, and how often."""
+    """The number of objections by text."""
 
 
 class Backend(Described, Protocol):
-    """Whatever can answer a chat by a method, and has a judge of the answers."""
+    """Answers chats by a method, and judges the answers."""
 
     @property
     def tells_rounds(self) -> bool:
-        """Does it tell the listener of every round, as it is decoded? Of a server only the whole answer is timed."""
+        """Whether it reports every round to the listener. Of a server only whole answers are timed."""
         ...
 
     def generate(
         self, method: str, messages: Sequence[Message], settings: Settings, repeat: int, listener: Listener
     ) -> Generation:
-        """One answer, decoded alone."""
+        """Generate one answer, decoded alone."""
         ...
 
     def serve(
@@ -78,53 +76,53 @@ class Backend(Described, Protocol):
         ended: Callable[[], object],
         listener: Listener,
     ) -> Sequence[TimedGeneration]:
-        """Answers to chats, each with its repeat, `settings.concurrency` at a time, or each when it is due at
-        `settings.rate`; `ended` is told of each. To the listener a request is its place among them."""
+        """Answer chats, each with its repeat, `settings.concurrency` at a time, or each when it is due at
+        `settings.rate`; `ended` is called after each. To the listener a request is its index among them."""
         ...
 
     def divergence(
         self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int], settings: Settings
     ) -> Divergence:
-        """Where two answers part, and whether rounding explains it."""
+        """Return where two answers diverge, and whether rounding explains it."""
         ...
 
     def audit(self, messages: Sequence[Message], answer: Sequence[int], settings: Settings) -> Divergence | None:
-        """Where an answer leaves the published model's own choice furthest; None if it nowhere does."""
+        """Return where an answer departs furthest from the published model's choice; None if it nowhere does."""
         ...
 
 
-class Ledger(Protocol):
-    """Where answers are kept: the run on disk, or what a worker hands back."""
+class AnswerStore(Protocol):
+    """Where answers are stored: the run on disk, or a worker's answers until it hands them back."""
 
     stored: dict[Key, Record]
 
     def append(self, records: Sequence[Record]) -> None:
-        """Keeps them, and adds them to `stored`."""
+        """Store records, and add them to `stored`."""
         ...
 
     def seconds(self) -> float:
-        """On the clock of `start_s` and `end_s`."""
+        """Return the time on the clock of `start_s` and `end_s`."""
         ...
 
 
-class Watcher(Protocol):
-    """Who is told how a run goes on.
+class ProgressListener(Protocol):
+    """Follows the progress of a run.
 
-    `doing` is a method, with its settings where the run has several, or other work.
+    `doing` is a method, with its settings if the run has several, or other work.
     """
 
     def begins(self, suite: str, doing: str) -> None:
-        """Some work is about to begin."""
+        """Called when some work is about to begin."""
         ...
 
     def measured(self, record: Record, doing: str) -> None:
-        """An answer is there; it is not judged yet."""
+        """Called when an answer exists, before it is judged."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkPlan:
-    """What to run. `methods` starts with the baseline, or is one method. Answers under greedy settings must agree."""
+    """The plan of a run; `methods` starts with the baseline, or is a single method. Greedy answers must agree."""
 
     suites: tuple[Loaded, ...]
     methods: tuple[str, ...]
@@ -132,22 +130,22 @@ class WorkPlan:
     settings: tuple[Settings, ...] = (GREEDY,)
     audit: Audit = "all"
     cage: Cage | None = None
-    """Where model-written code is run; without one it is not, and stays unscored."""
+    """The sandbox for code written by the model; without one it is not run, and not scored."""
     paddings: Paddings = field(default_factory=dict)
-    """What stands before prompts under settings with a context."""
+    """The padding of prompts under settings with a context."""
 
     @property
     def first(self) -> str:
-        """The method whose answers later turns go on from: plain decoding, or the only one."""
+        """The method whose answers later turns continue: the baseline, or the only one."""
         return self.methods[0]
 
     @property
     def num_generations(self) -> int:
-        """Warm-up left out."""
+        """The number of answers, without warm-up."""
         turns = sum(len(prompt.turns) for loaded in self.suites for prompt in loaded.prompts)
         return turns * len(self.methods) * self.repeats * len(self.settings)
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[WorkItem]:
         order = 0
         for loaded in self.suites:
             last = len(loaded.prompts) - 1
@@ -156,30 +154,28 @@ class WorkPlan:
                     yield item
                     order += len(item.prompt.turns) * len(item.methods)
 
-    def of_prompt(self, loaded: Loaded, number: int, is_control: bool, order: int) -> Iterator[Item]:
-        """One prompt of a suite through all methods under all settings; its first answer has the place `order`."""
+    def of_prompt(self, loaded: Loaded, number: int, repeat_baseline: bool, order: int) -> Iterator[WorkItem]:
+        """Yield one prompt of a suite under all settings and repeats; its first answer has the place `order`."""
         prompt = loaded.prompts[number]
         for repeat, (at, settings) in product(range(self.repeats), enumerate(self.settings)):
-            # Reversed every other time: what comes first or last gains or loses by it, and all do in turn.
+            # Reversed every other time, so that no method gains by always being first or last.
             methods = self.methods if (number + repeat + at) % 2 == 0 else self.methods[::-1]
             padding = self.paddings.get((loaded.suite.name, prompt.prompt_id, settings.context), "")
-            yield Item(loaded, prompt, is_control and repeat == 0, repeat, settings, methods, order, padding)
+            yield WorkItem(loaded, prompt, repeat_baseline and repeat == 0, repeat, settings, methods, order, padding)
             order += len(prompt.turns) * len(methods)
 
 
 def to_store(plan: WorkPlan) -> dict[str, Any]:
-    """What the run is to hold, as its `run.json` says it."""
+    """Return the plan as `run.json` holds it, see `results/plan.py`."""
     prompts = {
-        loaded.suite.name: [
-            PromptRef(prompt.prompt_id, len(prompt.turns), prompt_hash(prompt)) for prompt in loaded.prompts
-        ]
+        loaded.suite.name: [[prompt.prompt_id, len(prompt.turns), prompt_hash(prompt)] for prompt in loaded.prompts]
         for loaded in plan.suites
     }
-    return plans.to_json(plans.Plan(plan.methods, plan.repeats, prompts))
+    return {"methods": list(plan.methods), "repeats": plan.repeats, "prompts": prompts}
 
 
-def asked_of(plan: WorkPlan) -> list[dict[str, Any]]:
-    """The prompts of a run, as `results/run_info.py` keeps them."""
+def prompt_rows(plan: WorkPlan) -> list[dict[str, Any]]:
+    """Return the prompts of a run, as `results/run_info.py` stores them."""
     return [
         {
             "suite": loaded.suite.name, "prompt_id": prompt.prompt_id, "prompt_hash": prompt_hash(prompt),
@@ -198,40 +194,40 @@ def asked_of(plan: WorkPlan) -> list[dict[str, Any]]:
 
 
 def _scored_by(scorer: str, prompt: Prompt) -> str | None:
-    """What the scorer reads besides the reference, as JSON."""
+    """Return the columns that the scorer reads besides the reference, as JSON."""
     names = scorers.COLUMNS.get(scorer)
     return json.dumps({name: prompt.row.get(name) for name in names}) if names else None
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One prompt once through all methods, in this order, under the same settings.
+class WorkItem:
+    """One prompt, once, by all methods in this order under the same settings.
 
     `order` is the place of its first answer in the run.
     """
 
     loaded: Loaded
     prompt: Prompt
-    is_control: bool
-    """Is its first turn decoded plainly twice? A baseline that disagrees with itself proves nothing."""
+    repeat_baseline: bool
+    """Whether the baseline decodes its first turn twice. A baseline that disagrees with itself proves nothing."""
     repeat: int
     settings: Settings
     methods: tuple[str, ...]
     order: int
     padding: str = ""
-    """Stands before the first turn, for the context of the settings."""
+    """Text before the first turn, for the context of the settings."""
 
     @property
     def turns(self) -> tuple[str, ...]:
-        """What the user says."""
+        """The user's messages."""
         return (self.padding + self.prompt.turns[0], *self.prompt.turns[1:])
 
     @property
     def suite(self) -> str:
         return self.loaded.suite.name
 
-    def is_stored(self, run: Ledger) -> bool:
-        """Are all of its answers?"""
+    def is_stored(self, run: AnswerStore) -> bool:
+        """Whether all of its answers are stored."""
         turns = range(len(self.prompt.turns))
         return all(self.key(method, turn) in run.stored for method in self.methods for turn in turns)
 
@@ -246,7 +242,7 @@ class Item:
         times: tuple[float, float],
         clock: Mapping[str, Any] | None = None,
     ) -> Record:
-        """`times` are its start and end on the run's clock, `clock` what the runner's stopwatch says of it."""
+        """Make a record; `times` are start and end on the run's clock, `clock` the columns of the stopwatch."""
         return Record(
             suite=self.suite, suite_version=self.loaded.suite.version, prompt_id=self.prompt.prompt_id,
             prompt_hash=prompt_hash(self.prompt), category=self.prompt.category, turn=turn, method=method,

@@ -1,4 +1,4 @@
-"""Several workers measure a run: who is given which prompt, and what becomes of it when a worker dies.
+"""Several workers measure a run: who is given which prompt, and what happens when a worker dies.
 
 A worker is a process with the models loaded, here or elsewhere. It is given one prompt at a time and measures all of
 it, with all methods, settings and repeats, so that every speed-up compares times of one place. Only the driver writes
@@ -22,33 +22,33 @@ from dflash_bench.results.store import Key, RunStore, key
 from dflash_bench.runner import loop
 from dflash_bench.runner.canaries import Canaries, Canary
 from dflash_bench.runner.loop import WarmUp
-from dflash_bench.runner.work import Backend, Described, Item, Watcher, Witnessed, WorkPlan
+from dflash_bench.runner.work import Backend, Described, ProgressListener, Witnessed, WorkItem, WorkPlan
 
 MOST_TRIES = 3
-"""A prompt that so many workers died of is not tried again."""
+"""A prompt is given up after this many workers died while measuring it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt, as a worker is given it."""
+    """One prompt, as it is given to a worker."""
 
     plan: WorkPlan
-    """Of the run, without its prompts."""
-    items: tuple[Item, ...]
+    """The plan of the run, without its prompts."""
+    items: tuple[WorkItem, ...]
     stored: Mapping[Key, Record]
-    """Its answers that the run holds already."""
+    """Answers to it that the run has already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A worker has loaded its models; `about` is what the run keeps of it."""
+    """A worker has loaded its models; `about` is its entry in `run.json`."""
 
     worker: int
     about: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class JobDone:
     """A worker has measured its prompt."""
 
     worker: int
@@ -57,14 +57,14 @@ class Done:
     seconds: float
     """How long it took."""
     captures: Mapping[str, float] = field(default_factory=dict)
-    """What the worker captured so far, see `opening.captured_of`."""
+    """What the worker captured so far, see `setup.captured_of`."""
     canaries: Sequence[Canary] = ()
-    """What came of spoiled copies of its answers so far."""
+    """The outcomes of spoiled copies of its answers so far."""
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
-    """A worker is no more."""
+class WorkerDied:
+    """A worker has ended."""
 
     worker: int
     why: str
@@ -81,23 +81,23 @@ class WorkerPool(Described, ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """One more worker; `wait` says when it is ready."""
+        """Start one more worker; `wait` reports when it is ready."""
 
     @abstractmethod
     def give(self, worker: int, job: Job) -> None:
-        """To a worker that is ready and has nothing to do."""
+        """Give a job to a worker that is ready and idle."""
 
     @abstractmethod
     def witnessed(self) -> Witnessed:
-        """What the judges of all workers have to say at the end."""
+        """Return what the judges of all workers report at the end."""
 
     @abstractmethod
-    def wait(self) -> Ready | Done | Died | None:
-        """What happens next; None where nothing is under way. What a worker raises is raised here."""
+    def wait(self) -> Ready | JobDone | WorkerDied | None:
+        """Wait for the next event; None if nothing is in progress. Raises what a worker raises."""
 
 
 class JobAnswers:
-    """The ledger of one job in a worker: answers until they are handed back, on a clock that begins with the job."""
+    """The answers of one job in a worker until they are handed back, on a clock that starts with the job."""
 
     def __init__(self, stored: Mapping[Key, Record]) -> None:
         self.stored, self.new = dict(stored), list[Record]()
@@ -111,8 +111,8 @@ class JobAnswers:
         return time.monotonic() - self._began
 
 
-class Unwatched:
-    """The driver shows how far the run is, once rows arrive."""
+class NullListener:
+    """Shows nothing: the driver shows progress when rows arrive."""
 
     def begins(self, suite: str, doing: str) -> None:
         pass
@@ -122,16 +122,16 @@ class Unwatched:
 
 
 def measure(job: Job, backend: Backend, warm: dict[str, WarmUp], canaries: Canaries) -> tuple[list[Record], float]:
-    """In a worker: the rows of a job, and the seconds that it took; the last two last as long as the worker."""
+    """Measure a job in a worker, whose `warm` and `canaries` these are. Return its rows and the seconds it took."""
     kept = JobAnswers(job.stored)
-    loop.execute(job.plan, backend, kept, Unwatched(), job.items, warm, canaries)
+    loop.execute(job.plan, backend, kept, NullListener(), job.items, warm, canaries)
     return kept.new, kept.seconds()
 
 
 def execute(
-    plan: WorkPlan, pool: WorkerPool, run: RunStore, watcher: Watcher
+    plan: WorkPlan, pool: WorkerPool, run: RunStore, watcher: ProgressListener
 ) -> tuple[dict[str, float], list[Sequence[Canary]]]:
-    """Runs what of the plan is not stored yet; what all workers captured together, and each one's canaries.
+    """Run what is not stored yet. Return what all workers captured together, and the canaries of each.
 
     Raises UserError when no worker is left.
     """
@@ -143,7 +143,7 @@ def execute(
 
 
 def _jobs(plan: WorkPlan, run: RunStore) -> Iterator[Job]:
-    """Of each prompt that is not stored as a whole."""
+    """Yield a job for each prompt that is not completely stored."""
     bare = replace(plan, suites=(), paddings={})
     stored: dict[tuple[str, str], dict[Key, Record]] = {}
     for place, record in run.stored.items():
@@ -159,15 +159,15 @@ class _Driver:
     plan: WorkPlan
     pool: WorkerPool
     run: RunStore
-    watcher: Watcher
+    watcher: ProgressListener
     waiting: deque[Job]
     idle: list[int] = field(default_factory=list)
     busy: dict[int, Job] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)
-    """Of each worker the place in `run.json`."""
+    """The number of each worker in `run.json`."""
     deaths: dict[int, list[str]] = field(default_factory=dict)
-    """Of each job, by the place of its first answer, why workers died of it."""
-    unborn: int = 0
+    """Why workers died of a job, by the place of its first answer."""
+    failed_starts: int = 0
     """Workers in a row that died before they were ready."""
     captures: dict[int, Mapping[str, float]] = field(default_factory=dict)
     canaries: dict[int, Sequence[Canary]] = field(default_factory=dict)
@@ -180,19 +180,19 @@ class _Driver:
             self.watcher.begins(prompt.suite, f"prompt {prompt.prompt_id} to worker {self.numbers[worker]}")
             self.pool.give(worker, job)
 
-    def hear(self, event: Ready | Done | Died | None) -> None:
+    def hear(self, event: Ready | JobDone | WorkerDied | None) -> None:
         match event:
             case Ready(worker, about):
-                self.unborn = 0
+                self.failed_starts = 0
                 self.numbers[worker] = self.run.keep_worker(about)
                 self.idle.append(worker)
-            case Done(worker, records, seconds, captures, canaries):
+            case JobDone(worker, records, seconds, captures, canaries):
                 del self.busy[worker]
                 self.captures[worker], self.canaries[worker] = captures, canaries
                 self._keep(records, self.numbers[worker], self.run.seconds() - seconds)
                 self.idle.append(worker)
-            case Died(worker, why):
-                self._bury(worker, why)
+            case WorkerDied(worker, why):
+                self._requeue(worker, why)
             case None:
                 raise UserError("no worker is left; what they measured is saved: go on with --resume")
 
@@ -206,19 +206,19 @@ class _Driver:
         for record in placed:
             self.watcher.measured(record, " ".join(filter(None, [record.method, named[record.settings]])))
 
-    def _bury(self, worker: int, why: str) -> None:
+    def _requeue(self, worker: int, why: str) -> None:
         job = self.busy.pop(worker, None)
         self.idle = [other for other in self.idle if other != worker]
         if worker not in self.numbers:
-            self.unborn += 1
-        if self.unborn < MOST_TRIES:
+            self.failed_starts += 1
+        if self.failed_starts < MOST_TRIES:
             self.pool.start()
         if job is None:
             return
         reasons = self.deaths.setdefault(job.items[0].order, [])
         reasons.append(why)
         if len(reasons) < MOST_TRIES:
-            # Before all others, and so to the next worker that is free.
+            # To the next worker that is free.
             self.waiting.appendleft(job)
         else:
             self._keep(_failed(job, why), self.numbers[worker], self.run.seconds())
@@ -229,7 +229,7 @@ class _Driver:
 
 
 def _failed(job: Job, why: str) -> list[Record]:
-    """A row for each answer that is missing: why it could not be measured."""
+    """Return a failed row for each missing answer, which says why it could not be measured."""
     error = f"{MOST_TRIES} workers died while they measured this prompt; the last: {why}"
     nothing = Generation((), "", "error", 0, 0.0, 0.0, error=error)
     return [

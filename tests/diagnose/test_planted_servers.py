@@ -31,7 +31,7 @@ from dflash_bench.engine.forward.native_drafts import NativeDFlash
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.presets import NANO
-from dflash_bench.runner.plan import Resolved
+from dflash_bench.runner.plan import RunPlan
 
 Emulated = tuple[int, list[Any]] | None
 EMULATED: dict[tuple[str, str, str], Emulated] = {}
@@ -57,7 +57,7 @@ DECODE = crosscheck.CrossCheck._emulate
 def opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     open_local = crosscheck.open_local
 
-    def remembered(resolved: Resolved) -> LocalBackend:
+    def remembered(resolved: RunPlan) -> LocalBackend:
         key = f"{resolved.methods[-1].label} {resolved.request.drafts} {resolved.request.quantize}"
         if key not in OPENED:
             OPENED[key] = backend = open_local(resolved)

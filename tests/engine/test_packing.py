@@ -17,7 +17,7 @@ from dflash_bench.engine.forward.native import Linear, pack_linear
 from dflash_bench.engine.forward.packed import Packed, can_pack, pack_head
 from dflash_bench.engine.selection import network_name, target_of
 from dflash_bench.models import loading, presets, weights
-from dflash_bench.runner.setup import Wanted
+from dflash_bench.runner.setup import MachineConfig
 
 pytestmark = pytest.mark.skipif(
     not can_pack(torch.zeros(1024, 1024)), reason="this torch has no oneDNN for this processor"
@@ -146,7 +146,12 @@ def test_other_types_and_devices_are_left_alone() -> None:
 
 
 def test_what_is_asked_for_decides() -> None:
-    assert Wanted().packs and Wanted(engine="native").packs
+    assert MachineConfig().packs and MachineConfig(engine="native").packs
     assert not any(
-        one.packs for one in (Wanted(engine="transformers"), Wanted(capture="inductor"), Wanted(quantize="int8"))
+        one.packs
+        for one in (
+            MachineConfig(engine="transformers"),
+            MachineConfig(capture="inductor"),
+            MachineConfig(quantize="int8"),
+        )
     )

@@ -26,7 +26,7 @@ from dflash_bench.results import table
 from dflash_bench.results.identity import settings_of
 from dflash_bench.runner import launch
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.plan import methods_and_model, resolve
+from dflash_bench.runner.plan import methods_and_model, plan_run
 from dflash_bench.servers.launch import Launched
 from studies._study import bench
 
@@ -92,7 +92,7 @@ def servings(program: Program, path: Path, asked: Prompts, methods: Sequence[str
     request = replace(
         asked.request(*methods), concurrency=CONCURRENCY, launch=program.name, launch_with=str(path), dtype="float32"
     )
-    return launch.launch_specs(program, resolve(*methods_and_model(request)), print)
+    return launch.launch_specs(program, plan_run(*methods_and_model(request)), print)
 
 
 @contextmanager

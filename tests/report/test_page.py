@@ -136,7 +136,7 @@ def test_an_answer_stands_below_what_was_asked_in_its_turn(tmp_path: Path) -> No
     folder = stored(tmp_path / "run", rows)
     opening = [{"role": "system", "content": "Be brief."}]
     prompt = {"suite": "gsm8k", "prompt_id": "p0", "prompt_hash": "h", "category": None, "reference": "7"}
-    run_info.write(folder, [{**prompt, "opening": opening, "turns": ["What is 3 + 4?", "And 5?"]}])
+    run_info.write_prompts(folder, [{**prompt, "opening": opening, "turns": ["What is 3 + 4?", "And 5?"]}])
     page = data(page_of(folder))
     assert page["prompts"] == ["Be brief.\n\nWhat is 3 + 4?", "And 5?"]
     assert [row.get("asked") for row in page["rows"]] == [0, 0, 1, 1, None, None]

@@ -20,7 +20,7 @@ from runs import known, listed
 
 from dflash_bench.core.types import CEILINGS, Generation
 from dflash_bench.engine.backend import LocalBackend, RequestTrace
-from dflash_bench.results import laws, parts, store, validity
+from dflash_bench.results import laws, parts, store
 from dflash_bench.runner import stopwatch
 from dflash_bench.tasks import sandbox, scorers
 from dflash_bench.tasks.scorers.base import Score
@@ -56,7 +56,7 @@ def edited(run: Path, change: Callable[[Row], Row], is_meant: Callable[[Row], bo
         table = parquet.read_table(part)
         rows = table.to_pylist()
         for row in filter(is_meant, rows):
-            row.update(change(row) | dict.fromkeys(validity.CLOCK))
+            row.update(change(row) | dict.fromkeys(laws.CLOCK))
             num += 1
         parquet.write_table(arrow.Table.from_pylist(rows, table.schema), part)
     listed(run)
@@ -329,7 +329,7 @@ def test_bookkeeping_that_is_broken_gives_failed_rows(
     monkeypatch.chdir(tmp_path)
     broken, methods, told = RULES[what]
     # Without the runner's own clock and counter, which would be the first to object.
-    monkeypatch.setattr(stopwatch, "alone", lambda *_, **__: None)
+    monkeypatch.setattr(stopwatch, "objection", lambda *_, **__: None)
     monkeypatch.setattr(stopwatch.Stopwatch, "columns", lambda *_, **__: {})
     monkeypatch.setattr(RequestTrace, "generation", broken(RequestTrace.generation))
     assert fake.main(monkeypatch, *WORDS) == 1
@@ -366,3 +366,7 @@ def test_the_ceilings_are_those_of_the_judge() -> None:
     assert {str(kind).removeprefix("torch."): value for kind, value in judge.CEILINGS.items()} == CEILINGS
     assert laws.Facts.of(known(dtype="bfloat16")).ceiling == 2.0
     assert laws.Facts.of(known(dtype="float64")).ceiling == CEILINGS["float32"]
+
+
+def test_each_law_has_a_name_of_its_own() -> None:
+    assert len({law.why for law in laws.LAWS}) == len(laws.LAWS) > 40

@@ -17,8 +17,8 @@ from test_whole import rewritten, without
 
 from dflash_bench.core.types import Record
 from dflash_bench.results import store
+from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.run_info import read_info
-from dflash_bench.results.validity import CLOCK
 
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

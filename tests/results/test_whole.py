@@ -193,15 +193,15 @@ def test_a_whole_run_passes_with_failed_hidden_short_and_sampled_answers(tmp_pat
         *changed(pair("control", [4, 0]), "ar", exactness="mismatch"),
     ]  # fmt: skip
     stored(tmp_path / "greedy", rows)
-    assert results_table.read(tmp_path / "greedy").flaws == ()
+    assert results_table.read(tmp_path / "greedy").problems == ()
     unlike = [replace(row, exactness=None, generation=replace(row.generation, token_ids=tuple(range(100, 109))))
               if row.method == "dflash" else row for row in pair("a", [4, 0, 1])]  # fmt: skip
     stored(tmp_path / "sampled", unlike, temperature=1.0)
-    assert results_table.read(tmp_path / "sampled").flaws == ()
+    assert results_table.read(tmp_path / "sampled").problems == ()
     again = [replace(row, repeat=1, order=row.order + 100) for row in pair("a", [4, 0, 2])]
     later = [replace(row, turn=1, order=row.order + 200) for row in [*pair("a", [1]), *pair("a", [1], repeat=1)]]
     stored(tmp_path / "long", [*pair("a", [4, 0, 2]), *again, *later], repeats=2)
-    assert results_table.read(tmp_path / "long").flaws == ()
+    assert results_table.read(tmp_path / "long").problems == ()
 
 
 # Of the checksums

@@ -267,4 +267,4 @@ def test_several_settings_and_repeats_stay_together(clock: Clock, monkeypatch: p
     assert [(item.repeat, item.settings.temperature, item.order) for item in items] == [
         (0, 0, 10), (0, 1, 12), (1, 0, 14), (1, 1, 16)
     ]  # fmt: skip
-    assert [item.is_control for item in items] == [True, True, False, False]
+    assert [item.repeat_baseline for item in items] == [True, True, False, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from fake import FakeBackend, install
 from rows import generation
 
-from dflash_bench.core.types import Divergence, Prompt, Record, Settings
+from dflash_bench.core.types import Divergence, Prompt, Record, Settings, TimedGeneration
 from dflash_bench.engine.judge import Judge
 from dflash_bench.runner import canaries, session, stopwatch
 from dflash_bench.runner.canaries import KINDS, Canaries, Canary, other_numbers, together
@@ -49,7 +50,7 @@ ALWAYS: dict[str, tuple[Any, str, Any, set[tuple[str, str]]]] = {
     "judge": (Judge, "audit", lambda *_: None, {("judge", "token"), ("judge", "end")}),
     "no second clock": (stopwatch, "_timed", lambda *_: None, {("clock", "time")}),
     "no second counter": (stopwatch, "_counted", lambda *_: None, {("counter", "token"), ("counter", "count")}),
-    "neither": (stopwatch, "alone", lambda *_, **__: None, {one for one in ALL if one[0] in ("clock", "counter")}),
+    "neither": (stopwatch, "objection", lambda *_, **__: None, {one for one in ALL if one[0] in ("clock", "counter")}),
     "scorer": (scorers, "score", lambda *_: Score("1", True), {("scorer", "numbers")}),
 }
 
@@ -163,7 +164,8 @@ def test_of_a_server_only_its_time_can_be_told_wrongly() -> None:
     with Stopwatch() as watch:
         pass
     watch.call_s = 1.0
-    given.timed(watch, SAID, tells_rounds=False)
+    object_to = partial(stopwatch.objection, watch, tells_rounds=False)
+    given.timed(TimedGeneration(SAID, 0.0, 1.0), watch.call_s, object_to, tells_rounds=False)
     assert outcome(given, "clock") == {("objected", None)} and outcome(given, "counter") == {("untried", "served")}
 
 
@@ -189,5 +191,5 @@ def test_of_several_processes_the_worst_is_kept() -> None:
         ([[one], [untried]], "objected"), ([[other], [one]], "silent"), ([[one], [other]], "silent"),
         ([[untried]], "untried"), ([], None),
     ):  # fmt: skip
-        assert [each["outcome"] for each in together((), processes)] == ([worst] if worst else [])
+        assert [each.outcome for each in together((), processes)] == ([worst] if worst else [])
     assert together(together((), [[other]]), [[one]]) == together((), [[other]])

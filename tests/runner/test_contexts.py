@@ -28,7 +28,7 @@ from dflash_bench.results import run_info, store, table
 from dflash_bench.results.identity import full_names, settings_to_json, short_names
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import settings_of as settings_of_request
-from dflash_bench.runner.work import WorkPlan, asked_of
+from dflash_bench.runner.work import WorkPlan, prompt_rows
 from dflash_bench.tasks import padding
 from dflash_bench.tasks.suites import Loaded
 
@@ -158,10 +158,10 @@ def test_a_prompt_is_asked_behind_the_text_of_its_context(tmp_path: Path) -> Non
 
 
 def test_what_stood_before_prompts_is_kept_beside_the_parts(tmp_path: Path) -> None:
-    rows = asked_of(plan_of(loaded(*prompts(2)), NONE, SHORT, LONG))
+    rows = prompt_rows(plan_of(loaded(*prompts(2)), NONE, SHORT, LONG))
     with store.create(tmp_path / "run", bare()) as run:
         run.keep_prompts(rows)
-    assert run_info.read(tmp_path / "run") == rows
+    assert run_info.read_prompts(tmp_path / "run") == rows
     assert [[one["context"] for one in row["paddings"]] for row in rows] == [[256, 4096], []]
 
 
@@ -196,7 +196,7 @@ def test_a_run_of_two_contexts_is_exact_in_cells_of_their_own(tmp_path: Path, ma
     # 16 layers, 2 heads of 64, keys and values in float32; the answer, and 15 that are drafted, behind the prompt.
     assert memory["target_cache_bytes"] == 16 * 2 * 2 * 64 * 4 * (300 + 8 + 1 + 15)
     assert memory["largest_context"] == 4096 - 8
-    (kept,) = run_info.read(Path("out"))
+    (kept,) = run_info.read_prompts(Path("out"))
     (before,) = kept["paddings"]
     assert before["context"] == 300 and before["text"].endswith("\n\n---\n\n")
     said = read_answers(read_document(Path("out")), 10, None).prompts

@@ -104,7 +104,7 @@ def test_a_killed_run_continues_to_the_records_of_an_unbroken_one(
     assert 6 + 9 <= len(stored) < NUM_GENERATIONS
     assert main(monkeypatch, "run", *words) == 0
     info, records = store.load(folder)
-    assert (info["state"], len(records), len(info["resumed"])) == ("complete", NUM_GENERATIONS, 2)
+    assert (info.state, len(records), len(info.resumed)) == ("complete", NUM_GENERATIONS, 2)
     assert records[: len(stored)] == stored
     assert len({store.key(row) for row in records}) == NUM_GENERATIONS
     assert what_matters(records) == what_matters(unbroken)

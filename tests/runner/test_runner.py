@@ -14,9 +14,9 @@ from runs import bare
 from dflash_bench.core.types import Divergence, Generation, Message, Prompt, Record, Settings
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
-from dflash_bench.results.validity import CLOCK
+from dflash_bench.results.laws import CLOCK
 from dflash_bench.runner import loop, work
-from dflash_bench.runner.work import Watcher, WorkPlan
+from dflash_bench.runner.work import ProgressListener, WorkPlan
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.sandbox import Cage
 from dflash_bench.tasks.suites import Loaded, Suite
@@ -57,7 +57,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def __call__(self, plan: WorkPlan, backend: FakeBackend, watcher: Watcher | None = None) -> list[Record]:
+    def __call__(self, plan: WorkPlan, backend: FakeBackend, watcher: ProgressListener | None = None) -> list[Record]:
         """Begins, or continues; what is then on disk."""
         with (store.resume if self.folder.exists() else store.create)(self.folder, planned_info(plan)) as run:
             loop.execute(plan, backend, run, watcher or Watch())
@@ -160,10 +160,10 @@ def test_plain_decoding_that_disagrees_with_its_warm_up_is_a_mismatch(runs: Runs
 
 def test_plain_decoding_that_disagrees_with_itself_later_in_a_suite_is_a_mismatch_too(runs: Runs) -> None:
     def changes(answer: Generation) -> Generation:
-        is_control = [messages[-1].content[-1] for method, messages in backend.calls if method == "ar"][-2:] == [
+        repeat_baseline = [messages[-1].content[-1] for method, messages in backend.calls if method == "ar"][-2:] == [
             "2"
         ] * 2
-        return other_tokens(answer) if is_control else answer
+        return other_tokens(answer) if repeat_baseline else answer
 
     backend = FakeBackend(faults={"ar": changes})
     judged = judgements(runs(WorkPlan((loaded(*prompts(3)),), METHODS[:2]), backend))

@@ -19,7 +19,7 @@ from dflash_bench.results.identity import settings_to_json
 from dflash_bench.runner import session
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
-from dflash_bench.runner.setup import Wanted, device_and_dtype
+from dflash_bench.runner.setup import MachineConfig, device_and_dtype
 from dflash_bench.tasks import sandbox
 
 
@@ -100,7 +100,7 @@ def test_thinking_has_no_effect_on_a_template_without_it(asked: str) -> None:
 def test_device_and_type_where_none_is_given(
     changes: dict[str, object], has_cuda: bool, expected: tuple[str, str]
 ) -> None:
-    assert device_and_dtype(Wanted(**{"is_small": True, **changes}), 2 * has_cuda)  # type: ignore[arg-type] == expected
+    assert device_and_dtype(MachineConfig(**{"is_small": True, **changes}), 2 * has_cuda)  # type: ignore[arg-type] == expected
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_device_and_type_where_none_is_given(
 )
 def test_a_device_that_has_no_such_name_is_refused(device: str) -> None:
     with pytest.raises(UserError, match=r"^unknown device '.*'; known: cpu, cuda, cuda:N$"):
-        device_and_dtype(Wanted(device=device), 2)
+        device_and_dtype(MachineConfig(device=device), 2)
 
 
 @pytest.mark.parametrize("index", ["2", "99", "9" * 5000])
 def test_a_gpu_that_is_not_there_is_refused(index: str) -> None:
     with pytest.raises(UserError, match=r"^--device cuda:\d+: this machine has cuda:0 to cuda:1$"):
-        device_and_dtype(Wanted(device=f"cuda:{index}"), 2)
+        device_and_dtype(MachineConfig(device=f"cuda:{index}"), 2)
 
 
 def test_own_prompts_come_after_the_suites_and_share_the_limit(tmp_path: Path) -> None:

@@ -174,16 +174,16 @@ def test_prompts_stand_once_beside_the_parts(tmp_path: Path) -> None:
 
     opening = (Message("system", "be brief"),)
     plan = WorkPlan((loaded(*prompts(2, 2, opening=opening, reference="42", category="maths")),), ("ar",))
-    rows = work.asked_of(plan)
+    rows = work.prompt_rows(plan)
     with store.create(tmp_path / "run", bare()) as run:
         run.keep_prompts(rows)
         run.keep_prompts(rows[:1])  # what is there stays
-    assert run_info.read(tmp_path / "run") == rows
+    assert run_info.read_prompts(tmp_path / "run") == rows
     assert rows[1]["turns"] == ["question 1", "and then? 1"]
     assert rows[1]["opening"] == [{"role": "system", "content": "be brief"}]
     (tmp_path / "run" / "prompts.parquet").write_bytes(b"PAR1")
     with pytest.raises(Exception, match=r"cannot read .*prompts\.parquet"):
-        run_info.read(tmp_path / "run")
+        run_info.read_prompts(tmp_path / "run")
 
 
 # Is it whole?

@@ -198,6 +198,10 @@ def test_rows_that_were_edited_do_not_agree_with_the_runners_clock(
 # By itself
 
 
+def objection_alone(watch: Stopwatch, said: Generation, *, tells_rounds: bool) -> Objection | None:
+    return stopwatch.objection(watch, TimedGeneration(said, 0.0, watch.call_s), tells_rounds=tells_rounds)
+
+
 def heard(said: Generation, clock: list[float], passes: int = 1) -> Stopwatch:
     """The answer decoded by a clock that this list is."""
     watch = Stopwatch()
@@ -246,7 +250,7 @@ SAID = generation([2, 0, 1], 4)
 def test_two_percent_and_a_millisecond_are_forgiven_and_no_count(
     clock: list[float], change: dict[str, Any], agrees: bool
 ) -> None:
-    why = stopwatch.alone(heard(SAID, clock), replace(SAID, **change), tells_rounds=True)
+    why = objection_alone(heard(SAID, clock), replace(SAID, **change), tells_rounds=True)
     assert (why is None) == agrees, why
 
 
@@ -258,32 +262,32 @@ def test_a_process_that_is_held_up_between_two_readings_denies_nothing(clock: li
     answer.last.after += 0.5
     watch.call_s += 0.5
     for decode_s in (0.06, 0.3, 0.56):
-        assert stopwatch.alone(watch, replace(SAID, decode_s=decode_s), tells_rounds=True) is None
-    assert stopwatch.alone(watch, replace(SAID, decode_s=0.05), tells_rounds=True)
+        assert objection_alone(watch, replace(SAID, decode_s=decode_s), tells_rounds=True) is None
+    assert objection_alone(watch, replace(SAID, decode_s=0.05), tells_rounds=True)
 
 
 def test_passes_that_are_more_than_rounds_are_counted(clock: list[float]) -> None:
-    objection = stopwatch.alone(heard(SAID, clock, 2), SAID, tells_rounds=True)
+    objection = objection_alone(heard(SAID, clock, 2), SAID, tells_rounds=True)
     assert objection is not None and objection.witness == "counter" and objection.why.startswith("the target")
-    assert stopwatch.alone(heard(SAID, clock, 0), SAID, tells_rounds=True)
+    assert objection_alone(heard(SAID, clock, 0), SAID, tells_rounds=True)
 
 
 def test_who_tells_nothing_is_held_against_the_call_alone(clock: list[float]) -> None:
     watch = Stopwatch()
     with watch:
         clock[0] += 0.08
-    assert stopwatch.alone(watch, SAID, tells_rounds=True) == Objection("counter", "the runner heard of no token")
-    assert stopwatch.alone(watch, SAID, tells_rounds=False) is None
-    assert stopwatch.alone(watch, replace(SAID, decode_s=0.07), tells_rounds=False)
-    assert stopwatch.beside(watch, 0, TimedGeneration(SAID, 0.0, 0.081), tells_rounds=False) is None
-    assert stopwatch.beside(watch, 0, TimedGeneration(SAID, -0.01, 0.08), tells_rounds=False)
-    assert stopwatch.beside(watch, 0, TimedGeneration(SAID, 0.01, 0.09), tells_rounds=False)
-    assert stopwatch.beside(watch, 0, TimedGeneration(SAID, 0.03, 0.08), tells_rounds=False)
-    assert watch.columns(alone=True) == {"clock_s": pytest.approx(0.08)}
+    assert objection_alone(watch, SAID, tells_rounds=True) == Objection("counter", "the runner heard of no token")
+    assert objection_alone(watch, SAID, tells_rounds=False) is None
+    assert objection_alone(watch, replace(SAID, decode_s=0.07), tells_rounds=False)
+    assert stopwatch.objection(watch, TimedGeneration(SAID, 0.0, 0.081), request=0, tells_rounds=False) is None
+    assert stopwatch.objection(watch, TimedGeneration(SAID, -0.01, 0.08), request=0, tells_rounds=False)
+    assert stopwatch.objection(watch, TimedGeneration(SAID, 0.01, 0.09), request=0, tells_rounds=False)
+    assert stopwatch.objection(watch, TimedGeneration(SAID, 0.03, 0.08), request=0, tells_rounds=False)
+    assert watch.columns() == {"clock_s": pytest.approx(0.08)}
 
 
 def test_a_failed_answer_stays_what_it_is(clock: list[float]) -> None:
     failed = replace(SAID, error="NaN", finish_reason="error")
-    assert stopwatch.alone(Stopwatch(), failed, tells_rounds=True) is None
+    assert objection_alone(Stopwatch(), failed, tells_rounds=True) is None
     record = Record("s", 1, "p", "h", None, 0, "ar", 0, 0, failed)
     assert record.clock_s is None

@@ -36,7 +36,7 @@ def engine(main: Main, ran: Path) -> Mapping[str, list[int]]:
     """What our engine answers, by the ids of the prompt as JSON; the run is in the folder `engine`."""
     shutil.copytree(ran, "engine")
     tokenizer = targets.tokenizer_of(NANO / "target", False)
-    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in run_info.read(Path("engine"))}
+    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in run_info.read_prompts(Path("engine"))}
     return {
         json.dumps(chat.encode(tokenizer, [Message("user", turns[record.prompt_id])], False)): [
             *record.generation.token_ids

@@ -189,7 +189,7 @@ def engine(main: Main) -> dict[str, list[int]]:
 
     assert main(*ASKED, "--method", "dflash", "--out", "engine")[0] == 0
     tokenizer = targets.tokenizer_of(NANO / "target", False)
-    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in run_info.read(Path("engine"))}
+    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in run_info.read_prompts(Path("engine"))}
     return {
         json.dumps(chat.encode(tokenizer, [Message("user", turns[record.prompt_id])], False)): [
             *record.generation.token_ids

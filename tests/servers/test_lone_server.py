@@ -123,7 +123,7 @@ def test_with_the_same_weights_here_its_answers_are_judged(main: Main) -> None:
     question = "--suite gsm8k --model nano --limit 3 --max-new-tokens 24".split()
     assert main("run", *question, "--method", "dflash", "--out", "engine")[0] == 0
     tokenizer = targets.tokenizer_of(NANO / "target", False)
-    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in run_info.read(Path("engine"))}
+    turns = {prompt["prompt_id"]: prompt["turns"][0] for prompt in run_info.read_prompts(Path("engine"))}
     right = {
         json.dumps(chat.encode(tokenizer, [Message("user", turns[row.prompt_id])], False)): [*row.generation.token_ids]
         for row in store.load(Path("engine"))[1]

@@ -21,7 +21,7 @@ from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.results import table
-from dflash_bench.results.integrity import Flaw
+from dflash_bench.results.integrity import Problem
 from dflash_bench.results.table import Results
 
 DEVICE = "device"
@@ -100,7 +100,7 @@ class GateResult:
     cells: Runs
 
 
-WitnessReport = tuple[Sequence[Flaw], Sequence[str]]
+WitnessReport = tuple[Sequence[Problem], Sequence[str]]
 """Flaws of a run, and notes on what could not be tried."""
 
 
@@ -131,7 +131,7 @@ def check_runs(
     if not flawed:
         for results, name in named:
             flaws, notes = reread(results)
-            flawed += flaw_checks(replace(results, flaws=tuple(flaws)), (), name)
+            flawed += flaw_checks(replace(results, problems=tuple(flaws)), (), name)
             untried += [f"{name}: {note}" if name else note for note in notes]
     if flawed:
         # To judge the remaining rows would look like judging the run.
@@ -226,7 +226,7 @@ def flaw_checks(results: Results, allow: Sequence[str], run: str = "") -> list[C
             suite=flaw.suite, source=identity.source_of(flaw.suite), setting=flaw.setting, method=flaw.method,
             kind=flaw.kind, run=run, found=flaw.num, expected=0, failed=True, code=flaw.kind, reason=flaw.what,
         )
-        for flaw in results.flaws
+        for flaw in results.problems
         if flaw.kind not in allowed
     ]  # fmt: skip
 

@@ -1,0 +1,300 @@
+"""The rows of an Arrow batch as arrays, for the laws that they are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from dflash_bench.core.methods import name_of
+from dflash_bench.core.types import CEILINGS
+
+if TYPE_CHECKING:
+    from dflash_bench.results.run_info import MethodEntry, RunIdentity
+
+COUNTS = ("drafted", "accepted", "emitted")
+SECONDS = ("draft_s", "verify_s", "round_s")
+WHOLE_BLOCKS = ("dflash", "draft-model", "eagle3")
+"""Methods that draft the same number of tokens in every round, unless they are told "auto"."""
+
+
+class Block(NamedTuple):
+    """How many tokens a method drafts in a round: at most, and always as many?"""
+
+    widest: int
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What `run.json` says that rows can be held to. None where it does not."""
+
+    blocks: Mapping[str, Block]
+    ceiling: float
+    """Logits; no gap beyond this is rounding."""
+    is_engine: bool = False
+    """Was it measured in our process?"""
+    max_new_tokens: int | None = None
+    context_length: int | None = None
+    stop_ids: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, identity: RunIdentity) -> Facts:
+        return cls(
+            blocks={
+                label: Block(method.num_drafts, _is_whole(label, method))
+                for label, method in identity.methods.items()
+                if method.num_drafts is not None
+            },
+            ceiling=CEILINGS.get(identity.judge.dtype if identity.judge else identity.dtype, CEILINGS["float32"]),
+            is_engine=identity.engine == "local",
+            max_new_tokens=identity.max_new_tokens,
+            context_length=identity.context_length,
+            stop_ids=None if identity.stop_ids is None else tuple(identity.stop_ids),
+        )
+
+
+def _is_whole(label: str, method: MethodEntry) -> bool:
+    return name_of(label) in WHOLE_BLOCKS and "auto" not in method.options.values()
+
+
+class RowArrays:
+    def __init__(self, batch: Any, facts: Facts) -> None:
+        self.batch, self.facts, self.num = batch, facts, len(batch)
+        self._lengths: dict[str, Any] = {}
+
+    def only(self, chosen: Any) -> RowArrays:
+        """Return the rows of the mask `chosen`, [rows]."""
+        import pyarrow as pa
+
+        return self if chosen.all() else RowArrays(self.batch.filter(pa.array(chosen)), self.facts)
+
+    def among(self, chosen: Any, broken: Callable[[RowArrays], Any]) -> Any:
+        """Return the mask of rows that are `chosen` and, looked at without the others, `broken`, [rows]."""
+        found = np.zeros(self.num, dtype=bool)
+        if chosen.any():
+            found[chosen] = broken(self.only(chosen))
+        return found
+
+    def numbers(self, name: str) -> Any:
+        """Return a column of numbers, NaN for null, [rows]."""
+        return self.batch.column(name).cast("double").fill_null(np.nan).to_numpy(zero_copy_only=False)
+
+    def counts(self, name: str) -> Any:
+        """Return a column of whole numbers, -1 for null, [rows]."""
+        return self.batch.column(name).fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+
+    def is_known(self, name: str) -> Any:
+        """Return the mask of rows where the column is not null, [rows]."""
+        return self.batch.column(name).is_valid().to_numpy(zero_copy_only=False)
+
+    def is_one_of(self, name: str, words: Any) -> Any:
+        """Return the mask of rows with one of these words in a column of text, [rows]."""
+        import pyarrow as pa
+        from pyarrow import compute
+
+        words = pa.array(list(words), pa.string())
+        return compute.is_in(self.batch.column(name), words).to_numpy(zero_copy_only=False)
+
+    def lengths(self, name: str) -> Any:
+        """Return the length of each list, -1 for null, [rows]."""
+        if name not in self._lengths:
+            self._lengths[name] = lengths_of(self.batch.column(name))
+        return self._lengths[name]
+
+    def flat(self, name: str) -> Any:
+        """Return the values of all lists one after another."""
+        return self.batch.column(name).flatten().to_numpy(zero_copy_only=False)
+
+    @cached_property
+    def succeeded(self) -> Any:
+        return ~self.is_known("error")
+
+    @cached_property
+    def methods(self) -> tuple[list[str], Any]:
+        """The labels, and the index among them of each row's method, [rows]."""
+        encoded = self.batch.column("method").dictionary_encode()
+        codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+        return [*map(str, encoded.dictionary.to_pylist()), "?"], codes
+
+    def by_method(self, value: Callable[[str], Any]) -> Any:
+        """Return for each row the value of its method, [rows]."""
+        labels, codes = self.methods
+        return np.array([value(label) for label in labels])[codes]
+
+    def owning(self, name: str, wrong: Any) -> Any:
+        """Return the mask of rows in whose list a value is `wrong`; this mask is over `flat(name)`, [rows]."""
+        return self.per_row(wrong, self.owners(name)) if wrong.any() else np.zeros(self.num, dtype=bool)
+
+    def per_row(self, places: Any, owners: Any) -> Any:
+        """Return the mask of rows that own one of these places, [rows]."""
+        mask = np.zeros(self.num, dtype=bool)
+        mask[owners[places]] = True
+        return mask
+
+    def owners(self, name: str) -> Any:
+        """Return the row of each value of `flat`."""
+        return np.repeat(np.arange(self.num), np.maximum(self.lengths(name), 0))
+
+    def round_sum(self, name: str) -> Any:
+        """Return the sum of each list, 0 for null, [rows]."""
+        return np.bincount(self.owners(name), weights=self.flat(name), minlength=self.num)
+
+    @cached_property
+    def is_counted(self) -> Any:
+        """Rows with all counts of their rounds, [rows]."""
+        return np.logical_and.reduce([self.lengths(name) >= 0 for name in COUNTS])
+
+    @cached_property
+    def num_decoded(self) -> Any:
+        """Tokens after those that came with the first, [rows]."""
+        tokens = np.maximum(np.maximum(self.lengths("token_ids"), 0), self.counts("num_hidden_tokens"))
+        first = self.counts("num_first_tokens")
+        return np.where(first > 0, tokens - first, np.maximum(self.round_sum("emitted"), tokens - 1))
+
+    @cached_property
+    def has_ids(self) -> Any:
+        """Rows that name their rounds and all that was drafted in them, [rows]."""
+        return self.is_counted & (self.lengths("drafted_ids") >= 0)
+
+    @cached_property
+    def ids_off_count(self) -> Any:
+        """Rows that name more or fewer drafted tokens than they count, [rows]."""
+        counts, parents = self.round_sum("drafted"), self.lengths("drafted_parents")
+        return self.has_ids & ((self.lengths("drafted_ids") != counts) | ((parents >= 0) & (parents != counts)))
+
+    @cached_property
+    def drafts(self) -> Drafts:
+        return Drafts.of(self)
+
+    @cached_property
+    def along_the_drafts(self) -> tuple[Any, Any]:
+        """Rows with a round that kept tokens it had not drafted, and with one that left out a right one, [rows]."""
+        drafts = self.drafts
+        in_chain = ~drafts.is_tree[drafts.round]
+        same = drafts.ids == drafts.emitted(drafts.round, drafts.place)
+        kept = drafts.kept[drafts.round]
+        other = in_chain & (drafts.place < kept) & ~same
+        more = in_chain & (drafts.place == kept) & drafts.is_uncut[drafts.round] & same
+        owners = drafts.owner[drafts.round]
+        other, more = self.per_row(other, owners), self.per_row(more, owners)
+        if drafts.parents is not None:
+            lost, right = _down_the_trees(drafts)
+            other, more = other | self.per_row(lost, drafts.owner), more | self.per_row(right, drafts.owner)
+        return other, more
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Each drafted token beside what was emitted in its round, of rows whose ids are as many as they say.
+
+    Arrays [rounds] belong to the rounds of these rows, and [drafted] to the tokens drafted in them.
+    """
+
+    owner: Any
+    """The row of each round, [rounds]."""
+    kept: Any
+    """How many of its drafted tokens were emitted: all that were accepted, unless the round was cut, [rounds]."""
+    is_uncut: Any
+    """Was all of it emitted, the target's own token at the end too? [rounds]"""
+    round: Any
+    """The round of each drafted token, [drafted]."""
+    place: Any
+    """Its place in the round, [drafted]."""
+    ids: Any
+    begins: Any
+    """Where the tokens of each round are in `tokens`, [rounds]."""
+    tokens: Any
+    """All answers' tokens, one after another."""
+    parents: Any | None
+    """For each drafted token the one that it follows, -1 for the anchor; None where all are chains, [drafted]."""
+    is_tree: Any
+    """[rounds]"""
+
+    @classmethod
+    def of(cls, rows: RowArrays) -> Drafts:
+        usable = rows.has_ids & ~rows.ids_off_count
+        chosen = rows.only(usable)
+        at = np.flatnonzero(usable)
+        drafted, accepted, emitted = (chosen.flat(name).astype(np.int32) for name in ("drafted", "accepted", "emitted"))
+        of_round = chosen.owners("accepted")
+        tokens = np.maximum(chosen.lengths("token_ids"), 0)
+        # The first token of an answer comes from prefill.
+        before = np.cumsum(emitted, dtype=np.int64) - emitted
+        num_rounds = np.maximum(chosen.lengths("accepted"), 0)
+        first = (np.cumsum(num_rounds) - num_rounds)[of_round]
+        begins = (np.cumsum(tokens) - tokens)[of_round] + 1 + before - before[first]
+        of_token, place = _places(drafted)
+        parents, is_tree = _parents(chosen, of_round)
+        return cls(
+            owner=at[of_round],
+            kept=np.minimum(accepted, emitted),
+            is_uncut=emitted == accepted + 1,
+            round=of_token,
+            place=place,
+            ids=chosen.flat("drafted_ids"),
+            begins=begins,
+            tokens=chosen.flat("token_ids"),
+            parents=parents,
+            is_tree=is_tree,
+        )
+
+    def emitted(self, rounds: Any, place: Any) -> Any:
+        """The tokens that these rounds emitted at these places; of places behind the end, another."""
+        if not len(self.tokens):
+            return np.zeros(len(rounds), dtype=np.int64)
+        return self.tokens[np.minimum(self.begins[rounds] + place, len(self.tokens) - 1)]
+
+
+def _places(drafted: Any) -> tuple[Any, Any]:
+    """The round of each drafted token, and its place in it, [drafted]; 32 bits, as there are many of them."""
+    of_token = np.repeat(np.arange(len(drafted), dtype=np.int32), drafted)
+    begins = (np.cumsum(drafted, dtype=np.int64) - drafted).astype(np.int32)
+    return of_token, np.arange(len(of_token), dtype=np.int32) - np.repeat(begins, drafted)
+
+
+def _parents(rows: RowArrays, of_round: Any) -> tuple[Any | None, Any]:
+    """Those of all drafted tokens, chains' too; and which rounds are of a row that names them."""
+    named = rows.lengths("drafted_parents") >= 0
+    is_tree = named[of_round]
+    if not named.any():
+        return None, is_tree
+    of_token, place = _places(rows.flat("drafted").astype(np.int32))
+    parents = place - 1
+    parents[is_tree[of_token]] = rows.flat("drafted_parents")
+    return parents, is_tree
+
+
+def _down_the_trees(drafts: Drafts) -> tuple[Any, Any]:
+    """Rounds whose tokens are no way down their tree, and those whose way could have gone on, [rounds]."""
+    assert drafts.parents is not None
+    nodes = np.flatnonzero(drafts.is_tree[drafts.round])
+    rounds, ids = drafts.round[nodes], drafts.ids[nodes]
+    # Where each node's parent is among `nodes`; the anchor of all is behind the last. Bad parents are another law's.
+    parents = np.clip(drafts.parents[nodes], -1, drafts.place[nodes] - 1)
+    above = np.where(parents < 0, len(nodes), np.arange(len(nodes)) - drafts.place[nodes] + parents)
+    kept = drafts.kept[rounds]
+    right = np.zeros(len(drafts.kept), dtype=bool)
+    depth = np.zeros(len(drafts.kept), dtype=np.int64)
+    reached = np.zeros(len(nodes) + 1, dtype=bool)
+    reached[-1] = True
+    for level in range(int(drafts.kept[drafts.is_tree].max(initial=0)) + 1):
+        hit = np.flatnonzero(reached[above] & (kept >= level))
+        hit = hit[ids[hit] == drafts.emitted(rounds[hit], level)]
+        ends = kept[hit] == level
+        right[rounds[hit[ends]]] = True
+        goes_on = hit[~ends]
+        depth[rounds[goes_on]] = level + 1
+        reached = np.zeros(len(nodes) + 1, dtype=bool)
+        reached[goes_on] = True
+    return drafts.is_tree & (depth < drafts.kept), right & drafts.is_uncut
+
+
+def lengths_of(column: Any) -> Any:
+    """Return the length of each list, -1 for null."""
+    from pyarrow import compute
+
+    return compute.fill_null(compute.list_value_length(column), -1).to_numpy(zero_copy_only=False).astype(np.int64)
