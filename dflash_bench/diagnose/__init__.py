@@ -1,3 +1,3 @@
-"""Why is acceptance low, is it the weights or the engine, does it draw as the model does?"""
+"""Why is acceptance low? Is it the weights or the engine? Are tokens drawn as the model would draw them?"""
 
 from __future__ import annotations

@@ -151,15 +151,10 @@ def tables(checked: CrosscheckResult) -> Iterator[Table]:
     yield Table("Answers that are the same", ["", "here", "server"], list(_totals(checked.base)))
     if positions := checked.base.positions():
         rows = [
-            [
-                str(p.place),
-                number(p.reference, 4),
-                number(p.server, 4),
-                f"{p.server - p.reference:+.4f}",
-                number(p.allowed, 4),
-            ]
+            [str(p.place), *(number(share, 4) for share in (p.reference, p.server)), f"{p.server - p.reference:+.4f}",
+             number(p.allowed, 4)]
             for p in positions
-        ]
+        ]  # fmt: skip
         title = "Share of rounds that accept the draft at a position"
         yield Table(title, ["position", "here", "server", "difference", "allowed"], rows)
     if checked.trials:

@@ -21,7 +21,7 @@ from dflash_bench.runner.plan import RunPlan
 from dflash_bench.runner.setup import device_and_dtype, machine_of
 from dflash_bench.servers import launch as servers_launch
 from dflash_bench.servers.address import Address
-from dflash_bench.servers.launch import Launched
+from dflash_bench.servers.launch import LaunchedServers
 
 PROMPT_TOKENS = 4096
 """Tokens of room for a prompt, unless --context asks for more."""
@@ -45,7 +45,7 @@ def check(request: RunRequest, methods: Sequence[Method]) -> None:
 
 def launch(
     resolved: RunPlan, folder: Path, stack: ExitStack, tell: Callable[[str], object]
-) -> tuple[Launched, list[Address]]:
+) -> tuple[LaunchedServers, list[Address]]:
     """Start all servers and wait until they are ready; logs are beside `folder` until `keep_logs`. Raises UserError."""
     request = resolved.request
     assert request.launch is not None
@@ -53,7 +53,7 @@ def launch(
     specs = launch_specs(program, resolved, tell)
     path = servers_launch.executable(program, request.launch_with)
     beside = folder.absolute().with_name(f"{folder.absolute().name}.servers")
-    launched = stack.enter_context(Launched(program, path, request.launch_args or Arguments(()), beside))
+    launched = stack.enter_context(LaunchedServers(program, path, request.launch_args or Arguments(()), beside))
     return launched, launched.start(specs)
 
 
@@ -66,7 +66,7 @@ def with_dtype(resolved: RunPlan) -> RunPlan:
     return replace(resolved, request=replace(request, dtype=request.dtype or ("bfloat16" if on_gpus else "float32")))
 
 
-def keep_logs(launched: Launched, folder: Path) -> None:
+def keep_logs(launched: LaunchedServers, folder: Path) -> None:
     """Move logs into the run's folder, beside those of earlier processes of the run."""
     names = (f"servers-{number}" for number in range(1, 1_000_000))
     launched.move(next(place for name in names if not (place := folder / name).exists()))

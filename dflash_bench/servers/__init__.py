@@ -1,4 +1,4 @@
-"""How do servers answer? Decoding elsewhere, over HTTP: one file a dialect, and nothing but clocks and counts of ours.
+"""Decoding elsewhere, over HTTP: asking servers, timing and counting their answers. One file per kind of server.
 
-It knows neither models nor engines. What a server does not tell is left out, with the reason, and never guessed.
+It knows neither models nor engines. What a server does not report is left out, with the reason, and never guessed.
 """

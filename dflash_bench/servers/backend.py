@@ -22,7 +22,7 @@ from dflash_bench.servers.connect import Server
 from dflash_bench.servers.requests import closed_loop, open_loop, sequential
 
 
-class Local(Protocol):
+class LocalTarget(Protocol):
     """The same target in this process, which turns prompts into token ids and judges answers."""
 
     @property
@@ -61,7 +61,7 @@ class ServerBackend:
     ) -> None:
         """Connect to all servers. Raises UserError for a server that cannot be measured."""
         self.max_new_tokens, self.seed, self.clock = max_new_tokens, seed, clock
-        self.local: Local | None = None
+        self.local: LocalTarget | None = None
         self.vocabulary = 2**31
         """The number of token ids that `local` knows."""
         self.about: Mapping[str, Any] = {}
@@ -75,7 +75,7 @@ class ServerBackend:
         """How late this process was, by method and settings; see `Server.lag_s`."""
         self.servers: dict[str, Server] = {}
         try:
-            wanted = connect.named(dialect)
+            wanted = connect.dialect_named(dialect)
             for address in addresses:
                 server = self._runner.run(connect.connect(address, access, wanted, model))
                 self.servers[address.method.label] = server

@@ -85,7 +85,7 @@ class Server:
         return "flushed" if self.flushes else self.dialect.prefix_cache
 
 
-def named(name: str | None) -> Dialect | None:
+def dialect_named(name: str | None) -> Dialect | None:
     """Return the dialect that the user named, if any. Raises UserError for an unknown one."""
     if name is not None and name not in DIALECTS:
         raise unknown("dialect", name, list(DIALECTS))

@@ -39,10 +39,14 @@ HINTS = {
 
 def program_named(name: str) -> Program:
     """Raises UserError for an unknown name."""
-    programs = {one.program.name: one.program for one in DIALECTS.values() if one.program is not None}
-    if name not in programs:
-        raise unknown("program to launch", name, list(programs))
-    return programs[name]
+    known = []
+    # Ours come first, so a broken plug-in stands in nobody's way who does not use it.
+    for dialect in DIALECTS.values():
+        if dialect.program is not None:
+            known.append(dialect.program.name)
+            if dialect.program.name == name:
+                return dialect.program
+    raise unknown("program to launch", name, known)
 
 
 def executable(program: Program, given: str | None) -> str:
@@ -62,7 +66,7 @@ def key_of(program: Program, given: Arguments | None, variables: Mapping[str, st
     return checked_key(key_text, f"the variable {program.key_variable}") if key_text else None
 
 
-class Launched:
+class LaunchedServers:
     """The servers of one run, until they are stopped. Each has a log in `folder`, without secrets."""
 
     def __init__(self, program: Program, path: str, more: Arguments, folder: Path) -> None:
@@ -70,7 +74,7 @@ class Launched:
         self.secrets = (*more.secrets, *of_environment(os.environ))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> Launched:
+    def __enter__(self) -> LaunchedServers:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -93,6 +93,14 @@ def test_a_server_that_hides_its_counts_cannot_be_told(
     assert remedy in out and "agree" not in out and f"{PROMPTS} of {PROMPTS} answers are the same" in out
 
 
+def test_a_server_that_drafts_nothing_is_recognised_from_two_prompts(main: Main, answers: dict[str, Said]) -> None:
+    plain = {prompt: replace(said, accepted=(), num_drafts=0) for prompt, said in answers.items()}
+    with server(plain) as running:
+        words = [2 if word == str(PROMPTS) else word for word in WORDS]
+        code, out, _ = main(*words, "--server", f"dflash={running.url}")
+    assert code == 1 and "it counts no drafts, so it drafts nothing. Check that the server was started with a" in out
+
+
 def test_an_answer_that_is_not_the_models_is_judged(check: Main, answers: dict[str, Said]) -> None:
     prompt, said = next(iter(answers.items()))
     bent = {**answers, prompt: replace(said, tokens=(*said.tokens[:5], said.tokens[5] ^ 1, *said.tokens[6:]))}

@@ -27,7 +27,7 @@ from dflash_bench.results.identity import settings_of
 from dflash_bench.runner import launch
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_and_model, plan_run
-from dflash_bench.servers.launch import Launched
+from dflash_bench.servers.launch import LaunchedServers
 from studies._study import bench
 
 CONCURRENCY = (1, 4)
@@ -100,7 +100,7 @@ def started(
     program: Program, path: Path, wanted: Sequence[LaunchSpec], logs: Path, more: Sequence[str] = ()
 ) -> Iterator[dict[str, str]]:
     """The addresses of servers by their labels; they are stopped at the end of the `with`."""
-    with Launched(program, str(path), Arguments(more), logs) as launched:
+    with LaunchedServers(program, str(path), Arguments(more), logs) as launched:
         yield {address.method.label: address.url for address in launched.start(wanted)}
 
 

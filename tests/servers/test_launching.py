@@ -23,7 +23,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.results import store, table
 from dflash_bench.servers import launch, supervisor
-from dflash_bench.servers.launch import Launched, program_named
+from dflash_bench.servers.launch import LaunchedServers, program_named
 
 Main = Callable[..., tuple[int, str, str]]
 PROGRAM = Path(__file__).parent / "fake_program.py"
@@ -56,8 +56,8 @@ def spec(text: str = "ar", **changes: Any) -> LaunchSpec:
     })  # fmt: skip
 
 
-def launched(path: Path, folder: Path, name: str = "vllm") -> Launched:
-    return Launched(program_named(name), str(path), Arguments(()), folder)
+def launched(path: Path, folder: Path, name: str = "vllm") -> LaunchedServers:
+    return LaunchedServers(program_named(name), str(path), Arguments(()), folder)
 
 
 def is_alive(process: int) -> bool:
