@@ -128,7 +128,7 @@ def test_what_is_longer_or_repeated_is_told() -> None:
         }
     }
     assert [note.partition(": ")[2][:40] for note in made.notes] == [
-        "4 prompts of gsm8k are longer than that,", "4 prompts of gsm8k are padded with the s",
+        "4 prompts of gsm8k are longer than that ", "4 prompts of gsm8k are padded with the s",
     ]  # fmt: skip
     assert set(made.sha256["gsm8k"]) == {"8", "100"} and len({*made.sha256["gsm8k"].values()}) == 2
 

@@ -359,7 +359,7 @@ SHOUT = (
 
 def test_saying_the_expected_words_everywhere_is_not_passing(box: Box) -> None:
     for end in ("os._exit(0)", ""):
-        assert box.fails(SHOUT + end).startswith("its program sent what is no plain value: ")
+        assert box.fails(SHOUT + end).startswith("its program sent something that is not a plain value: ")
     box.fails("import os\nos.closerange(0, 4096)")
 
 
