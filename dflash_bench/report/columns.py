@@ -1,122 +1,116 @@
-"""The columns of the result tables, the same in every format. A formula id stands in its column's head."""
+"""The columns of the main tables, and the notes below them. A formula id stands in its column's head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Sequence
 
 from dflash_bench.analysis.findings import Finding, case
 from dflash_bench.analysis.findings.case import Badge
-from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, Share
+from dflash_bench.analysis.metrics import BASELINE, FIGURES, FORMULAS, Cell
 from dflash_bench.analysis.stats import FEWEST, covered
 from dflash_bench.core import labels
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import COUNTED
-from dflash_bench.report.tables import ABSENT, number, with_interval
+from dflash_bench.report.tables import Column, Entry, Row, Table, Value
 
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """`head` has its line breaks where a narrow column needs them."""
-
-    id: str
-    """That of the figure, if it shows one."""
-    head: str
-    text: Callable[[Cell], str]
-    justify: Literal["left", "right"] = "right"
-    has_badges: bool = False
-    """Is it the headline figure, which says itself where it is weak?"""
-    is_spare: bool = False
-    """Does a narrow screen leave it out?"""
-    in_paper: bool = False
-    """Has a paper room for it?"""
-
-    @property
-    def one_line(self) -> str:
-        return self.head.replace(".\n", ".").replace("\n", " ")
-
-
-def _tally(tally: Share | None) -> str:
-    return ABSENT if tally is None else f"{tally[0]}/{tally[1]}"
-
-
-def _percent(tally: Share | None) -> str:
-    return ABSENT if tally is None else f"{100 * tally[0] / tally[1]:.1f}"
-
-
-def _figure(name: str, digits: int = 2) -> Callable[[Cell], str]:
-    return lambda cell: number(cell.value(name), digits)
-
-
-def _interval(name: str) -> Callable[[Cell], str]:
-    return lambda cell: with_interval(cell.figures.get(name))
-
-
-SPEEDUP = Column(
-    "speedup.decode", "speedup.\ndecode [95 %]", _interval("speedup.decode"), "left", has_badges=True, in_paper=True
-)
+METHOD = Column("method", "method", "left")
+COUNTS = ("num_prompts", "num_tokens", "num_errors", "num_near_ties")
+SHARES = ("exact", "audit", "passed")
+JUDGED = ("exact", "audit")
+"""Shares of answers that are the target's own, which those of lossy methods need not be."""
 RESULTS = (
-    Column("num_prompts", "prompts", lambda cell: f"{cell.num_prompts:,}", is_spare=True, in_paper=True),
-    Column("num_tokens", "tokens", lambda cell: f"{cell.num_tokens:,}", is_spare=True),
-    Column("al.pooled", "al.\npooled", _figure("al.pooled"), in_paper=True),
-    Column("al.request_mean", "al.\nrequest_mean", _figure("al.request_mean"), is_spare=True),
-    Column("tps.decode", "tps.\ndecode", _figure("tps.decode", 1), is_spare=True, in_paper=True),
-    SPEEDUP,
-    Column("speedup.e2e", "speedup.\ne2e", _figure("speedup.e2e"), is_spare=True),
-    Column("exact", "exact", lambda cell: "lossy" if is_lossy(cell.method) else _tally(cell.exact), in_paper=True),
-    Column("passed", "passed\n%", lambda cell: _percent(cell.passed), in_paper=True),
+    Column("num_prompts", "prompts", is_spare=True, in_paper=True),
+    Column("num_tokens", "tokens", is_spare=True),
+    Column("al.pooled", "al.\npooled", has_interval=False, in_paper=True),
+    Column("al.request_mean", "al.\nrequest_mean", has_interval=False, is_spare=True),
+    Column("tps.decode", "tps.\ndecode", digits=1, has_interval=False, is_spare=True, in_paper=True),
+    Column("speedup.decode", "speedup.\ndecode [95 %]", "left", in_paper=True),
+    Column("speedup.e2e", "speedup.\ne2e", has_interval=False, is_spare=True),
+    Column("exact", "exact", in_paper=True),
+    Column("passed", "passed\n%", is_percent=True, in_paper=True),
 )
 ROUNDS = (
-    Column("draft_ms", "draft\nms", _figure("draft_ms")),
-    Column("verify_ms", "verify\nms", _figure("verify_ms")),
-    Column("other_ms", "other\nms", _figure("other_ms"), is_spare=True),
-    Column("al.pooled", "al.\npooled", _figure("al.pooled")),
-    Column("break_even_al", "break_even_al", _figure("break_even_al")),
-    Column(
-        "speedup.decode.geometric", "speedup.decode\ngeo. mean [95 %]", _interval("speedup.decode.geometric"), "left"
-    ),
-    Column("audit", "audit", lambda cell: "lossy" if is_lossy(cell.method) else _tally(cell.audit)),
-    Column("num_errors", "failed", lambda cell: str(cell.num_errors), is_spare=True),
-    Column("num_near_ties", "near\nties", lambda cell: str(cell.num_near_ties), is_spare=True),
+    Column("draft_ms", "draft\nms", has_interval=False),
+    Column("verify_ms", "verify\nms", has_interval=False),
+    Column("other_ms", "other\nms", has_interval=False, is_spare=True),
+    Column("al.pooled", "al.\npooled", has_interval=False),
+    Column("break_even_al", "break_even_al", has_interval=False),
+    Column("speedup.decode.geometric", "speedup.decode\ngeo. mean [95 %]", "left"),
+    Column("audit", "audit"),
+    Column("num_errors", "failed", is_spare=True),
+    Column("num_near_ties", "near\nties", is_spare=True),
 )
 
 
-def badges_of(column: Column, cell: Cell, findings: Sequence[Finding]) -> list[Badge]:
-    return case.beside(findings, cell) if column.has_badges and cell.method != BASELINE else []
+def main_table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding]) -> Table:
+    """A row for each cell, under its suite and settings."""
+    rows = [
+        Row([cell.method, *(_entry(column.id, cell, findings) for column in columns)], cell.heading) for cell in cells
+    ]
+    return Table([METHOD, *columns], rows, "suite")
 
 
-def marked(column: Column, cell: Cell, findings: Sequence[Finding]) -> str:
-    """The figure, and behind it the marks of what weakens it, as plain text."""
-    return " ".join(filter(None, [column.text(cell), case.marks(badges_of(column, cell, findings))]))
+def all_figures(cells: Sequence[Cell]) -> Table:
+    """Every count, share and metric of every cell, for programs: suites have their bare names."""
+    ids = [name for name in FIGURES if name not in SHARES and any(name in cell.figures for cell in cells)]
+    settings = [Column("settings", "settings")] if any(cell.setting for cell in cells) else []
+    columns = [
+        *(Column("source", "source"), *settings, METHOD),
+        *(Column(name, name) for name in COUNTS),
+        *(Column(name, name, kind="share") for name in SHARES),
+        *(Column(name, name, kind="metric") for name in ids),
+    ]
+    rows = []
+    for cell in cells:
+        setting = [cell.setting] if settings else []
+        values = [value_of(name, cell) for name in (*COUNTS, *SHARES, *ids)]
+        rows.append(Row([cell.source, *setting, cell.method, *values], cell.suite))
+    return Table(columns, rows, "suite")
+
+
+def value_of(name: str, cell: Cell) -> Value:
+    """A count, a share, or a metric with its interval; None if the cell does not have it."""
+    value: Value = getattr(cell, name) if name in (*COUNTS, *SHARES) else cell.figures.get(name)
+    return value
+
+
+def _entry(name: str, cell: Cell, findings: Sequence[Finding]) -> Value:
+    value = value_of(name, cell)
+    if name in JUDGED and is_lossy(cell.method):
+        return Entry(value, "lossy")
+    return Entry(value, badges=_badges(cell, findings)) if name == "speedup.decode" else value
+
+
+def _badges(cell: Cell, findings: Sequence[Finding]) -> list[Badge]:
+    return case.beside(findings, cell) if cell.method != BASELINE else []
 
 
 def legend(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
-    """What the marks in the tables of these cells mean."""
-    return case.legend([badge for cell in cells for badge in badges_of(SPEEDUP, cell, findings)])
+    """Explain the badges in the tables of these cells, in a sentence each."""
+    return [f"{line}." for line in case.legend([badge for cell in cells for badge in _badges(cell, findings)])]
 
 
 def counted(cells: Sequence[Cell]) -> list[str]:
-    """How servers, which hide their rounds, counted them; a line for each way, and none for engines."""
+    """How servers that hide their rounds counted them, in a sentence for each way; nothing for engines."""
     ways: dict[str, dict[str, None]] = {}
     for cell in cells:
         for by in cell.counted_by if cell.method != BASELINE else ():
             ways.setdefault(by, {})[cell.method] = None
     return [
-        f"rounds of {', '.join(methods)} by {by}: {COUNTED.get(by, 'a way that is not known here')}"
+        f"rounds of {', '.join(methods)} by {by}: {COUNTED.get(by, 'an unknown way of counting')}"
         for by, methods in ways.items()
     ]
 
 
 def notes(cells: Sequence[Cell]) -> list[str]:
-    """What holds for all figures of a table, below it, a sentence each: where prompts came from, what intervals say."""
+    """What holds for all figures of a table, in a sentence each: where prompts came from, what intervals mean."""
     return [f"{note}." for note in labels.notes(cell.source for cell in cells)] + [
         intervals_note(cell.num_prompts for cell in cells)
     ]
 
 
 def intervals_note(num_prompts: Iterable[int]) -> str:
-    """What "95 %" means for runs of so many prompts; of several, for the fewest that have an interval."""
+    """What "95 %" means for a run with so many prompts; for several runs, with the fewest that have an interval."""
     known = [number for number in num_prompts if number >= FEWEST]
     held = covered(min(known)) if known else None
     if held is None:
@@ -134,6 +128,6 @@ def _to(least: float, most: float) -> str:
 
 
 def formulas(*columns: Column) -> dict[str, str]:
-    """The formula of every figure that one of these shows."""
+    """The formula of every metric that one of these columns shows."""
     shown = {column.id for column in columns}
     return {name: formula for name, formula in FORMULAS.items() if name in shown}

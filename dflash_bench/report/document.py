@@ -86,14 +86,22 @@ def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
     for name in allow:
         if name not in ALLOWED:
             raise unknown("thing to allow", name, list(ALLOWED))
-    results = table.read(folder, allow=allow)
-    cells = metrics.summarise(results.rows, results.info["identity"])
-    if not any(cell.num_prompts for cell in cells):
-        raise UserError(f"{folder} holds no answer that did not fail; the first error: {_first_error(results)}")
-    identity = results.info["identity"]
-    notes = findings(results.rows, cells, identity, results.info)
+    document = document_of(table.read(folder, allow=allow), allow)
+    if not any(cell.num_prompts for cell in document.cells):
+        raise UserError(
+            f"{folder} holds no answer that did not fail; the first error: {_first_error(document.results)}"
+        )
+    return document
+
+
+def document_of(results: table.Results, allow: Sequence[str] = ()) -> Document:
+    """What there is to say of a run that was read."""
+    info, rows = results.info, results.rows
+    identity = info["identity"]
+    cells = metrics.summarise(rows, identity)
+    found = findings(rows, cells, identity, info)
     return Document(
-        folder, results, cells, notes, tuple(allow), sweeps(cells, identity), loads(results.rows, cells, identity)
+        Path(results.name), results, cells, found, tuple(allow), sweeps(cells, identity), loads(rows, cells, identity)
     )
 
 

@@ -26,7 +26,7 @@ from dflash_bench.report.plots.style import (
     panels,
     top_of,
 )
-from dflash_bench.report.sections import Series, by_context, value_texts
+from dflash_bench.report.sections import ContextCurve, by_context, value_texts
 
 # Throughput and speed-up by the number of answers decoded at a time.
 
@@ -208,7 +208,7 @@ def context(material: Material) -> Any:
     return finish(figure, "By context", list(handles.values()), NOTE, len(names) - len(axes_of))
 
 
-def _lines(axes: Any, series: Series, figure_ids: Sequence[str], look: dict[str, Any]) -> None:
+def _lines(axes: Any, series: ContextCurve, figure_ids: Sequence[str], look: dict[str, Any]) -> None:
     through, *dashed = figure_ids
     style = {"color": look["color"], "marker": look["marker"]}
     cells = [cell for cell in series.cells if through in cell.figures]
@@ -222,7 +222,7 @@ def _lines(axes: Any, series: Series, figure_ids: Sequence[str], look: dict[str,
                   linestyle=(0, (4, 3)), **style)  # fmt: skip
 
 
-def _plain(axes: Any, beside: str, series: Sequence[Series]) -> None:
+def _plain(axes: Any, beside: str, series: Sequence[ContextCurve]) -> None:
     """Where plain decoding is: at 1, or by what its steps take, which all methods of a suite share."""
     if beside == SPEEDUP_TERM:
         axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
@@ -235,7 +235,7 @@ def _place(cell: Any) -> float:
     return float(cell.value("prompt_tokens") or 1)
 
 
-def _name_axes(axes: Any, beside: str, series: Sequence[Series]) -> None:
+def _name_axes(axes: Any, beside: str, series: Sequence[ContextCurve]) -> None:
     """Lengths double from place to place, so that the shortest are not on top of each other."""
     places = {_place(cell): context_name(cell.settings.context) for one in series for cell in one.cells}
     axes.set_xscale("log", base=2)
