@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, groupby
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -481,9 +480,7 @@ Answers = Mapping[tuple[str, int], Any]
 def _by_cell(run: Results) -> dict[tuple[str, str], dict[tuple[str, int], Any]]:
     """By suite and the id of settings."""
     cells: dict[tuple[str, str], dict[tuple[str, int], Any]] = {}
-    run_settings = settings_of(run.info["identity"])
-    answers = plain_answers(Path(run.name), run_settings, run.left_out)
-    for (suite, settings_id, prompt_id, repeat), tokens in answers.items():
+    for (suite, settings_id, prompt_id, repeat), tokens in plain_answers(run.stored).items():
         cells.setdefault((suite, settings_id), {})[prompt_id, repeat] = tokens
     return cells
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import shortened
 from dflash_bench.core.types import Settings
 from dflash_bench.report.document import Document
-from dflash_bench.results import parts, run_info
-from dflash_bench.results.identity import NAMES, settings_of, short_names
+from dflash_bench.results import run_info
+from dflash_bench.results.identity import NAMES, short_names
 
 # The text of each token, from the tokenizer that made it, where that is at hand.
 
@@ -96,7 +95,7 @@ COLUMNS = (
     "num_prompt_tokens", "decode_s", "drafted", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
     "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
     "audit", "audit_index", "audit_gap", "audit_tolerance", "num_hidden_tokens", "num_first_tokens", "total_rounds",
-    "total_accepted",
+    "total_accepted", *NAMES,
 )  # fmt: skip
 
 
@@ -113,33 +112,45 @@ class PageAnswers:
     """Why texts are not cut into tokens; empty where they are."""
 
 
-def read_answers(document: Document, most: int, tokenizer: Path | None) -> PageAnswers:
-    """At most `most` answers, but at least one prompt."""
-    wanted = _chosen(document.results.rows, most)
-    stored = sorted(_stored(document, wanted), key=lambda row: row["order"])
-    cutter = load_tokenizer(document.results.info, tokenizer)
+def first_prompts(rows: Any, most: int) -> Any:
+    """The mask of the answers to show, [rows]: those to the first prompts of each suite, at most `most`, but at least
+    those to one prompt.
+    """
+    by_prompt = rows.groupby(["suite", "prompt_id"], observed=True, sort=False)
+    sizes = by_prompt.size().reset_index(name="answers")
+    sizes["rank"] = sizes.groupby("suite", observed=True).cumcount()
+    sizes = sizes.sort_values("rank", kind="stable")
+    fits = sizes["answers"].cumsum() <= most
+    fits.iloc[0] = True
+    return by_prompt.ngroup().isin(sizes.index[fits]).to_numpy()
+
+
+def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer: Path | None) -> PageAnswers:
+    """`stored` rows with `COLUMNS`. Raises UserError where `tokenizer` holds none."""
+    stored = sorted(stored, key=lambda row: row["order"])
+    decoder = load_tokenizer(document.results.info, tokenizer)
     plain = {_place(row): row for row in stored if row["method"] == BASELINE}
-    named = short_names(settings_of(document.results.info["identity"]))
-    said = _said(document.folder)
-    spoken = [said.get(_turn(row), said.get((*_turn(row)[:3], None))) for row in stored]
-    prompts = list(dict.fromkeys(text for text in spoken if text is not None))
+    named = short_names(document.results.stored.settings)
+    asked = _asked(document.folder)
+    questions = [asked.get(_turn(row), asked.get((*_turn(row)[:3], None))) for row in stored]
+    prompts = list(dict.fromkeys(text for text in questions if text is not None))
     texts: dict[tuple[Any, ...], int] = {}
-    cut: list[str | list[str]] = []
+    shown: list[str | list[str]] = []
     rows = []
-    for row, text_asked in zip(stored, spoken, strict=True):
+    for row, question in zip(stored, questions, strict=True):
         key = (*row["token_ids"], row["text"])
         if key not in texts:
-            texts[key] = len(cut)
-            cut.append((pieces(cutter, row["token_ids"], row["text"]) if cutter else None) or row["text"])
+            texts[key] = len(shown)
+            shown.append((pieces(decoder, row["token_ids"], row["text"]) if decoder else None) or row["text"])
         heading = labels.under(document.label(row["suite"]), named[_settings(row)] if len(named) > 1 else "")
-        asked_text = {} if text_asked is None else {"asked": prompts.index(text_asked)}
-        rows.append(_row(row, plain.get(_place(row))) | {"suite": heading, "text": texts[key]} | asked_text)
-    all_plain = any(isinstance(text, str) and text for text in cut)
-    why = "" if not all_plain else OTHER if cutter else NOT_AT_HAND
-    return PageAnswers(rows, cut, prompts, len(document.results.rows), why)
+        by_number = {} if question is None else {"asked": prompts.index(question)}
+        rows.append(_row(row, plain.get(_place(row))) | {"suite": heading, "text": texts[key]} | by_number)
+    is_plain = any(isinstance(text, str) and text for text in shown)
+    why = "" if not is_plain else OTHER if decoder else NOT_AT_HAND
+    return PageAnswers(rows, shown, prompts, len(document.results.rows), why)
 
 
-def _said(folder: Path) -> dict[tuple[str, str, int, int | None], str]:
+def _asked(folder: Path) -> dict[tuple[str, str, int, int | None], str]:
     """What the user said in each turn of each prompt, after the messages that open it.
 
     In a first turn also with what stood before it, shortened, for each context.
@@ -160,35 +171,6 @@ def _paddings(prompt: dict[str, Any]) -> list[tuple[int, str]]:
 
 def _turn(row: dict[str, Any]) -> tuple[str, str, int, int | None]:
     return row["suite"], row["prompt_id"], row["turn"], row["context"]
-
-
-def _chosen(rows: Any, most: int) -> list[tuple[str, str]]:
-    """The first prompts of each suite, in turns."""
-    sizes = rows.groupby(["suite", "prompt_id"], observed=True, sort=False).size().reset_index(name="answers")
-    sizes["rank"] = sizes.groupby("suite", observed=True).cumcount()
-    sizes = sizes.sort_values("rank", kind="stable")
-    fits = sizes["answers"].cumsum() <= most
-    fits.iloc[0] = True
-    return list(sizes.loc[fits, ["suite", "prompt_id"]].astype(str).itertuples(index=False, name=None))
-
-
-def _stored(document: Document, wanted: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-    from pyarrow import compute
-
-    names = pa.array(["\0".join(place) for place in wanted])
-
-    def chosen(batch: Any) -> Any:
-        places = compute.binary_join_element_wise(batch.column("suite"), batch.column("prompt_id"), "\0")
-        return compute.is_in(places, names)
-
-    for part in parts.of(document.folder):
-        with suppress(parts.DamagedError):  # it was allowed to be, or there would be no document
-            # Most parts of a large run hold none of them, which two columns tell.
-            keys = parts.batches(part, ["suite", "prompt_id"])
-            if any(compute.any(chosen(batch)).as_py() for batch in keys):
-                for batch in parts.batches(part, (*COLUMNS, *NAMES), left_out=document.results.left_out.get(part)):
-                    yield from batch.filter(chosen(batch)).to_pylist()
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:

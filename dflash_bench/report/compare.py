@@ -436,10 +436,9 @@ def _beside_served(runs: Sequence[Results], served: Sequence[vllm.VllmBenchResul
 
 def _accept_at(run: Results) -> dict[CellKey, dict[str, float]]:
     """The share of all rounds that accepts so many tokens or more, which is what vLLM calls its rate per position."""
-    several = settings_of(run.info["identity"])
     return {
         key: {f"accept_at[{position.k}]": position.unconditional for position in rounds.accept_at(counts, key.method)}
-        for key, counts in rounds.of_run(Path(run.name), several, run.left_out).items()
+        for key, counts in rounds.read_rounds(run.stored).histograms.items()
     }
 
 

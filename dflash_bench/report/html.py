@@ -24,6 +24,7 @@ from dflash_bench.report import answers, plots, render, sections
 from dflash_bench.report.document import Document, MethodLine, over_all
 from dflash_bench.report.tables import Section, number
 from dflash_bench.report.words import facts, sentences, speedups, tally
+from dflash_bench.results.rounds import RunRounds, read_rounds
 
 MOST_ANSWERS = 300
 
@@ -31,9 +32,10 @@ MOST_ANSWERS = 300
 def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS, tokenizer: Path | None = None) -> None:
     """Raises UserError where the file cannot be written, or `tokenizer` is none."""
     require_output(path)
-    listed = answers.read_answers(document, most_answers, tokenizer)
+    read = read_page(document, most_answers)
+    listed = answers.page_answers(document, read.answers, tokenizer)
     figures = {}
-    material = plots.Material(document)
+    material = plots.Material(document, read)
     for name in with_bar(plots.names_for(material), "drawing plots"):
         with suppress(plots.NothingToPlotError):  # `plot` says why
             figures[name] = plots.svg(material, name), plots.CAPTIONS[name]
@@ -42,6 +44,12 @@ def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS,
         path.write_text(page(document, figures, listed), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_page(document: Document, most_answers: int = MOST_ANSWERS) -> RunRounds:
+    """The rounds of a run for its plots, and the answers that the page shows, in one pass."""
+    results = document.results
+    return read_rounds(results.stored, answers.first_prompts(results.rows, most_answers), answers.COLUMNS)
 
 
 def escape(text: str) -> str:

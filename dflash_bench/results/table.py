@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from dflash_bench.results.integrity import COLUMNS as WITNESSED
 from dflash_bench.results.integrity import Account, Flaw, PartSummary, witness
 from dflash_bench.results.laws import Facts
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, Segments, lengths_of, sliced
+from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, RoundTable, StoredRows, lengths_of, sliced
 from dflash_bench.results.run_info import FILE, Info, carried, check_shape, read_info
 
 # Does an answer end in a loop, the same words over and over until the limit cut it?
@@ -88,7 +88,7 @@ ALLOWED = ("damaged", *integrity.REMEDIES)
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A run that was read. `rows` has the columns `KEPT`, `settings_id`, `slice`, `Segments.sums`, `is_loop` (was the
+    """A run that was read. `rows` has the columns `KEPT`, `settings_id`, `slice`, `RoundTable.sums`, `is_loop` (was the
     answer cut while it said the same over and over?) and, of plain answers decoded alone, `quick_round_s`."""
 
     name: str
@@ -98,8 +98,8 @@ class Results:
     """What was wrong with each damaged part that was left out."""
     flaws: tuple[Flaw, ...] = ()
     """What is missing from the run, and what was stored but is not in `rows`."""
-    left_out: Mapping[Path, Any] = field(default_factory=dict)
-    """By part, the mask of stored answers that are not in `rows`; only for parts that have some."""
+    stored: StoredRows = field(default_factory=lambda: StoredRows(()))
+    """The stored rows that `rows` was made from."""
 
     @property
     def missing(self) -> list[str]:
@@ -133,7 +133,7 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
     account = integrity.account(info, str(folder / FILE), [evidence for _, evidence in read.values()])
     # Missing answers may have been in the damaged parts, and skipping these was allowed.
     _refuse(folder, account, integrity.REMEDIES if judging else [*allow, *(["unfinished"] if damaged else [])])
-    tables, left_out = [], {}
+    tables, sizes, left_out = [], {}, {}
     for (part, (table, evidence)), surplus in zip(read.items(), account.surplus, strict=True):
         if surplus.any():
             left_out[part] = surplus
@@ -141,10 +141,11 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
         again = surplus.sum() > evidence.faulty.sum()
         batches = parts.batches(part, _columns(identity), identity, surplus) if again else ()
         tables.append(_table(batches, run_settings, by) if again else table)
+        sizes[part] = len(surplus) - int(surplus.sum())
     if not sum(map(len, tables)) and not (judging and account.flaws):
         raise UserError(none + (" that show their rounds" if by in STRETCHES else ""))
     frame = sliced(_frame(tables, run_settings), by)
-    return Results(str(folder), info, frame, tuple(damaged), account.flaws, left_out)
+    return Results(str(folder), info, frame, tuple(damaged), account.flaws, StoredRows(run_settings, sizes, left_out))
 
 
 def _read_parts(
@@ -222,7 +223,7 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
     """An Arrow table with a row per answer; by output position or part, a row per stretch of an answer."""
     import pyarrow as pa
 
-    segments = Segments.of(batch, by)
+    segments = RoundTable.of(batch, by)
     kept = {name: batch.column(name) for name in KEPT}
     kept |= {name: kept[name].dictionary_encode() for name in NAMES}
     kept[SETTINGS_ID] = _settings_ids(settings_numbers(batch, run_settings), run_settings)
@@ -243,7 +244,7 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
         sums |= _totals(batch, sums, of_answer["decode_tokens"])
         of_answer["is_loop"] = _loops(batch)
         of_answer["quick_round_s"] = _quick_rounds(batch)
-    sums |= of_answer | {"stretch": segments.stretches}
+    sums |= of_answer | {"stretch": segments.bins}
     for name, values in sums.items():
         column = pa.array(values)
         at = table.schema.get_field_index(name)

@@ -76,20 +76,19 @@ def output(material: Material) -> Any:
         raise NothingToPlotError("the backend does not report rounds")
     look = looks(material.methods)
     groups = [group for group in material.groups if any((key.suite, key.settings_id) == group for key in intervals_of)]
-    stretches = sorted({name for by in intervals_of.values() for name in by}, key=lambda name: int(name.split("-")[0]))
+    bins = sorted({name for by in intervals_of.values() for name in by}, key=lambda name: int(name.split("-")[0]))
     figure, axes_of = panels(groups, 2.4, material.label, sharex=True, sharey=True)
     for group, axes in axes_of.items():
         for method in material.drafting:
             points = [
-                (stretches.index(name), interval)
-                for name, interval in intervals_of.get(key_of(group, method), {}).items()
+                (bins.index(name), interval) for name, interval in intervals_of.get(key_of(group, method), {}).items()
             ]
             style = {"color": look[method]["color"], "marker": look[method]["marker"]}
             axes.plot([x for x, _ in points], [interval.value for _, interval in points], label=method, **style)
             bounds = [(x, interval.low, interval.high) for x, interval in points if interval.low is not None]
             if bounds:
                 axes.fill_between(*zip(*bounds, strict=True), color=look[method]["color"], alpha=0.16, linewidth=0)
-        axes.set_xticks(range(len(stretches)), stretches, rotation=20)
+        axes.set_xticks(range(len(bins)), bins, rotation=20)
     top = top_of([interval for by in intervals_of.values() for interval in by.values()])
     next(iter(axes_of.values())).set_ylim(1, top)
     name_axes(axes_of, "tokens into the answer", "al.pooled")

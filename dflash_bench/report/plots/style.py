@@ -1,16 +1,15 @@
-"""What all plots share: style and colours, the figures that they draw, and rounds by position."""
+"""What all plots share: style and colours, and the run that they draw."""
 
 from __future__ import annotations
 
 import io
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from math import nan
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,11 +22,9 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import Sweep
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import visible
-from dflash_bench.core.types import CellKey, Settings
+from dflash_bench.core.types import CellKey
 from dflash_bench.report.document import Document
-from dflash_bench.results import parts, rounds
-from dflash_bench.results.identity import checked_settings, needed_for, settings_of
-from dflash_bench.results.rounds import stretch_name, stretch_of
+from dflash_bench.results.rounds import Histogram, RunRounds, bin_name, read_rounds
 from dflash_bench.results.run_info import Info
 
 # One look for all plots: colours that colour-blind readers can tell apart, type that survives half width.
@@ -191,75 +188,7 @@ def with_style(draw: Any, *arguments: Any) -> Any:
         return draw(*arguments)
 
 
-# Acceptance by how far into the answer a round begins, streamed: a million answers have tens of millions of rounds.
-
-
-COLUMNS = ("suite", "method", "prompt_id", "error", "accepted", "emitted")
-KEY_NAMES = ["suite", "method", "prompt_id"]
-INDEX = [*KEY_NAMES, "settings", "stretch"]
-"""`settings` by their number."""
-MOST_STRETCHES = 32
-
-
-def sums(part: Path, several: Sequence[Settings], left_out: Any | None = None) -> Any:
-    """A pandas frame of tokens verified and rounds, by `INDEX`; failed answers left out. `several` are the run's."""
-    columns = [*COLUMNS, *needed_for(several)]
-    return _added([_of_batch(batch, several) for batch in parts.batches(part, columns, left_out=left_out)])
-
-
-def intervals(
-    sums: Sequence[Any], several: Sequence[Settings], widest: Mapping[CellKey, float]
-) -> dict[CellKey, dict[str, Interval]]:
-    """al.pooled by cell, then by stretch of the answer, with its interval over prompts, up to the `widest` block."""
-    by_cell: dict[CellKey, dict[str, Interval]] = {}
-    pooled = stats.ratio([0], [1])
-    for (suite, method, settings, stretch), rows in _added(sums).groupby(level=[0, 1, 3, 4]):
-        (interval,) = stats.intervals(rows.to_numpy(dtype=np.float64), [pooled])
-        if interval is not None:
-            key = CellKey(suite, "", several[settings].id, method)
-            possible = FIGURES["al.pooled"].possible(interval, widest.get(key, float("inf")))
-            by_cell.setdefault(key, {})[stretch_name(int(stretch))] = possible
-    return by_cell
-
-
-def _added(frames: Sequence[Any]) -> Any:
-    import pandas as pd
-
-    return pd.concat(frames).groupby(level=list(range(len(INDEX)))).sum()
-
-
-def _of_batch(batch: Any, several: Sequence[Settings]) -> Any:
-    import pandas as pd
-    from pyarrow import compute
-
-    # Plain decoding has one token a round everywhere, and most of the rounds.
-    drafting = compute.not_equal(batch.column("method"), BASELINE)
-    with_rounds = compute.and_(compute.is_null(batch.column("error")), compute.is_valid(batch.column("emitted")))
-    good = batch.filter(compute.and_(drafting, with_rounds))
-    lengths = good.column("accepted").value_lengths().to_numpy(zero_copy_only=False)
-    accepted, emitted = (good.column(name).flatten().to_numpy() for name in ("accepted", "emitted"))
-    owners = np.repeat(np.arange(len(lengths)), lengths)
-    # Tokens out before each round of its answer, the one from prefill included.
-    before = np.cumsum(emitted, dtype=np.int64) - emitted
-    firsts = before[(np.cumsum(lengths) - lengths)[lengths > 0]]
-    stretch = stretch_of(1 + before - np.repeat(firsts, lengths[lengths > 0]))
-    cuts = np.flatnonzero((np.diff(owners, prepend=-1) != 0) | (np.diff(stretch, prepend=-1) != 0))
-    rounds = np.diff(np.append(cuts, len(owners)))
-    tokens = np.add.reduceat(accepted, cuts, dtype=np.int64) + rounds if len(cuts) else rounds
-    coded = {name: good.column(name).dictionary_encode() for name in KEY_NAMES}
-    under = checked_settings(good, several)
-    codes = [*(coded[name].indices.to_numpy() for name in KEY_NAMES), under]
-    sizes = [*(len(coded[name].dictionary) for name in KEY_NAMES), len(several), MOST_STRETCHES]
-    of_cuts = [*(codes_of_answers[owners[cuts]] for codes_of_answers in codes), stretch[cuts]]
-    occupied, group = np.unique(np.ravel_multi_index(of_cuts, sizes), return_inverse=True)
-    *places, settings, stretches = np.unravel_index(occupied, sizes)
-    names = [coded[name].dictionary.to_pandas().to_numpy()[at] for name, at in zip(KEY_NAMES, places, strict=True)]
-    index = pd.MultiIndex.from_arrays([*names, settings, stretches], names=INDEX)
-    added = {"verified": np.bincount(group, tokens), "rounds": np.bincount(group, rounds)}
-    return pd.DataFrame(added, index=index)
-
-
-# What the plots are made from, each part read from the run when it is first asked for.
+# The run that plots are made from. Its rounds are read when a plot first needs them.
 
 
 Group = tuple[str, str]
@@ -277,6 +206,8 @@ def key_of(group: Group, method: str) -> CellKey:
 @dataclass(frozen=True)
 class Material:
     document: Document
+    read: RunRounds | None = None
+    """Its rounds, where they were read already."""
 
     @property
     def cells(self) -> Sequence[Cell]:
@@ -318,22 +249,27 @@ class Material:
         return next((cell for cell in self.cells if (*group_of(cell), cell.method) == (*group, method)), None)
 
     @cached_property
-    def settings(self) -> tuple[Settings, ...]:
-        return settings_of(self.info["identity"])
+    def rounds(self) -> RunRounds:
+        return self.read or read_rounds(self.document.results.stored)
+
+    @property
+    def histograms(self) -> Mapping[CellKey, Histogram]:
+        return self.rounds.histograms
 
     @cached_property
     def along(self) -> Mapping[CellKey, Mapping[str, Interval]]:
-        """al.pooled by cell, then by stretch of the answer."""
-        sums_of_parts = []
-        for part in parts.of(self.document.folder):
-            with suppress(parts.DamagedError):  # it was allowed to be, or the document was not made
-                sums_of_parts.append(sums(part, self.settings, self.document.results.left_out.get(part)))
+        """al.pooled by cell, then by position in the answer, with its interval over prompts, up to the widest block."""
+        run_settings = self.document.results.stored.settings
         widest = {cell.key: cell.widest for cell in self.cells}
-        return intervals(sums_of_parts, self.settings, widest)
-
-    @cached_property
-    def histograms(self) -> Mapping[CellKey, rounds.Histogram]:
-        return rounds.of_run(self.document.folder, self.settings, self.document.results.left_out)
+        by_cell: dict[CellKey, dict[str, Interval]] = {}
+        sums = self.rounds.by_position
+        for (suite, method, settings, number), rows in sums.groupby(level=["suite", "method", "settings", "bin"]):
+            (interval,) = stats.intervals(rows.to_numpy(dtype=np.float64), [stats.ratio([0], [1])])
+            if interval is not None:
+                key = CellKey(suite, "", run_settings[settings].id, method)
+                possible = FIGURES["al.pooled"].possible(interval, widest.get(key, float("inf")))
+                by_cell.setdefault(key, {})[bin_name(int(number))] = possible
+        return by_cell
 
     @cached_property
     def published(self) -> Sequence[paper.Beside]:
