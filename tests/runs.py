@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -138,11 +137,9 @@ def frame_of(records: Sequence[Record], by: str = "suite") -> Any:
 
 def histogram_of(records: Sequence[Record], method: str) -> rounds.Histogram:
     """Of gsm8k, under settings that nobody chose."""
-    totals: dict[CellKey, Counter[tuple[int, int]]] = {}
-    for stored_batch in schema.to_table(records, {}).to_batches():
-        batch = stored_batch.filter(stored_batch.column("error").is_null())
-        rounds._count(totals, batch, np.zeros(len(batch), dtype=np.int64), (GREEDY,))
-    return totals[CellKey("gsm8k", "", GREEDY.id, method)]
+    batches = schema.to_table(records, {}).to_batches()
+    counts = [rounds._of_batch(batch, np.zeros(len(batch), dtype=np.int64))[0] for batch in batches]
+    return rounds._histograms(counts, (GREEDY,)).get(CellKey("gsm8k", "", GREEDY.id, method), {})
 
 
 def changed(records: Sequence[Record], method: str = "dflash", first: int = 10_000, **changes: Any) -> list[Record]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +20,8 @@ from dflash_bench.results.plan import BASELINE
 
 Histogram = Mapping[tuple[int, int], int]
 """(drafted, accepted) to rounds."""
-WIDEST = 1 << 16
 COLUMNS = ("suite", "method", "prompt_id", "error", "drafted", "accepted", "emitted")
+BY_COUNTS = ["suite", "method", "settings", "drafted", "accepted"]
 BY_POSITION = ["suite", "method", "settings", "bin", "prompt_id"]
 """`settings` by their number in the run; `bin` as in `position_bin`."""
 
@@ -52,6 +51,7 @@ class StoredRows:
 @dataclass(frozen=True, slots=True)
 class RunRounds:
     histograms: Mapping[CellKey, Histogram]
+    """Of drafting methods."""
     by_position: Any
     """A pandas frame of the tokens verified and the rounds of drafting methods, by `BY_POSITION`."""
     answers: Sequence[dict[str, Any]] = ()
@@ -66,59 +66,54 @@ def read_rounds(stored: StoredRows, chosen: Any | None = None, columns: Sequence
     import pandas as pd
     import pyarrow as pa
 
-    totals: dict[CellKey, Counter[tuple[int, int]]] = {}
-    sums, answers, at = [], [], 0
+    counts, sums, answers, at = [], [], [], 0
     chosen = np.zeros(sum(stored.sizes.values()), dtype=bool) if chosen is None else chosen
     for part, size in stored.sizes.items():
         wanted = columns if chosen[at : at + size].any() else ()  # most parts of a large run hold none
         for batch, numbers in stored.batches_of(part, [*COLUMNS, *wanted]):
             if wanted:
                 answers += batch.filter(pa.array(chosen[at : at + len(batch)])).to_pylist()
-            good = batch.column("error").is_null()
-            _count(totals, batch.filter(good), numbers[good.to_numpy(zero_copy_only=False)], stored.settings)
-            sums.append(_by_position(batch, numbers))
+            counted, summed = _of_batch(batch, numbers)
+            counts.append(counted)
+            sums.append(summed)
             at += len(batch)
-    histograms = {key: dict(sorted(counts.items())) for key, counts in totals.items()}
-    return RunRounds(histograms, pd.concat(sums).groupby(level=BY_POSITION).sum(), answers)
+    by_position = pd.concat(sums).groupby(level=BY_POSITION).sum()
+    return RunRounds(_histograms(counts, stored.settings), by_position, answers)
 
 
-def _count(
-    totals: dict[CellKey, Counter[tuple[int, int]]], good: Any, numbers: Any, run_settings: Sequence[Settings]
-) -> None:
-    """Add the rounds of a batch of good answers to the histograms of their cells."""
-    suites, methods = (good.column(name).dictionary_encode() for name in ("suite", "method"))
-    cells = (suites.indices.to_numpy() * len(run_settings) + numbers) * len(methods.dictionary)
-    cells = (cells + methods.indices.to_numpy()).astype(np.int64)
-    drafted, accepted = (good.column(name).flatten().to_numpy() for name in ("drafted", "accepted"))
-    kinds = np.repeat(cells, lengths_of(good.column("accepted"))) * WIDEST + drafted
-    kinds, counts = np.unique(kinds * WIDEST + accepted, return_counts=True)
-    for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
-        cell, (num_drafted, num_accepted) = kind // WIDEST**2, divmod(kind % WIDEST**2, WIDEST)
-        rest, method = divmod(cell, len(methods.dictionary))
-        suite, settings = divmod(rest, len(run_settings))
-        names = suites.dictionary[suite].as_py(), methods.dictionary[method].as_py()
-        key = CellKey(names[0], "", run_settings[settings].id, names[1])
-        totals.setdefault(key, Counter())[num_drafted, num_accepted] += count
-
-
-def _by_position(batch: Any, numbers: Any) -> Any:
-    """The tokens verified and the rounds of a batch, as in `RunRounds`."""
+def _of_batch(batch: Any, numbers: Any) -> tuple[Any, Any]:
+    """The number of rounds by `BY_COUNTS`, and the tokens verified and the rounds by `BY_POSITION`."""
     import pandas as pd
-    import pyarrow as pa
     from pyarrow import compute
 
     # Plain decoding has one token per round everywhere, and most of the rounds.
-    good = compute.and_(compute.not_equal(batch.column("method"), BASELINE), compute.is_null(batch.column("error")))
-    shown = batch.filter(good)
-    rounds = RoundTable.of(shown, "output-position")
-    num_rounds = np.diff(rounds.starts, append=len(rounds.values["accepted"]))
-    verified = rounds.sum_of("accepted") + num_rounds
-    owners = pa.array(rounds.rows)
+    is_drafting = compute.not_equal(batch.column("method"), BASELINE)
+    is_good = compute.and_(is_drafting, compute.is_null(batch.column("error")))
+    good = batch.filter(is_good)
     names = ("suite", "method", "prompt_id")
-    frame = pd.DataFrame({name: shown.column(name).dictionary_encode().take(owners).to_pandas() for name in names})
-    frame["settings"] = numbers[good.to_numpy(zero_copy_only=False)][rounds.rows]
-    frame["bin"], frame["verified"], frame["rounds"] = rounds.bins, verified, num_rounds
-    return frame.groupby(BY_POSITION, observed=True).sum()
+    answers = pd.DataFrame({name: good.column(name).dictionary_encode().to_pandas() for name in names})
+    answers["settings"] = numbers[is_good.to_numpy(zero_copy_only=False)]
+    rounds = RoundTable.of(good, "output-position")
+    lengths = np.diff(rounds.starts, append=len(rounds.values["accepted"]))
+    bins = answers.iloc[rounds.rows].assign(
+        bin=rounds.bins, verified=rounds.sum_of("accepted") + lengths, rounds=lengths
+    )
+    each = answers.iloc[np.repeat(rounds.rows, lengths)].assign(
+        drafted=rounds.values["drafted"], accepted=rounds.values["accepted"]
+    )
+    return each.groupby(BY_COUNTS, observed=True).size(), bins.groupby(BY_POSITION, observed=True).sum()
+
+
+def _histograms(counts: Sequence[Any], run_settings: Sequence[Settings]) -> dict[CellKey, Histogram]:
+    import pandas as pd
+
+    histograms: dict[CellKey, dict[tuple[int, int], int]] = {}
+    for (suite, method, settings, *pair), number in pd.concat(counts).groupby(level=BY_COUNTS).sum().items():
+        drafted, accepted = map(int, pair)
+        histograms.setdefault(CellKey(suite, "", run_settings[settings].id, method), {})[drafted, accepted] = int(
+            number
+        )
+    return dict(histograms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,7 @@ def histogram(material: Material) -> Any:
                      color=look[method]["color"], hatch=look[method]["hatch"], label=method)  # fmt: skip
         axes.grid(axis="x", visible=False)
     name_axes(axes_of, "tokens accepted in a round", "% of rounds")
-    handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    return finish(figure, "How many drafted tokens a round accepts", handles, left_out=len(groups) - len(axes_of))
+    return finish(figure, axes_of, "How many drafted tokens a round accepts", num_panels=len(groups))
 
 
 def positions(material: Material) -> Any:
@@ -64,9 +63,8 @@ def positions(material: Material) -> Any:
             )
         axes.set_ylim(0, 103)
     name_axes(axes_of, "position in the draft, k", "% accepted")
-    handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
     note = f"solid: at least k accepted; dashed: the k-th, where the first k-1 were ({MIN_ROUNDS} rounds or more)"
-    return finish(figure, "Acceptance by position", handles, note, len(groups) - len(axes_of))
+    return finish(figure, axes_of, "Acceptance by position", note, len(groups))
 
 
 def output(material: Material) -> Any:
@@ -92,14 +90,8 @@ def output(material: Material) -> Any:
     top = top_of([interval for by in intervals_of.values() for interval in by.values()])
     next(iter(axes_of.values())).set_ylim(1, top)
     name_axes(axes_of, "tokens into the answer", "al.pooled")
-    handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    return finish(
-        figure,
-        "Acceptance along the answer",
-        handles,
-        "band: 95 % interval over prompts" + (", cut off where too wide" if top is not None else ""),
-        len(groups) - len(axes_of),
-    )
+    note = "band: 95 % interval over prompts" + (", cut off where too wide" if top is not None else "")
+    return finish(figure, axes_of, "Acceptance along the answer", note, len(groups))
 
 
 def _groups_with_rounds(material: Material) -> list[Group]:

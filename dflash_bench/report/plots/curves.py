@@ -46,8 +46,7 @@ def profile(places: Sequence[ProfiledBatch], title: str) -> Any:
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
     name_axes(axes_of, "tokens that a forward reads", "milliseconds")
-    first = next(iter(axes_of.values()))
-    return finish(figure, title, first.get_legend_handles_labels()[0], left_out=len(places) - len(axes_of))
+    return finish(figure, axes_of, title, num_panels=len(places))
 
 
 def _title(place: tuple[int, int]) -> str:
@@ -81,7 +80,7 @@ def training(histories: Mapping[str, History]) -> Any:
     axes.set_ylim(bottom=1)
     axes.set_xlim(left=0)
     axes.set_xlabel("tokens of answers read, in millions (each epoch reads all again)")
-    return finish(figure, "What training brings", axes.get_legend_handles_labels()[0])
+    return finish(figure, axes_of, "What training brings")
 
 
 # A suite's figures over many runs, in the order in which these were started.
@@ -107,10 +106,9 @@ def trend(runs: Sequence[Material], unlike: Sequence[Difference] = ()) -> Any:
         axes.set_xticks(range(len(over_time)), [_day(run) for run in over_time], rotation=20)
         axes.set_ylim(bottom=0)
         axes.set_ylabel(figure_id)
-    handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
     kinds = dict.fromkeys(difference.kind for difference in unlike)
     note = bars_note() + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
-    return finish(figure, f"Over {len(over_time)} runs", handles, note, len(names) - len(axes_of))
+    return finish(figure, axes_of, f"Over {len(over_time)} runs", note, len(names))
 
 
 def _trend_title(runs: Sequence[Material], group: Group, figure_id: str) -> str:

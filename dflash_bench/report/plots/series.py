@@ -61,12 +61,9 @@ def load(material: Material) -> Any:
         axes.set_ylim(0, top)
         if top is not None:
             tops.append(top)
-    handles = {
-        handle.get_label(): handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]
-    }
     title = "Throughput and speed-up by concurrency" if SPEEDUP in shown_ids else "Throughput by concurrency"
     note = bars_note(max(tops, default=None))
-    return finish(figure, title, list(handles.values()), note, len(names) - len(axes_of))
+    return finish(figure, axes_of, title, note, len(names))
 
 
 def _suite(one: Load) -> str:
@@ -114,12 +111,9 @@ def sweep(material: Material) -> Any:
         if (top := top_of(_drawn(swept, suites, figure_id))) is not None:
             axes.set_ylim(0, top)
             tops.append(top)
-    handles = {
-        handle.get_label(): handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]
-    }
     note = f"{bars_note(max(tops, default=None))}; ring: highest speed-up"
     title = "Acceptance and speed-up by the value of an option"
-    return finish(figure, title, list(handles.values()), note, len(names) - len(axes_of))
+    return finish(figure, axes_of, title, note, len(names))
 
 
 def _drawn(swept: Sweep, suites: Sequence[str], figure_id: str) -> list[Interval]:
@@ -202,10 +196,7 @@ def context(material: Material) -> Any:
         _name_axes(axes, beside, of_suite)
         drawn = [cell.figures[beside] for one in of_suite for cell in one.cells if beside in cell.figures]
         axes.set_ylim(0, top_of(drawn) if beside in WITH_BARS else None)
-    handles = {
-        handle.get_label(): handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]
-    }
-    return finish(figure, "By context", list(handles.values()), NOTE, len(names) - len(axes_of))
+    return finish(figure, axes_of, "By context", NOTE, len(names))
 
 
 def _lines(axes: Any, series: ContextCurve, figure_ids: Sequence[str], look: dict[str, Any]) -> None:

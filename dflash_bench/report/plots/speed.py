@@ -76,12 +76,8 @@ def speedup(material: Material) -> Any:
     axes.set_ylabel("speedup.decode")
     bars = axes.get_legend_handles_labels()[0][: len(methods)]
     marks = _published_marks(axes, material, groups)
-    return finish(
-        figure,
-        "Speed-up over plain decoding",
-        [*bars, *marks],
-        f"{bars_note(top)}; dashed line: plain decoding",
-    )
+    note = f"{bars_note(top)}; dashed line: plain decoding"
+    return finish(figure, {"": axes}, "Speed-up over plain decoding", note, handles=[*bars, *marks])
 
 
 def _name_groups(axes: Any, labels: Sequence[str]) -> None:
@@ -168,7 +164,7 @@ def rounds(material: Material) -> Any:
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.1)
     axes.set_xlabel("ms per round")
-    return finish(figure, "Where a round spends its time", axes.get_legend_handles_labels()[0])
+    return finish(figure, {"": axes}, "Where a round spends its time")
 
 
 def prompts(material: Material) -> Any:
@@ -191,8 +187,7 @@ def prompts(material: Material) -> Any:
     )
     notes = [f"dashed: {', '.join(f'{times}×' for times in lines)} as fast as plain decoding"] if lines else []
     notes += [f"a sample of {MOST_POINTS:,} prompts a method"] if max(map(len, points.values())) == MOST_POINTS else []
-    handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    return finish(figure, "Prompt by prompt", handles, "; ".join(notes), len(groups) - len(axes_of))
+    return finish(figure, axes_of, "Prompt by prompt", "; ".join(notes), len(groups))
 
 
 def _per_token(cell: Cell) -> Any:

@@ -142,17 +142,24 @@ def bars_note(top: float | None = None) -> str:
     return "error bars: 95 % interval over prompts" + (", cut off where too long" if top is not None else "")
 
 
-def finish(figure: Any, title: str, handles: Sequence[Any] = (), note: str = "", left_out: int = 0) -> Any:
-    """Title above, legend and note below."""
+def finish(
+    figure: Any, axes_of: Mapping[Any, Any], title: str, note: str = "", num_panels: int = 0, handles: Any = None
+) -> Any:
+    """Title above, legend and note below. Of `num_panels`, those that `axes_of` lacks are said to be missing; `handles`
+    are by default those of all panels, each label once.
+    """
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
+    left_out = num_panels - len(axes_of)
     notes = [*filter(None, [note]), *([f"{left_out} more panels not shown"] if left_out > 0 else [])]
-    for handle in handles:
-        handle.set_label(visible(handle.get_label()))
-    labels = [len(handle.get_label()) for handle in handles]
-    across = 4 if sum(labels) < 40 else 2 if max(labels, default=0) < 30 else 1
-    legend = figure.legend(
-        handles=list(handles), loc="outside lower left", ncols=across, title="; ".join(notes) or None
+    known = [handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]]
+    shown = (
+        list({handle.get_label(): handle for handle in reversed(known)}.values())[::-1] if handles is None else handles
     )
+    for handle in shown:
+        handle.set_label(visible(handle.get_label()))
+    labels = [len(handle.get_label()) for handle in shown]
+    across = 4 if sum(labels) < 40 else 2 if max(labels, default=0) < 30 else 1
+    legend = figure.legend(handles=shown, loc="outside lower left", ncols=across, title="; ".join(notes) or None)
     legend.set_alignment("left")
     legend.get_title().set(color=MUTED, fontsize=9.5)
     return figure
