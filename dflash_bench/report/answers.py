@@ -25,7 +25,7 @@ OTHER = "Some answers are not coloured, because this tokenizer does not decode t
 
 
 def load_tokenizer(info: Mapping[str, Any], chosen: Path | None) -> Any | None:
-    """Nothing is fetched. Raises UserError where `given` holds no tokenizer; None where none is at hand."""
+    """Load the target's tokenizer, without fetching; None if none is found. Raises UserError if `chosen` holds none."""
     if chosen is not None and not any(path.is_file() for path in _places(chosen)):
         raise UserError(f"{chosen} holds no tokenizer.json")
     candidates = _places(chosen) if chosen else known(info)
@@ -34,7 +34,7 @@ def load_tokenizer(info: Mapping[str, Any], chosen: Path | None) -> Any | None:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Of a tokenizer.json. Raises UserError."""
+    """Load a tokenizer.json. Raises UserError for other files."""
     from tokenizers import Tokenizer
 
     text = files.text_of(path)
@@ -56,7 +56,7 @@ def _places(folder: Path) -> list[Path]:
 
 
 def known(info: Mapping[str, Any]) -> Iterator[Path]:
-    """Where the run says that its model is; of a model from the hub, the local cache."""
+    """Where the model of a run is, as the run recorded it; for a model from the hub, in the local cache."""
     from huggingface_hub import try_to_load_from_cache
 
     identity, options = info["identity"], info.get("options", {})
@@ -73,7 +73,7 @@ def known(info: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def pieces(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str] | None:
-    """One text a token, empty where a letter is not whole yet; None where they do not make up `text`."""
+    """Return one text per token, empty while a letter is incomplete; None if together they are not `text`."""
     from tokenizers.decoders import DecodeStream
 
     try:
@@ -89,14 +89,15 @@ def pieces(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str] | N
 
 
 MOST_PADDING = 1200
-"""Characters shown of what stands before a prompt."""
+"""How many characters of the padding before a prompt are shown."""
 COLUMNS = (
-    "suite", "prompt_id", "category", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
-    "num_prompt_tokens", "decode_s", "drafted", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
+    "suite", "prompt_id", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
+    "decode_s", "drafted", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
     "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
-    "audit", "audit_index", "audit_gap", "audit_tolerance", "num_hidden_tokens", "num_first_tokens", "total_rounds",
-    "total_accepted", *NAMES,
+    "audit", "audit_index", "audit_gap", "audit_tolerance", *NAMES,
 )  # fmt: skip
+COUNTS = ["num_tokens", "decode_tokens", "num_rounds", "num_accepted"]
+"""Columns of the run's table, which has them of servers that hide rounds, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,10 @@ class PageAnswers:
     rows: Sequence[dict[str, Any]]
     texts: Sequence[str | list[str]]
     prompts: Sequence[str]
-    """What the user said in a turn; empty for a run that kept no prompts. A row names its prompt's text by number."""
+    """The user's messages; empty for a run that kept no prompts. A row names its message by number."""
     num_all: int
     why_plain: str
-    """Why texts are not cut into tokens; empty where they are."""
+    """Why texts are not split into tokens; empty if they are."""
 
 
 def first_prompts(rows: Any, most: int) -> Any:
@@ -126,7 +127,7 @@ def first_prompts(rows: Any, most: int) -> Any:
 
 
 def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer: Path | None) -> PageAnswers:
-    """`stored` rows with `COLUMNS`. Raises UserError where `tokenizer` holds none."""
+    """`stored` rows have `COLUMNS` and `COUNTS`. Raises UserError if `tokenizer` holds none."""
     stored = sorted(stored, key=lambda row: row["order"])
     decoder = load_tokenizer(document.results.info, tokenizer)
     plain = {_place(row): row for row in stored if row["method"] == BASELINE}
@@ -151,9 +152,9 @@ def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer
 
 
 def _asked(folder: Path) -> dict[tuple[str, str, int, int | None], str]:
-    """What the user said in each turn of each prompt, after the messages that open it.
+    """The user's message in each turn of each prompt, after the messages that open it.
 
-    In a first turn also with what stood before it, shortened, for each context.
+    In a first turn, for each context, also with the padding before it, shortened.
     """
     return {
         (prompt["suite"], prompt["prompt_id"], turn, context): "\n\n".join(
@@ -196,8 +197,8 @@ def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
         "audit_gap": _short(row["audit_gap"]),
         "audit_tolerance": _short(row["audit_tolerance"]),
         "finish": row["finish_reason"],
-        "tokens": _num_tokens(row),
-        "rounds": len(accepted) if row["accepted"] is not None else row["total_rounds"],
+        "tokens": int(row["num_tokens"]),
+        "rounds": None if row["num_rounds"] != row["num_rounds"] else int(row["num_rounds"]),
         "al": _short(_acceptance_length(row)),
         "ms": _short(ms_per_token),
         "speedup": _short(
@@ -216,23 +217,13 @@ def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in page_row.items() if value is not None}
 
 
-def _num_tokens(row: dict[str, Any]) -> int:
-    hidden = row["num_hidden_tokens"]
-    return len(row["token_ids"]) if hidden is None else int(hidden)
-
-
 def _acceptance_length(row: dict[str, Any]) -> float | None:
-    if row["accepted"]:
-        return 1 + float(sum(row["accepted"])) / len(row["accepted"])
-    if not row["total_rounds"] or row["total_accepted"] is None:
-        return None
-    return 1 + int(row["total_accepted"]) / int(row["total_rounds"])
+    return 1 + row["num_accepted"] / row["num_rounds"] if row["num_rounds"] > 0 else None
 
 
 def _ms_per_token(row: dict[str, Any]) -> float | None:
-    num_tokens = _num_tokens(row) - (row["num_first_tokens"] or 1)
-    return 1000 * row["decode_s"] / num_tokens if num_tokens > 0 and row["error"] is None else None
+    return 1000 * row["decode_s"] / row["decode_tokens"] if row["decode_tokens"] > 0 and row["error"] is None else None
 
 
 def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
+    return None if value is None or value != value else float(f"{value:.4g}")

@@ -103,7 +103,7 @@ def counted(cells: Sequence[Cell]) -> list[str]:
 
 
 def notes(cells: Sequence[Cell]) -> list[str]:
-    """What holds for all figures of a table, in a sentence each: where prompts came from, what intervals mean."""
+    """Explain what applies to a whole table, in a sentence each: the source of prompts, the meaning of intervals."""
     return [f"{note}." for note in labels.notes(cell.source for cell in cells)] + [
         intervals_note(cell.num_prompts for cell in cells)
     ]

@@ -1,4 +1,4 @@
-"""Two runs, or two methods, side by side: as text, Markdown and JSON."""
+"""Two runs, or two methods, side by side: as text and JSON."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def versus_json(comparisons: Sequence[Versus]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-# One `compare` command from its words to text and JSON: read, refuse what is unlike, set side by side.
+# The `compare` command, from its arguments to text and JSON: read runs, refuse unlike ones, set them side by side.
 
 
 IN_STRETCHES = "timings here cover rounds only: the draft's prefill and the time between rounds belong to no stretch"
@@ -210,7 +210,7 @@ class ComparisonText:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a comparison comes to, before what must stand above it is known."""
+    """The result of a comparison, before the notes on its runs are added."""
 
     sections: Sequence[Section]
     json: dict[str, Any]
@@ -221,7 +221,7 @@ def compared(
     paths: Sequence[Path], *, by: str = "suite", against: str | None = None, compat: str | None = None,
     allow: Sequence[str] = (),
 ) -> ComparisonText:  # fmt: skip
-    """Folders are runs, files are results of vllm bench serve. Raises UserError for what cannot be compared."""
+    """Compare runs (folders) and results of vllm bench serve (files). Raises UserError if they cannot be compared."""
     check_allowed(allow)
     idle = [name for name in allow if name in UNLIKE]
     if idle and sum(path.is_dir() for path in paths) < 2:
@@ -275,7 +275,7 @@ def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | No
 
 
 def _with_notes(runs: Sequence[Results], notes: Sequence[str], found: _Found) -> ComparisonText:
-    """What the reader must know stands above the tables."""
+    """Add the notes on the runs, above the tables."""
     lines = [f"run {run.name}: {environment.one_line(run.info['environment'])}" for run in runs]
     sentences = [text for run in runs for text in [*run.missing, *_wrong(run)]]
     sentences += [*notes, *found.notes]
@@ -286,7 +286,7 @@ def _with_notes(runs: Sequence[Results], notes: Sequence[str], found: _Found) ->
 
 
 def _wrong(run: Results) -> list[str]:
-    """A comparison of numbers that mean nothing says so."""
+    """Note answers that are not the target's own, which make a comparison meaningless."""
     wrong = run.rows[mismatched(run.rows)]
     named = {settings.id: name for settings, name in short_names(settings_of(run.info["identity"])).items()}
     cells = wrong[["suite", "settings_id", "method"]].drop_duplicates().itertuples(index=False, name=None)
@@ -309,7 +309,7 @@ def _caveats(cells_of: Iterable[Sequence[Cell]], by: str) -> list[str]:
 
 
 def _run_noise(changes: Sequence[Versus]) -> Iterator[str]:
-    """What the intervals between runs say of the noise between runs."""
+    """Describe the noise between runs that the intervals between them include."""
     noises = [(name, noise) for versus in changes for name, noise in versus.noises.items()]
     if not noises:
         yield (

@@ -31,7 +31,7 @@ def as_json(document: Document) -> dict[str, Any]:
 
 
 def document_json(document: Document) -> dict[str, Any]:
-    """The same and what it was measured on; and every metric of a cell under its formula id, with its interval."""
+    """`as_json`, plus the machine and command, and every metric of a cell by its formula id, with its interval."""
     info, summary = document.results.info, as_json(document)
     for stored, cell in zip(summary["cells"], document.cells, strict=True):
         stored["figures"] = {name: _json_value(interval) for name, interval in cell.figures.items()}

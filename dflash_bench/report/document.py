@@ -1,4 +1,4 @@
-"""What every format shows: a run that was read, its cells, and what to doubt about them."""
+"""The document that every format shows: a run that was read, its cells, and the findings about them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MethodLine:
     method: str
     settings: Settings
     setting: str
-    """What tells the settings from the others of the run; empty in a run of one."""
+    """Distinguishes the settings from the others of the run; empty if there is only one."""
 
     @property
     def name(self) -> str:
@@ -51,17 +51,17 @@ class Document:
 
     @property
     def notes(self) -> list[str]:
-        """What is missing from the numbers; said above them in every format."""
+        """Notes on data missing from the numbers; shown above them in every format."""
         return self.results.missing
 
     @property
     def methods(self) -> list[str]:
-        """The drafting ones, in the order of the run."""
+        """The drafting methods, in the order of the run."""
         return list(dict.fromkeys(cell.method for cell in self.cells if cell.method != BASELINE))
 
     @property
     def lines(self) -> list[MethodLine]:
-        """What has a mean over suites: each drafting method under each settings, in the order of the run."""
+        """Each drafting method under each settings, in the order of the run: these have a mean over suites."""
         places = dict.fromkeys((cell.method, cell.settings, cell.setting) for cell in self.cells)
         methods = self.methods
         drafting = [MethodLine(*place) for place in places if place[0] in methods]
@@ -72,17 +72,17 @@ class Document:
         return list(dict.fromkeys(cell.suite for cell in self.cells))
 
     def label(self, suite: str) -> str:
-        """A suite for people, with where its prompts came from."""
+        """The name of a suite for people, with the source of its prompts."""
         return next(cell.label for cell in self.cells if cell.suite == suite)
 
     def badges(self, line: MethodLine) -> list[Badge]:
-        """What weakens a method's speed-up over all suites; nothing where there is none."""
+        """The badges of a method's mean speed-up over suites; none if there is no speed-up."""
         speedup, _ = over_all(self.cells, line)
         return case.beside_mean(self.findings, line.settings.id, contains_one(speedup)) if speedup else []
 
 
 def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
-    """Raises UserError for a run that is unfinished or damaged, unless `allow` names that."""
+    """Read a finished run. Raises UserError for one that is unfinished or damaged, unless `allow` names that."""
     for name in allow:
         if name not in ALLOWED:
             raise unknown("thing to allow", name, list(ALLOWED))
@@ -95,7 +95,7 @@ def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
 
 
 def document_of(results: table.Results, allow: Sequence[str] = ()) -> Document:
-    """What there is to say of a run that was read."""
+    """Summarise a run that was read."""
     info, rows = results.info, results.rows
     identity = info["identity"]
     cells = metrics.summarise(rows, identity)
@@ -111,7 +111,7 @@ def _first_error(results: table.Results) -> str:
 
 
 def over_all(cells: Sequence[Cell], line: MethodLine) -> tuple[Interval | None, float | None]:
-    """A method's speedup.decode, geometric mean over suites, and its al.pooled over all rounds of all suites."""
+    """Return a method's speedup.decode (geometric mean over suites) and its al.pooled over all rounds of all suites."""
     answered = [cell for cell in line.cells_of(cells) if cell.num_prompts]
     if not answered:
         return None, None

@@ -11,6 +11,7 @@ import json
 from base64 import b64encode
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,11 @@ def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS,
 
 def read_page(document: Document, most_answers: int = MOST_ANSWERS) -> RunRounds:
     """The rounds of a run for its plots, and the answers that the page shows, in one pass."""
-    results = document.results
-    return read_rounds(results.stored, answers.first_prompts(results.rows, most_answers), answers.COLUMNS)
+    rows = document.results.rows
+    chosen = answers.first_prompts(rows, most_answers)
+    read = read_rounds(document.results.stored, chosen, answers.COLUMNS)
+    counts = rows.loc[chosen, answers.COUNTS].to_dict("records")
+    return replace(read, answers=[row | own for row, own in zip(read.answers, counts, strict=True)])
 
 
 def escape(text: str) -> str:

@@ -13,15 +13,15 @@ from dflash_bench.perf.verdict import ProfiledBatch, RoundCost, RoundVerdict
 from dflash_bench.report import render
 from dflash_bench.report.tables import ABSENT, Column, Entry, Row, Section, Table, Value, number
 
-# The cost of a forward by its width, in words: one line for each run, and what its speed-ups mean by it.
+# The cost of a forward by its width, in words: one line for each run, and its meaning for the speed-ups.
 
 
 CROOKED = 0.25
-"""From this misfit on the line is not to be trusted in between."""
+"""With at least this misfit, the line is not to be trusted between the measured widths."""
 
 
 def line_of(info: Mapping[str, Any]) -> str:
-    """What a run measured at its start; "n/a" where it did not."""
+    """Return the curve measured when the run started; "n/a" if it was not measured."""
     curve = roofline.stored(info)
     return f"{ABSENT} (not measured in this run)" if curve is None else f"{formula(curve)}; {curve.regime}"
 
@@ -34,12 +34,12 @@ def formula(curve: WidthCurve) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Three digits, or all of those before the point."""
+    """Format with three digits, or with all digits before the point."""
     return f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"
 
 
 def sentences(info: Mapping[str, Any]) -> list[str]:
-    """The line, and what follows from it for the speed-ups beside it."""
+    """Return the line, and its meaning for the speed-ups."""
     curve = roofline.stored(info)
     return [f"width curve: {line_of(info)}", *([meaning(curve)] if curve else [])]
 
@@ -71,7 +71,7 @@ def meaning(curve: WidthCurve) -> str:
 
 
 def curve_as_json(info: Mapping[str, Any]) -> dict[str, Any] | None:
-    """In seconds; None where the run did not measure it."""
+    """Return the curve in seconds; None if the run did not measure it."""
     curve = roofline.stored(info)
     return None if curve is None else asdict(curve) | {"line": curve.line._asdict()}
 
@@ -88,7 +88,7 @@ FACTORS = {
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """A profile to be shown. `estimated` are the same places for the whole target, of which some layers were cut."""
+    """A profile to be shown. `estimated` are the same batches for the whole target, if some of its layers were cut."""
 
     about: Mapping[str, Any]
     measured: Measured
@@ -98,7 +98,7 @@ class Profiled:
 
     @property
     def judged(self) -> Sequence[ProfiledBatch]:
-        """Of the whole target, where that could be estimated."""
+        """Batches of the whole target, if they could be estimated."""
         return self.estimated or self.places
 
 
@@ -188,15 +188,17 @@ def _round(one: RoundCost) -> list[Value]:
 
 
 def sentence(verdict: RoundVerdict) -> str:
-    """What binds a method's whole round, and what it would bring if it did not."""
+    """Name what limits a method's round, and the speed-up without that limit."""
     whole, al = verdict.round, verdict.al
     price = f"a round of {whole.width} tokens costs {whole.cost:.2f} plain steps"
     if al is None or verdict.speedup is None:
         return (
-            f"{whole.method}: {price}, so it needs more than {whole.cost:.2f} tokens a round to gain. Of that price, "
+            f"{whole.method}: {price}, so it needs more than {whole.cost:.2f} tokens per round to gain. Of that price, "
             f"{_binds(verdict)}; --acceptance says how much is gained."
         )
-    gain = f"{al:g} tokens a round ({verdict.al_source}) make it {verdict.speedup:.2f} times as fast as plain decoding"
+    gain = (
+        f"{al:g} tokens per round ({verdict.al_source}) make it {verdict.speedup:.2f} times as fast as plain decoding"
+    )
     if verdict.binding == "acceptance":
         then = f"with all {whole.width} kept it would be {whole.speedup(whole.width):.1f} times as fast"
     elif verdict.binding == "unclear":

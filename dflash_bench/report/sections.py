@@ -28,7 +28,7 @@ WRONG = (
 
 
 def of_document(document: Document) -> list[Section]:
-    """All that a run has to say, in the order in which every form says it."""
+    """The sections of a run's report, in the order that every form shows them."""
     info = document.results.info
     return [
         *of_cells(document.cells, document.findings),

@@ -152,8 +152,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One subject of a report: a table with its legend, and what follows from it in sentences. All parts but the id are
-    optional; `items` is None where the subject is no list, and empty where nothing was found.
+    """One subject of a report: a table with its legend, and its conclusions in sentences. All parts but the id are
+    optional; `items` is None if the subject is not a list, and empty if nothing was found.
     """
 
     id: str
@@ -170,7 +170,7 @@ class Section:
 
 
 def aligned(heads: Sequence[str], rows: Rows, left: int | Sequence[bool] = 1) -> str:
-    """The first `left` columns are names, the others numbers; or `left` says it of each. Heads may have line breaks."""
+    """Align columns: the first `left` to the left, or those for which `left` is true. Heads may have line breaks."""
     height = max(head.count("\n") for head in heads) + 1
     above = [[""] * (height - 1 - head.count("\n")) + head.split("\n") for head in heads]
     lines = [*zip(*above, strict=True), *([visible(text) for text in row] for row in rows)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,24 +11,20 @@ from dflash_bench.core.errors import unknown
 from dflash_bench.core.methods import METHODS, Kind, Option
 from dflash_bench.report import perf, tables
 from dflash_bench.report.document import Document, over_all
+from dflash_bench.report.render import wrapped
 from dflash_bench.report.tables import ABSENT, number
 from dflash_bench.report.words import facts, speedups, tally, with_badges
 
 if TYPE_CHECKING:
     from dflash_bench.tasks.suites import SuiteListing
 
-WIDTH = 100
-
 
 def suites_text(listings: Sequence[SuiteListing], groups: Mapping[str, Sequence[str]]) -> str:
-    """A suite a line, with its title below it; then the groups."""
+    """One line per suite, with its title below; then the groups."""
     heads = ("suite", "embedded", "scored by", "licence", "source on the hub")
-    rows = [heads, *(_suite_row(listing) for listing in listings)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads) - 1)]
-    lines = ["  ".join([*(text.ljust(w) for text, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
-    for place, listing in enumerate(listings):
-        lines.insert(2 * place + 2, f"  {listing.suite.title}")
-    return "\n".join([*lines, "", *(f"group {name}: {', '.join(members)}" for name, members in groups.items())])
+    lines = tables.aligned(heads, [_suite_row(listing) for listing in listings], left=len(heads)).splitlines()
+    blocks = [lines[0], *(f"{line}\n  {one.suite.title}" for line, one in zip(lines[1:], listings, strict=True))]
+    return "\n".join([*blocks, "", *(f"group {name}: {', '.join(members)}" for name, members in groups.items())])
 
 
 def _suite_row(listing: SuiteListing) -> tuple[str, ...]:
@@ -38,11 +33,11 @@ def _suite_row(listing: SuiteListing) -> tuple[str, ...]:
     return suite.name, str(listing.num_embedded), suite.scorer, suite.licence, " ".join(filter(None, rows))
 
 
-# The result in eleven lines, to paste into an issue or a chat, and one more where the speed-up is weak.
+# The result in eleven lines, to paste into an issue or a chat, plus one where the speed-up is weak.
 
 
 def card(document: Document) -> str:
-    """Raises nothing for what a run does not hold: that line says n/a."""
+    """Return the card; lines for which the run holds nothing say n/a."""
     info, about = document.results.info, facts(document.results.info)
     means = [(line, *over_all(document.cells, line)) for line in document.lines]
     faster = ", ".join(f"{line.name} {with_badges(document, line, speedup)}" for line, speedup, _ in means)
@@ -77,22 +72,22 @@ def card(document: Document) -> str:
 
 
 DRAFTED = {"none": "nothing", "chain": "a chain", "tree": "a tree"}
-FOOT = """To run one: --method NAME[@LABEL][:KEY=VALUE,...], or NAME:N for N drafted tokens a round.
+FOOT = """To run one: --method NAME[@LABEL][:KEY=VALUE,...], or NAME:N for N drafted tokens per round.
 Options of one method: dflash-bench methods NAME
 Your own draft: --draft WEIGHTS=PATH; two of one kind: --draft WEIGHTS@a=PATH --draft WEIGHTS@b=PATH"""
 
 
 def methods_text() -> str:
-    """All methods, each with its summary below, in 100 columns."""
+    """Return the list of methods, each with its summary below, in 100 columns."""
     heads = ("method", "weights", "drafts", "output")
     lines = tables.aligned(heads, [_row(kind) for kind in METHODS.values()], left=len(heads)).splitlines()
-    summaries = (_indented(kind.summary) for kind in METHODS.values())
+    summaries = (wrapped(kind.summary, first="  ") for kind in METHODS.values())
     blocks = [lines[0], *(f"{line}\n{summary}" for line, summary in zip(lines[1:], summaries, strict=True))]
     return "\n".join([*blocks, "", FOOT])
 
 
 def text_of(name: str) -> str:
-    """One method and all its options. Raises UserError for an unknown name."""
+    """Describe one method and all its options. Raises UserError for an unknown name."""
     if name not in METHODS:
         raise unknown("method", name, list(METHODS))
     kind = METHODS[name]
@@ -100,7 +95,7 @@ def text_of(name: str) -> str:
 
 
 def markdown() -> str:
-    """The tables in docs/methods.md: all methods, then the options of each."""
+    """Return the tables of docs/methods.md: all methods, then the options of each."""
     heads = ("method", "what it is", "weights", "drafts", "lossless")
     rows = [
         (
@@ -122,10 +117,6 @@ def _row(kind: Kind) -> list[str]:
     return [kind.name, kind.weights or "none", DRAFTED[kind.shape], "lossless" if kind.lossless else "lossy"]
 
 
-def _indented(paragraph: str) -> str:
-    return textwrap.fill(paragraph, WIDTH, initial_indent="  ", subsequent_indent="  ")
-
-
 def _spelling(kind: Kind) -> str:
     return kind.name + ("[:N]" if kind.count else "")
 
@@ -134,7 +125,7 @@ def _facts(kind: Kind) -> Iterator[str]:
     yield f"syntax   {_written(kind)}"
     yield f"weights  {_weights(kind)}"
     yield f"drafts   {DRAFTED[kind.shape]}"
-    yield f"output   {'lossless: just' if kind.lossless else 'lossy: not'} what the target alone would give"
+    yield f"output   {'lossless: exactly' if kind.lossless else 'lossy: not'} what the target alone would generate"
 
 
 def _written(kind: Kind) -> str:
@@ -158,7 +149,7 @@ def _options(kind: Kind) -> Iterator[str]:
     yield lines[0]
     for line, option in zip(lines[1:], kind.options, strict=True):
         yield line
-        yield _indented(option.summary)
+        yield wrapped(option.summary, first="  ")
     yield from (f"\n{alternative}" for alternative in _alternatives(kind))
 
 

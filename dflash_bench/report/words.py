@@ -1,4 +1,4 @@
-"""What a run was and what came out, in words: for the card, and for the head of the page."""
+"""A run and its result in words: for the card, and for the head of the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GB = 1e9
 
 
 def sentences(document: Document) -> list[str]:
-    """The headline; a method that cannot be compared is not in it."""
+    """Return the headline in sentences; methods that cannot be compared are not in it."""
     means = [(line, *over_all(document.cells, line)) for line in document.lines]
     faster = [
         f"{line.name} is {with_interval(speedup)} times as fast{_weak(document, line)}"
@@ -55,7 +55,7 @@ def _not_plain(document: Document, exact: Share) -> str:
 
 
 def speedups(document: Document, is_known: bool) -> str:
-    """What the speed-ups are, or why there are none."""
+    """Explain the speed-ups, or why there are none."""
     plain = {(cell.suite, cell.settings) for cell in document.cells if cell.method == BASELINE and cell.num_prompts}
     bare = dict.fromkeys(
         (cell.suite, cell.source)
@@ -73,7 +73,7 @@ def _weak(document: Document, line: MethodLine) -> str:
 
 
 def with_badges(document: Document, line: MethodLine, speedup: Interval | None) -> str:
-    """The figure with its interval, and the marks of what weakens it."""
+    """Return the speed-up with its interval, followed by the marks of its badges."""
     return " ".join(filter(None, [with_interval(speedup), case.marks(document.badges(line))]))
 
 
@@ -83,7 +83,7 @@ def geometric_note(document: Document) -> str:
 
 
 def tally(document: Document, name: str, line: MethodLine | None = None) -> Share | None:
-    """Over all suites, of one drafting method or of all."""
+    """Sum a share over all suites, for one drafting method or for all; None if nothing was judged."""
     cells = [cell for cell in document.cells if cell.method != BASELINE]
     cells = line.cells_of(cells) if line else cells
     known = [counts for cell in cells if (counts := getattr(cell, name))]
@@ -91,7 +91,7 @@ def tally(document: Document, name: str, line: MethodLine | None = None) -> Shar
 
 
 def facts(info: Mapping[str, Any]) -> dict[str, str]:
-    """What decides results, from `run.json`, a line each. An older run may not have recorded everything."""
+    """List what decides the results, from `run.json`, by topic. Topics that were not recorded are left out."""
     identity, env = info["identity"], info["environment"]
     revisions = identity.get("revisions", {})
     packages = env.get("packages", {})
@@ -112,7 +112,7 @@ def facts(info: Mapping[str, Any]) -> dict[str, str]:
 
 
 def memory(info: Mapping[str, Any]) -> str:
-    """What was predicted before the models were loaded; empty for a run that recorded none."""
+    """Describe the memory predicted before the models were loaded; empty for a run that recorded none."""
     known = info.get("memory")
     if not known:
         return ""
@@ -165,7 +165,7 @@ def _server(label: str, server: Mapping[str, Any]) -> str:
 
 
 def _whose(identity: Mapping[str, Any]) -> str:
-    """Servers may be elsewhere, and do not say on what they compute."""
+    """Servers may run elsewhere, and do not report their machine."""
     return " (of the client; the servers' is not known)" if identity.get("servers") else ""
 
 
@@ -175,7 +175,7 @@ def _revision(text: str | None) -> str:
 
 
 def _suite(name: str, suite: Mapping[str, Any], info: Mapping[str, Any]) -> str:
-    """With the whole source where its name for people leaves something out: a commit, or the way to a folder."""
+    """Includes the full source if the suite's label leaves something out: a commit, or the path of a folder."""
     _, _, place = suite["source"].partition(" ")
     number = f"{suite['prompts']:,}"
     if "measured" in info:
@@ -219,7 +219,7 @@ def _workers(identity: Mapping[str, Any]) -> str | None:
 
 
 def _of_settings(several: Sequence[Settings]) -> dict[str, str]:
-    """Each that any of them changes, with all its values: `temperature 0 and 1`; and always what thinking is."""
+    """Each setting that was changed, with all its values: `temperature 0 and 1`; and always thinking."""
     usual = Settings()
     sampled = [settings for settings in several if not settings.greedy]
     values = {

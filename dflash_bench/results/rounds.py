@@ -147,7 +147,7 @@ FIRST_EDGE = 32
 
 
 def sliced(frame: Any, by: str) -> Any:
-    """Adds the column `slice`, whose categories are in reading order."""
+    """Add the column `slice`, whose categories are in reading order."""
     import pandas as pd
 
     match by:
@@ -276,7 +276,7 @@ def lengths_of(column: Any) -> Any:
 
 
 def _flat(column: Any, lengths: Any) -> Any:
-    """The values of all lists one after another; a list that is null counts as NaNs of its length in `lengths`."""
+    """Concatenate the values of all lists, [sum of lengths]; a null list counts as NaNs of its length in `lengths`."""
     values = column.flatten().to_numpy(zero_copy_only=False)
     stored = lengths_of(column)
     if np.array_equal(stored, lengths):
@@ -286,7 +286,7 @@ def _flat(column: Any, lengths: Any) -> Any:
     return spread
 
 
-# What plain decoding answered, token by token: the target's own answers.
+# The answers of plain decoding, token by token: the target's own answers.
 
 
 ANSWER_COLUMNS = ("suite", "prompt_id", "turn", "repeat", "method", "error", "num_hidden_tokens", "token_ids")

@@ -1,4 +1,4 @@
-"""How many drafted tokens a round keeps: how often, up to which position, and where in the answer."""
+"""How many drafted tokens rounds accept: how often, up to which position, and where in the answer."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def positions(material: Material) -> Any:
 
 
 def output(material: Material) -> Any:
-    """al.pooled by how many tokens are out already, with its interval."""
+    """al.pooled by the number of tokens emitted before a round, with its interval."""
     intervals_of = {key: by for key, by in material.along.items() if key.method != BASELINE}
     if not intervals_of:
         raise NothingToPlotError("the backend does not report rounds")

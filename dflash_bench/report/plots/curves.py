@@ -24,7 +24,7 @@ from dflash_bench.report.plots.style import (
 )
 from dflash_bench.results.identity import name_without
 
-# What a forward costs by the tokens that it reads: measured, the line through it, and the roofline below.
+# The cost of a forward by its number of tokens: measured, the line through the measurements, and the roofline below.
 
 
 def profile(places: Sequence[ProfiledBatch], title: str) -> Any:
@@ -53,7 +53,7 @@ def _title(place: tuple[int, int]) -> str:
     return f"batch {place[0]}, context {place[1]}"
 
 
-# What a draft costs: acceptance by the tokens of answers that it was trained on.
+# The training of a draft: acceptance by the number of answer tokens that it was trained on.
 
 
 History = Sequence[Mapping[str, Any]]
@@ -112,7 +112,7 @@ def trend(runs: Sequence[Material], unlike: Sequence[Difference] = ()) -> Any:
 
 
 def _trend_title(runs: Sequence[Material], group: Group, figure_id: str) -> str:
-    """Where runs differ in their sources, it names each; and the settings where any run has others."""
+    """Name all sources if the runs differ in them, and the settings if any run has others."""
     cells = [cell for run in runs for cell in run.cells if group_of(cell) == group]
     everywhere = list(dict.fromkeys(cell.settings for run in runs for cell in run.cells))
     setting = name_without(cells[0].settings, everywhere)

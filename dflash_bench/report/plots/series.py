@@ -35,8 +35,8 @@ THROUGHPUT, SPEEDUP = "tps.total", "speedup.decode"
 
 
 def load(material: Material) -> Any:
-    """Both side by side, a row for each suite; throughput alone where nothing was measured to compare with."""
-    loads = [one for one in material.loads if one.levels[-1].rate is None]
+    """Both side by side, a row for each suite; throughput alone if there is nothing to compare with."""
+    loads = [one for one in material.document.loads if one.levels[-1].rate is None]
     if not loads:
         raise NothingToPlotError("this run has no levels of concurrency")
     suites = list(dict.fromkeys(_suite(one) for one in loads))
@@ -89,17 +89,17 @@ FIGURES = {LENGTH: lambda point: point.length, SWEEP_SPEEDUP: lambda point: poin
 
 def sweep(material: Material) -> Any:
     """Both figures side by side, a row for each option and suite; the mean over suites comes first."""
-    if not material.sweeps:
+    if not material.document.sweeps:
         raise NothingToPlotError("no option has several values in this run")
     rows = {
         (swept.option, curve.suites): swept
-        for swept in material.sweeps
+        for swept in material.document.sweeps
         for curve in sorted(swept.curves, key=lambda curve: -len(curve.suites))
     }
     # Every option's mean before any option's suites: what does not fit is left out at the end.
     order = sorted(rows, key=lambda row: -len(row[1]))
     names = [(*row, figure_id) for row in order for figure_id in FIGURES]
-    series = list(dict.fromkeys(curve.series for swept in material.sweeps for curve in swept.curves))
+    series = list(dict.fromkeys(curve.series for swept in material.document.sweeps for curve in swept.curves))
     figure, axes_of = panels(names, 2.2, lambda name: _title(*name))
     tops: list[float] = []
     for (option, suites, figure_id), axes in axes_of.items():
@@ -122,12 +122,12 @@ def _drawn(swept: Sweep, suites: Sequence[str], figure_id: str) -> list[Interval
 
 
 def _title(option: str, suites: Sequence[str], _figure_id: str) -> str:
-    """The suite; which figure and which option stand at the axes."""
+    """The suite; figure and option are labels of the axes."""
     return suites[0] if len(suites) == 1 else f"mean over {len(suites)} suites"
 
 
 def _places(swept: Sweep) -> dict[Any, float]:
-    """Numbers stand where they belong, words behind them."""
+    """Place numbers at their values, and words behind them."""
     values = list(dict.fromkeys(point.value for curve in swept.curves for point in curve.points))
     numbers = sorted(value for value in values if not isinstance(value, str))
     step = (numbers[-1] - numbers[0]) / max(len(numbers) - 1, 1) if numbers else 1.0
@@ -163,24 +163,24 @@ def _name_sweep_axes(axes: Any, swept: Sweep, figure_id: str) -> None:
     axes.margins(y=0.12)
 
 
-# Acceptance, speed and what a round costs, by how long the context is.
+# Acceptance, speed and the cost of a round, by the length of the context.
 
 
 SPEEDUP_TERM = "speedup.decode"
 PANELS = {
     "al.pooled": ("al.pooled", "break_even_al"),
     SPEEDUP_TERM: (SPEEDUP_TERM,),
-    "ms a round": ("verify_ms", "draft_ms"),
+    "ms per round": ("verify_ms", "draft_ms"),
     "draft prefill ms": ("draft_prefill_ms",),
 }
-"""By what stands beside an axis, the figures in it: the first is drawn through, the second dashed."""
+"""The figures of each panel by the label of its axis: the first is drawn solid, the second dashed."""
 WITH_BARS = ("al.pooled", SPEEDUP_TERM)
 """Milliseconds have narrow intervals, which would only hide the points."""
 NOTE = "dashed: break_even_al, draft ms; grey: a plain step; bars: 95 % interval"
 
 
 def context(material: Material) -> Any:
-    """Four panels a suite, over the mean number of tokens that prompts have in all."""
+    """Four panels per suite, over the mean number of all prompt tokens."""
     series = by_context(material.cells)
     if not series:
         raise NothingToPlotError("there is one context in this run; give several with --context")
@@ -214,10 +214,10 @@ def _lines(axes: Any, series: ContextCurve, figure_ids: Sequence[str], look: dic
 
 
 def _plain(axes: Any, beside: str, series: Sequence[ContextCurve]) -> None:
-    """Where plain decoding is: at 1, or by what its steps take, which all methods of a suite share."""
+    """Draw plain decoding: at 1, or the time of its steps, which all methods of a suite share."""
     if beside == SPEEDUP_TERM:
         axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    if beside == "ms a round":
+    if beside == "ms per round":
         cells = [cell for cell in series[0].cells if "plain_ms" in cell.figures]
         axes.plot([_place(cell) for cell in cells], [cell.value("plain_ms") for cell in cells], color=PLAIN, marker=".")
 

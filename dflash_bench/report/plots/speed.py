@@ -1,4 +1,4 @@
-"""How much faster, where a round spends its time, and prompt by prompt."""
+"""Plots of the speed-up, of where a round spends its time, and of single prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dflash_bench.report.plots.style import (
 MOST_POINTS = 400
 MOST_LABELS = 16
 MOST_UPRIGHT = 4
-"""Suites with settings whose names fit side by side."""
+"""How many names of suites with settings fit side by side."""
 PUBLISHED_MARKERS = ("D", "s", "^", "v", "P")
 """Hollow, one for each published configuration."""
 BARS = 0.8
@@ -186,12 +186,14 @@ def prompts(material: Material) -> Any:
         np.concatenate([points_of_cell for points_of_cell in points.values() if len(points_of_cell)]),
     )
     notes = [f"dashed: {', '.join(f'{times}×' for times in lines)} as fast as plain decoding"] if lines else []
-    notes += [f"a sample of {MOST_POINTS:,} prompts a method"] if max(map(len, points.values())) == MOST_POINTS else []
+    notes += (
+        [f"a sample of {MOST_POINTS:,} prompts per method"] if max(map(len, points.values())) == MOST_POINTS else []
+    )
     return finish(figure, axes_of, "Prompt by prompt", "; ".join(notes), len(groups))
 
 
 def _per_token(cell: Cell) -> Any:
-    """Milliseconds, plain and own, [prompts, 2]; of very many prompts a seeded draw."""
+    """Milliseconds per token, plain and own, [prompts, 2]; a seeded draw of very many prompts."""
     columns = [COLUMN[name] for name in ("plain_s", "plain_tokens", "own_s", "own_tokens")]
     sums = cell.sums[:, columns]
     sums = sums[(sums > 0).all(axis=1)]
@@ -201,7 +203,7 @@ def _per_token(cell: Cell) -> Any:
 
 
 def _speedup_lines(all_axes: list[Any], points: Any) -> list[int]:
-    """Draws those that cross the axes, up to the fastest prompt, and says which."""
+    """Draw the speed-up lines that cross the axes, up to the fastest prompt, and return them."""
     plain, drafting = points.max(axis=0)
     fastest = (points[:, 0] / points[:, 1]).max()
     left, right, top = 0.92 * points[:, 0].min(), 1.06 * plain, 1.12 * drafting

@@ -15,11 +15,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.concurrency import Load
 from dflash_bench.analysis.metrics import BASELINE, FIGURES, Cell
 from dflash_bench.analysis.peers import paper, zlab
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.analysis.sweep import Sweep
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import visible
 from dflash_bench.core.types import CellKey
@@ -40,13 +38,13 @@ PARTS = {"draft": "#d99a00", "verify": "#0a7d8c", "other": "#a9b3bd"}
 NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", PLAIN: "plain"}
 NAMES |= {colour: f"series-{number}" for number, colour in enumerate(SERIES)}
 NAMES |= {colour: f"part-{name}" for name, colour in PARTS.items()}
-"""As a page names them, which has others in the dark."""
+"""Colours by their names in a page, which has others in dark mode."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 HATCHES = ("", "///", "\\\\\\", "xx", "--", "++", "||")
 WIDTH = 6.4
 MOST_PANELS = 8
 TALLEST = 3.0
-"""Times the highest value that an axis reaches at most."""
+"""An axis ends at this many times the highest value at most."""
 DPI = 200
 SETTINGS: Any = {
     "axes.axisbelow": True, "axes.edgecolor": MUTED, "axes.grid": True, "axes.labelcolor": INK,
@@ -62,7 +60,7 @@ SETTINGS: Any = {
 
 
 Panel = TypeVar("Panel", bound=Hashable)
-"""What tells one panel of a plot from another, such as a suite under settings."""
+"""Identifies a panel of a plot, such as a suite under settings."""
 
 
 _canvas: ContextVar[Any] = ContextVar("canvas", default=None)
@@ -70,7 +68,7 @@ _canvas: ContextVar[Any] = ContextVar("canvas", default=None)
 
 @contextmanager
 def drawn_into(canvas: Any) -> Iterator[None]:
-    """Plots go into this part of someone's figure, and not into one of their own; None changes nothing."""
+    """Draw plots into this part of the caller's figure instead of a new figure; None changes nothing."""
     token = _canvas.set(canvas)
     try:
         yield
@@ -79,7 +77,7 @@ def drawn_into(canvas: Any) -> Iterator[None]:
 
 
 class NothingToPlotError(Exception):
-    """The rows do not hold what a plot shows; says what is missing."""
+    """The run lacks the data of a plot; the message says which."""
 
 
 def looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -95,9 +93,9 @@ def looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
 def panels(
     names: Sequence[Panel], height: float, title: Callable[[Panel], str] = str, **shared: Any
 ) -> tuple[Any, dict[Panel, Any]]:
-    """A figure with one set of axes a panel, two in a row; more than `MOST_PANELS` do not fit and are left out.
+    """Return a figure with one set of axes per panel, two in a row; those beyond `MOST_PANELS` are left out.
 
-    Even one alone has its title: it says where the prompts came from.
+    A single panel has a title, too: it names the source of the prompts.
     """
     from matplotlib.figure import Figure
 
@@ -116,7 +114,7 @@ def panels(
 
 
 def name_axes(axes_of: Mapping[Any, Any], below: str, beside: str) -> None:
-    """Every row beside, the lowest axes of each column below."""
+    """Label the y axis of each row, and the x axis of the lowest panel of each column."""
     for number, axes in enumerate(axes_of.values()):
         if number % 2 == 0:
             axes.set_ylabel(beside)
@@ -125,14 +123,14 @@ def name_axes(axes_of: Mapping[Any, Any], below: str, beside: str) -> None:
 
 
 def errors(intervals: Sequence[Interval]) -> list[list[float]]:
-    """Below and above the value, as error bars want them; NaN, which draws nothing, where there is no interval."""
+    """Return distances below and above the values, for error bars; NaN, which draws nothing, without an interval."""
     below = [nan if interval.low is None else interval.value - interval.low for interval in intervals]
     above = [nan if interval.high is None else interval.high - interval.value for interval in intervals]
     return [below, above]
 
 
 def top_of(intervals: Sequence[Interval]) -> float | None:
-    """Where an axis ends whose intervals, of a handful of prompts, would flatten their values; None where none does."""
+    """The end of an axis whose intervals, over a handful of prompts, would flatten their values; None if none does."""
     values = [interval.value for interval in intervals]
     highest = max((interval.high for interval in intervals if interval.high is not None), default=0.0)
     return TALLEST * max(values) if values and highest > TALLEST * max(values) else None
@@ -145,8 +143,8 @@ def bars_note(top: float | None = None) -> str:
 def finish(
     figure: Any, axes_of: Mapping[Any, Any], title: str, note: str = "", num_panels: int = 0, handles: Any = None
 ) -> Any:
-    """Title above, legend and note below. Of `num_panels`, those that `axes_of` lacks are said to be missing; `handles`
-    are by default those of all panels, each label once.
+    """Add a title above, and a legend and note below; the note counts the panels of `num_panels` that `axes_of` lacks.
+    `handles` are by default those of all panels, each label once.
     """
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
     left_out = num_panels - len(axes_of)
@@ -166,7 +164,7 @@ def finish(
 
 
 def encoded(figure: Any, kind: str) -> bytes:
-    """As PNG or SVG; the same bytes for the same figure."""
+    """Encode as PNG or SVG; the same figure gives the same bytes."""
     file = io.BytesIO()
     metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
     figure.savefig(file, format=kind, dpi=DPI, metadata=metadata)
@@ -174,7 +172,7 @@ def encoded(figure: Any, kind: str) -> bytes:
 
 
 def inline(figure: Any) -> str:
-    """SVG to stand in a page: no prolog, its colours by the page's names, its paper transparent, text as text."""
+    """Return SVG for a page: no prolog, colours by the page's names, a transparent background, text as text."""
     text = encoded(figure, "svg").decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
@@ -188,7 +186,7 @@ def inline(figure: Any) -> str:
 
 
 def with_style(draw: Any, *arguments: Any) -> Any:
-    """Settings hold while a figure is made and while it is saved."""
+    """Call `draw` with our settings, which must hold while a figure is made and while it is saved."""
     from matplotlib import rc_context
 
     with rc_context(SETTINGS):
@@ -236,19 +234,11 @@ class Material:
 
     @property
     def groups(self) -> list[Group]:
-        """What has a panel of its own: each suite under each settings."""
+        """Each suite under each settings, which has a panel of its own."""
         return list(dict.fromkeys(map(group_of, self.cells)))
 
-    @property
-    def loads(self) -> Sequence[Load]:
-        return self.document.loads
-
-    @property
-    def sweeps(self) -> Sequence[Sweep]:
-        return self.document.sweeps
-
     def label(self, group: Group) -> str:
-        """The suite, and on a line of its own what tells its settings from the others of the run."""
+        """The suite, and on a second line what distinguishes its settings from the others of the run."""
         cell = next(cell for cell in self.cells if group_of(cell) == group)
         return "\n".join(filter(None, [cell.label, cell.setting]))
 
