@@ -15,7 +15,7 @@ from dflash_bench.report.plots.style import (
     Material,
     NothingToPlotError,
     bars_note,
-    errors,
+    draw_intervals,
     finish,
     group_of,
     looks,
@@ -123,10 +123,7 @@ def _trend_title(runs: Sequence[Material], group: Group, figure_id: str) -> str:
 def _line(axes: Any, runs: Sequence[Material], group: Group, method: str, figure_id: str, look: dict[str, Any]) -> None:
     cells = [run.cell(group, method) for run in runs]
     points = [(at, cell.figures[figure_id]) for at, cell in enumerate(cells) if cell and figure_id in cell.figures]
-    intervals = [interval for _, interval in points]
-    values = [interval.value for interval in intervals]
-    axes.errorbar([at for at, _ in points], values, errors(intervals), label=method, color=look["color"],
-                  marker=look["marker"], elinewidth=1.1, capsize=2.5)  # fmt: skip
+    draw_intervals(axes, points, label=method, color=look["color"], marker=look["marker"])
 
 
 def _day(run: Material) -> str:

@@ -14,13 +14,13 @@ from dflash_bench.core import labels
 from dflash_bench.core.types import context_name
 from dflash_bench.report.plots.style import (
     MARKERS,
-    MUTED,
     PLAIN,
     SERIES,
     Material,
     NothingToPlotError,
     bars_note,
-    errors,
+    draw_intervals,
+    draw_plain,
     finish,
     looks,
     panels,
@@ -75,10 +75,8 @@ def _draw(axes: Any, one: Load, figure_id: str, look: dict[str, Any]) -> None:
         axes.plot([level.concurrency for level in one.levels], [level.tokens_per_s for level in one.levels], **look)
         return
     points = [(level.concurrency, level.speedup) for level in one.levels if level.speedup]
-    intervals = [interval for _, interval in points]
-    axes.errorbar([at for at, _ in points], [interval.value for interval in intervals], errors(intervals),
-                  elinewidth=1.1, capsize=2.5, **look)  # fmt: skip
-    axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    draw_intervals(axes, points, **look)
+    draw_plain(axes)
 
 
 # Acceptance and speed-up by the values of an option.
@@ -144,9 +142,7 @@ def _places(swept: Sweep) -> dict[Any, float]:
 def _line(axes: Any, swept: Sweep, curve: SweepCurve, figure_id: str, number: int) -> None:
     place, look = _places(swept), {"color": SERIES[number % 7], "marker": MARKERS[number % 7]}
     points = [(place[point.value], interval) for point in curve.points if (interval := FIGURES[figure_id](point))]
-    intervals = [interval for _, interval in points]
-    axes.errorbar([at for at, _ in points], [interval.value for interval in intervals], errors(intervals),
-                  label=curve.series, elinewidth=1.1, capsize=2.5, **look)  # fmt: skip
+    draw_intervals(axes, points, label=curve.series, **look)
     if curve.best is not None and figure_id == SWEEP_SPEEDUP:
         best: Point = curve.points[curve.best]
         assert best.speedup is not None
@@ -159,7 +155,7 @@ def _name_sweep_axes(axes: Any, swept: Sweep, figure_id: str) -> None:
     axes.set_xlabel(f"{swept.option} ({swept.unit})" if swept.unit else swept.option)
     axes.set_ylabel(figure_id)
     if figure_id == SWEEP_SPEEDUP:
-        axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        draw_plain(axes)
     axes.margins(y=0.12)
 
 
@@ -202,11 +198,8 @@ def context(material: Material) -> Any:
 def _lines(axes: Any, series: ContextCurve, figure_ids: Sequence[str], look: dict[str, Any]) -> None:
     through, *dashed = figure_ids
     style = {"color": look["color"], "marker": look["marker"]}
-    cells = [cell for cell in series.cells if through in cell.figures]
-    intervals = [cell.figures[through] for cell in cells]
-    bars = errors(intervals) if through in WITH_BARS else None
-    axes.errorbar([_place(cell) for cell in cells], [interval.value for interval in intervals], bars,
-                  label=series.method, elinewidth=1.1, capsize=2.5, **style)  # fmt: skip
+    points = [(_place(cell), cell.figures[through]) for cell in series.cells if through in cell.figures]
+    draw_intervals(axes, points, has_bars=through in WITH_BARS, label=series.method, **style)
     for figure_id in dashed:
         known = [cell for cell in series.cells if figure_id in cell.figures]
         axes.plot([_place(cell) for cell in known], [cell.value(figure_id) for cell in known],
@@ -216,7 +209,7 @@ def _lines(axes: Any, series: ContextCurve, figure_ids: Sequence[str], look: dic
 def _plain(axes: Any, beside: str, series: Sequence[ContextCurve]) -> None:
     """Draw plain decoding: at 1, or the time of its steps, which all methods of a suite share."""
     if beside == SPEEDUP_TERM:
-        axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        draw_plain(axes)
     if beside == "ms per round":
         cells = [cell for cell in series[0].cells if "plain_ms" in cell.figures]
         axes.plot([_place(cell) for cell in cells], [cell.value("plain_ms") for cell in cells], color=PLAIN, marker=".")

@@ -19,6 +19,7 @@ from dflash_bench.report.plots.style import (
     Material,
     NothingToPlotError,
     bars_note,
+    draw_plain,
     errors,
     finish,
     group_of,
@@ -67,7 +68,7 @@ def speedup(material: Material) -> Any:
                 above = min(interval.high or interval.value, top or inf)
                 axes.annotate(f"{interval.value:.2f}", (x, above), (0, 3),
                               textcoords="offset points", ha="center", va="bottom", fontsize=10.5)  # fmt: skip
-    axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    draw_plain(axes)
     _name_groups(axes, labels)
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.12)

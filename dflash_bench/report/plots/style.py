@@ -129,6 +129,19 @@ def errors(intervals: Sequence[Interval]) -> list[list[float]]:
     return [below, above]
 
 
+def draw_intervals(axes: Any, points: Sequence[tuple[float, Interval]], *, has_bars: bool = True, **look: Any) -> None:
+    """Draw a line through the values, with their intervals as error bars."""
+    intervals = [interval for _, interval in points]
+    bars = errors(intervals) if has_bars else None
+    values = [interval.value for interval in intervals]
+    axes.errorbar([x for x, _ in points], values, bars, elinewidth=1.1, capsize=2.5, **look)
+
+
+def draw_plain(axes: Any) -> None:
+    """Draw the dashed line of plain decoding, a speed-up of 1."""
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+
+
 def top_of(intervals: Sequence[Interval]) -> float | None:
     """The end of an axis whose intervals, over a handful of prompts, would flatten their values; None if none does."""
     values = [interval.value for interval in intervals]
