@@ -140,7 +140,8 @@ def _places(swept: Sweep) -> dict[Any, float]:
 
 
 def _line(axes: Any, swept: Sweep, curve: SweepCurve, figure_id: str, number: int) -> None:
-    place, look = _places(swept), {"color": SERIES[number % 7], "marker": MARKERS[number % 7]}
+    place = _places(swept)
+    look: dict[str, Any] = {"color": SERIES[number % 7], "marker": MARKERS[number % 7]}
     points = [(place[point.value], interval) for point in curve.points if (interval := FIGURES[figure_id](point))]
     draw_intervals(axes, points, label=curve.series, **look)
     if curve.best is not None and figure_id == SWEEP_SPEEDUP:
