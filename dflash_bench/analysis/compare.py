@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, groupby
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -487,8 +486,7 @@ def agreements(before: Results, after: Results) -> list[Agreement]:
 def _baseline_answers(run: Results) -> dict[tuple[str, str], dict[tuple[str, int], Any]]:
     """Return by suite and settings_id, and then by prompt id and repeat, the token ids [T]."""
     cells: dict[tuple[str, str], dict[tuple[str, int], Any]] = {}
-    answers = plain_answers(Path(run.name), settings_of(run.info.identity), run.left_out)
-    for (suite, settings_id, prompt_id, repeat), tokens in answers.items():
+    for (suite, settings_id, prompt_id, repeat), tokens in plain_answers(run.stored).items():
         cells.setdefault((suite, settings_id), {})[prompt_id, repeat] = tokens
     return cells
 

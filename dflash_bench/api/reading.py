@@ -201,21 +201,10 @@ class Run:
 
     def _batches(self, columns: tuple[str, ...]) -> Iterator[tuple[Any, list[str]]]:
         """Yield Arrow batches of the rows that the tables show, with the settings of each row in words."""
-        from dflash_bench.results import parts
-        from dflash_bench.results.identity import checked_settings, needed_for, settings_of
-        from dflash_bench.results.run_info import carried
-
-        results = self.document.results
-        several = settings_of(results.info.identity)
-        words = [self._in_words[settings] for settings in several]
-        needed = dict.fromkeys((*columns, *needed_for(several)))
-        for part in parts.of(self.folder):
-            try:
-                left_out = results.left_out.get(part)
-                for batch in parts.batches(part, tuple(needed), carried(results.info), left_out):
-                    yield batch.select(columns), [words[at] for at in checked_settings(batch, several)]
-            except parts.DamagedError:  # `allow` left it out, or the run would not have been read
-                continue
+        stored = self.document.results.stored
+        words = [self._in_words[settings] for settings in stored.settings]
+        for batch, numbers in stored.batches(columns):
+            yield batch.select(columns), [words[at] for at in numbers]
 
 
 def load(path: str | Path, allow: Sequence[str] = ()) -> Run:

@@ -37,9 +37,7 @@ def run(
     """
     from dflash_bench import report
     from dflash_bench.analysis import metrics
-    from dflash_bench.analysis.concurrency import concurrency_curves
-    from dflash_bench.analysis.findings import findings, witnesses
-    from dflash_bench.analysis.sweep import sweeps
+    from dflash_bench.analysis.findings import witnesses
     from dflash_bench.api import measuring
     from dflash_bench.results import table
     from dflash_bench.runner import plan
@@ -55,14 +53,11 @@ def run(
         note(_stopped(folder))
         sys.exit(130)
     results = table.read(folder)
-    rows, identity = results.rows, results.info.identity
-    cells = metrics.summarise(rows, identity)
-    notes = findings(rows, cells, identity, results.info)
-    swept, loaded = sweeps(cells, identity), concurrency_curves(rows, cells, identity)
+    rows, document = results.rows, report.document_of(results)
     if as_json:
-        say(json.dumps(report.as_json(folder, cells, notes, swept, loaded), indent=1, allow_nan=False))
+        say(json.dumps(report.as_json(document), indent=1, allow_nan=False))
     else:
-        say(report.text(cells, notes, swept, results.info, loaded))
+        say(report.FORMATS["table"](document))
         if memory := report.memory(results.info):
             say(f"memory, as predicted: {memory}")
         say(f"saved in {folder}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +16,11 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import CODE_SCORERS, Message, Prompt
 from dflash_bench.models import hub, presets
 from dflash_bench.report import answers as report_answers
-from dflash_bench.results import laws, parts, run_info
-from dflash_bench.results.identity import checked_settings, needed_for, settings_of, short_names
+from dflash_bench.results import laws, run_info
+from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.integrity import Problem
 from dflash_bench.results.laws import Decode
-from dflash_bench.results.run_info import RunIdentity, carried
+from dflash_bench.results.run_info import RunIdentity
 from dflash_bench.results.table import Results
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks import scorers as tasks_scorers
@@ -128,17 +127,12 @@ class _Reader:
         several = settings_of(self.identity)
         names = list(short_names(several).values())
         prompts = _prompts(folder)
-        for part in parts.of(folder):
-            with suppress(parts.DamagedError):  # it was allowed to be, or the run would not have been read
-                columns = [*COLUMNS, *needed_for(several)]
-                left_out = self.results.left_out.get(part)
-                for batch in parts.batches(part, columns, carried(self.results.info), left_out):
-                    other = set(self._other(batch, decode))
-                    numbers = checked_settings(batch, several)
-                    for at, row in enumerate(batch.drop_columns(["token_ids"]).to_pylist()):
-                        if row["error"] is None:
-                            prompt = prompts.get((row["suite"], row["prompt_id"]))
-                            yield row["suite"], prompt, row["method"], names[numbers[at]], row, at in other
+        for batch, numbers in self.results.stored.batches(COLUMNS):
+            other = set(self._other(batch, decode))
+            for at, row in enumerate(batch.drop_columns(["token_ids"]).to_pylist()):
+                if row["error"] is None:
+                    prompt = prompts.get((row["suite"], row["prompt_id"]))
+                    yield row["suite"], prompt, row["method"], names[numbers[at]], row, at in other
 
     def _other(self, batch: Any, decode: Decode | None) -> list[int]:
         """Return the rows whose text is wrong by the tokenizer's file and by transformers, which reads more files."""

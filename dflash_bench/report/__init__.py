@@ -7,53 +7,73 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 from dflash_bench.analysis import metrics
-from dflash_bench.report import sections
+from dflash_bench.core import labels
+from dflash_bench.core.labels import visible
+from dflash_bench.report import columns, perf, render, sections, tables
 from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.compare import IN_STRETCHES
-from dflash_bench.report.data import as_json, csv_text, document_json
-from dflash_bench.report.document import ALLOWED, Document, read_document
+from dflash_bench.report.data import as_json, document_json
+from dflash_bench.report.document import ALLOWED, Document, document_of, read_document
 from dflash_bench.report.html import MOST_ANSWERS, write_page
-from dflash_bench.report.markup import latex, markdown
-from dflash_bench.report.sections import sweep_paragraphs
-from dflash_bench.report.terminal import card, suites_text, text
+from dflash_bench.report.terminal import card, suites_text
 from dflash_bench.report.words import memory
 from dflash_bench.results import table
 from dflash_bench.results.rounds import STRETCHES
 
 __all__ = [
-    "ALLOWED", "FORMATS", "MOST_ANSWERS", "RESULTS", "ROUNDS", "Document", "as_json", "card", "latex", "markdown",
-    "memory", "read_document", "suites_text", "table_by", "text", "write_page",
+    "ALLOWED", "FORMATS", "MOST_ANSWERS", "RESULTS", "ROUNDS", "Document", "as_json", "card", "document_of", "memory",
+    "read_document", "suites_text", "table_by", "write_page",
 ]  # fmt: skip
 
 
 def table_by(document: Document, by: str) -> str:
-    """The same table, a suite's answers cut by category, part or whatever else `table.read` cuts them by."""
+    """The tables of `report`, with answers split by category, part or whatever else `table.read` splits by."""
     results = table.read(document.folder, by=by, allow=document.allow)
     cells = metrics.summarise(results.rows, results.info.identity)
     notes = [*document.notes, *([IN_STRETCHES] if by in STRETCHES else [])]
-    return "\n".join([*notes, text(cells, document.findings)])
+    shown = [*sections.of_cells(cells, document.findings), sections.findings(document.findings)]
+    return "\n".join([*notes, "\n\n".join(map(render.terminal, shown))]) + "\n"
 
 
-def _table(document: Document) -> str:
-    tables = text(document.cells, document.findings, document.sweeps, document.results.info, document.loads)
-    return "\n".join([*document.notes, tables])
+def _text(document: Document) -> str:
+    shown = "\n\n".join(map(render.terminal, sections.of_document(document)))
+    return "\n".join([*document.notes, shown]) + "\n"
 
 
 def _markdown(document: Document) -> str:
-    swept = [*sections.load_paragraphs(document.loads), *sweep_paragraphs(document.sweeps, document.results.info)]
-    return markdown(document.results.info, document.cells, document.findings, document.notes, swept)
+    info = document.results.info
+    suites = labels.listed(dict.fromkeys((cell.suite, cell.source) for cell in document.cells))
+    head = [
+        f"# {tables.in_markdown(suites)}",
+        *(f"**{note}**" for note in document.notes),
+        f"```\n{visible(info.command)}\n```",
+        f"{info.environment.one_line()}.",
+    ]
+    shown = [*sections.of_document(document), sections.formulas()]
+    return "\n\n".join([*head, *map(render.markdown, shown)]) + "\n"
 
 
 def _json(document: Document) -> str:
     return json.dumps(document_json(document), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+def _csv(document: Document) -> str:
+    return render.csv_text(columns.all_figures(document.cells))
+
+
 def _latex(document: Document) -> str:
-    return latex(document.results.info, document.cells, document.findings, document.notes)
+    """The main table; its formulas and the machine are in the caption."""
+    info = document.results.info
+    results = sections.of_cells(document.cells, document.findings)[0]
+    formulas = columns.formulas(*(column for column in RESULTS if column.in_paper))
+    above = [*document.notes, f"{info.environment.one_line()}."]
+    curve = [f"A forward of n tokens: {perf.line_of(info)}."] if info.forwards else []
+    return render.latex(replace(results, sentences=curve, terms=formulas), info.command, above)
 
 
 FORMATS: dict[str, Callable[[Document], str]] = {
-    "table": _table, "markdown": _markdown, "json": _json, "csv": csv_text, "latex": _latex,
+    "table": _text, "markdown": _markdown, "json": _json, "csv": _csv, "latex": _latex,
 }  # fmt: skip

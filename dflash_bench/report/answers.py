@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import shortened
 from dflash_bench.core.types import Settings
 from dflash_bench.report.document import Document
-from dflash_bench.results import parts, run_info
-from dflash_bench.results.identity import NAMES, settings_of, short_names
+from dflash_bench.results import run_info
+from dflash_bench.results.identity import NAMES, short_names
 from dflash_bench.results.run_info import RunInfo
 
 # The text of each token, from the tokenizer that made it, where that is at hand.
@@ -27,7 +26,7 @@ OTHER = "Some answers are not coloured, because this tokenizer does not decode t
 
 
 def load_tokenizer(info: RunInfo, chosen: Path | None) -> Any | None:
-    """Nothing is fetched. Raises UserError where `given` holds no tokenizer; None where none is at hand."""
+    """Load the target's tokenizer, without fetching; None if none is found. Raises UserError if `chosen` holds none."""
     if chosen is not None and not any(path.is_file() for path in _places(chosen)):
         raise UserError(f"{chosen} holds no tokenizer.json")
     candidates = _places(chosen) if chosen else known(info)
@@ -36,7 +35,7 @@ def load_tokenizer(info: RunInfo, chosen: Path | None) -> Any | None:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Of a tokenizer.json. Raises UserError."""
+    """Load a tokenizer.json. Raises UserError for other files."""
     from tokenizers import Tokenizer
 
     text = files.text_of(path)
@@ -58,7 +57,7 @@ def _places(folder: Path) -> list[Path]:
 
 
 def known(info: RunInfo) -> Iterator[Path]:
-    """Where the run says that its model is; of a model from the hub, the local cache."""
+    """Where the model of a run is, as the run recorded it; for a model from the hub, in the local cache."""
     from huggingface_hub import try_to_load_from_cache
 
     identity, options = info.identity, info.options
@@ -75,7 +74,7 @@ def known(info: RunInfo) -> Iterator[Path]:
 
 
 def pieces(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str] | None:
-    """One text a token, empty where a letter is not whole yet; None where they do not make up `text`."""
+    """Return one text per token, empty while a letter is incomplete; None if together they are not `text`."""
     from tokenizers.decoders import DecodeStream
 
     try:
@@ -91,14 +90,15 @@ def pieces(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str] | N
 
 
 MOST_PADDING = 1200
-"""Characters shown of what stands before a prompt."""
+"""How many characters of the padding before a prompt are shown."""
 COLUMNS = (
-    "suite", "prompt_id", "category", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
-    "num_prompt_tokens", "decode_s", "drafted", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
+    "suite", "prompt_id", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
+    "decode_s", "drafted", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
     "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
-    "audit", "audit_index", "audit_gap", "audit_tolerance", "num_hidden_tokens", "num_first_tokens", "total_rounds",
-    "total_accepted",
+    "audit", "audit_index", "audit_gap", "audit_tolerance", *NAMES,
 )  # fmt: skip
+COUNTS = ["num_tokens", "decode_tokens", "num_rounds", "num_accepted"]
+"""Columns of the run's table, which has them of servers that hide rounds, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,42 +108,54 @@ class PageAnswers:
     rows: Sequence[dict[str, Any]]
     texts: Sequence[str | list[str]]
     prompts: Sequence[str]
-    """What the user said in a turn; empty for a run that kept no prompts. A row names its prompt's text by number."""
+    """The user's messages; empty for a run that kept no prompts. A row names its message by number."""
     num_all: int
     why_plain: str
-    """Why texts are not cut into tokens; empty where they are."""
+    """Why texts are not split into tokens; empty if they are."""
 
 
-def read_answers(document: Document, most: int, tokenizer: Path | None) -> PageAnswers:
-    """At most `most` answers, but at least one prompt."""
-    wanted = _chosen(document.results.rows, most)
-    stored = sorted(_stored(document, wanted), key=lambda row: row["order"])
-    cutter = load_tokenizer(document.results.info, tokenizer)
+def first_prompts(rows: Any, most: int) -> Any:
+    """The mask of the answers to show, [rows]: those to the first prompts of each suite, at most `most`, but at least
+    those to one prompt.
+    """
+    by_prompt = rows.groupby(["suite", "prompt_id"], observed=True, sort=False)
+    sizes = by_prompt.size().reset_index(name="answers")
+    sizes["rank"] = sizes.groupby("suite", observed=True).cumcount()
+    sizes = sizes.sort_values("rank", kind="stable")
+    fits = sizes["answers"].cumsum() <= most
+    fits.iloc[0] = True
+    return by_prompt.ngroup().isin(sizes.index[fits]).to_numpy()
+
+
+def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer: Path | None) -> PageAnswers:
+    """`stored` rows have `COLUMNS` and `COUNTS`. Raises UserError if `tokenizer` holds none."""
+    stored = sorted(stored, key=lambda row: row["order"])
+    decoder = load_tokenizer(document.results.info, tokenizer)
     plain = {_place(row): row for row in stored if row["method"] == BASELINE}
-    named = short_names(settings_of(document.results.info.identity))
-    said = _said(document.folder)
-    spoken = [said.get(_turn(row), said.get((*_turn(row)[:3], None))) for row in stored]
-    prompts = list(dict.fromkeys(text for text in spoken if text is not None))
+    named = short_names(document.results.stored.settings)
+    asked = _asked(document.folder)
+    questions = [asked.get(_turn(row), asked.get((*_turn(row)[:3], None))) for row in stored]
+    prompts = list(dict.fromkeys(text for text in questions if text is not None))
     texts: dict[tuple[Any, ...], int] = {}
-    cut: list[str | list[str]] = []
+    shown: list[str | list[str]] = []
     rows = []
-    for row, text_asked in zip(stored, spoken, strict=True):
+    for row, question in zip(stored, questions, strict=True):
         key = (*row["token_ids"], row["text"])
         if key not in texts:
-            texts[key] = len(cut)
-            cut.append((pieces(cutter, row["token_ids"], row["text"]) if cutter else None) or row["text"])
+            texts[key] = len(shown)
+            shown.append((pieces(decoder, row["token_ids"], row["text"]) if decoder else None) or row["text"])
         heading = labels.under(document.label(row["suite"]), named[_settings(row)] if len(named) > 1 else "")
-        asked_text = {} if text_asked is None else {"asked": prompts.index(text_asked)}
-        rows.append(_row(row, plain.get(_place(row))) | {"suite": heading, "text": texts[key]} | asked_text)
-    all_plain = any(isinstance(text, str) and text for text in cut)
-    why = "" if not all_plain else OTHER if cutter else NOT_AT_HAND
-    return PageAnswers(rows, cut, prompts, len(document.results.rows), why)
+        by_number = {} if question is None else {"asked": prompts.index(question)}
+        rows.append(_row(row, plain.get(_place(row))) | {"suite": heading, "text": texts[key]} | by_number)
+    is_plain = any(isinstance(text, str) and text for text in shown)
+    why = "" if not is_plain else OTHER if decoder else NOT_AT_HAND
+    return PageAnswers(rows, shown, prompts, len(document.results.rows), why)
 
 
-def _said(folder: Path) -> dict[tuple[str, str, int, int | None], str]:
-    """What the user said in each turn of each prompt, after the messages that open it.
+def _asked(folder: Path) -> dict[tuple[str, str, int, int | None], str]:
+    """The user's message in each turn of each prompt, after the messages that open it.
 
-    In a first turn also with what stood before it, shortened, for each context.
+    In a first turn, for each context, also with the padding before it, shortened.
     """
     return {
         (prompt["suite"], prompt["prompt_id"], turn, context): "\n\n".join(
@@ -161,35 +173,6 @@ def _paddings(prompt: dict[str, Any]) -> list[tuple[int, str]]:
 
 def _turn(row: dict[str, Any]) -> tuple[str, str, int, int | None]:
     return row["suite"], row["prompt_id"], row["turn"], row["context"]
-
-
-def _chosen(rows: Any, most: int) -> list[tuple[str, str]]:
-    """The first prompts of each suite, in turns."""
-    sizes = rows.groupby(["suite", "prompt_id"], observed=True, sort=False).size().reset_index(name="answers")
-    sizes["rank"] = sizes.groupby("suite", observed=True).cumcount()
-    sizes = sizes.sort_values("rank", kind="stable")
-    fits = sizes["answers"].cumsum() <= most
-    fits.iloc[0] = True
-    return list(sizes.loc[fits, ["suite", "prompt_id"]].astype(str).itertuples(index=False, name=None))
-
-
-def _stored(document: Document, wanted: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-    from pyarrow import compute
-
-    names = pa.array(["\0".join(place) for place in wanted])
-
-    def chosen(batch: Any) -> Any:
-        places = compute.binary_join_element_wise(batch.column("suite"), batch.column("prompt_id"), "\0")
-        return compute.is_in(places, names)
-
-    for part in parts.of(document.folder):
-        with suppress(parts.DamagedError):  # it was allowed to be, or there would be no document
-            # Most parts of a large run hold none of them, which two columns tell.
-            keys = parts.batches(part, ["suite", "prompt_id"])
-            if any(compute.any(chosen(batch)).as_py() for batch in keys):
-                for batch in parts.batches(part, (*COLUMNS, *NAMES), left_out=document.results.left_out.get(part)):
-                    yield from batch.filter(chosen(batch)).to_pylist()
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -215,8 +198,8 @@ def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
         "audit_gap": _short(row["audit_gap"]),
         "audit_tolerance": _short(row["audit_tolerance"]),
         "finish": row["finish_reason"],
-        "tokens": _num_tokens(row),
-        "rounds": len(accepted) if row["accepted"] is not None else row["total_rounds"],
+        "tokens": int(row["num_tokens"]),
+        "rounds": None if row["num_rounds"] != row["num_rounds"] else int(row["num_rounds"]),
         "al": _short(_acceptance_length(row)),
         "ms": _short(ms_per_token),
         "speedup": _short(
@@ -235,23 +218,13 @@ def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in page_row.items() if value is not None}
 
 
-def _num_tokens(row: dict[str, Any]) -> int:
-    hidden = row["num_hidden_tokens"]
-    return len(row["token_ids"]) if hidden is None else int(hidden)
-
-
 def _acceptance_length(row: dict[str, Any]) -> float | None:
-    if row["accepted"]:
-        return 1 + float(sum(row["accepted"])) / len(row["accepted"])
-    if not row["total_rounds"] or row["total_accepted"] is None:
-        return None
-    return 1 + int(row["total_accepted"]) / int(row["total_rounds"])
+    return 1 + row["num_accepted"] / row["num_rounds"] if row["num_rounds"] > 0 else None
 
 
 def _ms_per_token(row: dict[str, Any]) -> float | None:
-    num_tokens = _num_tokens(row) - (row["num_first_tokens"] or 1)
-    return 1000 * row["decode_s"] / num_tokens if num_tokens > 0 and row["error"] is None else None
+    return 1000 * row["decode_s"] / row["decode_tokens"] if row["decode_tokens"] > 0 and row["error"] is None else None
 
 
 def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
+    return None if value is None or value != value else float(f"{value:.4g}")

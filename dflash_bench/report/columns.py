@@ -1,100 +1,101 @@
-"""The columns of the result tables, the same in every format. A formula id stands in its column's head."""
+"""The columns of the main tables, and the notes below them. A formula id stands in its column's head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Sequence
 
 from dflash_bench.analysis.findings import Finding, base
 from dflash_bench.analysis.findings.base import Badge
-from dflash_bench.analysis.metrics import BASELINE, FORMULAS, METRICS, Cell, Metric, Share, Shown
+from dflash_bench.analysis.metrics import BASELINE, FORMULAS, METRICS, Cell
 from dflash_bench.analysis.stats import FEWEST, covered
 from dflash_bench.core import labels
 from dflash_bench.core.dialects import describe_rule
 from dflash_bench.core.methods import is_lossy
-from dflash_bench.report.tables import ABSENT, number, with_interval
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """`head` has its line breaks where a narrow column needs them."""
-
-    id: str
-    """That of the figure, if it shows one."""
-    head: str
-    text: Callable[[Cell], str]
-    justify: Literal["left", "right"] = "right"
-    has_badges: bool = False
-    """Is it the headline figure, which says itself where it is weak?"""
-    is_spare: bool = False
-    """Does a narrow screen leave it out?"""
-    in_paper: bool = False
-    """Has a paper room for it?"""
-
-    @property
-    def one_line(self) -> str:
-        return self.head.replace(".\n", ".").replace("\n", " ")
-
-
-def _tally(tally: Share | None) -> str:
-    return ABSENT if tally is None else f"{tally[0]}/{tally[1]}"
-
-
-def _percent(tally: Share | None) -> str:
-    return ABSENT if tally is None else f"{100 * tally[0] / tally[1]:.1f}"
-
-
-def _column(metric: Metric, shown: Shown) -> Column:
-    def text(cell: Cell) -> str:
-        has_interval = shown.has_interval
-        return (
-            with_interval(cell.figures.get(metric.id)) if has_interval else number(cell.value(metric.id), shown.digits)
-        )
-
-    return Column(
-        metric.id, shown.head, text, "left" if shown.has_interval else "right", metric.id == "speedup.decode",
-        shown.is_spare, shown.in_paper,
-    )  # fmt: skip
+from dflash_bench.report.tables import Column, Entry, Row, Table, Value
 
 
 def _metric_columns(table: str) -> list[Column]:
+    """Return the columns that metrics declare for a table."""
     places = ((metric, shown) for metric in METRICS.values() for shown in metric.shown if shown.table == table)
-    return [_column(*place) for place in sorted(places, key=lambda place: place[1].position)]
+    return [
+        Column(
+            metric.id, shown.head, "left" if shown.has_interval else "right", digits=shown.digits,
+            has_interval=shown.has_interval, is_spare=shown.is_spare, in_paper=shown.in_paper,
+        )
+        for metric, shown in sorted(places, key=lambda place: place[1].position)
+    ]  # fmt: skip
 
 
+METHOD = Column("method", "method", "left")
+COUNTS = ("num_prompts", "num_tokens", "num_errors", "num_near_ties")
+SHARES = ("exact", "audit", "passed")
+JUDGED = ("exact", "audit")
+"""Shares of answers that are the target's own, which those of lossy methods need not be."""
 RESULTS = (
-    Column("num_prompts", "prompts", lambda cell: f"{cell.num_prompts:,}", is_spare=True, in_paper=True),
-    Column("num_tokens", "tokens", lambda cell: f"{cell.num_tokens:,}", is_spare=True),
+    Column("num_prompts", "prompts", is_spare=True, in_paper=True),
+    Column("num_tokens", "tokens", is_spare=True),
     *_metric_columns("results"),
-    Column("exact", "exact", lambda cell: "lossy" if is_lossy(cell.method) else _tally(cell.exact), in_paper=True),
-    Column("passed", "passed\n%", lambda cell: _percent(cell.passed), in_paper=True),
+    Column("exact", "exact", in_paper=True),
+    Column("passed", "passed\n%", is_percent=True, in_paper=True),
 )
 ROUNDS = (
     *_metric_columns("rounds"),
-    Column("audit", "audit", lambda cell: "lossy" if is_lossy(cell.method) else _tally(cell.audit)),
-    Column("num_errors", "failed", lambda cell: str(cell.num_errors), is_spare=True),
-    Column("num_near_ties", "near\nties", lambda cell: str(cell.num_near_ties), is_spare=True),
+    Column("audit", "audit"),
+    Column("num_errors", "failed", is_spare=True),
+    Column("num_near_ties", "near\nties", is_spare=True),
 )
-SPEEDUP = next(column for column in RESULTS if column.has_badges)
 
 
-def badges_of(column: Column, cell: Cell, findings: Sequence[Finding]) -> list[Badge]:
-    return base.beside(findings, cell) if column.has_badges and cell.method != BASELINE else []
+def main_table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding]) -> Table:
+    """A row for each cell, under its suite and settings."""
+    rows = [
+        Row([cell.method, *(_entry(column.id, cell, findings) for column in columns)], cell.heading) for cell in cells
+    ]
+    return Table([METHOD, *columns], rows, "suite")
 
 
-def marked(column: Column, cell: Cell, findings: Sequence[Finding]) -> str:
-    """The figure, and behind it the marks of what weakens it, as plain text."""
-    return " ".join(filter(None, [column.text(cell), base.marks(badges_of(column, cell, findings))]))
+def all_figures(cells: Sequence[Cell]) -> Table:
+    """Every count, share and metric of every cell, for programs: suites have their bare names."""
+    ids = [name for name in METRICS if name not in SHARES and any(name in cell.figures for cell in cells)]
+    settings = [Column("settings", "settings")] if any(cell.setting for cell in cells) else []
+    columns = [
+        *(Column("source", "source"), *settings, METHOD),
+        *(Column(name, name) for name in COUNTS),
+        *(Column(name, name, kind="share") for name in SHARES),
+        *(Column(name, name, kind="metric") for name in ids),
+    ]
+    rows = []
+    for cell in cells:
+        setting = [cell.setting] if settings else []
+        values = [value_of(name, cell) for name in (*COUNTS, *SHARES, *ids)]
+        rows.append(Row([cell.source, *setting, cell.method, *values], cell.suite))
+    return Table(columns, rows, "suite")
+
+
+def value_of(name: str, cell: Cell) -> Value:
+    """A count, a share, or a metric with its interval; None if the cell does not have it."""
+    value: Value = getattr(cell, name) if name in (*COUNTS, *SHARES) else cell.figures.get(name)
+    return value
+
+
+def _entry(name: str, cell: Cell, findings: Sequence[Finding]) -> Value:
+    value = value_of(name, cell)
+    if name in JUDGED and is_lossy(cell.method):
+        return Entry(value, "lossy")
+    return Entry(value, badges=_badges(cell, findings)) if name == "speedup.decode" else value
+
+
+def _badges(cell: Cell, findings: Sequence[Finding]) -> list[Badge]:
+    return base.beside(findings, cell) if cell.method != BASELINE else []
 
 
 def legend(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
-    """What the marks in the tables of these cells mean."""
-    return base.legend([badge for cell in cells for badge in badges_of(SPEEDUP, cell, findings)])
+    """Explain the badges in the tables of these cells, in a sentence each."""
+    return [f"{line}." for line in base.legend([badge for cell in cells for badge in _badges(cell, findings)])]
 
 
 def counted(cells: Sequence[Cell]) -> list[str]:
-    """How servers, which hide their rounds, counted them; a line for each way, and none for engines."""
+    """How servers that hide their rounds counted them, in a sentence for each way; nothing for engines."""
     ways: dict[str, dict[str, None]] = {}
     for cell in cells:
         for by in cell.counted_by if cell.method != BASELINE else ():
@@ -103,14 +104,14 @@ def counted(cells: Sequence[Cell]) -> list[str]:
 
 
 def notes(cells: Sequence[Cell]) -> list[str]:
-    """What holds for all figures of a table, below it, a sentence each: where prompts came from, what intervals say."""
+    """Explain what applies to a whole table, in a sentence each: the source of prompts, the meaning of intervals."""
     return [f"{note}." for note in labels.notes(cell.source for cell in cells)] + [
         intervals_note(cell.num_prompts for cell in cells)
     ]
 
 
 def intervals_note(num_prompts: Iterable[int]) -> str:
-    """What "95 %" means for runs of so many prompts; of several, for the fewest that have an interval."""
+    """What "95 %" means for a run with so many prompts; for several runs, with the fewest that have an interval."""
     known = [number for number in num_prompts if number >= FEWEST]
     held = covered(min(known)) if known else None
     if held is None:
@@ -128,6 +129,6 @@ def _to(least: float, most: float) -> str:
 
 
 def formulas(*columns: Column) -> dict[str, str]:
-    """The formula of every figure that one of these shows."""
+    """The formula of every metric that one of these columns shows."""
     shown = {column.id for column in columns}
     return {name: formula for name, formula in FORMULAS.items() if name in shown}

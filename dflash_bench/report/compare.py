@@ -1,4 +1,4 @@
-"""Two runs, or two methods, side by side: as text, Markdown and JSON."""
+"""Two runs, or two methods, side by side: as text and JSON."""
 
 from __future__ import annotations
 
@@ -32,73 +32,68 @@ from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import CellKey
-from dflash_bench.report import columns
-from dflash_bench.report.tables import ABSENT, aligned, number, p_value, with_interval
+from dflash_bench.report import columns, render
+from dflash_bench.report.tables import ABSENT, Section, Table, Value, number, p_value, with_interval
 from dflash_bench.results import rounds, table
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.rounds import STRETCHES
 from dflash_bench.results.table import Results
 
-# What `compare` prints, and its JSON. Time-free figures stand apart from timings, and ids above every column.
+# The sections and the JSON of `compare`. Time-free metrics stand apart from timings, and ids above every column.
 
 
 SHOWN = {name: metric.is_timing for name, metric in METRICS.items() if metric.in_comparison}
 TIME_FREE = tuple(name for name, is_timing in SHOWN.items() if not is_timing)
 TIMINGS = tuple(name for name, is_timing in SHOWN.items() if is_timing)
+SHARES = ("exact", "passed")
 NO_CHANGE = (
     "better, worse = p < 0.05 (Holm, over all lines), the interval does not contain 1, and the change is at least "
-    f"{MIN_EFFECT:.0%}\nsame = the whole interval is within {EQUAL:.0%} of 1; unclear = neither\n"
-    "ratios are always over the same prompts"
+    f"{MIN_EFFECT:.0%}",
+    f"same = the whole interval is within {EQUAL:.0%} of 1; unclear = neither",
+    "ratios are always over the same prompts",
 )
 
 
-def cells_text(cells: Sequence[Cell], *, with_means: bool = True) -> str:
-    """The figures of one run, and the geometric mean over its suites."""
-    tallies = [["lossy" if is_lossy(cell.method) else _tally(cell.exact), _tally(cell.passed)] for cell in cells]
-    free = _table(cells, TIME_FREE, ("exact", "passed"), tallies)
-    timed = _table(cells, TIMINGS)
+def cell_sections(cells: Sequence[Cell], *, with_means: bool = True) -> list[Section]:
+    """The metrics of one run, and the geometric mean over its suites."""
+    made = [
+        Section("time_free", "time-free", _cell_table(cells, TIME_FREE, SHARES)),
+        Section("timings", "timings", _cell_table(cells, TIMINGS)),
+    ]
     means = over_suites(cells, "speedup.decode") if with_means and not any(cell.slice for cell in cells) else []
-    lines = [f"  {labels.under(first.method, first.setting)}  {with_interval(mean)}" for first, mean in means]
-    over = ["", "speedup.decode, geometric mean over suites [95 %]", *lines] if lines else []
-    return "\n".join(["time-free", free, "", "timings", timed, *over])
+    if means:
+        title = "speedup.decode, geometric mean over suites"
+        rows: list[list[Value]] = [[labels.under(first.method, first.setting), mean] for first, mean in means]
+        made.append(Section("means", title, Table.of(["method", "speedup.decode [95 %]"], rows)))
+    return made
 
 
-def _table(
-    cells: Sequence[Cell], ids: Sequence[str], more: Sequence[str] = (), extra: Sequence[Sequence[str]] | None = None
-) -> str:
+def _cell_table(cells: Sequence[Cell], ids: Sequence[str], shares: Sequence[str] = ()) -> Table:
     known_ids = [name for name in ids if any(name in cell.figures for cell in cells)]
     is_sliced = any(cell.slice for cell in cells)
-    rows = [
-        [
-            *_place(cell, is_sliced),
-            f"{cell.num_prompts:,}",
-            *(with_interval(cell.figures.get(name)) for name in known_ids),
-            *rest,
-        ]
-        for cell, rest in zip(cells, extra or [[]] * len(cells), strict=True)
-    ]
     names = _names(is_sliced, "method")
-    return aligned([*names, "prompts", *known_ids, *more], rows, left=len(names))
+    rows: list[list[Value]] = [
+        [
+            *(labels.under(cell.label, cell.setting), *([cell.slice or "-"] if is_sliced else []), cell.method),
+            cell.num_prompts,
+            *(cell.figures.get(name) for name in known_ids),
+            *("lossy" if name == "exact" and is_lossy(cell.method) else getattr(cell, name) for name in shares),
+        ]
+        for cell in cells
+    ]
+    return Table.of([*names, "prompts", *known_ids, *shares], rows, left=len(names))
 
 
 def _names(is_sliced: bool, *methods: str) -> list[str]:
-    """Heads of the columns that say what a row is about; slices only where there are any."""
+    """The heads of the columns that name a row; with slices only where there are any."""
     return ["suite", *(["slice"] if is_sliced else []), *methods]
 
 
-def _place(cell: Cell, is_sliced: bool) -> list[str]:
-    return [labels.under(cell.label, cell.setting), *([cell.slice or "-"] if is_sliced else []), cell.method]
-
-
-def _tally(tally: tuple[int, int] | None) -> str:
-    return ABSENT if tally is None else f"{tally[0]}/{tally[1]}"
-
-
-def versus_text(comparisons: Sequence[Comparison]) -> str:
-    """After over before: a line for each figure, the time-free ones first."""
-    parts = []
+def change_sections(comparisons: Sequence[Comparison]) -> list[Section]:
+    """After over before: a row for each metric, the time-free ones first."""
     is_sliced = any(versus.key.slice for versus in comparisons)
     names = _names(is_sliced, "before", "after")
+    made = []
     for title, is_timing in (("time-free, after / before", False), ("timings, after / before", True)):
         rows = [
             [*_sides(versus, is_sliced), name, with_interval(change.ratio, 3), p_value(change.p), verdict(name, change)]
@@ -108,31 +103,30 @@ def versus_text(comparisons: Sequence[Comparison]) -> str:
         ]
         if rows:
             heads = [*names, "figure", "ratio [95 %]", "p (Holm)", ""]
-            parts += [f"{title}\n{aligned(heads, rows, left=len(names) + 1)}"]
-    return "\n\n".join([*parts, *_answered_right(comparisons, is_sliced), NO_CHANGE])
+            made.append(Section("changes", title, Table.of(heads, rows, left=len(names) + 1)))
+    return [*made, *_answered_right(comparisons, is_sliced), Section("legend", sentences=NO_CHANGE)]
 
 
-def _answered_right(comparisons: Sequence[Comparison], is_sliced: bool) -> list[str]:
-    """Did answers get worse? A line where any changed between right and wrong, and what can be said of the others."""
+def _answered_right(comparisons: Sequence[Comparison], is_sliced: bool) -> Iterator[Section]:
+    """Whether answers got worse: a row where any changed between right and wrong, and a sentence on the others."""
     scored = [versus for versus in comparisons if versus.num_scored]
     changed = [versus for versus in scored if versus.lost or versus.gained]
     names = _names(is_sliced, "before", "after")
-    rows = [
-        [*_sides(v, is_sliced), f"{v.num_scored:,}", str(v.lost), str(v.gained), points(v.passed), p_value(v.p_passed),
-         v.passed_verdict]
+    rows: list[list[Value]] = [
+        [*_sides(v, is_sliced), v.num_scored, v.lost, v.gained, points(v.passed), p_value(v.p_passed), v.passed_verdict]
         for v in changed
-    ]  # fmt: skip
-    heads = [*names, "scored", "lost", "gained", "points [95 %]", "p (McNemar, Holm)", ""]
-    parts = [f"prompts answered right\n{aligned(heads, rows, left=len(names))}"] if rows else []
+    ]
+    if rows:
+        heads = [*names, "scored", "lost", "gained", "points [95 %]", "p (McNemar, Holm)", ""]
+        yield Section("answered_right", "prompts answered right", Table.of(heads, rows, left=len(names)))
     unchanged = [versus for versus in scored if versus not in changed and not versus.is_exact]
     if unchanged:
         fewest = min(unchanged, key=lambda versus: versus.num_scored)
         where = f"in {len(unchanged)} {'other ' if changed else ''}comparison{'s' * (len(unchanged) > 1)}"
-        parts.append(
+        yield Section("unchanged", sentences=[
             f"{where} the same prompts were answered right; {fewest.num_scored:,} scored prompts do not rule out a "
             f"change of {points(fewest.passed)} points"
-        )
-    return parts
+        ])  # fmt: skip
 
 
 def points(change: Interval | None) -> str:
@@ -150,24 +144,23 @@ def _sides(versus: Comparison, is_sliced: bool) -> list[str]:
     return [*place, versus.before, versus.after]
 
 
-def agreements_text(agreements: Sequence[Agreement]) -> str:
+def _agreement_section(agreements: Sequence[Agreement]) -> Section:
     """How far the target's own answers are the same in two runs."""
-    rows = [
+    rows: list[list[Value]] = [
         [
-            labels.under(labels.named(alike.suite, *alike.sources), alike.setting), alike.before, alike.after,
-            f"{alike.num_equal}/{alike.num_answers}", number(alike.in_common, 1),
+            labels.under(labels.named(one.suite, *one.sources), one.setting),
+            one.before,
+            one.after,
+            (one.num_equal, one.num_answers),
+            number(one.in_common, 1),
         ]
-        for alike in agreements
-    ]  # fmt: skip
-    table = aligned(["suite", "before", "after", "equal", "tokens in common"], rows, left=3)
-    return (
-        f"plain decoding's answers to first turns\n{table}\n\nequal = token for token; tokens in common = before the "
-        "first difference, mean over the answers that differ"
+        for one in agreements
+    ]
+    table = Table.of(["suite", "before", "after", "equal", "tokens in common"], rows, left=3)
+    meaning = (
+        "equal = token for token; tokens in common = before the first difference, mean over the answers that differ"
     )
-
-
-def agreements_json(agreements: Sequence[Agreement]) -> list[dict[str, Any]]:
-    return [asdict(one) for one in agreements]
+    return Section("agreements", "plain decoding's answers to first turns", table, sentences=[meaning])
 
 
 def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -184,11 +177,10 @@ def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def _figures(cell: Cell, *, is_timing: bool) -> dict[str, Any]:
-    tallies = ("exact", "passed")
     return {
         name: interval_json(interval)
         for name, interval in cell.figures.items()
-        if METRICS[name].is_timing == is_timing and name not in tallies
+        if METRICS[name].is_timing == is_timing and name not in SHARES
     }
 
 
@@ -214,7 +206,7 @@ def versus_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-# One `compare` command from its words to text and JSON: read, refuse what is unlike, set side by side.
+# The `compare` command, from its arguments to text and JSON: read runs, refuse unlike ones, set them side by side.
 
 
 IN_STRETCHES = "timings here cover rounds only: the draft's prefill and the time between rounds belong to no stretch"
@@ -224,14 +216,22 @@ IN_STRETCHES = "timings here cover rounds only: the draft's prefill and the time
 class ComparisonText:
     text: str
     json: dict[str, Any]
-    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The result of a comparison, before the notes on its runs are added."""
+
+    sections: Sequence[Section]
+    json: dict[str, Any]
+    notes: Sequence[str] = ()
 
 
 def compared(
     paths: Sequence[Path], *, by: str = "suite", against: str | None = None, compat: str | None = None,
     allow: Sequence[str] = (),
 ) -> ComparisonText:  # fmt: skip
-    """Folders are runs, files are results of vllm bench serve. Raises UserError for what cannot be compared."""
+    """Compare runs (folders) and results of vllm bench serve (files). Raises UserError if they cannot be compared."""
     check_allowed(allow)
     idle = [name for name in allow if name in INCOMPATIBILITIES]
     if idle and sum(path.is_dir() for path in paths) < 2:
@@ -284,20 +284,19 @@ def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | No
         raise UserError("--by has no effect on result files of a server, which hold no answers")
 
 
-def _with_notes(runs: Sequence[Results], notes: Sequence[str], comparison: ComparisonText) -> ComparisonText:
-    """What the reader must know stands above the tables."""
+def _with_notes(runs: Sequence[Results], notes: Sequence[str], found: _Found) -> ComparisonText:
+    """Add the notes on the runs, above the tables."""
     lines = [f"run {run.name}: {run.info.environment.one_line()}" for run in runs]
     sentences = [text for run in runs for text in [*run.missing, *_wrong(run)]]
-    sentences += [*notes, *comparison.notes]
+    sentences += [*notes, *found.notes]
     lines += [f"note: {text}" for text in sentences]
-    head = "\n".join(lines)
-    return ComparisonText(
-        f"{head}\n\n{comparison.text}\n", {"runs": [run.name for run in runs], "notes": sentences} | comparison.json
-    )
+    blocks = ["\n".join(lines), *(render.terminal(section, width=None) for section in found.sections)]
+    about = {"runs": [run.name for run in runs], "notes": sentences}
+    return ComparisonText("\n\n".join(blocks) + "\n", about | found.json)
 
 
 def _wrong(run: Results) -> list[str]:
-    """A comparison of numbers that mean nothing says so."""
+    """Note answers that are not the target's own, which make a comparison meaningless."""
     wrong = run.rows[mismatched(run.rows)]
     named = {settings.id: name for settings, name in short_names(settings_of(run.info.identity)).items()}
     cells = wrong[["suite", "settings_id", "method"]].drop_duplicates().itertuples(index=False, name=None)
@@ -320,7 +319,7 @@ def _caveats(cells_of: Iterable[Sequence[Cell]], by: str) -> list[str]:
 
 
 def _run_noise(changes: Sequence[Comparison]) -> Iterator[str]:
-    """What the intervals between runs say of the noise between runs."""
+    """Describe the noise between runs that the intervals between them include."""
     noises = [(name, noise) for versus in changes for name, noise in versus.noises.items()]
     if not noises:
         yield (
@@ -343,53 +342,46 @@ def _cells_and_changes(
     pooled: Mapping[str, Sequence[Cell]],
     changes: Sequence[Comparison],
     alike: Sequence[Agreement],
-) -> ComparisonText:
-    """The cells of each run, then what changed, and last whether the target still says the same."""
-    several = len(cells_of) > 1
-    text = [(f"{name}\n\n" if several else "") + cells_text(cells) for name, cells in cells_of.items()]
-    text += [f"{title}\n\n{cells_text(cells, with_means=False)}" for title, cells in pooled.items() if cells]
-    text += [versus_text(changes)] if changes else []
-    text += [agreements_text(alike)] if alike else []
+) -> _Found:
+    """The cells of each run, then what changed, and last whether the target still gives the same answers."""
+    sections = []
+    for name, cells in cells_of.items():
+        sections += [*([_heading(name)] if len(cells_of) > 1 else []), *cell_sections(cells)]
+    for title, cells in pooled.items():
+        sections += [_heading(title), *cell_sections(cells, with_means=False)] if cells else []
+    sections += change_sections(changes) if changes else []
+    sections += [_agreement_section(alike)] if alike else []
     named = [{"run": name, **cell} for name, cells in cells_of.items() for cell in cells_json(cells)]
-    sections = {"cells": named, "changes": versus_json(changes)}
+    made: dict[str, Any] = {"cells": named, "changes": versus_json(changes)}
     if pooled:
-        sections["over_runs"] = [{"of": title, "cells": cells_json(cells)} for title, cells in pooled.items()]
+        made["over_runs"] = [{"of": title, "cells": cells_json(cells)} for title, cells in pooled.items()]
     if alike:
-        sections["plain_answers"] = agreements_json(alike)
-    return ComparisonText("\n\n".join(text), sections)
+        made["plain_answers"] = [asdict(one) for one in alike]
+    return _Found(sections, made)
 
 
-def _compat(run: Results) -> ComparisonText:
+def _heading(text: str) -> Section:
+    return Section("heading", sentences=[text])
+
+
+def _compat(run: Results) -> _Found:
     cells = {cell.key: cell for cell in comparable_cells(run)}
-    rows, figures = [], []
+    ids = ("al.pooled", "tps.decode", "speedup.decode")
+    rows: list[list[Value]] = []
+    figures = []
     for printed in zlab.official(run.rows):
         cell = cells[CellKey(printed.suite, "", printed.settings_id, printed.method)]
-        ours = [cell.value(name) for name in ("al.pooled", "tps.decode", "speedup.decode")]
+        ours = [cell.value(name) for name in ids]
         pairs = zip((printed.al, printed.tps, printed.speedup), ours, strict=True)
-        rows.append(
-            [cell.heading, printed.method, str(printed.num_responses), *(number(v) for pair in pairs for v in pair)]
-        )
-        figures.append(
-            asdict(printed)
-            | {"source": cell.source}
-            | dict(zip(("al.pooled", "tps.decode", "speedup.decode"), ours, strict=True))
-        )
-    heads = [
-        "suite",
-        "method",
-        "responses",
-        "al.zlab",
-        "al.pooled",
-        "tps.zlab",
-        "tps.decode",
-        "speedup.zlab",
-        "speedup.decode",
-    ]
-    text = f"{aligned(heads, rows, left=2)}\n\n{_formulas(zlab.FORMULAS)}"
-    return ComparisonText(text, {"compat": "zlab", "cells": figures}, tuple(zlab.notes(run.rows)))
+        values = [value for pair in pairs for value in pair]
+        rows.append([cell.heading, printed.method, str(printed.num_responses), *values])
+        figures.append(asdict(printed) | {"source": cell.source} | dict(zip(ids, ours, strict=True)))
+    heads = ["suite", "method", "responses", *(head for name in ids for head in (f"{name.split('.')[0]}.zlab", name))]
+    table = Section("zlab", table=Table.of(heads, rows, left=2), terms=zlab.FORMULAS)
+    return _Found([table], {"compat": "zlab", "cells": figures}, list(zlab.notes(run.rows)))
 
 
-def _against(run: Results, against: str) -> ComparisonText:
+def _against(run: Results, against: str) -> _Found:
     identity = run.info.identity
     model = paper.model_of(identity)
     target = paper.target_of(against.partition(":")[2] or model)
@@ -399,20 +391,24 @@ def _against(run: Results, against: str) -> ComparisonText:
         "suite", "method", "drafts", "formula", "this run", "published", "published drafts", "published for",
         "thinking", "conc.", "hardware", "source",
     ]  # fmt: skip
-    rows = [
+    rows: list[list[Value]] = [
         [labels.under(_label(run, b.suite), named[b.settings_id]), b.method, number(b.num_drafts, 0),
-         b.published.formula, number(b.own),
-         number(b.published.value), number(b.published.num_drafts, 0), b.published.config,
+         b.published.formula, b.own, b.published.value, number(b.published.num_drafts, 0), b.published.config,
          b.published.thinking, str(b.published.concurrency), b.published.hardware, b.published.source] for b in figures
     ]  # fmt: skip
-    formulas = _formulas({k: v for k, v in (zlab.FORMULAS | paper.FORMULAS).items() if any(k in row for row in rows)})
-    figures_json = [asdict(figure) | {"source": identity.source_of(figure.suite)} for figure in figures]
-    notes = (*_unlike_published(model, target, figures), *paper.unlike_conditions(figures, identity))
-    text = (
-        f"{aligned(heads, rows, left=2)}\n\n{formulas}\ndrafts = tokens drafted a round, here and as published\n"
-        "n/a = not published, or published by a formula that is not computed here"
+    known = zlab.FORMULAS | paper.FORMULAS
+    section = Section(
+        "published",
+        table=Table.of(heads, rows, left=2),
+        terms={name: formula for name, formula in known.items() if any(name in row for row in rows)}
+        | {
+            "drafts": "tokens drafted per round, here and as published",
+            "n/a": "not published, or published by a formula that is not computed here",
+        },
     )
-    return ComparisonText(text, {"against": "paper", "target": target, "figures": figures_json}, notes)
+    figures_json = [asdict(figure) | {"source": identity.source_of(figure.suite)} for figure in figures]
+    notes = [*_unlike_published(model, target, figures), *paper.unlike_conditions(figures, identity)]
+    return _Found([section], {"against": "paper", "target": target, "figures": figures_json}, notes)
 
 
 def _unlike_published(model: str, target: str, figures: Sequence[paper.PaperComparison]) -> Iterator[str]:
@@ -420,15 +416,15 @@ def _unlike_published(model: str, target: str, figures: Sequence[paper.PaperComp
         yield f"the run's target is {model}, but the published figures are for {target}"
     longer = dict.fromkeys((b.method, b.num_drafts, b.published.num_drafts) for b in figures if not b.is_as_long)
     for method, num_here, num_published in longer:
-        here = f"{method} drafts {number(num_here, 0)} tokens a round in this run"
+        here = f"{method} drafts {number(num_here, 0)} tokens per round in this run"
         yield f"{here}, {num_published} in some published figures"
 
 
-def _beside_served(runs: Sequence[Results], served: Sequence[vllm.VllmBenchResult]) -> ComparisonText:
+def _beside_served(runs: Sequence[Results], served: Sequence[vllm.VllmBenchResult]) -> _Found:
     """By formula id; acceptance means the same on both sides, the rest has one side only."""
     ids = list(dict.fromkeys(("al.pooled", "accept_rate", *(name for bench in served for name in bench.figures))))
-    heads = ["what", "answers", "failed", "conc.", *ids]
-    rows, cells = [], []
+    rows: list[list[Value]] = []
+    cells = []
     for run in runs:
         reached, cells_of_run = _accept_at(run), comparable_cells(run)
         for cell, cell_json in zip(cells_of_run, cells_json(cells_of_run), strict=True):
@@ -436,23 +432,23 @@ def _beside_served(runs: Sequence[Results], served: Sequence[vllm.VllmBenchResul
             figures = (positions.get(name, cell.value(name)) for name in ids)
             what = f"{run.name} {cell.heading} {cell.method}"
             # This engine answers one prompt at a time.
-            rows.append([what, f"{cell.num_prompts} prompts", str(cell.num_errors), "1", *map(number, figures)])
+            rows.append([what, f"{cell.num_prompts} prompts", cell.num_errors, "1", *figures])
             cells.append({"run": run.name, **cell_json, "accept_at": positions})
     rows += [
-        [f"{bench.name} ({bench.model})", f"{bench.num_requests} requests", number(bench.num_failed, 0),
-         str(bench.concurrency or "no limit"), *(number(bench.figures.get(name)) for name in ids)] for bench in served
+        [f"{bench.name} ({bench.model})", f"{bench.num_requests} requests", bench.num_failed,
+         str(bench.concurrency or "no limit"), *(bench.figures.get(name) for name in ids)] for bench in served
     ]  # fmt: skip
-    text = f"{aligned(heads, rows, left=1)}\n\n{_formulas(vllm.FORMULAS)}\nconc. = most requests at once"
-    served_json = [asdict(bench) for bench in served]
-    return ComparisonText(text, {"cells": cells, "served": served_json}, tuple(_other_models(runs, served)))
+    table = Table.of(["what", "answers", "failed", "conc.", *ids], rows)
+    section = Section("served", table=table, terms={**vllm.FORMULAS, "conc.": "most requests at once"})
+    made = {"cells": cells, "served": [asdict(bench) for bench in served]}
+    return _Found([section], made, list(_other_models(runs, served)))
 
 
 def _accept_at(run: Results) -> dict[CellKey, dict[str, float]]:
     """The share of all rounds that accepts so many tokens or more, which is what vLLM calls its rate per position."""
-    several = settings_of(run.info.identity)
     return {
         key: {f"accept_at[{position.k}]": position.unconditional for position in rounds.accept_at(counts, key.method)}
-        for key, counts in rounds.of_run(Path(run.name), several, run.left_out).items()
+        for key, counts in rounds.read_rounds(run.stored).histograms.items()
     }
 
 
@@ -462,7 +458,3 @@ def _other_models(runs: Sequence[Results], served: Sequence[vllm.VllmBenchResult
         for bench in served:
             if last_part(bench.model) != last_part(target):
                 yield f"the target of {run.name} is {target}, but {bench.name} measured {bench.model}"
-
-
-def _formulas(formulas: dict[str, str]) -> str:
-    return "\n".join(f"{name} = {formula}" for name, formula in formulas.items())

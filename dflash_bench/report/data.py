@@ -1,48 +1,61 @@
-"""The numbers for programs: the object that `--json` prints, and CSV with a row per cell."""
+"""A run for programs: the object that `--json` prints."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, cast
 
-from dflash_bench.analysis.concurrency import ConcurrencyCurve
+from dflash_bench.analysis.concurrency import ConcurrencyCurve, Level
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import FORMULAS, METRICS, Cell
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.analysis.sweep import Sweep
-from dflash_bench.core.labels import visible
-from dflash_bench.report import perf, sections
+from dflash_bench.analysis.sweep import Point, Sweep, SweepCurve
+from dflash_bench.report import perf
+from dflash_bench.report.columns import SHARES
 from dflash_bench.report.document import Document
 
-COUNTS = ("num_prompts", "num_tokens", "num_errors", "num_near_ties")
-TALLIES = ("exact", "audit", "passed")
 IN_TABLES = tuple(metric.id for metric in METRICS.values() if metric.shown)
 """The metrics that JSON has at the top of a cell: those of the tables, with dots as underscores."""
 
 
-def as_json(
-    folder: Path,
-    cells: Sequence[Cell],
-    findings: Sequence[Finding],
-    swept: Sequence[Sweep] = (),
-    loads: Sequence[ConcurrencyCurve] = (),
-) -> dict[str, Any]:
+def as_json(document: Document) -> dict[str, Any]:
     """What `run --json` prints; `sweeps` and `loads` only where there are any."""
-    return {
-        "run": str(folder),
-        "cells": [_json_cell(cell) for cell in cells],
-        "findings": [_finding_json(finding) for finding in findings],
-        **({"loads": _json_value(sections.load_as_json(loads), exact=("rate",))} if loads else {}),
-        **(
-            {"sweeps": _json_value(sections.sweep_as_json(swept), exact=("value", "best", "not_told_apart"))}
-            if swept
-            else {}
-        ),
+    made: dict[str, Any] = {
+        "run": str(document.folder),
+        "cells": [_json_cell(cell) for cell in document.cells],
+        "findings": [_finding_json(finding) for finding in document.findings],
     }
+    if document.loads:
+        made["loads"] = _json_value([_load_json(load) for load in document.loads], exact=("rate",))
+    if document.sweeps:
+        swept = [_sweep_json(sweep) for sweep in document.sweeps]
+        made["sweeps"] = _json_value(swept, exact=("value", "best", "not_told_apart"))
+    return made
+
+
+def document_json(document: Document) -> dict[str, Any]:
+    """`as_json`, plus the machine and command, and every metric of a cell by its formula id, with its interval."""
+    info, summary = document.results.info, as_json(document)
+    for stored, cell in zip(summary["cells"], document.cells, strict=True):
+        stored["figures"] = {name: _json_value(interval) for name, interval in cell.figures.items()}
+    stored_info = info.to_json()
+    about = {name: stored_info.get(name) for name in ("command", "started", "finished", "identity", "environment")}
+    return {**summary, "notes": document.notes, "formulas": FORMULAS, "width_curve": perf.curve_as_json(info), **about}
+
+
+def _json_cell(cell: Cell) -> dict[str, Any]:
+    """Speed-ups have their intervals; what cannot be computed is null."""
+    figures = {
+        name.replace(".", "_"): cell.figures.get(name) if METRICS[name].unit == "x" else cell.value(name)
+        for name in IN_TABLES
+    }
+    made = {
+        "suite": cell.suite, "source": cell.source or None, "settings_id": cell.settings.id,
+        "settings": asdict(cell.settings), "method": cell.method, "num_prompts": cell.num_prompts,
+        "num_tokens": cell.num_tokens, **figures, **{name: getattr(cell, name) for name in SHARES},
+    }  # fmt: skip
+    return cast(dict[str, Any], _json_value(made, exact=("settings",)))
 
 
 def _finding_json(finding: Finding) -> dict[str, Any]:
@@ -57,34 +70,55 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def document_json(document: Document) -> dict[str, Any]:
-    """The same and what it was measured on; and every figure of a cell under its formula id, with its interval."""
-    info = document.results.info
-    summary = as_json(document.folder, document.cells, document.findings, document.sweeps, document.loads)
-    for stored, cell in zip(summary["cells"], document.cells, strict=True):
-        stored["figures"] = {name: _json_value(interval) for name, interval in cell.figures.items()}
-    stored = info.to_json()
-    about = {name: stored.get(name) for name in ("command", "started", "finished", "identity", "environment")}
-    return {**summary, "notes": document.notes, "formulas": FORMULAS, "width_curve": perf.curve_as_json(info), **about}
-
-
-def _json_cell(cell: Cell) -> dict[str, Any]:
-    """Speed-ups have their intervals; what cannot be computed is null."""
-    figures = {
-        name.replace(".", "_"): cell.figures.get(name) if METRICS[name].unit == "x" else cell.value(name)
-        for name in IN_TABLES
-    }
-    values = {
-        "suite": cell.suite, "source": cell.source or None, "settings_id": cell.settings.id,
-        "settings": asdict(cell.settings), "method": cell.method, "num_prompts": cell.num_prompts,
-        "num_tokens": cell.num_tokens, **figures, **{name: getattr(cell, name) for name in TALLIES},
+def _load_json(load: ConcurrencyCurve) -> dict[str, Any]:
+    crossing = load.crossing and {name: getattr(load.crossing, name) for name in ("value", "low", "high")}
+    return {
+        "suite": load.suite, "method": load.method, "setting": load.setting, "stops_paying_at": crossing,
+        "levels": [_level_json(level) for level in load.levels],
     }  # fmt: skip
-    return cast(dict[str, Any], _json_value(values, exact=("settings",)))
+
+
+def _level_json(level: Level) -> dict[str, Any]:
+    return {
+        "concurrency": level.concurrency, "rate": level.rate, "num_answers": level.num_answers,
+        "goodput": level.goodput and {"per_s": level.goodput.per_s, "share": level.goodput.share},
+        "tps_total": level.tokens_per_s,
+        "over_plain": level.over_plain,
+        "tps_decode": {"min": level.slowest, "median": level.median, "max": level.fastest},
+        "ttft_s": {f"p{percent}": seconds for percent, seconds in level.ttft_s.items()},
+        "tpot_s": {f"p{percent}": seconds for percent, seconds in level.tpot_s.items()},
+        "speedup_decode": level.speedup,
+    }  # fmt: skip
+
+
+def _sweep_json(sweep: Sweep) -> dict[str, Any]:
+    return {
+        "option": sweep.option, "unit": sweep.unit or None, "curves": [_curve_json(curve) for curve in sweep.curves],
+    }  # fmt: skip
+
+
+def _curve_json(curve: SweepCurve) -> dict[str, Any]:
+    return {
+        "series": curve.series,
+        "suites": list(curve.suites),
+        "best": None if curve.best is None else curve.points[curve.best].value,
+        "not_told_apart": [curve.points[number].value for number in curve.rivals],
+        "points": [_point_json(curve, number, point) for number, point in enumerate(curve.points)],
+    }
+
+
+def _point_json(curve: SweepCurve, number: int, point: Point) -> dict[str, Any]:
+    """`best_over_this` is the speed-up of the best value over that of this value."""
+    over = curve.over.get(number)
+    return {
+        "value": point.value, "method": point.method, "num_prompts": point.num_prompts, "al_pooled": point.length,
+        "speedup_decode": point.speedup, "best_over_this": over and over.ratio, "p": over and over.p,
+    }  # fmt: skip
 
 
 def _json_value(value: Any, exact: Sequence[str] = ()) -> Any:
-    """Six digits: more than the measurements hold, and the same on every machine. What was asked for, under the keys
-    `exact`, stays as it is.
+    """With six digits: more than the measurements hold, and the same on every machine. What the user asked for, under
+    the keys `exact`, is unchanged.
     """
     match value:
         case Interval(value=middle, low=low, high=high):
@@ -98,36 +132,3 @@ def _json_value(value: Any, exact: Sequence[str] = ()) -> Any:
         case float():
             return float(f"{value:.6g}")
     return value
-
-
-def csv_text(document: Document) -> str:
-    """A figure has three columns, ID, ID.low and ID.high; what cannot be had is an empty field."""
-    ids = [name for name in METRICS if name not in TALLIES and any(name in cell.figures for cell in document.cells)]
-    settings = ["settings"] * any(cell.setting for cell in document.cells)
-    heads = ["suite", "source", *settings, "method", *COUNTS]
-    heads += [f"{name}_{part}" for name in TALLIES for part in ("num", "of")]
-    heads += [f"{name}{bound}" for name in ids for bound in ("", ".low", ".high")]
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(heads)
-    writer.writerows(_csv_row(cell, ids) for cell in document.cells)
-    return file.getvalue()
-
-
-def _csv_row(cell: Cell, ids: Sequence[str]) -> list[Any]:
-    tallies = [part for name in TALLIES for part in getattr(cell, name) or ("", "")]
-    bounds = [cell.figures.get(name, Interval(float("nan"), None, None)) for name in ids]
-    figures = [bound for interval in bounds for bound in (interval.value, interval.low, interval.high)]
-    counts = [getattr(cell, name) for name in COUNTS]
-    settings = [cell.setting] * bool(cell.setting)
-    names = map(_csv_text, (cell.suite, cell.source, *settings, cell.method))
-    return [*names, *counts, *tallies, *map(_csv_value, figures)]
-
-
-def _csv_text(text: str) -> str:
-    """Not what a spreadsheet would take for a formula: those begin with one of these, and run."""
-    return f"'{visible(text)}" if text.lstrip().startswith(("=", "+", "-", "@")) else visible(text)
-
-
-def _csv_value(value: float | None) -> float | str:
-    return "" if value is None or value != value else float(f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""What every format shows: a run that was read, its cells, and what to doubt about them."""
+"""The document that every format shows: a run that was read, its cells, and the findings about them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MethodLine:
     method: str
     settings: Settings
     setting: str
-    """What tells the settings from the others of the run; empty in a run of one."""
+    """Distinguishes the settings from the others of the run; empty if there is only one."""
 
     @property
     def name(self) -> str:
@@ -50,17 +50,17 @@ class Document:
 
     @property
     def notes(self) -> list[str]:
-        """What is missing from the numbers; said above them in every format."""
+        """Notes on data missing from the numbers; shown above them in every format."""
         return self.results.missing
 
     @property
     def methods(self) -> list[str]:
-        """The drafting ones, in the order of the run."""
+        """The drafting methods, in the order of the run."""
         return list(dict.fromkeys(cell.method for cell in self.cells if cell.method != BASELINE))
 
     @property
     def lines(self) -> list[MethodLine]:
-        """What has a mean over suites: each drafting method under each settings, in the order of the run."""
+        """Each drafting method under each settings, in the order of the run: these have a mean over suites."""
         places = dict.fromkeys((cell.method, cell.settings, cell.setting) for cell in self.cells)
         methods = self.methods
         drafting = [MethodLine(*place) for place in places if place[0] in methods]
@@ -71,34 +71,42 @@ class Document:
         return list(dict.fromkeys(cell.suite for cell in self.cells))
 
     def label(self, suite: str) -> str:
-        """A suite for people, with where its prompts came from."""
+        """The name of a suite for people, with the source of its prompts."""
         return next(cell.label for cell in self.cells if cell.suite == suite)
 
     def badges(self, line: MethodLine) -> list[Badge]:
-        """What weakens a method's speed-up over all suites; nothing where there is none."""
+        """The badges of a method's mean speed-up over suites; none if there is no speed-up."""
         speedup, _ = over_all(self.cells, line)
         return base.beside_mean(self.findings, line.settings.id, speedup.contains(1)) if speedup else []
 
 
 def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
-    """Raises UserError for a run that is unfinished or damaged, unless `allow` names that."""
+    """Read a finished run. Raises UserError for one that is unfinished or damaged, unless `allow` names that."""
     for name in allow:
         if name not in ALLOWED:
             raise unknown("thing to allow", name, list(ALLOWED))
-    results = table.read(folder, allow=allow)
-    cells = metrics.summarise(results.rows, results.info.identity)
-    if not any(cell.num_prompts for cell in cells):
-        raise UserError(f"{folder} holds no answer that did not fail; the first error: {_first_error(results)}")
-    identity = results.info.identity
-    notes = findings(results.rows, cells, identity, results.info)
+    document = document_of(table.read(folder, allow=allow), allow)
+    if not any(cell.num_prompts for cell in document.cells):
+        raise UserError(
+            f"{folder} holds no answer that did not fail; the first error: {_first_error(document.results)}"
+        )
+    return document
+
+
+def document_of(results: table.Results, allow: Sequence[str] = ()) -> Document:
+    """Summarise a run that was read."""
+    info, rows = results.info, results.rows
+    identity = info.identity
+    cells = metrics.summarise(rows, identity)
+    found = findings(rows, cells, identity, info)
     return Document(
-        folder,
+        Path(results.name),
         results,
         cells,
-        notes,
+        found,
         tuple(allow),
         sweeps(cells, identity),
-        concurrency_curves(results.rows, cells, identity),
+        concurrency_curves(rows, cells, identity),
     )
 
 
@@ -108,7 +116,7 @@ def _first_error(results: table.Results) -> str:
 
 
 def over_all(cells: Sequence[Cell], line: MethodLine) -> tuple[Interval | None, float | None]:
-    """A method's speedup.decode, geometric mean over suites, and its al.pooled over all rounds of all suites."""
+    """Return a method's speedup.decode (geometric mean over suites) and its al.pooled over all rounds of all suites."""
     answered = [cell for cell in line.cells_of(cells) if cell.num_prompts]
     if not answered:
         return None, None

@@ -1,11 +1,11 @@
-"""What `check` found, as text, JSON, JUnit XML, GitHub step summary, and for github-action-benchmark."""
+"""The result of `check` as text, JSON, JUnit XML, GitHub step summary, and for github-action-benchmark."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import geometric_mean
 from typing import Any
 from xml.etree import ElementTree
@@ -14,18 +14,36 @@ from dflash_bench.analysis.gate.baselines import Runs
 from dflash_bench.analysis.gate.checks import Check, GateOutcome
 from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.report.tables import aligned, in_markdown, markdown, p_value
+from dflash_bench.report import render
+from dflash_bench.report.tables import Column, Row, Section, Table, in_markdown, p_value
 
 COUNTS = ("mismatch", "failed", "witnesses")
-HEADS = ("", "suite", "method", "figure", "found", "expected", "change", "allowed", "p (Holm)", "why")
+COLUMNS = (
+    Column("result", "result", "left"), Column("suite", "suite", "left"), Column("method", "method", "left"),
+    Column("metric", "figure", "left"), Column("found", "found"), Column("expected", "expected"),
+    Column("change", "change"), Column("allowed", "allowed"), Column("p", "p (Holm)"), Column("why", "why"),
+)  # fmt: skip
 UNITS = {name: metric.unit for name, metric in METRICS.items() if metric.may_fall}
 """Of the metrics that github-action-benchmark draws: those that a gate lets fall a little."""
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
+def section(outcome: GateOutcome) -> Section:
+    """A row for each check, and the notes below."""
+    table = Table(COLUMNS, [Row(_row(check)) for check in outcome.checks])
+    return Section("check", table=table, sentences=[f"note: {note}" for note in outcome.notes])
+
+
 def text(outcome: GateOutcome) -> str:
-    table = aligned(HEADS, [_row(check) for check in outcome.checks], left=4)
-    return "\n".join([table, "", *(f"note: {note}" for note in outcome.notes), headline(outcome)])
+    """For logs: every note stays on a line of its own."""
+    shown = section(outcome)
+    return render.terminal(replace(shown, sentences=[*shown.sentences, headline(outcome)]), width=None)
+
+
+def summary(outcome: GateOutcome) -> str:
+    """Markdown for $GITHUB_STEP_SUMMARY."""
+    sign = "❌" if outcome.failures else "✅"
+    return f"### dflash-bench check {sign}\n\n{in_markdown(headline(outcome))}\n\n{render.markdown(section(outcome))}\n"
 
 
 def headline(outcome: GateOutcome) -> str:
@@ -54,22 +72,13 @@ def _row(check: Check) -> list[str]:
     ]
 
 
-def summary(outcome: GateOutcome) -> str:
-    """For $GITHUB_STEP_SUMMARY."""
-    sign = "❌" if outcome.failures else "✅"
-    heads = ["result", *HEADS[1:]]
-    table = markdown(heads, [_row(check) for check in outcome.checks], left=4)
-    notes = "".join(f"\n- {in_markdown(note)}" for note in outcome.notes)
-    return f"### dflash-bench check {sign}\n\n{in_markdown(headline(outcome))}\n\n{table}\n{notes}\n"
-
-
 def as_json(outcome: GateOutcome) -> dict[str, Any]:
     checks = [asdict(check) | {"change": check.change} for check in outcome.checks]
     return {"passed": not outcome.failures, "checks": checks, "notes": list(outcome.notes)}
 
 
 def junit(outcome: GateOutcome, name: str) -> str:
-    """A test case for each check, a suite for each of ours."""
+    """JUnit XML with a test case for each check, and a test suite for each suite of prompts."""
     root = ElementTree.Element("testsuites", _counts(outcome.checks) | {"name": "dflash-bench check"})
     for suite in dict.fromkeys(check.suite for check in outcome.checks):
         checks = [check for check in outcome.checks if check.suite == suite]
@@ -94,13 +103,13 @@ def _xml(text: str) -> str:
 
 
 def _sentence(check: Check) -> str:
-    row = dict(zip(HEADS, _row(check), strict=True))
-    seen = f"{row['found']}, expected {row['expected']} (change {row['change']}, {HEADS[8]} {row[HEADS[8]]})"
+    row = dict(zip((column.id for column in COLUMNS), _row(check), strict=True))
+    seen = f"{row['found']}, expected {row['expected']} (change {row['change']}, p (Holm) {row['p']})"
     return f"{check.name}: {seen}: {check.reason}"
 
 
 def benchmark(cells: Runs) -> str:
-    """`customBiggerIsBetter` of github-action-benchmark: what is better when it is bigger."""
+    """JSON for `customBiggerIsBetter` of github-action-benchmark: metrics that are better when they are bigger."""
     entries = [
         {
             "name": " ".join(filter(None, (key.suite, runs[0].setting, key.slice, key.method, name))),
@@ -117,7 +126,7 @@ def benchmark(cells: Runs) -> str:
 
 
 def _over(runs: Sequence[Cell], name: str) -> Interval | None:
-    """Of one run its interval over prompts; of several their mean, and from the least of them to the most."""
+    """For one run its interval over prompts; for several their mean, with the lowest and the highest of them."""
     intervals = [cell.figures[name] for cell in runs if name in cell.figures]
     if len(runs) == 1 or not intervals:
         return intervals[0] if intervals else None

@@ -1,8 +1,7 @@
-"""A profile as text and JSON, and what forward passes cost by width."""
+"""A profile as text and JSON, and the cost of forward passes by width."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,18 +10,19 @@ from dflash_bench.analysis import roofline
 from dflash_bench.analysis.roofline import WidthCurve
 from dflash_bench.core.forwards import ProfileData
 from dflash_bench.perf.verdict import ProfiledBatch, RoundCost, RoundVerdict
-from dflash_bench.report.tables import ABSENT, aligned, number
+from dflash_bench.report import render
+from dflash_bench.report.tables import ABSENT, Column, Entry, Row, Section, Table, Value, number
 from dflash_bench.results.run_info import RunInfo
 
-# The cost of a forward by its width, in words: one line for each run, and what its speed-ups mean by it.
+# The cost of a forward by its width, in words: one line for each run, and its meaning for the speed-ups.
 
 
 CROOKED = 0.25
-"""From this misfit on the line is not to be trusted in between."""
+"""With at least this misfit, the line is not to be trusted between the measured widths."""
 
 
 def line_of(info: RunInfo) -> str:
-    """What a run measured at its start; "n/a" where it did not."""
+    """Return the curve measured when the run started; "n/a" if it was not measured."""
     curve = roofline.stored(info)
     return f"{ABSENT} (not measured in this run)" if curve is None else f"{formula(curve)}; {curve.regime}"
 
@@ -35,12 +35,12 @@ def formula(curve: WidthCurve) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Three digits, or all of those before the point."""
+    """Format with three digits, or with all digits before the point."""
     return f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"
 
 
 def sentences(info: RunInfo) -> list[str]:
-    """The line, and what follows from it for the speed-ups beside it."""
+    """Return the line, and its meaning for the speed-ups."""
     curve = roofline.stored(info)
     return [f"width curve: {line_of(info)}", *([meaning(curve)] if curve else [])]
 
@@ -72,7 +72,7 @@ def meaning(curve: WidthCurve) -> str:
 
 
 def curve_as_json(info: RunInfo) -> dict[str, Any] | None:
-    """In seconds; None where the run did not measure it."""
+    """Return the curve in seconds; None if the run did not measure it."""
     curve = roofline.stored(info)
     return None if curve is None else asdict(curve) | {"line": curve.line._asdict()}
 
@@ -80,7 +80,6 @@ def curve_as_json(info: RunInfo) -> dict[str, Any] | None:
 # A profile as tables and sentences, and as JSON.
 
 
-WIDTH = 100
 FACTORS = {
     "draft": "a draft for nothing",
     "verify": "verifying at the price of a plain step",
@@ -90,7 +89,7 @@ FACTORS = {
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """A profile to be shown. `estimated` are the same places for the whole target, of which some layers were cut."""
+    """A profile to be shown. `estimated` are the same batches for the whole target, if some of its layers were cut."""
 
     about: Mapping[str, Any]
     measured: ProfileData
@@ -100,7 +99,7 @@ class Profiled:
 
     @property
     def judged(self) -> Sequence[ProfiledBatch]:
-        """Of the whole target, where that could be estimated."""
+        """Batches of the whole target, if they could be estimated."""
         return self.estimated or self.places
 
 
@@ -112,100 +111,95 @@ def estimate_note(profile: Profiled) -> str:
 
 
 def text(profile: Profiled) -> str:
-    return "\n\n".join(_blocks(profile)) + "\n"
+    return "\n\n".join(map(render.terminal, sections(profile))) + "\n"
 
 
-def _blocks(profile: Profiled) -> Iterator[str]:
+def sections(profile: Profiled) -> Iterator[Section]:
     about, rates = profile.about, profile.measured.rates
-    cut = about["layers"] != about["all_layers"]
-    depth = f"{about['layers']} of {about['all_layers']} layers" if cut else f"{about['layers']} layers"
+    is_cut = about["layers"] != about["all_layers"]
+    depth = f"{about['layers']} of {about['all_layers']} layers" if is_cut else f"{about['layers']} layers"
     weights = "random weights" if about["random_weights"] else "its own weights"
-    yield _wrapped(
+    yield Section("about", sentences=[
         f"{about['model']}: {depth}, {weights}, {about['dtype']} on {about['device']}. The device copies "
         f"{rates.bandwidth / 1e9:,.1f} GB/s (read and written) and multiplies {rates.products / 1e9:,.0f} GFLOP/s."
-    )
-    for place in profile.places:
-        yield f"{_title(place)}: passes of the target, measured\n{_passes(place)}\n{_curve(place)}"
+    ])  # fmt: skip
+    yield from _passes(profile.places, "measured")
     if not profile.estimated:
-        yield _wrapped(meaning(profile.places[0].curve))
-    if not cut:
+        yield Section("meaning", sentences=[meaning(profile.places[0].curve)])
+    if not is_cut:
         yield from _rounds(profile.places, "")
     elif profile.estimated:
-        yield _wrapped(
+        yield Section("estimate", sentences=[
             f"An estimate, not a measurement: all {about['all_layers']} layers, if each takes as long as the "
             f"{about['layers']} measured here; the output head is counted once."
-        )
-        for place in profile.estimated:
-            yield f"{_title(place)}: passes of the target, estimated\n{_passes(place)}\n{_curve(place)}"
-        yield _wrapped(meaning(profile.estimated[0].curve))
+        ])  # fmt: skip
+        yield from _passes(profile.estimated, "estimated")
+        yield Section("meaning", sentences=[meaning(profile.estimated[0].curve)])
         yield from _rounds(profile.estimated, ", estimated")
     if profile.notes:
-        yield "\n".join(_wrapped(f"note: {note}") for note in profile.notes)
+        yield Section("notes", sentences=[f"note: {note}" for note in profile.notes])
 
 
 def _title(place: ProfiledBatch) -> str:
     return f"batch {place.rows}, context {place.context}"
 
 
-def _passes(place: ProfiledBatch) -> str:
-    heads = ("tokens", "ms", "roofline ms", "times", "bound by", "MB read", "GFLOP", "in plain steps")
-    plain = place.readings[0].forward.seconds
-    rows = [
-        (
-            str(one.forward.width), number(1000 * one.forward.seconds), number(1000 * one.roofline_s),
-            number(one.forward.seconds / one.roofline_s, 1), one.bound, number(one.num_bytes / 1e6, 1),
-            number(one.flops / 1e9), number(one.forward.seconds / plain),
-        )
-        for one in place.readings
-    ]  # fmt: skip
-    return aligned(heads, rows, left=0)
+PASS_COLUMNS = (
+    Column("width", "tokens"), Column("ms", "ms"), Column("roofline_ms", "roofline ms"),
+    Column("over_roofline", "times", digits=1), Column("bound", "bound by"), Column("megabytes", "MB read", digits=1),
+    Column("gflop", "GFLOP"), Column("plain_steps", "in plain steps"),
+)  # fmt: skip
 
 
-def _curve(place: ProfiledBatch) -> str:
-    return _wrapped(f"{formula(place.curve)}; {place.curve.regime}")
+def _passes(places: Sequence[ProfiledBatch], how: str) -> Iterator[Section]:
+    for place in places:
+        plain = place.readings[0].forward.seconds
+        rows = [
+            Row([
+                one.forward.width, 1000 * one.forward.seconds, 1000 * one.roofline_s,
+                one.forward.seconds / one.roofline_s, one.bound, one.num_bytes / 1e6, one.flops / 1e9,
+                one.forward.seconds / plain,
+            ])
+            for one in place.readings
+        ]  # fmt: skip
+        legend = [f"{formula(place.curve)}; {place.curve.regime}"]
+        yield Section("passes", f"{_title(place)}: passes of the target, {how}", Table(PASS_COLUMNS, rows), legend)
 
 
-def _rounds(places: Sequence[ProfiledBatch], how: str) -> Iterator[str]:
+ROUND_COLUMNS = (
+    Column("method", "method", "left"), Column("width", "width"), Column("draft_ms", "draft ms"),
+    Column("draft_roofline_ms", "roofline ms"), Column("verify_ms", "verify ms"),
+    Column("verify_roofline_ms", "roofline ms"), Column("host_ms", "host ms"),
+    Column("cost", "cost in plain steps"), Column("break_even_al", "break_even_al"),
+)  # fmt: skip
+
+
+def _rounds(places: Sequence[ProfiledBatch], how: str) -> Iterator[Section]:
     for place in places:
         if place.rounds:
-            lines = [_verdict_line(verdict) for verdict in place.verdicts]
-            yield "\n".join([f"{_title(place)}: rounds{how}", _round_table(place), *lines])
+            table = Table(ROUND_COLUMNS, [Row(_round(one)) for one in place.rounds])
+            yield Section("rounds", f"{_title(place)}: rounds{how}", table, [*map(sentence, place.verdicts)])
 
 
-def _round_table(place: ProfiledBatch) -> str:
-    heads = (
-        "method", "width", "draft ms", "roofline ms", "verify ms", "roofline ms", "host ms", "cost in plain steps",
-        "break_even_al",
-    )  # fmt: skip
-    return aligned(heads, [_round_row(one) for one in place.rounds])
-
-
-def _round_row(one: RoundCost) -> tuple[str, ...]:
-    def milliseconds(seconds: float | None) -> str:
-        return ABSENT if seconds is None else number(1000 * seconds)
-
-    between = "" if one.draft_roofline_s is not None else "~"
-    times = (one.draft_roofline_s, one.verify_s, one.verify_roofline_s, one.host_s)
-    return (
-        one.method, str(one.width), between + milliseconds(one.draft_s), *map(milliseconds, times), number(one.cost),
-        number(one.break_even_al),
-    )  # fmt: skip
-
-
-def _verdict_line(verdict: RoundVerdict) -> str:
-    return _wrapped(sentence(verdict))
+def _round(one: RoundCost) -> list[Value]:
+    seconds = (one.draft_s, one.draft_roofline_s, one.verify_s, one.verify_roofline_s, one.host_s)
+    draft, *others = (None if s is None else 1000 * s for s in seconds)
+    about = "" if one.draft_roofline_s is not None else "~"
+    return [one.method, one.width, Entry(draft, about + number(draft)), *others, one.cost, one.break_even_al]
 
 
 def sentence(verdict: RoundVerdict) -> str:
-    """What binds a method's whole round, and what it would bring if it did not."""
+    """Name what limits a method's round, and the speed-up without that limit."""
     whole, al = verdict.round, verdict.al
     price = f"a round of {whole.width} tokens costs {whole.cost:.2f} plain steps"
     if al is None or verdict.speedup is None:
         return (
-            f"{whole.method}: {price}, so it needs more than {whole.cost:.2f} tokens a round to gain. Of that price, "
+            f"{whole.method}: {price}, so it needs more than {whole.cost:.2f} tokens per round to gain. Of that price, "
             f"{_binds(verdict)}; --acceptance says how much is gained."
         )
-    gain = f"{al:g} tokens a round ({verdict.al_source}) make it {verdict.speedup:.2f} times as fast as plain decoding"
+    gain = (
+        f"{al:g} tokens per round ({verdict.al_source}) make it {verdict.speedup:.2f} times as fast as plain decoding"
+    )
     if verdict.binding == "acceptance":
         then = f"with all {whole.width} kept it would be {whole.speedup(whole.width):.1f} times as fast"
     elif verdict.binding == "unclear":
@@ -224,12 +218,8 @@ def _binds(verdict: RoundVerdict) -> str:
     return f"{names.get(verdict.binding, verdict.binding)} binds"
 
 
-def _wrapped(line: str) -> str:
-    return textwrap.fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-
-
 def as_json(profile: Profiled) -> dict[str, Any]:
-    """What `--json` prints and profile.json holds: measurements first, then what they come to."""
+    """What `--json` prints and profile.json holds: measurements first, then the figures made from them."""
     return {
         **profile.about,
         "measured": asdict(profile.measured),

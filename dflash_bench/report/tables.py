@@ -1,11 +1,17 @@
-"""Numbers and tables as plain text and as Markdown, the same words in both."""
+"""Sections and tables of a report, and numbers as text, whatever form they are shown in."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from math import isclose
+from typing import Literal
 
+from dflash_bench.analysis.findings import base
+from dflash_bench.analysis.findings.base import Badge
+from dflash_bench.analysis.metrics import Share
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.labels import visible
 
@@ -18,7 +24,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def with_interval(interval: Interval | None, digits: int = 2) -> str:
-    """`3.27 [2.86, 3.73]`; `3.27 (n = 2)` where prompts are too few for an interval."""
+    """`3.27 [2.86, 3.73]`; `3.27 (n = 2)` where there are too few prompts for an interval."""
     if interval is None or interval.low is None or interval.high is None:
         few = f" (n = {interval.too_few})" if interval and interval.too_few else ""
         return f"{number(interval.value if interval else None, digits)}{few}"
@@ -33,26 +39,165 @@ def p_value(p: float | None) -> str:
     return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def aligned(heads: Sequence[str], rows: Rows, left: int = 1) -> str:
-    """`left` columns of names, then numbers."""
-    lines = [heads, *([visible(text) for text in row] for row in rows)]
+# What is shown: built once for each subject, and rendered by `render` in any form.
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A value that is shown in words of its own, or with badges."""
+
+    value: Value
+    text: str | None = None
+    badges: Sequence[Badge] = ()
+
+
+Value = str | int | float | Interval | Share | Entry | None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table, known by its id. `head` has line breaks where a narrow column needs them."""
+
+    id: str
+    """The formula id, if it shows a metric."""
+    head: str
+    justify: Literal["left", "right"] = "right"
+    digits: int = 2
+    kind: Literal["", "metric", "share"] = ""
+    """What it holds even if no row has any, so that data formats give each part of it a column."""
+    has_interval: bool = True
+    """Whether the interval of a metric is shown, or its value alone."""
+    is_percent: bool = False
+    is_spare: bool = False
+    """Whether narrow screens leave it out."""
+    in_paper: bool = False
+    """Whether a paper has room for it."""
+
+    @property
+    def one_line(self) -> str:
+        return self.head.replace(".\n", ".").replace("\n", " ")
+
+    def text(self, value: Value) -> str:
+        """The value for people, without its badges."""
+        match value:
+            case Entry(text=str(text)):
+                return text
+            case Entry():
+                return self.text(value.value)
+            case None:
+                return ABSENT
+            case str():
+                return value
+            case int():
+                return f"{value:,}"
+            case Interval():
+                return with_interval(value, self.digits) if self.has_interval else number(value.value, self.digits)
+            case (num, total):
+                return f"{100 * num / total:.1f}" if self.is_percent else f"{num}/{total}"
+        return number(value, self.digits)
+
+    def marked(self, value: Value) -> str:
+        """The value for people, followed by the marks of its badges."""
+        return " ".join(filter(None, [self.text(value), base.marks(badges_of(value))]))
+
+
+def badges_of(value: Value) -> Sequence[Badge]:
+    return value.badges if isinstance(value, Entry) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    values: Sequence[Value]
+    """One for each column, the first of which names the row."""
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of the same group stand next to each other."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    group: str = ""
+    """The head of the groups, in forms that give them a column; empty if the rows have no groups."""
+
+    @classmethod
+    def of(cls, heads: Sequence[str], rows: Sequence[Sequence[Value]], left: int = 1) -> Table:
+        """A table without groups, whose columns are known by their heads alone; the first `left` hold names."""
+        columns = [Column(head, head, "left" if at < left else "right") for at, head in enumerate(heads)]
+        return cls(columns, [Row(row) for row in rows])
+
+    @property
+    def groups(self) -> Iterator[tuple[str, Sequence[Row]]]:
+        return ((group, list(rows)) for group, rows in groupby(self.rows, key=lambda row: row.group))
+
+    def flat(self) -> tuple[list[str], list[list[str]], list[bool]]:
+        """Heads and rows as text, the groups in a column of their own, and whether each column is left-justified."""
+        names = [self.group] if self.group else []
+        heads = [*names, *(column.one_line for column in self.columns)]
+        rows = [[*([row.group] if names else []), *map(Column.marked, self.columns, row.values)] for row in self.rows]
+        return heads, rows, [*(True for _ in names), *(column.justify == "left" for column in self.columns)]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A point of a list, and what to do about it."""
+
+    text: str
+    remedy: str
+    kind: str
+    is_wrong: bool
+    """Whether a reader must not miss it; the others say that a number is weak."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One subject of a report: a table with its legend, and its conclusions in sentences. All parts but the id are
+    optional; `items` is None if the subject is not a list, and empty if nothing was found.
+    """
+
+    id: str
+    title: str = ""
+    table: Table | None = None
+    legend: Sequence[str] = ()
+    sentences: Sequence[str] = ()
+    terms: Mapping[str, str] = field(default_factory=dict)
+    """What terms of the section mean, formulas for instance."""
+    items: Sequence[Item] | None = None
+
+
+# Flat tables as text.
+
+
+def aligned(heads: Sequence[str], rows: Rows, left: int | Sequence[bool] = 1) -> str:
+    """Align columns: the first `left` to the left, or those for which `left` is true. Heads may have line breaks."""
+    height = max(head.count("\n") for head in heads) + 1
+    above = [[""] * (height - 1 - head.count("\n")) + head.split("\n") for head in heads]
+    lines = [*zip(*above, strict=True), *([visible(text) for text in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    is_left = _each(left, len(heads))
+    gap = " " if height > 1 else "  "
     return "\n".join(
-        "  ".join(
-            text.ljust(width) if column < left else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
+        gap.join(
+            text.ljust(width) if at_left else text.rjust(width)
+            for at_left, text, width in zip(is_left, line, widths, strict=True)
         ).rstrip()
         for line in lines
     )
 
 
-def markdown(heads: Sequence[str], rows: Rows, left: int = 1) -> str:
-    rule = ["---" if column < left else "---:" for column in range(len(heads))]
+def markdown(heads: Sequence[str], rows: Rows, left: int | Sequence[bool] = 1) -> str:
+    """`left` as in `aligned`."""
+    rule = ["---" if at_left else "---:" for at_left in _each(left, len(heads))]
     cells = [[in_markdown(text) for text in row] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in [heads, rule, *cells])
 
 
+def _each(left: int | Sequence[bool], number: int) -> Sequence[bool]:
+    return [at < left for at in range(number)] if isinstance(left, int) else left
+
+
 def in_markdown(text: str) -> str:
-    """As text that is neither a cell's end, code, emphasis nor HTML."""
+    """Escape text so that it is neither a cell's end, code, emphasis nor HTML."""
     escaped = re.sub(r"[\\`*|]", r"\\\g<0>", visible(text))
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", escaped)

@@ -1,135 +1,30 @@
-"""What a run shows in the terminal: its tables, its card, and the lists of suites and methods."""
+"""What the terminal shows beside a report: the card of a run, and the lists of suites and methods."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
-from dflash_bench.analysis.concurrency import ConcurrencyCurve
-from dflash_bench.analysis.findings import Finding, base
-from dflash_bench.analysis.metrics import FORMULAS, Cell
-from dflash_bench.analysis.sweep import Sweep
+from dflash_bench.analysis.findings import base
+from dflash_bench.analysis.metrics import FORMULAS
 from dflash_bench.core.errors import unknown
-from dflash_bench.core.labels import visible
 from dflash_bench.core.methods import METHODS, Kind, Option
-from dflash_bench.report import perf, sections, tables
-from dflash_bench.report.columns import RESULTS, ROUNDS, Column, counted, legend, marked, notes
+from dflash_bench.report import perf, tables
 from dflash_bench.report.document import Document, over_all
+from dflash_bench.report.render import wrapped
 from dflash_bench.report.tables import ABSENT, number
 from dflash_bench.report.words import facts, speedups, tally, with_badges
-from dflash_bench.results.run_info import RunInfo
 
 if TYPE_CHECKING:
     from dflash_bench.tasks.suites import SuiteListing
 
-# Cells and findings as text for a terminal.
-#
-# Formula ids stand in the column heads. Nothing is told by colour alone; a figure that cannot be had is "n/a".
-
-
-WIDTH = 100
-
-
-def text(
-    cells: Sequence[Cell],
-    findings: Sequence[Finding],
-    swept: Sequence[Sweep] = (),
-    info: RunInfo | None = None,
-    loads: Sequence[ConcurrencyCurve] = (),
-) -> str:
-    """What came out, what rounds and forwards cost, what to be careful of, what several answers at a time do to speed,
-    and the best values.
-
-    `info` is the run's `run.json`, which the width curve is in, and which a sweep's answer needs.
-    """
-    blocks = [
-        [*_table(cells, RESULTS, findings), *legend(cells, findings), *(_wrapped(n, "", "  ") for n in notes(cells))],
-        [*_table(cells, ROUNDS, findings, "per round"), *(_wrapped(line, "", "  ") for line in counted(cells))],
-        *([[_wrapped(line, "", "  ") for line in perf.sentences(info)]] if info else []),
-        _finding_lines(findings),
-        *([_load_lines(loads)] if loads else []),
-        *([_context_lines(cells)] if sections.by_context(cells) else []),
-        *([_swept_lines(swept, info)] if swept and info else []),
-    ]
-    return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
-
-
-def _table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding], title: str = "") -> list[str]:
-    """A suite's name, and its settings, on a line of their own, as long as it may be, and its methods below."""
-    heads = [("", title), *(_two_lines(column.head) for column in columns)]
-    rows = {
-        cell.key: [f"  {visible(cell.method)}", *(marked(column, cell, findings) for column in columns)]
-        for cell in cells
-    }
-    widths = _widths(heads, list(rows.values()))
-    is_left = [True, *(column.justify == "left" for column in columns)]
-    lines = [_line(texts, widths, is_left) for texts in zip(*heads, strict=True)]
-    for _, group in groupby(cells, key=lambda cell: cell.key[:3]):
-        members = list(group)
-        lines += [members[0].heading, *(_line(rows[cell.key], widths, is_left) for cell in members)]
-    return lines
-
-
-def _context_lines(cells: Sequence[Cell]) -> Iterator[str]:
-    """As `_table`: suite and method on a line of their own, as long as it may be, and its contexts below."""
-    heads = [_two_lines(head) for head in sections.CONTEXT_HEADS]
-    rows = [(series.name, list(map(sections.row, series.cells))) for series in sections.by_context(cells)]
-    widths = _widths(heads, [row for _, members in rows for row in members])
-    is_left = [True, *[False] * (len(heads) - 1)]
-    yield sections.CONTEXT_TITLE.lower()
-    yield from (_line(texts, widths, is_left) for texts in zip(*heads, strict=True))
-    for name, members in rows:
-        yield from (visible(name), *(_line(row, widths, is_left) for row in members))
-    yield _wrapped(sections.CONTEXT_LEGEND, "", "  ")
-
-
-def _widths(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, texts)) for texts in zip(*zip(*heads, strict=True), *rows, strict=True)]
-
-
-def _two_lines(head: str) -> tuple[str, str]:
-    above, _, below = head.rpartition("\n")
-    return above, below
-
-
-def _line(texts: Sequence[str], widths: Sequence[int], is_left: Sequence[bool]) -> str:
-    columns = zip(texts, widths, is_left, strict=True)
-    return " ".join(text.ljust(width) if left else text.rjust(width) for text, width, left in columns).rstrip()
-
-
-def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    yield "findings:" if findings else "findings: none"
-    for finding in findings:
-        yield _wrapped(finding.text, "  ", "  ")
-        yield _wrapped(finding.remedy, "    -> ", "    ")
-
-
-def _load_lines(loads: Sequence[ConcurrencyCurve]) -> Iterator[str]:
-    yield from sections.lines(loads)
-    yield ""
-    yield from (_wrapped(line, "", "  ") for line in (sections.LOAD_LEGEND, *sections.sentences(loads)))
-
-
-def _swept_lines(swept: Sequence[Sweep], info: RunInfo) -> Iterator[str]:
-    yield from sections.tables(swept)
-    yield from (_wrapped(line, "", "  ") for line in (sections.SWEEP_LEGEND, "", *sections.best_values(swept, info)))
-
-
-def _wrapped(text: str, first: str, others: str) -> str:
-    return textwrap.fill(visible(text), WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
-
 
 def suites_text(listings: Sequence[SuiteListing], groups: Mapping[str, Sequence[str]]) -> str:
-    """A suite a line, with its title below it; then the groups."""
+    """One line per suite, with its title below; then the groups."""
     heads = ("suite", "embedded", "scored by", "licence", "source on the hub")
-    rows = [heads, *(_suite_row(listing) for listing in listings)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads) - 1)]
-    lines = ["  ".join([*(text.ljust(w) for text, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
-    for place, listing in enumerate(listings):
-        lines.insert(2 * place + 2, f"  {listing.suite.title}")
-    return "\n".join([*lines, "", *(f"group {name}: {', '.join(members)}" for name, members in groups.items())])
+    lines = tables.aligned(heads, [_suite_row(listing) for listing in listings], left=len(heads)).splitlines()
+    blocks = [lines[0], *(f"{line}\n  {one.suite.title}" for line, one in zip(lines[1:], listings, strict=True))]
+    return "\n".join([*blocks, "", *(f"group {name}: {', '.join(members)}" for name, members in groups.items())])
 
 
 def _suite_row(listing: SuiteListing) -> tuple[str, ...]:
@@ -138,11 +33,11 @@ def _suite_row(listing: SuiteListing) -> tuple[str, ...]:
     return suite.name, str(listing.num_embedded), suite.scorer, suite.licence, " ".join(filter(None, rows))
 
 
-# The result in eleven lines, to paste into an issue or a chat, and one more where the speed-up is weak.
+# The result in eleven lines, to paste into an issue or a chat, plus one where the speed-up is weak.
 
 
 def card(document: Document) -> str:
-    """Raises nothing for what a run does not hold: that line says n/a."""
+    """Return the card; lines for which the run holds nothing say n/a."""
     info, about = document.results.info, facts(document.results.info)
     means = [(line, *over_all(document.cells, line)) for line in document.lines]
     faster = ", ".join(f"{line.name} {with_badges(document, line, speedup)}" for line, speedup, _ in means)
@@ -177,22 +72,22 @@ def card(document: Document) -> str:
 
 
 DRAFTED = {"none": "nothing", "chain": "a chain", "tree": "a tree"}
-FOOT = """To run one: --method NAME[@LABEL][:KEY=VALUE,...], or NAME:N for N drafted tokens a round.
+FOOT = """To run one: --method NAME[@LABEL][:KEY=VALUE,...], or NAME:N for N drafted tokens per round.
 Options of one method: dflash-bench methods NAME
 Your own draft: --draft WEIGHTS=PATH; two of one kind: --draft WEIGHTS@a=PATH --draft WEIGHTS@b=PATH"""
 
 
 def methods_text() -> str:
-    """All methods, each with its summary below, in 100 columns."""
+    """Return the list of methods, each with its summary below, in 100 columns."""
     heads = ("method", "weights", "drafts", "output")
     lines = tables.aligned(heads, [_row(kind) for kind in METHODS.values()], left=len(heads)).splitlines()
-    summaries = (_indented(kind.summary) for kind in METHODS.values())
+    summaries = (wrapped(kind.summary, first="  ") for kind in METHODS.values())
     blocks = [lines[0], *(f"{line}\n{summary}" for line, summary in zip(lines[1:], summaries, strict=True))]
     return "\n".join([*blocks, "", FOOT])
 
 
 def text_of(name: str) -> str:
-    """One method and all its options. Raises UserError for an unknown name."""
+    """Describe one method and all its options. Raises UserError for an unknown name."""
     if name not in METHODS:
         raise unknown("method", name, list(METHODS))
     kind = METHODS[name]
@@ -200,7 +95,7 @@ def text_of(name: str) -> str:
 
 
 def markdown() -> str:
-    """The tables in docs/methods.md: all methods, then the options of each."""
+    """Return the tables of docs/methods.md: all methods, then the options of each."""
     heads = ("method", "what it is", "weights", "drafts", "lossless")
     rows = [
         (
@@ -222,10 +117,6 @@ def _row(kind: Kind) -> list[str]:
     return [kind.name, kind.weights or "none", DRAFTED[kind.shape], "lossless" if kind.lossless else "lossy"]
 
 
-def _indented(paragraph: str) -> str:
-    return textwrap.fill(paragraph, WIDTH, initial_indent="  ", subsequent_indent="  ")
-
-
 def _spelling(kind: Kind) -> str:
     return kind.name + ("[:N]" if kind.count else "")
 
@@ -234,7 +125,7 @@ def _facts(kind: Kind) -> Iterator[str]:
     yield f"syntax   {_written(kind)}"
     yield f"weights  {_weights(kind)}"
     yield f"drafts   {DRAFTED[kind.shape]}"
-    yield f"output   {'lossless: just' if kind.lossless else 'lossy: not'} what the target alone would give"
+    yield f"output   {'lossless: exactly' if kind.lossless else 'lossy: not'} what the target alone would generate"
 
 
 def _written(kind: Kind) -> str:
@@ -258,7 +149,7 @@ def _options(kind: Kind) -> Iterator[str]:
     yield lines[0]
     for line, option in zip(lines[1:], kind.options, strict=True):
         yield line
-        yield _indented(option.summary)
+        yield wrapped(option.summary, first="  ")
     yield from (f"\n{alternative}" for alternative in _alternatives(kind))
 
 

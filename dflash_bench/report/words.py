@@ -1,4 +1,4 @@
-"""What a run was and what came out, in words: for the card, and for the head of the page."""
+"""A run and its result in words: for the card, and for the head of the page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GB = 1e9
 
 
 def sentences(document: Document) -> list[str]:
-    """The headline; a method that cannot be compared is not in it."""
+    """Return the headline in sentences; methods that cannot be compared are not in it."""
     means = [(line, *over_all(document.cells, line)) for line in document.lines]
     faster = [
         f"{line.name} is {with_interval(speedup)} times as fast{_weak(document, line)}"
@@ -63,7 +63,7 @@ def _not_plain(document: Document, exact: Share) -> str:
 
 
 def speedups(document: Document, is_known: bool) -> str:
-    """What the speed-ups are, or why there are none."""
+    """Explain the speed-ups, or why there are none."""
     plain = {(cell.suite, cell.settings) for cell in document.cells if cell.method == BASELINE and cell.num_prompts}
     bare = dict.fromkeys(
         (cell.suite, cell.source)
@@ -81,7 +81,7 @@ def _weak(document: Document, line: MethodLine) -> str:
 
 
 def with_badges(document: Document, line: MethodLine, speedup: Interval | None) -> str:
-    """The figure with its interval, and the marks of what weakens it."""
+    """Return the speed-up with its interval, followed by the marks of its badges."""
     return " ".join(filter(None, [with_interval(speedup), base.marks(document.badges(line))]))
 
 
@@ -91,7 +91,7 @@ def geometric_note(document: Document) -> str:
 
 
 def tally(document: Document, name: str, line: MethodLine | None = None) -> Share | None:
-    """Over all suites, of one drafting method or of all."""
+    """Sum a share over all suites, for one drafting method or for all; None if nothing was judged."""
     cells = [cell for cell in document.cells if cell.method != BASELINE]
     cells = line.cells_of(cells) if line else cells
     known = [counts for cell in cells if (counts := getattr(cell, name))]
@@ -224,7 +224,7 @@ def _workers(identity: RunIdentity) -> str | None:
 
 
 def _of_settings(several: Sequence[Settings]) -> dict[str, str]:
-    """Each that any of them changes, with all its values: `temperature 0 and 1`; and always what thinking is."""
+    """Each setting that was changed, with all its values: `temperature 0 and 1`; and always thinking."""
     usual = Settings()
     sampled = [settings for settings in several if not settings.greedy]
     values = {

@@ -1,11 +1,9 @@
-"""The rounds of a run: histograms, slices, sums by stretches of answers, and what plain decoding said."""
+"""The rounds of a run: the one reader of its parts, histograms, slices, and sums by position in the answer."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +15,105 @@ from dflash_bench.results import parts
 from dflash_bench.results.identity import checked_settings, needed_for
 from dflash_bench.results.plan import BASELINE
 
-# For every cell a histogram of rounds by how many tokens they drafted and accepted, counted part by part.
+# What a run stores besides the table that `table.read` makes of it, read once for all who need it.
 
 
 Histogram = Mapping[tuple[int, int], int]
 """(drafted, accepted) to rounds."""
-WIDEST = 1 << 16
+COLUMNS = ("suite", "method", "prompt_id", "error", "drafted", "accepted", "emitted")
+BY_COUNTS = ["suite", "method", "settings", "drafted", "accepted"]
+BY_POSITION = ["suite", "method", "settings", "bin", "prompt_id"]
+"""`settings` by their number in the run; `bin` as in `position_bin`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """The stored rows that a table shows, part by part, in the order of the table."""
+
+    settings: Sequence[Settings]
+    """Those of the run."""
+    sizes: Mapping[Path, int] = field(default_factory=dict)
+    """How many rows of each part are shown; damaged parts are not in it."""
+    left_out: Mapping[Path, Any] = field(default_factory=dict)
+    """The mask of rows that are not shown, [rows], for parts that have some."""
+
+    def batches(self, columns: Sequence[str]) -> Iterator[tuple[Any, Any]]:
+        """Arrow batches with these columns among others, and the number of each row's settings, [rows]."""
+        for part in self.sizes:
+            yield from self.batches_of(part, columns)
+
+    def batches_of(self, part: Path, columns: Sequence[str]) -> Iterator[tuple[Any, Any]]:
+        needed = list(dict.fromkeys([*columns, *needed_for(self.settings)]))
+        for batch in parts.batches(part, needed, left_out=self.left_out.get(part)):
+            yield batch, checked_settings(batch, self.settings)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRounds:
+    histograms: Mapping[CellKey, Histogram]
+    """Of drafting methods."""
+    by_position: Any
+    """A pandas frame of the tokens verified and the rounds of drafting methods, by `BY_POSITION`."""
+    answers: Sequence[dict[str, Any]] = ()
+    """The rows that were chosen."""
+
+
+def read_rounds(stored: StoredRows, chosen: Any | None = None, columns: Sequence[str] = ()) -> RunRounds:
+    """Read the parts once, as a stream: a million answers have tens of millions of rounds. Failed answers do not count.
+
+    `chosen` is a mask of the table's rows, [rows]; `columns` of these are read as they are.
+    """
+    import pandas as pd
+    import pyarrow as pa
+
+    counts, sums, answers, at = [], [], [], 0
+    chosen = np.zeros(sum(stored.sizes.values()), dtype=bool) if chosen is None else chosen
+    for part, size in stored.sizes.items():
+        wanted = columns if chosen[at : at + size].any() else ()  # most parts of a large run hold none
+        for batch, numbers in stored.batches_of(part, [*COLUMNS, *wanted]):
+            if wanted:
+                answers += batch.filter(pa.array(chosen[at : at + len(batch)])).to_pylist()
+            counted, summed = _of_batch(batch, numbers)
+            counts.append(counted)
+            sums.append(summed)
+            at += len(batch)
+    by_position = pd.concat(sums).groupby(level=BY_POSITION).sum()
+    return RunRounds(_histograms(counts, stored.settings), by_position, answers)
+
+
+def _of_batch(batch: Any, numbers: Any) -> tuple[Any, Any]:
+    """The number of rounds by `BY_COUNTS`, and the tokens verified and the rounds by `BY_POSITION`."""
+    import pandas as pd
+    from pyarrow import compute
+
+    # Plain decoding has one token per round everywhere, and most of the rounds.
+    is_drafting = compute.not_equal(batch.column("method"), BASELINE)
+    is_good = compute.and_(is_drafting, compute.is_null(batch.column("error")))
+    good = batch.filter(is_good)
+    names = ("suite", "method", "prompt_id")
+    answers = pd.DataFrame({name: good.column(name).dictionary_encode().to_pandas() for name in names})
+    answers["settings"] = numbers[is_good.to_numpy(zero_copy_only=False)]
+    rounds = RoundTable.of(good, "output-position")
+    lengths = np.diff(rounds.starts, append=len(rounds.values["accepted"]))
+    bins = answers.iloc[rounds.rows].assign(
+        bin=rounds.bins, verified=rounds.sum_of("accepted") + lengths, rounds=lengths
+    )
+    each = answers.iloc[np.repeat(rounds.rows, lengths)].assign(
+        drafted=rounds.values["drafted"], accepted=rounds.values["accepted"]
+    )
+    return each.groupby(BY_COUNTS, observed=True).size(), bins.groupby(BY_POSITION, observed=True).sum()
+
+
+def _histograms(counts: Sequence[Any], run_settings: Sequence[Settings]) -> dict[CellKey, Histogram]:
+    import pandas as pd
+
+    histograms: dict[CellKey, dict[tuple[int, int], int]] = {}
+    for (suite, method, settings, *pair), number in pd.concat(counts).groupby(level=BY_COUNTS).sum().items():
+        drafted, accepted = map(int, pair)
+        histograms.setdefault(CellKey(suite, "", run_settings[settings].id, method), {})[drafted, accepted] = int(
+            number
+        )
+    return dict(histograms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +125,6 @@ class AcceptAt:
     conditional: float | None
 
 
-def histograms(part: Path, run_settings: Sequence[Settings], left_out: Any | None = None) -> dict[CellKey, Histogram]:
-    """Without answers that failed, and without the rows of the mask `left_out`, [rows]."""
-    columns = ["suite", "method", "error", "drafted", "accepted", *needed_for(run_settings)]
-    return _counted(parts.batches(part, columns, left_out=left_out), run_settings)
-
-
-def of_run(folder: Path, run_settings: Sequence[Settings], left_out: Mapping[Path, Any]) -> dict[CellKey, Histogram]:
-    """The histograms of a run that `frame.read` has read: a damaged part is therefore one that `--allow` skips."""
-    totals: dict[CellKey, Counter[tuple[int, int]]] = {}
-    for part in parts.of(folder):
-        with suppress(parts.DamagedError):
-            for key, counts in histograms(part, run_settings, left_out.get(part)).items():
-                totals.setdefault(key, Counter()).update(counts)
-    return dict(totals)
-
-
 def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
     """For k from 1 to the longest draft; for trees, whose depth is not recorded, to the longest accepted path."""
     longest = max((kept if is_tree(method) else drafted for drafted, kept in histogram), default=0)
@@ -58,27 +133,6 @@ def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
         AcceptAt(k, reached[k] / reached[0], reached[k] / reached[k - 1] if reached[k - 1] else None)
         for k in range(1, longest + 1)
     ]
-
-
-def _counted(batches: Iterable[Any], run_settings: Sequence[Settings]) -> dict[CellKey, Histogram]:
-    totals: dict[CellKey, Counter[tuple[int, int]]] = {}
-    for batch in batches:
-        good = batch.filter(batch.column("error").is_null())
-        suites, methods = (good.column(name).dictionary_encode() for name in ("suite", "method"))
-        lines = suites.indices.to_numpy() * len(run_settings) + checked_settings(good, run_settings)
-        cells = lines * len(methods.dictionary) + methods.indices.to_numpy()
-        drafted, accepted = (good.column(name) for name in ("drafted", "accepted"))
-        lengths = np.nan_to_num(accepted.value_lengths().to_numpy(zero_copy_only=False)).astype(np.int64)
-        kinds = np.repeat(cells, lengths).astype(np.int64) * WIDEST + drafted.flatten().to_numpy()
-        kinds, counts = np.unique(kinds * WIDEST + accepted.flatten().to_numpy(), return_counts=True)
-        for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
-            cell, (num_drafted, num_accepted) = kind // WIDEST**2, divmod(kind % WIDEST**2, WIDEST)
-            rest, method = divmod(cell, len(methods.dictionary))
-            suite, settings = divmod(rest, len(run_settings))
-            names = suites.dictionary[suite].as_py(), methods.dictionary[method].as_py()
-            key = CellKey(names[0], "", run_settings[settings].id, names[1])
-            totals.setdefault(key, Counter())[num_drafted, num_accepted] += count
-    return {key: dict(sorted(counts.items())) for key, counts in totals.items()}
 
 
 # How a run is sliced: by category, turn, prompt length, position in the answer, or thinking and answer.
@@ -93,7 +147,7 @@ FIRST_EDGE = 32
 
 
 def sliced(frame: Any, by: str) -> Any:
-    """Adds the column `slice`, whose categories are in reading order."""
+    """Add the column `slice`, whose categories are in reading order."""
     import pandas as pd
 
     match by:
@@ -110,15 +164,15 @@ def sliced(frame: Any, by: str) -> Any:
             numbers, codes = np.unique(frame["stretch"], return_inverse=True)
             labels = [PARTS[number] for number in numbers]
         case _:
-            stretches = stretch_of(frame["num_prompt_tokens"]) if by == "prompt-length" else frame["stretch"]
-            edges, codes = np.unique(stretches, return_inverse=True)
-            labels = [stretch_name(int(edge)) for edge in edges]
+            bins = position_bin(frame["num_prompt_tokens"]) if by == "prompt-length" else frame["stretch"]
+            numbers, codes = np.unique(bins, return_inverse=True)
+            labels = [bin_name(int(number)) for number in numbers]
     frame["slice"] = pd.Categorical.from_codes(codes, labels)
     return frame.drop(columns="stretch")
 
 
-def stretch_of(lengths: Any) -> Any:
-    """0 for up to `FIRST_EDGE` tokens, and one more for every doubling."""
+def position_bin(lengths: Any) -> Any:
+    """The bin of each length or position: 0 for up to `FIRST_EDGE` tokens, and one more for every doubling."""
     return np.ceil(np.log2(np.maximum(np.asarray(lengths, dtype=np.float64), FIRST_EDGE) / FIRST_EDGE)).astype(np.int64)
 
 
@@ -127,8 +181,8 @@ def part_of(num_out: Any, num_thinking: Any) -> Any:
     return (num_out >= num_thinking).astype(np.int64)
 
 
-def stretch_name(edge: int) -> str:
-    return f"1-{FIRST_EDGE}" if edge == 0 else f"{FIRST_EDGE * 2 ** (edge - 1) + 1}-{FIRST_EDGE * 2**edge}"
+def bin_name(number: int) -> str:
+    return f"1-{FIRST_EDGE}" if number == 0 else f"{FIRST_EDGE * 2 ** (number - 1) + 1}-{FIRST_EDGE * 2**number}"
 
 
 # The lists that rows hold about their rounds, summed per answer or per stretch of an answer.
@@ -138,11 +192,11 @@ LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "round_s")
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class RoundTable:
     """The rounds of a batch one after another, cut into segments: answers, or stretches of answers."""
 
     values: dict[str, Any]
-    """Each list of `LISTS`, [rounds]; NaN where a row does not have it."""
+    """Each list of `LISTS` that the batch has, [rounds]; NaN where a row does not have it."""
     starts: Any
     """Where each segment that has rounds starts, [segments with rounds]."""
     filled: Any
@@ -151,14 +205,15 @@ class Segments:
     """The row of the batch that each segment belongs to, [segments]."""
     hidden: Any
     """Whether the backend hid the rounds, [segments]."""
-    stretches: Any
+    bins: Any
+    """The position bin or part of each segment, [segments]; 0 for whole answers."""
 
     @classmethod
-    def of(cls, batch: Any, by: str) -> Segments:
+    def of(cls, batch: Any, by: str) -> RoundTable:
         lengths = lengths_of(batch.column("accepted"))
         has_rounds = batch.column("accepted").is_valid().to_numpy(zero_copy_only=False)
         owners = np.repeat(np.arange(len(lengths)), lengths)
-        values = {name: _flat(batch.column(name), lengths) for name in LISTS}
+        values = {name: _flat(batch.column(name), lengths) for name in LISTS if name in batch.schema.names}
         if by not in STRETCHES:
             filled = np.flatnonzero(lengths)
             starts = (np.cumsum(lengths) - lengths)[filled]
@@ -168,11 +223,11 @@ class Segments:
         firsts = np.repeat(before[(np.cumsum(lengths) - lengths)[lengths > 0]], lengths[lengths > 0])
         # Tokens emitted before each round of an answer, including the one from prefill.
         out = 1 + before - firsts
-        stretch = stretch_of(out) if by == "output-position" else part_of(out, _thinking(batch)[owners])
-        cuts = (np.diff(owners, prepend=-1) != 0) | (np.diff(stretch, prepend=-1) != 0)
+        bins = position_bin(out) if by == "output-position" else part_of(out, _thinking(batch)[owners])
+        cuts = (np.diff(owners, prepend=-1) != 0) | (np.diff(bins, prepend=-1) != 0)
         starts = np.flatnonzero(cuts)
         places = np.arange(len(starts))
-        return cls(values, starts, places, owners[starts], np.zeros(len(starts), dtype=bool), stretch[starts])
+        return cls(values, starts, places, owners[starts], np.zeros(len(starts), dtype=bool), bins[starts])
 
     def sums(self) -> dict[str, Any]:
         drafted, accepted = self.values["drafted"], self.values["accepted"]
@@ -189,7 +244,11 @@ class Segments:
             "first_draft_s": np.zeros(len(self.rows)),
         }
         sums["first_draft_s"][self.filled] = self.values["draft_s"][self.starts]
-        return sums | {name: self._sum(self.values[name]) for name in ("draft_s", "verify_s", "round_s")}
+        return sums | {name: self.sum_of(name) for name in ("draft_s", "verify_s", "round_s")}
+
+    def sum_of(self, name: str) -> Any:
+        """The sum of a list over each segment, [segments]."""
+        return self._sum(self.values[name])
 
     def _sum(self, values: Any) -> Any:
         return self._filled(np.add.reduceat(values, self.starts, dtype=np.float64) if len(self.starts) else 0)
@@ -217,7 +276,7 @@ def lengths_of(column: Any) -> Any:
 
 
 def _flat(column: Any, lengths: Any) -> Any:
-    """The values of all lists one after another; a list that is null counts as NaNs of its length in `lengths`."""
+    """Concatenate the values of all lists, [sum of lengths]; a null list counts as NaNs of its length in `lengths`."""
     values = column.flatten().to_numpy(zero_copy_only=False)
     stored = lengths_of(column)
     if np.array_equal(stored, lengths):
@@ -227,7 +286,7 @@ def _flat(column: Any, lengths: Any) -> Any:
     return spread
 
 
-# What plain decoding answered, token by token: the target's own answers.
+# The answers of plain decoding, token by token: the target's own answers.
 
 
 ANSWER_COLUMNS = ("suite", "prompt_id", "turn", "repeat", "method", "error", "num_hidden_tokens", "token_ids")
@@ -240,21 +299,16 @@ class Question(NamedTuple):
     repeat: int
 
 
-def plain_answers(folder: Path, run_settings: Sequence[Settings], left_out: Mapping[Path, Any]) -> dict[Question, Any]:
-    """Token ids [T] of a run that `frame.read` has read; only of first turns, as later ones hang on earlier answers."""
+def plain_answers(stored: StoredRows) -> dict[Question, Any]:
+    """Token ids [T]; only of first turns, as later ones depend on earlier answers."""
     answers: dict[Question, Any] = {}
-    for part in parts.of(folder):
-        with suppress(parts.DamagedError):  # it was allowed to be, or the run would not have been read
-            columns = [*ANSWER_COLUMNS, *needed_for(run_settings)]
-            for batch in parts.batches(part, columns, left_out=left_out.get(part)):
-                numbers = checked_settings(batch, run_settings)
-                for number in np.flatnonzero(_is_plain(batch)).tolist():
-                    suite, prompt_id, repeat, tokens = (
-                        batch.column(name)[number] for name in ("suite", "prompt_id", "repeat", "token_ids")
-                    )
-                    settings_id = run_settings[numbers[number]].id
-                    question = Question(suite.as_py(), settings_id, prompt_id.as_py(), repeat.as_py())
-                    answers[question] = tokens.values.to_numpy()
+    for batch, numbers in stored.batches(ANSWER_COLUMNS):
+        for number in np.flatnonzero(_is_plain(batch)).tolist():
+            suite, prompt_id, repeat, tokens = (
+                batch.column(name)[number] for name in ("suite", "prompt_id", "repeat", "token_ids")
+            )
+            settings_id = stored.settings[numbers[number]].id
+            answers[Question(suite.as_py(), settings_id, prompt_id.as_py(), repeat.as_py())] = tokens.values.to_numpy()
     return answers
 
 

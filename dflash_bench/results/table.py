@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,7 +19,7 @@ from dflash_bench.results.integrity import COLUMNS as CHECKED
 from dflash_bench.results.integrity import IntegrityReport, PartSummary, Problem, check_integrity, summarize_part
 from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, Segments, lengths_of, sliced
+from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, RoundTable, StoredRows, lengths_of, sliced
 from dflash_bench.results.row_arrays import Facts
 from dflash_bench.results.run_info import FILE, RunIdentity, RunInfo, carried, read_info
 
@@ -92,7 +92,7 @@ ALLOWED = ("damaged", *integrity.REMEDIES)
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A run that was read. `rows` has the columns `KEPT`, `settings_id`, `slice`, `Segments.sums`, `is_loop` (was the
+    """A run that was read. `rows` has the columns `KEPT`, `settings_id`, `slice`, `RoundTable.sums`, `is_loop` (was the
     answer cut while it said the same over and over?) and, of plain answers decoded alone, `quick_round_s`."""
 
     name: str
@@ -102,8 +102,8 @@ class Results:
     """The error of each damaged part that was left out."""
     problems: tuple[Problem, ...] = ()
     """Missing answers, and stored ones that are not in `rows`."""
-    left_out: Mapping[Path, Any] = field(default_factory=dict)
-    """By part, the mask of stored answers that are not in `rows`; only for parts that have some."""
+    stored: StoredRows = field(default_factory=lambda: StoredRows(()))
+    """The stored rows that `rows` was made from."""
 
     @property
     def missing(self) -> list[str]:
@@ -136,7 +136,7 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
     found = check_integrity(info, str(folder / FILE), [summary for _, summary in read.values()])
     # Missing answers may have been in the damaged parts, and skipping these was allowed.
     _refuse(folder, found, integrity.REMEDIES if judging else [*allow, *(["unfinished"] if damaged else [])])
-    tables, left_out = [], {}
+    tables, sizes, left_out = [], {}, {}
     for (part, (table, summary)), dropped in zip(read.items(), found.dropped_rows, strict=True):
         if dropped.any():
             left_out[part] = dropped
@@ -144,10 +144,11 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
         again = dropped.sum() > summary.faulty.sum()
         batches = parts.batches(part, _columns(info.identity), carried(info), dropped) if again else ()
         tables.append(_table(batches, run_settings, by) if again else table)
+        sizes[part] = len(dropped) - int(dropped.sum())
     if not sum(map(len, tables)) and not (judging and found.problems):
         raise UserError(none + (" that show their rounds" if by in STRETCHES else ""))
     frame = sliced(_frame(tables, run_settings), by)
-    return Results(str(folder), info, frame, tuple(damaged), found.problems, left_out)
+    return Results(str(folder), info, frame, tuple(damaged), found.problems, StoredRows(run_settings, sizes, left_out))
 
 
 def _read_parts(
@@ -225,7 +226,7 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
     """Return an Arrow table with a row per answer; by output position or part, with a row per stretch of an answer."""
     import pyarrow as pa
 
-    segments = Segments.of(batch, by)
+    segments = RoundTable.of(batch, by)
     kept = {name: batch.column(name) for name in KEPT}
     kept |= {name: kept[name].dictionary_encode() for name in NAMES}
     kept[SETTINGS_ID] = _settings_ids(settings_numbers(batch, run_settings), run_settings)
@@ -246,7 +247,7 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
         sums |= _totals(batch, sums, of_answer["decode_tokens"])
         of_answer["is_loop"] = _loops(batch)
         of_answer["quick_round_s"] = _quick_rounds(batch)
-    sums |= of_answer | {"stretch": segments.stretches}
+    sums |= of_answer | {"stretch": segments.bins}
     for name, values in sums.items():
         column = pa.array(values)
         at = table.schema.get_field_index(name)

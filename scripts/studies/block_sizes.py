@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from dflash_bench.analysis.metrics import FORMULAS
-from dflash_bench.report import document, sections
+from dflash_bench.report import document, render, sections
 from studies._study import Made, Work
 
 TAKES = "under ten minutes of one core"
@@ -42,7 +42,7 @@ def make(work: Work, options: Namespace) -> Made:
     info, swept = run.results.info, [sweep for sweep in run.sweeps if sweep.option == "block"]
     page = PAGE.format(
         command=work.command, machine=info.environment.one_line(),
-        swept="\n\n".join(sections.sweep_paragraphs(swept, info)),
+        swept="\n\n".join(map(render.markdown, sections.sweeps(swept, info))),
         formulas="\n".join(f"- `{name}`: {FORMULAS[name]}" for name in ("al.pooled", "speedup.decode")),
     )  # fmt: skip
     return Made({PAGES[0]: page, PAGES[1]: work.plots(folder) / "sweep.svg"})

@@ -78,8 +78,14 @@ def page(work: Work, read: dict[str, Document], remark: str) -> str:
     formulas = "\n".join(f"- `{figure}`: {FORMULAS[figure]}" for figure in figures)
     text = "\n".join([HEAD.format(command=work.command, machine=machine, remark=remark), *parts])
     notes = "\n\n".join(columns.notes([cell for run in read.values() for cell in run.cells]))
-    foot = f"{sections.CONTEXT_LEGEND[0].upper()}{sections.CONTEXT_LEGEND[1:]}.\n\n{formulas}\n\n{notes}\n"
+    foot = f"{sections.CONTEXT_LEGEND}\n\n{formulas}\n\n{notes}\n"
     return f"{text}\n{foot}"
+
+
+def context_table(run: Document) -> str:
+    (contexts,) = sections.contexts(run.cells)
+    assert contexts.table is not None
+    return markdown(*contexts.table.flat())
 
 
 def section(name: str, run: Document, picture: str) -> str:
@@ -92,5 +98,5 @@ def section(name: str, run: Document, picture: str) -> str:
         model=name, num=run.cells[0].num_prompts, suite=run.cells[0].label, command=command,
         exact=sum(right for right, _ in drafting), compared=sum(of for _, of in drafting),
         audit=sum(right for right, _ in audits), audited=sum(of for _, of in audits), about=ABOUT[name],
-        table=markdown(*sections.context_table(run.cells)), memory=words.memory(info), picture=picture,
+        table=context_table(run), memory=words.memory(info), picture=picture,
     )  # fmt: skip

@@ -30,14 +30,8 @@ PART_ANSWERS = store.MERGED_WHILE_RUNNING * len(METHODS)
 TABLES = """
 import sys
 from pathlib import Path
-from dflash_bench.results import table as frame
-from dflash_bench.analysis import metrics
 from dflash_bench import report
-from dflash_bench.analysis.findings import findings
-results = frame.read(Path(sys.argv[1]))
-rows = results.rows
-cells = metrics.summarise(rows, results.info.identity)
-print(report.text(cells, findings(rows, cells)))
+print(report.FORMATS["table"](report.read_document(Path(sys.argv[1]))))
 """
 SAME_IN_ALL = {
     "run_id": "0" * 32, "model": "made up", "target": "made up", "dtype": "float32", "device": "cpu", "engine": "local",

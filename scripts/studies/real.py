@@ -171,10 +171,7 @@ def accepted_table(known: Sequence[dict[str, Any]]) -> str:
 def timed_table(run: Document) -> str:
     known = {column.one_line: column for column in (*columns.ROUNDS, *columns.RESULTS)}
     shown = [known[head] for head in TIMED]
-    rows = [
-        [cell.label, cell.method, *(columns.marked(column, cell, run.findings) for column in shown)]
-        for cell in run.cells
-    ]
+    _, rows, _ = columns.main_table(run.cells, shown, run.findings).flat()
     legend, dtype = columns.legend(run.cells, run.findings), run.results.info.identity.dtype
     heads = [f"{head}, {dtype}" if head in OF_DTYPE else head for head in TIMED]
     return "\n\n".join([markdown(["suite", "method", *heads], rows, left=2), *legend])

@@ -14,6 +14,7 @@ from dflash_bench.analysis.concurrency import Crossing, concurrency_curves, fall
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import Settings
+from dflash_bench.report import data
 from dflash_bench.report import sections as words
 from dflash_bench.results.identity import settings_to_json
 
@@ -137,14 +138,16 @@ def test_the_crossing_lies_on_a_straight_line_of_logarithms() -> None:
 )  # fmt: skip
 def test_where_it_stops_paying_in_words(crossing: Crossing | None, said: str) -> None:
     _, drafted = measured(ROWS)
-    assert words.sentences([replace(drafted, crossing=crossing)]) == [f"dflash on gsm8k (embedded) {said}"]
+    assert words.crossings([replace(drafted, crossing=crossing)]) == [f"dflash on gsm8k (embedded) {said}"]
 
 
 def test_table_and_json_hold_every_level() -> None:
     measurements = measured(ROWS)
-    heads, rows = words.load_table(measurements)
-    assert [len(row) for row in rows] == [len(heads)] * 8
-    assert rows[5][:5] == ["  1", "1", "5.5", "1.00", "6.7/6.7/6.7"]
-    level = words.load_as_json(measurements)[1]["levels"][2]
+    (section,) = words.concurrency(measurements)
+    assert section.table is not None
+    heads, rows, _ = section.table.flat()
+    assert [len(row) for row in rows] == [len(heads)] * 6
+    assert rows[3][1:6] == ["1", "1", "5.5", "1.00", "6.7/6.7/6.7"]
+    level = data._load_json(measurements[1])["levels"][2]
     assert level["concurrency"] == 16 and level["speedup_decode"] == SPEEDUPS[16]
-    assert "p90 is told from 64 answers on" in "\n".join(words.load_paragraphs(measurements))
+    assert "p90 is shown from 64 answers on" in "\n".join(section.legend)

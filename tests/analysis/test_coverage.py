@@ -59,6 +59,9 @@ def test_embedded_is_explained_once_where_prompts_are(source: str, is_told: bool
 def test_cells_of_few_prompts_say_how_many_in_place_of_an_interval() -> None:
     rows = [row for n in range(2) for row in pair(f"p{n}", [4 - n, 3])]
     (cell,) = [one for one in metrics.summarise(frame_of(rows), known()) if one.method == "dflash"]
-    shown = {column.one_line: column.text(cell) for column in (*columns.RESULTS, *columns.ROUNDS)}
+    shown = {
+        column.one_line: column.text(columns.value_of(column.id, cell))
+        for column in (*columns.RESULTS, *columns.ROUNDS)
+    }
     assert re.fullmatch(r"[\d.]+ \(n = 2\)", shown["speedup.decode [95 %]"])
     assert re.fullmatch(r"[\d.]+ \(n = 2\)", shown["speedup.decode geo. mean [95 %]"])

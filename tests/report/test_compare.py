@@ -348,7 +348,7 @@ def test_how_the_run_was_asked_otherwise_than_the_authors_ask_is_noted(tmp_path:
     stored(tmp_path / "other", suites, target="Qwen/Qwen3-8B", max_new_tokens=192, methods={},
            **asked("mbpp", "aime25", source="folder data", prompts=30))  # fmt: skip
     notes = found(main, "other", "--against", "paper")["notes"]
-    assert [note for note in notes if "tokens a round" not in note] == [
+    assert [note for note in notes if "tokens per round" not in note] == [
         "the number of prompts differs from the authors' published command: mbpp 30 (theirs: 128); "
         "the paper does not say how many its figures are based on",
         "answers end at 192 tokens here, but at 2,048 in the paper's main tables",
@@ -425,7 +425,7 @@ def test_chains_stand_beside_chains_and_trees_beside_trees(
     figures = [each["published"] for each in shown["figures"] if each["method"] == method]
     assert {each["config"] for each in figures} == configs
     assert {each["num_drafts"] for each in figures} == ({15, 59} if "tree" in method else {7})
-    note = f"{method} drafts 59 tokens a round in this run, 15 in some published figures"
+    note = f"{method} drafts 59 tokens per round in this run, 15 in some published figures"
     assert shown["notes"] == ([note] if "tree" in method else [])
 
 

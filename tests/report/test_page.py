@@ -19,9 +19,8 @@ from tokenizers import Tokenizer
 
 from dflash_bench.core.types import Record
 from dflash_bench.report import answers as report_answers
-from dflash_bench.report import answers as shown_answers
 from dflash_bench.report import html, read_document
-from dflash_bench.results import run_info
+from dflash_bench.results import parts, run_info
 
 Main = Callable[..., tuple[int, str, str]]
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>"
@@ -63,9 +62,8 @@ def data(page: str) -> dict[str, Any]:
 
 def page_of(folder: Path, **options: Any) -> str:
     document = read_document(folder)
-    return html.page(
-        document, {}, shown_answers.read_answers(document, options.get("most", 300), options.get("tokenizer"))
-    )
+    read = html.read_page(document, options.get("most", 300))
+    return html.page(document, {}, report_answers.page_answers(document, read.answers, options.get("tokenizer")))
 
 
 # Hostile text
@@ -126,6 +124,19 @@ def test_the_page_is_written_with_its_plots(tmp_path: Path, main: Main) -> None:
     page = Path("out/page.html").read_text(encoding="utf-8")
     assert page.count("<figure>") == page.count("<svg role=") == 6
     assert "#0072b2" not in page.replace("var(--series-0, #0072b2)", "").partition("</style>")[2]
+
+
+def test_the_page_reads_each_part_once_for_its_tables_and_once_for_plots_and_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = stored(tmp_path / "run", answers(12))
+    opened: list[Path] = []
+    read = parts.batches
+    monkeypatch.setattr(
+        parts, "batches", lambda part, *rest, **named: opened.append(part) or read(part, *rest, **named)
+    )
+    html.write_page(read_document(folder), tmp_path / "page.html")
+    assert sorted(opened) == sorted(2 * parts.of(folder)) and len(opened) > 2
 
 
 # Answers

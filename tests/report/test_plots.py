@@ -134,7 +134,7 @@ def test_of_very_many_prompts_a_draw_is_shown_and_said(tmp_path: Path, monkeypat
     monkeypatch.setattr(speed, "MOST_POINTS", 5)
     figure = speed.prompts(Material(read_document(stored(tmp_path / "run", answers(12)))))
     assert len(figure.axes[0].lines[0].get_xydata()) == 5
-    assert "a sample of 5 prompts a method" in figure.legends[0].get_title().get_text()
+    assert "a sample of 5 prompts per method" in figure.legends[0].get_title().get_text()
 
 
 def test_acceptance_along_the_answer_starts_with_the_first_stretch(tmp_path: Path) -> None:

@@ -98,23 +98,23 @@ ROUND = RoundCost("dflash", 16, 1.0, 0.5, 1.4, 0.1)
     [
         (
             RoundVerdict(ROUND, "acceptance", 4.0, "as given", 2.0),
-            "dflash: acceptance binds: a round of 16 tokens costs 2.00 plain steps, and 4 tokens a round (as given) "
+            "dflash: acceptance binds: a round of 16 tokens costs 2.00 plain steps, and 4 tokens per round (as given) "
             "make it 2.00 times as fast as plain decoding; with all 16 kept it would be 8.0 times as fast.",
         ),
         (
             RoundVerdict(ROUND, "draft", 12.0, "as given", 6.0),
-            "dflash: the draft binds: a round of 16 tokens costs 2.00 plain steps, and 12 tokens a round (as given) "
+            "dflash: the draft binds: a round of 16 tokens costs 2.00 plain steps, and 12 tokens per round (as given) "
             "make it 6.00 times as fast as plain decoding; with a draft for nothing it would be 8.00 times as fast.",
         ),
         (
             RoundVerdict(ROUND, "launch overhead", 12.0, "as given", 6.0),
-            "dflash: launch overhead binds: a round of 16 tokens costs 2.00 plain steps, and 12 tokens a round "
+            "dflash: launch overhead binds: a round of 16 tokens costs 2.00 plain steps, and 12 tokens per round "
             "(as given) make it 6.00 times as fast as plain decoding; draft and target wait for work to be launched, "
             "far from what the device can do.",
         ),
         (
             RoundVerdict(ROUND, "verify", None, "", None),
-            "dflash: a round of 16 tokens costs 2.00 plain steps, so it needs more than 2.00 tokens a round to gain. "
+            "dflash: a round of 16 tokens costs 2.00 plain steps, so it needs more than 2.00 tokens per round to gain. "
             "Of that price, verifying binds; --acceptance says how much is gained.",
         ),
     ],

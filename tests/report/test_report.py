@@ -25,7 +25,9 @@ from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.findings import findings as find
 from dflash_bench.analysis.metrics import FORMULAS, Cell
 from dflash_bench.core.types import GREEDY, CellKey, Divergence, Record, Settings
+from dflash_bench.report import FORMATS, Document
 from dflash_bench.results.identity import settings_to_json
+from dflash_bench.results.table import Results
 
 ENVIRONMENT: dict[str, Any] = {
     "platform": "Linux",
@@ -53,6 +55,14 @@ def summarise(records: Sequence[Record]) -> list[Cell]:
 
 def findings(records: Sequence[Record], cells: Sequence[Cell], identity: dict[str, Any] | None = None) -> list[Finding]:
     return find(frame_of(records), cells, known(**(identity or {})))
+
+
+def shown(kind: str, cells: Sequence[Cell], findings: Sequence[Finding] = ()) -> str:
+    return FORMATS[kind](document(cells, findings))
+
+
+def document(cells: Sequence[Cell], findings: Sequence[Finding] = ()) -> Document:
+    return Document(Path("results/runs/r1"), Results("results/runs/r1", INFO, None), cells, findings)
 
 
 def found(records: Sequence[Record], identity: dict[str, Any] | None = None) -> list[Finding]:
@@ -220,7 +230,7 @@ def test_rounds_that_do_not_draft_say_nothing_of_the_first_token() -> None:
 
 def lines_of(records: Sequence[Record]) -> list[str]:
     cells = summarise(records)
-    return report.text(cells, findings(records, cells)).splitlines()
+    return shown("table", cells, findings(records, cells)).splitlines()
 
 
 def test_a_strong_figure_has_no_mark_and_the_table_no_legend() -> None:
@@ -233,22 +243,22 @@ def test_few_prompts_are_marked_beside_the_speedup_and_explained_below_the_table
     lines = lines_of(steady(5))
     assert lines[lines.index("gsm8k") + 2].split()[6:8] == ["2.00", "n"]
     assert lines[lines.index("gsm8k") + 1].split()[6:8] == ["1.00", "1.00"]
-    assert lines[lines.index("gsm8k") + 3] == "n = fewer than 20 prompts, too few to trust the interval"
+    assert lines[lines.index("gsm8k") + 3] == "n = fewer than 20 prompts, too few to trust the interval."
 
 
 def test_drift_marks_every_method_of_its_suite_and_no_other_suite() -> None:
     drifted = changed(steady(), "ar", 6, decode_s=0.14)
     rows = [*drifted, *steady(suite="math500")]
-    shown = [line.split() for line in lines_of(rows) if line.startswith("  dflash")][:2]
-    assert ["d" in words for words in shown] == [True, False]
+    lines = [line.split() for line in lines_of(rows) if line.startswith("  dflash")][:2]
+    assert ["d" in words for words in lines] == [True, False]
 
 
 def test_markdown_and_latex_carry_the_marks_and_their_meaning() -> None:
     rows = steady(5)
     cells = summarise(rows)
-    shown = report.markdown(INFO, cells, findings(rows, cells))
-    assert "| 2.00 n |" in shown and "n = fewer than 20 prompts" in shown
-    table = report.latex(INFO, cells, findings(rows, cells))
+    text = shown("markdown", cells, findings(rows, cells))
+    assert "| 2.00 n |" in text and "n = fewer than 20 prompts" in text
+    table = shown("latex", cells, findings(rows, cells))
     assert "2.00 n &" in table and "n = fewer than 20 prompts" in table
 
 
@@ -442,7 +452,7 @@ def full_run() -> list[Record]:
 
 def test_the_text_is_as_stored_and_fits_a_hundred_columns() -> None:
     cells = summarise(full_run())
-    text = report.text(cells, findings(full_run(), cells))
+    text = shown("table", cells, findings(full_run(), cells))
     assert max(map(len, text.splitlines())) <= 100
     assert_golden("report.txt", text)
 
@@ -450,25 +460,25 @@ def test_the_text_is_as_stored_and_fits_a_hundred_columns() -> None:
 def test_the_largest_suite_fits_a_hundred_columns() -> None:
     (cell,) = summarise([drafted("a", [4, 4], suite="humaneval")])
     big = replace(cell, num_prompts=1319, num_tokens=412_345, exact=(1319, 1319), passed=(1319, 1319))
-    text = report.text([big], [])
+    text = shown("table", [big])
     assert "1,319 412,345" in text
     assert "1319/1319  100.0" in text
 
 
 def test_the_markdown_is_as_stored() -> None:
     cells = summarise(full_run())
-    assert_golden("report.md", report.markdown(INFO, cells, findings(full_run(), cells)))
+    assert_golden("report.md", shown("markdown", cells, findings(full_run(), cells)))
 
 
 def test_the_json_is_as_stored() -> None:
     cells = summarise(full_run())
-    made = report.as_json(Path("results/runs/r1"), cells, findings(full_run(), cells))
+    made = report.as_json(document(cells, findings(full_run(), cells)))
     assert_golden("report.json", json.dumps(made, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def test_the_json_has_null_for_what_cannot_be_had() -> None:
     rows = [*pair("a", [1]), failed("eagle3", "a", "boom")]
-    cells = report.as_json(Path("r"), summarise(rows), [])["cells"]
+    cells = report.as_json(document(summarise(rows)))["cells"]
     assert cells[1]["speedup_decode"] == [1, None, None]
     assert cells[1]["passed"] is None
     assert cells[0]["source"] is None
@@ -478,10 +488,10 @@ def test_the_json_has_null_for_what_cannot_be_had() -> None:
 
 def test_every_figure_of_a_column_has_its_formula_below_the_markdown() -> None:
     cells = summarise(full_run())
-    _, formulas = report.markdown(INFO, cells, []).split("## Formulas")
-    shown = {column.id for column in (*report.RESULTS, *report.ROUNDS)}
+    _, formulas = shown("markdown", cells).split("## Formulas")
+    ids = {column.id for column in (*report.RESULTS, *report.ROUNDS)}
     for formula_id in FORMULAS:
-        assert (f"`{formula_id}`" in formulas) == (formula_id in shown)
+        assert (f"`{formula_id}`" in formulas) == (formula_id in ids)
 
 
 def test_a_judge_without_weights_of_its_own_is_found_and_stands_in_the_settings() -> None:
@@ -501,8 +511,8 @@ def test_a_target_that_was_left_to_transformers_is_found_with_the_reason() -> No
 
 def test_nothing_found_is_said() -> None:
     cells = summarise(steady())
-    assert report.text(cells, []).endswith("findings: none\n")
-    assert "## Findings\n\nNone.\n" in report.markdown(INFO, cells, [])
+    assert shown("table", cells).endswith("findings: none\n")
+    assert "## Findings\n\nNone.\n" in shown("markdown", cells)
 
 
 def test_importing_the_report_loads_nothing_heavy() -> None:

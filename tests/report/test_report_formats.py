@@ -15,7 +15,7 @@ from rows import failed, plain
 from runs import answers, bare, changed, stored
 
 from dflash_bench.report import read_document
-from dflash_bench.report.markup import latex_escaped
+from dflash_bench.report.render import latex_escaped
 from dflash_bench.results import store
 
 Main = Callable[..., tuple[int, str, str]]

@@ -190,12 +190,12 @@ def test_p_over_suites_is_that_of_one_suite_where_there_is_one_and_grows_with_a_
 def test_the_table_marks_the_best_and_the_answer_names_engine_and_machine(tmp_path: Path) -> None:
     made = document(tmp_path, [*swept(SPEEDS), *swept(SPEEDS, suite="math500")])
     text = FORMATS["table"](made)
-    assert_golden("sweep.txt", text[text.index("sweep over") :])
+    assert_golden("sweep.txt", text[text.index("sweep over") : text.index("findings")])
 
 
 def test_markdown_and_json_hold_the_sweep_and_a_run_without_one_says_nothing_of_it(tmp_path: Path) -> None:
     made = document(tmp_path, swept(SPEEDS))
-    assert "## Sweep over block (tokens)\n\n| block | prompts |" in FORMATS["markdown"](made)
+    assert "## Sweep over block (tokens)\n\n| suite | block | prompts |" in FORMATS["markdown"](made)
     assert '"not_told_apart": [' in FORMATS["json"](made)
     (tmp_path / "plain").mkdir()
     without = document(tmp_path / "plain", swept({"dflash": 1.5}, num_prompts=3))

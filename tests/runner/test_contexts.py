@@ -21,7 +21,8 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.option import context_lengths
 from dflash_bench.core.types import Generation, Message, Prompt, Settings, context_name
 from dflash_bench.report import plots, read_document
-from dflash_bench.report.answers import read_answers
+from dflash_bench.report.answers import page_answers
+from dflash_bench.report.html import read_page
 from dflash_bench.report.plots.style import Material
 from dflash_bench.report.sections import by_context
 from dflash_bench.results import run_info, store, table
@@ -199,7 +200,8 @@ def test_a_run_of_two_contexts_is_exact_in_cells_of_their_own(tmp_path: Path, ma
     (kept,) = run_info.read_prompts(Path("out"))
     (before,) = kept["paddings"]
     assert before["context"] == 300 and before["text"].endswith("\n\n---\n\n")
-    said = read_answers(read_document(Path("out")), 10, None).prompts
+    document = read_document(Path("out"))
+    said = page_answers(document, read_page(document, 10).answers, None).prompts
     assert sorted(said) == sorted([kept["turns"][0], before["text"] + kept["turns"][0]])
     # Behind other text it is another run.
     told = main(*words, "--context", "none,200", "--resume")[2]
@@ -309,7 +311,7 @@ def test_the_plot_has_break_even_beside_acceptance(tmp_path: Path) -> None:
     assert "context" in plots.names_for(material)
     figure = plots.PLOTS["context"](material)
     axes = [one for one in figure.axes if one.get_visible()]
-    assert [one.get_ylabel() for one in axes] == ["al.pooled", "speedup.decode", "ms a round", "draft prefill ms"]
+    assert [one.get_ylabel() for one in axes] == ["al.pooled", "speedup.decode", "ms per round", "draft prefill ms"]
     assert [tick.get_text() for tick in axes[0].get_xticklabels()] == ["none", "256", "4k"]
     through, dashed = (line for line in axes[0].lines if len(line.get_xdata()) == 3 and line.get_linestyle() != "None")
     assert list(through.get_xdata()) == [60, 256, 4096]

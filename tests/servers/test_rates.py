@@ -124,8 +124,9 @@ def test_goodput_counts_what_kept_to_all_times_of_all_that_was_asked_for() -> No
     goodput = load.levels[0].goodput
     assert goodput is not None
     assert (goodput.per_s, goodput.share) == (2 / 4.0, 2 / 5)
-    assert words.load_table([load])[1][1][-1] == "0.50 (40%)"
-    assert words.sentences([load]) == []
+    (section,) = words.concurrency([load])
+    assert section.table is not None and section.table.rows[0].values[-1] == "0.50 (40%)"
+    assert section.sentences == []
 
 
 @pytest.mark.parametrize(

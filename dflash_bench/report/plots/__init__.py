@@ -45,33 +45,37 @@ def check_kind(kind: str) -> None:
 
 
 def names_for(material: Material) -> list[str]:
-    """Those that such a run has: in most no option has several values, and prompts stand alone, one at a time."""
-    lacking = {"sweep": not material.sweeps, "load": not material.loads, "context": not by_context(material.cells)}
+    """The plots that a run has data for: in most runs no option has several values, and answers come one at a time."""
+    lacking = {
+        "sweep": not material.document.sweeps,
+        "load": not material.document.loads,
+        "context": not by_context(material.cells),
+    }
     return [name for name in PLOTS if not lacking.get(name)]
 
 
 def write_plot(material: Material, name: str, folder: Path, kind: str) -> Path:
-    """Raises NothingToPlotError where the rows do not hold what it shows."""
+    """Draw a plot and write it. Raises NothingToPlotError if the run lacks its data."""
     return _write(PLOTS[name], material, folder / f"{name}.{kind}")
 
 
 def write_trend(runs: Sequence[Material], folder: Path, kind: str, unlike: Sequence[Difference] = ()) -> Path:
-    """`unlike` is how the runs differ; the plot says so."""
+    """Draw several runs over time; `unlike` lists how they differ, which the plot mentions."""
     return _write(lambda runs: trend(runs, unlike), runs, folder / f"trend.{kind}")
 
 
 def write_training(histories: Mapping[str, History], path: Path) -> Path:
-    """Of drafts by their names. Raises NothingToPlotError where none of their measurements counted tokens."""
+    """Draw the training of drafts by name. Raises NothingToPlotError if none of their measurements counted tokens."""
     return _write(training, histories, path)
 
 
 def write_profile(places: Sequence[ProfiledBatch], title: str, path: Path) -> Path:
-    """What forwards cost by their width; `title` says of which target, and whether it is estimated."""
+    """Draw the cost of forwards by width; `title` names the target, and says whether it is estimated."""
     return _write(lambda places: profile(places, title), places, path)
 
 
 def drawn(material: Material, name: str, into: Any = None) -> Any:
-    """A figure, or, with `into` (a matplotlib SubFigure), that one. Raises as `write_plot`, and UserError."""
+    """Draw a new figure, or into `into` (a matplotlib SubFigure). Raises as `write_plot` does, and UserError."""
     if name not in PLOTS:
         raise unknown("plot", name, list(PLOTS))
     with drawn_into(into):
@@ -79,7 +83,7 @@ def drawn(material: Material, name: str, into: Any = None) -> Any:
 
 
 def svg(material: Material, name: str) -> str:
-    """To stand inside a page."""
+    """Return the plot as SVG for a page."""
     return str(with_style(lambda: inline(PLOTS[name](material))))
 
 

@@ -1,4 +1,4 @@
-"""How many drafted tokens a round keeps: how often, up to which position, and where in the answer."""
+"""How many drafted tokens rounds accept: how often, up to which position, and where in the answer."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def histogram(material: Material) -> Any:
                      color=look[method]["color"], hatch=look[method]["hatch"], label=method)  # fmt: skip
         axes.grid(axis="x", visible=False)
     name_axes(axes_of, "tokens accepted in a round", "% of rounds")
-    handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    return finish(figure, "How many drafted tokens a round accepts", handles, left_out=len(groups) - len(axes_of))
+    return finish(figure, axes_of, "How many drafted tokens a round accepts", num_panels=len(groups))
 
 
 def positions(material: Material) -> Any:
@@ -64,43 +63,35 @@ def positions(material: Material) -> Any:
             )
         axes.set_ylim(0, 103)
     name_axes(axes_of, "position in the draft, k", "% accepted")
-    handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
     note = f"solid: at least k accepted; dashed: the k-th, where the first k-1 were ({MIN_ROUNDS} rounds or more)"
-    return finish(figure, "Acceptance by position", handles, note, len(groups) - len(axes_of))
+    return finish(figure, axes_of, "Acceptance by position", note, len(groups))
 
 
 def output(material: Material) -> Any:
-    """al.pooled by how many tokens are out already, with its interval."""
+    """al.pooled by the number of tokens emitted before a round, with its interval."""
     intervals_of = {key: by for key, by in material.along.items() if key.method != BASELINE}
     if not intervals_of:
         raise NothingToPlotError("the backend does not report rounds")
     look = looks(material.methods)
     groups = [group for group in material.groups if any((key.suite, key.settings_id) == group for key in intervals_of)]
-    stretches = sorted({name for by in intervals_of.values() for name in by}, key=lambda name: int(name.split("-")[0]))
+    bins = sorted({name for by in intervals_of.values() for name in by}, key=lambda name: int(name.split("-")[0]))
     figure, axes_of = panels(groups, 2.4, material.label, sharex=True, sharey=True)
     for group, axes in axes_of.items():
         for method in material.drafting:
             points = [
-                (stretches.index(name), interval)
-                for name, interval in intervals_of.get(key_of(group, method), {}).items()
+                (bins.index(name), interval) for name, interval in intervals_of.get(key_of(group, method), {}).items()
             ]
             style = {"color": look[method]["color"], "marker": look[method]["marker"]}
             axes.plot([x for x, _ in points], [interval.value for _, interval in points], label=method, **style)
             bounds = [(x, interval.low, interval.high) for x, interval in points if interval.low is not None]
             if bounds:
                 axes.fill_between(*zip(*bounds, strict=True), color=look[method]["color"], alpha=0.16, linewidth=0)
-        axes.set_xticks(range(len(stretches)), stretches, rotation=20)
+        axes.set_xticks(range(len(bins)), bins, rotation=20)
     top = top_of([interval for by in intervals_of.values() for interval in by.values()])
     next(iter(axes_of.values())).set_ylim(1, top)
     name_axes(axes_of, "tokens into the answer", "al.pooled")
-    handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    return finish(
-        figure,
-        "Acceptance along the answer",
-        handles,
-        "band: 95 % interval over prompts" + (", cut off where too wide" if top is not None else ""),
-        len(groups) - len(axes_of),
-    )
+    note = "band: 95 % interval over prompts" + (", cut off where too wide" if top is not None else "")
+    return finish(figure, axes_of, "Acceptance along the answer", note, len(groups))
 
 
 def _groups_with_rounds(material: Material) -> list[Group]:

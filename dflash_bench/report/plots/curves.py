@@ -15,7 +15,7 @@ from dflash_bench.report.plots.style import (
     Material,
     NothingToPlotError,
     bars_note,
-    errors,
+    draw_intervals,
     finish,
     group_of,
     looks,
@@ -24,7 +24,7 @@ from dflash_bench.report.plots.style import (
 )
 from dflash_bench.results.identity import name_without
 
-# What a forward costs by the tokens that it reads: measured, the line through it, and the roofline below.
+# The cost of a forward by its number of tokens: measured, the line through the measurements, and the roofline below.
 
 
 def profile(places: Sequence[ProfiledBatch], title: str) -> Any:
@@ -46,15 +46,14 @@ def profile(places: Sequence[ProfiledBatch], title: str) -> Any:
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
     name_axes(axes_of, "tokens that a forward reads", "milliseconds")
-    first = next(iter(axes_of.values()))
-    return finish(figure, title, first.get_legend_handles_labels()[0], left_out=len(places) - len(axes_of))
+    return finish(figure, axes_of, title, num_panels=len(places))
 
 
 def _title(place: tuple[int, int]) -> str:
     return f"batch {place[0]}, context {place[1]}"
 
 
-# What a draft costs: acceptance by the tokens of answers that it was trained on.
+# The training of a draft: acceptance by the number of answer tokens that it was trained on.
 
 
 History = Sequence[Mapping[str, Any]]
@@ -81,7 +80,7 @@ def training(histories: Mapping[str, History]) -> Any:
     axes.set_ylim(bottom=1)
     axes.set_xlim(left=0)
     axes.set_xlabel("tokens of answers read, in millions (each epoch reads all again)")
-    return finish(figure, "What training brings", axes.get_legend_handles_labels()[0])
+    return finish(figure, axes_of, "What training brings")
 
 
 # A suite's figures over many runs, in the order in which these were started.
@@ -107,14 +106,13 @@ def trend(runs: Sequence[Material], unlike: Sequence[Difference] = ()) -> Any:
         axes.set_xticks(range(len(over_time)), [_day(run) for run in over_time], rotation=20)
         axes.set_ylim(bottom=0)
         axes.set_ylabel(figure_id)
-    handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
     kinds = dict.fromkeys(difference.kind for difference in unlike)
     note = bars_note() + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
-    return finish(figure, f"Over {len(over_time)} runs", handles, note, len(names) - len(axes_of))
+    return finish(figure, axes_of, f"Over {len(over_time)} runs", note, len(names))
 
 
 def _trend_title(runs: Sequence[Material], group: Group, figure_id: str) -> str:
-    """Where runs differ in their sources, it names each; and the settings where any run has others."""
+    """Name all sources if the runs differ in them, and the settings if any run has others."""
     cells = [cell for run in runs for cell in run.cells if group_of(cell) == group]
     everywhere = list(dict.fromkeys(cell.settings for run in runs for cell in run.cells))
     setting = name_without(cells[0].settings, everywhere)
@@ -125,10 +123,7 @@ def _trend_title(runs: Sequence[Material], group: Group, figure_id: str) -> str:
 def _line(axes: Any, runs: Sequence[Material], group: Group, method: str, figure_id: str, look: dict[str, Any]) -> None:
     cells = [run.cell(group, method) for run in runs]
     points = [(at, cell.figures[figure_id]) for at, cell in enumerate(cells) if cell and figure_id in cell.figures]
-    intervals = [interval for _, interval in points]
-    values = [interval.value for interval in intervals]
-    axes.errorbar([at for at, _ in points], values, errors(intervals), label=method, color=look["color"],
-                  marker=look["marker"], elinewidth=1.1, capsize=2.5)  # fmt: skip
+    draw_intervals(axes, points, label=method, color=look["color"], marker=look["marker"])
 
 
 def _day(run: Material) -> str:

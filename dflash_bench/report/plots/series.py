@@ -14,19 +14,19 @@ from dflash_bench.core import labels
 from dflash_bench.core.types import context_name
 from dflash_bench.report.plots.style import (
     MARKERS,
-    MUTED,
     PLAIN,
     SERIES,
     Material,
     NothingToPlotError,
     bars_note,
-    errors,
+    draw_intervals,
+    draw_plain,
     finish,
     looks,
     panels,
     top_of,
 )
-from dflash_bench.report.sections import Series, by_context, value_texts
+from dflash_bench.report.sections import ContextCurve, by_context, value_texts
 
 # Throughput and speed-up by the number of answers decoded at a time.
 
@@ -35,8 +35,8 @@ THROUGHPUT, SPEEDUP = "tps.total", "speedup.decode"
 
 
 def load(material: Material) -> Any:
-    """Both side by side, a row for each suite; throughput alone where nothing was measured to compare with."""
-    loads = [one for one in material.loads if one.levels[-1].rate is None]
+    """Both side by side, a row for each suite; throughput alone if there is nothing to compare with."""
+    loads = [one for one in material.document.loads if one.levels[-1].rate is None]
     if not loads:
         raise NothingToPlotError("this run has no levels of concurrency")
     suites = list(dict.fromkeys(_suite(one) for one in loads))
@@ -61,12 +61,9 @@ def load(material: Material) -> Any:
         axes.set_ylim(0, top)
         if top is not None:
             tops.append(top)
-    handles = {
-        handle.get_label(): handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]
-    }
     title = "Throughput and speed-up by concurrency" if SPEEDUP in shown_ids else "Throughput by concurrency"
     note = bars_note(max(tops, default=None))
-    return finish(figure, title, list(handles.values()), note, len(names) - len(axes_of))
+    return finish(figure, axes_of, title, note, len(names))
 
 
 def _suite(one: ConcurrencyCurve) -> str:
@@ -78,10 +75,8 @@ def _draw(axes: Any, one: ConcurrencyCurve, figure_id: str, look: dict[str, Any]
         axes.plot([level.concurrency for level in one.levels], [level.tokens_per_s for level in one.levels], **look)
         return
     points = [(level.concurrency, level.speedup) for level in one.levels if level.speedup]
-    intervals = [interval for _, interval in points]
-    axes.errorbar([at for at, _ in points], [interval.value for interval in intervals], errors(intervals),
-                  elinewidth=1.1, capsize=2.5, **look)  # fmt: skip
-    axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    draw_intervals(axes, points, **look)
+    draw_plain(axes)
 
 
 # Acceptance and speed-up by the values of an option.
@@ -92,17 +87,17 @@ FIGURES = {LENGTH: lambda point: point.length, SWEEP_SPEEDUP: lambda point: poin
 
 def sweep(material: Material) -> Any:
     """Both figures side by side, a row for each option and suite; the mean over suites comes first."""
-    if not material.sweeps:
+    if not material.document.sweeps:
         raise NothingToPlotError("no option has several values in this run")
     rows = {
         (swept.option, curve.suites): swept
-        for swept in material.sweeps
+        for swept in material.document.sweeps
         for curve in sorted(swept.curves, key=lambda curve: -len(curve.suites))
     }
     # Every option's mean before any option's suites: what does not fit is left out at the end.
     order = sorted(rows, key=lambda row: -len(row[1]))
     names = [(*row, figure_id) for row in order for figure_id in FIGURES]
-    series = list(dict.fromkeys(curve.series for swept in material.sweeps for curve in swept.curves))
+    series = list(dict.fromkeys(curve.series for swept in material.document.sweeps for curve in swept.curves))
     figure, axes_of = panels(names, 2.2, lambda name: _title(*name))
     tops: list[float] = []
     for (option, suites, figure_id), axes in axes_of.items():
@@ -114,12 +109,9 @@ def sweep(material: Material) -> Any:
         if (top := top_of(_drawn(swept, suites, figure_id))) is not None:
             axes.set_ylim(0, top)
             tops.append(top)
-    handles = {
-        handle.get_label(): handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]
-    }
     note = f"{bars_note(max(tops, default=None))}; ring: highest speed-up"
     title = "Acceptance and speed-up by the value of an option"
-    return finish(figure, title, list(handles.values()), note, len(names) - len(axes_of))
+    return finish(figure, axes_of, title, note, len(names))
 
 
 def _drawn(swept: Sweep, suites: Sequence[str], figure_id: str) -> list[Interval]:
@@ -128,12 +120,12 @@ def _drawn(swept: Sweep, suites: Sequence[str], figure_id: str) -> list[Interval
 
 
 def _title(option: str, suites: Sequence[str], _figure_id: str) -> str:
-    """The suite; which figure and which option stand at the axes."""
+    """The suite; figure and option are labels of the axes."""
     return suites[0] if len(suites) == 1 else f"mean over {len(suites)} suites"
 
 
 def _places(swept: Sweep) -> dict[Any, float]:
-    """Numbers stand where they belong, words behind them."""
+    """Place numbers at their values, and words behind them."""
     values = list(dict.fromkeys(point.value for curve in swept.curves for point in curve.points))
     numbers = sorted(value for value in values if not isinstance(value, str))
     step = (numbers[-1] - numbers[0]) / max(len(numbers) - 1, 1) if numbers else 1.0
@@ -148,11 +140,10 @@ def _places(swept: Sweep) -> dict[Any, float]:
 
 
 def _line(axes: Any, swept: Sweep, curve: SweepCurve, figure_id: str, number: int) -> None:
-    place, look = _places(swept), {"color": SERIES[number % 7], "marker": MARKERS[number % 7]}
+    place = _places(swept)
+    look: dict[str, Any] = {"color": SERIES[number % 7], "marker": MARKERS[number % 7]}
     points = [(place[point.value], interval) for point in curve.points if (interval := FIGURES[figure_id](point))]
-    intervals = [interval for _, interval in points]
-    axes.errorbar([at for at, _ in points], [interval.value for interval in intervals], errors(intervals),
-                  label=curve.series, elinewidth=1.1, capsize=2.5, **look)  # fmt: skip
+    draw_intervals(axes, points, label=curve.series, **look)
     if curve.best is not None and figure_id == SWEEP_SPEEDUP:
         best: Point = curve.points[curve.best]
         assert best.speedup is not None
@@ -165,28 +156,28 @@ def _name_sweep_axes(axes: Any, swept: Sweep, figure_id: str) -> None:
     axes.set_xlabel(f"{swept.option} ({swept.unit})" if swept.unit else swept.option)
     axes.set_ylabel(figure_id)
     if figure_id == SWEEP_SPEEDUP:
-        axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        draw_plain(axes)
     axes.margins(y=0.12)
 
 
-# Acceptance, speed and what a round costs, by how long the context is.
+# Acceptance, speed and the cost of a round, by the length of the context.
 
 
 SPEEDUP_TERM = "speedup.decode"
 PANELS = {
     "al.pooled": ("al.pooled", "break_even_al"),
     SPEEDUP_TERM: (SPEEDUP_TERM,),
-    "ms a round": ("verify_ms", "draft_ms"),
+    "ms per round": ("verify_ms", "draft_ms"),
     "draft prefill ms": ("draft_prefill_ms",),
 }
-"""By what stands beside an axis, the figures in it: the first is drawn through, the second dashed."""
+"""The figures of each panel by the label of its axis: the first is drawn solid, the second dashed."""
 WITH_BARS = ("al.pooled", SPEEDUP_TERM)
 """Milliseconds have narrow intervals, which would only hide the points."""
 NOTE = "dashed: break_even_al, draft ms; grey: a plain step; bars: 95 % interval"
 
 
 def context(material: Material) -> Any:
-    """Four panels a suite, over the mean number of tokens that prompts have in all."""
+    """Four panels per suite, over the mean number of all prompt tokens."""
     series = by_context(material.cells)
     if not series:
         raise NothingToPlotError("there is one context in this run; give several with --context")
@@ -202,31 +193,25 @@ def context(material: Material) -> Any:
         _name_axes(axes, beside, of_suite)
         drawn = [cell.figures[beside] for one in of_suite for cell in one.cells if beside in cell.figures]
         axes.set_ylim(0, top_of(drawn) if beside in WITH_BARS else None)
-    handles = {
-        handle.get_label(): handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]
-    }
-    return finish(figure, "By context", list(handles.values()), NOTE, len(names) - len(axes_of))
+    return finish(figure, axes_of, "By context", NOTE, len(names))
 
 
-def _lines(axes: Any, series: Series, figure_ids: Sequence[str], look: dict[str, Any]) -> None:
+def _lines(axes: Any, series: ContextCurve, figure_ids: Sequence[str], look: dict[str, Any]) -> None:
     through, *dashed = figure_ids
     style = {"color": look["color"], "marker": look["marker"]}
-    cells = [cell for cell in series.cells if through in cell.figures]
-    intervals = [cell.figures[through] for cell in cells]
-    bars = errors(intervals) if through in WITH_BARS else None
-    axes.errorbar([_place(cell) for cell in cells], [interval.value for interval in intervals], bars,
-                  label=series.method, elinewidth=1.1, capsize=2.5, **style)  # fmt: skip
+    points = [(_place(cell), cell.figures[through]) for cell in series.cells if through in cell.figures]
+    draw_intervals(axes, points, has_bars=through in WITH_BARS, label=series.method, **style)
     for figure_id in dashed:
         known = [cell for cell in series.cells if figure_id in cell.figures]
         axes.plot([_place(cell) for cell in known], [cell.value(figure_id) for cell in known],
                   linestyle=(0, (4, 3)), **style)  # fmt: skip
 
 
-def _plain(axes: Any, beside: str, series: Sequence[Series]) -> None:
-    """Where plain decoding is: at 1, or by what its steps take, which all methods of a suite share."""
+def _plain(axes: Any, beside: str, series: Sequence[ContextCurve]) -> None:
+    """Draw plain decoding: at 1, or the time of its steps, which all methods of a suite share."""
     if beside == SPEEDUP_TERM:
-        axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-    if beside == "ms a round":
+        draw_plain(axes)
+    if beside == "ms per round":
         cells = [cell for cell in series[0].cells if "plain_ms" in cell.figures]
         axes.plot([_place(cell) for cell in cells], [cell.value("plain_ms") for cell in cells], color=PLAIN, marker=".")
 
@@ -235,7 +220,7 @@ def _place(cell: Any) -> float:
     return float(cell.value("prompt_tokens") or 1)
 
 
-def _name_axes(axes: Any, beside: str, series: Sequence[Series]) -> None:
+def _name_axes(axes: Any, beside: str, series: Sequence[ContextCurve]) -> None:
     """Lengths double from place to place, so that the shortest are not on top of each other."""
     places = {_place(cell): context_name(cell.settings.context) for one in series for cell in one.cells}
     axes.set_xscale("log", base=2)

@@ -1,4 +1,4 @@
-"""How much faster, where a round spends its time, and prompt by prompt."""
+"""Plots of the speed-up, of where a round spends its time, and of single prompts."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from dflash_bench.report.plots.style import (
     Material,
     NothingToPlotError,
     bars_note,
+    draw_plain,
     errors,
     finish,
     group_of,
@@ -31,7 +32,7 @@ from dflash_bench.report.plots.style import (
 MOST_POINTS = 400
 MOST_LABELS = 16
 MOST_UPRIGHT = 4
-"""Suites with settings whose names fit side by side."""
+"""How many names of suites with settings fit side by side."""
 PUBLISHED_MARKERS = ("D", "s", "^", "v", "P")
 """Hollow, one for each published configuration."""
 BARS = 0.8
@@ -67,7 +68,7 @@ def speedup(material: Material) -> Any:
                 above = min(interval.high or interval.value, top or inf)
                 axes.annotate(f"{interval.value:.2f}", (x, above), (0, 3),
                               textcoords="offset points", ha="center", va="bottom", fontsize=10.5)  # fmt: skip
-    axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    draw_plain(axes)
     _name_groups(axes, labels)
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.12)
@@ -76,12 +77,8 @@ def speedup(material: Material) -> Any:
     axes.set_ylabel("speedup.decode")
     bars = axes.get_legend_handles_labels()[0][: len(methods)]
     marks = _published_marks(axes, material, groups)
-    return finish(
-        figure,
-        "Speed-up over plain decoding",
-        [*bars, *marks],
-        f"{bars_note(top)}; dashed line: plain decoding",
-    )
+    note = f"{bars_note(top)}; dashed line: plain decoding"
+    return finish(figure, {"": axes}, "Speed-up over plain decoding", note, handles=[*bars, *marks])
 
 
 def _name_groups(axes: Any, labels: Sequence[str]) -> None:
@@ -168,7 +165,7 @@ def rounds(material: Material) -> Any:
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.1)
     axes.set_xlabel("ms per round")
-    return finish(figure, "Where a round spends its time", axes.get_legend_handles_labels()[0])
+    return finish(figure, {"": axes}, "Where a round spends its time")
 
 
 def prompts(material: Material) -> Any:
@@ -190,13 +187,14 @@ def prompts(material: Material) -> Any:
         np.concatenate([points_of_cell for points_of_cell in points.values() if len(points_of_cell)]),
     )
     notes = [f"dashed: {', '.join(f'{times}×' for times in lines)} as fast as plain decoding"] if lines else []
-    notes += [f"a sample of {MOST_POINTS:,} prompts a method"] if max(map(len, points.values())) == MOST_POINTS else []
-    handles = next(iter(axes_of.values())).get_legend_handles_labels()[0]
-    return finish(figure, "Prompt by prompt", handles, "; ".join(notes), len(groups) - len(axes_of))
+    notes += (
+        [f"a sample of {MOST_POINTS:,} prompts per method"] if max(map(len, points.values())) == MOST_POINTS else []
+    )
+    return finish(figure, axes_of, "Prompt by prompt", "; ".join(notes), len(groups))
 
 
 def _per_token(cell: Cell) -> Any:
-    """Milliseconds, plain and own, [prompts, 2]; of very many prompts a seeded draw."""
+    """Milliseconds per token, plain and own, [prompts, 2]; a seeded draw of very many prompts."""
     columns = [COLUMN[name] for name in ("plain_s", "plain_tokens", "own_s", "own_tokens")]
     sums = cell.sums[:, columns]
     sums = sums[(sums > 0).all(axis=1)]
@@ -206,7 +204,7 @@ def _per_token(cell: Cell) -> Any:
 
 
 def _speedup_lines(all_axes: list[Any], points: Any) -> list[int]:
-    """Draws those that cross the axes, up to the fastest prompt, and says which."""
+    """Draw the speed-up lines that cross the axes, up to the fastest prompt, and return them."""
     plain, drafting = points.max(axis=0)
     fastest = (points[:, 0] / points[:, 1]).max()
     left, right, top = 0.92 * points[:, 0].min(), 1.06 * plain, 1.12 * drafting

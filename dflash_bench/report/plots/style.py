@@ -1,33 +1,28 @@
-"""What all plots share: style and colours, the figures that they draw, and rounds by position."""
+"""What all plots share: style and colours, and the run that they draw."""
 
 from __future__ import annotations
 
 import io
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from math import nan
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.concurrency import ConcurrencyCurve
 from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell
 from dflash_bench.analysis.peers import paper, zlab
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.analysis.sweep import Sweep
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import visible
-from dflash_bench.core.types import CellKey, Settings
+from dflash_bench.core.types import CellKey
 from dflash_bench.report.document import Document
-from dflash_bench.results import parts, rounds
-from dflash_bench.results.identity import checked_settings, needed_for, settings_of
-from dflash_bench.results.rounds import stretch_name, stretch_of
+from dflash_bench.results.rounds import Histogram, RunRounds, bin_name, read_rounds
 from dflash_bench.results.run_info import RunInfo
 
 # One look for all plots: colours that colour-blind readers can tell apart, type that survives half width.
@@ -43,13 +38,13 @@ PARTS = {"draft": "#d99a00", "verify": "#0a7d8c", "other": "#a9b3bd"}
 NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", PLAIN: "plain"}
 NAMES |= {colour: f"series-{number}" for number, colour in enumerate(SERIES)}
 NAMES |= {colour: f"part-{name}" for name, colour in PARTS.items()}
-"""As a page names them, which has others in the dark."""
+"""Colours by their names in a page, which has others in dark mode."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 HATCHES = ("", "///", "\\\\\\", "xx", "--", "++", "||")
 WIDTH = 6.4
 MOST_PANELS = 8
 TALLEST = 3.0
-"""Times the highest value that an axis reaches at most."""
+"""An axis ends at this many times the highest value at most."""
 DPI = 200
 SETTINGS: Any = {
     "axes.axisbelow": True, "axes.edgecolor": MUTED, "axes.grid": True, "axes.labelcolor": INK,
@@ -65,7 +60,7 @@ SETTINGS: Any = {
 
 
 Panel = TypeVar("Panel", bound=Hashable)
-"""What tells one panel of a plot from another, such as a suite under settings."""
+"""Identifies a panel of a plot, such as a suite under settings."""
 
 
 _canvas: ContextVar[Any] = ContextVar("canvas", default=None)
@@ -73,7 +68,7 @@ _canvas: ContextVar[Any] = ContextVar("canvas", default=None)
 
 @contextmanager
 def drawn_into(canvas: Any) -> Iterator[None]:
-    """Plots go into this part of someone's figure, and not into one of their own; None changes nothing."""
+    """Draw plots into this part of the caller's figure instead of a new figure; None changes nothing."""
     token = _canvas.set(canvas)
     try:
         yield
@@ -82,7 +77,7 @@ def drawn_into(canvas: Any) -> Iterator[None]:
 
 
 class NothingToPlotError(Exception):
-    """The rows do not hold what a plot shows; says what is missing."""
+    """The run lacks the data of a plot; the message says which."""
 
 
 def looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -98,9 +93,9 @@ def looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
 def panels(
     names: Sequence[Panel], height: float, title: Callable[[Panel], str] = str, **shared: Any
 ) -> tuple[Any, dict[Panel, Any]]:
-    """A figure with one set of axes a panel, two in a row; more than `MOST_PANELS` do not fit and are left out.
+    """Return a figure with one set of axes per panel, two in a row; those beyond `MOST_PANELS` are left out.
 
-    Even one alone has its title: it says where the prompts came from.
+    A single panel has a title, too: it names the source of the prompts.
     """
     from matplotlib.figure import Figure
 
@@ -119,7 +114,7 @@ def panels(
 
 
 def name_axes(axes_of: Mapping[Any, Any], below: str, beside: str) -> None:
-    """Every row beside, the lowest axes of each column below."""
+    """Label the y axis of each row, and the x axis of the lowest panel of each column."""
     for number, axes in enumerate(axes_of.values()):
         if number % 2 == 0:
             axes.set_ylabel(beside)
@@ -128,14 +123,27 @@ def name_axes(axes_of: Mapping[Any, Any], below: str, beside: str) -> None:
 
 
 def errors(intervals: Sequence[Interval]) -> list[list[float]]:
-    """Below and above the value, as error bars want them; NaN, which draws nothing, where there is no interval."""
+    """Return distances below and above the values, for error bars; NaN, which draws nothing, without an interval."""
     below = [nan if interval.low is None else interval.value - interval.low for interval in intervals]
     above = [nan if interval.high is None else interval.high - interval.value for interval in intervals]
     return [below, above]
 
 
+def draw_intervals(axes: Any, points: Sequence[tuple[float, Interval]], *, has_bars: bool = True, **look: Any) -> None:
+    """Draw a line through the values, with their intervals as error bars."""
+    intervals = [interval for _, interval in points]
+    bars = errors(intervals) if has_bars else None
+    values = [interval.value for interval in intervals]
+    axes.errorbar([x for x, _ in points], values, bars, elinewidth=1.1, capsize=2.5, **look)
+
+
+def draw_plain(axes: Any) -> None:
+    """Draw the dashed line of plain decoding, a speed-up of 1."""
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+
+
 def top_of(intervals: Sequence[Interval]) -> float | None:
-    """Where an axis ends whose intervals, of a handful of prompts, would flatten their values; None where none does."""
+    """The end of an axis whose intervals, over a handful of prompts, would flatten their values; None if none does."""
     values = [interval.value for interval in intervals]
     highest = max((interval.high for interval in intervals if interval.high is not None), default=0.0)
     return TALLEST * max(values) if values and highest > TALLEST * max(values) else None
@@ -145,24 +153,31 @@ def bars_note(top: float | None = None) -> str:
     return "error bars: 95 % interval over prompts" + (", cut off where too long" if top is not None else "")
 
 
-def finish(figure: Any, title: str, handles: Sequence[Any] = (), note: str = "", left_out: int = 0) -> Any:
-    """Title above, legend and note below."""
+def finish(
+    figure: Any, axes_of: Mapping[Any, Any], title: str, note: str = "", num_panels: int = 0, handles: Any = None
+) -> Any:
+    """Add a title above, and a legend and note below; the note counts the panels of `num_panels` that `axes_of` lacks.
+    `handles` are by default those of all panels, each label once.
+    """
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
+    left_out = num_panels - len(axes_of)
     notes = [*filter(None, [note]), *([f"{left_out} more panels not shown"] if left_out > 0 else [])]
-    for handle in handles:
-        handle.set_label(visible(handle.get_label()))
-    labels = [len(handle.get_label()) for handle in handles]
-    across = 4 if sum(labels) < 40 else 2 if max(labels, default=0) < 30 else 1
-    legend = figure.legend(
-        handles=list(handles), loc="outside lower left", ncols=across, title="; ".join(notes) or None
+    known = [handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]]
+    shown = (
+        list({handle.get_label(): handle for handle in reversed(known)}.values())[::-1] if handles is None else handles
     )
+    for handle in shown:
+        handle.set_label(visible(handle.get_label()))
+    labels = [len(handle.get_label()) for handle in shown]
+    across = 4 if sum(labels) < 40 else 2 if max(labels, default=0) < 30 else 1
+    legend = figure.legend(handles=shown, loc="outside lower left", ncols=across, title="; ".join(notes) or None)
     legend.set_alignment("left")
     legend.get_title().set(color=MUTED, fontsize=9.5)
     return figure
 
 
 def encoded(figure: Any, kind: str) -> bytes:
-    """As PNG or SVG; the same bytes for the same figure."""
+    """Encode as PNG or SVG; the same figure gives the same bytes."""
     file = io.BytesIO()
     metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
     figure.savefig(file, format=kind, dpi=DPI, metadata=metadata)
@@ -170,7 +185,7 @@ def encoded(figure: Any, kind: str) -> bytes:
 
 
 def inline(figure: Any) -> str:
-    """SVG to stand in a page: no prolog, its colours by the page's names, its paper transparent, text as text."""
+    """Return SVG for a page: no prolog, colours by the page's names, a transparent background, text as text."""
     text = encoded(figure, "svg").decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
@@ -184,82 +199,14 @@ def inline(figure: Any) -> str:
 
 
 def with_style(draw: Any, *arguments: Any) -> Any:
-    """Settings hold while a figure is made and while it is saved."""
+    """Call `draw` with our settings, which must hold while a figure is made and while it is saved."""
     from matplotlib import rc_context
 
     with rc_context(SETTINGS):
         return draw(*arguments)
 
 
-# Acceptance by how far into the answer a round begins, streamed: a million answers have tens of millions of rounds.
-
-
-COLUMNS = ("suite", "method", "prompt_id", "error", "accepted", "emitted")
-KEY_NAMES = ["suite", "method", "prompt_id"]
-INDEX = [*KEY_NAMES, "settings", "stretch"]
-"""`settings` by their number."""
-MOST_STRETCHES = 32
-
-
-def sums(part: Path, several: Sequence[Settings], left_out: Any | None = None) -> Any:
-    """A pandas frame of tokens verified and rounds, by `INDEX`; failed answers left out. `several` are the run's."""
-    columns = [*COLUMNS, *needed_for(several)]
-    return _added([_of_batch(batch, several) for batch in parts.batches(part, columns, left_out=left_out)])
-
-
-def intervals(
-    sums: Sequence[Any], several: Sequence[Settings], widest: Mapping[CellKey, float]
-) -> dict[CellKey, dict[str, Interval]]:
-    """al.pooled by cell, then by stretch of the answer, with its interval over prompts, up to the `widest` block."""
-    by_cell: dict[CellKey, dict[str, Interval]] = {}
-    pooled = stats.ratio([0], [1])
-    for (suite, method, settings, stretch), rows in _added(sums).groupby(level=[0, 1, 3, 4]):
-        (interval,) = stats.intervals(rows.to_numpy(dtype=np.float64), [pooled])
-        if interval is not None:
-            key = CellKey(suite, "", several[settings].id, method)
-            possible = METRICS["al.pooled"].possible(interval, widest.get(key, float("inf")))
-            by_cell.setdefault(key, {})[stretch_name(int(stretch))] = possible
-    return by_cell
-
-
-def _added(frames: Sequence[Any]) -> Any:
-    import pandas as pd
-
-    return pd.concat(frames).groupby(level=list(range(len(INDEX)))).sum()
-
-
-def _of_batch(batch: Any, several: Sequence[Settings]) -> Any:
-    import pandas as pd
-    from pyarrow import compute
-
-    # Plain decoding has one token a round everywhere, and most of the rounds.
-    drafting = compute.not_equal(batch.column("method"), BASELINE)
-    with_rounds = compute.and_(compute.is_null(batch.column("error")), compute.is_valid(batch.column("emitted")))
-    good = batch.filter(compute.and_(drafting, with_rounds))
-    lengths = good.column("accepted").value_lengths().to_numpy(zero_copy_only=False)
-    accepted, emitted = (good.column(name).flatten().to_numpy() for name in ("accepted", "emitted"))
-    owners = np.repeat(np.arange(len(lengths)), lengths)
-    # Tokens out before each round of its answer, the one from prefill included.
-    before = np.cumsum(emitted, dtype=np.int64) - emitted
-    firsts = before[(np.cumsum(lengths) - lengths)[lengths > 0]]
-    stretch = stretch_of(1 + before - np.repeat(firsts, lengths[lengths > 0]))
-    cuts = np.flatnonzero((np.diff(owners, prepend=-1) != 0) | (np.diff(stretch, prepend=-1) != 0))
-    rounds = np.diff(np.append(cuts, len(owners)))
-    tokens = np.add.reduceat(accepted, cuts, dtype=np.int64) + rounds if len(cuts) else rounds
-    coded = {name: good.column(name).dictionary_encode() for name in KEY_NAMES}
-    under = checked_settings(good, several)
-    codes = [*(coded[name].indices.to_numpy() for name in KEY_NAMES), under]
-    sizes = [*(len(coded[name].dictionary) for name in KEY_NAMES), len(several), MOST_STRETCHES]
-    of_cuts = [*(codes_of_answers[owners[cuts]] for codes_of_answers in codes), stretch[cuts]]
-    occupied, group = np.unique(np.ravel_multi_index(of_cuts, sizes), return_inverse=True)
-    *places, settings, stretches = np.unravel_index(occupied, sizes)
-    names = [coded[name].dictionary.to_pandas().to_numpy()[at] for name, at in zip(KEY_NAMES, places, strict=True)]
-    index = pd.MultiIndex.from_arrays([*names, settings, stretches], names=INDEX)
-    added = {"verified": np.bincount(group, tokens), "rounds": np.bincount(group, rounds)}
-    return pd.DataFrame(added, index=index)
-
-
-# What the plots are made from, each part read from the run when it is first asked for.
+# The run that plots are made from. Its rounds are read when a plot first needs them.
 
 
 Group = tuple[str, str]
@@ -277,6 +224,8 @@ def key_of(group: Group, method: str) -> CellKey:
 @dataclass(frozen=True)
 class Material:
     document: Document
+    read: RunRounds | None = None
+    """Its rounds, where they were read already."""
 
     @property
     def cells(self) -> Sequence[Cell]:
@@ -298,19 +247,11 @@ class Material:
 
     @property
     def groups(self) -> list[Group]:
-        """What has a panel of its own: each suite under each settings."""
+        """Each suite under each settings, which has a panel of its own."""
         return list(dict.fromkeys(map(group_of, self.cells)))
 
-    @property
-    def loads(self) -> Sequence[ConcurrencyCurve]:
-        return self.document.loads
-
-    @property
-    def sweeps(self) -> Sequence[Sweep]:
-        return self.document.sweeps
-
     def label(self, group: Group) -> str:
-        """The suite, and on a line of its own what tells its settings from the others of the run."""
+        """The suite, and on a second line what distinguishes its settings from the others of the run."""
         cell = next(cell for cell in self.cells if group_of(cell) == group)
         return "\n".join(filter(None, [cell.label, cell.setting]))
 
@@ -318,22 +259,27 @@ class Material:
         return next((cell for cell in self.cells if (*group_of(cell), cell.method) == (*group, method)), None)
 
     @cached_property
-    def settings(self) -> tuple[Settings, ...]:
-        return settings_of(self.info.identity)
+    def rounds(self) -> RunRounds:
+        return self.read or read_rounds(self.document.results.stored)
+
+    @property
+    def histograms(self) -> Mapping[CellKey, Histogram]:
+        return self.rounds.histograms
 
     @cached_property
     def along(self) -> Mapping[CellKey, Mapping[str, Interval]]:
-        """al.pooled by cell, then by stretch of the answer."""
-        sums_of_parts = []
-        for part in parts.of(self.document.folder):
-            with suppress(parts.DamagedError):  # it was allowed to be, or the document was not made
-                sums_of_parts.append(sums(part, self.settings, self.document.results.left_out.get(part)))
+        """al.pooled by cell, then by position in the answer, with its interval over prompts, up to the widest block."""
+        run_settings = self.document.results.stored.settings
         widest = {cell.key: cell.widest for cell in self.cells}
-        return intervals(sums_of_parts, self.settings, widest)
-
-    @cached_property
-    def histograms(self) -> Mapping[CellKey, rounds.Histogram]:
-        return rounds.of_run(self.document.folder, self.settings, self.document.results.left_out)
+        by_cell: dict[CellKey, dict[str, Interval]] = {}
+        sums = self.rounds.by_position
+        for (suite, method, settings, number), rows in sums.groupby(level=["suite", "method", "settings", "bin"]):
+            (interval,) = stats.intervals(rows.to_numpy(dtype=np.float64), [stats.ratio([0], [1])])
+            if interval is not None:
+                key = CellKey(suite, "", run_settings[settings].id, method)
+                possible = METRICS["al.pooled"].possible(interval, widest.get(key, float("inf")))
+                by_cell.setdefault(key, {})[bin_name(int(number))] = possible
+        return by_cell
 
     @cached_property
     def published(self) -> Sequence[paper.PaperComparison]:

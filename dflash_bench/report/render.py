@@ -1,0 +1,215 @@
+"""Sections in any form: for a terminal, as Markdown, LaTeX and CSV, and as HTML. Nothing here knows a subject."""
+
+from __future__ import annotations
+
+import csv
+import io
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.core.labels import visible
+from dflash_bench.report import tables
+from dflash_bench.report.tables import Column, Entry, Item, Row, Section, Table, Value
+
+WIDTH = 100
+TEMPLATES = Path(__file__).parent
+
+# For a terminal. Nothing is told by colour alone.
+
+
+def terminal(section: Section, width: int | None = WIDTH) -> str:
+    """Paragraphs are wrapped at `width`; None leaves each on one line, as logs want it."""
+    title = section.title[:1].lower() + section.title[1:]
+    below = [wrapped(text, width) for text in section.legend]
+    top = [*([title] if title and section.items is None else []), *_lines(section.table), *below]
+    blocks = [
+        top,
+        [wrapped(text, width) for text in section.sentences],
+        [wrapped(f"{name} = {meaning}", width) for name, meaning in section.terms.items()],
+        [] if section.items is None else [f"{title}:" if section.items else f"{title}: none"],
+    ]
+    text = "\n\n".join("\n".join(lines) for lines in blocks if lines)
+    return "\n".join([text, *(_item(item, width) for item in section.items or ())])
+
+
+def wrapped(text: str, width: int | None = WIDTH, first: str = "", others: str = "  ") -> str:
+    """A paragraph whose first line begins with `first`, and all others with `others`."""
+    if width is None:
+        return first + visible(text)
+    return textwrap.fill(visible(text), width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+
+
+def _lines(table: Table | None) -> list[str]:
+    """Groups stand on lines of their own, as long as they may be, above their rows."""
+    if table is None:
+        return []
+    indent = "  " if table.group else ""
+    rows = [list(map(Column.marked, table.columns, row.values)) for row in table.rows]
+    rows = [[f"{indent}{name}", *rest] for name, *rest in rows]
+    is_left = [column.justify == "left" for column in table.columns]
+    lines = tables.aligned([column.head for column in table.columns], rows, is_left).splitlines()
+    heads, below = lines[: len(lines) - len(rows)], iter(lines[len(lines) - len(rows) :])
+    for group, members in table.groups:
+        heads += [visible(group)] * bool(group) + [next(below) for _ in members]
+    return heads
+
+
+def _item(item: Item, width: int | None) -> str:
+    return f"{wrapped(item.text, width, '  ')}\n{wrapped(item.remedy, width, '    -> ', '    ')}"
+
+
+# As Markdown, to commit.
+
+
+def markdown(section: Section, level: int = 2) -> str:
+    """The paragraphs of a section, whose title is a heading of this level."""
+    items = (
+        f"- {tables.in_markdown(item.text)}. Remedy: {tables.in_markdown(item.remedy)}." for item in section.items or ()
+    )
+    terms = (f"- `{name}`: {meaning}" for name, meaning in section.terms.items())
+    parts = [
+        f"{'#' * level} {tables.in_markdown(section.title)}" if section.title else "",
+        tables.markdown(*section.table.flat()) if section.table else "",
+        *map(tables.in_markdown, [*section.legend, *section.sentences]),
+        "\n".join(terms),
+        "None." if section.items == () else "\n".join(items),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+# As LaTeX, for a paper.
+
+
+LATEX_SPECIAL = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "#": r"\#", "$": r"\$", "%": r"\%", "&": r"\&", "_": r"\_",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+}  # fmt: skip
+
+
+def latex(section: Section, comment: str = "", above: Sequence[str] = ()) -> str:
+    r"""A `table` for \usepackage{booktabs} of the columns for a paper, each group's name once; all text is its caption.
+
+    Of a table without such columns, all are shown.
+    """
+    assert section.table is not None
+    table = _for_paper(section.table)
+    heads, rows, is_left = table.flat()
+    num_names = 2 if table.group else 1
+    shown = [latex_escaped(head) if at < num_names else _code(head) for at, head in enumerate(heads)]
+    sentences = [*above, *section.legend, *section.sentences]
+    caption = [*map(latex_escaped, sentences), *(f"{_code(n)}: {latex_escaped(t)}." for n, t in section.terms.items())]
+    lines = [
+        *([f"% {visible(' '.join(comment.splitlines()))}"] if comment else []),
+        r"\begin{table}",
+        r"\centering\small",
+        rf"\begin{{tabular}}{{{''.join('l' if at_left else 'r' for at_left in is_left)}}}",
+        r"\toprule",
+        f"{' & '.join(shown)} \\\\",
+        *_latex_rows(table, rows),
+        r"\bottomrule",
+        r"\end{tabular}",
+        rf"\caption{{{' '.join(caption)}}}",
+        r"\label{tab:dflash-bench}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _for_paper(table: Table) -> Table:
+    kept = [at for at, column in enumerate(table.columns) if column.in_paper]
+    if not kept:
+        return table
+    kept = sorted({0, *kept})
+    rows = [Row([row.values[at] for at in kept], row.group) for row in table.rows]
+    return Table([table.columns[at] for at in kept], rows, table.group)
+
+
+def _latex_rows(table: Table, rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    remaining = iter(rows)
+    for _, members in table.groups:
+        yield r"\midrule"
+        for at in range(len(members)):
+            name, *rest = next(remaining)
+            cells = ["" if at and table.group else name, *rest]
+            yield f"{' & '.join(map(latex_escaped, cells))} \\\\"
+
+
+def _code(text: str) -> str:
+    return rf"\texttt{{{latex_escaped(text)}}}"
+
+
+def latex_escaped(text: str) -> str:
+    return "".join(LATEX_SPECIAL.get(letter, letter) for letter in visible(text))
+
+
+# As CSV, for programs.
+
+
+def csv_text(table: Table) -> str:
+    """A line for each row, under the ids of the columns. A share has the columns ID_num and ID_of, a metric ID, ID.low
+    and ID.high; what cannot be had is an empty field.
+    """
+    columns = [[table.group, *(row.group for row in table.rows)]] if table.group else []
+    for column, values in zip(table.columns, zip(*(row.values for row in table.rows), strict=True), strict=True):
+        columns += _fields(column, [value.value if isinstance(value, Entry) else value for value in values])
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([map(_field, line) for line in zip(*columns, strict=True)])
+    return file.getvalue()
+
+
+def _fields(column: Column, values: Sequence[Value]) -> list[list[Any]]:
+    """The CSV columns of a column, each with its head."""
+    kinds = {_kind(value) for value in values}
+    kind = column.kind or ("metric" if "metric" in kinds else "share" if "share" in kinds else "")
+    parts = {"": ("",), "share": ("_num", "_of"), "metric": ("", ".low", ".high")}[kind]
+    known = zip(*(_parts(kind, value) for value in values), strict=True)
+    return [[f"{column.id}{part}", *of_part] for part, of_part in zip(parts, known, strict=True)]
+
+
+def _kind(value: Value) -> str:
+    return "metric" if isinstance(value, Interval) else "share" if isinstance(value, tuple) else ""
+
+
+def _parts(kind: str, value: Value) -> tuple[Any, ...]:
+    match kind, value:
+        case "share", _:
+            return value if isinstance(value, tuple) else (None, None)
+        case "metric", Interval():
+            return value.value, value.low, value.high
+        case "metric", _:
+            return None, None, None
+    return (value,)
+
+
+def _field(value: Any) -> Any:
+    """Text that a spreadsheet would take for a formula and run is quoted; of a float six digits."""
+    if isinstance(value, str):
+        return f"'{visible(value)}" if value.lstrip().startswith(("=", "+", "-", "@")) else visible(value)
+    if isinstance(value, float):
+        return "" if value != value else float(f"{value:.6g}")
+    return value
+
+
+# As HTML. Whatever comes from a run is hostile: the templates escape all text that they are given.
+
+
+def template(name: str, values: Mapping[str, Any]) -> str:
+    """A template of this room, filled in. Text is made visible and escaped, unless it is `Markup`."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    def shown(value: Any) -> Any:
+        return visible(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, finalize=shown,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template(name).render(badges_of=tables.badges_of, **values)
+
+
+def html(section: Section) -> str:
+    return template("section.html", {"section": section})
