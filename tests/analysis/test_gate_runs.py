@@ -378,7 +378,7 @@ def _unknown_figure(cell: dict[str, Any]) -> None:
     [
         (_other_figure, "the figure 'al.pooled' of gsm8k dflash is 9, but its sums give"),
         (_other_sum, "but its sums give"),
-        (_no_number, "figures.passed[0] is 'all', but should be"),
+        (_no_number, "cells[1].figures.passed[0] is 'all', but should be a valid number"),
         (_unknown_figure, "the figure 'luck' of gsm8k dflash is unknown"),
     ],
 )
