@@ -11,7 +11,7 @@ from dflash_bench.analysis.stats import FEWEST, covered
 from dflash_bench.core import labels
 from dflash_bench.core.dialects import describe_rule
 from dflash_bench.core.methods import is_lossy
-from dflash_bench.report.tables import Column, Entry, Row, Table, Value
+from dflash_bench.report.tables import Column, Entry, ReportTable, TableRow, Value
 
 
 def _metric_columns(table: str) -> list[Column]:
@@ -46,15 +46,16 @@ ROUNDS = (
 )
 
 
-def main_table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding]) -> Table:
+def main_table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding]) -> ReportTable:
     """A row for each cell, under its suite and settings."""
     rows = [
-        Row([cell.method, *(_entry(column.id, cell, findings) for column in columns)], cell.heading) for cell in cells
+        TableRow([cell.method, *(_entry(column.id, cell, findings) for column in columns)], cell.heading)
+        for cell in cells
     ]
-    return Table([METHOD, *columns], rows, "suite")
+    return ReportTable([METHOD, *columns], rows, "suite")
 
 
-def all_figures(cells: Sequence[Cell]) -> Table:
+def all_figures(cells: Sequence[Cell]) -> ReportTable:
     """Every count, share and metric of every cell, for programs: suites have their bare names."""
     ids = [name for name in METRICS if name not in SHARES and any(name in cell.figures for cell in cells)]
     settings = [Column("settings", "settings")] if any(cell.setting for cell in cells) else []
@@ -68,8 +69,8 @@ def all_figures(cells: Sequence[Cell]) -> Table:
     for cell in cells:
         setting = [cell.setting] if settings else []
         values = [value_of(name, cell) for name in (*COUNTS, *SHARES, *ids)]
-        rows.append(Row([cell.source, *setting, cell.method, *values], cell.suite))
-    return Table(columns, rows, "suite")
+        rows.append(TableRow([cell.source, *setting, cell.method, *values], cell.suite))
+    return ReportTable(columns, rows, "suite")
 
 
 def value_of(name: str, cell: Cell) -> Value:

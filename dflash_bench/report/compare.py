@@ -33,7 +33,7 @@ from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import CellKey
 from dflash_bench.report import columns, render
-from dflash_bench.report.tables import ABSENT, Section, Table, Value, number, p_value, with_interval
+from dflash_bench.report.tables import ABSENT, ReportTable, Section, Value, number, p_value, with_interval
 from dflash_bench.results import rounds, table
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.rounds import STRETCHES
@@ -64,11 +64,11 @@ def cell_sections(cells: Sequence[Cell], *, with_means: bool = True) -> list[Sec
     if means:
         title = "speedup.decode, geometric mean over suites"
         rows: list[list[Value]] = [[labels.under(first.method, first.setting), mean] for first, mean in means]
-        made.append(Section("means", title, Table.of(["method", "speedup.decode [95 %]"], rows)))
+        made.append(Section("means", title, ReportTable.of(["method", "speedup.decode [95 %]"], rows)))
     return made
 
 
-def _cell_table(cells: Sequence[Cell], ids: Sequence[str], shares: Sequence[str] = ()) -> Table:
+def _cell_table(cells: Sequence[Cell], ids: Sequence[str], shares: Sequence[str] = ()) -> ReportTable:
     known_ids = [name for name in ids if any(name in cell.figures for cell in cells)]
     is_sliced = any(cell.slice for cell in cells)
     names = _names(is_sliced, "method")
@@ -81,7 +81,7 @@ def _cell_table(cells: Sequence[Cell], ids: Sequence[str], shares: Sequence[str]
         ]
         for cell in cells
     ]
-    return Table.of([*names, "prompts", *known_ids, *shares], rows, left=len(names))
+    return ReportTable.of([*names, "prompts", *known_ids, *shares], rows, left=len(names))
 
 
 def _names(is_sliced: bool, *methods: str) -> list[str]:
@@ -103,7 +103,7 @@ def change_sections(comparisons: Sequence[Comparison]) -> list[Section]:
         ]
         if rows:
             heads = [*names, "figure", "ratio [95 %]", "p (Holm)", ""]
-            made.append(Section("changes", title, Table.of(heads, rows, left=len(names) + 1)))
+            made.append(Section("changes", title, ReportTable.of(heads, rows, left=len(names) + 1)))
     return [*made, *_answered_right(comparisons, is_sliced), Section("legend", sentences=NO_CHANGE)]
 
 
@@ -118,7 +118,7 @@ def _answered_right(comparisons: Sequence[Comparison], is_sliced: bool) -> Itera
     ]
     if rows:
         heads = [*names, "scored", "lost", "gained", "points [95 %]", "p (McNemar, Holm)", ""]
-        yield Section("answered_right", "prompts answered right", Table.of(heads, rows, left=len(names)))
+        yield Section("answered_right", "prompts answered right", ReportTable.of(heads, rows, left=len(names)))
     unchanged = [versus for versus in scored if versus not in changed and not versus.is_exact]
     if unchanged:
         fewest = min(unchanged, key=lambda versus: versus.num_scored)
@@ -156,7 +156,7 @@ def _agreement_section(agreements: Sequence[Agreement]) -> Section:
         ]
         for one in agreements
     ]
-    table = Table.of(["suite", "before", "after", "equal", "tokens in common"], rows, left=3)
+    table = ReportTable.of(["suite", "before", "after", "equal", "tokens in common"], rows, left=3)
     meaning = (
         "equal = token for token; tokens in common = before the first difference, mean over the answers that differ"
     )
@@ -377,7 +377,7 @@ def _compat(run: Results) -> _Found:
         rows.append([cell.heading, printed.method, str(printed.num_responses), *values])
         figures.append(asdict(printed) | {"source": cell.source} | dict(zip(ids, ours, strict=True)))
     heads = ["suite", "method", "responses", *(head for name in ids for head in (f"{name.split('.')[0]}.zlab", name))]
-    table = Section("zlab", table=Table.of(heads, rows, left=2), terms=zlab.FORMULAS)
+    table = Section("zlab", table=ReportTable.of(heads, rows, left=2), terms=zlab.FORMULAS)
     return _Found([table], {"compat": "zlab", "cells": figures}, list(zlab.notes(run.rows)))
 
 
@@ -399,7 +399,7 @@ def _against(run: Results, against: str) -> _Found:
     known = zlab.FORMULAS | paper.FORMULAS
     section = Section(
         "published",
-        table=Table.of(heads, rows, left=2),
+        table=ReportTable.of(heads, rows, left=2),
         terms={name: formula for name, formula in known.items() if any(name in row for row in rows)}
         | {
             "drafts": "tokens drafted per round, here and as published",
@@ -438,7 +438,7 @@ def _beside_served(runs: Sequence[Results], served: Sequence[vllm.VllmBenchResul
         [f"{bench.name} ({bench.model})", f"{bench.num_requests} requests", bench.num_failed,
          str(bench.concurrency or "no limit"), *(bench.figures.get(name) for name in ids)] for bench in served
     ]  # fmt: skip
-    table = Table.of(["what", "answers", "failed", "conc.", *ids], rows)
+    table = ReportTable.of(["what", "answers", "failed", "conc.", *ids], rows)
     section = Section("served", table=table, terms={**vllm.FORMULAS, "conc.": "most requests at once"})
     made = {"cells": cells, "served": [asdict(bench) for bench in served]}
     return _Found([section], made, list(_other_models(runs, served)))

@@ -15,7 +15,7 @@ from dflash_bench.analysis.gate.checks import Check, GateOutcome
 from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.report import render
-from dflash_bench.report.tables import Column, Row, Section, Table, in_markdown, p_value
+from dflash_bench.report.tables import Column, ReportTable, Section, TableRow, in_markdown, p_value
 
 COUNTS = ("mismatch", "failed", "witnesses")
 COLUMNS = (
@@ -30,7 +30,7 @@ NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 def section(outcome: GateOutcome) -> Section:
     """A row for each check, and the notes below."""
-    table = Table(COLUMNS, [Row(_row(check)) for check in outcome.checks])
+    table = ReportTable(COLUMNS, [TableRow(_row(check)) for check in outcome.checks])
     return Section("check", table=table, sentences=[f"note: {note}" for note in outcome.notes])
 
 

@@ -11,7 +11,7 @@ from dflash_bench.analysis.roofline import WidthCurve
 from dflash_bench.core.forwards import ProfileData
 from dflash_bench.perf.verdict import ProfiledBatch, RoundCost, RoundVerdict
 from dflash_bench.report import render
-from dflash_bench.report.tables import ABSENT, Column, Entry, Row, Section, Table, Value, number
+from dflash_bench.report.tables import ABSENT, Column, Entry, ReportTable, Section, TableRow, Value, number
 from dflash_bench.results.run_info import RunInfo
 
 # The cost of a forward by its width, in words: one line for each run, and its meaning for the speed-ups.
@@ -155,7 +155,7 @@ def _passes(places: Sequence[ProfiledBatch], how: str) -> Iterator[Section]:
     for place in places:
         plain = place.readings[0].forward.seconds
         rows = [
-            Row([
+            TableRow([
                 one.forward.width, 1000 * one.forward.seconds, 1000 * one.roofline_s,
                 one.forward.seconds / one.roofline_s, one.bound, one.num_bytes / 1e6, one.flops / 1e9,
                 one.forward.seconds / plain,
@@ -163,7 +163,9 @@ def _passes(places: Sequence[ProfiledBatch], how: str) -> Iterator[Section]:
             for one in place.readings
         ]  # fmt: skip
         legend = [f"{formula(place.curve)}; {place.curve.regime}"]
-        yield Section("passes", f"{_title(place)}: passes of the target, {how}", Table(PASS_COLUMNS, rows), legend)
+        yield Section(
+            "passes", f"{_title(place)}: passes of the target, {how}", ReportTable(PASS_COLUMNS, rows), legend
+        )
 
 
 ROUND_COLUMNS = (
@@ -177,7 +179,7 @@ ROUND_COLUMNS = (
 def _rounds(places: Sequence[ProfiledBatch], how: str) -> Iterator[Section]:
     for place in places:
         if place.rounds:
-            table = Table(ROUND_COLUMNS, [Row(_round(one)) for one in place.rounds])
+            table = ReportTable(ROUND_COLUMNS, [TableRow(_round(one)) for one in place.rounds])
             yield Section("rounds", f"{_title(place)}: rounds{how}", table, [*map(sentence, place.verdicts)])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.labels import visible
 from dflash_bench.report import tables
-from dflash_bench.report.tables import Column, Entry, Item, Row, Section, Table, Value
+from dflash_bench.report.tables import Column, Entry, ListItem, ReportTable, Section, TableRow, Value
 
 WIDTH = 100
 TEMPLATES = Path(__file__).parent
@@ -42,7 +42,7 @@ def wrapped(text: str, width: int | None = WIDTH, first: str = "", others: str =
     return textwrap.fill(visible(text), width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 
-def _lines(table: Table | None) -> list[str]:
+def _lines(table: ReportTable | None) -> list[str]:
     """Groups stand on lines of their own, as long as they may be, above their rows."""
     if table is None:
         return []
@@ -57,7 +57,7 @@ def _lines(table: Table | None) -> list[str]:
     return heads
 
 
-def _item(item: Item, width: int | None) -> str:
+def _item(item: ListItem, width: int | None) -> str:
     return f"{wrapped(item.text, width, '  ')}\n{wrapped(item.remedy, width, '    -> ', '    ')}"
 
 
@@ -118,16 +118,16 @@ def latex(section: Section, comment: str = "", above: Sequence[str] = ()) -> str
     return "\n".join(lines) + "\n"
 
 
-def _for_paper(table: Table) -> Table:
+def _for_paper(table: ReportTable) -> ReportTable:
     kept = [at for at, column in enumerate(table.columns) if column.in_paper]
     if not kept:
         return table
     kept = sorted({0, *kept})
-    rows = [Row([row.values[at] for at in kept], row.group) for row in table.rows]
-    return Table([table.columns[at] for at in kept], rows, table.group)
+    rows = [TableRow([row.values[at] for at in kept], row.group) for row in table.rows]
+    return ReportTable([table.columns[at] for at in kept], rows, table.group)
 
 
-def _latex_rows(table: Table, rows: Sequence[Sequence[str]]) -> Iterable[str]:
+def _latex_rows(table: ReportTable, rows: Sequence[Sequence[str]]) -> Iterable[str]:
     remaining = iter(rows)
     for _, members in table.groups:
         yield r"\midrule"
@@ -148,7 +148,7 @@ def latex_escaped(text: str) -> str:
 # As CSV, for programs.
 
 
-def csv_text(table: Table) -> str:
+def csv_text(table: ReportTable) -> str:
     """A line for each row, under the ids of the columns. A share has the columns ID_num and ID_of, a metric ID, ID.low
     and ID.high; what cannot be had is an empty field.
     """

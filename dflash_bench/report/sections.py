@@ -18,7 +18,7 @@ from dflash_bench.core.types import CellKey, context_name
 from dflash_bench.report import columns, perf
 from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.document import Document
-from dflash_bench.report.tables import Column, Entry, Item, Row, Section, Table, number, with_interval
+from dflash_bench.report.tables import Column, Entry, ListItem, ReportTable, Section, TableRow, number, with_interval
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.run_info import RunInfo
 
@@ -54,7 +54,7 @@ def of_cells(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[Section
 
 
 def findings(several: Sequence[Finding]) -> Section:
-    items = [Item(one.text, one.remedy, one.kind, one.kind in WRONG) for one in several]
+    items = [ListItem(one.text, one.remedy, one.kind, one.kind in WRONG) for one in several]
     return Section("findings", "Findings", items=tuple(items))
 
 
@@ -91,9 +91,10 @@ def concurrency(loads: Sequence[ConcurrencyCurve]) -> list[Section]:
         rates = labels.number_words(level.rate for level in load.levels if level.rate is not None)
         group = f"{labels.under(load.suite, load.setting)} · {load.method}"
         rows += [
-            Row([*_level(level, rates), *([_goodput(level)] if has_goodput else [])], group) for level in load.levels
+            TableRow([*_level(level, rates), *([_goodput(level)] if has_goodput else [])], group)
+            for level in load.levels
         ]
-    table = Table([level, *LOAD_COLUMNS, *goodput], rows, "suite · method")
+    table = ReportTable([level, *LOAD_COLUMNS, *goodput], rows, "suite · method")
     return [Section("concurrency", "Several answers at a time", table, [LOAD_LEGEND], crossings(loads))]
 
 
@@ -202,19 +203,19 @@ def _suites_of(curve: SweepCurve) -> str:
     return curve.suites[0] if len(curve.suites) == 1 else f"geometric mean over {len(curve.suites)} suites"
 
 
-def _sweep_table(sweep: Sweep) -> Table:
+def _sweep_table(sweep: Sweep) -> ReportTable:
     has_several = len(sweep.summaries) > 1
     rows = []
     for curve in sweep.curves:
         group = f"{_suites_of(curve)} · {curve.series}" if has_several else _suites_of(curve)
         texts = _texts_of(sweep.option, curve)
-        rows += [Row(_point(texts[at], curve, at, point), group) for at, point in enumerate(curve.points)]
+        rows += [TableRow(_point(texts[at], curve, at, point), group) for at, point in enumerate(curve.points)]
     columns = [
         Column(sweep.option, sweep.option, "left"), Column("num_prompts", "prompts"),
         Column(LENGTH, f"{LENGTH} [95 %]"), Column(SPEEDUP, f"{SPEEDUP} [95 %]", "left"),
         Column("best_over_this", "best / this [95 %]"),
     ]  # fmt: skip
-    return Table(columns, rows, "suite · method" if has_several else "suite")
+    return ReportTable(columns, rows, "suite · method" if has_several else "suite")
 
 
 def _point(text: str, curve: SweepCurve, at: int, point: Point) -> list[Any]:
@@ -306,7 +307,7 @@ def by_context(cells: Sequence[Cell]) -> list[ContextCurve]:
 def contexts(cells: Sequence[Cell]) -> list[Section]:
     """Nothing for a run with a single context."""
     rows = [
-        Row(
+        TableRow(
             [
                 context_name(cell.settings.context),
                 *(columns.value_of(column.id, cell) for column in CONTEXT_COLUMNS[1:]),
@@ -316,5 +317,5 @@ def contexts(cells: Sequence[Cell]) -> list[Section]:
         for curve in by_context(cells)
         for cell in curve.cells
     ]
-    table = Table(CONTEXT_COLUMNS, rows, "suite · method")
+    table = ReportTable(CONTEXT_COLUMNS, rows, "suite · method")
     return [Section("contexts", "By context", table, [CONTEXT_LEGEND])] if rows else []

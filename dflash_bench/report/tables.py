@@ -106,29 +106,29 @@ def badges_of(value: Value) -> Sequence[Badge]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     values: Sequence[Value]
     """One for each column, the first of which names the row."""
     group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ReportTable:
     """Rows of the same group stand next to each other."""
 
     columns: Sequence[Column]
-    rows: Sequence[Row]
+    rows: Sequence[TableRow]
     group: str = ""
     """The head of the groups, in forms that give them a column; empty if the rows have no groups."""
 
     @classmethod
-    def of(cls, heads: Sequence[str], rows: Sequence[Sequence[Value]], left: int = 1) -> Table:
+    def of(cls, heads: Sequence[str], rows: Sequence[Sequence[Value]], left: int = 1) -> ReportTable:
         """A table without groups, whose columns are known by their heads alone; the first `left` hold names."""
         columns = [Column(head, head, "left" if at < left else "right") for at, head in enumerate(heads)]
-        return cls(columns, [Row(row) for row in rows])
+        return cls(columns, [TableRow(row) for row in rows])
 
     @property
-    def groups(self) -> Iterator[tuple[str, Sequence[Row]]]:
+    def groups(self) -> Iterator[tuple[str, Sequence[TableRow]]]:
         return ((group, list(rows)) for group, rows in groupby(self.rows, key=lambda row: row.group))
 
     def flat(self) -> tuple[list[str], list[list[str]], list[bool]]:
@@ -140,7 +140,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ListItem:
     """A point of a list, and what to do about it."""
 
     text: str
@@ -158,12 +158,12 @@ class Section:
 
     id: str
     title: str = ""
-    table: Table | None = None
+    table: ReportTable | None = None
     legend: Sequence[str] = ()
     sentences: Sequence[str] = ()
     terms: Mapping[str, str] = field(default_factory=dict)
     """What terms of the section mean, formulas for instance."""
-    items: Sequence[Item] | None = None
+    items: Sequence[ListItem] | None = None
 
 
 # Flat tables as text.

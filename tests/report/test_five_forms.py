@@ -16,7 +16,7 @@ from runs import answers, changed, stored
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import GREEDY
 from dflash_bench.report import columns, read_document, render, sections
-from dflash_bench.report.tables import Column, Entry, Row, Section, Table
+from dflash_bench.report.tables import Column, Entry, ReportTable, Section, TableRow
 from dflash_bench.results.identity import settings_to_json
 
 Cells = list[list[str]]
@@ -148,7 +148,9 @@ def test_csv_holds_the_values_that_other_forms_round(document: list[Section]) ->
 
 def test_csv_gives_each_part_of_a_value_a_column() -> None:
     kinds = [Column("name", "Name", "left"), Column("right", "Right", kind="share"), Column("al", "AL", kind="metric")]
-    table = Table(kinds, [Row(["a", (3, 4), Interval(1 / 3, 0.25, None)]), Row(["=b", None, Entry(None, "lossy")])])
+    table = ReportTable(
+        kinds, [TableRow(["a", (3, 4), Interval(1 / 3, 0.25, None)]), TableRow(["=b", None, Entry(None, "lossy")])]
+    )
     assert render.csv_text(table) == ("name,right_num,right_of,al,al.low,al.high\na,3,4,0.333333,0.25,\n'=b,,,,,\n")
 
 
