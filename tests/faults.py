@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dflash_bench.engine import loop
 from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.forward.hf import PassInputs
 from dflash_bench.engine.forward.recurrent import Recurrence
 from dflash_bench.engine.rows import Slot
 from dflash_bench.engine.sampling import Sampler
@@ -52,11 +53,12 @@ class Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._network, name)
 
-    def read(self, tokens: Tensor, positions: Tensor, masks: Any, *others: Any) -> tuple[Tensor, list[Tensor]]:
-        options = {"input_ids": tokens, "position_ids": positions, "attention_mask": masks}
+    def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
+        options = {"input_ids": inputs.tokens, "position_ids": inputs.positions, "attention_mask": inputs.masks}
         if self._ask:
             self._ask(options)
-        logits, tapped = self._network.read(*options.values(), *others)
+        tokens, positions, masks = options.values()
+        logits, tapped = self._network.read(replace(inputs, tokens=tokens, positions=positions, masks=masks))
         return self._answer(logits) if self._answer else logits, tapped
 
 
