@@ -65,8 +65,8 @@ def test_a_dialect_of_servers(install: Install, asked: dict[str, Any]) -> None: 
     add(install, "my_dialect", "dialects", "mine = my_dialect:mine", {"__init__.py": DIALECT})
     with FakeServer(dialect="vllm", round_s=0.002) as plain, FakeServer(dialect="vllm", round_s=0.001) as drafting:
         run = db.run(servers={"plain": plain.url, "dflash": drafting.url}, **asked)
-    servers = run.document.results.info["identity"]["servers"]
-    assert {server["dialect"] for server in servers.values()} == {"mine"}
+    servers = run.document.results.info.identity.servers
+    assert {server.dialect for server in servers.values()} == {"mine"}
     assert {(change["before"], change["after"]) for change in db.compare(run).data["changes"]} == {("ar", "dflash")}
 
 
