@@ -96,13 +96,3 @@ def test_the_help_of_an_option_ends_as_a_sentence(name: str) -> None:
     params = dict(commands())[name].params
     texts = {param.opts[0]: getattr(param, "help", None) for param in params if isinstance(param, TyperOption)}
     assert not {flag: text for flag, text in texts.items() if not text or not text.endswith(".")}
-
-
-def test_no_function_has_more_than_twelve_parameters() -> None:
-    """Commands take groups of options; typer gets its long signatures from their fields."""
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                number = len([one for one in parameters if one.arg != "self"])
-                assert number <= 12, f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name} takes {number}"
