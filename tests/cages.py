@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from dflash_bench.tasks import sandbox
-from dflash_bench.tasks.sandbox import Cage, ProgramLimits, ProgramOutcome
+from dflash_bench.tasks.sandbox import Isolation, ProgramLimits, ProgramOutcome
 
 USUAL = ProgramLimits()
 SHORT = ProgramLimits(cpu_s=1, wall_s=2.0)
@@ -35,9 +35,9 @@ from dflash_bench.tasks import sandbox
 sandbox._SUPERVISOR += (json.loads(sys.stdin.readline()),)
 for line in sys.stdin:
     cage, limits, program, tests, asked = json.loads(line)
-    if program is None: print(json.dumps([sandbox.holds(sandbox.Cage(**cage)), "", True]), flush=True)
+    if program is None: print(json.dumps([sandbox.holds(sandbox.Isolation(**cage)), "", True]), flush=True)
     else:
-        outcome = sandbox.run_tests(program, sandbox.Cage(**cage), sandbox.ProgramLimits(**limits), tests, asked)
+        outcome = sandbox.run_tests(program, sandbox.Isolation(**cage), sandbox.ProgramLimits(**limits), tests, asked)
         print(json.dumps([outcome.passed, outcome.reason, outcome.by_value]), flush=True)
 """
 
@@ -46,7 +46,7 @@ for line in sys.stdin:
 class Box:
     """A cage, and whose process asks for it."""
 
-    cage: Cage
+    cage: Isolation
     is_nobody: bool
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Box:
 
 
 def _ask(
-    cage: Cage, limits: ProgramLimits, program: str | None, tests: str = "", asked: Sequence[str] = ()
+    cage: Isolation, limits: ProgramLimits, program: str | None, tests: str = "", asked: Sequence[str] = ()
 ) -> tuple[bool | None, str, bool]:
     server = _server()
     assert isinstance(server, subprocess.Popen)

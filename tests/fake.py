@@ -56,7 +56,7 @@ def decoded(answer: Generation, listener: Listener) -> Generation:
     listener.marked()
     for count, took in zip(counts, seconds, strict=True):
         CLOCK.seconds += took
-        listener.heard(0, tokens[:count])
+        listener.received(0, tokens[:count])
         listener.marked()
         del tokens[:count]
     CLOCK.stands_at = None

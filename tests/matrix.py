@@ -19,7 +19,7 @@ from traced import traced
 
 from dflash_bench import cli
 from dflash_bench.core.methods import parse
-from dflash_bench.core.types import Message, Record
+from dflash_bench.core.types import Answer, Message
 from dflash_bench.engine import backend as engine_backend
 from dflash_bench.engine.backend import open_backend
 from dflash_bench.engine.drafter import Captures, Drafter
@@ -103,7 +103,7 @@ def traced_passes(target: Target, drafters: Iterable[Drafter], _how: str | None)
 
 def run(
     fault: Fault | None, way: Way, out: Path, limit: int | None = None, most: int = MOST
-) -> tuple[int, list[Record]]:
+) -> tuple[int, list[Answer]]:
     """`dflash-bench run` in this process, of `limit` prompts a suite; its exit status and rows."""
     status, _, _ = ended(fault, way, out, limit, most)
     return status, store.load(out)[1]
@@ -147,7 +147,7 @@ class Outcome:
     num_found: int
 
 
-def outcomes(rows: Sequence[Record], sound: Sequence[Record], dtype: str) -> list[Outcome]:
+def outcomes(rows: Sequence[Answer], sound: Sequence[Answer], dtype: str) -> list[Outcome]:
     expected = {store.key(row): row.generation.token_ids for row in sound}
     made = []
     for suite in SUITES:
@@ -160,7 +160,7 @@ def outcomes(rows: Sequence[Record], sound: Sequence[Record], dtype: str) -> lis
     return made
 
 
-def _is_wrong(row: Record, dtype: str) -> bool:
+def _is_wrong(row: Answer, dtype: str) -> bool:
     """Asked of a float32 copy of the same weights, without any judge; an answer that ends elsewhere is wrong too."""
     if row.divergence is not None and row.divergence.gap is None:
         return True

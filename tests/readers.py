@@ -174,7 +174,7 @@ def _datastore(folder: Path) -> None:
 
 def _baseline(folder: Path) -> None:
     runs.stored(folder / "run", runs.answers(4))
-    baselines.write([table.read(folder / "run")], folder / "base.json", with_timings=True, limits={})
+    baselines.write([table.read_run(folder / "run")], folder / "base.json", with_timings=True, limits={})
 
 
 LIMITS = '["al.pooled"]\nfall = 0.01\n["tps.decode"]\nat_least = 4\nrun_noise = 0.02\n'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_bench.core.types import Generation, Record
+from dflash_bench.core.types import Answer, Generation
 
 
 def generation(accepted: Sequence[int] | None, block: int = 0, **changes: Any) -> Generation:
@@ -33,7 +33,7 @@ def generation(accepted: Sequence[int] | None, block: int = 0, **changes: Any) -
     return Generation(**{**common, **shown, **changes})
 
 
-def record(method: str, prompt_id: str, generated: Generation, /, **changes: Any) -> Record:
+def record(method: str, prompt_id: str, generated: Generation, /, **changes: Any) -> Answer:
     common = {
         "suite": "gsm8k",
         "suite_version": 1,
@@ -43,10 +43,10 @@ def record(method: str, prompt_id: str, generated: Generation, /, **changes: Any
         "repeat": 0,
         "order": 0,
     }
-    return Record(**{**common, "method": method, "prompt_id": prompt_id, "generation": generated, **changes})
+    return Answer(**{**common, "method": method, "prompt_id": prompt_id, "generation": generated, **changes})
 
 
-def plain(prompt_id: str, num_steps: int, changes: dict[str, Any] | None = None, **place: Any) -> Record:
+def plain(prompt_id: str, num_steps: int, changes: dict[str, Any] | None = None, **place: Any) -> Answer:
     return record("ar", prompt_id, generation([0] * num_steps, **(changes or {})), **place)
 
 
@@ -56,16 +56,16 @@ def drafted(
     block: int = 4,
     changes: dict[str, Any] | None = None,
     **place: Any,
-) -> Record:
+) -> Answer:
     return record("dflash", prompt_id, generation(accepted, block, **(changes or {})), **place)
 
 
-def failed(method: str, prompt_id: str, error: str, **place: Any) -> Record:
+def failed(method: str, prompt_id: str, error: str, **place: Any) -> Answer:
     generated = generation([], finish_reason="error", error=error, token_ids=(), decode_s=9.0)
     return record(method, prompt_id, generated, **place)
 
 
-def pair(prompt_id: str, accepted: Sequence[int], block: int = 4, **place: Any) -> list[Record]:
+def pair(prompt_id: str, accepted: Sequence[int], block: int = 4, **place: Any) -> list[Answer]:
     """The same answer by plain decoding and in rounds, both exact."""
     steps = sum(accepted) + len(accepted)
     return [

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rows import pair
 
-from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, CellKey, Divergence, Generation, Record, Settings
+from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, Answer, CellKey, Divergence, Generation, Settings
 from dflash_bench.results import checksums, rounds, schema, store
 from dflash_bench.results import table as results_table
 from dflash_bench.results.identity import settings_to_json
@@ -71,7 +71,7 @@ def asked(*suites: str, source: str = "hub org/name@c0ffee", prompts: int = 24) 
     return {"suites": dict.fromkeys(suites, known)}
 
 
-def answers(num_prompts: int = 24, noise: float = 0.01, seed: int = 0, **place: Any) -> list[Record]:
+def answers(num_prompts: int = 24, noise: float = 0.01, seed: int = 0, **place: Any) -> list[Answer]:
     """Each prompt by both methods, 1.8 to 3 times faster in rounds, the seconds a little noisy; two of three right."""
     rng, found = np.random.default_rng(seed), []
     for number in range(num_prompts):
@@ -95,7 +95,7 @@ def in_time(answer: Generation, decode_s: float) -> Generation:
     return replace(answer, decode_s=decode_s, **scaled)
 
 
-def planned(records: Sequence[Record]) -> dict[str, Any]:
+def planned(records: Sequence[Answer]) -> dict[str, Any]:
     """Of a run that was to hold each prompt among these, in as many turns and repeats as there are, by every method."""
     prompts: dict[str, dict[str, list[Any]]] = {}
     for row in records:
@@ -110,7 +110,7 @@ def planned(records: Sequence[Record]) -> dict[str, Any]:
 
 def stored(
     folder: Path,
-    records: Sequence[Record],
+    records: Sequence[Answer],
     *,
     environment: Any = None,
     plan: Any = None,
@@ -146,27 +146,27 @@ def listed(run: Path) -> None:
     (run / checksums.FILE).write_text("".join(lines))
 
 
-def frame_of(records: Sequence[Record], by: str = "suite") -> Any:
+def frame_of(records: Sequence[Answer], by: str = "suite") -> Any:
     """What a reader makes of the rows that these would be."""
     several = tuple(dict.fromkeys(row.settings for row in records))
     table = results_table._table(schema.to_table(records, {}).to_batches(), several, by)
     return rounds.sliced(results_table._frame([table], several), by)
 
 
-def histogram_of(records: Sequence[Record], method: str) -> rounds.Histogram:
+def histogram_of(records: Sequence[Answer], method: str) -> rounds.Histogram:
     """Of gsm8k, under settings that nobody chose."""
     batches = schema.to_table(records, {}).to_batches()
     counts = [rounds._of_batch(batch, np.zeros(len(batch), dtype=np.int64))[0] for batch in batches]
     return rounds._histograms(counts, (GREEDY,)).get(CellKey("gsm8k", "", GREEDY.id, method), {})
 
 
-def changed(records: Sequence[Record], method: str = "dflash", first: int = 10_000, **changes: Any) -> list[Record]:
+def changed(records: Sequence[Answer], method: str = "dflash", first: int = 10_000, **changes: Any) -> list[Answer]:
     """The first answers of a method with other values; a function makes a value from its record."""
     chosen = {id(row) for row in [row for row in records if row.method == method][:first]}
     return [_changed(row, changes) if id(row) in chosen else row for row in records]
 
 
-def _changed(row: Record, changes: dict[str, Any]) -> Record:
+def _changed(row: Answer, changes: dict[str, Any]) -> Answer:
     """What a run would have written, had it come to these values: the rounds give the tokens, the verdict is theirs."""
     values = {name: value(row) if callable(value) else value for name, value in changes.items()}
     if "accepted" in values:
@@ -193,12 +193,12 @@ def _in_rounds(answer: Generation, accepted: Sequence[int]) -> dict[str, Any]:
     return lists | {"accepted": tuple(kept), "emitted": tuple(count + 1 for count in kept)}
 
 
-def failing(records: Sequence[Record], method: str = "dflash", first: int = 1) -> list[Record]:
+def failing(records: Sequence[Answer], method: str = "dflash", first: int = 1) -> list[Answer]:
     """The first answers of a method failed."""
     return changed(
         records, method, first, error="boom", finish_reason="error", exactness=None, divergence=None, passed=None
     )
 
 
-def slower(records: Sequence[Record], times: float, method: str = "dflash") -> list[Record]:
+def slower(records: Sequence[Answer], times: float, method: str = "dflash") -> list[Answer]:
     return changed(records, method, decode_s=lambda row: row.generation.decode_s * times)

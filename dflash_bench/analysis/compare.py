@@ -20,7 +20,7 @@ from dflash_bench.core.types import CellKey
 from dflash_bench.results.identity import full_names, servers_in_words, settings_of, settings_to_json, short_names
 from dflash_bench.results.rounds import plain_answers
 from dflash_bench.results.run_info import RunIdentity, RunInfo
-from dflash_bench.results.table import ALLOWED, Results
+from dflash_bench.results.table import ALLOWED, RunTable
 
 # Ratios are always over the prompts that both sides answered.
 
@@ -154,7 +154,7 @@ def compare_runs(
     return _adjusted(comparisons)
 
 
-def repeats(runs: Sequence[Results]) -> list[list[int]]:
+def repeats(runs: Sequence[RunTable]) -> list[list[int]]:
     """Return groups of indices of runs that repeat each other: the same identity, code, packages and machine.
 
     A single pair is no group: its difference is both the noise and the effect that is looked for. Runs of code with
@@ -330,7 +330,7 @@ def over_suites(cells: Sequence[Cell], metric_id: str) -> list[tuple[Cell, Inter
     return [(of_suites[0], mean) for of_suites, mean in zip(several, means, strict=True) if mean is not None]
 
 
-def comparable_cells(results: Results) -> list[Cell]:
+def comparable_cells(results: RunTable) -> list[Cell]:
     """Return the cells of a run. Raises UserError if a suite lacks the baseline answers that others of the run have."""
     cells = summarise(results.rows, results.info.identity)
     if not has_baseline(results.info.identity):
@@ -342,7 +342,7 @@ def comparable_cells(results: Results) -> list[Cell]:
     return cells
 
 
-def require_comparable(before: Results, after: Results, allow: Sequence[str]) -> list[Difference]:
+def require_comparable(before: RunTable, after: RunTable, allow: Sequence[str]) -> list[Difference]:
     """Return the allowed differences. Raises UserError that names all others."""
     found = list(differences(before, after))
     refused = [difference for difference in found if difference.kind not in allow]
@@ -360,7 +360,7 @@ def check_allowed(allow: Sequence[str], flaws: Sequence[str] = ALLOWED) -> None:
             raise unknown("difference", name, [*INCOMPATIBILITIES, *flaws])
 
 
-def differences(before: Results, after: Results) -> Iterator[Difference]:
+def differences(before: RunTable, after: RunTable) -> Iterator[Difference]:
     """Find the differences that make two runs incomparable."""
     yield from _prompt_differences(before, after)
     yield from _other_settings(before, after)
@@ -404,7 +404,7 @@ def _decisive(info: RunInfo) -> dict[str, dict[str, Any]]:
     }
 
 
-def _other_settings(before: Results, after: Results) -> Iterator[Difference]:
+def _other_settings(before: RunTable, after: RunTable) -> Iterator[Difference]:
     """Find how the settings differ, if two runs have none in common."""
     then, now = (settings_of(run.info.identity, run.name) for run in (before, after))
     if set(then) & set(now):
@@ -425,7 +425,7 @@ def _named(identity: RunIdentity, *names: str) -> dict[str, Any]:
     return {name: getattr(identity, name) for name in names}
 
 
-def _prompt_differences(before: Results, after: Results) -> Iterator[Difference]:
+def _prompt_differences(before: RunTable, after: RunTable) -> Iterator[Difference]:
     """Find prompts with the same id but different texts."""
     keys = ["suite", "prompt_id"]
     then, now = (hashes(run.rows) for run in (before, after))
@@ -464,7 +464,7 @@ class Agreement:
     """Length of the common prefix in tokens, the mean over answers that differ; None if all are equal."""
 
 
-def agreements(before: Results, after: Results) -> list[Agreement]:
+def agreements(before: RunTable, after: RunTable) -> list[Agreement]:
     """Return the agreement for each suite and settings; settings that are the only ones of their run may differ."""
     old, new = _baseline_answers(before), _baseline_answers(after)
     then, now = (settings_of(run.info.identity, run.name) for run in (before, after))
@@ -483,7 +483,7 @@ def agreements(before: Results, after: Results) -> list[Agreement]:
     return found
 
 
-def _baseline_answers(run: Results) -> dict[tuple[str, str], dict[tuple[str, int], Any]]:
+def _baseline_answers(run: RunTable) -> dict[tuple[str, str], dict[tuple[str, int], Any]]:
     """Return by suite and settings_id, and then by prompt id and repeat, the token ids [T]."""
     cells: dict[tuple[str, str], dict[tuple[str, int], Any]] = {}
     for (suite, settings_id, prompt_id, repeat), tokens in plain_answers(run.stored).items():

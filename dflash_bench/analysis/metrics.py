@@ -354,12 +354,12 @@ class Cell:
     @property
     def label(self) -> str:
         """The suite with its source."""
-        return labels.named(self.suite, self.source)
+        return labels.suite_label(self.suite, self.source)
 
     @property
     def heading(self) -> str:
         """The suite with its source, and with its slice and settings if there are several."""
-        return labels.under(self.label, "; ".join(filter(None, [self.slice, self.setting])))
+        return labels.with_settings(self.label, "; ".join(filter(None, [self.slice, self.setting])))
 
     @property
     def key(self) -> CellKey:

@@ -116,7 +116,7 @@ def _by_option(name: str, cells: Sequence[Cell], known: Mapping[str, Method], id
             continue
         others = (method.option(option.name) for option in method.kind.options if option.name != name)
         rest = (method.name, method.tag, *others, under)
-        series = labels.under(_without(method, name), name_without(under, settings))
+        series = labels.with_settings(_without(method, name), name_without(under, settings))
         groups.setdefault(rest, (series, {}))[1].setdefault(value, (label, under))
     return groups
 
@@ -166,7 +166,7 @@ def _by_setting(name: str, cells: Sequence[Cell]) -> Groups:
         rest: Settings = replace(settings_of_cell, **{name: getattr(GREEDY, name)})
         if name == "temperature" and one_way_of_sampling:  # sampling settings have no effect in greedy decoding
             rest = replace(rest, **{sampling: getattr(GREEDY, sampling) for sampling in OF_SAMPLING})
-        series = labels.under(cell.method, name_without(settings_of_cell, settings, name))
+        series = labels.with_settings(cell.method, name_without(settings_of_cell, settings, name))
         label = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
         groups.setdefault((cell.method, rest), (series, {}))[1].setdefault(label, (cell.method, settings_of_cell))
     return groups

@@ -72,7 +72,7 @@ def baseline(
 
     baselines.require_distinct(runs)
     expectations = baselines.read_limits(limits) if limits else {}
-    baselines.write([table.read(run) for run in runs], output, with_timings=not time_free, limits=expectations)
+    baselines.write([table.read_run(run) for run in runs], output, with_timings=not time_free, limits=expectations)
     say(f"wrote {output}")
 
 

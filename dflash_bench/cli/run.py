@@ -52,7 +52,7 @@ def run(
     except KeyboardInterrupt:
         note(_stopped(folder))
         sys.exit(130)
-    results = table.read(folder)
+    results = table.read_run(folder)
     rows, document = results.rows, report.document_of(results)
     if as_json:
         say(json.dumps(report.as_json(document), indent=1, allow_nan=False))

@@ -54,7 +54,7 @@ LONGEST = 24
 """Letters of a folder's or file's name that are shown."""
 
 
-def named(suite: str, *sources: str) -> str:
+def suite_label(suite: str, *sources: str) -> str:
     """Return `gsm8k (embedded)`, or for runs with different sources `gsm8k (embedded and hub)`."""
     kinds = list(dict.fromkeys(filter(None, map(_kind, sources))))
     return visible(f"{suite} ({' and '.join(kinds)})" if kinds else suite)
@@ -65,7 +65,7 @@ def notes(sources: Iterable[str]) -> list[str]:
     return [EMBEDDED_NOTE] if EMBEDDED in map(_kind, sources) else []
 
 
-def under(name: str, setting: str) -> str:
+def with_settings(name: str, setting: str) -> str:
     """Add settings to the label of a suite or method: `gsm8k (embedded; temperature 1)`."""
     if not setting:
         return name
@@ -79,7 +79,7 @@ def number_words(values: Iterable[float]) -> dict[float, str]:
     return {value: text if times[text] == 1 else repr(value).removesuffix(".0") for value, text in short.items()}
 
 
-def listed(suites: Iterable[tuple[str, str]]) -> str:
+def suite_list(suites: Iterable[tuple[str, str]]) -> str:
     """Join pairs of suite and source, each source once, after its suites: `gsm8k, math500 (embedded)`."""
     groups = [(kind, [suite for suite, _ in members]) for kind, members in groupby(suites, lambda pair: _kind(pair[1]))]
     return visible(", ".join(f"{', '.join(members)}{f' ({kind})' if kind else ''}" for kind, members in groups))

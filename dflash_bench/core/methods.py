@@ -54,7 +54,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class MethodSpec:
     """An entry of the table of methods."""
 
     name: str
@@ -167,11 +167,13 @@ def _drafted(name: str, default: int) -> Option:
     return Option("n", f"tokens drafted per round at most, the same as {name}:N", default, 1, MAX_DRAFTS, "tokens")
 
 
-_OWN: dict[str, Kind] = {
+_OWN: dict[str, MethodSpec] = {
     kind.name: kind
     for kind in (
-        Kind("ar", "plain decoding, one token per forward pass; always runs, as the baseline", None, "none", True),
-        Kind(
+        MethodSpec(
+            "ar", "plain decoding, one token per forward pass; always runs, as the baseline", None, "none", True
+        ),
+        MethodSpec(
             "dflash", "block diffusion: one pass of the draft fills a whole block (arXiv 2602.06036)", "dflash",
             "chain", True,
             (
@@ -183,7 +185,7 @@ _OWN: dict[str, Kind] = {
             ),
             count="n", alternatives=(frozenset({"block", "n"}),),
         ),
-        Kind(
+        MethodSpec(
             "ddtree", "a tree of the likeliest paths through one DFlash block (DDTree)", "dflash", "tree", True,
             (
                 Option("nodes", f"nodes of the tree, not counting the anchor; all are verified; {_PACED}", 32, 1, 255,
@@ -194,12 +196,12 @@ _OWN: dict[str, Kind] = {
             ),
             count="nodes",
         ),
-        Kind(
+        MethodSpec(
             "eagle3", "a chain, drafted token by token from the target's features (arXiv 2503.01840)", "eagle3",
             "chain", True,
             (Option("n", "tokens drafted per round, the same as eagle3:N", 7, 1, MAX_DRAFTS, "tokens"),), count="n",
         ),
-        Kind(
+        MethodSpec(
             "eagle3-tree", "EAGLE-3 as a tree that grows where the draft is confident (arXiv 2406.16858)", "eagle3",
             "tree", True,
             (
@@ -208,7 +210,7 @@ _OWN: dict[str, Kind] = {
                 Option("depth", "levels of the tree below the anchor", 8, 1, 32, "levels"),
             ),
         ),
-        Kind(
+        MethodSpec(
             "ngram", "prompt lookup: what followed the last tokens where they occurred before", None, "chain", True,
             (
                 _drafted("ngram", 10), Option("max", "longest n-gram looked up", 3, 1, 32, "tokens"),
@@ -216,7 +218,7 @@ _OWN: dict[str, Kind] = {
             ),
             count="n",
         ),
-        Kind(
+        MethodSpec(
             "dflash+ngram", "a DFlash block; where a long passage repeats, what followed it, without a draft pass",
             "dflash", "chain", True,
             (
@@ -226,7 +228,7 @@ _OWN: dict[str, Kind] = {
             ),
             count="n", alternatives=(frozenset({"block", "n"}),),
         ),
-        Kind(
+        MethodSpec(
             "suffix", "suffix decoding: what followed most often, here or in earlier answers (arXiv 2411.04975)", None,
             "chain", True,
             (
@@ -238,7 +240,7 @@ _OWN: dict[str, Kind] = {
             ),
             count="n",
         ),
-        Kind(
+        MethodSpec(
             "rest", "a tree of what followed most often in a datastore of texts (arXiv 2311.08252)", None, "tree", True,
             (
                 Option("datastore", "a file made by build-datastore; required", kind=str, is_file=True),
@@ -248,7 +250,7 @@ _OWN: dict[str, Kind] = {
                 Option("min", "shortest suffix looked up", 1, 1, 32, "tokens"),
             ),
         ),
-        Kind(
+        MethodSpec(
             "lookahead", "the target itself guesses several positions ahead (arXiv 2402.02057)", None, "tree", True,
             (
                 Option("window", "columns of guesses, W in the paper", 5, 1, 32, "columns"),
@@ -256,15 +258,15 @@ _OWN: dict[str, Kind] = {
                 Option("guesses", "n-grams verified per round, G in the paper", 5, 1, 32, "n-grams"),
             ),
         ),
-        Kind(
+        MethodSpec(
             "oracle", "the plain answer itself; measures the engine, not a draft", None, "chain", True,
             (_drafted("oracle", 15),), count="n", is_probe=True,
         ),
-        Kind(
+        MethodSpec(
             "random", "random tokens; measures the engine, not a draft", None, "chain", True,
             (_drafted("random", 15), _SEED), count="n", is_probe=True,
         ),
-        Kind(
+        MethodSpec(
             "synthetic", "tokens that are right at given rates; measures the engine, not a draft", None, "chain", True,
             (
                 Option("rates", "for each token, the share that is right if all before it are", "0.9/0.8/0.7/0.6/0.5",
@@ -273,7 +275,7 @@ _OWN: dict[str, Kind] = {
             ),
             is_probe=True,
         ),
-        Kind(
+        MethodSpec(
             "draft-model", "a small language model with the same tokenizer drafts token by token (arXiv 2211.17192)",
             "draft-model", "chain", True,
             (
@@ -282,7 +284,7 @@ _OWN: dict[str, Kind] = {
             ),
             count="n",
         ),
-        Kind(
+        MethodSpec(
             "medusa", "heads on the target's last hidden state guess the next tokens, as a tree (arXiv 2401.10774)",
             "medusa", "tree", True,
             (
@@ -291,7 +293,7 @@ _OWN: dict[str, Kind] = {
                 Option("top_k", "candidate tokens of each head; with 1 the tree is a chain", 10, 1, 64, "tokens"),
             ),
         ),
-        Kind(
+        MethodSpec(
             "block-diffusion",
             "a language model that fills in blocks by itself, unverified (arXiv 2509.26328)",
             "block-diffusion", "chain", False,
@@ -309,16 +311,18 @@ WEIGHTS = tuple(dict.fromkeys(kind.weights for kind in _OWN.values() if kind.wei
 """Kinds of drafts: `--draft` takes these, with or without a label."""
 
 
-def _of_plugin(name: str, found: object) -> Kind:
+def _of_plugin(name: str, found: object) -> MethodSpec:
     """Raise TypeError unless a plug-in's object is a method that needs no draft, or one that we can load."""
-    if not isinstance(found, Kind) or found.name != name or found.module is None:
-        raise TypeError(f"it must be a dflash_bench.core.methods.Kind named '{name}', with the module of its build()")
+    if not isinstance(found, MethodSpec) or found.name != name or found.module is None:
+        raise TypeError(
+            f"it must be a dflash_bench.core.methods.MethodSpec named '{name}', with the module of its build()"
+        )
     if found.weights not in (None, *WEIGHTS):
         raise TypeError(f"weights is '{found.weights}'; it can be None, {', '.join(WEIGHTS)}")
     return found
 
 
-METHODS: Registry[Kind] = Registry(plugins.DRAFTERS, _OWN, _of_plugin)
+METHODS: Registry[MethodSpec] = Registry(plugins.DRAFTERS, _OWN, _of_plugin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +336,7 @@ class Method:
     options: Mapping[str, Value] = field(default_factory=dict)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> MethodSpec:
         return METHODS[self.name]
 
     @property
@@ -387,7 +391,7 @@ def parse(text: str) -> Method:
     return _method(kind, tag or None, kind.read(rest, where) if colon else {})
 
 
-def _method(kind: Kind, tag: str | None, options: Mapping[str, Value]) -> Method:
+def _method(kind: MethodSpec, tag: str | None, options: Mapping[str, Value]) -> Method:
     label = f"{kind.name}@{tag}" if tag else kind.name
     if not options:
         return Method(label, kind.name, tag)

@@ -209,7 +209,7 @@ class Listener(Protocol):
         """Prefill of a request begins; `request` is its index among those that were submitted together."""
         return
 
-    def heard(self, request: int, tokens: Sequence[int]) -> None:
+    def received(self, request: int, tokens: Sequence[int]) -> None:
         """A request got tokens: the first ones from prefill, then those of one round per call."""
         return
 
@@ -275,7 +275,7 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Answer:
     """One row of results: a generation, its place in the run, and the judgements on it."""
 
     suite: str

@@ -21,10 +21,10 @@ from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.integrity import Problem
 from dflash_bench.results.laws import Decode
 from dflash_bench.results.run_info import RunIdentity
-from dflash_bench.results.table import Results
+from dflash_bench.results.table import RunTable
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks import scorers as tasks_scorers
-from dflash_bench.tasks.sandbox import Cage
+from dflash_bench.tasks.sandbox import Isolation
 
 COLUMNS = ("suite", "prompt_id", "method", "turn", "repeat", "token_ids", "text", "error", "answer", "passed")
 
@@ -36,7 +36,7 @@ class Reread(NamedTuple):
     """What could not be checked, and why."""
 
 
-def reread(results: Results, rescore: bool | None) -> Reread:
+def reread(results: RunTable, rescore: bool | None) -> Reread:
     """Check all answers of a run. With `rescore` None, score everything again but code that the model wrote.
 
     Raises UserError if code should be run on a machine without a sandbox.
@@ -63,13 +63,13 @@ def reread(results: Results, rescore: bool | None) -> Reread:
 
 @dataclass(slots=True)
 class _Reader:
-    results: Results
+    results: RunTable
     notes: list[str] = field(default_factory=list)
     flaws: dict[tuple[str, str, str, str, str], list[str]] = field(default_factory=dict)
     scores: dict[tuple[str, str, str], Any] = field(default_factory=dict)
     tokenizer: Path | None = None
     num_other: int = 0
-    cage: Cage | None = None
+    cage: Isolation | None = None
 
     @property
     def identity(self) -> RunIdentity:

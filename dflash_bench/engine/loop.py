@@ -137,7 +137,7 @@ class _State:
     def _tell(self, emitted: Sequence[list[int] | None], slots: Sequence[Slot]) -> None:
         for slot, tokens in zip(slots, emitted, strict=True):
             if tokens is not None:
-                self.listener.heard(slot.request, tokens)
+                self.listener.received(slot.request, tokens)
 
     def _fill(self) -> Iterator[Round]:
         """Give slots that have ended to waiting prompts, and read about PART tokens of these; yields their prefills."""

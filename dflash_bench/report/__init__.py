@@ -31,7 +31,7 @@ __all__ = [
 
 def table_by(document: Document, by: str) -> str:
     """The tables of `report`, with answers split by category, part or whatever else `table.read` splits by."""
-    results = table.read(document.folder, by=by, allow=document.allow)
+    results = table.read_run(document.folder, by=by, allow=document.allow)
     cells = metrics.summarise(results.rows, results.info.identity)
     notes = [*document.notes, *([IN_STRETCHES] if by in STRETCHES else [])]
     shown = [*sections.of_cells(cells, document.findings), sections.findings(document.findings)]
@@ -45,7 +45,7 @@ def _text(document: Document) -> str:
 
 def _markdown(document: Document) -> str:
     info = document.results.info
-    suites = labels.listed(dict.fromkeys((cell.suite, cell.source) for cell in document.cells))
+    suites = labels.suite_list(dict.fromkeys((cell.suite, cell.source) for cell in document.cells))
     head = [
         f"# {tables.in_markdown(suites)}",
         *(f"**{note}**" for note in document.notes),

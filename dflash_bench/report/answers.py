@@ -144,7 +144,7 @@ def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer
         if key not in texts:
             texts[key] = len(shown)
             shown.append((pieces(decoder, row["token_ids"], row["text"]) if decoder else None) or row["text"])
-        heading = labels.under(document.label(row["suite"]), named[_settings(row)] if len(named) > 1 else "")
+        heading = labels.with_settings(document.label(row["suite"]), named[_settings(row)] if len(named) > 1 else "")
         by_number = {} if question is None else {"asked": prompts.index(question)}
         rows.append(_row(row, plain.get(_place(row))) | {"suite": heading, "text": texts[key]} | by_number)
     is_plain = any(isinstance(text, str) and text for text in shown)

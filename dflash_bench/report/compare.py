@@ -37,7 +37,7 @@ from dflash_bench.report.tables import ABSENT, ReportTable, Section, Value, numb
 from dflash_bench.results import rounds, table
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.rounds import STRETCHES
-from dflash_bench.results.table import Results
+from dflash_bench.results.table import RunTable
 
 # The sections and the JSON of `compare`. Time-free metrics stand apart from timings, and ids above every column.
 
@@ -63,7 +63,7 @@ def cell_sections(cells: Sequence[Cell], *, with_means: bool = True) -> list[Sec
     means = over_suites(cells, "speedup.decode") if with_means and not any(cell.slice for cell in cells) else []
     if means:
         title = "speedup.decode, geometric mean over suites"
-        rows: list[list[Value]] = [[labels.under(first.method, first.setting), mean] for first, mean in means]
+        rows: list[list[Value]] = [[labels.with_settings(first.method, first.setting), mean] for first, mean in means]
         made.append(Section("means", title, ReportTable.of(["method", "speedup.decode [95 %]"], rows)))
     return made
 
@@ -74,7 +74,7 @@ def _cell_table(cells: Sequence[Cell], ids: Sequence[str], shares: Sequence[str]
     names = _names(is_sliced, "method")
     rows: list[list[Value]] = [
         [
-            *(labels.under(cell.label, cell.setting), *([cell.slice or "-"] if is_sliced else []), cell.method),
+            *(labels.with_settings(cell.label, cell.setting), *([cell.slice or "-"] if is_sliced else []), cell.method),
             cell.num_prompts,
             *(cell.figures.get(name) for name in known_ids),
             *("lossy" if name == "exact" and is_lossy(cell.method) else getattr(cell, name) for name in shares),
@@ -139,7 +139,7 @@ def points(change: Interval | None) -> str:
 
 
 def _sides(versus: Comparison, is_sliced: bool) -> list[str]:
-    where = labels.under(labels.named(versus.key.suite, *versus.sources), versus.setting)
+    where = labels.with_settings(labels.suite_label(versus.key.suite, *versus.sources), versus.setting)
     place = [" ".join(filter(None, [where, versus.key.method])), *([versus.key.slice or "-"] if is_sliced else [])]
     return [*place, versus.before, versus.after]
 
@@ -148,7 +148,7 @@ def _agreement_section(agreements: Sequence[Agreement]) -> Section:
     """How far the target's own answers are the same in two runs."""
     rows: list[list[Value]] = [
         [
-            labels.under(labels.named(one.suite, *one.sources), one.setting),
+            labels.with_settings(labels.suite_label(one.suite, *one.sources), one.setting),
             one.before,
             one.after,
             (one.num_equal, one.num_answers),
@@ -238,7 +238,7 @@ def compared(
         raise UserError(f"--allow {idle[0]} has no effect on a single run")
     _refuse_what_has_no_effect(paths, by, against, compat)
     served = [vllm.read_result(path) for path in paths if path.is_file()]
-    runs = [table.read(path, by=by, allow=allow) for path in paths if not path.is_file()]
+    runs = [table.read_run(path, by=by, allow=allow) for path in paths if not path.is_file()]
     if not runs:
         raise UserError("compare needs the folder of at least one run")
     if against is not None:
@@ -284,7 +284,7 @@ def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | No
         raise UserError("--by has no effect on result files of a server, which hold no answers")
 
 
-def _with_notes(runs: Sequence[Results], notes: Sequence[str], found: _Found) -> ComparisonText:
+def _with_notes(runs: Sequence[RunTable], notes: Sequence[str], found: _Found) -> ComparisonText:
     """Add the notes on the runs, above the tables."""
     lines = [f"run {run.name}: {run.info.environment.one_line()}" for run in runs]
     sentences = [text for run in runs for text in [*run.missing, *_wrong(run)]]
@@ -295,17 +295,17 @@ def _with_notes(runs: Sequence[Results], notes: Sequence[str], found: _Found) ->
     return ComparisonText("\n\n".join(blocks) + "\n", about | found.json)
 
 
-def _wrong(run: Results) -> list[str]:
+def _wrong(run: RunTable) -> list[str]:
     """Note answers that are not the target's own, which make a comparison meaningless."""
     wrong = run.rows[mismatched(run.rows)]
     named = {settings.id: name for settings, name in short_names(settings_of(run.info.identity)).items()}
     cells = wrong[["suite", "settings_id", "method"]].drop_duplicates().itertuples(index=False, name=None)
-    where = ", ".join(f"{labels.under(_label(run, suite), named[by])} {method}" for suite, by, method in cells)
+    where = ", ".join(f"{labels.with_settings(_label(run, suite), named[by])} {method}" for suite, by, method in cells)
     return [f"{run.name}: {len(wrong)} answers are not the target's own output ({where})"] if len(wrong) else []
 
 
-def _label(run: Results, suite: str) -> str:
-    return labels.named(suite, run.info.identity.source_of(suite))
+def _label(run: RunTable, suite: str) -> str:
+    return labels.suite_label(suite, run.info.identity.source_of(suite))
 
 
 def _caveats(cells_of: Iterable[Sequence[Cell]], by: str) -> list[str]:
@@ -364,7 +364,7 @@ def _heading(text: str) -> Section:
     return Section("heading", sentences=[text])
 
 
-def _compat(run: Results) -> _Found:
+def _compat(run: RunTable) -> _Found:
     cells = {cell.key: cell for cell in comparable_cells(run)}
     ids = ("al.pooled", "tps.decode", "speedup.decode")
     rows: list[list[Value]] = []
@@ -381,7 +381,7 @@ def _compat(run: Results) -> _Found:
     return _Found([table], {"compat": "zlab", "cells": figures}, list(zlab.notes(run.rows)))
 
 
-def _against(run: Results, against: str) -> _Found:
+def _against(run: RunTable, against: str) -> _Found:
     identity = run.info.identity
     model = paper.model_of(identity)
     target = paper.target_of(against.partition(":")[2] or model)
@@ -392,7 +392,7 @@ def _against(run: Results, against: str) -> _Found:
         "thinking", "conc.", "hardware", "source",
     ]  # fmt: skip
     rows: list[list[Value]] = [
-        [labels.under(_label(run, b.suite), named[b.settings_id]), b.method, number(b.num_drafts, 0),
+        [labels.with_settings(_label(run, b.suite), named[b.settings_id]), b.method, number(b.num_drafts, 0),
          b.published.formula, b.own, b.published.value, number(b.published.num_drafts, 0), b.published.config,
          b.published.thinking, str(b.published.concurrency), b.published.hardware, b.published.source] for b in figures
     ]  # fmt: skip
@@ -420,7 +420,7 @@ def _unlike_published(model: str, target: str, figures: Sequence[paper.PaperComp
         yield f"{here}, {num_published} in some published figures"
 
 
-def _beside_served(runs: Sequence[Results], served: Sequence[vllm.VllmBenchResult]) -> _Found:
+def _beside_served(runs: Sequence[RunTable], served: Sequence[vllm.VllmBenchResult]) -> _Found:
     """By formula id; acceptance means the same on both sides, the rest has one side only."""
     ids = list(dict.fromkeys(("al.pooled", "accept_rate", *(name for bench in served for name in bench.figures))))
     rows: list[list[Value]] = []
@@ -444,7 +444,7 @@ def _beside_served(runs: Sequence[Results], served: Sequence[vllm.VllmBenchResul
     return _Found([section], made, list(_other_models(runs, served)))
 
 
-def _accept_at(run: Results) -> dict[CellKey, dict[str, float]]:
+def _accept_at(run: RunTable) -> dict[CellKey, dict[str, float]]:
     """The share of all rounds that accepts so many tokens or more, which is what vLLM calls its rate per position."""
     return {
         key: {f"accept_at[{position.k}]": position.unconditional for position in rounds.accept_at(counts, key.method)}
@@ -452,7 +452,7 @@ def _accept_at(run: Results) -> dict[CellKey, dict[str, float]]:
     }
 
 
-def _other_models(runs: Sequence[Results], served: Sequence[vllm.VllmBenchResult]) -> Iterator[str]:
+def _other_models(runs: Sequence[RunTable], served: Sequence[vllm.VllmBenchResult]) -> Iterator[str]:
     for run in runs:
         target = paper.model_of(run.info.identity)
         for bench in served:

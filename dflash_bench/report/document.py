@@ -32,7 +32,7 @@ class MethodLine:
 
     @property
     def name(self) -> str:
-        return labels.under(self.method, self.setting)
+        return labels.with_settings(self.method, self.setting)
 
     def cells_of(self, cells: Sequence[Cell]) -> list[Cell]:
         return [cell for cell in cells if (cell.method, cell.settings) == (self.method, self.settings)]
@@ -41,7 +41,7 @@ class MethodLine:
 @dataclass(frozen=True, slots=True)
 class Document:
     folder: Path
-    results: table.Results
+    results: table.RunTable
     cells: Sequence[Cell]
     findings: Sequence[Finding]
     allow: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
     for name in allow:
         if name not in ALLOWED:
             raise unknown("thing to allow", name, list(ALLOWED))
-    document = document_of(table.read(folder, allow=allow), allow)
+    document = document_of(table.read_run(folder, allow=allow), allow)
     if not any(cell.num_prompts for cell in document.cells):
         raise UserError(
             f"{folder} holds no answer that did not fail; the first error: {_first_error(document.results)}"
@@ -93,7 +93,7 @@ def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
     return document
 
 
-def document_of(results: table.Results, allow: Sequence[str] = ()) -> Document:
+def document_of(results: table.RunTable, allow: Sequence[str] = ()) -> Document:
     """Summarise a run that was read."""
     info, rows = results.info, results.rows
     identity = info.identity
@@ -110,7 +110,7 @@ def document_of(results: table.Results, allow: Sequence[str] = ()) -> Document:
     )
 
 
-def _first_error(results: table.Results) -> str:
+def _first_error(results: table.RunTable) -> str:
     lines: list[str] = results.rows["error"].iloc[0].splitlines()
     return lines[0] if lines else "no message"
 

@@ -107,7 +107,7 @@ def _title(document: Document) -> str:
     model = document.results.info.identity.model
     return (
         f"{Path(str(model)).name}: {' and '.join(document.methods) or 'plain decoding'} on "
-        f"{labels.listed(dict.fromkeys((cell.suite, cell.source) for cell in document.cells))}"
+        f"{labels.suite_list(dict.fromkeys((cell.suite, cell.source) for cell in document.cells))}"
     )
 
 

@@ -89,7 +89,7 @@ def concurrency(loads: Sequence[ConcurrencyCurve]) -> list[Section]:
     rows = []
     for load in loads:
         rates = labels.number_words(level.rate for level in load.levels if level.rate is not None)
-        group = f"{labels.under(load.suite, load.setting)} · {load.method}"
+        group = f"{labels.with_settings(load.suite, load.setting)} · {load.method}"
         rows += [
             TableRow([*_level(level, rates), *([_goodput(level)] if has_goodput else [])], group)
             for level in load.levels
@@ -120,7 +120,7 @@ def _milliseconds(percentiles: Mapping[int, float | None]) -> str:
 def crossings(loads: Sequence[ConcurrencyCurve]) -> list[str]:
     """Up to which concurrency each method pays, on each suite."""
     return [
-        f"{load.method} on {labels.under(load.suite, load.setting)} {_pays(load.crossing, load.levels)}."
+        f"{load.method} on {labels.with_settings(load.suite, load.setting)} {_pays(load.crossing, load.levels)}."
         for load in loads
         if load.method != BASELINE and load.levels[-1].rate is None
     ]
@@ -296,7 +296,7 @@ def by_context(cells: Sequence[Cell]) -> list[ContextCurve]:
         other = replace(cell.settings, context=None)
         key = cell.key._replace(settings_id=other.id)
         groups.setdefault(key, []).append(cell)
-        names[key] = labels.under(cell.label, "; ".join(filter(None, [cell.slice, others[other]])))
+        names[key] = labels.with_settings(cell.label, "; ".join(filter(None, [cell.slice, others[other]])))
     return [
         ContextCurve(names[key], key.method, tuple(sorted(members, key=lambda cell: cell.settings.context or 0)), key)
         for key, members in groups.items()

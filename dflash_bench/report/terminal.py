@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dflash_bench.analysis.findings import base
 from dflash_bench.analysis.metrics import FORMULAS
 from dflash_bench.core.errors import unknown
-from dflash_bench.core.methods import METHODS, Kind, Option
+from dflash_bench.core.methods import METHODS, MethodSpec, Option
 from dflash_bench.report import perf, tables
 from dflash_bench.report.document import Document, over_all
 from dflash_bench.report.render import wrapped
@@ -113,34 +113,34 @@ def _table_methods(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _row(kind: Kind) -> list[str]:
+def _row(kind: MethodSpec) -> list[str]:
     return [kind.name, kind.weights or "none", DRAFTED[kind.shape], "lossless" if kind.lossless else "lossy"]
 
 
-def _spelling(kind: Kind) -> str:
+def _spelling(kind: MethodSpec) -> str:
     return kind.name + ("[:N]" if kind.count else "")
 
 
-def _facts(kind: Kind) -> Iterator[str]:
+def _facts(kind: MethodSpec) -> Iterator[str]:
     yield f"syntax   {_written(kind)}"
     yield f"weights  {_weights(kind)}"
     yield f"drafts   {DRAFTED[kind.shape]}"
     yield f"output   {'lossless: exactly' if kind.lossless else 'lossy: not'} what the target alone would generate"
 
 
-def _written(kind: Kind) -> str:
+def _written(kind: MethodSpec) -> str:
     head = f"{kind.name}[@LABEL]" if kind.weights else kind.name
     count = f", or {head}:N, the same as {kind.count}=N" if kind.count else ""
     return f"{head}[:KEY=VALUE,...]{count}" if kind.options else head
 
 
-def _weights(kind: Kind) -> str:
+def _weights(kind: MethodSpec) -> str:
     if kind.weights is None:
         return "none"
     return f"the model's, or --draft {kind.weights}=PATH, or --draft {kind.weights}@LABEL=PATH"
 
 
-def _options(kind: Kind) -> Iterator[str]:
+def _options(kind: MethodSpec) -> Iterator[str]:
     if not kind.options:
         return
     yield ""
@@ -153,7 +153,7 @@ def _options(kind: Kind) -> Iterator[str]:
     yield from (f"\n{alternative}" for alternative in _alternatives(kind))
 
 
-def _alternatives(kind: Kind) -> Iterator[str]:
+def _alternatives(kind: MethodSpec) -> Iterator[str]:
     for group in kind.alternatives:
         yield f"Only one of {', '.join(option.name for option in kind.options if option.name in group)} may be given."
 
@@ -162,7 +162,7 @@ def _default(option: Option) -> str:
     return "-" if option.default is None else str(option.default)
 
 
-def _options_in_markdown(kind: Kind) -> str:
+def _options_in_markdown(kind: MethodSpec) -> str:
     rows = [
         (f"`{option.name}`", _default(option), option.range, tables.in_markdown(option.summary))
         for option in kind.options

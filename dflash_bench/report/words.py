@@ -71,7 +71,7 @@ def speedups(document: Document, is_known: bool) -> str:
         if cell.num_prompts and (cell.suite, cell.settings) not in plain
     )
     if bare and not is_known:
-        return f"no plain answers to compare with on {labels.listed(bare)}"
+        return f"no plain answers to compare with on {labels.suite_list(bare)}"
     return f"speedup.decode{geometric_note(document)}"
 
 
@@ -185,7 +185,7 @@ def _suite(name: str, suite: SuiteEntry, info: RunInfo) -> str:
     number = f"{suite.prompts:,}"
     if info.measured is not None:
         number = f"{info.measured.get(name, 0):,} of {number}"
-    return f"{labels.named(name, suite.source)} v{suite.version}, {number} prompts" + (
+    return f"{labels.suite_label(name, suite.source)} v{suite.version}, {number} prompts" + (
         f" from {place}" if place else ""
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.core.methods import is_lossy
-from dflash_bench.core.types import CODE_SCORERS, Record, Settings
+from dflash_bench.core.types import CODE_SCORERS, Answer, Settings
 from dflash_bench.results import laws
 from dflash_bench.results import plan as plans
 from dflash_bench.results.identity import COLUMNS as SETTINGS
@@ -181,16 +181,16 @@ SHARE, AT_LEAST_S = 1e-3, 1e-3
 SUMS = ("between_s", "prefill_s", "decode_s")
 
 
-def of_run(span_s: float, records: Sequence[Record]) -> dict[str, Any]:
+def of_run(span_s: float, records: Sequence[Answer]) -> dict[str, Any]:
     """Return the sums that `run.json` keeps of a finished run, which took `span_s` seconds on its clock."""
-    good: dict[str, list[Record]] = {}
+    good: dict[str, list[Answer]] = {}
     for record in records:
         if record.generation.error is None:
             good.setdefault(record.method, []).append(record)
     return {"span_s": span_s, "times": {method: _sums(own) for method, own in good.items()}}
 
 
-def _sums(records: Sequence[Record]) -> dict[str, float]:
+def _sums(records: Sequence[Answer]) -> dict[str, float]:
     between = [one.end_s - one.start_s for one in records if one.start_s is not None and one.end_s is not None]
     return {
         "answers": len(records),

@@ -17,7 +17,7 @@ from typing import Any
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, require_file, write_whole
-from dflash_bench.core.types import Record
+from dflash_bench.core.types import Answer
 from dflash_bench.results import checksums
 from dflash_bench.results.identity import Identity
 from dflash_bench.results.run_info import MEASURE_AGAIN, SCHEMA, UNRELEASED, differences, refuse_other_schema
@@ -152,5 +152,5 @@ def read(part: Path, identity: Identity | None = None, as_written: bool = True) 
         return file.read()
 
 
-def records(stored: Sequence[Path], identity: Identity) -> list[Record]:
+def records(stored: Sequence[Path], identity: Identity) -> list[Answer]:
     return [record_of(row) for part in stored for row in read(part, identity).to_pylist()]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from dflash_bench.core.types import SCHEMA_VERSION, Divergence, Generation, Record, Settings
+from dflash_bench.core.types import SCHEMA_VERSION, Answer, Divergence, Generation, Settings
 from dflash_bench.results.identity import (
     NAMES,
     SETTINGS_ID,
@@ -54,7 +54,7 @@ PLACES = {
     "departure": {"index": "audit_index", "gap": "audit_gap", "tolerance": "audit_tolerance"},
 }
 """The columns that hold a record's divergences."""
-FLAT = tuple(field.name for field in fields(Record) if field.name not in ("generation", "settings", *PLACES))
+FLAT = tuple(field.name for field in fields(Answer) if field.name not in ("generation", "settings", *PLACES))
 
 
 def schema() -> Any:
@@ -75,7 +75,7 @@ def leaf(name: str) -> str:
     return f"{name}.list.element" if COLUMNS[name].startswith("list") else name
 
 
-def to_table(records: Sequence[Record], identity: Identity) -> Any:
+def to_table(records: Sequence[Answer], identity: Identity) -> Any:
     """Return records as an Arrow table; `identity` includes the run's id, as in the run's parts."""
     import pyarrow as pa
 
@@ -86,7 +86,7 @@ def _columns_of(settings: Settings) -> dict[str, Any]:
     return asdict(settings) | {SETTINGS_ID: settings.id}
 
 
-def _row(record: Record, identity: Identity) -> dict[str, Any]:
+def _row(record: Answer, identity: Identity) -> dict[str, Any]:
     row = columns_of_run(identity) | columns_of_method(identity, record.method)
     row |= columns_of_suite(identity, record.suite) | _columns_of(record.settings)
     row |= {name: getattr(record, name) for name in FLAT}
@@ -96,9 +96,9 @@ def _row(record: Record, identity: Identity) -> dict[str, Any]:
     return row
 
 
-def record_of(row: dict[str, Any]) -> Record:
+def record_of(row: dict[str, Any]) -> Answer:
     row |= {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
-    return Record(
+    return Answer(
         **{name: row[name] for name in FLAT},
         generation=Generation(**{field.name: row[field.name] for field in fields(Generation)}),
         settings=Settings(**{name: row[name] for name in NAMES}),
@@ -107,7 +107,7 @@ def record_of(row: dict[str, Any]) -> Record:
     )
 
 
-def as_read_back(record: Record) -> Record:
+def as_read_back(record: Answer) -> Answer:
     """Return a record as its row will be read: with the times of rounds in float32."""
     import numpy as np
 

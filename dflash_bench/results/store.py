@@ -27,7 +27,7 @@ import numpy as np
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, sync
-from dflash_bench.core.types import SCHEMA_VERSION, Record, Settings
+from dflash_bench.core.types import SCHEMA_VERSION, Answer, Settings
 from dflash_bench.results import checksums, integrity, laws, parts, run_info, schema
 from dflash_bench.results import plan as plans
 from dflash_bench.results.identity import settings_numbers
@@ -108,7 +108,7 @@ def _changes(stored: RunInfo, now: RunInfo) -> Iterator[str]:
     yield from run_info.differences(identity_then, identity_now)
 
 
-def load(folder: Path) -> tuple[RunInfo, list[Record]]:
+def load(folder: Path) -> tuple[RunInfo, list[Answer]]:
     """Load everything that is stored, in the order it was stored."""
     info = read_info(folder)
     return info, parts.records(parts.of(folder), carried(info))
@@ -130,7 +130,7 @@ class RunStore(AbstractContextManager["RunStore"]):
             current = parts.of(folder)
             self._next = parts.span(current[-1])[1] + 1 if current else 0
             self._small = [part for part in current if len(set(parts.span(part))) == 1]
-            self.stored: dict[Key, Record] = {key(record): record for record in parts.records(current, self.identity)}
+            self.stored: dict[Key, Answer] = {key(record): record for record in parts.records(current, self.identity)}
             self.spent_s = _spent_s(info, list(self.stored.values()))
             """Seconds that earlier processes spent on the run."""
             self._began = time.monotonic() - self._elapsed(info)
@@ -208,7 +208,7 @@ class RunStore(AbstractContextManager["RunStore"]):
             part.unlink()
         checksums.keep_only(self.folder, kept)
 
-    def append(self, records: Sequence[Record]) -> None:
+    def append(self, records: Sequence[Answer]) -> None:
         """Write the records as one part and add them to `stored`; one that no run can measure becomes a failed row."""
         table = schema.to_table(records, self.identity)
         if wrong := self._wrong(table):
@@ -217,7 +217,7 @@ class RunStore(AbstractContextManager["RunStore"]):
         else:
             self._write(records, table)
 
-    def why_wrong(self, record: Record) -> str | None:
+    def why_wrong(self, record: Answer) -> str | None:
         """Return why no run can have measured this record; None if one can."""
         return self._wrong(schema.to_table([record], self.identity)).get(0)
 
@@ -229,11 +229,11 @@ class RunStore(AbstractContextManager["RunStore"]):
             broken[laws.OTHER] = np.array(laws.other(batch, self.decode), dtype=np.int64)
         return {row: why for why, rows in reversed(broken.items()) for row in rows.tolist()}
 
-    def keep(self, records: Sequence[Record]) -> None:
+    def keep(self, records: Sequence[Answer]) -> None:
         """Write records that need no check."""
         self._write(records, schema.to_table(records, self.identity))
 
-    def _write(self, records: Sequence[Record], table: Any) -> None:
+    def _write(self, records: Sequence[Answer], table: Any) -> None:
         part = self.folder / f"part-{self._next:06}.parquet"
         parts.write(table, part, self.identity)
         self._next += 1
@@ -273,7 +273,7 @@ def _batch(table: Any) -> Any:
     return batch
 
 
-def _failed(record: Record, why: str) -> Record:
+def _failed(record: Answer, why: str) -> Answer:
     """Keep the text of the answer, and nothing that was measured."""
     nothing = record.generation.refused(f"its measurement cannot be right: {why}")
     return replace(
@@ -290,7 +290,7 @@ def _timestamp(started: str | None) -> float | None:
         return None
 
 
-def _spent_s(info: RunInfo, records: Sequence[Record]) -> float:
+def _spent_s(info: RunInfo, records: Sequence[Answer]) -> float:
     """Return the time from start to last stored answer, summed over all processes, killed ones too."""
     first = _timestamp(info.started)
     if first is None:
@@ -302,7 +302,7 @@ def _spent_s(info: RunInfo, records: Sequence[Record]) -> float:
     return sum(max((end - start for end in ends if start < end <= after), default=0.0) for start, after in spans)
 
 
-def key(record: Record) -> Key:
+def key(record: Answer) -> Key:
     return record.suite, record.prompt_id, record.repeat, record.settings, record.method, record.turn
 
 

@@ -91,7 +91,7 @@ ALLOWED = ("damaged", *integrity.REMEDIES)
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
+class RunTable:
     """A run that was read. `rows` has the columns `KEPT`, `settings_id`, `slice`, `RoundTable.sums`, `is_loop` (was the
     answer cut while it said the same over and over?) and, of plain answers decoded alone, `quick_round_s`."""
 
@@ -116,7 +116,7 @@ class Results:
         ]
 
 
-def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging: bool = False) -> Results:
+def read_run(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging: bool = False) -> RunTable:
     """Load and check a run. Raises UserError for an edited one, and for one with problems unless `allow` names them.
 
     With `judging`, a finished run is returned even with problems, which are then in `problems`.
@@ -148,7 +148,7 @@ def read(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging:
     if not sum(map(len, tables)) and not (judging and found.problems):
         raise UserError(none + (" that show their rounds" if by in STRETCHES else ""))
     frame = sliced(_frame(tables, run_settings), by)
-    return Results(str(folder), info, frame, tuple(damaged), found.problems, StoredRows(run_settings, sizes, left_out))
+    return RunTable(str(folder), info, frame, tuple(damaged), found.problems, StoredRows(run_settings, sizes, left_out))
 
 
 def _read_parts(

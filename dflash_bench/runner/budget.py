@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median, variance
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.types import Record, Settings
+from dflash_bench.core.types import Answer, Settings
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.store import Key, RunStore
 from dflash_bench.runner.work import WorkItem, WorkPlan
@@ -163,7 +163,7 @@ def _first_order(run: RunStore, of_prompt: Sequence[WorkItem]) -> int:
     return max((record.order for record in run.stored.values()), default=-1) + 1
 
 
-def _seconds(records: Sequence[Record], began: float) -> float:
+def _seconds(records: Sequence[Answer], began: float) -> float:
     """Return the time from first start to last end; of prompts started by an earlier process, of the answers only."""
     starts, ends = ([getattr(record, name) or 0.0 for record in records] for name in ("start_s", "end_s"))
     if min(starts) >= began:
@@ -171,7 +171,7 @@ def _seconds(records: Sequence[Record], began: float) -> float:
     return sum(ends) - sum(starts)
 
 
-def _log_ratio(records: Sequence[Record], method: str, settings: Settings) -> float | None:
+def _log_ratio(records: Sequence[Answer], method: str, settings: Settings) -> float | None:
     """Return the log speed-up of a prompt; None if an answer failed or is too short to have one."""
     costs = []
     for name in (BASELINE, method):

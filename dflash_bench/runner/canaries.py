@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dflash_bench.core.types import CODE_SCORERS, Divergence, Generation, Prompt, Record, TimedGeneration
+from dflash_bench.core.types import CODE_SCORERS, Answer, Divergence, Generation, Prompt, TimedGeneration
 from dflash_bench.results.run_info import CanaryEntry
 from dflash_bench.runner.stopwatch import Objection
 from dflash_bench.tasks import scorers
@@ -93,7 +93,7 @@ class Canaries:
                 objection = object_to(replace(served, generation=spoiled))
                 self._note(*kind, objection is not None and objection.witness == kind[0])
 
-    def judged(self, record: Record, audit: Audit) -> None:
+    def judged(self, record: Answer, audit: Audit) -> None:
         """Offer an answer after the judge read it, or did not."""
         generation = record.generation
         if generation.error is not None or record.audit == "mismatch":
@@ -110,7 +110,7 @@ class Canaries:
         if self._wants("judge", "end"):
             self._note("judge", "end", all(_denied(audit(one)) for one in _other_ends(generation.token_ids)))
 
-    def scored(self, record: Record, prompt: Prompt, scorer: str) -> None:
+    def scored(self, record: Answer, prompt: Prompt, scorer: str) -> None:
         """Offer an answer after it was scored, or was not."""
         if scorer == "none" or scorer in CODE_SCORERS:
             self._excuse("code" if scorer in CODE_SCORERS else "no_scorer", "scorer")
@@ -123,7 +123,7 @@ class Canaries:
             else:
                 self._note("scorer", "numbers", not scorers.score(scorer, prompt, spoiled).passed)
 
-    def read(self, record: Record | None, denied: Callable[[Record], str | None] | None) -> None:
+    def read(self, record: Answer | None, denied: Callable[[Answer], str | None] | None) -> None:
         """Offer an answer whose text was checked against its tokens, if there is a tokenizer."""
         if denied is None:
             self._excuse("no_tokenizer", "text")

@@ -8,7 +8,7 @@ from functools import partial
 
 from dflash_bench.core.labels import common_prefix_length
 from dflash_bench.core.methods import is_lossy
-from dflash_bench.core.types import NOBODY, Divergence, Generation, Message, Record, Settings, TimedGeneration
+from dflash_bench.core.types import NOBODY, Answer, Divergence, Generation, Message, Settings, TimedGeneration
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner import stopwatch
@@ -62,7 +62,7 @@ class Conversation:
         Answers produced before the baseline's are held back until it exists, as they are judged by it.
         """
         messages = self.messages(turn)
-        waiting: list[Record] = []
+        waiting: list[Answer] = []
         for method in self.item.methods:
             if self.item.key(method, turn) in self.run.stored:
                 continue
@@ -90,7 +90,7 @@ class Conversation:
         start_s: float,
         watch: Stopwatch,
         request: int | None = None,
-    ) -> Record:
+    ) -> Answer:
         """Make the record of an answer: a failed one if the runner's clock or counter objects.
 
         `start_s` is when the call began on the run's clock; `request` the answer's number in a call for several.
@@ -120,14 +120,14 @@ class Conversation:
                 messages.append(Message("assistant", answer.text))
         return tuple(messages)
 
-    def judged(self, record: Record, first: Generation, messages: Sequence[Message]) -> Record:
+    def judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:
         """Return the record with its verdicts and score; `first` is the first method's answer."""
         record = self._scored(self._judged(record, first, messages))
         if not is_lossy(record.method):
             self.canaries.judged(record, lambda tokens: self.backend.audit(messages, tokens, self.item.settings))
         return record
 
-    def _judged(self, record: Record, first: Generation, messages: Sequence[Message]) -> Record:
+    def _judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:
         """Compare a method with the baseline, the baseline with another baseline answer, and audit each."""
         if not self.item.settings.greedy or record.generation.error or is_lossy(record.method):
             return record
@@ -138,7 +138,7 @@ class Conversation:
             record = self._compared(record, expected, messages)
         return self._audited(record, messages)
 
-    def _compared(self, record: Record, expected: Generation, messages: Sequence[Message]) -> Record:
+    def _compared(self, record: Answer, expected: Generation, messages: Sequence[Message]) -> Answer:
         answer = record.generation
         if answer.same_answer(expected):
             return replace(record, exactness="exact")
@@ -149,7 +149,7 @@ class Conversation:
             divergence = self.backend.divergence(messages, expected.token_ids, answer.token_ids, self.item.settings)
         return replace(record, exactness=divergence.verdict, divergence=divergence)
 
-    def _audited(self, record: Record, messages: Sequence[Message]) -> Record:
+    def _audited(self, record: Answer, messages: Sequence[Message]) -> Answer:
         if self.plan.audit == "none" or (self.plan.audit == "divergent" and record.divergence is None):
             return record
         if record.generation.hides_tokens:
@@ -188,7 +188,7 @@ class Conversation:
     def _sequential_item(self) -> WorkItem:
         return replace(self.item, settings=replace(self.item.settings, concurrency=1, rate=None))
 
-    def _scored(self, record: Record) -> Record:
+    def _scored(self, record: Answer) -> Answer:
         """Score the answer of the last turn; equal texts are scored once."""
         text = record.generation.text
         if record.turn < len(self.item.prompt.turns) - 1 or record.generation.error is not None:
@@ -213,7 +213,7 @@ def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
         return
     chats = [conversation.messages(turn) for conversation in conversations]
     requests = [(messages, item.repeat) for messages in chats]
-    records: list[tuple[int, Record]] = []
+    records: list[tuple[int, Answer]] = []
     for method in item.methods:
         watcher.begins(item.suite, first.doing(method))
         start_s = run.seconds()
@@ -225,7 +225,7 @@ def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
     answer_of = {number: record.generation for number, record in records if record.method == first.plan.first}
     # The baseline first, as the verdicts on it serve for equal answers of the others.
     records.sort(key=lambda one: one[1].method != first.plan.first)
-    judged: list[Record] = []
+    judged: list[Answer] = []
     for number, record in records:
         watcher.begins(item.suite, f"judging {len(judged) + 1} of {len(records)}")
         judged.append(conversations[number].judged(record, answer_of[number], chats[number]))

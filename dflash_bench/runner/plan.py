@@ -158,7 +158,7 @@ class RunPlan:
     model: Preset
     suites: tuple[Loaded, ...]
     audit: Audit
-    cage: sandbox.Cage | None
+    cage: sandbox.Isolation | None
     """The sandbox for code written by the model; without one it is not run, and not scored."""
     cache_bytes: int = 0
     """Bytes of the KV caches, once known."""
@@ -332,7 +332,7 @@ def has_code(loaded: Sequence[Loaded]) -> bool:
     return bool(CODE_SCORERS & {one.suite.scorer for one in loaded})
 
 
-def _cage(request: RunRequest, loaded: Sequence[Loaded]) -> sandbox.Cage | None:
+def _cage(request: RunRequest, loaded: Sequence[Loaded]) -> sandbox.Isolation | None:
     """Choose the sandbox for code written by the model. Raises UserError if --unsafe-code would have no effect."""
     if not has_code(loaded):
         if request.unsafe_code:

@@ -24,7 +24,7 @@ from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.core.terminal import status
-from dflash_bench.core.types import SHARED_WEIGHTS, Message, Record, Settings
+from dflash_bench.core.types import SHARED_WEIGHTS, Answer, Message, Settings
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.run_info import differences
 from dflash_bench.runner.canaries import Canaries, Canary
@@ -88,7 +88,7 @@ class RayWorker:
             "node": ray.get_runtime_context().get_node_id(),
         }
 
-    def measure(self, job: Job) -> tuple[list[Record], float, dict[str, float | int], list[Canary]]:
+    def measure(self, job: Job) -> tuple[list[Answer], float, dict[str, float | int], list[Canary]]:
         measured = measure(job, self.backend, self.warm, self.canaries)
         return *measured, captured_of(self.backend), self.canaries.outcomes()
 

@@ -16,7 +16,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.option import to_json
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import progress_bar
-from dflash_bench.core.types import Generation, Record, Settings
+from dflash_bench.core.types import Answer, Generation, Settings
 from dflash_bench.models.chat import decoder_of
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
@@ -62,7 +62,7 @@ class Tally:
     num_rounds: int = 0
     num_accepted: int = 0
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Answer) -> None:
         generation = record.generation
         if generation.error is not None:
             return
@@ -112,7 +112,7 @@ class Progress(AbstractContextManager["Progress"]):
         self.doing = f"{suite} · {doing} {self.tallies.get((suite, doing), '')}".rstrip()
         self._show()
 
-    def measured(self, record: Record, doing: str) -> None:
+    def measured(self, record: Answer, doing: str) -> None:
         self.num_new += 1
         tally = self.tallies.setdefault((record.suite, doing), Tally())
         tally.add(record)

@@ -113,7 +113,7 @@ class Stopwatch:
         self.answers[request] = AnswerMoments(moment)
         self._open.append(moment)
 
-    def heard(self, request: int, tokens: Sequence[int]) -> None:
+    def received(self, request: int, tokens: Sequence[int]) -> None:
         answer = self.answers[request]
         answer.last.before = time.perf_counter()
         answer.counts.append(len(tokens))

@@ -10,20 +10,20 @@ from typing import Any, Protocol
 
 from dflash_bench.core.types import (
     GREEDY,
+    Answer,
     Audit,
     Divergence,
     Generation,
     Listener,
     Message,
     Prompt,
-    Record,
     Settings,
     TimedGeneration,
 )
 from dflash_bench.results.store import Key
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.padding import Paddings
-from dflash_bench.tasks.sandbox import Cage
+from dflash_bench.tasks.sandbox import Isolation
 from dflash_bench.tasks.suites import Loaded, prompt_hash
 
 
@@ -94,9 +94,9 @@ class Backend(Described, Protocol):
 class AnswerStore(Protocol):
     """Where answers are stored: the run on disk, or a worker's answers until it hands them back."""
 
-    stored: dict[Key, Record]
+    stored: dict[Key, Answer]
 
-    def append(self, records: Sequence[Record]) -> None:
+    def append(self, records: Sequence[Answer]) -> None:
         """Store records, and add them to `stored`."""
         ...
 
@@ -115,7 +115,7 @@ class ProgressListener(Protocol):
         """Called when some work is about to begin."""
         ...
 
-    def measured(self, record: Record, doing: str) -> None:
+    def measured(self, record: Answer, doing: str) -> None:
         """Called when an answer exists, before it is judged."""
         ...
 
@@ -129,7 +129,7 @@ class WorkPlan:
     repeats: int = 1
     settings: tuple[Settings, ...] = (GREEDY,)
     audit: Audit = "all"
-    cage: Cage | None = None
+    cage: Isolation | None = None
     """The sandbox for code written by the model; without one it is not run, and not scored."""
     paddings: Paddings = field(default_factory=dict)
     """The padding of prompts under settings with a context."""
@@ -241,9 +241,9 @@ class WorkItem:
         generation: Generation,
         times: tuple[float, float],
         clock: Mapping[str, Any] | None = None,
-    ) -> Record:
+    ) -> Answer:
         """Make a record; `times` are start and end on the run's clock, `clock` the columns of the stopwatch."""
-        return Record(
+        return Answer(
             suite=self.suite, suite_version=self.loaded.suite.version, prompt_id=self.prompt.prompt_id,
             prompt_hash=prompt_hash(self.prompt), category=self.prompt.category, turn=turn, method=method,
             repeat=self.repeat, order=self.order + turn * len(self.methods) + self.methods.index(method),

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.types import Generation, Record
+from dflash_bench.core.types import Answer, Generation
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.store import Key, RunStore, key
 from dflash_bench.runner import loop
@@ -35,7 +35,7 @@ class Job:
     plan: WorkPlan
     """The plan of the run, without its prompts."""
     items: tuple[WorkItem, ...]
-    stored: Mapping[Key, Record]
+    stored: Mapping[Key, Answer]
     """Answers to it that the run has already."""
 
 
@@ -52,7 +52,7 @@ class JobDone:
     """A worker has measured its prompt."""
 
     worker: int
-    records: Sequence[Record]
+    records: Sequence[Answer]
     """Their times count from when it began."""
     seconds: float
     """How long it took."""
@@ -99,11 +99,11 @@ class WorkerPool(Described, ABC):
 class JobAnswers:
     """The answers of one job in a worker until they are handed back, on a clock that starts with the job."""
 
-    def __init__(self, stored: Mapping[Key, Record]) -> None:
-        self.stored, self.new = dict(stored), list[Record]()
+    def __init__(self, stored: Mapping[Key, Answer]) -> None:
+        self.stored, self.new = dict(stored), list[Answer]()
         self._began = time.monotonic()
 
-    def append(self, records: Sequence[Record]) -> None:
+    def append(self, records: Sequence[Answer]) -> None:
         self.new += records
         self.stored |= {key(record): record for record in records}
 
@@ -117,11 +117,11 @@ class NullListener:
     def begins(self, suite: str, doing: str) -> None:
         pass
 
-    def measured(self, record: Record, doing: str) -> None:
+    def measured(self, record: Answer, doing: str) -> None:
         pass
 
 
-def measure(job: Job, backend: Backend, warm: dict[str, WarmUp], canaries: Canaries) -> tuple[list[Record], float]:
+def measure(job: Job, backend: Backend, warm: dict[str, WarmUp], canaries: Canaries) -> tuple[list[Answer], float]:
     """Measure a job in a worker, whose `warm` and `canaries` these are. Return its rows and the seconds it took."""
     kept = JobAnswers(job.stored)
     loop.execute(job.plan, backend, kept, NullListener(), job.items, warm, canaries)
@@ -145,7 +145,7 @@ def execute(
 def _jobs(plan: WorkPlan, run: RunStore) -> Iterator[Job]:
     """Yield a job for each prompt that is not completely stored."""
     bare = replace(plan, suites=(), paddings={})
-    stored: dict[tuple[str, str], dict[Key, Record]] = {}
+    stored: dict[tuple[str, str], dict[Key, Answer]] = {}
     for place, record in run.stored.items():
         stored.setdefault(place[:2], {})[place] = record
     for prompt, items in groupby(plan.items(), key=lambda item: (item.suite, item.prompt.prompt_id)):
@@ -196,7 +196,7 @@ class _Driver:
             case None:
                 raise UserError("no worker is left; what they measured is saved: go on with --resume")
 
-    def _keep(self, records: Sequence[Record], number: int, began_s: float) -> None:
+    def _keep(self, records: Sequence[Answer], number: int, began_s: float) -> None:
         placed = [
             replace(one, worker=number, start_s=began_s + (one.start_s or 0), end_s=began_s + (one.end_s or 0))
             for one in records
@@ -228,7 +228,7 @@ class _Driver:
         return {name: sum(of_worker[name] for of_worker in self.captures.values()) for name in names}
 
 
-def _failed(job: Job, why: str) -> list[Record]:
+def _failed(job: Job, why: str) -> list[Answer]:
     """Return a failed row for each missing answer, which says why it could not be measured."""
     error = f"{MOST_TRIES} workers died while they measured this prompt; the last: {why}"
     nothing = Generation((), "", "error", 0, 0.0, 0.0, error=error)

@@ -84,7 +84,7 @@ class ProgramOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Cage:
+class Isolation:
     """The walls of a cage, and whether root becomes the user `nobody` inside."""
 
     namespaces: bool = False
@@ -101,36 +101,36 @@ class Cage:
 
 
 _JUDGED = "judged from outside by what it returns: only tests known by heart can be cheated"
-UNSAFE = Cage(seccomp=False)
+UNSAFE = Isolation(seccomp=False)
 """No cage: only a process with limits, killed together with its process group."""
 
 
-def cages() -> list[Cage]:
+def cages() -> list[Isolation]:
     """Return all possible cages, strongest first. The last is for an interpreter in root's home, closed to `nobody`."""
     is_root = os.geteuid() == 0
     walls = (True, True, is_root), (True, False, is_root), (False, True, is_root), (False, True, False)
-    return [Cage(spaces, files, as_nobody=nobody) for spaces, files, nobody in dict.fromkeys(walls)]
+    return [Isolation(spaces, files, as_nobody=nobody) for spaces, files, nobody in dict.fromkeys(walls)]
 
 
 @functools.cache
-def strongest() -> Cage | None:
+def strongest() -> Isolation | None:
     """Return the best cage that this system offers and that holds when tried; None if there is none."""
     return next(filter(holds, cages()), None) if sys.platform == "linux" else None
 
 
-def describe(cage: Cage | None) -> str:
+def describe(cage: Isolation | None) -> str:
     """Describe the cage for records and results: its walls, and who can still cheat."""
     if cage is None:
         return f"none: not run ({NO_CAGE})"
     return f"{cage}; {'it can forge its verdict' if cage == UNSAFE else _JUDGED}"
 
 
-def how_run(cage: Cage | None) -> str:
+def how_run(cage: Isolation | None) -> str:
     """Return one word for how a run treats code, which must not change within a run: scores would not be comparable."""
     return "not run" if cage is None else "unsafe" if cage == UNSAFE else "caged"
 
 
-def holds(cage: Cage) -> bool:
+def holds(cage: Isolation) -> bool:
     """Does a harmless program pass in it, and are the most common ways out all blocked?"""
     with tempfile.NamedTemporaryFile(prefix="dflash-bench-") as secret:
         os.chmod(secret.name, 0o666)
@@ -166,7 +166,11 @@ for way, *args in ways_out:
 
 
 def run_tests(
-    program: str, cage: Cage, limits: ProgramLimits = ProgramLimits(), tests: str = "", functions: Collection[str] = ()
+    program: str,
+    cage: Isolation,
+    limits: ProgramLimits = ProgramLimits(),
+    tests: str = "",
+    functions: Collection[str] = (),
 ) -> ProgramOutcome:
     """Run an answer's program to its end, then `tests`, which may call the answer's `functions`, given by name.
 

@@ -17,7 +17,7 @@ from faults import FAULTS, Fault
 from matrix import WAYS, Way
 
 from dflash_bench.core.environment import describe, one_line
-from dflash_bench.core.types import Record
+from dflash_bench.core.types import Answer
 from studies._study import Made, Work, tell
 
 TAKES = "three quarters of an hour of one core"
@@ -129,7 +129,7 @@ def tried_around(work: Path) -> tuple[list[str], list[str]]:
     return lines, missed
 
 
-def one_run(fault: Fault | None, way: Way) -> tuple[int, Sequence[Record]]:
+def one_run(fault: Fault | None, way: Way) -> tuple[int, Sequence[Answer]]:
     with TemporaryDirectory() as folder:
         status, rows = matrix.run(fault, way, Path(folder) / "run")
     return status, rows

@@ -13,7 +13,7 @@ from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, mismatched
 from dflash_bench.report import columns, document
 from dflash_bench.report.document import Document
 from dflash_bench.report.tables import ABSENT, markdown, number, p_value, with_interval
-from dflash_bench.results.table import Results
+from dflash_bench.results.table import RunTable
 from studies._study import Made, Work, add_data, bench
 
 TAKES = "twenty-five minutes of one core, of which SmolLM2 is nearly all"
@@ -209,6 +209,6 @@ def _against(runs: dict[Any, Document], dtype: str, kind: str) -> Iterator[list[
         yield [dtype, kind, method, al, with_interval(ratios["tps.decode"].ratio), *equal, lost, p]
 
 
-def _versus(before: Results, after: Results) -> Sequence[compare.Comparison]:
+def _versus(before: RunTable, after: RunTable) -> Sequence[compare.Comparison]:
     cells = compare.comparable_cells(before), compare.comparable_cells(after)
     return compare.compare_runs(*cells, (before.name, after.name))

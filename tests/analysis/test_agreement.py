@@ -12,7 +12,7 @@ from rows import pair
 from runs import stored
 
 from dflash_bench.analysis.compare import agreements, first_difference
-from dflash_bench.core.types import Record, Settings
+from dflash_bench.core.types import Answer, Settings
 from dflash_bench.results import table
 from dflash_bench.results.identity import settings_to_json
 
@@ -27,14 +27,14 @@ def test_the_first_difference(one: list[int], other: list[int], expected: int | 
     assert first_difference(one, other) == first_difference(other, one) == expected
 
 
-def rows(turns: Sequence[int] = (0,)) -> list[Record]:
+def rows(turns: Sequence[int] = (0,)) -> list[Answer]:
     return [row for prompt in "abcd" for turn in turns for row in pair(prompt, [4, 4], turn=turn)]
 
 
-def changed(records: Sequence[Record], places: dict[str, int], turn: int = 0) -> list[Record]:
+def changed(records: Sequence[Answer], places: dict[str, int], turn: int = 0) -> list[Answer]:
     """The answers to these prompts, by all methods, with another token at this place."""
 
-    def other(row: Record) -> Record:
+    def other(row: Answer) -> Answer:
         ids, place = row.generation.token_ids, places.get(row.prompt_id)
         if place is None or row.turn != turn:
             return row
@@ -46,10 +46,10 @@ def changed(records: Sequence[Record], places: dict[str, int], turn: int = 0) ->
 def test_equal_answers_and_tokens_in_common(tmp_path: Path) -> None:
     stored(tmp_path / "then", rows())
     stored(tmp_path / "now", changed(rows(), {"a": 2, "c": 7}), dtype="bfloat16")
-    (one,) = agreements(table.read(tmp_path / "then"), table.read(tmp_path / "now"))
+    (one,) = agreements(table.read_run(tmp_path / "then"), table.read_run(tmp_path / "now"))
     assert (one.suite, one.sources, one.setting) == ("gsm8k", ("embedded", "embedded"), "")
     assert (one.num_answers, one.num_equal, one.in_common) == (4, 2, 4.5)
-    (same,) = agreements(table.read(tmp_path / "then"), table.read(tmp_path / "then"))
+    (same,) = agreements(table.read_run(tmp_path / "then"), table.read_run(tmp_path / "then"))
     assert (same.num_equal, same.in_common) == (4, None)
 
 
@@ -57,19 +57,19 @@ def test_later_turns_and_other_methods_do_not_count(tmp_path: Path) -> None:
     stored(tmp_path / "then", rows((0, 1)))
     wrong = runs.changed(changed(rows((0, 1)), {"a": 0}, turn=1), "dflash", first=1, exactness="mismatch")
     stored(tmp_path / "now", wrong)
-    (one,) = agreements(table.read(tmp_path / "then"), table.read(tmp_path / "now"))
+    (one,) = agreements(table.read_run(tmp_path / "then"), table.read_run(tmp_path / "now"))
     assert (one.num_answers, one.num_equal) == (4, 4)
 
 
 def test_failed_and_missing_answers_are_left_out(tmp_path: Path) -> None:
-    def failed(row: Record) -> Record:
+    def failed(row: Answer) -> Answer:
         if row.prompt_id != "a" or row.method != "ar":
             return row
         return replace(row, generation=replace(row.generation, error="boom", finish_reason="error"))
 
     stored(tmp_path / "then", [failed(row) for row in rows()])
     stored(tmp_path / "now", [row for row in rows() if row.prompt_id != "d"])
-    (one,) = agreements(table.read(tmp_path / "then"), table.read(tmp_path / "now"))
+    (one,) = agreements(table.read_run(tmp_path / "then"), table.read_run(tmp_path / "now"))
     assert one.num_answers == 2
 
 
@@ -78,7 +78,7 @@ def test_what_is_drawn_at_random_is_not_compared(tmp_path: Path) -> None:
     drawn = [replace(row, settings=warm, exactness=None, audit=None) for row in rows()]
     stored(tmp_path / "then", drawn, settings=settings_to_json([warm]))
     stored(tmp_path / "now", drawn, settings=settings_to_json([warm]))
-    assert agreements(table.read(tmp_path / "then"), table.read(tmp_path / "now")) == []
+    assert agreements(table.read_run(tmp_path / "then"), table.read_run(tmp_path / "now")) == []
 
 
 def test_several_settings_are_told_apart(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_several_settings_are_told_apart(tmp_path: Path) -> None:
     changed_in_one = [*both[: len(rows())], *changed(both[len(rows()) :], {"a": 3})]
     stored(tmp_path / "then", both, settings=settings_to_json(several))
     stored(tmp_path / "now", changed_in_one, settings=settings_to_json(several))
-    off, on = agreements(table.read(tmp_path / "then"), table.read(tmp_path / "now"))
+    off, on = agreements(table.read_run(tmp_path / "then"), table.read_run(tmp_path / "now"))
     assert (off.setting, off.num_equal) == ("thinking off", 4)
     assert (on.setting, on.num_equal, on.in_common) == ("thinking on", 3, 3.0)
 

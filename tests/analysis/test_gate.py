@@ -14,7 +14,7 @@ import xmlschema
 from golden import assert_golden
 from runs import answers, bare, changed, failing, slower, stored
 
-from dflash_bench.core.types import Record
+from dflash_bench.core.types import Answer
 from dflash_bench.results import store
 
 Main = Callable[..., tuple[int, str, str]]
@@ -26,7 +26,7 @@ def gate(tmp_path: Path, main: Main) -> Callable[..., tuple[int, str, str]]:
     stored(tmp_path / "then", answers())
     assert main("baseline", "then", "-o", "base.json") == (0, "wrote base.json\n", "")
 
-    def check(records: list[Record], *words: object) -> tuple[int, str, str]:
+    def check(records: list[Answer], *words: object) -> tuple[int, str, str]:
         shutil.rmtree(tmp_path / "now", ignore_errors=True)
         stored(tmp_path / "now", records)
         return main("check", "now", "--baseline", "base.json", *words)
@@ -77,12 +77,12 @@ def test_speed_ups_are_compared_where_both_runs_have_the_plain_answer(gate: Main
 # Each kind of loss
 
 
-def _one_less(row: Record) -> tuple[int, ...]:
+def _one_less(row: Answer) -> tuple[int, ...]:
     accepted = row.generation.accepted or ()
     return (*accepted[:-1], accepted[-1] - 1)
 
 
-PLANTED: dict[str, tuple[Callable[[list[Record]], list[Record]], set[str]]] = {
+PLANTED: dict[str, tuple[Callable[[list[Answer]], list[Answer]], set[str]]] = {
     "acceptance": (
         lambda rows: changed(rows, accepted=lambda row: (0, *row.generation.accepted[1:])),
         {"dflash al.pooled"},

@@ -18,17 +18,17 @@ from dflash_bench.analysis import metrics
 from dflash_bench.analysis.gate import checks
 from dflash_bench.analysis.gate.baselines import Limit
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.core.types import Record
+from dflash_bench.core.types import Answer
 
 Main = Callable[..., tuple[int, str, str]]
 
 
-def drafting(factor: float, seed: int) -> list[Record]:
+def drafting(factor: float, seed: int) -> list[Answer]:
     """A run whose drafting takes `factor` times as long as it should."""
     return slower(answers(seed=seed), factor)
 
 
-def _three(name: str, factors: Sequence[float], seed: int) -> dict[str, Callable[[], list[Record]]]:
+def _three(name: str, factors: Sequence[float], seed: int) -> dict[str, Callable[[], list[Answer]]]:
     return {f"{name}{n}": partial(drafting, factor, seed + n) for n, factor in enumerate(factors)}
 
 
@@ -188,7 +188,7 @@ def test_a_baseline_that_was_written_with_a_limit_for_absolute_speed_gates_it(
     ],
 )
 def test_a_method_is_slower_than_plain_decoding_only_where_that_is_sure(
-    records: list[Record], noise: float | None, code: int, tmp_path: Path, main: Main
+    records: list[Answer], noise: float | None, code: int, tmp_path: Path, main: Main
 ) -> None:
     stored(tmp_path / "run", records)
     words: list[str] = []

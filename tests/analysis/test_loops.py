@@ -15,7 +15,7 @@ from runs import frame_of, known, stored
 from dflash_bench.analysis.findings import base, findings
 from dflash_bench.analysis.findings.base import Finding
 from dflash_bench.analysis.metrics import summarise
-from dflash_bench.core.types import Record
+from dflash_bench.core.types import Answer
 from dflash_bench.results import table
 
 POEM = """\
@@ -77,8 +77,8 @@ NO_ROUNDS: dict[str, Any] = dict.fromkeys(("drafted", "accepted", "emitted", "dr
 
 
 def looping(
-    records: Sequence[Record], prompts: Sequence[str], finish: str = "length", hidden: bool = False
-) -> list[Record]:
+    records: Sequence[Answer], prompts: Sequence[str], finish: str = "length", hidden: bool = False
+) -> list[Answer]:
     """The answers to these prompts end in a loop."""
     made = []
     for row in records:
@@ -97,7 +97,7 @@ EASY, HARD = [4] * 8, [1, 0, 2, 1, 0, 1, 0, 2, 1, 1, 0, 1, 2, 0, 1, 1]
 ROWS = [row for number in range(8) for row in pair(f"p{number}", EASY if number < 2 else HARD, order=2 * number)]
 
 
-def findings_of(records: Sequence[Record]) -> list[Finding]:
+def findings_of(records: Sequence[Answer]) -> list[Finding]:
     rows = frame_of(records)
     found = findings(rows, summarise(rows, known()))
     return [finding for finding in found if finding.kind == "loops"]
@@ -146,7 +146,7 @@ def test_servers_that_hide_tokens_are_read_by_their_text(tmp_path: Path) -> None
         "prefix_cache": "unknown", "facts": {},
     }  # fmt: skip
     folder = stored(tmp_path / "run", rows, servers={"ar": server, "dflash": server}, settings=[SETTINGS])
-    results = table.read(folder)
+    results = table.read_run(folder)
     assert list(results.rows["is_loop"]) == [row.prompt_id in ("p0", "p1") for row in rows]
 
 

@@ -15,7 +15,7 @@ from runs import ENVIRONMENT, GREEDILY, frame_of, histogram_of, known, planned
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.metrics import Cell
-from dflash_bench.core.types import Divergence, Record
+from dflash_bench.core.types import Answer, Divergence
 from dflash_bench.results import rounds, store, table
 from dflash_bench.results.rounds import AcceptAt
 
@@ -25,21 +25,21 @@ DRAFTED = [row for row in UNEVEN if row.method == "dflash"]
 PLAIN = [row for row in UNEVEN if row.method == "ar"]
 
 
-def summarise(records: list[Record]) -> list[Cell]:
+def summarise(records: list[Answer]) -> list[Cell]:
     return metrics.summarise(frame_of(records), known())
 
 
-def figure(figure_id: str, records: list[Record]) -> float | None:
+def figure(figure_id: str, records: list[Answer]) -> float | None:
     """Of the one cell that is no baseline, or of the baseline alone."""
     return summarise(records)[-1].value(figure_id)
 
 
-def accept_at(records: list[Record]) -> list[AcceptAt]:
+def accept_at(records: list[Answer]) -> list[AcceptAt]:
     method = records[0].method
     return rounds.accept_at(histogram_of(records, method), method)
 
 
-def cell_of(records: list[Record], method: str = "dflash") -> Cell:
+def cell_of(records: list[Answer], method: str = "dflash") -> Cell:
     (cell,) = [cell for cell in summarise(records) if cell.method == method]
     return cell
 
@@ -255,7 +255,7 @@ def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: st
         for part in parts:
             run.append(part)
         run.mark_finished({})
-    read = table.read(tmp_path / "run", by=by, allow=["unfinished"]).rows
+    read = table.read_run(tmp_path / "run", by=by, allow=["unfinished"]).rows
     pandas.testing.assert_frame_equal(read, frame_of(list(run.stored.values()), by=by))
     if by == "suite":
         assert list(read["num_tokens"]) == [10, 10, 3, 1, 0, 11]

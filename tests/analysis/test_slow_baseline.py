@@ -33,15 +33,15 @@ def forwards(least_s: float, **changes: Any) -> dict[str, Any]:
     return known | {"least_s": least_s} | changes
 
 
-def run_with(folder: Path, **info: Any) -> table.Results:
+def run_with(folder: Path, **info: Any) -> table.RunTable:
     """A plain round takes 10 ms, behind some ten tokens."""
     path = stored(folder, answers(noise=0))
     where = path / "run.json"
     where.write_text(json.dumps(json.loads(where.read_text()) | info))
-    return table.read(path)
+    return table.read_run(path)
 
 
-def kinds(results: table.Results) -> set[str]:
+def kinds(results: table.RunTable) -> set[str]:
     identity = results.info.identity
     found = findings(results.rows, summarise(results.rows, identity), identity, results.info)
     assert all(FLATTERED in one.text for one in found if one.kind == "slow_plain")

@@ -13,13 +13,13 @@ from runs import answers, frame_of, known, stored
 
 from dflash_bench.analysis.findings import findings
 from dflash_bench.analysis.metrics import summarise
-from dflash_bench.core.types import Record
+from dflash_bench.core.types import Answer
 
 Main = Callable[..., tuple[int, str, str]]
 NUM = 60
 
 
-def rows(wrong: int, righted: int = 0, method: str = "dflash") -> list[Record]:
+def rows(wrong: int, righted: int = 0, method: str = "dflash") -> list[Answer]:
     """Plain decoding gets two of three right; of a method so many of these are wrong, and so many others right."""
     made, left, found = [], {True: wrong, False: righted}, answers(NUM)
     for row in found:
@@ -36,7 +36,7 @@ SERVER = {
 }  # fmt: skip
 
 
-def said(records: Sequence[Record], identity: dict[str, Any] | None = None) -> list[str]:
+def said(records: Sequence[Answer], identity: dict[str, Any] | None = None) -> list[str]:
     frame = frame_of(records)
     found = findings(frame, summarise(frame, known()), known(**(identity or {})))
     return [f"{one.text} -> {one.remedy}" for one in found if one.kind == "worse_answers"]

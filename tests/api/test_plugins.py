@@ -29,9 +29,9 @@ from dflash_bench.tasks.scorers import SCORERS
 Main = Callable[..., tuple[int, str, str]]
 Install = Callable[[str, str, dict[str, str]], None]
 DRAFTER = """
-from dflash_bench.core.methods import Kind, Option
+from dflash_bench.core.methods import MethodSpec, Option
 
-echo = Kind("echo", "the last token again and again", None, "chain", True,
+echo = MethodSpec("echo", "the last token again and again", None, "chain", True,
             (Option("n", "tokens drafted a round", 3, 1, 63, "tokens"),), count="n", module="my_echo.drafting")
 """
 DRAFTING = """
@@ -227,7 +227,7 @@ def test_a_dialect_that_declares_another_ones_facts_is_refused(install: Install,
     [
         ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
         ("raise RuntimeError('boom\\nand more')", "RuntimeError: boom and more"),
-        ("echo = 7", "TypeError: it must be a dflash_bench.core.methods.Kind named 'echo'"),
+        ("echo = 7", "TypeError: it must be a dflash_bench.core.methods.MethodSpec named 'echo'"),
         ("", "AttributeError: module 'my_broken' has no attribute 'echo'"),
     ],
 )

@@ -88,7 +88,7 @@ def test_suites_are_listed_with_source_rows_and_licence_in_100_columns(monkeypat
 
 
 def test_the_list_of_suites_says_where_code_runs(monkeypatch: Patch, capsys: Captured) -> None:
-    monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Cage(landlock=True))
+    monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Isolation(landlock=True))
     assert main(monkeypatch, "suites") == 0
     assert "\nmodel-written code runs here in: landlock, seccomp, rlimits" in capsys.readouterr().out
     monkeypatch.setattr(sandbox, "strongest", lambda: None)

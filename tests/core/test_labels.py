@@ -33,16 +33,18 @@ FOLDER = "folder /srv/eval/data"
     ],
 )
 def test_a_suite_is_named_with_its_source(source: str, label: str) -> None:
-    assert labels.named("gsm8k", source) == label
+    assert labels.suite_label("gsm8k", source) == label
 
 
 def test_sources_of_several_runs_are_each_named_once() -> None:
-    assert labels.named("gsm8k", "embedded", f"hub openai/gsm8k@{COMMIT}", "embedded") == "gsm8k (embedded and hub)"
+    assert (
+        labels.suite_label("gsm8k", "embedded", f"hub openai/gsm8k@{COMMIT}", "embedded") == "gsm8k (embedded and hub)"
+    )
 
 
 def test_a_list_of_suites_names_a_shared_source_once() -> None:
     pairs = [("gsm8k", "embedded"), ("math500", "embedded"), ("prompts", "file mine.jsonl")]
-    assert labels.listed(pairs) == "gsm8k, math500 (embedded), prompts (file mine.jsonl)"
+    assert labels.suite_list(pairs) == "gsm8k, math500 (embedded), prompts (file mine.jsonl)"
 
 
 @pytest.fixture

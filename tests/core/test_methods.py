@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.methods import METHODS, Kind, Method, Option, Value, parse
+from dflash_bench.core.methods import METHODS, Method, MethodSpec, Option, Value, parse
 from dflash_bench.report import terminal as listed
 
 
@@ -49,7 +49,7 @@ def values(option: Option) -> st.SearchStrategy[str]:
 
 
 @st.composite
-def typed(draw: st.DrawFn, kind: Kind) -> str:
+def typed(draw: st.DrawFn, kind: MethodSpec) -> str:
     """Any valid spelling: options in any order, numbers with zeros before them."""
     tag = draw(st.none() | st.from_regex("[A-Za-z0-9._-]{1,32}", fullmatch=True)) if kind.weights else None
     options = draw(st.lists(st.sampled_from(kind.options), unique=True)) if kind.options else []
@@ -64,7 +64,7 @@ def typed(draw: st.DrawFn, kind: Kind) -> str:
     return kind.name + (f"@{tag}" if tag else "") + (f":{','.join(parts)}" if parts else "")
 
 
-INVENTED = Kind(
+INVENTED = MethodSpec(
     "invented", "", "dflash", "tree", True,
     (
         Option("width", "", 4, 1, 99, words=("auto",)),
@@ -78,7 +78,7 @@ INVENTED = Kind(
 
 @pytest.mark.parametrize("kind", [*METHODS.values(), INVENTED], ids=lambda kind: kind.name)
 @given(data=st.data())
-def test_a_label_is_its_own_label(kind: Kind, data: st.DataObject) -> None:
+def test_a_label_is_its_own_label(kind: MethodSpec, data: st.DataObject) -> None:
     text = data.draw(typed(kind))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(METHODS.own, kind.name, kind)
@@ -99,7 +99,7 @@ def test_any_text_is_a_method_or_one_line(text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", METHODS.values(), ids=lambda kind: kind.name)
-def test_the_table_is_in_order(kind: Kind) -> None:
+def test_the_table_is_in_order(kind: MethodSpec) -> None:
     names = [option.name for option in kind.options]
     assert len(set(names)) == len(names) and kind.count in {*names, None}
     assert all(group <= set(names) and len(group) > 1 for group in kind.alternatives)

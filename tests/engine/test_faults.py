@@ -14,14 +14,14 @@ from matrix import Way
 from test_local import Letters
 from toy import Scripted, sometimes_wrong
 
-from dflash_bench.core.types import Generation, Record
+from dflash_bench.core.types import Answer, Generation
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
 
-Sound = Callable[[Way], Sequence[Record]]
+Sound = Callable[[Way], Sequence[Answer]]
 FEW = {"float32": (1, 2), "bfloat16": (1,)}
 """Prompts of a suite, one at a time: the second where the first does not show a fault in every method. `scripts/study
 faults` takes two in both types."""
@@ -41,9 +41,9 @@ def limits_of(way: Way) -> tuple[int, ...]:
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
     """Rows of a sound run; a run per way."""
-    runs: dict[Way, Sequence[Record]] = {}
+    runs: dict[Way, Sequence[Answer]] = {}
 
-    def rows_of(way: Way) -> Sequence[Record]:
+    def rows_of(way: Way) -> Sequence[Answer]:
         if way not in runs:
             out = tmp_path_factory.mktemp("sound") / "run"
             status, runs[way] = matrix.run(None, way, out, limits_of(way)[-1], MOST[way.dtype])

@@ -133,7 +133,7 @@ def differences(engine: Path, server: Path) -> tuple[str, ...]:
 
 def lines_of(folder: Path, engine: str, methods: Sequence[str]) -> Iterator[Line]:
     """Of these methods, or of all."""
-    read = table.read(folder)
+    read = table.read_run(folder)
     by_id = {settings.id: settings for settings in settings_of(read.info.identity)}
     for (settings_id, method), rows in read.rows.groupby(["settings_id", "method"], observed=True, sort=False):
         if method in methods or not methods:

@@ -246,7 +246,7 @@ def page(
 
 
 def launched_page(command: str, shown: str, theirs: str, run: Path) -> list[str]:
-    results = table.read(run)
+    results = table.read_run(run)
     counted = {(line.method, line.concurrency): line.counted_by for line in served.lines_of(run, "server", ())}
     rows = [
         [

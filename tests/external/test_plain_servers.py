@@ -18,7 +18,7 @@ from served import Prompts
 
 from dflash_bench.core.dialects import LaunchSpec, Program
 from dflash_bench.core.environment import describe, one_line
-from dflash_bench.core.types import Record
+from dflash_bench.core.types import Answer
 from dflash_bench.report.tables import in_markdown, markdown
 from dflash_bench.results import store
 from studies._study import bench
@@ -127,7 +127,7 @@ class Compared:
         return [*failed, *(f"{where}: {one}" for one in self.wrong)]
 
 
-def compared(ours: Sequence[Record], theirs: Sequence[Record], concurrency: int) -> Compared:
+def compared(ours: Sequence[Answer], theirs: Sequence[Answer], concurrency: int) -> Compared:
     place = {(one.suite, one.prompt_id, one.turn): one.generation for one in ours}
     given = [one for one in theirs if one.settings.concurrency == concurrency]
     good = [one for one in given if one.generation.error is None]

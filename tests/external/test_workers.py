@@ -16,7 +16,7 @@ import pytest
 
 from dflash_bench.analysis.metrics import Cell, summarise
 from dflash_bench.core.environment import describe, one_line
-from dflash_bench.core.types import Record
+from dflash_bench.core.types import Answer
 from dflash_bench.results import parts, store, table
 
 pytestmark = pytest.mark.ray
@@ -243,7 +243,7 @@ def num_parts(folder: Path) -> int:
 
 def what_matters(folder: Path) -> list[tuple[object, ...]]:
     """Of each row all that does not depend on when and where it was measured."""
-    records: list[Record] = store.load(folder)[1]
+    records: list[Answer] = store.load(folder)[1]
     return sorted(
         (
             row.suite, row.prompt_id, row.turn, row.method, row.order, row.prompt_hash, row.generation.token_ids,
@@ -259,7 +259,7 @@ def num_workers(folder: Path) -> int:
 
 
 def cells_of(folder: Path) -> list[Cell]:
-    results = table.read(folder)
+    results = table.read_run(folder)
     return summarise(results.rows, results.info.identity)
 
 

@@ -17,7 +17,7 @@ from runs import answers, listed, stored
 from dflash_bench.analysis.compare import Difference
 from dflash_bench.analysis.metrics import summarise
 from dflash_bench.core.labels import number_words
-from dflash_bench.core.types import GREEDY, Record, Settings
+from dflash_bench.core.types import GREEDY, Answer, Settings
 from dflash_bench.report import plots, read_document
 from dflash_bench.report.plots.style import Material
 from dflash_bench.results import store
@@ -32,7 +32,7 @@ PENALISED = [replace(GREEDY, repetition_penalty=penalty) for penalty in (1.1, 1.
 
 def of(pair: Sequence[Settings], folder: Path, worse: bool = False, **identity: Any) -> Path:
     """Under the second settings, if they sample, rounds accept half as much."""
-    rows: list[Record] = []
+    rows: list[Answer] = []
     for number, settings in enumerate(pair):
         for row in answers(settings=settings):
             if number and row.method == "dflash" and not settings.greedy:
@@ -76,7 +76,7 @@ def test_numbers_have_the_digits_that_tell_them_apart_and_no_others() -> None:
 def test_rows_carry_it_and_one_that_is_not_that_of_its_values_is_refused(run: Path, main: Main) -> None:
     from pyarrow import parquet
 
-    assert set(results_table.read(run).rows["settings_id"]) == {ONE.id, OTHER.id}
+    assert set(results_table.read_run(run).rows["settings_id"]) == {ONE.id, OTHER.id}
     part = run / "part-000000.parquet"
     table = parquet.read_table(part)
     assert set(table.column("settings_id").to_pylist()) == {ONE.id}
@@ -225,6 +225,6 @@ def test_a_run_over_both_ends_and_is_read(tmp_path: Path, main: Main) -> None:
         )  # fmt: skip
         assert status == 0, err
         assert re.search(r"^ +50\.000001 ", out, re.MULTILINE) and re.search(r"^ +50 ", out, re.MULTILINE)
-    read = results_table.read(Path("run"))
+    read = results_table.read_run(Path("run"))
     cells = summarise(read.rows, read.info.identity)
     assert [cell.settings for cell in cells if cell.method == "ar"] == list(settings_of(read.info.identity))

@@ -17,7 +17,7 @@ from dflash_bench.analysis.gate import checks as gate_checks
 from dflash_bench.analysis.gate.baselines import Baseline
 from dflash_bench.analysis.metrics import summarise
 from dflash_bench.core.errors import DraftProblem, UserError
-from dflash_bench.core.types import Record
+from dflash_bench.core.types import Answer
 from dflash_bench.diagnose.doctor import _misfit
 from dflash_bench.report import RESULTS, ROUNDS
 from dflash_bench.results import table
@@ -26,7 +26,7 @@ Main = Callable[..., tuple[int, str, str]]
 LOW = [0, 0, 1, 0, 0, 2, 0]
 
 
-def slow(method: str) -> list[Record]:
+def slow(method: str) -> list[Answer]:
     rows = []
     for number in range(24):
         plain, own = pair(f"p{number}", LOW, order=2 * number)
@@ -56,7 +56,7 @@ def test_findings_are_grouped_by_the_code_of_their_remedy() -> None:
 def test_runs_differ_in_kinds_names_and_values(tmp_path: Path, main: Main) -> None:
     one, other = stored(tmp_path / "a", answers()), stored(tmp_path / "b", answers(), dtype="bfloat16")
     expected = Difference("dtype", "dtype", "float32", "bfloat16")
-    read = [table.read(folder) for folder in (one, other)]
+    read = [table.read_run(folder) for folder in (one, other)]
     assert list(differences(*read)) == require_comparable(*read, ["dtype"]) == [expected]
     with pytest.raises(UserError, match="dtype: dtype float32 and bfloat16"):
         require_comparable(*read, [])
@@ -69,7 +69,7 @@ def test_runs_differ_in_kinds_names_and_values(tmp_path: Path, main: Main) -> No
 def test_another_machine_is_known_by_the_kind_and_not_by_how_a_note_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = table.read(stored(tmp_path / "a", answers()))
+    run = table.read_run(stored(tmp_path / "a", answers()))
     odd = [Difference("draft", "device of the draft", "x", "y")]
     monkeypatch.setattr(gate_checks.compare, "require_comparable", lambda *_: odd)
     monkeypatch.setattr(Difference, "__str__", lambda self: self.words)

@@ -17,7 +17,7 @@ from rows import failed, generation, record
 from runs import answers, stored
 from tokenizers import Tokenizer
 
-from dflash_bench.core.types import Record
+from dflash_bench.core.types import Answer
 from dflash_bench.report import answers as report_answers
 from dflash_bench.report import html, read_document
 from dflash_bench.results import parts, run_info
@@ -41,7 +41,7 @@ class Elements(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-def told(prompt: str = "p0", text: str = TEXT, **place: Any) -> list[Record]:
+def told(prompt: str = "p0", text: str = TEXT, **place: Any) -> list[Answer]:
     """The same answer plainly and in rounds of up to 2 kept tokens, with ids of the embedded tokenizer."""
     ids = tuple(NANO.encode(text, add_special_tokens=False).ids)
     rounds = [2] * ((len(ids) - 1) // 3) + ([(len(ids) - 1) % 3 - 1] if (len(ids) - 1) % 3 else [])

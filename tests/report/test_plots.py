@@ -12,7 +12,7 @@ from rows import generation, pair, record
 from runs import IDENTITY, SUITES, answers, asked, known, slower, stored
 
 from dflash_bench.analysis import metrics
-from dflash_bench.core.types import Record, Settings
+from dflash_bench.core.types import Answer, Settings
 from dflash_bench.report import plots, read_document
 from dflash_bench.report.plots import acceptance, speed, style
 from dflash_bench.report.plots.curves import training, trend
@@ -38,7 +38,7 @@ def test_bars_are_the_speedups_and_whiskers_their_intervals(tmp_path: Path) -> N
     assert [label.get_text() for label in axes.get_xticklabels()] == ["gsm8k\n(embedded)", "math500"]
 
 
-def legend_of(folder: Path, rows: Sequence[Record], **identity: Any) -> list[str]:
+def legend_of(folder: Path, rows: Sequence[Answer], **identity: Any) -> list[str]:
     (legend,) = speed.speedup(Material(read_document(stored(folder, rows, **identity)))).legends
     return [text.get_text() for text in legend.get_texts()]
 
@@ -148,7 +148,7 @@ def test_acceptance_along_the_answer_starts_with_the_first_stretch(tmp_path: Pat
 def test_acceptance_along_the_answer_is_that_of_compare_by_position(tmp_path: Path) -> None:
     rows = [row for n in range(6) for row in pair(f"p{n}", [n % 5, 3, 4, 0, 4] * 6)]
     folder = stored(tmp_path / "run", rows)
-    cells = metrics.summarise(table.read(folder, by="output-position").rows, known(**IDENTITY))
+    cells = metrics.summarise(table.read_run(folder, by="output-position").rows, known(**IDENTITY))
     expected = {cell.slice: cell.figures["al.pooled"] for cell in cells if cell.method == "dflash"}
     assert len(expected) == 3
     assert Material(read_document(folder)).along["gsm8k", "", NO_THINKING, "dflash"] == expected

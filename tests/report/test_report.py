@@ -24,10 +24,10 @@ from dflash_bench.analysis import metrics
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.findings import findings as find
 from dflash_bench.analysis.metrics import FORMULAS, Cell
-from dflash_bench.core.types import GREEDY, CellKey, Divergence, Record, Settings
+from dflash_bench.core.types import GREEDY, Answer, CellKey, Divergence, Settings
 from dflash_bench.report import FORMATS, Document
 from dflash_bench.results.identity import settings_to_json
-from dflash_bench.results.table import Results
+from dflash_bench.results.table import RunTable
 
 ENVIRONMENT: dict[str, Any] = {
     "platform": "Linux",
@@ -42,18 +42,18 @@ ENVIRONMENT: dict[str, Any] = {
 INFO = about(command="dflash-bench run --suite gsm8k --data 'my data'", environment=ENVIRONMENT)
 
 
-def steady(num_prompts: int = 24, **place: Any) -> list[Record]:
+def steady(num_prompts: int = 24, **place: Any) -> list[Answer]:
     """A run in which nothing is weak: every prompt is 2 times faster in rounds."""
     rows = [pair(f"p{number}", [3, 2, 4], order=number, **place) for number in range(num_prompts)]
     return [replace(row, passed=True) for both in rows for row in both]
 
 
-def summarise(records: Sequence[Record]) -> list[Cell]:
+def summarise(records: Sequence[Answer]) -> list[Cell]:
     identity = known(settings=settings_to_json(list(dict.fromkeys(row.settings for row in records))))
     return metrics.summarise(frame_of(records), identity)
 
 
-def findings(records: Sequence[Record], cells: Sequence[Cell], identity: dict[str, Any] | None = None) -> list[Finding]:
+def findings(records: Sequence[Answer], cells: Sequence[Cell], identity: dict[str, Any] | None = None) -> list[Finding]:
     return find(frame_of(records), cells, known(**(identity or {})))
 
 
@@ -62,19 +62,19 @@ def shown(kind: str, cells: Sequence[Cell], findings: Sequence[Finding] = ()) ->
 
 
 def document(cells: Sequence[Cell], findings: Sequence[Finding] = ()) -> Document:
-    return Document(Path("results/runs/r1"), Results("results/runs/r1", INFO, None), cells, findings)
+    return Document(Path("results/runs/r1"), RunTable("results/runs/r1", INFO, None), cells, findings)
 
 
-def found(records: Sequence[Record], identity: dict[str, Any] | None = None) -> list[Finding]:
+def found(records: Sequence[Answer], identity: dict[str, Any] | None = None) -> list[Finding]:
     return findings(records, summarise(records), identity)
 
 
-def only(records: Sequence[Record], kind: str) -> Finding:
+def only(records: Sequence[Answer], kind: str) -> Finding:
     (finding,) = [finding for finding in found(records) if finding.kind == kind]
     return finding
 
 
-def changed(records: Sequence[Record], method: str, number: int, **changes: Any) -> list[Record]:
+def changed(records: Sequence[Answer], method: str, number: int, **changes: Any) -> list[Answer]:
     """The first `number` rows of a method with other values in their generation."""
     chosen = [row for row in records if row.method == method][:number]
     return [replace(row, generation=replace(row.generation, **changes)) if row in chosen else row for row in records]
@@ -228,7 +228,7 @@ def test_rounds_that_do_not_draft_say_nothing_of_the_first_token() -> None:
 # Badges beside the headline figure
 
 
-def lines_of(records: Sequence[Record]) -> list[str]:
+def lines_of(records: Sequence[Answer]) -> list[str]:
     cells = summarise(records)
     return shown("table", cells, findings(records, cells)).splitlines()
 
@@ -268,7 +268,7 @@ def test_a_dead_draft() -> None:
     assert {finding.kind for finding in found(rows)} == {"dead_draft", "slower"}
 
 
-def as_method(label: str, rows: Sequence[Record]) -> list[Record]:
+def as_method(label: str, rows: Sequence[Answer]) -> list[Answer]:
     return [replace(row, method=label) if row.method == "dflash" else row for row in rows]
 
 
@@ -433,7 +433,7 @@ def test_cells_that_share_a_fault_and_its_remedy_share_a_finding() -> None:
 # The whole text
 
 
-def full_run() -> list[Record]:
+def full_run() -> list[Answer]:
     """Three methods; one loses, one hides its rounds; two suites, one of them unscored; every kind of gap."""
     rows = []
     for number in range(24):

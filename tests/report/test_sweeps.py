@@ -18,7 +18,7 @@ from dflash_bench.analysis import stats
 from dflash_bench.analysis.compare import ratio_of
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.analysis.sweep import Sweep, SweepCurve
-from dflash_bench.core.types import Record, Settings
+from dflash_bench.core.types import Answer, Settings
 from dflash_bench.report import FORMATS, Document, plots, read_document
 from dflash_bench.report.plots.series import sweep as drawn
 from dflash_bench.report.plots.style import Material
@@ -28,7 +28,7 @@ SPEEDS = {"dflash:block=4": 1.5, "dflash:block=8": 2.0, "dflash:block=16": 2.01}
 """How many times as fast as plain decoding, were there no noise."""
 
 
-def swept(speeds: dict[str, float], num_prompts: int = 24, noise: float = 0.03, suite: str = "gsm8k") -> list[Record]:
+def swept(speeds: dict[str, float], num_prompts: int = 24, noise: float = 0.03, suite: str = "gsm8k") -> list[Answer]:
     """Each prompt plainly and by each method, in seconds that are a little noisy."""
     rng, rows = np.random.default_rng(0), []
     for number in range(num_prompts):
@@ -42,7 +42,7 @@ def swept(speeds: dict[str, float], num_prompts: int = 24, noise: float = 0.03, 
     return [replace(row, order=order, passed=True) for order, row in enumerate(rows)]
 
 
-def methods_of(rows: Sequence[Record], **left_open: int) -> dict[str, Any]:
+def methods_of(rows: Sequence[Answer], **left_open: int) -> dict[str, Any]:
     """As the run's identity has them: what a label says, and of those that leave it open how many tokens they draft."""
     known = {"dflash:block=8": 7, "eagle3:3": 3}
     labels = dict.fromkeys(row.method for row in rows)
@@ -51,7 +51,7 @@ def methods_of(rows: Sequence[Record], **left_open: int) -> dict[str, Any]:
     }
 
 
-def document(folder: Path, rows: Sequence[Record], **left_open: int) -> Document:
+def document(folder: Path, rows: Sequence[Answer], **left_open: int) -> Document:
     return read_document(stored(folder / "run", rows, methods=methods_of(rows, **left_open)))
 
 
@@ -230,7 +230,7 @@ def test_numbers_stand_where_they_belong_and_words_behind_them() -> None:
 # Settings
 
 
-def under(rows: Sequence[Record], *several: Settings) -> list[Record]:
+def under(rows: Sequence[Answer], *several: Settings) -> list[Answer]:
     """The same answers under each of these settings."""
     return [
         replace(row, settings=settings, exactness=row.exactness if settings.greedy else None)

@@ -15,7 +15,7 @@ from fake import FakeBackend, install, main
 from runs import listed
 from test_whole import rewritten, without
 
-from dflash_bench.core.types import Record
+from dflash_bench.core.types import Answer
 from dflash_bench.results import store
 from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.run_info import read_info
@@ -56,7 +56,7 @@ def run(finished: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
     return here / "run"
 
 
-def what_matters(records: list[Record]) -> list[Record]:
+def what_matters(records: list[Answer]) -> list[Answer]:
     """In the order of the run, and without its clock."""
     clocks = {name: None for name in ("start_s", "end_s", *CLOCK) if name != "clock_rounds"}
     untimed = [replace(row, **clocks) for row in records]

@@ -23,7 +23,7 @@ from rows import generation, pair, plain, record
 from runs import ENVIRONMENT, bare
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, Divergence, Exactness, Generation, Record, Settings
+from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, Answer, Divergence, Exactness, Generation, Settings
 from dflash_bench.results import schema as results_schema
 from dflash_bench.results import store
 from dflash_bench.results.identity import OF_RUN
@@ -85,7 +85,7 @@ def info_of(folder: Path) -> dict[str, Any]:
     return info
 
 
-def compared(prompt_id: str, accepted: Sequence[int]) -> list[Record]:
+def compared(prompt_id: str, accepted: Sequence[int]) -> list[Answer]:
     """An answer by each method, as a run stores them."""
     first, other = pair(prompt_id, accepted)
     return [first, replace(other, exactness="exact")]
@@ -150,7 +150,7 @@ generations = st.builds(
     error=st.none() | texts,
 )
 records = st.builds(
-    Record,
+    Answer,
     suite=texts,
     suite_version=small,
     prompt_id=texts,
@@ -172,7 +172,7 @@ records = st.builds(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(records, min_size=1, max_size=3), max_size=3))
-def test_any_records_come_back_in_order(parts: list[list[Record]]) -> None:
+def test_any_records_come_back_in_order(parts: list[list[Answer]]) -> None:
     with TemporaryDirectory() as parent:
         with store.create(Path(parent) / "run", INFO) as run:
             for part in parts:
@@ -181,7 +181,7 @@ def test_any_records_come_back_in_order(parts: list[list[Record]]) -> None:
 
 
 def test_every_field_of_the_records_has_a_column_and_every_column_a_field() -> None:
-    names = {field.name for kind in (Record, Generation, Settings) for field in fields(kind)}
+    names = {field.name for kind in (Answer, Generation, Settings) for field in fields(kind)}
     places = {column for of_place in results_schema.PLACES.values() for column in of_place.values()}
     of_run = {*OF_RUN, "method_name", "method_options", "draft", "source", "settings_id"}
     assert set(results_schema.COLUMNS) == names - {"generation", "settings", *results_schema.PLACES} | places | of_run
@@ -489,7 +489,7 @@ def assert_whole_and_continues(folder: Path) -> int:
     return len(stored) // 2
 
 
-def identifying(row: Record) -> tuple[object, ...]:
+def identifying(row: Answer) -> tuple[object, ...]:
     return row.prompt_id, row.method, row.generation.token_ids, row.generation.accepted
 
 

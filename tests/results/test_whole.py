@@ -170,9 +170,9 @@ def test_each_answer_counts_once_whatever_is_allowed(run: Path, main: Main) -> N
     copy_a_part(run)
     assert numbers() == before
     for by in results_table.SLICES:
-        rows = results_table.read(run, by=by, allow=["doubled"]).rows
+        rows = results_table.read_run(run, by=by, allow=["doubled"]).rows
         (run / "part-000099.parquet").rename("aside")
-        assert len(rows) == len(results_table.read(run, by=by).rows)
+        assert len(rows) == len(results_table.read_run(run, by=by).rows)
         Path("aside").rename(run / "part-000099.parquet")
 
 
@@ -193,15 +193,15 @@ def test_a_whole_run_passes_with_failed_hidden_short_and_sampled_answers(tmp_pat
         *changed(pair("control", [4, 0]), "ar", exactness="mismatch"),
     ]  # fmt: skip
     stored(tmp_path / "greedy", rows)
-    assert results_table.read(tmp_path / "greedy").problems == ()
+    assert results_table.read_run(tmp_path / "greedy").problems == ()
     unlike = [replace(row, exactness=None, generation=replace(row.generation, token_ids=tuple(range(100, 109))))
               if row.method == "dflash" else row for row in pair("a", [4, 0, 1])]  # fmt: skip
     stored(tmp_path / "sampled", unlike, temperature=1.0)
-    assert results_table.read(tmp_path / "sampled").problems == ()
+    assert results_table.read_run(tmp_path / "sampled").problems == ()
     again = [replace(row, repeat=1, order=row.order + 100) for row in pair("a", [4, 0, 2])]
     later = [replace(row, turn=1, order=row.order + 200) for row in [*pair("a", [1]), *pair("a", [1], repeat=1)]]
     stored(tmp_path / "long", [*pair("a", [4, 0, 2]), *again, *later], repeats=2)
-    assert results_table.read(tmp_path / "long").problems == ()
+    assert results_table.read_run(tmp_path / "long").problems == ()
 
 
 # Of the checksums

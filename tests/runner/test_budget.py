@@ -15,7 +15,7 @@ from runs import in_time
 from test_runner import Stop, loaded, prompts
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.types import GREEDY, Generation, Message, Record, Settings
+from dflash_bench.core.types import GREEDY, Answer, Generation, Message, Settings
 from dflash_bench.results import store
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import budget
@@ -128,7 +128,7 @@ def prompts_of(out: str) -> dict[str, list[str]]:
     """Of each suite, as they were measured; each must be whole."""
     records = sorted(store.load(Path(out))[1], key=lambda record: record.order)
     assert [record.order for record in records] == list(range(len(records)))
-    by_prompt: dict[tuple[str, str], list[Record]] = {}
+    by_prompt: dict[tuple[str, str], list[Answer]] = {}
     for record in records:
         by_prompt.setdefault((record.suite, record.prompt_id), []).append(record)
     assert {len(own) for own in by_prompt.values()} == {2}

@@ -12,7 +12,7 @@ import pytest
 from fake import FakeBackend, install
 from rows import generation
 
-from dflash_bench.core.types import Divergence, Prompt, Record, Settings, TimedGeneration
+from dflash_bench.core.types import Answer, Divergence, Prompt, Settings, TimedGeneration
 from dflash_bench.engine.judge import Judge
 from dflash_bench.runner import canaries, session, stopwatch
 from dflash_bench.runner.canaries import KINDS, Canaries, Canary, other_numbers, together
@@ -90,7 +90,7 @@ def test_a_run_that_goes_on_keeps_what_was_tried_before(main: Main, monkeypatch:
 # By themselves
 
 SAID = generation([2, 0, 1], 4, text="It is 3 + 4 = 7. #### 7")
-RECORD = Record("gsm8k", 1, "p", "h", None, 0, "dflash", 0, 0, SAID, passed=True, audit="exact")
+RECORD = Answer("gsm8k", 1, "p", "h", None, 0, "dflash", 0, 0, SAID, passed=True, audit="exact")
 PROMPT = Prompt("gsm8k", "p", ("?",), reference="#### 7")
 
 
@@ -115,7 +115,7 @@ def objects(tokens: Any) -> Divergence | None:
 )
 def test_why_the_judge_is_not_tried(changes: dict[str, Any], why: str) -> None:
     given = Canaries()
-    given.judged(Record(**{**{name: getattr(RECORD, name) for name in RECORD.__slots__}, **changes}), objects)
+    given.judged(Answer(**{**{name: getattr(RECORD, name) for name in RECORD.__slots__}, **changes}), objects)
     assert outcome(given, "judge") == {("untried", why)}
     given.judged(RECORD, objects)
     assert outcome(given, "judge") == {("objected", None)}
@@ -151,7 +151,7 @@ def test_the_scorer_is_asked_of_a_right_answer_with_other_numbers() -> None:
         ("gsm8k_number", True, "seven", "no_numbers"),
     ):  # fmt: skip
         said = generation([1], 2, text=text)
-        row = Record("gsm8k", 1, "p", "h", None, 0, "dflash", 0, 0, said, passed=passed)
+        row = Answer("gsm8k", 1, "p", "h", None, 0, "dflash", 0, 0, said, passed=passed)
         given.scored(row, PROMPT, scorer)
         assert outcome(given, "scorer") == {("untried", why)}
     given.scored(RECORD, PROMPT, "gsm8k_number")
@@ -170,9 +170,9 @@ def test_of_a_server_only_its_time_can_be_told_wrongly() -> None:
 
 
 def test_the_tokenizer_is_asked_for_a_text_backwards() -> None:
-    given, asked = Canaries(), list[Record]()
+    given, asked = Canaries(), list[Answer]()
 
-    def passes(spoiled: Record) -> None:
+    def passes(spoiled: Answer) -> None:
         asked.append(spoiled)
 
     given.read(RECORD, None)

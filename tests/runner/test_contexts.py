@@ -180,7 +180,7 @@ def test_a_run_of_two_contexts_is_exact_in_cells_of_their_own(tmp_path: Path, ma
     for row in records:
         tokens = row.generation.num_prompt_tokens
         assert 280 < tokens <= 300 if row.settings.context else tokens < 120
-    results = table.read(Path("out"))
+    results = table.read_run(Path("out"))
     cells = metrics.summarise(results.rows, results.info.identity)
     assert [(cell.setting, cell.method) for cell in cells] == [
         (f"context {name}", method) for name in ("none", "300") for method in ("ar", "dflash")

@@ -18,7 +18,7 @@ from test_runner import loaded, planned_info, prompts
 from dflash_bench.analysis.findings import findings
 from dflash_bench.analysis.metrics import summarise
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.types import Record, Settings
+from dflash_bench.core.types import Answer, Settings
 from dflash_bench.report.words import facts
 from dflash_bench.results import store, table
 from dflash_bench.results.run_info import WorkersEntry
@@ -43,11 +43,11 @@ class Watch:
     def begins(self, suite: str, doing: str) -> None:
         pass
 
-    def measured(self, record: Record, doing: str) -> None:
+    def measured(self, record: Answer, doing: str) -> None:
         pass
 
 
-def what_matters(records: list[Record]) -> list[tuple[object, ...]]:
+def what_matters(records: list[Answer]) -> list[tuple[object, ...]]:
     return [
         (*store.key(row)[:3], str(row.settings), row.method, row.turn, row.order, row.prompt_hash,
          row.generation.token_ids, row.generation.text, row.generation.accepted, row.generation.drafted_ids,
@@ -57,7 +57,7 @@ def what_matters(records: list[Record]) -> list[tuple[object, ...]]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
     """The rows of a run without workers."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     with store.create(folder, planned_info(PLAN)) as run:
@@ -65,7 +65,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
     return store.load(folder)[1]
 
 
-def pooled(folder: Path, pool: FakePool) -> tuple[dict[str, Any], list[Record]]:
+def pooled(folder: Path, pool: FakePool) -> tuple[dict[str, Any], list[Answer]]:
     """Begins, or continues."""
     with (store.resume if folder.exists() else store.create)(folder, planned_info(PLAN)) as run:
         captured, _ = runner_workers.execute(PLAN, pool, run, Watch())
@@ -77,7 +77,7 @@ def pooled(folder: Path, pool: FakePool) -> tuple[dict[str, Any], list[Record]]:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("number", [1, 2, 3, 12])
 def test_rows_are_those_of_one_process_whoever_ends_first(
-    tmp_path: Path, alone: list[Record], number: int, seed: int
+    tmp_path: Path, alone: list[Answer], number: int, seed: int
 ) -> None:
     pool = FakePool(number, backend, random.Random(seed).randrange)
     info, records = pooled(tmp_path / "run", pool)
@@ -90,7 +90,7 @@ def test_rows_are_those_of_one_process_whoever_ends_first(
 
 
 def test_each_worker_warms_up_once_a_suite_and_no_control_is_that_of_another_prompt(
-    tmp_path: Path, alone: list[Record]
+    tmp_path: Path, alone: list[Answer]
 ) -> None:
     made: list[FakeBackend] = []
 
@@ -107,7 +107,7 @@ def test_each_worker_warms_up_once_a_suite_and_no_control_is_that_of_another_pro
     assert quick == {"question 1": 4 + 4 + 1, "question 2": 8, "question 3": 8, "question 4": 4, "question 0": 4 + 1}
 
 
-def test_a_slow_worker_keeps_its_prompt_and_the_others_measure_the_rest(tmp_path: Path, alone: list[Record]) -> None:
+def test_a_slow_worker_keeps_its_prompt_and_the_others_measure_the_rest(tmp_path: Path, alone: list[Answer]) -> None:
     pool = FakePool(3, backend, slow=frozenset({1}))
     _, records = pooled(tmp_path / "run", pool)
     assert Counter(worker for worker, _ in pool.given)[1] == 1
@@ -141,7 +141,7 @@ def dying(prompt_id: str, times: int) -> Callable[[int, Job | None], bool]:
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("times", [1, 2])
 def test_what_a_dead_worker_had_is_measured_by_another(
-    tmp_path: Path, alone: list[Record], number: int, times: int
+    tmp_path: Path, alone: list[Answer], number: int, times: int
 ) -> None:
     pool = FakePool(number, backend, dies=dying("p1", times))
     info, records = pooled(tmp_path / "run", pool)
@@ -151,7 +151,7 @@ def test_what_a_dead_worker_had_is_measured_by_another(
     assert len(info["workers"]) == number + times == pool.num_started
 
 
-def test_a_prompt_that_workers_always_die_of_becomes_rows_that_say_so(tmp_path: Path, alone: list[Record]) -> None:
+def test_a_prompt_that_workers_always_die_of_becomes_rows_that_say_so(tmp_path: Path, alone: list[Answer]) -> None:
     dies = dying("p2", runner_workers.MOST_TRIES)
     pool = FakePool(2, backend, dies=dies)
     _, records = pooled(tmp_path / "run", pool)
@@ -169,7 +169,7 @@ def test_a_prompt_that_workers_always_die_of_becomes_rows_that_say_so(tmp_path: 
     assert sorted(map(store.key, records), key=str) == sorted(map(store.key, alone), key=str)
 
 
-def test_without_any_worker_left_the_run_stops_and_goes_on_later(tmp_path: Path, alone: list[Record]) -> None:
+def test_without_any_worker_left_the_run_stops_and_goes_on_later(tmp_path: Path, alone: list[Answer]) -> None:
     given = 0
 
     def dies(worker: int, job: Job | None) -> bool:
@@ -194,7 +194,7 @@ def test_without_any_worker_left_the_run_stops_and_goes_on_later(tmp_path: Path,
 
 
 def test_what_is_stored_is_not_measured_again_and_what_is_missing_of_a_prompt_is(
-    tmp_path: Path, alone: list[Record]
+    tmp_path: Path, alone: list[Answer]
 ) -> None:
     with store.create(tmp_path / "run", planned_info(PLAN)) as run:
         first = [row for row in alone if row.prompt_id == "p0" and row.suite == "gsm8k"]
@@ -276,7 +276,7 @@ def test_findings_say_how_many_shared_a_machine_and_which_kinds_there_were(tmp_p
     from runs import answers, stored
 
     workers = {"number": 4, "on_one_machine": 2, "kinds": ["a processor", "another"]}
-    results = table.read(stored(tmp_path / "run", answers(), workers=workers))
+    results = table.read_run(stored(tmp_path / "run", answers(), workers=workers))
     identity = results.info.identity
     said = {one.kind: one.text for one in findings(results.rows, summarise(results.rows, identity), identity)}
     assert said["shared_machine"].startswith("gsm8k (embedded): 2 workers measured on one machine")

@@ -15,7 +15,7 @@ import pytest
 import tiny
 from fake import main
 
-from dflash_bench.core.types import Record
+from dflash_bench.core.types import Answer
 from dflash_bench.results import store
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def here(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unbroken(workplace: Path) -> list[Record]:
+def unbroken(workplace: Path) -> list[Answer]:
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(workplace)
         assert main(patched, "run", *WORDS, "--out", "unbroken") == 0
@@ -83,7 +83,7 @@ def stopped(moment: str, number: int, *words: str) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
-def what_matters(records: list[Record]) -> list[tuple[object, ...]]:
+def what_matters(records: list[Answer]) -> list[tuple[object, ...]]:
     return [
         (store.key(row), row.order, row.prompt_hash, row.generation.token_ids, row.generation.text,
          row.generation.accepted, row.exactness, row.answer, row.passed)
@@ -92,7 +92,7 @@ def what_matters(records: list[Record]) -> list[tuple[object, ...]]:
 
 
 def test_a_killed_run_continues_to_the_records_of_an_unbroken_one(
-    here: Path, unbroken: list[Record], monkeypatch: pytest.MonkeyPatch
+    here: Path, unbroken: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, folder = [*WORDS, "--out", "killed"], here / "killed"
     # Twice: the second time in a run that has itself been resumed.
@@ -111,7 +111,7 @@ def test_a_killed_run_continues_to_the_records_of_an_unbroken_one(
 
 
 def test_an_interrupted_run_says_how_to_go_on_and_does(
-    here: Path, unbroken: list[Record], monkeypatch: pytest.MonkeyPatch
+    here: Path, unbroken: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = here / "interrupted"
     process = stopped("by Ctrl-C", 3, *WORDS, "--out", "interrupted", "--json")
@@ -124,7 +124,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(
 
 
 def test_a_finished_run_answers_nothing_again(
-    here: Path, unbroken: list[Record], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    here: Path, unbroken: list[Answer], monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     capsys.readouterr()
     assert main(monkeypatch, "run", *WORDS, "--out", "unbroken", "--resume", "--json") == 0
@@ -147,7 +147,7 @@ CHANGED = {
 
 @pytest.mark.parametrize("words", CHANGED)
 def test_changed_options_are_refused_by_name(
-    words: str, here: Path, unbroken: list[Record], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    words: str, here: Path, unbroken: list[Answer], monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     before = (here / "unbroken/run.json").read_text()
     capsys.readouterr()
@@ -163,7 +163,7 @@ def test_changed_options_are_refused_by_name(
 
 
 def test_changed_prompts_and_weights_are_refused_by_name(
-    here: Path, unbroken: list[Record], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    here: Path, unbroken: list[Answer], monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     old = (here / "p.jsonl").read_text()
     (here / "p.jsonl").write_text(old.replace("hello", "hallo"))

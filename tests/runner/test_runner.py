@@ -11,14 +11,14 @@ import pytest
 from fake import FakeBackend, other_tokens
 from runs import bare
 
-from dflash_bench.core.types import Divergence, Generation, Message, Prompt, Record, Settings
+from dflash_bench.core.types import Answer, Divergence, Generation, Message, Prompt, Settings
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.laws import CLOCK
 from dflash_bench.runner import loop, work
 from dflash_bench.runner.work import ProgressListener, WorkPlan
 from dflash_bench.tasks import scorers
-from dflash_bench.tasks.sandbox import Cage
+from dflash_bench.tasks.sandbox import Isolation
 from dflash_bench.tasks.suites import Loaded, Suite
 
 METHODS = ("ar", "dflash", "eagle3")
@@ -45,7 +45,7 @@ class Watch:
         self.told.append(f"{suite} · {doing}")
         self.look()
 
-    def measured(self, record: Record, doing: str) -> None:
+    def measured(self, record: Answer, doing: str) -> None:
         self.told.append(doing)
 
 
@@ -57,7 +57,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def __call__(self, plan: WorkPlan, backend: FakeBackend, watcher: ProgressListener | None = None) -> list[Record]:
+    def __call__(self, plan: WorkPlan, backend: FakeBackend, watcher: ProgressListener | None = None) -> list[Answer]:
         """Begins, or continues; what is then on disk."""
         with (store.resume if self.folder.exists() else store.create)(self.folder, planned_info(plan)) as run:
             loop.execute(plan, backend, run, watcher or Watch())
@@ -70,11 +70,11 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
     yield Runs(tmp_path / "run")
 
 
-def places(records: list[Record]) -> list[tuple[object, ...]]:
+def places(records: list[Answer]) -> list[tuple[object, ...]]:
     return [(row.prompt_id, row.repeat, row.turn, row.method) for row in records]
 
 
-def judgements(records: list[Record]) -> dict[tuple[object, ...], str | None]:
+def judgements(records: list[Answer]) -> dict[tuple[object, ...], str | None]:
     return dict(zip(places(records), (row.exactness for row in records), strict=True))
 
 
@@ -173,7 +173,7 @@ def test_plain_decoding_that_disagrees_with_itself_later_in_a_suite_is_a_mismatc
 # The audit
 
 
-def audits(records: list[Record]) -> dict[str, list[str | None]]:
+def audits(records: list[Answer]) -> dict[str, list[str | None]]:
     return {method: [row.audit for row in records if row.method == method] for method in METHODS}
 
 
@@ -244,13 +244,13 @@ def test_sampled_answers_and_failed_ones_are_not_judged(runs: Runs, tmp_path: Pa
 def test_the_last_answer_is_scored_and_equal_texts_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     scored: list[str] = []
 
-    def score(name: str, prompt: Prompt, text: str, cage: Cage | None) -> scorers.Score:
-        assert cage == Cage(landlock=True)
+    def score(name: str, prompt: Prompt, text: str, cage: Isolation | None) -> scorers.Score:
+        assert cage == Isolation(landlock=True)
         scored.append(f"{name} {prompt.prompt_id} {text}")
         return scorers.Score("42", True)
 
     monkeypatch.setattr(scorers, "score", score)
-    plan = WorkPlan((loaded(*prompts(2, 2), scorer="math"),), METHODS, cage=Cage(landlock=True))
+    plan = WorkPlan((loaded(*prompts(2, 2), scorer="math"),), METHODS, cage=Isolation(landlock=True))
     # Of texts without numbers no spoiled copies are scored.
     records = runs(plan, FakeBackend(text_of=lambda question: question.replace("0", "a").replace("1", "b")))
     assert scored == ["math p0 and then? a", "math p1 and then? b"]
@@ -264,7 +264,7 @@ class Stop(BaseException):
     pass
 
 
-def comparable(records: list[Record]) -> list[Record]:
+def comparable(records: list[Answer]) -> list[Answer]:
     """In the order of the run, and without its clock."""
     clocks = {name: None for name in ("start_s", "end_s", *CLOCK) if name != "clock_rounds"}
     untimed = [replace(row, **clocks) for row in records]

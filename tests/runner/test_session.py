@@ -174,7 +174,7 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
     info = info.to_json()
     assert (info["sandbox"], info["identity"]["code"]) == (sandbox.describe(None), "not run")
     assert [record.passed for record in records] == [None, None]
-    read = table.read(tmp_path / "not run")
+    read = table.read_run(tmp_path / "not run")
     noted = findings(read.rows, metrics.summarise(read.rows, read.info.identity), read.info.identity)
     assert [note.remedy for note in noted if note.kind == "code_not_run"] == [sandbox.REMEDY]
     with pytest.raises(UserError, match='code was "not run", now "unsafe"'):
@@ -184,7 +184,7 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
     info = info.to_json()
     assert (info["sandbox"], info["identity"]["code"]) == (sandbox.describe(sandbox.UNSAFE), "unsafe")
     assert [record.passed for record in records] == [False, False]
-    read = table.read(tmp_path / "unsafe")
+    read = table.read_run(tmp_path / "unsafe")
     for code, kind in ("unsafe", "code_unsafe"), ("caged", "code_by_heart"):
         identity = known(**(info["identity"] | {"code": code}))
         noted = findings(read.rows, metrics.summarise(read.rows, identity), identity)
@@ -195,7 +195,7 @@ def test_unsafe_code_must_have_an_effect(tmp_path: Path, model: Path, monkeypatc
     monkeypatch.setattr(session, "open_local", lambda *_: pytest.fail("loaded a model"))
     with pytest.raises(UserError, match="no effect without a suite of code"):
         session.perform(request(model=str(model), unsafe_code=True), tmp_path / "run", resume=False, tell=print)
-    monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Cage(landlock=True))
+    monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Isolation(landlock=True))
     with pytest.raises(UserError, match=r"no effect here: this system has a cage \(landlock, seccomp"):
         session.perform(code_run(model, unsafe_code=True), tmp_path / "run", resume=False, tell=print)
     assert list(tmp_path.iterdir()) == []
@@ -204,7 +204,7 @@ def test_unsafe_code_must_have_an_effect(tmp_path: Path, model: Path, monkeypatc
 def test_a_run_goes_on_after_keepers_that_break_down(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Cage(landlock=True))
+    monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Isolation(landlock=True))
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (sys.executable, "-c", "raise SystemExit('no room')"))
     session.perform(code_run(model), tmp_path / "run", resume=False, tell=print)
     info, records = store.load(tmp_path / "run")

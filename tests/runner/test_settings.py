@@ -17,8 +17,8 @@ from test_runner import Runs, Watch, loaded, prompts
 
 from dflash_bench.analysis import metrics
 from dflash_bench.core import methods
-from dflash_bench.core.methods import Kind
-from dflash_bench.core.types import Divergence, Listener, Message, Record, Settings
+from dflash_bench.core.methods import MethodSpec
+from dflash_bench.core.types import Answer, Divergence, Listener, Message, Settings
 from dflash_bench.models import chat
 from dflash_bench.report import plots, read_document
 from dflash_bench.report.compare import compared
@@ -33,7 +33,7 @@ Main = Callable[..., tuple[int, str, str]]
 GREEDY, SAMPLED = Settings(0.0, thinking=False), Settings(1.0, top_p=0.9, thinking=False)
 
 
-def both(seed: int = 0, **changes: Any) -> list[Record]:
+def both(seed: int = 0, **changes: Any) -> list[Answer]:
     """Two settings: sampled answers accept less, and are judged by nobody."""
     rows = answers(seed=seed, settings=GREEDY)
     unjudged = {"exactness": None, "settings": SAMPLED}
@@ -47,7 +47,7 @@ def both(seed: int = 0, **changes: Any) -> list[Record]:
     return [*rows, *(replace(row, **changes) if row.method == "dflash" else row for row in scored)]
 
 
-def of_both(folder: Path, rows: Sequence[Record] | None = None, **identity: Any) -> Path:
+def of_both(folder: Path, rows: Sequence[Answer] | None = None, **identity: Any) -> Path:
     return stored(folder, rows or both(), settings=settings_to_json([GREEDY, SAMPLED]), **identity)
 
 
@@ -118,7 +118,7 @@ def test_a_run_of_several_settings_that_ends_anywhere_continues(tmp_path: Path, 
         runs(plan, FakeBackend(fails_at={call: KeyboardInterrupt()}))
     records = runs(plan, FakeBackend())
 
-    def what(rows: list[Record]) -> list[Any]:
+    def what(rows: list[Answer]) -> list[Any]:
         return [(store.key(row), row.order, row.exactness) for row in sorted(rows, key=lambda row: row.order)]
 
     assert what(records) == what(unbroken)
@@ -219,7 +219,7 @@ def test_only_greedy_answers_must_have_been_compared(tmp_path: Path, main: Main)
 
 
 def cells(run: Path) -> dict[tuple[str, str], metrics.Cell]:
-    results = results_table.read(run)
+    results = results_table.read_run(run)
     return {(c.setting, c.method): c for c in metrics.summarise(results.rows, results.info.identity)}
 
 
@@ -357,7 +357,7 @@ def test_compare_and_report_tell_the_parts_apart(tmp_path: Path, main: Main) -> 
 
 
 def test_a_lossy_method_is_scored_and_never_judged(tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
-    lossy = Kind("rough", "not the target's output", None, "chain", False)
+    lossy = MethodSpec("rough", "not the target's output", None, "chain", False)
     monkeypatch.setitem(methods.METHODS.own, "rough", lossy)
     backend = FakeBackend(faults={"rough": other_tokens}, where=Divergence(2, 9.0, 0.001))
     records = Runs(tmp_path / "made")(WorkPlan((loaded(*prompts(2)),), ("ar", "rough")), backend)

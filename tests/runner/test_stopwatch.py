@@ -13,7 +13,7 @@ from pyarrow import parquet
 from rows import generation
 from runs import listed
 
-from dflash_bench.core.types import Generation, Record, TimedGeneration
+from dflash_bench.core.types import Answer, Generation, TimedGeneration
 from dflash_bench.engine.backend import RequestTrace
 from dflash_bench.engine.rows import HostClock
 from dflash_bench.engine.target import Target
@@ -215,7 +215,7 @@ def heard(said: Generation, clock: list[float], passes: int = 1) -> Stopwatch:
             clock[0] += took
             for _ in range(passes if number else 1):
                 watch.passed()
-            watch.heard(0, tokens[:count])
+            watch.received(0, tokens[:count])
             watch.marked()
             del tokens[:count]
     return watch
@@ -289,5 +289,5 @@ def test_who_tells_nothing_is_held_against_the_call_alone(clock: list[float]) ->
 def test_a_failed_answer_stays_what_it_is(clock: list[float]) -> None:
     failed = replace(SAID, error="NaN", finish_reason="error")
     assert objection_alone(Stopwatch(), failed, tells_rounds=True) is None
-    record = Record("s", 1, "p", "h", None, 0, "ar", 0, 0, failed)
+    record = Answer("s", 1, "p", "h", None, 0, "ar", 0, 0, failed)
     assert record.clock_s is None

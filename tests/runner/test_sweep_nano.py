@@ -19,7 +19,7 @@ def test_a_killed_sweep_goes_on_to_the_run_that_was_asked_for(
     monkeypatch.chdir(tmp_path)
     append, left = store.RunStore.append, iter([True] * 5)
 
-    def dying(run: store.RunStore, records: list[store.Record]) -> None:
+    def dying(run: store.RunStore, records: list[store.Answer]) -> None:
         if not next(left, False):
             raise Stop
         append(run, records)

@@ -214,7 +214,7 @@ def test_a_launched_run_is_judged_and_a_death_keeps_its_rows(
     program(answers=engine, most=24)
     code, _, err = main(*words, "--resume")
     assert (code, kept) == (0, {"ar"}), err
-    results = table.read(Path("run"))
+    results = table.read_run(Path("run"))
     assert len(results.rows) == 4
     assert results.rows["error"].isna().all()
     assert set(results.rows["exactness"].dropna()) == {"exact"}

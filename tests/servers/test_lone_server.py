@@ -48,7 +48,7 @@ def test_acceptance_and_speed_are_told_and_no_speedup(
 ) -> None:
     code, out, _ = main(*words(server, prompts, "run", *more))
     assert code == 0
-    read = results_table.read(Path("run"))
+    read = results_table.read_run(Path("run"))
     (cell,) = metrics.summarise(read.rows, read.info.identity)
     assert (cell.method, cell.num_prompts, cell.num_errors) == ("dflash", PROMPTS, 0)
     rows = store.load(Path("run"))[1]

@@ -87,7 +87,7 @@ def test_a_run_over_rates_tells_each_and_its_goodput(main: Main, prompts: Path) 
         )  # fmt: skip
         assert code == 0
         assert all("noticed arrivals" in line for line in err.splitlines()), err
-    read = table.read(Path("run"))
+    read = table.read_run(Path("run"))
     assert read.info.identity.to_json()["slo"] == {"ttft_s": 0.1, "tpot_s": 30.0}
     assert set(read.rows["settings_id"]) == {Settings(rate=rate).id for rate in (50.0, 100.0)}
     assert "rate /s" in out and "goodput /s" in out

@@ -131,7 +131,7 @@ def test_figures_are_those_of_the_rounds(
 ) -> None:
     servers = pair(counts_by_request=True)
     main(*words(servers, prompts))
-    read = table.read(Path("run"))
+    read = table.read_run(Path("run"))
     cells = {cell.method: cell for cell in metrics.summarise(read.rows, read.info.identity)}
     rounds = []
     for n in range(PROMPTS):
@@ -181,7 +181,7 @@ def test_an_interrupted_run_goes_on_and_asks_for_nothing_twice(
     assert (code, "--resume" in err) == (130, True)
     asked = servers[1].num_answers
     assert main(*words(servers, prompts), "--resume")[0] == 0
-    assert table.read(Path("run")).info.state == "complete"
+    assert table.read_run(Path("run")).info.state == "complete"
     # One more to warm up, and those that were not saved.
     assert servers[1].num_answers <= asked + 1 + PROMPTS
     code, _, err = main(*words((servers[1], servers[0]), prompts), "--resume")
@@ -205,7 +205,7 @@ def test_a_failed_answer_is_a_row_and_fails_the_run(
     code, out, err = main(*words(pair(faults={2: "500"}), prompts))
     assert (code, "1 of 8 answers failed" in err) == (1, True)
     assert "the first error: HTTP 500: fault 500" in " ".join(out.split())
-    rows = table.read(Path("run")).rows
+    rows = table.read_run(Path("run")).rows
     assert rows["error"].notna().sum() == 1
     assert main(*words(pair(faults={2: "500"}), prompts, "run2", "--allow", "failed"))[0] == 0
 
@@ -234,7 +234,7 @@ def test_without_ids_texts_are_compared_and_that_is_said(
     assert code == 0
     assert "3 of 4 answers were compared by their text, because the server does not report token ids; also" in words_of
     assert "acceptance is not available for 4 of 4 answers: the server counts no rounds" in words_of
-    rows = table.read(Path("run")).rows
+    rows = table.read_run(Path("run")).rows
     assert (rows["num_tokens"] == rows["num_hidden_tokens"]).all()
     assert (rows["num_tokens"] > 4).all()
 
@@ -275,7 +275,7 @@ def test_a_run_over_servers_can_have_a_time_limit(
 ) -> None:
     code, _, err = main(*words(pair(), prompts), "--for", "60s")
     assert (code, err) == (0, "")
-    assert len(table.read(Path("run")).rows) == 2 * PROMPTS
+    assert len(table.read_run(Path("run")).rows) == 2 * PROMPTS
     _, out, _ = main("compare", "run", "--compat", "zlab")
     assert "servers do not report the time of the first draft" in out
 
@@ -288,7 +288,7 @@ def test_waves_over_servers_are_as_over_our_engine(
     assert code == 0
     assert all("noticed arrivals" in line for line in err.splitlines()), err
     assert servers[1].most_at_once == 4
-    rows = table.read(Path("run")).rows
+    rows = table.read_run(Path("run")).rows
     assert rows.groupby("settings_id", observed=True).size().tolist() == [2 * PROMPTS] * 2
     assert rows["error"].isna().all()
     assert "tps.total" in out

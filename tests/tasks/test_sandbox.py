@@ -16,7 +16,7 @@ import pytest
 from cages import ASKED_BY_US, BOXES, MARKER, RIGHT, SHORT, Box, num_processes, wait_until
 
 from dflash_bench.tasks import sandbox
-from dflash_bench.tasks.sandbox import Cage, ProgramLimits, ProgramOutcome
+from dflash_bench.tasks.sandbox import Isolation, ProgramLimits, ProgramOutcome
 
 Patch = pytest.MonkeyPatch
 needs_a_cage = pytest.mark.skipif(not ASKED_BY_US, reason="no cage is granted here")
@@ -216,14 +216,14 @@ def test_nothing_is_left_on_disk(content: str, tmp_path: Path, monkeypatch: Patc
 def test_a_supervisor_that_breaks_down_is_a_failed_answer(script: str, reason: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (sys.executable, "-S", "-c", script))
     monkeypatch.setattr(sandbox, "_GRACE_S", 0.5)
-    outcome = sandbox.run_tests(RIGHT, Cage(landlock=True), ProgramLimits(wall_s=0.1))
+    outcome = sandbox.run_tests(RIGHT, Isolation(landlock=True), ProgramLimits(wall_s=0.1))
     assert not outcome.passed
     assert re.fullmatch(f"the cage broke down: {reason}", outcome.reason)
 
 
 @needs_a_cage
 @pytest.mark.parametrize("cage", [box.cage for box in ASKED_BY_US], ids=str)
-def test_a_runner_dies_with_its_supervisor_before_the_verdict(cage: Cage, monkeypatch: Patch) -> None:
+def test_a_runner_dies_with_its_supervisor_before_the_verdict(cage: Isolation, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
 
     def kill_supervisor() -> None:
@@ -244,9 +244,9 @@ def test_a_runner_dies_with_its_supervisor_before_the_verdict(cage: Cage, monkey
 
 @needs_a_cage
 @pytest.mark.parametrize("cage", [box.cage for box in ASKED_BY_US], ids=str)
-def test_the_cage_dies_with_the_caller(cage: Cage, tmp_path: Path) -> None:
+def test_the_cage_dies_with_the_caller(cage: Isolation, tmp_path: Path) -> None:
     caller = (
-        "from dflash_bench.tasks import sandbox\nfrom dflash_bench.tasks.sandbox import Cage\n"
+        "from dflash_bench.tasks import sandbox\nfrom dflash_bench.tasks.sandbox import Isolation\n"
         f"sandbox._SUPERVISOR += ({MARKER!r},)\n"
         f"sandbox.run_tests('import time; time.sleep(1000)', {cage!r}, sandbox.ProgramLimits(wall_s=1000))\n"
     )
@@ -283,7 +283,7 @@ def test_walls_that_are_missing_are_noticed(monkeypatch: Patch) -> None:
     """Each cage has what the probe asks for; a plain process has not."""
     assert not sandbox.holds(sandbox.UNSAFE)
     for box in ASKED_BY_US:
-        assert not sandbox.holds(Cage(seccomp=True, as_nobody=box.cage.as_nobody))
+        assert not sandbox.holds(Isolation(seccomp=True, as_nobody=box.cage.as_nobody))
 
 
 @pytest.mark.parametrize("version", range(1, 7))
@@ -310,7 +310,7 @@ def test_cages_are_named() -> None:
     assert str(sandbox.UNSAFE) == "unsafe: a plain process, rlimits"
     assert sandbox.describe(None).startswith("none: not run")
     assert sandbox.describe(sandbox.UNSAFE) == "unsafe: a plain process, rlimits; it can forge its verdict"
-    assert re.search("; judged from outside .* known by heart", sandbox.describe(Cage(landlock=True)))
+    assert re.search("; judged from outside .* known by heart", sandbox.describe(Isolation(landlock=True)))
 
 
 # ---- without any cage ------------------------------------------------------------------------------------

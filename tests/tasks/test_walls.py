@@ -10,7 +10,7 @@ from cages import ASKED_BY_US, MARKER, SHORT, num_processes
 
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.isolation import walls
-from dflash_bench.tasks.sandbox import Cage, ProgramOutcome
+from dflash_bench.tasks.sandbox import Isolation, ProgramOutcome
 
 Run = Callable[[str], ProgramOutcome]
 
@@ -23,7 +23,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Run]:
         granted = [box.cage for box in ASKED_BY_US if getattr(box.cage, wall)]
         if not granted:
             pytest.skip(f"{wall}: not granted here")
-        cage = Cage(wall == "namespaces", wall == "landlock", seccomp=False, as_nobody=granted[-1].as_nobody)
+        cage = Isolation(wall == "namespaces", wall == "landlock", seccomp=False, as_nobody=granted[-1].as_nobody)
         return lambda program: sandbox.run_tests(program, cage, SHORT)
 
     return choose

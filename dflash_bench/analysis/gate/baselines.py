@@ -32,7 +32,7 @@ from dflash_bench.results.run_info import (
     parse,
     refuse_other_schema,
 )
-from dflash_bench.results.table import Results
+from dflash_bench.results.table import RunTable
 
 DIGITS = 10
 """Significant digits kept of seconds: more than a clock has."""
@@ -93,12 +93,12 @@ class Baseline:
     def num_runs(self) -> int:
         return len(next(iter(self.cells.values())))
 
-    def as_results(self) -> Results:
+    def as_results(self) -> RunTable:
         """Return results with only what `compare.differences` reads."""
         import pandas as pd
 
         rows = [(suite, prompt, text) for suite, hashes in self.hashes.items() for prompt, text in hashes.items()]
-        return Results(self.name, self.info, pd.DataFrame(rows, columns=["suite", "prompt_id", "prompt_hash"]))
+        return RunTable(self.name, self.info, pd.DataFrame(rows, columns=["suite", "prompt_id", "prompt_hash"]))
 
 
 def require_distinct(runs: Sequence[Path]) -> None:
@@ -107,7 +107,7 @@ def require_distinct(runs: Sequence[Path]) -> None:
         raise UserError("a run given twice says nothing about the noise between runs; give each run once")
 
 
-def by_key(runs: Sequence[Results], cells_of_runs: Sequence[Sequence[Cell]]) -> Runs:
+def by_key(runs: Sequence[RunTable], cells_of_runs: Sequence[Sequence[Cell]]) -> Runs:
     """Return the cells of all runs by key. Raises UserError if one run has a suite and method that another lacks."""
     first, *others = [{cell.key: cell for cell in cells} for cells in cells_of_runs]
     for run, cells in zip(runs[1:], others, strict=True):
@@ -124,7 +124,7 @@ def cell_name(cell: Cell) -> str:
     return " ".join(filter(None, [cell.suite, cell.setting, cell.method]))
 
 
-def write(runs: Sequence[Results], path: Path, *, with_timings: bool, limits: Mapping[str, Limit]) -> None:
+def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: Mapping[str, Limit]) -> None:
     """Write a baseline. Raises UserError for runs without baseline answers, and for runs that differ."""
     for other in runs[1:]:
         compare.require_comparable(runs[0], other, ())

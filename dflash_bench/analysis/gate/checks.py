@@ -22,7 +22,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.results import table
 from dflash_bench.results.integrity import Problem
-from dflash_bench.results.table import Results
+from dflash_bench.results.table import RunTable
 
 DEVICE = "device"
 """The kind of difference between a run and a baseline from another machine."""
@@ -71,7 +71,7 @@ class Check:
     @property
     def label(self) -> str:
         """The suite with its source and settings."""
-        return labels.under(labels.named(self.suite, self.source), self.setting)
+        return labels.with_settings(labels.suite_label(self.suite, self.source), self.setting)
 
     @property
     def figure(self) -> str:
@@ -109,7 +109,7 @@ def check_runs(
     baseline: Path | None,
     limits: Path | None,
     allow: Sequence[str],
-    reread: Callable[[Results], WitnessReport] = lambda _: ((), ()),
+    reread: Callable[[RunTable], WitnessReport] = lambda _: ((), ()),
 ) -> GateResult:
     """Read runs, baseline and limits, and judge the runs.
 
@@ -124,7 +124,7 @@ def check_runs(
         raise UserError(f"{limits} holds no limits")
     if limits and expected is None and not any(_needs_no_baseline(*entry) for entry in user_limits.items()):
         raise UserError(f"{limits} has no effect without --baseline: nothing in it has at_least")
-    read = [table.read(run, allow=allow, judging=True) for run in runs]
+    read = [table.read_run(run, allow=allow, judging=True) for run in runs]
     named = list(zip(read, run_names(read), strict=True))
     flawed = [check for results, name in named for check in flaw_checks(results, allow, name)]
     untried: list[str] = []
@@ -143,7 +143,7 @@ def check_runs(
 
 
 def judge(
-    runs: Sequence[Results], cells_of_runs: Sequence[Sequence[Cell]], baseline: Baseline | None,
+    runs: Sequence[RunTable], cells_of_runs: Sequence[Sequence[Cell]], baseline: Baseline | None,
     limits: Mapping[str, Limit] | None = None, allow: Sequence[str] = (),
 ) -> GateOutcome:  # fmt: skip
     """Make all checks of runs without flaws.
@@ -190,7 +190,7 @@ def adjust(checks: Sequence[Check]) -> list[Check]:
     return corrected
 
 
-def run_names(runs: Sequence[Results]) -> list[str]:
+def run_names(runs: Sequence[RunTable]) -> list[str]:
     """Return the names of runs in checks; a single run needs none."""
     return [run.name for run in runs] if len(runs) > 1 else [""]
 
@@ -218,7 +218,7 @@ def _check(cell: Cell, kind: str, found: float, expected: float, code: str, reas
     )  # fmt: skip
 
 
-def flaw_checks(results: Results, allow: Sequence[str], run: str = "") -> list[Check]:
+def flaw_checks(results: RunTable, allow: Sequence[str], run: str = "") -> list[Check]:
     """Return a failed check for each flaw of the run's rows that is not allowed."""
     allowed, identity = {*allow, "unfinished"} if results.damaged else {*allow}, results.info.identity
     return [
@@ -231,7 +231,7 @@ def flaw_checks(results: Results, allow: Sequence[str], run: str = "") -> list[C
     ]  # fmt: skip
 
 
-def absolute_checks(results: Results, cell: Cell, run: str = "") -> Iterator[Check]:
+def absolute_checks(results: RunTable, cell: Cell, run: str = "") -> Iterator[Check]:
     """Check a cell for wrong and failed answers and for a draft of which almost nothing is accepted."""
     num_wrong = int(mismatched(select(results.rows, cell.key)).sum())
     if not is_lossy(cell.method):
@@ -245,7 +245,7 @@ def absolute_checks(results: Results, cell: Cell, run: str = "") -> Iterator[Che
         yield _check(cell, "al.pooled", al, DEAD_AL, code, reason, run=run, is_floor=True)
 
 
-def _canary_checks(results: Results, run: str) -> Iterator[Check]:
+def _canary_checks(results: RunTable, run: str) -> Iterator[Check]:
     """Check that the run's witnesses objected to every spoiled copy; without that the run proves nothing."""
     if results.info.canaries is None:
         return
@@ -257,7 +257,7 @@ def _canary_checks(results: Results, run: str) -> Iterator[Check]:
     )  # fmt: skip
 
 
-def _pace_checks(results: Results, cell: Cell, run: str) -> Iterator[Check]:
+def _pace_checks(results: RunTable, cell: Cell, run: str) -> Iterator[Check]:
     """Check that plain decoding of one answer at a time is not far slower than its own forward passes."""
     if cell.method != BASELINE or cell.settings.is_shared:
         return
@@ -309,7 +309,7 @@ def _limit_checks(
 # Against a baseline, on the prompts that all runs answered.
 
 
-def difference_notes(runs: Sequence[Results], baseline: Baseline, allow: Sequence[str]) -> list[str]:
+def difference_notes(runs: Sequence[RunTable], baseline: Baseline, allow: Sequence[str]) -> list[str]:
     """Return notes on what differs from the baseline. Another machine is not refused, but fewer metrics are judged."""
     pairs = [compare.require_comparable(baseline.as_results(), run, (*allow, DEVICE)) for run in runs]
     found = list(dict.fromkeys(difference for of_run in pairs for difference in of_run))
@@ -334,7 +334,7 @@ def warn_fewer_prompts(name: str, cells: Runs, baseline: Baseline, allow: Sequen
 
 
 def baseline_checks(
-    runs: Sequence[Results], cells: Runs, baseline: Baseline, limits: Mapping[str, Limit], allow: Sequence[str]
+    runs: Sequence[RunTable], cells: Runs, baseline: Baseline, limits: Mapping[str, Limit], allow: Sequence[str]
 ) -> list[Check]:
     """Check every cell of the baseline. Raises UserError if the runs lack a cell and `allow` does not name cells."""
     name = runs[0].name

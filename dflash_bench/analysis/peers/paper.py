@@ -133,7 +133,7 @@ def beside(cells: Sequence[Official], target: str, identity: RunIdentity) -> lis
     """
     embedded = [suite for suite in dict.fromkeys(cell.suite for cell in cells) if _is_embedded(identity, suite)]
     if embedded:
-        label = labels.listed((suite, EMBEDDED) for suite in embedded)
+        label = labels.suite_list((suite, EMBEDDED) for suite in embedded)
         raise UserError(
             f"{label}: embedded prompts are this project's own samples, so there are no published figures for them; "
             "run again with --data hub, or --data FOLDER with the hub's rows"
@@ -153,7 +153,9 @@ def beside(cells: Sequence[Official], target: str, identity: RunIdentity) -> lis
             and figure.thinking in MODES[settings.thinking]
         ]
     if not comparisons:
-        names = ", ".join(f"{labels.named(cell.suite, identity.source_of(cell.suite))} {cell.method}" for cell in cells)
+        names = ", ".join(
+            f"{labels.suite_label(cell.suite, identity.source_of(cell.suite))} {cell.method}" for cell in cells
+        )
         conditions = " or ".join(_conditions(settings, list(by_id.values())) for settings in by_id.values())
         raise UserError(f"nothing was published for {target} {conditions} on {names}")
     return comparisons

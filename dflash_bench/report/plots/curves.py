@@ -116,7 +116,7 @@ def _trend_title(runs: Sequence[Material], group: Group, figure_id: str) -> str:
     cells = [cell for run in runs for cell in run.cells if group_of(cell) == group]
     everywhere = list(dict.fromkeys(cell.settings for run in runs for cell in run.cells))
     setting = name_without(cells[0].settings, everywhere)
-    label = f"{labels.named(group[0], *(cell.source for cell in cells))} · {figure_id}"
+    label = f"{labels.suite_label(group[0], *(cell.source for cell in cells))} · {figure_id}"
     return "\n".join(filter(None, [label, setting]))
 
 

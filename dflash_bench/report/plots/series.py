@@ -67,7 +67,7 @@ def load(material: Material) -> Any:
 
 
 def _suite(one: ConcurrencyCurve) -> str:
-    return labels.under(one.suite, one.setting)
+    return labels.with_settings(one.suite, one.setting)
 
 
 def _draw(axes: Any, one: ConcurrencyCurve, figure_id: str, look: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from dflash_bench.core import plugins
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.plugins import Registry
 from dflash_bench.core.types import CODE_SCORERS, Prompt
-from dflash_bench.tasks.sandbox import Cage
+from dflash_bench.tasks.sandbox import Isolation
 from dflash_bench.tasks.scorers import code, formulas, numbers
 from dflash_bench.tasks.scorers.base import Score, reference, require_module
 
@@ -42,7 +42,7 @@ def check_references(name: str, prompts: Iterable[Prompt]) -> None:
                 raise UserError(f"{where} has no {column} (a {kind.__name__}), which the scorer {name} needs")
 
 
-def score(name: str, prompt: Prompt, text: str, cage: Cage | None = None) -> Score:
+def score(name: str, prompt: Prompt, text: str, cage: Isolation | None = None) -> Score:
     """Score an answer. Code runs in `cage`; without one it is not run and stays unscored."""
     if name not in SCORERS:
         raise unknown("scorer", name, list(SCORERS))

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Collection
 
 from dflash_bench.core.types import Prompt
-from dflash_bench.tasks.sandbox import Cage, ProgramLimits, run_tests
+from dflash_bench.tasks.sandbox import Isolation, ProgramLimits, run_tests
 from dflash_bench.tasks.scorers.base import Score
 
 _FENCED = re.compile(r"(```|~~~)[ \t]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
@@ -23,7 +23,7 @@ _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 LIMITS = ProgramLimits(cpu_s=20, wall_s=30.0)  # several times what the slowest correct solution takes
 
 
-def humaneval(prompt: Prompt, text: str, cage: Cage | None) -> Score:
+def humaneval(prompt: Prompt, text: str, cage: Isolation | None) -> Score:
     """Run HumanEval's tests, with whatever the prompt defines before the function taken from the prompt."""
     stub, name = prompt.row["prompt"], prompt.row["entry_point"]
     code = _code(text, {name})
@@ -36,7 +36,7 @@ def humaneval(prompt: Prompt, text: str, cage: Cage | None) -> Score:
     return _score(code, _join(solution), tests, {name} | _undefined_names(tests), cage)
 
 
-def mbpp(prompt: Prompt, text: str, cage: Cage | None) -> Score:
+def mbpp(prompt: Prompt, text: str, cage: Isolation | None) -> Score:
     """Run MBPP's tests, which name the functions that the answer has to define."""
     imports, tests = prompt.row["test_imports"], prompt.row["test_list"]
     code = _code(text, set(re.findall(r"([A-Za-z_]\w*)\s*\(", "\n".join(tests))))
@@ -44,7 +44,7 @@ def mbpp(prompt: Prompt, text: str, cage: Cage | None) -> Score:
     return _score(code, _join(*imports, code), program, _undefined_names(program) or _solution_names(prompt), cage)
 
 
-def _score(code: str, program: str, tests: str, functions: Collection[str], cage: Cage | None) -> Score:
+def _score(code: str, program: str, tests: str, functions: Collection[str], cage: Isolation | None) -> Score:
     if cage is None:
         return Score(code, None)
     outcome = run_tests(program, cage, LIMITS, tests, sorted(functions))
