@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 from dflash_bench.core import dialects
 from dflash_bench.core.dialects import AcceptanceCounts
@@ -22,7 +22,17 @@ from dflash_bench.diagnose.compare_counts import (
 from dflash_bench.diagnose.doctor import Diagnosis
 from dflash_bench.diagnose.goodness_of_fit import LEVEL, Draws, FitTest, FitVerdict, Kind, count_decisions
 from dflash_bench.diagnose.trials import Sample
-from dflash_bench.report.tables import ABSENT, Rows, aligned, in_markdown, markdown, number, p_value, with_interval
+from dflash_bench.report import render
+from dflash_bench.report.tables import (
+    ABSENT,
+    ReportTable,
+    Section,
+    aligned,
+    in_markdown,
+    number,
+    p_value,
+    with_interval,
+)
 
 SHOWN = 5
 """How many of the best trials are shown."""
@@ -99,17 +109,11 @@ def diagnosis_as_json(diagnosis: Diagnosis) -> dict[str, Any]:
 # `crosscheck`; `sentence` is its result in one sentence.
 
 
-class Table(NamedTuple):
-    title: str
-    heads: Sequence[str]
-    rows: Rows
-
-
 def crosscheck_text(all_checked: Sequence[CrosscheckResult]) -> str:
     blocks = []
     for checked in all_checked:
         blocks += ["\n".join(_about(checked))]
-        blocks += [f"{table.title}\n{aligned(table.heads, table.rows)}" for table in tables(checked)]
+        blocks += map(render.terminal, sections(checked))
         blocks += ["\n".join([*_notes(checked), sentence(checked)])]
     return "\n\n".join(blocks)
 
@@ -120,8 +124,7 @@ def page(all_checked: Sequence[CrosscheckResult], command: str) -> str:
     for checked in all_checked:
         blocks += [f"## {in_markdown(checked.method)}", in_markdown(sentence(checked))]
         blocks += ["\n".join(f"- {in_markdown(line)}" for line in [*_about(checked), *_notes(checked)])]
-        for table in tables(checked):
-            blocks += [f"### {table.title}", markdown(table.heads, table.rows)]
+        blocks += [render.markdown(section, level=3) for section in sections(checked)]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -147,22 +150,24 @@ def _notes(checked: CrosscheckResult) -> Iterator[str]:
         yield f"an answer of the server failed: {error}"
 
 
-def tables(checked: CrosscheckResult) -> Iterator[Table]:
-    yield Table("Answers that are the same", ["", "here", "server"], list(_totals(checked.base)))
+def sections(checked: CrosscheckResult) -> Iterator[Section]:
+    totals = ReportTable.of(["", "here", "server"], list(_totals(checked.base)))
+    yield Section("same_answers", "Answers that are the same", totals)
     if positions := checked.base.positions():
         rows = [
             [str(p.place), *(number(share, 4) for share in (p.reference, p.server)), f"{p.server - p.reference:+.4f}",
              number(p.allowed, 4)]
             for p in positions
         ]  # fmt: skip
-        title = "Share of rounds that accept the draft at a position"
-        yield Table(title, ["position", "here", "server", "difference", "allowed"], rows)
+        table = ReportTable.of(["position", "here", "server", "difference", "allowed"], rows)
+        yield Section("positions", "Share of rounds that accept the draft at a position", table)
     if checked.trials:
         fitting = fitting_causes(checked.trials)
         others = sorted((one for one in checked.trials if one not in fitting), key=_nearness)[:SHOWN]
         heads = ["cause, in our engine", "same answers", "same counts", "al.pooled", "fits"]
         title = f"Causes that were tried ({len(checked.trials)}): those that fit, and the nearest others"
-        yield Table(title, heads, [_cause(one, one in fitting) for one in [*fitting, *others]])
+        rows = [_cause(one, one in fitting) for one in [*fitting, *others]]
+        yield Section("causes", title, ReportTable.of(heads, rows))
 
 
 def _totals(base: CountComparison) -> Iterator[list[str]]:

@@ -61,7 +61,7 @@ def test_a_server_that_does_the_same_agrees_in_all_dialects(
         "have the same counts of rounds and accepted drafts."
     )
     tells_positions = does.get("counts_positions", True) and does.get("has_metrics", True) and "spec_names" not in does
-    assert ("Share of rounds that accept the draft at a position" in out) == tells_positions
+    assert ("share of rounds that accept the draft at a position" in out) == tells_positions
 
 
 def test_counts_are_not_put_another_servers_way(check: Main, answers: dict[str, Said]) -> None:

@@ -21,6 +21,7 @@ from dflash_bench.diagnose import crosscheck
 from dflash_bench.diagnose import show as diagnose_show
 from dflash_bench.diagnose.compare_counts import CrosscheckResult
 from dflash_bench.diagnose.crosscheck import CrosscheckRequest
+from dflash_bench.report import render
 from dflash_bench.report.tables import ABSENT, Rows, in_markdown, markdown, number
 from dflash_bench.results import table
 from dflash_bench.results.identity import settings_of
@@ -200,6 +201,4 @@ def section(measurement: Measured) -> list[str]:
 
 def crosscheck_section(title: str, one: CrosscheckResult) -> list[str]:
     blocks = [f"## {title}", in_markdown(diagnose_show.sentence(one))]
-    for part in diagnose_show.tables(one):
-        blocks += [f"### {part.title}", markdown(part.heads, part.rows)]
-    return blocks
+    return [*blocks, *(render.markdown(part, level=3) for part in diagnose_show.sections(one))]
