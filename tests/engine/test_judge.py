@@ -14,6 +14,7 @@ from toy import generated, tiny
 from dflash_bench.core.types import Divergence
 from dflash_bench.engine import judge as judging
 from dflash_bench.engine.judge import Judge
+from dflash_bench.engine.masks import TargetMasks
 from dflash_bench.engine.target import Target
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -283,8 +284,9 @@ def test_the_judge_does_not_go_through_the_engine(monkeypatch: pytest.MonkeyPatc
     model = tiny("qwen3")
     answer = answer_of(model)
     expected = Judge(model).audit(PROMPT, with_other_token(answer, 6))
-    for name in ("forward", "prefill", "begin", "commit", "_mask", "_masks"):
+    for name in ("forward", "prefill", "begin", "commit"):
         monkeypatch.setattr(Target, name, None)
+    monkeypatch.setattr(TargetMasks, "build", None)
     assert Judge(model).audit(PROMPT, with_other_token(answer, 6)) == expected
 
 

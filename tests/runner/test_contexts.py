@@ -330,7 +330,7 @@ def test_a_run_of_one_context_has_neither_table_nor_plot(tmp_path: Path, main: M
 def test_a_sweep_begins_with_prompts_as_they_are(tmp_path: Path) -> None:
     (sweep,) = read_document(at_contexts(tmp_path / "run", LONG, NONE, SHORT)).sweeps
     assert (sweep.option, sweep.unit) == ("context", "tokens")
-    assert [point.value for point in sweep.answers[0].points] == ["none", 256, 4096]
+    assert [point.value for point in sweep.summaries[0].points] == ["none", 256, 4096]
 
 
 def test_runs_behind_other_texts_are_not_compared(tmp_path: Path, main: Main) -> None:

@@ -71,7 +71,7 @@ def test_settings_are_told_from_options() -> None:
         ("dflash", ["eagle3:n=4,8"], "--over eagle3:n has no effect without --method eagle3"),
         ("dflash:block=8", ["block=4,8"], "--over block has no effect: each method that has it already says its own"),
         ("dflash:7", ["block=4,8"], "--over block has no effect"),
-        ("dflash", ["block=4,8", "n=3,7"], "block and n say the same"),
+        ("dflash", ["block=4,8", "n=3,7"], "block and n set the same thing"),
         ("eagle3-tree", ["top_k=4,8"], "write eagle3-tree:top_k= or setting:top_k="),
     ],
 )
