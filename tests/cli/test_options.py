@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dflash_bench.api.tools import training
+import dflash_bench as db
 from dflash_bench.cli import run
 from dflash_bench.cli.options import with_options
 from dflash_bench.core.errors import UserError
@@ -356,11 +356,13 @@ def test_train_takes_its_options_from_a_file_and_from_python_alike(
     rest = ("--target", "nano", "--out", "mine", "--written", "8", "--invented", "2", "--epochs", "2")
     for words in (("--config", "train.toml"), (*typed, *rest)):
         assert main("train", *words) == (2, "", f"dflash-bench: {STOP}\n")
-    same = training(
-        target="nano", out=Path("mine"), method="dflash", written=8, openings=("Write", "What"), invented=2,
-        max_disk_gb=1.5, on_the_fly=True, format="zlab", epochs=2.0,
-    )  # fmt: skip
-    assert requests == [same, same]
+    with pytest.raises(UserError, match=STOP):
+        db.train(
+            "nano", "mine", "dflash", written=8, openings=("Write", "What"), invented=2, max_disk_gb=1.5,
+            on_the_fly=True, format="zlab", epochs=2.0,
+        )  # fmt: skip
+    from_file, typed_words, from_python = requests
+    assert from_file == typed_words == from_python
 
 
 def test_help_of_train_names_every_option_once(main: Main) -> None:
