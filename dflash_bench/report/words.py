@@ -159,7 +159,7 @@ def _draft(label: str, method: MethodEntry, identity: RunIdentity) -> str:
     revision = _revision(identity.revisions.get(draft))
     if method.num_drafts is None:
         return f"{label}, as its server was started"
-    return f"{label} with {method.num_drafts} tokens a round{source}{revision}"
+    return f"{label} with {method.num_drafts} tokens per round{source}{revision}"
 
 
 def _server(label: str, server: ServerEntry) -> str:

@@ -346,7 +346,7 @@ def markdown(
 def training_lines(trainings: Sequence[Training]) -> Iterator[str]:
     yield "\n## Training\n"
     yield f"Drafts for nano, {STEPS} steps on its own answers: the loss must fall.\n"
-    yield "| method | loss half way | loss at the end | accepted, tokens a round | seconds |"
+    yield "| method | loss half way | loss at the end | accepted, tokens per round | seconds |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     for one in trainings:
         half, last = one.losses

@@ -55,8 +55,8 @@ def test_each_label_is_measured_with_its_draft(
     assert main(monkeypatch, "report", tmp_path / "run") == 0
     assert "dflash@b:block=8" in capsys.readouterr().out
     drafts = words_of(info)["draft"].split(", ")
-    assert drafts[1].startswith("dflash@a with 15 tokens a round from dflash (")
-    assert drafts[3].startswith("dflash@b:block=8 with 7 tokens a round from worse (")
+    assert drafts[1].startswith("dflash@a with 15 tokens per round from dflash (")
+    assert drafts[3].startswith("dflash@b:block=8 with 7 tokens per round from worse (")
 
 
 def test_a_trees_label_is_that_of_the_chains_draft(
