@@ -88,15 +88,20 @@ def bench(*words: object, allowed: Sequence[int] = (0,), shown: bool = False) ->
 
     Raises StudyError if its exit status is not allowed.
     """
-    texts = list(map(str, words))
+    texts = list(map(_word, words))
     done = subprocess.run(
         [sys.executable, "-m", "dflash_bench.cli", *texts],
-        stdout=sys.stderr if shown else subprocess.PIPE, text=True, check=False,
+        stdout=sys.stderr if shown else subprocess.PIPE, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     if done.returncode not in allowed:
         said = "" if shown else f":\n{done.stdout[-3000:]}"
         raise StudyError(f"{shlex.join(['dflash-bench', *texts])} ended with exit status {done.returncode}{said}")
     return done.stdout or ""
+
+
+def _word(word: object) -> str:
+    """A path in the checkout as seen from there: runs record their command, and pages show it."""
+    return str(word.relative_to(ROOT) if isinstance(word, Path) and word.is_relative_to(ROOT) else word)
 
 
 def write(path: Path, text: str) -> None:
