@@ -175,7 +175,7 @@ def _refuse_out_of_range(spec: OptionSpec, allowed: Range, values: Sequence[floa
     if wrong := [value for value in values if not allowed.holds(value)]:
         raise UserError(f"{spec.flag} {allowed.error.format(values=_listed(wrong))}")
     if len(set(values)) < len(values):
-        raise UserError(f"{spec.flag} names one twice: {_listed(values)}")
+        raise UserError(f"{spec.flag} lists a value twice: {_listed(values)}")
 
 
 def _listed(values: Sequence[float]) -> str:
@@ -201,7 +201,7 @@ def numbers(text: str, where: str, *, whole: bool = False) -> tuple[Any, ...]:
         raise UserError(f"{where} takes {kind}, or several with commas between them, not {shortened(text, 40)}")
     values: tuple[Any, ...] = tuple(map(int if whole else float, parts))
     if len({*values}) < len(values):
-        raise UserError(f"{where} names one twice: {text}")
+        raise UserError(f"{where} lists a value twice: {text}")
     return values
 
 
@@ -219,5 +219,5 @@ def context_lengths(text: str, where: str) -> tuple[int | None, ...]:
             f"them, not {shortened(text, 40)}"
         )
     if len({*values}) < len(values):
-        raise UserError(f"{where} names one twice: {text}")
+        raise UserError(f"{where} lists a value twice: {text}")
     return tuple(int(value) if value else None for value in values)

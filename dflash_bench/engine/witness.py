@@ -229,7 +229,9 @@ def weights_in(source: Source) -> Any:
         elif not how.spread:
             model = model.to(source.device)
     except torch.OutOfMemoryError as error:
-        raise UserError(f"{source.folder} does not fit on {source.device} again, for the judge") from error
+        raise UserError(
+            f"{source.folder} does not fit on {source.device} a second time, which the judge needs"
+        ) from error
     except UNREADABLE as error:
         raise cannot_load(source.folder, error) from error
     return model.eval()

@@ -63,7 +63,7 @@ def check(path: Path) -> None:
             raise
         raise UserError(f"{path} is truncated or not a GGUF file ({first_line(error)}); copy it again") from error
     for problem in _missing(fields, shapes):
-        raise UserError(f"{path} is no whole model: {problem}; copy it again")
+        raise UserError(f"{path} is not a complete model: {problem}; copy it again")
 
 
 def _missing(fields: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:

@@ -361,7 +361,7 @@ OF_DRAFTS = "fc.weight"
 def convert(reference: str, destination: Path, of_target: str | None) -> list[str]:
     """Write a target, or a draft of `of_target`, as a new file. Returns remarks; raises UserError."""
     if destination.suffix != ENDING:
-        raise UserError(f"{destination} is to be a GGUF file; name one that ends in {ENDING}")
+        raise UserError(f"{destination} must name a GGUF file: one that ends in {ENDING}")
     if os.path.lexists(destination):
         raise UserError(f"{destination} exists already; name a new file")
     if not destination.parent.is_dir():

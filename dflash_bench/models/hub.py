@@ -88,7 +88,7 @@ def fetch(reference: str, *, pickles: bool = False, code: bool = False) -> Local
     snapshot = _snapshot(name, revision or "main", patterns)
     if not any(snapshot.glob("*.safetensors")):
         if not pickles:
-            raise UserError(f"{name} has no safetensors weights, and targets are loaded from nothing else")
+            raise UserError(f"{name} has no safetensors weights, the only format that targets are loaded from")
         snapshot = _snapshot(name, snapshot.name, [*patterns, *PICKLES])
     require_files(snapshot)
     return LocalCheckpoint(snapshot, f"{name}@{snapshot.name}")

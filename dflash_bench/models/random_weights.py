@@ -59,7 +59,7 @@ def config_of(target: str, num_layers: int | None = None) -> Any:
         )
     if num_layers is not None:
         if num_layers > config.num_hidden_layers:
-            raise UserError(f"--layers {num_layers}: {target} has {config.num_hidden_layers}")
+            raise UserError(f"--layers {num_layers}: {target} has only {config.num_hidden_layers} layers")
         config.num_hidden_layers = num_layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:num_layers]

@@ -159,7 +159,7 @@ def _check_sizes(folder: Path, config: Any, sizes: dict[str, Any]) -> None:
     for name, size in sizes.items():
         least = 0 if "experts" in name else 1
         if type(size) is not int or not least <= size <= LARGEST:
-            raise UserError(f"{folder} is no target: {name} in its config.json cannot be {size!r}")
+            raise UserError(f"{folder} is not a target: {name} in its config.json cannot be {size!r}")
     if sizes.get("max_position_embeddings", LEAST_POSITIONS) < LEAST_POSITIONS:
         raise UserError(
             f"{folder}: max_position_embeddings in its config.json is {sizes['max_position_embeddings']}, and no chat "
@@ -267,7 +267,7 @@ def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placeme
     if surplus := report["unexpected_keys"]:
         raise UserError(
             f"{folder}: config.json has no place for {min(surplus)} ({len(surplus)} such tensors); "
-            "it belongs to other weights, or they are to be removed"
+            "config.json belongs to other weights, or these tensors must be removed"
         )
     _check_stops(folder, model.generation_config.eos_token_id)
     return spread(folder, model) if placement.spread else _placed(folder, model, device, placement.quantize)
@@ -314,7 +314,9 @@ def spread(folder: Path, model: Any) -> Any:
     # Where one device holds it all, there is no map.
     places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
     if places & {"cpu", "disk"} and torch.cuda.is_available():
-        raise UserError(f"{folder} does not fit on the GPUs here, and from elsewhere no time would mean anything")
+        raise UserError(
+            f"{folder} does not fit on the GPUs here, and timings with weights in CPU memory would mean nothing"
+        )
     home = model.get_input_embeddings().weight.device
     model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, logits: logits.to(home))
     return model

@@ -253,9 +253,9 @@ def check(methods: Sequence[Method]) -> None:
         if method.name not in BUILDERS:
             raise unknown("method to profile", method.name, list(BUILDERS))
         if method.name == "dflash" and method.option("block") == "auto":
-            raise UserError(f"--method {method.label}: a profile needs one width; leave block=auto out")
+            raise UserError(f"--method {method.label}: a profile needs one width; leave out block=auto")
         if method.name == "dflash" and method.option("rule") != "match":
-            raise UserError(f"--method {method.label}: a profile draws no tokens; leave rule= out")
+            raise UserError(f"--method {method.label}: a profile draws no tokens; leave out rule=")
 
 
 def num_drafts(method: Method, draft: Any) -> int:

@@ -168,7 +168,7 @@ def best_values(sweeps: Sequence[Sweep], info: RunInfo) -> list[str]:
 
 
 def engine(info: RunInfo) -> str:
-    """What decides which value is the best: `this engine (local, ...) and this machine (...)`."""
+    """The engine and machine that the best value holds for: `this engine (local, ...) and this machine (...)`."""
     identity, env = info.identity, info.environment
     packages = env.packages
     software = [f"{name} {packages[name]}" for name in ("transformers", "torch") if packages.get(name)]

@@ -64,7 +64,7 @@ class Column:
     justify: Literal["left", "right"] = "right"
     digits: int = 2
     kind: Literal["", "metric", "share"] = ""
-    """What it holds even if no row has any, so that data formats give each part of it a column."""
+    """The kind of value even if every row lacks one, so that data formats give each part of it a column."""
     has_interval: bool = True
     """Whether the interval of a metric is shown, or its value alone."""
     is_percent: bool = False
@@ -162,7 +162,7 @@ class Section:
     legend: Sequence[str] = ()
     sentences: Sequence[str] = ()
     terms: Mapping[str, str] = field(default_factory=dict)
-    """What terms of the section mean, formulas for instance."""
+    """Terms of the section with their meaning, such as formulas."""
     items: Sequence[ListItem] | None = None
 
 

@@ -99,7 +99,7 @@ def tally(document: Document, name: str, line: MethodLine | None = None) -> Shar
 
 
 def facts(info: RunInfo) -> dict[str, str]:
-    """What decides results, from `run.json`, a line each. An older run may not have recorded everything."""
+    """List what decides the results, from `run.json`, by topic. Topics that were not recorded are left out."""
     identity, env = info.identity, info.environment
     revisions = identity.revisions
     lines = {
@@ -119,7 +119,7 @@ def facts(info: RunInfo) -> dict[str, str]:
 
 
 def memory(info: RunInfo) -> str:
-    """What was predicted before the models were loaded; empty for a run that recorded none."""
+    """Describe the memory predicted before the models were loaded; empty for a run that recorded none."""
     known = info.memory
     if not known:
         return ""
@@ -170,7 +170,7 @@ def _server(label: str, server: ServerEntry) -> str:
 
 
 def _whose(identity: RunIdentity) -> str:
-    """Servers may be elsewhere, and do not say on what they compute."""
+    """Servers may run elsewhere, and do not report their machine."""
     return " (of the client; the servers' is not known)" if identity.servers else ""
 
 

@@ -36,7 +36,7 @@ COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *laws.COLUMNS, "worker", "passed
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """A row per answer of one part, a digest of each answer's tokens, and the invalid rows by what is wrong."""
+    """A row per answer of one part, a digest of each answer's tokens, and the invalid rows by the law they break."""
 
     rows: Any
     digests: Any
@@ -278,7 +278,7 @@ class Problem:
     what: str
     """Such as "5 of 24 answers missing, first p003"."""
     setting: str = ""
-    """The name of the settings, without what all settings of the run share; empty if there is only one."""
+    """The name of the settings, without the values that all settings of the run share; empty if there is only one."""
 
     def __str__(self) -> str:
         return f"{' '.join(filter(None, [self.suite, self.setting, self.method]))}: {self.what}"

@@ -24,7 +24,7 @@ from dflash_bench.results.row_arrays import COUNTS, SECONDS, Facts, RowArrays, l
 TOKENS = ("num_hidden_tokens", "num_first_tokens", "num_cached_tokens")
 TOTALS = ("total_rounds", "total_drafted", "total_accepted")
 CLOCK = ("clock_s", "clock_prefill_s", "clock_decode_s", "clock_slack_s", "clock_rounds", "clock_passes")
-"""What the runner saw of an answer, apart from what the backend says of it."""
+"""The runner's own observations of an answer, independent of the backend's report."""
 VERDICTS = {
     "exactness": ("first_divergence", "divergence_gap", "divergence_tolerance"),
     "audit": ("audit_index", "audit_gap", "audit_tolerance"),
@@ -259,7 +259,7 @@ def _kept_what_was_not_drafted(rows: RowArrays) -> Any:
 
 
 def _kept_too_little(rows: RowArrays) -> Any:
-    """Only where what was right is kept for certain: greedily, by a method that keeps to the target."""
+    """Applies only where correct drafts are certain to be accepted: greedy decoding by a lossless method."""
     greedy: Any = is_greedy(rows.numbers("temperature"))
     return rows.along_the_drafts[1] & greedy & ~rows.by_method(is_lossy)
 
@@ -298,7 +298,7 @@ def _excused_too_much(rows: RowArrays) -> Any:
 
 
 def _totals_of_no_answer(rows: RowArrays) -> Any:
-    """By the server's own way of counting; totals that do not say it are held to what all ways have in common."""
+    """Check totals by the server's counting rule; without one, by the limits that all rules share."""
     hidden = rows.numbers("num_hidden_tokens")
     num = np.where(np.isnan(hidden), np.maximum(rows.lengths("token_ids"), 0), hidden)
     rounds, drafted, accepted = (rows.numbers(name) for name in TOTALS)
@@ -322,7 +322,7 @@ def _unknown_rule(rows: RowArrays) -> Any:
 
 class RowLaw(NamedTuple):
     why: str
-    """What is wrong with a row that breaks it."""
+    """The problem of a row that breaks it."""
     broken: Broken
     group: int
     """A group is held to those of the others: FORM is for all rows, VALUES for those that did not fail and keep to all
@@ -383,7 +383,7 @@ LAWS = (
 
 
 def faults(batch: Any, facts: Facts) -> dict[str, Any]:
-    """Return the numbers of rows that no run can have measured, by what is wrong; `batch` has all `COLUMNS`."""
+    """Return the indices of rows that no run can have measured, by the law they break; `batch` has all `COLUMNS`."""
     found: dict[str, Any] = {}
     rows, at = RowArrays(batch, facts), np.arange(len(batch))
     with np.errstate(invalid="ignore"):

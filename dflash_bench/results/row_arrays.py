@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What `run.json` says that rows can be held to. None where it does not."""
+    """The facts in `run.json` that rows are checked against; None where it holds none."""
 
     blocks: Mapping[str, Block]
     ceiling: float

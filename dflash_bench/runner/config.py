@@ -45,7 +45,7 @@ from dflash_bench.servers.address import Access, Address, key_of
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ATTENTION = ("sdpa", "eager")
-"""What takes the mask of this engine, which tells ragged rows and the branches of a tree apart."""
+"""Attention implementations that accept the engine's masks, which ragged batches and trees need."""
 ENGINES = ("native", "transformers")
 THINKING: dict[str, tuple[bool, ...]] = {"on": (True,), "off": (False,), "both": (False, True)}
 
@@ -80,7 +80,7 @@ SERVED_ALONE = condition(
     "with --server alone: give --model or --target too, the same weights as the server's, to make its prompts and "
     "judge its answers here",
 )
-"""What a server decides itself, so that it can only be said of a target here."""
+"""Options that a server decides itself, so they apply only to a target in this process."""
 
 
 def _all_together(flag: str, is_so: Any) -> Condition:
@@ -159,7 +159,7 @@ _SHARE = Range(
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """What is asked."""
+    """The prompts."""
 
     suites: tuple[str, ...] = _prompts(
         "A suite or a group of suites, from 'dflash-bench suites'; may be repeated.",
@@ -339,7 +339,7 @@ class ServerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
-    """How answers are decoded, drafted and checked, and what is varied."""
+    """How answers are decoded, drafted and checked, and the settings that a sweep varies."""
 
     max_new_tokens: int | None = _answers(
         "Stop answers after N tokens. Default: 2048, and fewer for nano.", metavar="N", minimum=1, most=10**7
@@ -411,7 +411,7 @@ class DecodingOptions:
             ),
         ),
     )
-    """What a good answer keeps to, such as ttft=500ms,tpot=50ms."""
+    """The latency objective of a good answer, such as ttft=500ms,tpot=50ms."""
     seed: int | None = _answers(
         "Random seed for sampling at temperatures above 0.",
         metavar="S",
@@ -475,7 +475,7 @@ class DecodingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """Where and by what a model is computed."""
+    """The device, dtype and engine that compute a model."""
 
     device: str | None = _machine(
         "cpu or cuda. Default: cpu for nano; for other models cuda if there is one.",
@@ -615,7 +615,7 @@ class MachineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest(MachineOptions, DecodingOptions, ServerOptions, ModelOptions, PromptOptions):
-    """All that decides what is measured; the groups' fields come from the last to the first."""
+    """Everything that decides a measurement; the fields of the groups come from the last group to the first."""
 
     def __post_init__(self) -> None:
         unified(self)

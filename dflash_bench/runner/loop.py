@@ -47,7 +47,7 @@ class Conversation:
     warm: WarmUp
     canaries: Canaries
     setting: str
-    """The name of its settings, without what all settings of the run share."""
+    """The name of its settings, without the values that all settings of the run share."""
     scores: dict[str, Score] = field(default_factory=dict)
     audits: dict[tuple[int, tuple[int, ...]], Divergence | None] = field(default_factory=dict)
     """By turn and tokens."""

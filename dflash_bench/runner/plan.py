@@ -27,9 +27,9 @@ from dflash_bench.tasks.suites import Loaded
 
 SETTINGS = tuple(item.name for item in fields(Settings))
 OF_RUNS = ("dtype", "engine", "quantize")
-"""What decides how the target is loaded."""
+"""The options that decide how the target is loaded."""
 OF_SETTINGS = "setting"
-"""What is written before the colon for a setting that has its name in common with an option of a method."""
+"""The prefix for a setting that shares its name with an option of a method."""
 EXAMPLE = "--over block=4,8,16, --over eagle3-tree:top_k=4,8 or --over temperature=0,1"
 
 
@@ -52,7 +52,7 @@ class Axis:
 
 
 def parse(texts: Sequence[str]) -> tuple[Axis, ...]:
-    """Of each `[OWNER:]NAME=VALUE,VALUE`. Raises UserError for what is not, and for what is given twice."""
+    """Parse each `[OWNER:]NAME=VALUE,VALUE`. Raises UserError for other text, and for a name given twice."""
     axes = tuple(map(_axis, texts))
     for number, axis in enumerate(axes):
         if any((axis.owner, axis.name) == (other.owner, other.name) for other in axes[:number]):
@@ -116,7 +116,7 @@ def laid_out(chosen: Sequence[Method], axes: Sequence[Axis], one_at_a_time: bool
         return list(chosen)
     for axis in axes:
         if not one_at_a_time and not any(axis.is_of(method) and method.leaves_open(axis.name) for method in chosen):
-            raise UserError(f"{axis.flag} {axis.name} has no effect: each method that has it already says its own")
+            raise UserError(f"{axis.flag} {axis.name} has no effect: every method that has it sets it already")
     made = [
         varied.label
         for method in chosen
@@ -256,7 +256,7 @@ def swept(request: RunRequest, chosen: Sequence[Method]) -> tuple[RunRequest, li
     for axis in of_settings:
         spec = options_of(RunRequest)[axis.name]
         if spec.is_given(request):
-            raise UserError(f"{spec.flag} and --over {axis.name} both say what it is; give one of them")
+            raise UserError(f"{spec.flag} and --over {axis.name} both set it; give one of them")
         request = replace(request, **{axis.name: _values(axis, spec)})
     return request, laid_out(chosen, of_methods, request.one_at_a_time)
 
@@ -302,7 +302,7 @@ def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
 
 
 def settings_of(request: RunRequest, modes: Sequence[bool | None]) -> list[Settings]:
-    """Return settings for each combination of values; at temperature 0 without what only affects sampling."""
+    """Return the settings of each combination of values; at temperature 0 without those that only affect sampling."""
     usual, several = Settings(), []
     values = [
         getattr(request, name) or (getattr(usual, name),)

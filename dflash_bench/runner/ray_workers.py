@@ -165,7 +165,7 @@ class RayPool(WorkerPool):
         self._abouts[worker] = about
         other = "; ".join(differences(_alike(self._first["identity"]), _alike(about["identity"])))
         if other:
-            raise UserError(f"worker {worker} computes otherwise than the first one: {other}; use machines of one kind")
+            raise UserError(f"worker {worker} computes differently from the first: {other}; use machines of one kind")
         return {name: about[name] for name in ("machine", "environment")}
 
     def wait_for_all(self, num_workers: int) -> None:

@@ -331,7 +331,7 @@ NO_EFFECT = {
     "--suite gsm8k --temperature inf": "--temperature takes a number, or several with commas between them, not inf",
     "--suite gsm8k --temperature=-1": "--temperature takes numbers from 0 up, not -1",
     "--suite gsm8k --temperature 0,hot": "--temperature takes a number, or several with commas between them, not 0,hot",
-    "--suite gsm8k --temperature 0,1,0": "--temperature names one twice: 0,1,0",
+    "--suite gsm8k --temperature 0,1,0": "--temperature lists a value twice: 0,1,0",
     "--suite gsm8k --top-k 5": "--top-k has no effect at temperature 0",
     "--suite gsm8k --top-p 0.9": "--top-p has no effect at temperature 0",
     "--suite gsm8k --min-p 0.1": "--min-p has no effect at temperature 0",

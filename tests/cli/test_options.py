@@ -261,7 +261,7 @@ SERVED: dict[str, Any] = {"servers": ("plain=http://127.0.0.1:1",)}
         (SERVED | {"one_at_a_time": True}, "--one-at-a-time has no effect with --server: how a server drafts is said"),
         ({"timeout": 0.0}, "--timeout has no effect without --server"),
         ({"budget": "soon"}, "--for takes a time above 0 with its unit, such as 90s, 5m or 1.5h, not 'soon'"),
-        ({"temperature": (0.5, 0.5)}, "--temperature names one twice: 0.5,0.5"),
+        ({"temperature": (0.5, 0.5)}, "--temperature lists a value twice: 0.5,0.5"),
         ({"concurrency": (0, 2)}, "--concurrency is a number of answers from 1 up, not 0"),
         ({"limit": 10**8}, "--limit takes at most 10,000,000, not 100000000"),
         ({"repetition_penalty": (1.0,)}, "--repetition-penalty is a number above 0 other than 1"),

@@ -92,8 +92,8 @@ def test_bytes_and_operations_of_a_tiny_model(
         (("--context", "a"), "--context takes a whole number"),
         (("--context", "9999999"), "leaves no room for 4 tokens: the target's context is"),
         (("--method", "ngram"), "unknown method to profile 'ngram'; known: dflash, eagle3"),
-        (("--method", "dflash:block=auto"), "leave block=auto out"),
-        (("--method", "dflash:rule=rejection"), "leave rule= out"),
+        (("--method", "dflash:block=auto"), "leave out block=auto"),
+        (("--method", "dflash:rule=rejection"), "leave out rule="),
         (("--engine", "slow"), "unknown engine"),
     ],
 )

@@ -181,8 +181,8 @@ def test_a_model_is_no_draft_and_its_drafts_are_named() -> None:
     [
         ({"hidden_size": "abc"}, "cannot load a causal language model .*expected int, got str"),
         ({"num_hidden_layers": 5}, "cannot load a causal language model .*num_hidden_layers"),
-        ({"num_attention_heads": 0}, r"is no target: num_attention_heads in its config\.json cannot be 0"),
-        ({"vocab_size": -1}, r"is no target: vocab_size in its config\.json cannot be -1"),
+        ({"num_attention_heads": 0}, r"is not a target: num_attention_heads in its config\.json cannot be 0"),
+        ({"vocab_size": -1}, r"is not a target: vocab_size in its config\.json cannot be -1"),
     ],
 )
 def test_a_target_whose_config_is_damaged_is_refused(change: dict[str, Any], message: str, copied: Path) -> None:

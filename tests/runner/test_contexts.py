@@ -70,7 +70,7 @@ def test_what_is_no_context_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["1k,1024", "none,none"])
 def test_a_context_given_twice_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="names one twice"):
+    with pytest.raises(UserError, match="lists a value twice"):
         context_lengths(text, "--context")
 
 

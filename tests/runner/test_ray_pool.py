@@ -73,7 +73,7 @@ def test_one_judge_with_shared_weights_is_enough_for_the_run_to_say_so() -> None
     pool = pool_of(own, shared)
     assert pool.describe()["judge"]["weights"] == "shared weights"
     pool._known(2, shared)
-    with pytest.raises(UserError, match='worker 3 computes otherwise than the first one: dtype was "float32"'):
+    with pytest.raises(UserError, match='worker 3 computes differently from the first: dtype was "float32"'):
         pool._known(3, of_worker("separate", dtype="bfloat16"))
 
 
