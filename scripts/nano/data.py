@@ -218,6 +218,8 @@ def samples() -> dict[str, list[dict[str, Any]]]:
             per_category[category] += 1
         questions.add(question)
         chosen[name].append(task)
+        if len(questions) == PER_SUITE * len(chosen):
+            break
     return {name: [with_id(name, n, task.row) for n, task in zip(count(), tasks)] for name, tasks in chosen.items()}
 
 
