@@ -286,7 +286,7 @@ def test_no_file_is_overwritten_and_no_target_has_a_target(tmp_path: Path) -> No
     refusals = [
         (str(tmp_path / "here.gguf"), tmp_path / "nano.gguf", None, "is a GGUF file already"),
         ("nano", tmp_path / "here.gguf", None, "exists already; name a new file"),
-        ("nano", tmp_path / "nano", None, r"name one that ends in \.gguf"),
+        ("nano", tmp_path / "nano", None, r"one that ends in \.gguf"),
         ("nano", tmp_path / "no" / "nano.gguf", None, "is not a folder"),
         ("nano", tmp_path / "nano.gguf", "nano", "is a target, and --target is for drafts"),
         (str(NANO / "dflash"), tmp_path / "draft.gguf", None, "is a draft, .*; give --target"),
