@@ -215,15 +215,9 @@ def _bare(model: nn.Module) -> nn.Module:
 
 def weights_in(source: Source) -> Any:
     """Return a module of the publisher's class with the files' weights. Raises UserError if they cannot be read."""
-    from transformers import AutoModelForCausalLM
-
     how = source.placement
-    options: dict[str, Any] = {"device_map": "auto"} if how.spread else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source.folder, dtype=source.dtype, attn_implementation=how.attention,
-            trust_remote_code=how.trust_remote_code, **options,
-        )  # fmt: skip
+        model = _read(source, {"device_map": "auto"} if how.spread else {})
         if how.quantize is not None:
             model = quantization.quantize(model, how.quantize, source.device)
         elif not how.spread:
@@ -243,19 +237,23 @@ def streamed_from(source: Source, loaded: nn.Module) -> Any | None:
     Returns None if the modules cannot read the files directly (pickles, or experts stored one by one): transformers
     would have to write a second copy of the weights to disk. `loaded` is another model of the same class.
     """
-    from transformers import AutoModelForCausalLM
-
     layers = _layers(loaded)
     homes = dict.fromkeys(layers, "disk") | dict.fromkeys(_outside(loaded, layers), source.device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source.folder, dtype=source.dtype, attn_implementation=source.placement.attention,
-            trust_remote_code=source.placement.trust_remote_code, device_map=homes,
-        )  # fmt: skip
+        return _read(source, {"device_map": homes}).eval()
     except UNREADABLE:
         # They were read a moment ago, so nothing else can be wrong with them.
         return None
-    return model.eval()
+
+
+def _read(source: Source, options: Mapping[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    how = source.placement
+    return AutoModelForCausalLM.from_pretrained(
+        source.folder, dtype=source.dtype, attn_implementation=how.attention,
+        trust_remote_code=how.trust_remote_code, **options,
+    )  # fmt: skip
 
 
 def _outside(module: nn.Module, layers: Mapping[str, nn.Module], prefix: str = "") -> Iterator[str]:

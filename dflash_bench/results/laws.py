@@ -298,26 +298,36 @@ def _excused_too_much(rows: RowArrays) -> Any:
 
 
 def _totals_of_no_answer(rows: RowArrays) -> Any:
-    """Check totals by the server's counting rule; without one, by the limits that all rules share."""
-    hidden = rows.numbers("num_hidden_tokens")
-    num = np.where(np.isnan(hidden), np.maximum(rows.lengths("token_ids"), 0), hidden)
+    """Check totals by the server's counting rule, and by the limits that all rules share."""
+    num = _num_tokens(rows)
     rounds, drafted, accepted = (rows.numbers(name) for name in TOTALS)
     wrong = (rounds > num) | (accepted > num + np.nan_to_num(drafted / np.maximum(rounds, 1), nan=1 << 16))
-    ways, ends = (rows.batch.column(name).to_pylist() for name in ("counted_by", "finish_reason"))
-    for row in np.flatnonzero(~np.isnan(rounds + accepted)):
-        if ways[row] is not None and rule_of(ways[row]) is not None:
-            drafts = None if np.isnan(drafted[row]) else int(drafted[row])
-            counts = AcceptanceCounts(int(rounds[row]), int(accepted[row]), drafts, by=ways[row])
-            hides = not np.isnan(hidden[row])
-            why = contradiction(counts, int(num[row]), at_limit=ends[row] != "stop", hides_tokens=hides)
-            wrong[row] |= why is not None
-    return wrong
+    # Only servers' answers have a rule, and a run of our engine may have a million others.
+    return wrong | rows.among(rows.is_known("counted_by") & ~np.isnan(rounds + accepted), _contradicting)
+
+
+def _num_tokens(rows: RowArrays) -> Any:
+    hidden = rows.numbers("num_hidden_tokens")
+    return np.where(np.isnan(hidden), np.maximum(rows.lengths("token_ids"), 0), hidden)
+
+
+def _contradicting(rows: RowArrays) -> Any:
+    """Check the totals of rows that name a rule; unknown rules are another law's."""
+    ways, is_stopped = rows.batch.column("counted_by").to_pylist(), rows.is_one_of("finish_reason", ["stop"])
+    hides, num = rows.is_known("num_hidden_tokens"), _num_tokens(rows)
+    rounds, drafted, accepted = (rows.counts(name) for name in TOTALS)
+    return np.array([
+        rule_of(way) is not None and contradiction(
+            AcceptanceCounts(int(rounds[at]), int(accepted[at]), None if drafted[at] < 0 else int(drafted[at]), by=way),
+            int(num[at]), at_limit=not is_stopped[at], hides_tokens=bool(hides[at]),
+        ) is not None
+        for at, way in enumerate(ways)
+    ], dtype=bool)  # fmt: skip
 
 
 def _unknown_rule(rows: RowArrays) -> Any:
-    ways = rows.batch.column("counted_by").to_pylist()
-    unknown = {way for way in set(ways) if way is not None and rule_of(way) is None}
-    return np.array([way in unknown for way in ways], dtype=bool)
+    named = rows.batch.column("counted_by").unique().to_pylist()
+    return rows.is_one_of("counted_by", [way for way in named if way is not None and rule_of(way) is None])
 
 
 class RowLaw(NamedTuple):
