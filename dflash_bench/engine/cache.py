@@ -134,6 +134,22 @@ class KVCache:
             self._elsewhere[device] = (rows.to(device), self.positions.to(device, non_blocking=True))
         return self._elsewhere[device]
 
+    def stack(self, num_layers: int, heads: int, size: int, dtype: torch.dtype) -> Tensor:
+        """Return the buffers of all layers [2 * layers, B, heads, capacity, D], allocated if they are not yet there.
+
+        A layer's keys come before its values. All layers must be of one shape.
+        """
+        if not self._layers:
+            shape = torch.empty(1, heads, 0, size, dtype=dtype, device=self.device)
+            self._allocate({layer: (shape, shape) for layer in range(num_layers)})
+        assert len(self._stacks) == 1 and self._stacks[0].dtype == dtype
+        return self._stacks[0]
+
+    @property
+    def first_row(self) -> int:
+        """Return the first of the rows that were placed."""
+        return 0 if self._row_slice is None else int(self._row_slice.start)
+
     def keep_path(self, starts: Sequence[int], path: Tensor) -> None:
         """Move the tokens of an accepted tree path [B, M], counted from each row's start, to that start.
 

@@ -44,15 +44,16 @@ class Norm:
         """`dtype` is that of x."""
         size = weight.shape[-1]
         self.weight, self.eps, self.is_wide = weight.detach(), eps, weight.dtype != dtype
+        self.scaled = self.weight
         # On a CPU torch's own takes six operations. In float32 three do: sqrt(D) * x / sqrt(|x|^2 + D * eps).
         self.is_short = weight.device.type == "cpu" and dtype == torch.float32
         if self.is_short:
-            self.weight = self.weight * size**0.5
+            self.scaled = self.weight * size**0.5
             self.least = torch.tensor((size * eps) ** 0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.is_short:
-            return x.div(torch.hypot(vector_norm(x, dim=-1, keepdim=True), self.least)).mul_(self.weight)
+            return x.div(torch.hypot(vector_norm(x, dim=-1, keepdim=True), self.least)).mul_(self.scaled)
         if self.is_wide:
             return (rms_norm(x.float(), self.weight.shape[-1:], None, self.eps) * self.weight).type_as(x)
         if self.weight.ndim == 1:
@@ -355,13 +356,16 @@ class NativeForward:
 
     def serve(self, cache: KVCache, device: torch.device) -> None:
         """Write into this cache from now on; prepares rotary tables for all of its places."""
-        self.cache = cache
-        positions = torch.arange(cache.capacity, device=device)[None]
+        self.cache, self._tables = cache, self.rotary_tables(cache.capacity, device)
+
+    def rotary_tables(self, length: int, device: torch.device) -> dict[str, Tables]:
+        """Return the tables [length, D] of each kind of layer."""
+        positions = torch.arange(length, device=device)[None]
         probe = torch.empty(0, dtype=self.embedding.weight.dtype, device=device)
         by_kind = "layer_type" in inspect.signature(self.rotary.forward).parameters
         kinds = dict.fromkeys(layer.kind for layer in self.layers)
         tables = {kind: self.rotary(probe, positions, *([kind] if by_kind else [])) for kind in kinds}
-        self._tables: dict[str, Tables] = {kind: _signed(cos[0], sin[0]) for kind, (cos, sin) in tables.items()}
+        return {kind: _signed(cos[0], sin[0]) for kind, (cos, sin) in tables.items()}
 
     def clear(self) -> None:
         pass

@@ -89,22 +89,31 @@ class NativeEagle3:
 
     def fuse(self, features: Tensor) -> Tensor:
         """As `Eagle3Draft.fuse`: features [B, N, K * Ht] -> [B, N, H]."""
-        flat = features.flatten(0, 1)
+        return self.fc(self.normed_features(features.flatten(0, 1))).view(*features.shape[:2], -1)
+
+    def normed_features(self, flat: Tensor) -> Tensor:
+        """Return features [T, K * Ht] after the norms that some drafts have before `fc`."""
         if self.input_norm is not None:
             flat = self.input_norm(flat)
-        if self.fc_norms:
-            parts = flat.chunk(len(self.fc_norms), dim=-1)
-            flat = torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts, strict=True)], dim=-1)
-        return self.fc(flat).view(*features.shape[:2], -1)
+        if not self.fc_norms:
+            return flat
+        parts = flat.chunk(len(self.fc_norms), dim=-1)
+        return torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts, strict=True)], dim=-1)
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, mask: Tensor | None, cache: KVCache) -> Tensor:
         """As `Eagle3Draft.forward` [B, N, H] -> [B, N, H], over a cache; the mask is [B, 1, N, visible] or None."""
-        shape, flat, layer = hidden.shape[:2], hidden.flatten(0, 1), self.layer
-        normed = self.hidden_norm(flat)
-        pair = torch.cat([layer.input_norm(embedded.flatten(0, 1)), normed], dim=-1)
-        attended = layer.attention(0, pair, shape, tables, fold_heads(mask, layer.attention.group), cache)
-        x = layer.fed(layer.mixed(normed if self.config.norm_before_residual else flat, attended))
+        layer = self.layer
+        x, pair = self.inputs(embedded, hidden)
+        attended = layer.attention(0, pair, hidden.shape[:2], tables, fold_heads(mask, layer.attention.group), cache)
+        x = layer.fed(layer.mixed(x, attended))
         return (self.norm(x) if self.config.norm_output else x).view(hidden.shape)
+
+    def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream [B * N, H], and what attention reads [B * N, 2 * H]."""
+        flat = hidden.flatten(0, 1)
+        normed = self.hidden_norm(flat)
+        pair = torch.cat([self.layer.input_norm(embedded.flatten(0, 1)), normed], dim=-1)
+        return normed if self.config.norm_before_residual else flat, pair
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Eagle3Draft.logits`: [..., H] -> [..., Vd]."""

@@ -1,0 +1,372 @@
+"""Forward passes on a CPU by compiled kernels (`kernels.py`): of targets, and of DFlash and EAGLE-3 drafts.
+
+They read the layers that `native.py` lays out, but from one array of packed weights, and write to the same cache.
+Activations are float32, whatever the weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.forward import kernels
+from dflash_bench.engine.forward.hf import PassInputs
+from dflash_bench.engine.forward.kernels import LANES, LAYER, Network, Placed, Store, Team, Workspace
+from dflash_bench.engine.forward.native import ACTIVATIONS, Gated, Layer, Linear, NativeForward, Norm, Tables
+from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
+from dflash_bench.engine.masks import PassMask, ancestors
+
+TILE = 8
+"""Buffers have room for a multiple of so many tokens."""
+PASS_TOKENS = 64
+"""Masks of passes of up to so many tokens per row are kept."""
+CODES = {ACTIVATIONS["silu"]: kernels.SILU, ACTIVATIONS["gelu_pytorch_tanh"]: kernels.GELU_TANH}
+STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+"""The types of weights that are read as they are."""
+
+
+def round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+class Packing:
+    """Collects weights and other numbers, and then lays each kind out in one array."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._weights: list[Tensor] = []
+        self._numbers: list[Tensor] = []
+        self._ends = [0, 0]
+
+    def weight(self, linear: Linear) -> int:
+        """Return where the weights [in, out] of a layer will begin."""
+        size, outputs = linear.weight.shape
+        self._weights.append(linear.weight)
+        self._ends[0] += size * round_up(outputs, LANES)
+        return self._ends[0] - size * round_up(outputs, LANES)
+
+    def number(self, values: Tensor | None) -> int:
+        """Return where these numbers will begin, or -1 for None."""
+        if values is None:
+            return -1
+        self._numbers.append(values)
+        self._ends[1] += values.numel()
+        return self._ends[1] - values.numel()
+
+    def laid_out(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the weights, [blocks of LANES outputs, in, LANES] each, and the numbers, both flat."""
+        # numpy asks the system for huge pages, without which every few vectors wait for an address.
+        weights = np.empty(self._ends[0], STORED[self.dtype])
+        place = 0
+        for weight in self._weights:
+            size, outputs = weight.shape
+            rows = weight.t().contiguous()
+            blocks = (rows if self.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
+            padded = round_up(outputs, LANES)
+            packed = weights[place : place + size * padded].reshape(-1, size, LANES)
+            whole = outputs // LANES
+            packed[:whole] = blocks[: whole * LANES].reshape(whole, LANES, size).swapaxes(1, 2)
+            if whole * LANES < padded:
+                packed[whole:] = 0
+                packed[whole, :, : outputs - whole * LANES] = blocks[whole * LANES :].T
+            place += size * padded
+        numbers = [values.detach().float().reshape(-1).numpy() for values in self._numbers]
+        return weights, np.concatenate([*numbers, np.zeros(1, np.float32)])
+
+
+class CompiledLinear:
+    """A linear layer [in, out] that computes float32 [..., out] from [..., in]."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.size, self.outputs = linear.weight.shape
+        packing = Packing(linear.weight.dtype)
+        packing.weight(linear)
+        self.bias = packing.number(linear.bias)
+        self.weights, self.numbers = packing.laid_out()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.size)
+        inputs = np.empty((round_up(len(rows), TILE), self.size), np.float32)
+        torch.from_numpy(inputs)[: len(rows)] = rows
+        return self.project(inputs, len(rows)).view(*x.shape[:-1], self.outputs)
+
+    def project(self, inputs: np.ndarray, num_tokens: int) -> Tensor:
+        """Return [num_tokens, out] for inputs [num_tokens or more, in], whose size is a multiple of TILE tokens."""
+        out = np.empty((round_up(num_tokens, TILE), round_up(self.outputs, LANES)), np.float32)
+        run(
+            kernels.project, self.weights, self.numbers, 0, self.bias, -1, self.size, inputs.reshape(-1), num_tokens,
+            out.reshape(-1), self.outputs,
+        )  # fmt: skip
+        return torch.from_numpy(out)[:num_tokens, : self.outputs]
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(kernels.MOST_THREADS, thread_name_prefix="kernels")
+
+
+def num_threads() -> int:
+    return min(torch.get_num_threads(), kernels.MOST_THREADS)
+
+
+def run(function: Callable[..., None], *arguments: Any) -> None:
+    """Call a kernel in as many threads as torch would use."""
+    size, arrived = num_threads(), np.zeros(1, np.int64)
+    others = [_pool().submit(function, *arguments, Team(i, size, arrived)) for i in range(1, size)]
+    function(*arguments, Team(0, size, arrived))
+    wait(others)
+
+
+class CompiledLayers:
+    """Decoder layers over a cache; the first one's attention may read more than the stream (EAGLE-3's does)."""
+
+    def __init__(self, layers: Sequence[Layer], final: Norm | None, dtype: torch.dtype) -> None:
+        packing = Packing(dtype)
+        kinds = dict.fromkeys(layer.kind for layer in layers)
+        self.kinds = tuple(kinds)
+        rows = np.full(len(layers), -1, LAYER)
+        for row, layer in zip(rows, layers, strict=True):
+            self._lay_out(row, layer, packing)
+            row["kind"] = self.kinds.index(layer.kind)
+        self.final = -1 if final is None else packing.number(final.weight)
+        attention, feed = layers[0].attention, layers[0].feed
+        assert isinstance(feed, Gated)
+        self.input_width, width = attention.qkv.weight.shape[0], attention.output.weight.shape[1]
+        weights, numbers = packing.laid_out()
+        self.network = Network(
+            weights, numbers, rows, width, attention.num_heads, attention.num_kv, attention.head_dim,
+            feed.down.weight.shape[0], np.float32(layers[0].input_norm.eps), np.float32(attention.scale),
+            CODES[feed.activation],
+        )  # fmt: skip
+        self._work: Workspace | None = None
+        self._room = (0, 0, 0)
+
+    @staticmethod
+    def _lay_out(row: Any, layer: Layer, packing: Packing) -> None:
+        feed = layer.feed
+        assert isinstance(feed, Gated)
+        products = {
+            "qkv": layer.attention.qkv, "output": layer.attention.output, "gate_up": feed.gate_up, "down": feed.down,
+        }  # fmt: skip
+        for name, linear in products.items():
+            row[name] = packing.weight(linear)
+            row[f"{name}_bias"] = packing.number(linear.bias)
+        for name, norm in {
+            "input_norm": layer.input_norm, "head_norm": layer.attention.head_norm,
+            "after_attention": layer.after_attention, "feed_norm": layer.feed_norm, "after_feed": layer.after_feed,
+        }.items():  # fmt: skip
+            row[name] = packing.number(None if norm is None else norm.weight)
+
+    def work(self, num_tokens: int, num_places: int) -> Workspace:
+        """Return buffers for a pass of so many tokens over so many places; they are reused if they are large enough."""
+        threads = num_threads()
+        if self._work is None or num_tokens > self._room[0] or num_places > self._room[1] or threads != self._room[2]:
+            tokens, places = round_up(max(num_tokens, self._room[0]), TILE), max(num_places, self._room[1])
+            self._room = tokens, places, threads
+            shape = self.network
+            heads = shape.num_heads * shape.head_dim
+            qkv = heads + 2 * shape.num_kv * shape.head_dim
+            widths = [
+                max(shape.width, self.input_width), qkv, heads, 2 * shape.inner, shape.inner, shape.width,
+            ]  # fmt: skip
+            is_padded = [False, True, False, True, False, True]
+            buffers = [
+                np.zeros(tokens * (round_up(width, LANES) if padded else width), np.float32)
+                for width, padded in zip(widths, is_padded, strict=True)
+            ]
+            queries = np.zeros(3 * threads * shape.head_dim * LANES, np.float32)
+            self._work = Workspace(*buffers, queries, np.zeros(threads * places * LANES, np.float32))
+        return self._work
+
+    def store(self, kv: KVCache, cos: np.ndarray, sin: np.ndarray) -> Store:
+        """Return the cache as kernels see it, with tables [kinds, positions, D]."""
+        stack = kv.stack(len(self.network.layers), self.network.num_kv, self.network.head_dim, torch.float32)
+        return Store(stack.view(-1).numpy(), kv.num_rows, kv.capacity, cos, sin)
+
+    def through(
+        self,
+        x: Tensor,
+        shape: tuple[int, int],
+        placed: Placed,
+        store: Store,
+        taps: Sequence[int] = (),
+        given: Tensor | None = None,
+    ) -> tuple[Workspace, Tensor]:
+        """Send x [T, H], the stream of (B, N) tokens, through the layers, in place.
+
+        `given` [T, input width] is what the first layer's attention reads, if not the normed stream. Returns the
+        workspace, whose `normed` holds the stream after the final norm, and the outputs [T, K * H] of layers `taps`.
+        """
+        num_tokens = len(x)
+        work = self.work(num_tokens, store.capacity + placed.seen.shape[3])
+        if given is not None:
+            torch.from_numpy(work.normed)[: given.numel()] = given.reshape(-1)
+        tapped = np.empty((num_tokens, len(taps) * self.network.width), np.float32)
+        run(
+            kernels.run_layers, self.network, x.view(-1).numpy(), *shape, given is not None, self.input_width, placed,
+            store, work, np.array(taps, np.int64), tapped.reshape(-1), self.final,
+        )  # fmt: skip
+        return work, torch.from_numpy(tapped)
+
+
+@cache
+def _causal(num: int, window: int | None, whole: bool) -> np.ndarray:
+    seen = np.ones((1, num, num), np.uint8) if whole else np.tri(num, dtype=np.uint8)[None]
+    return seen if window is None else seen * np.tri(num, k=window - 1, dtype=np.uint8).T[None]
+
+
+def placed_by(mask: PassMask, positions: Tensor, first_row: int, kinds: Sequence[str]) -> Placed:
+    """Return what the tokens of a target's pass see, as kernels read it."""
+    starts = np.array(mask.starts, np.int64)
+    num = mask.width
+    windows = [mask.windows[kind] for kind in kinds] if kinds[0] in mask.windows else [next(iter(mask.windows.values()))] * len(kinds)
+    if mask.parents is None:
+        build = _causal if num <= PASS_TOKENS else _causal.__wrapped__
+        seen = np.stack([build(num, window, mask.whole_block) for window in windows])
+        depth = np.arange(num)[None]
+    else:
+        reach = ancestors(mask.parents)
+        depth = (reach.sum(dim=-1) - 1).numpy()
+        near = depth[:, :, None] - depth[:, None]
+        tree = reach.numpy().astype(np.uint8)
+        seen = np.stack([tree if window is None else tree * (near < window) for window in windows])
+    lows = np.stack([
+        np.zeros((len(starts), num), np.int64) if window is None
+        else np.maximum(starts[:, None] + depth - window + 1, 0) + np.zeros((1, num), np.int64)
+        for window in windows
+    ])  # fmt: skip
+    return Placed(np.ascontiguousarray(positions.numpy()).reshape(-1), starts, starts, starts, seen, lows, first_row)
+
+
+class CompiledForward:
+    """Computes a target that `native.why_not` does not refuse and that has no experts."""
+
+    keeps_some_logits = True
+
+    def __init__(self, native: NativeForward) -> None:
+        self.native = native
+        self.embedding, dtype = native.embedding, native.embedding.weight.dtype
+        self.layers = CompiledLayers(native.layers, native.norm, dtype)
+        head: Any = native.head
+        self.head = CompiledLinear(Linear(head.weight.detach().t(), None if head.bias is None else head.bias.detach()))
+        self._taps: tuple[int, ...] = ()
+
+    def tap(self, taps: Sequence[int]) -> None:
+        self._taps = tuple(taps)
+
+    def serve(self, kv: KVCache, device: torch.device) -> None:
+        """Write into this cache from now on; prepares rotary tables for all of its places."""
+        tables = self.native.rotary_tables(kv.capacity, device)
+        cos, sin = (
+            np.stack([tables[kind][i].float().numpy() for kind in self.layers.kinds]) for i in range(2)
+        )  # fmt: skip
+        self._kv, self._store = kv, self.layers.store(kv, cos, sin)
+
+    def clear(self) -> None:
+        pass
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Do nothing: keys and values beyond a row's end are overwritten."""
+
+    def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
+        """Return logits [B, N or fewer, V] and the outputs [B, N, K * H] of tapped layers; the cache knows the rows."""
+        rows, num = inputs.tokens.shape
+        x = self.embedding(inputs.tokens).flatten(0, 1).float()
+        first_row = 0 if inputs.rows is None else inputs.rows.start
+        placed = placed_by(inputs.mask, inputs.positions, first_row, self.layers.kinds)
+        work, tapped = self.layers.through(x, (rows, num), placed, self._store, self._taps)
+        keep = inputs.keep_logits
+        if isinstance(keep, int) and keep in (0, num):
+            logits = self.head.project(work.normed, rows * num).view(rows, num, -1)
+        else:
+            normed = torch.from_numpy(work.normed)[: x.numel()].view(rows, num, -1)
+            logits = self.head(normed[:, -keep:] if isinstance(keep, int) else normed[:, keep])
+        return logits, [tapped.view(rows, num, -1).to(self.embedding.weight.dtype)] if self._taps else []
+
+
+def _seen_by(mask: Tensor | None, kv: KVCache, shape: tuple[int, int]) -> Placed:
+    """Return what the tokens of a draft's pass see, given a mask [B or 1, 1, N or 1, visible], or None for all."""
+    rows, num = shape
+    starts = np.ascontiguousarray(kv.positions[:, 0].numpy())
+    zero = np.zeros(rows, np.int64)
+    if mask is None:
+        seen = np.ones((1, num, kv.visible), np.uint8)
+    else:
+        bools = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
+        seen = bools.expand(-1, num, -1).numpy().astype(np.uint8)
+    lows = np.zeros((1, rows, num), np.int64)
+    return Placed(np.arange(rows * num), starts, zero, zero, seen[None], lows, kv.first_row)
+
+
+def _tables_of(tables: Tables, shape: tuple[int, int]) -> list[np.ndarray]:
+    """Return cosines and sines [1, T, D] of the tokens, given [B or 1, N, 1, D]."""
+    rows, num = shape
+    return [table.expand(rows, num, 1, -1).reshape(1, rows * num, -1).float().numpy() for table in tables]
+
+
+class CompiledDFlash:
+    """As `NativeDFlash`, by compiled kernels."""
+
+    def __init__(self, native: NativeDFlash) -> None:
+        self.context_norm, self.fc = native.context_norm, CompiledLinear(native.fc)
+        self.layers = CompiledLayers(native.layers, native.norm, native.fc.weight.dtype)
+
+    def context(self, features: Tensor, tables: Tables) -> Tensor:
+        """As `NativeDFlash.context`: features [B, N, K * Ht] -> [layers, 2, B, kv_heads, N, D]."""
+        rows, num = features.shape[:2]
+        network = self.layers.network
+        normed = self.context_norm(self.fc(features.flatten(0, 1)))
+        inputs = np.zeros((round_up(rows * num, TILE), network.width), np.float32)
+        torch.from_numpy(inputs)[: rows * num] = normed
+        width = round_up(2 * network.num_kv * network.head_dim, LANES)
+        out = np.empty((len(network.layers), len(inputs), width), np.float32)
+        cos, sin = _tables_of(tables, (rows, num))
+        run(kernels.run_context, network, inputs.reshape(-1), rows * num, cos, sin, out)
+        both = torch.from_numpy(out)[:, : rows * num].view(len(out), rows, num, 2, -1, network.head_dim)
+        return both.permute(0, 3, 1, 4, 2, 5)
+
+    def forward(self, embedded: Tensor, tables: Tables, mask: Tensor | None, kv: KVCache) -> Tensor:
+        """As `NativeDFlash.forward`, [B, N, H] -> [B, N, H]."""
+        shape = embedded.shape[0], embedded.shape[1]
+        x = embedded.flatten(0, 1).float()
+        store = self.layers.store(kv, *_tables_of(tables, shape))
+        work, _ = self.layers.through(x, shape, _seen_by(mask, kv, shape), store)
+        return torch.from_numpy(work.normed)[: x.numel()].view(embedded.shape)
+
+
+class CompiledEagle3:
+    """As `NativeEagle3`, by compiled kernels."""
+
+    def __init__(self, native: NativeEagle3) -> None:
+        self.native, self.config = native, native.config
+        self.fc = CompiledLinear(native.fc)
+        self.layers = CompiledLayers([native.layer], native.norm, native.fc.weight.dtype)
+        head: Any = native.head
+        self.head = CompiledLinear(Linear(head.weight.detach().t(), None))
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """As `NativeEagle3.fuse`: features [B, N, K * Ht] -> [B, N, H]."""
+        return self.fc(self.native.normed_features(features.flatten(0, 1))).view(*features.shape[:2], -1)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, mask: Tensor | None, kv: KVCache) -> Tensor:
+        """As `NativeEagle3.forward` [B, N, H] -> [B, N, H]."""
+        shape = hidden.shape[0], hidden.shape[1]
+        x, pair = self.native.inputs(embedded, hidden)
+        x = x.float().clone()
+        store = self.layers.store(kv, *_tables_of(tables, shape))
+        work, _ = self.layers.through(x, shape, _seen_by(mask, kv, shape), store, given=pair)
+        if self.config.norm_output:
+            return torch.from_numpy(work.normed)[: x.numel()].clone().view(hidden.shape)
+        return x.view(hidden.shape)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `NativeEagle3.logits`: [..., H] -> [..., Vd]."""
+        return self.head(hidden if self.config.norm_output else self.native.norm(hidden))
