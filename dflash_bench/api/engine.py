@@ -174,7 +174,7 @@ class Engine(AbstractContextManager["Engine"]):
         )
         kind = "auto" if dtype == "auto" else getattr(torch, dtype)
         self._models = load(self.preset, [], device, kind, placement, needs_tokenizer=False)
-        self._target = target_of(self._models.target, request.engine, packs=True)
+        self._target = target_of(self._models.target, request.engine, request.kernels)
         self._drafters: dict[str, Drafter] = {}
         self._open: Iterator[object] | None = None
         self._clock = clock_for(self._target.device)
@@ -289,7 +289,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _built(self, method: Method) -> Drafter:
         from dflash_bench.engine.backend import build_drafter, capture_passes
-        from dflash_bench.engine.selection import pack_like
+        from dflash_bench.engine.selection import compile_like
         from dflash_bench.models.loading import with_draft
 
         if method.kind.shape == "tree" and not self._target.reads_trees:
@@ -299,7 +299,7 @@ class Engine(AbstractContextManager["Engine"]):
         if method.draft is not None:
             self._models = with_draft(self._models, self.preset, method.draft)
         drafter = build_drafter(self._models, self._target, method, self.preset)
-        pack_like(self._target, [drafter], [] if method.draft is None else [self._models.draft_of(method)])
+        compile_like(self._target, [drafter])
         capture_passes(self._target, [*self._drafters.values(), drafter], None)
         return drafter
 

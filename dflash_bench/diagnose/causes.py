@@ -24,6 +24,7 @@ from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafter import Committed, Drafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.forward.native import Norm
+from dflash_bench.engine.forward.native_drafts import NativeDFlash
 from dflash_bench.engine.selection import target_of
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -61,6 +62,7 @@ class OneNorm(DFlashDrafter):
         weights = [layer.self_attn.k_norm.weight for layer in self.draft.layers]
         first: Tensor = weights[0].detach()
         everywhere = first.expand(len(weights), 1, 1, 1, -1).contiguous()
+        assert isinstance(self.network, NativeDFlash)
         self.network.key_norm = Norm(everywhere, self.config.rms_norm_eps, first.dtype)
 
 
@@ -260,5 +262,5 @@ def _reopen(side: ReferenceSide, wanted: MachineConfig, bits: int | None = None)
     backend = side.reopen(wanted)
     if bits is not None:
         round_weights(backend.target.model, bits)
-        backend.target = target_of(backend.target.model, wanted.engine)
+        backend.target = target_of(backend.target.model, wanted.engine, wanted.kernels)
     return backend.target, side.drafter(backend)

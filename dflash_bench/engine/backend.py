@@ -18,6 +18,7 @@ from dflash_bench.core.methods import Method
 from dflash_bench.core.types import (
     GREEDY,
     NOBODY,
+    SHARED_WEIGHTS,
     Divergence,
     FinishReason,
     Generation,
@@ -32,7 +33,7 @@ from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.rows import Clock, DecodingError, Limits, Round, clock_for
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.selection import network_name, pack_like, target_of
+from dflash_bench.engine.selection import compile_like, network_name, target_of
 from dflash_bench.engine.target import Steady, Target
 from dflash_bench.engine.witness import Witness, witness_of, witness_of_model
 from dflash_bench.models import chat, presets
@@ -207,16 +208,19 @@ def open_backend(
     engine: str | None = None,
     capture: str | None = None,
     cache_bytes: int = 0,
+    kernels: str | None = None,
+    lets_go: bool = False,
 ) -> LocalBackend:
     """Open the local backend with a drafter for each method, by label.
 
-    `engine` chooses the code that computes the target (`selection.py`), `capture` how its passes are captured
-    (`capture_passes`). The judge always uses the publisher's code, on its own copy of the weights if that fits beside
-    `cache_bytes` of caches (`witness.py`). Raises UserError for a combination that is impossible.
+    `engine` and `kernels` choose the code that computes the target, and `lets_go` drops weights that it does not read
+    any more (`selection.target_of`); `capture` is how its passes are captured. The judge always uses the publisher's
+    code, on its own copy of the weights if that fits beside `cache_bytes` of caches (`witness.py`). Raises UserError
+    for a combination that is impossible.
     """
     witness = witness_of(models, max_new_tokens, lambda: stop_ids(models.target, models.tokenizer), cache_bytes)
-    # Compiled passes have a layout of their own.
-    target = target_of(models.target, engine, packs=capture != "inductor")
+    kernels = "torch" if capture == "inductor" else kernels
+    target = target_of(models.target, engine, kernels, lets_go and witness.weights != SHARED_WEIGHTS)
     trees = [method.label for method in methods if method.kind.shape == "tree"]
     if trees and not target.reads_trees:
         kind = target.config.model_type
@@ -224,11 +228,11 @@ def open_backend(
             f"--method {trees[0]}: a {kind} target has recurrent layers, which cannot verify trees; use a chain"
         )
     drafters = {method.label: build_drafter(models, target, method, preset) for method in methods}
-    pack_like(target, drafters.values(), models.drafts.values())
+    compile_like(target, drafters.values())
     witness.require_unchanged()
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
     computed = {
-        "network": network_name(target), "fallback": target.fallback,
+        "network": network_name(target), "fallback": target.fallback, "why_torch": target.why_torch,
         "capture": capture_passes(target, drafters.values(), capture),
         "stop_ids": sorted(limits.stop_ids), "context_length": target.context_length,
     }  # fmt: skip

@@ -141,7 +141,7 @@ class KVCache:
         """
         if not self._layers:
             shape = torch.empty(1, heads, 0, size, dtype=dtype, device=self.device)
-            self._allocate({layer: (shape, shape) for layer in range(num_layers)})
+            self._allocate(dict.fromkeys(range(num_layers), (shape, shape)))
         assert len(self._stacks) == 1 and self._stacks[0].dtype == dtype
         return self._stacks[0]
 

@@ -89,10 +89,10 @@ class Captures(Protocol):
 
 
 @runtime_checkable
-class Packs(Protocol):
-    """A drafter whose large weights can get a second layout (`forward/packed.py`)."""
+class Compiles(Protocol):
+    """A drafter whose network can be computed by compiled kernels (`forward/compiled.py`)."""
 
-    def pack(self) -> None: ...
+    def compile(self) -> None: ...
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Chooses the code that computes the target: its publisher's in transformers, or our own."""
+"""Chooses the code that computes the target: its publisher's in transformers, or our own, by torch or by numba."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
-from dflash_bench.engine.drafter import Drafter, Packs
+from dflash_bench.engine.drafter import Compiles, Drafter
 from dflash_bench.engine.forward.hf import HFForward
 from dflash_bench.engine.forward.native import NativeForward, why_not
-from dflash_bench.engine.forward.packed import has_room
 from dflash_bench.engine.graphs import TOLERANCES
 from dflash_bench.engine.target import Target
 
@@ -20,27 +20,64 @@ PROBED = 24
 """Tokens on which both must agree before our own code is used."""
 
 
-def target_of(model: Any, engine: str | None = None, packs: bool = False) -> Target:
+def target_of(model: Any, engine: str | None = None, kernels: str | None = None, lets_go: bool = False) -> Target:
     """Return the target, computed by `engine`: "native", "transformers", or None for native if it covers the target.
 
-    The native forward is used only if both agree on a probe. With `packs` it has a second layout of large weights, if
-    there is room; the weights must not be changed afterwards. Raises UserError if "native" is requested and does not
-    cover the target, or disagrees.
+    `kernels` of the native forward are "numba", "torch", or None for numba on a CPU if it covers the target. Either is
+    used only if it agrees with transformers on a probe. With `lets_go`, weights that numba's kernels hold in a layout
+    of their own are dropped from the model. Raises UserError for a choice that does not cover the target, or disagrees.
     """
     if engine == "transformers":
         return Target(model)
     reason = why_not(model)
     if reason is not None:
         return _fallen_back(engine, model, f"does not cover this target: {reason}")
-    network = NativeForward(model)
-    if packs and has_room(model):
-        network.pack()
-    target = Target(model, network=network)
-    difference = _difference(Target(model), target)
-    if not difference <= TOLERANCES.get(model.dtype, TOLERANCES[torch.float32]):
-        reason = f"by {difference:.0e} of its largest logit over {PROBED} tokens"
+    published, native = _probe(Target(model)), NativeForward(model)
+    why_torch = None
+    if kernels != "torch" and (kernels is not None or model.device.type == "cpu"):
+        target, why_torch = _compiled(model, native, published, lets_go)
+        if target is not None:
+            return target
+        if kernels is not None:
+            raise UserError(f"--kernels numba cannot compute this target: {why_torch}; leave it out")
+    target = Target(model, network=native)
+    target.why_torch = why_torch
+    reason = _disagreement(published, target)
+    if reason is not None:
         return _fallen_back(engine, model, f"computes this target differently ({reason})")
     return target
+
+
+def _compiled(model: Any, native: NativeForward, published: Tensor, lets_go: bool) -> tuple[Target | None, str | None]:
+    """Return the target computed by numba's kernels, or None and why they cannot."""
+    from dflash_bench.engine.forward.choice import let_go, why_not_compiled
+
+    reason = why_not_compiled(native) or _no_room(model, lets_go)
+    if reason is not None:
+        return None, reason
+    from dflash_bench.engine.forward.compiled import CompiledForward
+
+    target = Target(model, network=CompiledForward(native))
+    reason = _disagreement(published, target)
+    if reason is not None:
+        return None, f"they compute it differently ({reason})"
+    if lets_go:
+        let_go(model)
+    return target, None
+
+
+def _no_room(model: nn.Module, lets_go: bool) -> str | None:
+    """Return a reason if there is no memory for weights in a second layout, which stays unless the first is let go."""
+    free, needed = environment.free_bytes(), sum(weight.nbytes for weight in model.parameters())
+    if free is None or needed * (1 if lets_go else SPARE) <= free or needed <= SMALL:
+        return None
+    return "there is not enough memory to lay out its weights again"
+
+
+SPARE = 2
+"""What stays in memory twice may take one part in so many of what is free."""
+SMALL = 1 << 28
+"""Bytes of weights for which there is always room."""
 
 
 def _fallen_back(engine: str | None, model: Any, reason: str) -> Target:
@@ -53,7 +90,8 @@ def _fallen_back(engine: str | None, model: Any, reason: str) -> Target:
 
 def target_like(target: Target, model: Any) -> Target:
     """Return a draft's language model as a `Target`, computed by the same code as the target if that covers it."""
-    return target_of(model, "transformers" if name_of(target) == "transformers" else None, is_packed(target))
+    engine = "transformers" if name_of(target) == "transformers" else None
+    return target_of(model, engine, None if is_compiled(target) else "torch")
 
 
 def name_of(target: Target) -> str:
@@ -61,34 +99,38 @@ def name_of(target: Target) -> str:
     return "transformers" if isinstance(target.network, HFForward) else "native"
 
 
-def pack_like(target: Target, drafters: Iterable[Drafter], drafts: Iterable[nn.Module]) -> None:
-    """Give large weights of the drafts a second layout, too, if the target's have one and there is room."""
-    if not is_packed(target) or not has_room(*drafts):
-        return
-    for drafter in drafters:
-        if isinstance(drafter, Packs):
-            drafter.pack()
+def compile_like(target: Target, drafters: Iterable[Drafter]) -> None:
+    """Let numba's kernels compute the drafts, too, if they compute the target."""
+    if is_compiled(target):
+        for drafter in drafters:
+            if isinstance(drafter, Compiles):
+                drafter.compile()
 
 
 def network_name(target: Target) -> str:
-    """Return the engine's name for the run's identity, with its weight layout."""
-    return f"{name_of(target)}, packed weights" if is_packed(target) else name_of(target)
+    """Return the engine's name for the run's identity, with its kernels if these are not torch's."""
+    return f"{name_of(target)}, numba kernels" if is_compiled(target) else name_of(target)
 
 
-def is_packed(target: Target) -> bool:
-    return isinstance(target.network, NativeForward) and target.network.is_packed
+def is_compiled(target: Target) -> bool:
+    return not isinstance(target.network, (HFForward, NativeForward))
 
 
 @torch.inference_mode()
-def _difference(published: Target, native: Target) -> float:
-    """Return the largest difference of logits, relative to the largest, over a prompt and single tokens after it."""
-    tokens = [token % published.vocab_size for token in range(11, 11 + 7 * PROBED, 7)]
-    logits = []
-    for target in (published, native):
-        target.begin(1, 2 * PROBED)
-        whole = target.prefill([tokens[:-8]]).logits
-        rest = target.forward(torch.tensor([tokens[-8:-1]], device=target.device), [PROBED - 8]).logits
-        last = target.forward(torch.tensor([tokens[-1:]], device=target.device), [PROBED - 1]).logits
-        logits.append(torch.cat([whole, rest, last], dim=1).float())
-        target.release()
-    return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
+def _probe(target: Target) -> Tensor:
+    """Return the logits of a prompt and of single tokens after it."""
+    tokens = [token % target.vocab_size for token in range(11, 11 + 7 * PROBED, 7)]
+    target.begin(1, 2 * PROBED)
+    whole = target.prefill([tokens[:-8]]).logits
+    rest = target.forward(torch.tensor([tokens[-8:-1]], device=target.device), [PROBED - 8]).logits
+    last = target.forward(torch.tensor([tokens[-1:]], device=target.device), [PROBED - 1]).logits
+    target.release()
+    return torch.cat([whole, rest, last], dim=1).float()
+
+
+def _disagreement(published: Tensor, target: Target) -> str | None:
+    """Return by how much a target's logits differ from these, or None if they agree."""
+    difference = float((published - _probe(target)).abs().max() / published.abs().max())
+    if difference <= TOLERANCES.get(target.model.dtype, TOLERANCES[torch.float32]):
+        return None
+    return f"by {difference:.0e} of its largest logit over {PROBED} tokens"

@@ -83,6 +83,8 @@ class Target:
         self.graph_cache: GraphCache | None = None
         self.fallback: str | None = None
         """Why our own forward does not compute this target, as a phrase that begins with a verb; None if it does."""
+        self.why_torch: str | None = None
+        """Why torch and not numba's kernels computes it on a CPU; None if they do, or if that was chosen."""
         self.listener: Listener = NOBODY
         """Hears of every pass."""
 

@@ -25,7 +25,7 @@ from dflash_bench.engine.judge import Judge
 from dflash_bench.models import memory, quantization
 from dflash_bench.models.hub import UNREADABLE, cannot_load
 from dflash_bench.models.loading import Models, Source
-from dflash_bench.models.weights import may_be_held_twice, twin
+from dflash_bench.models.weights import twin
 
 OTHER_PROMPT = "the prompt is not what the template and tokenizer in the target's files make of the messages"
 ALWAYS = 1 << 30
@@ -186,12 +186,10 @@ def has_room_for_layers(models: Models, source: Source, other_bytes: int) -> boo
 
 
 def _fits(models: Models, source: Source, target: memory.Footprint, more_bytes: int) -> bool:
-    """Is there room for this beside target, drafts and, if it will be made, a second layout of the target's weights?"""
+    """Is there room for this beside target and drafts?"""
     assert source.free_bytes is not None
     drafts = sum(map(_bytes_of, models.drafts.values()))
     left = source.free_bytes - target.weights_bytes - drafts - more_bytes
-    if may_be_held_twice(target.layout_bytes, source.free_bytes - target.weights_bytes - drafts):
-        left -= target.layout_bytes
     return left >= source.free_bytes // MARGIN
 
 

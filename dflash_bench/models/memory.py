@@ -25,7 +25,6 @@ from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config
 from dflash_bench.models.nets.layers import DraftShape
-from dflash_bench.models.weights import is_large, may_be_held_twice
 
 MOST_NODES = 63
 """The most nodes that `ddtree:nodes=auto` can choose."""
@@ -126,8 +125,6 @@ class Footprint:
     """A DFlash or EAGLE-3 draft's config, or a block-diffusion model's block settings; None for other models."""
     loading_bytes: int = 0
     """The weights as stored in the checkpoint, if they are quantised on loading."""
-    layout_bytes: int = 0
-    """The most that a second layout of large weights takes on a CPU (`engine/forward/packed.py`); 0 if none is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,29 +175,11 @@ class MemoryDemand:
         none, one = (replace(self, rows=rows).held(longest).total for rows in (0, 1))
         return (num_bytes - none) // (one - none)
 
-    def packed(self, free_bytes: int) -> MemoryDemand:
-        """Return the demand with a second layout of the target's weights, and then of the drafts', if there is room."""
-        drafts = list(self.drafts.values())
-        left = free_bytes - self.target.weights_bytes - sum(draft.weights_bytes for draft in drafts)
-        of_target, of_drafts = self.target.layout_bytes, sum(draft.layout_bytes for draft in drafts)
-        if not of_target or not may_be_held_twice(of_target, left):
-            return self
-        has_room = may_be_held_twice(of_drafts, left - of_target)
-        return replace(
-            self,
-            target=_with_layout(self.target),
-            drafts={name: _with_layout(one) for name, one in self.drafts.items()} if has_room else self.drafts,
-        )
-
     def without_drafts(self) -> MemoryDemand:
         return MemoryDemand(self.target, {}, [method for method in self.methods if method.draft is None], self.rows)
 
     def _round(self, method: Method) -> tuple[int, int]:
         return round_of(method, self.drafts[method.draft].config if method.draft else None)
-
-
-def _with_layout(footprint: Footprint) -> Footprint:
-    return replace(footprint, weights_bytes=footprint.weights_bytes + footprint.layout_bytes)
 
 
 def round_of(method: Method, config: DFlashConfig | Eagle3Config | Mapping[str, Any] | None) -> tuple[int, int]:
@@ -259,7 +238,7 @@ def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.
         # Its head is a copy of rows of the target's.
         tensors += (config.draft_vocab_size or 0) * config.hidden_size * dtype.itemsize
     place_bytes = token_bytes([attention])
-    return Footprint(tensors, place_bytes, config, layout_bytes=_layout(checkpoint.tensors, tensors))
+    return Footprint(tensors, place_bytes, config)
 
 
 def footprint_of(folder: Path, dtype: torch.dtype, trusted: bool = False, quantize: str | None = None) -> Footprint:
@@ -270,7 +249,7 @@ def footprint_of(folder: Path, dtype: torch.dtype, trusted: bool = False, quanti
         tensors.pop(base.HEAD, None)
     place, weights = token_bytes(target_attention(config, dtype.itemsize)), _weights(tensors, dtype)
     if quantize is None:
-        return Footprint(weights, place, layout_bytes=_layout(tensors, weights))
+        return Footprint(weights, place)
     return Footprint(_quantized(tensors, dtype, quantize), place, loading_bytes=weights)
 
 
@@ -280,10 +259,6 @@ def _weights(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
         tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)
         for tensor in tensors.values()
     )
-
-
-def _layout(tensors: Mapping[str, Tensor], weights_bytes: int) -> int:
-    return weights_bytes if any(is_large(tensor.shape) for tensor in tensors.values()) else 0
 
 
 def _quantized(tensors: Mapping[str, Tensor], dtype: torch.dtype, kind: str) -> int:

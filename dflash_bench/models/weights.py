@@ -183,19 +183,12 @@ def _start(path: Path) -> bytes:
 
 
 MOST_ELEMENTS = 1 << 18
-SPARE = 4
-"""A second layout of large weights may take one part in this many of the memory that is left."""
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def is_large(shape: Sequence[int]) -> bool:
     return prod(shape) > MOST_ELEMENTS
-
-
-def may_be_held_twice(num_bytes: int, free_bytes: int | None) -> bool:
-    """`free_bytes` are those left when they have been loaded once; None if unknown."""
-    return free_bytes is not None and num_bytes * SPARE <= free_bytes
 
 
 def goes_by_columns(matrices: Tensor) -> bool:

@@ -20,7 +20,7 @@ from dflash_bench.engine.drafters import dflash, eagle3
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.rows import Limits, clock_for
 from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.selection import pack_like
+from dflash_bench.engine.selection import compile_like
 from dflash_bench.engine.target import Target
 from dflash_bench.models import memory
 from dflash_bench.models.loading import Models
@@ -283,7 +283,7 @@ def measure(
     drafts: list[DraftTiming] = []
     hosts: list[HostOverhead] = []
     drafters = [(method, BUILDERS[method.name](models, target, method)) for method in methods]
-    pack_like(target, [drafter for _, drafter in drafters], models.drafts.values())
+    compile_like(target, [drafter for _, drafter in drafters])
     captured = capture_passes(target, [drafter for _, drafter in drafters], capture)
     widths = sorted({1, *workload.widths, *(drafter.num_drafts + 1 for _, drafter in drafters)})
     places = [(rows, context) for rows in workload.batches for context in workload.contexts]

@@ -190,6 +190,7 @@ class RunIdentity(StoredModel):
     slo: LatencyObjectives | None = None
     judge: JudgeEntry | None = None
     fallback: str | None = None
+    why_torch: str | None = None
 
     def source_of(self, suite: str) -> str:
         """Return "embedded", "hub ID@COMMIT", "folder PATH" or "file PATH"; empty for an unknown suite."""

@@ -47,6 +47,7 @@ DTYPES = ("float32", "bfloat16", "float16", "auto")
 ATTENTION = ("sdpa", "eager")
 """Attention implementations that accept the engine's masks, which ragged batches and trees need."""
 ENGINES = ("native", "transformers")
+KERNELS = ("numba", "torch")
 THINKING: dict[str, tuple[bool, ...]] = {"on": (True,), "off": (False,), "both": (False, True)}
 
 # Where an option has an effect, and where it has none
@@ -517,6 +518,23 @@ class MachineOptions:
         conflicts=(SERVED, ENGINE_HERE),
     )
     """By whose code the target is computed."""
+    kernels: str | None = _machine(
+        "Kernels of --engine native on a CPU: numba, compiled for this processor (ten seconds, once), or torch. "
+        "Default: numba, which is faster, if it covers the target and agrees with transformers.",
+        metavar="K",
+        choices=lambda: KERNELS,
+        conflicts=(
+            SERVED,
+            ENGINE_HERE,
+            condition(
+                lambda options: options.engine == "transformers", "on --engine transformers; leave one of them out"
+            ),
+            Condition(
+                lambda options: options.kernels == "numba" and options.compile is not None,
+                "--kernels numba are compiled already; leave them or --compile out",
+            ),
+        ),
+    )
     graph: str | None = _machine(
         "Capture forward passes of target and drafts as CUDA graphs. Default: on with --engine native on a GPU.",
         metavar="on|off",

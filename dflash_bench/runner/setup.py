@@ -45,16 +45,12 @@ class MachineConfig:
     attention: str | None = None
     trust_remote_code: bool = False
     engine: str | None = None
+    kernels: str | None = None
     capture: str | None = None
     quantize: str | None = None
     is_small: bool = False
     workers: int = 1
     """The number of workers that share the machine's memory on the CPU."""
-
-    @property
-    def packs(self) -> bool:
-        """Whether large weights may be kept in a second layout on a CPU."""
-        return self.engine != "transformers" and self.capture != "inductor" and self.quantize is None
 
 
 def open_local(resolved: RunPlan) -> LocalBackend:
@@ -63,7 +59,9 @@ def open_local(resolved: RunPlan) -> LocalBackend:
     Raises UserError as `open_engine`.
     """
     wanted, seed = machine_of(resolved.request), resolved.request.seed or 0
-    backend = open_engine(resolved.model, resolved.methods, wanted, resolved.max_new_tokens, seed, resolved.cache_bytes)
+    backend = open_engine(
+        resolved.model, resolved.methods, wanted, resolved.max_new_tokens, seed, resolved.cache_bytes, lets_go=True
+    )
     backend.witness.read()
     return backend
 
@@ -134,7 +132,8 @@ def late(backend: Backend) -> list[str]:
 def machine_of(request: RunRequest) -> MachineConfig:
     return MachineConfig(
         request.device, request.dtype, request.threads, request.device_map, request.attention,
-        request.trust_remote_code, request.engine, request.capture, request.quantize, is_small=request.name == "nano",
+        request.trust_remote_code, request.engine, request.kernels, request.capture, request.quantize,
+        is_small=request.name == "nano",
         workers=request.workers or 1,
     )  # fmt: skip
 
@@ -146,10 +145,12 @@ def open_engine(
     max_new_tokens: int,
     seed: int = 0,
     cache_bytes: int = 0,
+    lets_go: bool = False,
 ) -> LocalBackend:
     """Open the engine of this process with these models: the one way for a run, a worker and every diagnosis.
 
-    `cache_bytes` is what the caches will take; the judge gets weights of its own if these fit beside them. Raises
+    `cache_bytes` is what the caches will take; the judge gets weights of its own if these fit beside them. With
+    `lets_go` the models keep no weights that the engine holds in another layout (`selection.target_of`). Raises
     UserError for a device, a type or a model that cannot be had.
     """
     device, dtype, threads = configure_torch(machine)
@@ -170,8 +171,9 @@ def open_engine(
         models = models.sharing_memory(machine.workers)
     where = {"device": device, "device_map": machine.device_map, "threads": threads, "quantize": machine.quantize}
     return open_backend(
-        models, model, methods, max_new_tokens, seed, where, machine.engine, machine.capture, cache_bytes
-    )
+        models, model, methods, max_new_tokens, seed, where, machine.engine, machine.capture, cache_bytes,
+        machine.kernels, lets_go,
+    )  # fmt: skip
 
 
 def forwards_of(backend: Backend) -> dict[str, Any] | None:
@@ -319,8 +321,6 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
     free = None if elsewhere else _free_bytes(device, spread)
     if free is not None and device == "cpu":
         free //= resolved.request.workers or 1
-        if wanted.packs:
-            demand = demand.packed(free)
     footprint = demand.held(padded.longest)
     with_drafts, without = (
         None if free is None else max(0, min(one.longest_within(free), length) - padded.rest)

@@ -18,8 +18,9 @@ from dflash_bench.engine.adaptive import AdaptiveLength
 from dflash_bench.engine.cache import rotations
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler
-from dflash_bench.engine.forward.native_drafts import NativeDFlash
-from dflash_bench.engine.forward.packed import Product, pack_head
+from dflash_bench.engine.forward.choice import why_not_layers
+from dflash_bench.engine.forward.native import Product
+from dflash_bench.engine.forward.native_drafts import DFlashNetwork, NativeDFlash
 from dflash_bench.engine.masks import block_mask
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -63,15 +64,21 @@ class DFlashDrafter(CachedDrafter):
         self.steps = steps
         self.num_predicted = draft.config.num_drafts(self.block_size)
         super().__init__(draft, self.block_size)
-        self.network = NativeDFlash(self.draft)
+        self.network: DFlashNetwork = NativeDFlash(self.draft)
         self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
         self.head: Product = lay_out(draft.lm_head) if self.config.own_head else head
         self.num_drafts = self.num_predicted
         self.draft_sampler = DraftSampler(rule, draft.target_ids, self.config.draft_vocab_size)
 
-    def pack(self) -> None:
-        self.network.pack()
-        self.head = pack_head(self.head)
+    def compile(self) -> None:
+        network, head = self.network, self.head
+        if not isinstance(network, NativeDFlash) or why_not_layers(network.layers):
+            return
+        from dflash_bench.engine.forward.compiled import CompiledDFlash, CompiledLinear, compiled_once
+
+        self.network = compiled_once(self.draft, lambda: CompiledDFlash(network))
+        if isinstance(head, nn.Linear):
+            self.head = CompiledLinear.of(head)
 
     def allocate(self, num_rows: int, capacity: int) -> None:
         self.block = torch.full((num_rows, self.block_size), self.config.mask_token_id, device=self.device)

@@ -26,8 +26,8 @@ class DFlashNGramDrafter:
         self.taps = block.taps
         self.num_drafts = max(block.num_drafts, copy)
 
-    def pack(self) -> None:
-        self.block.pack()
+    def compile(self) -> None:
+        self.block.compile()
 
     def begin(self, num_rows: int, capacity: int) -> None:
         self.block.begin(num_rows, capacity)

@@ -13,7 +13,8 @@ from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import rotations, to_device
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import CachedDrafter
-from dflash_bench.engine.forward.native_drafts import NativeEagle3
+from dflash_bench.engine.forward.choice import why_not_layers
+from dflash_bench.engine.forward.native_drafts import Eagle3Network, NativeEagle3
 from dflash_bench.engine.masks import causal_mask
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -30,12 +31,17 @@ class Eagle3Drafter(CachedDrafter):
 
     def __init__(self, draft: Eagle3Draft, embedding: nn.Module, num_drafts: int) -> None:
         super().__init__(draft, num_drafts)
-        self.network = NativeEagle3(draft)
+        self.network: Eagle3Network = NativeEagle3(draft)
         self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
         self.num_drafts = num_drafts
 
-    def pack(self) -> None:
-        self.network.pack()
+    def compile(self) -> None:
+        network = self.network
+        if not isinstance(network, NativeEagle3) or why_not_layers([network.layer]):
+            return
+        from dflash_bench.engine.forward.compiled import CompiledEagle3, compiled_once
+
+        self.network = compiled_once(self.draft, lambda: CompiledEagle3(network))
 
     def allocate(self, num_rows: int, capacity: int) -> None:
         self.rows = torch.arange(num_rows, device=self.device)

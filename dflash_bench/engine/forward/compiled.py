@@ -6,22 +6,23 @@ Activations are float32, whatever the weights are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward import kernels
 from dflash_bench.engine.forward.hf import PassInputs
-from dflash_bench.engine.forward.kernels import LANES, LAYER, Network, Placed, Store, Team, Workspace
-from dflash_bench.engine.forward.native import ACTIVATIONS, Gated, Layer, Linear, NativeForward, Norm, Tables
+from dflash_bench.engine.forward.kernels import LAYER, Network, Placed, Store, Team, Workspace
+from dflash_bench.engine.forward.native import ACTIVATIONS, Gated, Layer, Linear, NativeForward, Norm, Product, Tables
 from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
+from dflash_bench.engine.forward.tiles import LANES
 from dflash_bench.engine.masks import PassMask, ancestors
 
 TILE = 8
@@ -92,6 +93,10 @@ class CompiledLinear:
         self.bias = packing.number(linear.bias)
         self.weights, self.numbers = packing.laid_out()
 
+    @classmethod
+    def of(cls, module: nn.Linear) -> CompiledLinear:
+        return cls(Linear(module.weight.detach().t(), None if module.bias is None else module.bias.detach()))
+
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.size)
         inputs = np.empty((round_up(len(rows), TILE), self.size), np.float32)
@@ -136,15 +141,15 @@ class CompiledLayers:
         for row, layer in zip(rows, layers, strict=True):
             self._lay_out(row, layer, packing)
             row["kind"] = self.kinds.index(layer.kind)
-        self.final = -1 if final is None else packing.number(final.weight)
+        last = packing.number(None if final is None else final.weight)
         attention, feed = layers[0].attention, layers[0].feed
         assert isinstance(feed, Gated)
-        self.input_width, width = attention.qkv.weight.shape[0], attention.output.weight.shape[1]
+        input_width, width = attention.qkv.weight.shape[0], attention.output.weight.shape[1]
         weights, numbers = packing.laid_out()
         self.network = Network(
-            weights, numbers, rows, width, attention.num_heads, attention.num_kv, attention.head_dim,
+            weights, numbers, rows, width, input_width, attention.num_heads, attention.num_kv, attention.head_dim,
             feed.down.weight.shape[0], np.float32(layers[0].input_norm.eps), np.float32(attention.scale),
-            CODES[feed.activation],
+            CODES[feed.activation], last,
         )  # fmt: skip
         self._work: Workspace | None = None
         self._room = (0, 0, 0)
@@ -174,16 +179,14 @@ class CompiledLayers:
             shape = self.network
             heads = shape.num_heads * shape.head_dim
             qkv = heads + 2 * shape.num_kv * shape.head_dim
-            widths = [
-                max(shape.width, self.input_width), qkv, heads, 2 * shape.inner, shape.inner, shape.width,
-            ]  # fmt: skip
-            is_padded = [False, True, False, True, False, True]
-            buffers = [
-                np.zeros(tokens * (round_up(width, LANES) if padded else width), np.float32)
-                for width, padded in zip(widths, is_padded, strict=True)
-            ]
+            padded = round_up(qkv, LANES), round_up(2 * shape.inner, LANES), round_up(shape.width, LANES)
+            normed, attended, gated, wide, *others = (
+                np.zeros(tokens * width, np.float32)
+                for width in (max(shape.width, shape.input_width), heads, shape.inner, padded[1], padded[0], padded[2])
+            )
             queries = np.zeros(3 * threads * shape.head_dim * LANES, np.float32)
-            self._work = Workspace(*buffers, queries, np.zeros(threads * places * LANES, np.float32))
+            scores = np.zeros(threads * places * LANES, np.float32)
+            self._work = Workspace(normed, others[0], attended, wide, gated, others[1], queries, scores)
         return self._work
 
     def store(self, kv: KVCache, cos: np.ndarray, sin: np.ndarray) -> Store:
@@ -211,8 +214,8 @@ class CompiledLayers:
             torch.from_numpy(work.normed)[: given.numel()] = given.reshape(-1)
         tapped = np.empty((num_tokens, len(taps) * self.network.width), np.float32)
         run(
-            kernels.run_layers, self.network, x.view(-1).numpy(), *shape, given is not None, self.input_width, placed,
-            store, work, np.array(taps, np.int64), tapped.reshape(-1), self.final,
+            kernels.run_layers, self.network, x.view(-1).numpy(), *shape, given is not None, placed,
+            store, work, np.array(taps, np.int64), tapped.reshape(-1),
         )  # fmt: skip
         return work, torch.from_numpy(tapped)
 
@@ -227,7 +230,11 @@ def placed_by(mask: PassMask, positions: Tensor, first_row: int, kinds: Sequence
     """Return what the tokens of a target's pass see, as kernels read it."""
     starts = np.array(mask.starts, np.int64)
     num = mask.width
-    windows = [mask.windows[kind] for kind in kinds] if kinds[0] in mask.windows else [next(iter(mask.windows.values()))] * len(kinds)
+    windows = (
+        [mask.windows[kind] for kind in kinds]
+        if kinds[0] in mask.windows
+        else [next(iter(mask.windows.values()))] * len(kinds)
+    )
     if mask.parents is None:
         build = _causal if num <= PASS_TOKENS else _causal.__wrapped__
         seen = np.stack([build(num, window, mask.whole_block) for window in windows])
@@ -252,11 +259,12 @@ class CompiledForward:
     keeps_some_logits = True
 
     def __init__(self, native: NativeForward) -> None:
-        self.native = native
-        self.embedding, dtype = native.embedding, native.embedding.weight.dtype
+        self.embedding, self.rotary_tables = native.embedding, native.rotary_tables
+        dtype = native.embedding.weight.dtype
         self.layers = CompiledLayers(native.layers, native.norm, dtype)
         head: Any = native.head
-        self.head = CompiledLinear(Linear(head.weight.detach().t(), None if head.bias is None else head.bias.detach()))
+        self._head = CompiledLinear.of(head)
+        self.head: Product = self._head
         self._taps: tuple[int, ...] = ()
 
     def tap(self, taps: Sequence[int]) -> None:
@@ -264,7 +272,7 @@ class CompiledForward:
 
     def serve(self, kv: KVCache, device: torch.device) -> None:
         """Write into this cache from now on; prepares rotary tables for all of its places."""
-        tables = self.native.rotary_tables(kv.capacity, device)
+        tables = self.rotary_tables(kv.capacity, device)
         cos, sin = (
             np.stack([tables[kind][i].float().numpy() for kind in self.layers.kinds]) for i in range(2)
         )  # fmt: skip
@@ -285,7 +293,7 @@ class CompiledForward:
         work, tapped = self.layers.through(x, (rows, num), placed, self._store, self._taps)
         keep = inputs.keep_logits
         if isinstance(keep, int) and keep in (0, num):
-            logits = self.head.project(work.normed, rows * num).view(rows, num, -1)
+            logits = self._head.project(work.normed, rows * num).view(rows, num, -1)
         else:
             normed = torch.from_numpy(work.normed)[: x.numel()].view(rows, num, -1)
             logits = self.head(normed[:, -keep:] if isinstance(keep, int) else normed[:, keep])
@@ -310,6 +318,18 @@ def _tables_of(tables: Tables, shape: tuple[int, int]) -> list[np.ndarray]:
     """Return cosines and sines [1, T, D] of the tokens, given [B or 1, N, 1, D]."""
     rows, num = shape
     return [table.expand(rows, num, 1, -1).reshape(1, rows * num, -1).float().numpy() for table in tables]
+
+
+Made = TypeVar("Made")
+_made: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+def compiled_once(draft: nn.Module, make: Callable[[], Made]) -> Made:
+    """Return the compiled network of a draft, which all methods that use the draft share, made if there is none."""
+    if draft not in _made:
+        _made[draft] = make()
+    network: Made = _made[draft]
+    return network
 
 
 class CompiledDFlash:
@@ -350,7 +370,7 @@ class CompiledEagle3:
         self.fc = CompiledLinear(native.fc)
         self.layers = CompiledLayers([native.layer], native.norm, native.fc.weight.dtype)
         head: Any = native.head
-        self.head = CompiledLinear(Linear(head.weight.detach().t(), None))
+        self.head = CompiledLinear.of(head)
 
     def fuse(self, features: Tensor) -> Tensor:
         """As `NativeEagle3.fuse`: features [B, N, K * Ht] -> [B, N, H]."""

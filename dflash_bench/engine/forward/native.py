@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +20,6 @@ from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, si
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.hf import PassInputs
-from dflash_bench.engine.forward.packed import Packed, Product, can_pack, pack_head
 from dflash_bench.engine.masks import PassMask, fold_kinds
 from dflash_bench.models.architecture import decoder_layers, final_norm
 from dflash_bench.models.weights import join_weights, lay_out
@@ -30,6 +29,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
 }
 
+Product = Callable[[Tensor], Tensor]
+"""From [..., in] to [..., out]."""
 Tables = tuple[Tensor, Tensor]
 """Cosines and signed sines of the tokens' positions [B or 1, N, 1, D]."""
 
@@ -76,13 +77,6 @@ class Linear:
         return torch.addmm(x if self.bias is None else x + self.bias, update, self.weight)
 
 
-def pack_linear(linear: Linear | Packed) -> Linear | Packed:
-    """Return the layer in its second layout, if that is faster (`packed.py`)."""
-    if isinstance(linear, Packed) or not can_pack(linear.weight):
-        return linear
-    return Packed(linear.weight.t(), linear.bias)
-
-
 class NativeFeedForward(Protocol):
     """A feed-forward over the normed stream [B * N, H]."""
 
@@ -90,15 +84,13 @@ class NativeFeedForward(Protocol):
 
     def added_to(self, x: Tensor, normed: Tensor) -> Tensor: ...
 
-    def packed(self) -> NativeFeedForward: ...
-
 
 @dataclass(frozen=True, slots=True)
 class Gated:
     """down(activation(gate(x)) * up(x)), with gate and up joined."""
 
-    gate_up: Linear | Packed
-    down: Linear | Packed
+    gate_up: Linear
+    down: Linear
     activation: Callable[[Tensor], Tensor]
 
     def __call__(self, normed: Tensor) -> Tensor:
@@ -106,9 +98,6 @@ class Gated:
 
     def added_to(self, x: Tensor, normed: Tensor) -> Tensor:
         return self.down.added_to(x, self._wide(normed))
-
-    def packed(self) -> Gated:
-        return replace(self, gate_up=pack_linear(self.gate_up), down=pack_linear(self.down))
 
     def _wide(self, normed: Tensor) -> Tensor:
         gate, up = self.gate_up(normed).chunk(2, dim=-1)
@@ -128,9 +117,6 @@ class Experts:
     def added_to(self, x: Tensor, normed: Tensor) -> Tensor:
         return x + self(normed)
 
-    def packed(self) -> Experts:
-        return self
-
 
 def turn(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
     """Norm heads [..., N, heads, D] and rotate them by their positions, in place."""
@@ -142,10 +128,10 @@ def turn(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
 class Attention:
     """Attention up to its heads' results; `output` is applied by the caller, who adds it to the stream."""
 
-    qkv: Linear | Packed
+    qkv: Linear
     head_norm: Norm | None
     """The norm of queries and keys, [query and key heads, D]."""
-    output: Linear | Packed
+    output: Linear
     num_heads: int
     num_kv: int
     head_dim: int
@@ -171,9 +157,6 @@ class Attention:
         attended = attended.view(rows, self.num_kv, -1, width, self.head_dim).permute(0, 3, 1, 2, 4)
         return attended.reshape(rows * width, -1)
 
-    def packed(self) -> Attention:
-        return replace(self, qkv=pack_linear(self.qkv), output=pack_linear(self.output))
-
     @property
     def group(self) -> int:
         """How many query heads share a key head."""
@@ -198,10 +181,6 @@ class Layer:
         """Return the residual stream [B * N, H] after this layer; arguments as in `Attention`."""
         attended = self.attention(index, self.input_norm(x), shape, tables, mask, cache)
         return self.fed(self.mixed(x, attended))
-
-    def packed(self) -> Layer:
-        """Return the layer with its large weights in their second layout (`packed.py`)."""
-        return replace(self, attention=self.attention.packed(), feed=self.feed.packed())
 
     def mixed(self, x: Tensor, attended: Tensor) -> Tensor:
         """Return the stream x [B * N, H] plus attention's output, given the heads' results [B * N, heads * D]."""
@@ -342,14 +321,8 @@ class NativeForward:
             layer_of(layer, kind, *heads, _activation(config), scale) for layer, kind in zip(layers, kinds, strict=True)
         ]
         self.has_experts = any(isinstance(layer.feed, Experts) for layer in self.layers)
-        self.is_packed = False
         self._taps: frozenset[int] = frozenset()
         self._order: tuple[int, ...] = ()
-
-    def pack(self) -> None:
-        """Give large weights a second layout (`packed.py`); changes to the first one have no effect any more."""
-        self.layers = [layer.packed() for layer in self.layers]
-        self.head, self.is_packed = pack_head(self.head), True
 
     def tap(self, taps: Sequence[int]) -> None:
         self._order, self._taps = tuple(taps), frozenset(taps)

@@ -6,18 +6,37 @@ They give the same results as the networks they are made from (`models/nets`), u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.forward.native import Linear, Norm, Tables, layer_of, linear_of, norm_of, pack_linear, turn
-from dflash_bench.engine.forward.packed import Packed, Product, pack_head
+from dflash_bench.engine.forward.native import Linear, Norm, Product, Tables, layer_of, linear_of, norm_of, turn
 from dflash_bench.engine.masks import fold_heads
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.weights import join_weights, lay_out
+
+
+class DFlashNetwork(Protocol):
+    """A DFlash draft's passes, as `NativeDFlash` describes them."""
+
+    def context(self, features: Tensor, tables: Tables) -> Tensor: ...
+
+    def forward(self, embedded: Tensor, tables: Tables, mask: Tensor | None, cache: KVCache) -> Tensor: ...
+
+
+class Eagle3Network(Protocol):
+    """An EAGLE-3 draft's passes, as `NativeEagle3` describes them."""
+
+    def fuse(self, features: Tensor) -> Tensor: ...
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, tables: Tables, mask: Tensor | None, cache: KVCache
+    ) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class NativeDFlash:
@@ -38,16 +57,12 @@ class NativeDFlash:
             self.kv_bias, biases = joined_biases[:, None, num_queries:], list(joined_biases)
         k_norms = torch.stack([a.k_norm.weight for a in attention])[:, None, None, None]
         self.key_norm = Norm(k_norms, config.rms_norm_eps, k_norms.dtype)
-        self.fc: Linear | Packed = linear_of(draft.fc)
+        self.fc = linear_of(draft.fc)
         self.context_norm, self.norm = norm_of(draft.hidden_norm), norm_of(draft.norm)
         self.layers = [
             layer_of(layer, "full", config.num_heads, config.num_kv_heads, "silu", qkv=Linear(weight.t(), bias))
             for layer, weight, bias in zip(layers, weights, biases, strict=True)
         ]
-
-    def pack(self) -> None:
-        """Give large weights a second layout (`packed.py`), except the context's, which are read for few tokens."""
-        self.fc, self.layers = pack_linear(self.fc), [layer.packed() for layer in self.layers]
 
     def context(self, features: Tensor, tables: Tables) -> Tensor:
         """Return keys and values of features [B, N, K * Ht] as the cache stores them [layers, 2, B, kv_heads, N, D].
@@ -79,13 +94,9 @@ class NativeEagle3:
         self.layer = layer_of(draft.midlayer, "full", config.num_heads, config.num_kv_heads, "silu")
         self.hidden_norm, self.norm = norm_of(draft.midlayer.hidden_norm), norm_of(draft.norm)
         self.head: Product = lay_out(draft.lm_head)
-        self.fc: Linear | Packed = linear_of(draft.fc)
+        self.fc = linear_of(draft.fc)
         self.input_norm = norm_of(draft.input_norm) if config.norm_before_fc else None
         self.fc_norms = [norm_of(norm) for norm in draft.fc_norm] if config.fc_norm else []
-
-    def pack(self) -> None:
-        """Give large weights a second layout (`packed.py`)."""
-        self.fc, self.layer, self.head = pack_linear(self.fc), self.layer.packed(), pack_head(self.head)
 
     def fuse(self, features: Tensor) -> Tensor:
         """As `Eagle3Draft.fuse`: features [B, N, K * Ht] -> [B, N, H]."""

@@ -1,0 +1,85 @@
+"""Can compiled kernels compute these layers, and where is their code kept? Imports numba only if it is needed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Sequence
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dflash_bench import __version__
+from dflash_bench.engine.forward.native import Gated, Layer, NativeForward
+from dflash_bench.models.architecture import decoder_layers
+from dflash_bench.models.presets import cache_folder
+
+DTYPES = (torch.float32, torch.bfloat16)
+MOST_FOLDERS = 3
+"""Folders of compiled code, of one version each, that are kept."""
+
+
+def why_not_compiled(native: NativeForward) -> str | None:
+    """Return why compiled kernels cannot compute a target that our own code covers, or None if they can."""
+    head: Any = native.head
+    if type(head) is not nn.Linear:
+        return "its head is not a plain linear layer"
+    return why_not_layers(native.layers)
+
+
+def why_not_layers(layers: Sequence[Layer]) -> str | None:
+    """Return why compiled kernels cannot compute these layers, or None if they can."""
+    if not has_numba():
+        return "numba is not installed"
+    weight, shape = layers[0].attention.qkv.weight, layers[0].attention
+    if weight.device.type != "cpu":
+        return "it is not on the CPU"
+    if weight.dtype not in DTYPES:
+        return f"its weights are {str(weight.dtype).removeprefix('torch.')}"
+    if not all(isinstance(layer.feed, Gated) for layer in layers):
+        return "it has experts"
+    if shape.head_dim % 8 or shape.num_heads * shape.head_dim % 16:
+        return f"its heads are of size {shape.head_dim}"
+    return None
+
+
+@cache
+def has_numba() -> bool:
+    """Return True if numba can be imported; keeps its compiled code in the cache folder from now on."""
+    if find_spec("numba") is None:
+        return False
+    folder = _code_folder()
+    if folder is not None:
+        # Read when numba is imported.
+        os.environ.setdefault("NUMBA_CACHE_DIR", str(folder))
+    return True
+
+
+def _code_folder() -> Path | None:
+    """Return the folder of this version's compiled code, or None if it cannot be written: then nothing is kept."""
+    versions = [__version__, metadata.version("numba"), platform.python_version(), platform.machine()]
+    folder = cache_folder() / "kernels" / "-".join(versions)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
+        others = sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError:
+        return None
+    for old in others[MOST_FOLDERS:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def let_go(model: Any) -> None:
+    """Drop the weights of a model's decoder layers, which the kernels hold; to read them afterwards is an error."""
+    for layer in decoder_layers(model):
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                meta = torch.empty_like(module.weight, device="meta")
+                module.weight = nn.Parameter(meta, requires_grad=False)
