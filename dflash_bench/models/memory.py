@@ -264,6 +264,9 @@ def _weights(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
 def _quantized(tensors: Mapping[str, Tensor], dtype: torch.dtype, kind: str) -> int:
     sizes = {name: quantization.predicted_bytes(name, tensor.shape, kind) for name, tensor in tensors.items()}
     plain = {name: tensor for name, tensor in tensors.items() if sizes[name] is None}
+    if kind == "int8" and base.HEAD not in tensors and (embedding := tensors.get(base.EMBEDDING)) is not None:
+        # A head that was tied to the embedding gets weights of its own.
+        sizes[base.HEAD] = quantization.predicted_bytes(base.HEAD, embedding.shape, kind)
     return _weights(plain, dtype) + sum(size for size in sizes.values() if size is not None)
 
 

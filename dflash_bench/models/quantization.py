@@ -1,8 +1,8 @@
 """Quantised weights: a target's linear layers in fewer bits, quantised when its checkpoint is loaded.
 
 Only weights are quantised. If activations were rounded too, by scales that depend on the other tokens in the pass, a
-token could depend on how many others are verified with it, and answers would not be exact. Embedding, output head and
-norms stay as they are.
+token could depend on how many others are verified with it, and answers would not be exact. Embedding and norms stay as
+they are, and so does the output head but in int8, where it is a large part of what a CPU reads for a token.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from dflash_bench.core.errors import UserError
 
-if TYPE_CHECKING:
-    from torch import nn
-
-PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes", "fp8": "torchao"}
-"""The package for each kind: int8 and fp8 have a scale for each row, nf4 one for every 64 weights."""
+PACKAGES = {"int8": None, "nf4": "bitsandbytes", "fp8": "torchao"}
+"""The package for each kind, if it needs one: int8 and fp8 have a scale for each row, nf4 one for every 64 weights."""
 BLOCK = 64
 FP8_SINCE = (8, 9)
 """The compute capability of the first GPUs with fp8."""
@@ -35,13 +36,11 @@ def check(kind: str, device: str) -> None:
             f"on {device} here, {others} work"
         )
     package = PACKAGES[kind]
-    if find_spec(package) is None:
+    if package is not None and find_spec(package) is None:
         raise UserError(f"--quantize {kind} needs {package}, which is not installed; run: pip install {package}")
 
 
 def _has_fp8(device: str) -> bool:
-    import torch
-
     return device != "cpu" and torch.cuda.get_device_capability(device) >= FP8_SINCE
 
 
@@ -61,13 +60,15 @@ def quantize(model: Any, kind: str, device: str) -> Any:
     for name in names:
         parent, _, last = name.rpartition(".")
         setattr(decoder.get_submodule(parent), last, replaced(decoder.get_submodule(name)))
+    head = model.get_output_embeddings()
+    if kind == "int8" and type(head) is nn.Linear:
+        # Of its own if it was tied: the embedding stays as it is.
+        model.set_output_embeddings(Int8Linear(head))
     return model.to(device)
 
 
 def linear_layers(model: Any) -> list[str]:
     """Return the names of the decoder's linear layers."""
-    from torch import nn
-
     head = model.get_output_embeddings()
     modules = _decoder(model).named_modules()
     return [name for name, module in modules if type(module) is nn.Linear and module is not head]
@@ -79,11 +80,13 @@ def _decoder(model: Any) -> Any:
 
 def _replacement(kind: str, device: str) -> Callable[[nn.Linear], Any]:
     """Return the function that makes a quantised layer on the device from a plain one."""
+    if kind == "int8":
+        return Int8Linear
     if kind == "nf4":
         return lambda layer: _in_nf4(layer, device)
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
 
-    config = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[kind](set_inductor_config=False)
+    config = Float8WeightOnlyConfig(set_inductor_config=False)
 
     def replaced(layer: nn.Linear) -> nn.Linear:
         quantize_(layer.to(device), config)
@@ -92,8 +95,28 @@ def _replacement(kind: str, device: str) -> Callable[[nn.Linear], Any]:
     return replaced
 
 
+class Int8Linear(nn.Module):
+    """A linear layer whose weight [out, in] is int8, times a scale [out, 1] for each output; x keeps its type."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        exact = layer.weight.detach().float()
+        scale = exact.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        self.weight = nn.Parameter((exact / scale).round().to(torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out] for x [..., in]."""
+        out = linear(x, self.weight.to(x.dtype)) * self.scale[:, 0].to(x.dtype)
+        return out if self.bias is None else out + self.bias
+
+
 def _in_nf4(layer: nn.Linear, device: str) -> Any:
-    import torch
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     dtype = layer.weight.dtype
@@ -125,10 +148,12 @@ def num_elements(weight: Any) -> int:
 
 def predicted_bytes(name: str, shape: Sequence[int], kind: str) -> int | None:
     """Return the memory that a checkpoint's tensor will take, or None if it is not quantised."""
-    if len(shape) != 2 or not name.endswith(".weight") or any(part in name for part in OTHER_WEIGHTS):
+    is_head = kind == "int8" and "lm_head" in name
+    if len(shape) != 2 or not name.endswith(".weight"):
+        return None
+    if not is_head and any(part in name for part in OTHER_WEIGHTS):
         return None
     rows, columns = shape
     if kind == "nf4":
         return math.ceil(rows * columns / 2) + 4 * math.ceil(rows * columns / BLOCK)
-    # torchao keeps a zero point beside the scale of an int8 row, though it is zero.
-    return rows * columns + rows * (5 if kind == "int8" else 4)
+    return rows * columns + rows * 4

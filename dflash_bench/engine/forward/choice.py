@@ -19,8 +19,9 @@ from dflash_bench import __version__
 from dflash_bench.engine.forward.native import Gated, Layer, NativeForward
 from dflash_bench.models.architecture import decoder_layers
 from dflash_bench.models.presets import cache_folder
+from dflash_bench.models.quantization import Int8Linear
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 MOST_FOLDERS = 3
 """Folders of compiled code, of one version each, that are kept."""
 
@@ -28,7 +29,7 @@ MOST_FOLDERS = 3
 def why_not_compiled(native: NativeForward) -> str | None:
     """Return why compiled kernels cannot compute a target that our own code covers, or None if they can."""
     head: Any = native.head
-    if type(head) is not nn.Linear:
+    if type(head) not in (nn.Linear, Int8Linear):
         return "its head is not a plain linear layer"
     return why_not_layers(native.layers)
 
@@ -80,6 +81,6 @@ def let_go(model: Any) -> None:
     """Drop the weights of a model's decoder layers, which the kernels hold; to read them afterwards is an error."""
     for layer in decoder_layers(model):
         for module in layer.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | Int8Linear):
                 meta = torch.empty_like(module.weight, device="meta")
                 module.weight = nn.Parameter(meta, requires_grad=False)

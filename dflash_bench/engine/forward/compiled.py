@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,18 +20,27 @@ from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward import kernels
 from dflash_bench.engine.forward.hf import PassInputs
 from dflash_bench.engine.forward.kernels import LAYER, Network, Placed, Store, Team, Workspace
-from dflash_bench.engine.forward.native import ACTIVATIONS, Gated, Layer, Linear, NativeForward, Norm, Product, Tables
+from dflash_bench.engine.forward.native import (
+    ACTIVATIONS,
+    Gated,
+    Layer,
+    Linear,
+    NativeForward,
+    Norm,
+    Product,
+    Tables,
+    linear_of,
+)
 from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
 from dflash_bench.engine.forward.tiles import LANES
 from dflash_bench.engine.masks import PassMask, ancestors
+from dflash_bench.models.quantization import Int8Linear
 
 TILE = 8
 """Buffers have room for a multiple of so many tokens."""
-PASS_TOKENS = 64
-"""Masks of passes of up to so many tokens per row are kept."""
 CODES = {ACTIVATIONS["silu"]: kernels.SILU, ACTIVATIONS["gelu_pytorch_tanh"]: kernels.GELU_TANH}
-STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16}
-"""The types of weights that are read as they are."""
+STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}
+"""The types of weights that are read as they are; of bfloat16 the bits."""
 
 
 def round_up(number: int, step: int) -> int:
@@ -70,7 +79,7 @@ class Packing:
         for weight in self._weights:
             size, outputs = weight.shape
             rows = weight.t().contiguous()
-            blocks = (rows if self.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
+            blocks = (rows.view(torch.uint16) if self.dtype == torch.bfloat16 else rows).numpy()
             padded = round_up(outputs, LANES)
             packed = weights[place : place + size * padded].reshape(-1, size, LANES)
             whole = outputs // LANES
@@ -90,12 +99,12 @@ class CompiledLinear:
         self.size, self.outputs = linear.weight.shape
         packing = Packing(linear.weight.dtype)
         packing.weight(linear)
-        self.bias = packing.number(linear.bias)
+        self.bias, self.scale = packing.number(linear.bias), packing.number(linear.scale)
         self.weights, self.numbers = packing.laid_out()
 
     @classmethod
-    def of(cls, module: nn.Linear) -> CompiledLinear:
-        return cls(Linear(module.weight.detach().t(), None if module.bias is None else module.bias.detach()))
+    def of(cls, module: nn.Linear | Int8Linear) -> CompiledLinear:
+        return cls(linear_of(module))
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.size)
@@ -107,8 +116,8 @@ class CompiledLinear:
         """Return [num_tokens, out] for inputs [num_tokens or more, in], whose size is a multiple of TILE tokens."""
         out = np.empty((round_up(num_tokens, TILE), round_up(self.outputs, LANES)), np.float32)
         run(
-            kernels.project, self.weights, self.numbers, 0, self.bias, -1, self.size, inputs.reshape(-1), num_tokens,
-            out.reshape(-1), self.outputs,
+            kernels.project, self.weights, self.numbers, 0, self.bias, self.scale, self.size, inputs.reshape(-1),
+            num_tokens, out.reshape(-1), self.outputs,
         )  # fmt: skip
         return torch.from_numpy(out)[:num_tokens, : self.outputs]
 
@@ -133,8 +142,8 @@ def run(function: Callable[..., None], *arguments: Any) -> None:
 class CompiledLayers:
     """Decoder layers over a cache; the first one's attention may read more than the stream (EAGLE-3's does)."""
 
-    def __init__(self, layers: Sequence[Layer], final: Norm | None, dtype: torch.dtype) -> None:
-        packing = Packing(dtype)
+    def __init__(self, layers: Sequence[Layer], final: Norm | None) -> None:
+        packing = Packing(layers[0].attention.qkv.weight.dtype)
         kinds = dict.fromkeys(layer.kind for layer in layers)
         self.kinds = tuple(kinds)
         rows = np.full(len(layers), -1, LAYER)
@@ -164,6 +173,7 @@ class CompiledLayers:
         for name, linear in products.items():
             row[name] = packing.weight(linear)
             row[f"{name}_bias"] = packing.number(linear.bias)
+            row[f"{name}_scale"] = packing.number(linear.scale)
         for name, norm in {
             "input_norm": layer.input_norm, "head_norm": layer.attention.head_norm,
             "after_attention": layer.after_attention, "feed_norm": layer.feed_norm, "after_feed": layer.after_feed,
@@ -220,36 +230,39 @@ class CompiledLayers:
         return work, torch.from_numpy(tapped)
 
 
-@cache
 def _causal(num: int, window: int | None, whole: bool) -> np.ndarray:
+    """Return [1, N, N], 1 where a token of a pass sees another one of it."""
     seen = np.ones((1, num, num), np.uint8) if whole else np.tri(num, dtype=np.uint8)[None]
     return seen if window is None else seen * np.tri(num, k=window - 1, dtype=np.uint8).T[None]
 
 
-def placed_by(mask: PassMask, positions: Tensor, first_row: int, kinds: Sequence[str]) -> Placed:
-    """Return what the tokens of a target's pass see, as kernels read it."""
+@lru_cache(maxsize=256)
+def _plain(rows: int, num: int, windows: tuple[int | None, ...], whole: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return `Placed.seen` of a pass without a tree, and how far back each token sees, counted from the start."""
+    seen = np.stack([_causal(num, window, whole) for window in windows])
+    nothing = -(1 << 62)
+    lows = [np.full(num, nothing) if window is None else np.arange(num) - window + 1 for window in windows]
+    return seen, np.broadcast_to(np.stack(lows)[:, None], (len(windows), rows, num))
+
+
+def _tree(parents: Tensor, windows: tuple[int | None, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """As `_plain`, for an anchor and a tree: tokens see their ancestors, and depth is the distance."""
+    reach = ancestors(parents)
+    depth = (reach.sum(dim=-1) - 1).numpy()
+    tree, distance = reach.numpy().astype(np.uint8), depth[:, :, None] - depth[:, None]
+    seen = [tree if window is None else tree * (distance < window) for window in windows]
+    lows = [np.full(depth.shape, -(1 << 62)) if window is None else depth - window + 1 for window in windows]
+    return np.stack(seen), np.stack(lows)
+
+
+def placed_by(mask: PassMask, positions: Tensor, first_row: int, windows: tuple[int | None, ...]) -> Placed:
+    """Return what the tokens of a target's pass see, as kernels read it; `windows` are those of each kind of layer."""
     starts = np.array(mask.starts, np.int64)
-    num = mask.width
-    windows = (
-        [mask.windows[kind] for kind in kinds]
-        if kinds[0] in mask.windows
-        else [next(iter(mask.windows.values()))] * len(kinds)
-    )
     if mask.parents is None:
-        build = _causal if num <= PASS_TOKENS else _causal.__wrapped__
-        seen = np.stack([build(num, window, mask.whole_block) for window in windows])
-        depth = np.arange(num)[None]
+        seen, lows = _plain(len(starts), mask.width, windows, mask.whole_block)
     else:
-        reach = ancestors(mask.parents)
-        depth = (reach.sum(dim=-1) - 1).numpy()
-        near = depth[:, :, None] - depth[:, None]
-        tree = reach.numpy().astype(np.uint8)
-        seen = np.stack([tree if window is None else tree * (near < window) for window in windows])
-    lows = np.stack([
-        np.zeros((len(starts), num), np.int64) if window is None
-        else np.maximum(starts[:, None] + depth - window + 1, 0) + np.zeros((1, num), np.int64)
-        for window in windows
-    ])  # fmt: skip
+        seen, lows = _tree(mask.parents, windows)
+    lows = np.maximum(lows + starts[None, :, None], 0)
     return Placed(np.ascontiguousarray(positions.numpy()).reshape(-1), starts, starts, starts, seen, lows, first_row)
 
 
@@ -260,8 +273,7 @@ class CompiledForward:
 
     def __init__(self, native: NativeForward) -> None:
         self.embedding, self.rotary_tables = native.embedding, native.rotary_tables
-        dtype = native.embedding.weight.dtype
-        self.layers = CompiledLayers(native.layers, native.norm, dtype)
+        self.layers = CompiledLayers(native.layers, native.norm)
         head: Any = native.head
         self._head = CompiledLinear.of(head)
         self.head: Product = self._head
@@ -284,12 +296,18 @@ class CompiledForward:
     def commit(self, counts: Sequence[int]) -> None:
         """Do nothing: keys and values beyond a row's end are overwritten."""
 
+    def _windows(self, mask: PassMask) -> tuple[int | None, ...]:
+        """Return how many tokens each of our kinds of layers sees; a single one may have another name."""
+        if len(mask.windows) == 1:
+            return tuple(mask.windows.values()) * len(self.layers.kinds)
+        return tuple(mask.windows[kind] for kind in self.layers.kinds)
+
     def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
         """Return logits [B, N or fewer, V] and the outputs [B, N, K * H] of tapped layers; the cache knows the rows."""
         rows, num = inputs.tokens.shape
         x = self.embedding(inputs.tokens).flatten(0, 1).float()
         first_row = 0 if inputs.rows is None else inputs.rows.start
-        placed = placed_by(inputs.mask, inputs.positions, first_row, self.layers.kinds)
+        placed = placed_by(inputs.mask, inputs.positions, first_row, self._windows(inputs.mask))
         work, tapped = self.layers.through(x, (rows, num), placed, self._store, self._taps)
         keep = inputs.keep_logits
         if isinstance(keep, int) and keep in (0, num):
@@ -337,7 +355,7 @@ class CompiledDFlash:
 
     def __init__(self, native: NativeDFlash) -> None:
         self.context_norm, self.fc = native.context_norm, CompiledLinear(native.fc)
-        self.layers = CompiledLayers(native.layers, native.norm, native.fc.weight.dtype)
+        self.layers = CompiledLayers(native.layers, native.norm)
 
     def context(self, features: Tensor, tables: Tables) -> Tensor:
         """As `NativeDFlash.context`: features [B, N, K * Ht] -> [layers, 2, B, kv_heads, N, D]."""
@@ -368,7 +386,7 @@ class CompiledEagle3:
     def __init__(self, native: NativeEagle3) -> None:
         self.native, self.config = native, native.config
         self.fc = CompiledLinear(native.fc)
-        self.layers = CompiledLayers([native.layer], native.norm, native.fc.weight.dtype)
+        self.layers = CompiledLayers([native.layer], native.norm)
         head: Any = native.head
         self.head = CompiledLinear.of(head)
 

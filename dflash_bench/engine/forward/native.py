@@ -22,6 +22,7 @@ from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.hf import PassInputs
 from dflash_bench.engine.masks import PassMask, fold_kinds
 from dflash_bench.models.architecture import decoder_layers, final_norm
+from dflash_bench.models.quantization import Int8Linear
 from dflash_bench.models.weights import join_weights, lay_out
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -64,16 +65,22 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear layer: a view of weights, transposed once [in, out], and their bias [out]."""
+    """A linear layer: a view of weights, transposed once [in, out], their bias [out], and the scale [out] of int8."""
 
     weight: Tensor
     bias: Tensor | None
+    scale: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.scale is not None:
+            out = torch.mm(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
+            return out if self.bias is None else out + self.bias
         return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
     def added_to(self, x: Tensor, update: Tensor) -> Tensor:
         """Return x [B * N, H] plus the projection of `update` [B * N, in], in one call."""
+        if self.scale is not None:
+            return x + self(update)
         return torch.addmm(x if self.bias is None else x + self.bias, update, self.weight)
 
 
@@ -232,8 +239,12 @@ def layer_of(
     )
 
 
-def linear_of(*parts: nn.Linear) -> Linear:
+def linear_of(*parts: nn.Linear | Int8Linear) -> Linear:
     """Return one layer with the outputs of all parts, one after another."""
+    if isinstance(parts[0], Int8Linear):
+        both = torch.cat([part.weight for part in parts]), torch.cat([part.scale[:, 0] for part in parts])
+        biases = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+        return Linear(both[0].detach().t(), biases, both[1].detach())
     weight = join_weights([[part.weight for part in parts]])[0]
     bias = None if parts[0].bias is None else join_weights([[part.bias for part in parts]])[0]
     return Linear(weight.t(), bias)
@@ -284,7 +295,8 @@ def why_not(model: Any) -> str | None:
     if len({weight.device for weight in model.parameters()}) > 1:
         return "its layers are on several devices"
     linears = [module for layer in decoder_layers(model) for name, module in layer.named_modules() if "_proj" in name]
-    if any(type(module) is not nn.Linear or type(module.weight.data) is not Tensor for module in linears):
+    plain = (nn.Linear, Int8Linear)
+    if any(type(module) not in plain or type(module.weight.data) is not Tensor for module in linears):
         return "its weights are quantised"
     return None
 
