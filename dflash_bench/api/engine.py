@@ -129,6 +129,7 @@ class Engine(AbstractContextManager["Engine"]):
         threads: int | None = None,
         attention: str | None = None,
         engine: str | None = None,
+        kernels: str | None = None,
         quantize: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
@@ -151,8 +152,8 @@ class Engine(AbstractContextManager["Engine"]):
         texts = tuple(f"{name}={place}" for name, place in (drafts or {}).items())
         request = RunRequest(
             model=None if model is None else str(model), target=None if target is None else str(target),
-            device=device, dtype=dtype, threads=threads, attention=attention, engine=engine, quantize=quantize,
-            trust_remote_code=trust_remote_code,
+            device=device, dtype=dtype, threads=threads, attention=attention, engine=engine, kernels=kernels,
+            quantize=quantize, trust_remote_code=trust_remote_code,
         )  # fmt: skip
         check_options(request)
         self.preset = presets.combine(request.model, request.target, presets.parse_drafts(texts))

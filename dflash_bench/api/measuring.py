@@ -73,6 +73,7 @@ class Options(TypedDict, total=False):
     dtype: str
     attention: str
     engine: str
+    kernels: str
     graph: str
     compile: str
     quantize: str

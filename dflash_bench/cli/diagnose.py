@@ -99,7 +99,7 @@ _models, _shapes, _results = under("Models"), under("Shapes"), under("Results")
 @app.command(cls=GroupedHelp)
 @options.with_options(
     *options.MODELS, "random_weights", "layers", "batch", "context", "width", "acceptance", "device", "dtype",
-    "attention", "engine", "graph", "compile", "threads",
+    "attention", "engine", "kernels", "graph", "compile", "threads",
     helps={"methods": "Method whose drafts to time, from 'dflash-bench methods'; may be repeated. Default: dflash."},
 )  # fmt: skip
 def profile(
@@ -197,7 +197,7 @@ STATUS = {"agree": 0, "differ": 1, "cannot tell": 2}
 @options.with_options(
     "suites", "prompts", "data", "limit", "thinking", *options.MODELS, "trust_remote_code", "servers", "dialect",
     "served_model", "chats", "api_key_env", "timeout", "env_proxy", "max_new_tokens", "device", "device_map", "dtype",
-    "attention", "engine", "quantize", "threads",
+    "attention", "engine", "kernels", "quantize", "threads",
     helps={
         "methods": "How our engine drafts, if not by the NAME of --server alone: dflash:n=7 for --server dflash=URL.",
         "servers": "The server to check, by its method: dflash=URL. May be repeated.",

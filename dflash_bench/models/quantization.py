@@ -100,7 +100,6 @@ class Int8Linear(nn.Module):
 
     weight: Tensor
     scale: Tensor
-    bias: Tensor | None
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()

@@ -569,8 +569,8 @@ class MachineOptions:
         ),
     )
     quantize: str | None = _machine(
-        "Quantise the weights of the target's linear layers when it is loaded: int8, nf4 or fp8. Drafts are not "
-        "quantised. Needs the packages of dflash-bench[quantize].",
+        "Quantise the weights of the target's linear layers when it is loaded: int8, or nf4 or fp8, which need the "
+        "packages of dflash-bench[quantize]. Drafts are not quantised.",
         metavar="Q",
         kind="quantisation",
         choices=_quantizations,
@@ -578,8 +578,10 @@ class MachineOptions:
             SERVED,
             ENGINE_HERE,
             Condition(
-                lambda options: options.engine == "native",
-                "--engine native computes plain weights only; leave it out, or {flag} {value}",
+                lambda options: (
+                    options.quantize != "int8" and "native" in (options.engine, "native" if options.kernels else None)
+                ),
+                "--engine native computes plain and int8 weights only; leave it and --kernels out, or {flag} {value}",
             ),
             Condition(
                 lambda options: options.device_map is not None,

@@ -26,7 +26,7 @@ from dflash_bench.tasks.suites import Loaded
 
 
 SETTINGS = tuple(item.name for item in fields(Settings))
-OF_RUNS = ("dtype", "engine", "quantize")
+OF_RUNS = ("dtype", "engine", "kernels", "quantize")
 """The options that decide how the target is loaded."""
 OF_SETTINGS = "setting"
 """The prefix for a setting that shares its name with an option of a method."""

@@ -31,6 +31,7 @@ from dflash_bench.runner.setup import (
     add_judge,
     captured_of,
     check_fits,
+    compiles_kernels,
     fallen_back,
     forwards_of,
     late,
@@ -178,7 +179,7 @@ def perform(
     resolved = plan_run(request, methods, model)
     with ExitStack() as stack:
         if request.launch is None:
-            prepared, backend = _opened(resolved, stack)
+            prepared, backend = _opened(resolved, stack, caller.tell)
             _run(resolved, prepared, backend, folder, resume, caller)
         else:
             _run_launched(resolved, stack, folder, resume, caller)
@@ -204,13 +205,17 @@ def _run_launched(resolved: RunPlan, stack: ExitStack, folder: Path, resume: boo
         caller.tell(f"note: {death}")
 
 
-def _opened(resolved: RunPlan, stack: ExitStack) -> tuple[PreparedRun, Backend | WorkerPool]:
+def _opened(
+    resolved: RunPlan, stack: ExitStack, tell: Callable[[str], object]
+) -> tuple[PreparedRun, Backend | WorkerPool]:
     """Open the backend, after all checks that need no weights; servers and workers are closed by the stack."""
     if resolved.request.workers is not None:
         prepared = check_fits(resolved)
         return prepared, stack.enter_context(opened_workers(prepared.pinned(resolved)))
     if not resolved.request.asks_servers:
         prepared = check_fits(resolved)
+        if compiles_kernels(resolved):
+            tell("note: kernels are compiled for this processor before anything is timed, once: about ten seconds")
         return prepared, open_local(prepared.pinned(resolved))
     backend = stack.enter_context(open_servers(resolved, config.addresses_of(resolved.request)))
     if not resolved.request.has_target:

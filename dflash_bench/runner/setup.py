@@ -92,10 +92,23 @@ def attach(backend: ServerBackend, local: LocalBackend) -> None:
     backend.about = {"target": about["target"], "revisions": about["revisions"], "judge": judge}
 
 
+def compiles_kernels(resolved: RunPlan) -> bool:
+    """Return True if opening the engine will compile kernels, unless they turn out not to cover the target."""
+    from dflash_bench.engine.forward.choice import compiles_first
+
+    machine = machine_of(resolved.request)
+    uses_numba = machine.kernels != "torch" and machine.engine != "transformers" and machine.capture != "inductor"
+    return uses_numba and configure_torch(machine)[0] == "cpu" and compiles_first()
+
+
 def fallen_back(about: Mapping[str, Any]) -> list[str]:
-    """Return a note if the engine's own forward pass could not be used."""
-    reason = about.get("fallback")
-    return [f"the target is computed by transformers' code, because the engine's own {reason}"] if reason else []
+    """Return notes if the engine's own forward pass, or its compiled kernels, could not be used."""
+    notes = []
+    if reason := about.get("fallback"):
+        notes.append(f"the target is computed by transformers' code, because the engine's own {reason}")
+    if reason := about.get("why_torch"):
+        notes.append(f"torch computes the target, because numba's kernels cannot: {reason}")
+    return notes
 
 
 def witnessed(backend: Backend) -> Witnessed:

@@ -14,6 +14,7 @@ from toy import Scripted, generated, plain, run, sometimes_wrong, tiny
 from dflash_bench.core.errors import UserError
 from dflash_bench.engine import selection
 from dflash_bench.engine.drafter import NoDrafter
+from dflash_bench.engine.forward.compiled import CompiledForward
 from dflash_bench.engine.forward.native import NativeForward, why_not
 from dflash_bench.engine.selection import name_of, target_of
 from dflash_bench.engine.target import Output, Target
@@ -99,24 +100,29 @@ def passes(target: Target, num_rows: int) -> list[Output]:
     ]  # fmt: skip
 
 
+FORWARDS: dict[str, Any] = {"torch": NativeForward, "numba": lambda model: CompiledForward(NativeForward(model))}
+OF_KERNELS = [(kernels, kind) for kernels in FORWARDS for kind in KINDS if kernels == "torch" or "experts" not in kind]
+"""Experts are the publisher's module."""
+
+
 @pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_pass_says_what_the_publishers_code_says(kind: str, num_rows: int) -> None:
+@pytest.mark.parametrize(("kernels", "kind"), OF_KERNELS)
+def test_every_pass_says_what_the_publishers_code_says(kernels: str, kind: str, num_rows: int) -> None:
     model = copy.deepcopy(KINDS[kind]())
     assert why_not(model) is None
     expected = passes(Target(model), num_rows)
-    for theirs, ours in zip(expected, passes(Target(model, network=NativeForward(model)), num_rows), strict=True):
+    for theirs, ours in zip(expected, passes(Target(model, network=FORWARDS[kernels](model)), num_rows), strict=True):
         assert torch.allclose(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4 * float(theirs.logits.abs().max()))
         assert ours.hidden is not None and theirs.hidden is not None and ours.hidden.shape == theirs.hidden.shape
         assert torch.allclose(ours.hidden, theirs.hidden, rtol=1e-4, atol=1e-4 * float(theirs.hidden.abs().max()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_decoding_gives_what_transformers_generates(kind: str) -> None:
+@pytest.mark.parametrize(("kernels", "kind"), OF_KERNELS)
+def test_decoding_gives_what_transformers_generates(kernels: str, kind: str) -> None:
     model = copy.deepcopy(KINDS[kind]())
     expected = [generated(model, prompt, 20) for prompt in PROMPTS]
     assert len({token for answer in expected for token in answer}) > 6
-    target = target_of(model, "native")
+    target = target_of(model, "native", kernels)
     assert plain(target, PROMPTS, 20) == expected and run(target, NoDrafter(), PROMPTS, 20).tokens == expected
     known = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
     for num_drafts in (1, 7):
@@ -124,11 +130,12 @@ def test_decoding_gives_what_transformers_generates(kind: str) -> None:
         assert run(target, drafter, PROMPTS, 20).tokens == expected
 
 
+@pytest.mark.parametrize("kernels", FORWARDS)
 @pytest.mark.parametrize("kind", ["gemma 3, windows, two tables of angles", "qwen3, normed heads", "llama"])
-def test_in_bfloat16_it_is_as_near_to_float32_as_the_publishers_code(kind: str) -> None:
+def test_in_bfloat16_it_is_as_near_to_float32_as_the_publishers_code(kind: str, kernels: str) -> None:
     exact = passes(Target(copy.deepcopy(KINDS[kind]())), 1)
     half = copy.deepcopy(KINDS[kind]()).to(torch.bfloat16)
-    theirs, ours = passes(Target(copy.deepcopy(half)), 1), passes(Target(half, network=NativeForward(half)), 1)
+    theirs, ours = passes(Target(copy.deepcopy(half)), 1), passes(Target(half, network=FORWARDS[kernels](half)), 1)
     errors = [
         sum(float((said.hidden.float() - truth.hidden).norm() / truth.hidden.norm())
             for said, truth in zip(outputs, exact, strict=True) if said.hidden is not None and truth.hidden is not None)
@@ -181,7 +188,7 @@ def test_what_is_not_covered_is_refused_with_the_reason(model: Any, said: str) -
 def test_ours_is_used_by_itself_where_it_covers_the_target_and_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(tiny("qwen3"))
     assert name_of(target_of(model)) == "native" and name_of(target_of(model, "transformers")) == "transformers"
-    monkeypatch.setattr(selection, "_difference", lambda *_: 1.0)
+    monkeypatch.setattr(selection, "_disagreement", lambda *_: "by 1e+00")
     assert name_of(target_of(model)) == "transformers"
 
 
@@ -198,8 +205,10 @@ def test_a_network_that_says_something_else_is_refused(monkeypatch: pytest.Monke
     class Off(NativeForward):
         def __init__(self, model: Any) -> None:
             super().__init__(model)
-            self.norm.weight = self.norm.weight * 1.05
+            self.norm.weight, self.norm.scaled = self.norm.weight * 1.05, self.norm.scaled * 1.05
 
     monkeypatch.setattr(selection, "NativeForward", Off)
     with pytest.raises(UserError, match="computes this target differently"):
         target_of(copy.deepcopy(tiny("llama")), "native")
+    with pytest.raises(UserError, match="--kernels numba cannot compute this target: they compute it differently"):
+        target_of(copy.deepcopy(tiny("llama")), kernels="numba")

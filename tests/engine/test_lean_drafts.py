@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.cache import KVCache, rotations
+from dflash_bench.engine.forward.compiled import CompiledDFlash, CompiledEagle3
 from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
 from dflash_bench.engine.masks import causal_mask
 from dflash_bench.models.nets.dflash import DFlashDraft
@@ -35,7 +36,7 @@ def randomised(draft: Any, dtype: torch.dtype) -> Any:
 
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
-    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    assert ours.dtype in (theirs.dtype, torch.float32) and ours.shape == theirs.shape
     difference = (ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()
     assert difference < TOLERANCES[theirs.dtype]
 
@@ -60,14 +61,16 @@ def as_in_decoding() -> Iterator[None]:
 STARTS = [[0], [5], [0, 0], [5, 2]]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("starts", STARTS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"num_kv_heads": 4}, {"num_kv_heads": 1}])
 def test_dflash_context_and_block_are_those_of_the_published_network(
-    changes: dict[str, Any], dtype: torch.dtype, starts: list[int]
+    changes: dict[str, Any], dtype: torch.dtype, starts: list[int], compiled: bool
 ) -> None:
     network = randomised(DFlashDraft(replace(DFLASH, **changes)), dtype)
-    lean = NativeDFlash(randomised(DFlashDraft(network.config), dtype))
+    native = NativeDFlash(randomised(DFlashDraft(network.config), dtype))
+    lean = CompiledDFlash(native) if compiled else native
     rows, cache = len(starts), KVCache(len(starts), CONTEXT + WIDTH, CPU)
     cache.place(starts, CONTEXT - 5)
     tables = rotations(rotary(dtype), cache)
@@ -108,12 +111,16 @@ EAGLE3_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("starts", STARTS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", EAGLE3_KINDS)
-def test_an_eagle3_step_is_that_of_the_published_network(kind: str, dtype: torch.dtype, starts: list[int]) -> None:
+def test_an_eagle3_step_is_that_of_the_published_network(
+    kind: str, dtype: torch.dtype, starts: list[int], compiled: bool
+) -> None:
     network = randomised(Eagle3Draft(replace(EAGLE3, **EAGLE3_KINDS[kind])), dtype)
-    lean = NativeEagle3(randomised(Eagle3Draft(network.config), dtype))
+    native = NativeEagle3(randomised(Eagle3Draft(network.config), dtype))
+    lean = CompiledEagle3(native) if compiled else native
     cache = KVCache(len(starts), CONTEXT + WIDTH, CPU)
     cache.place(starts, WIDTH)
     tables, mask = rotations(rotary(dtype), cache), causal_mask(cache, dtype)
@@ -129,7 +136,7 @@ def test_an_eagle3_step_is_that_of_the_published_network(kind: str, dtype: torch
     hidden = lean.fuse(features)
     assert_near(hidden, network.fuse(features))
     said = lean.forward(embedded, hidden, tables, mask, cache)
-    expected = network(embedded, hidden, rows_of(tables), attend)
+    expected = network(embedded, hidden.to(dtype), rows_of(tables), attend)
     assert_near(said, expected)
     assert_near(lean.logits(expected), network.logits(expected))
 

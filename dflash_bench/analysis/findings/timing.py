@@ -124,6 +124,15 @@ def fallback(context: CellContext) -> Observation | None:
     return context.observe_suite("fallback", text, remedy, reason=str(reason))
 
 
+def torch_kernels(context: CellContext) -> Observation | None:
+    reason = context.identity.why_torch
+    if not context.represents_suite or not reason:
+        return None
+    text = f"the target was computed by torch, because numba's kernels could not: {reason}"
+    remedy = "plain decoding is slower this way, and speed-ups over it are higher; choose it by --kernels torch"
+    return context.observe_suite("torch_kernels", text, remedy, reason=str(reason))
+
+
 # A baseline slower than its own forward passes flatters every method.
 
 

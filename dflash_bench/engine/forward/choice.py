@@ -77,6 +77,12 @@ def _code_folder() -> Path | None:
     return folder if os.access(folder, os.W_OK) else None
 
 
+def compiles_first() -> bool:
+    """Return True if the kernels must be compiled before they can be used, which takes about ten seconds."""
+    folder = _code_folder() if has_numba() else None
+    return has_numba() and (folder is None or not any(folder.rglob("*.nbi")))
+
+
 def let_go(model: Any) -> None:
     """Drop the weights of a model's decoder layers, which the kernels hold; to read them afterwards is an error."""
     for layer in decoder_layers(model):

@@ -374,10 +374,10 @@ class CompiledDFlash:
     def forward(self, embedded: Tensor, tables: Tables, mask: Tensor | None, kv: KVCache) -> Tensor:
         """As `NativeDFlash.forward`, [B, N, H] -> [B, N, H]."""
         shape = embedded.shape[0], embedded.shape[1]
-        x = embedded.flatten(0, 1).float()
+        x = embedded.flatten(0, 1).to(torch.float32, copy=True)
         store = self.layers.store(kv, *_tables_of(tables, shape))
         work, _ = self.layers.through(x, shape, _seen_by(mask, kv, shape), store)
-        return torch.from_numpy(work.normed)[: x.numel()].view(embedded.shape)
+        return torch.from_numpy(work.normed)[: x.numel()].view(embedded.shape).clone()
 
 
 class CompiledEagle3:
@@ -398,7 +398,7 @@ class CompiledEagle3:
         """As `NativeEagle3.forward` [B, N, H] -> [B, N, H]."""
         shape = hidden.shape[0], hidden.shape[1]
         x, pair = self.native.inputs(embedded, hidden)
-        x = x.float().clone()
+        x = x.to(torch.float32, copy=True)
         store = self.layers.store(kv, *_tables_of(tables, shape))
         work, _ = self.layers.through(x, shape, _seen_by(mask, kv, shape), store, given=pair)
         if self.config.norm_output:
