@@ -10,13 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dflash_bench.engine import loop
 from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.forward import compiled
+from dflash_bench.engine.forward.compiled import CompiledForward
 from dflash_bench.engine.forward.hf import PassInputs
+from dflash_bench.engine.forward.kernels import Placed
 from dflash_bench.engine.forward.recurrent import Recurrence
 from dflash_bench.engine.masks import Masks, PassMask
 from dflash_bench.engine.rows import Slot
@@ -54,6 +58,22 @@ class Changed(PassMask):
         return self.built
 
 
+READ, PLACED_BY = CompiledForward.read, compiled.placed_by
+
+
+def _placed_by(mask: PassMask, *rest: Any) -> Placed:
+    """Let each token of a pass see those of it that the changed mask shows."""
+    placed = PLACED_BY(mask, *rest)
+    if not isinstance(mask, Changed):
+        return placed
+    built = mask.build()
+    assert isinstance(built, Tensor)
+    blocks = [
+        built[min(row, len(built) - 1), 0, :, start : start + mask.width] >= 0 for row, start in enumerate(mask.starts)
+    ]
+    return placed._replace(seen=torch.stack(blocks)[None].numpy().astype(np.uint8))
+
+
 class Wrapped:
     """The engine's network; `ask` may change what it is asked, `answer` its logits [B, N, V]."""
 
@@ -73,7 +93,10 @@ class Wrapped:
             tokens, positions, built = options.values()
             changed = Changed(mask.masks, mask.starts, mask.width, mask.parents, mask.whole_block, built)
             inputs = replace(inputs, tokens=tokens, positions=positions, mask=changed)
-        logits, tapped = self._network.read(inputs)
+        with pytest.MonkeyPatch.context() as patch:
+            # Compiled kernels read the description of a mask, and not what is built of it.
+            patch.setattr(compiled, "placed_by", _placed_by)
+            logits, tapped = self._network.read(inputs)
         return self._answer(logits) if self._answer else logits, tapped
 
 
@@ -180,7 +203,24 @@ def stale(num_tokens: int | None = None) -> Callable[[pytest.MonkeyPatch], None]
             buffer[:, :, at] = old
         return result
 
-    return lambda patch: around_writes(patch, keep)
+    def kept(layers: CompiledForward, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
+        """The same where compiled kernels write: what they wrote is taken back after their pass."""
+        cache, width = layers.cache, inputs.mask.width
+        if width < 2 or cache._start in (None, 0):
+            return READ(layers, inputs)
+        first = cache.visible - width + 1
+        at = slice(first, cache.visible if num_tokens is None else first + num_tokens)
+        (stack,) = cache._stacks
+        before = stack[:, :, :, at].clone()
+        result = READ(layers, inputs)
+        stack[:, :, :, at] = before
+        return result
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        around_writes(patch, keep)
+        patch.setattr(CompiledForward, "read", kept)
+
+    return plant
 
 
 def around_writes(patch: pytest.MonkeyPatch, change: Callable[[KVCache, int, int, Callable[[], Pair]], Pair]) -> None:

@@ -23,6 +23,7 @@ from dflash_bench.core.types import Answer, Message
 from dflash_bench.engine import backend as engine_backend
 from dflash_bench.engine.backend import open_backend
 from dflash_bench.engine.drafter import Captures, Drafter
+from dflash_bench.engine.forward import choice
 from dflash_bench.engine.graphs import GraphCache
 from dflash_bench.engine.target import Target
 from dflash_bench.models import loading
@@ -50,10 +51,21 @@ class Way:
     dtype: str = "float32"
     concurrency: int = 1
     captured: bool = False
-    """Are passes replayed? By `traced`, which bakes in what a CUDA graph does."""
+    """Are passes replayed? By `traced`, which bakes in what a CUDA graph does; only passes by torch can be."""
+    kernels: str = "numba"
+
+    @property
+    def by_torch(self) -> bool:
+        return self.engine == "native" and (self.captured or self.kernels == "torch")
 
     def __str__(self) -> str:
-        parts = [self.engine, self.dtype, f"{self.concurrency} at a time", *["captured"] * self.captured]
+        parts = [
+            self.engine,
+            *["by torch"] * self.by_torch,
+            self.dtype,
+            f"{self.concurrency} at a time",
+            *["captured"] * self.captured,
+        ]
         return ", ".join(parts)
 
     @property
@@ -63,13 +75,17 @@ class Way:
 
 
 WAYS = tuple(
-    Way(engine, dtype, concurrency, captured)
-    for engine in ("native", "transformers")
+    Way(engine, dtype, concurrency, captured, kernels)
+    for engine, kernels, captured in (
+        ("native", "numba", False),
+        ("native", "torch", False),
+        ("native", "torch", True),
+        ("transformers", "", False),
+    )
     for dtype in ("float32", "bfloat16")
     for concurrency in (1, 3)
-    for captured in ((False, True) if engine == "native" else (False,))
 )
-"""All there are: only passes of the native network can be captured."""
+"""All there are."""
 
 
 @cache
@@ -86,6 +102,8 @@ def without_answer(_plan: Any, _backend: Any, item: WorkItem) -> WarmUp:
 def planted(fault: Fault | None, way: Way) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "load", lambda *_: models(way.dtype))
+        # Others read the same models afterwards.
+        patch.setattr(choice, "let_go", lambda _model: None)
         # Nothing is timed here.
         patch.setattr(loop, "_warm_up", without_answer)
         if way.captured:
@@ -112,7 +130,15 @@ def run(
 def ended(fault: Fault | None, way: Way, out: Path, limit: int | None = None, most: int = MOST) -> tuple[int, str, str]:
     """The same; exit status, output and errors."""
     words: list[object] = ["run", "--out", out, "--limit", limit or way.limit, "--max-new-tokens", most]
-    words += ["--engine", way.engine, "--dtype", way.dtype, "--concurrency", way.concurrency]
+    words += [
+        "--engine",
+        way.engine,
+        *["--kernels", "torch"] * way.by_torch,
+        "--dtype",
+        way.dtype,
+        "--concurrency",
+        way.concurrency,
+    ]
     words += [word for suite in SUITES for word in ("--suite", suite)]
     words += [word for method in METHODS for word in ("--method", method)]
     with planted(fault, way):

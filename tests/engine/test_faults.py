@@ -53,15 +53,15 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
     return rows_of
 
 
-ALONE, TOGETHER = Way(), Way(concurrency=3)
+ALONE, TOGETHER, BY_TORCH = Way(), Way(concurrency=3), Way(kernels="torch")
 CAPTURED = Way(captured=True), Way(captured=True, concurrency=3)
 BETWEEN_ROWS = ("rollback one too short", "bonus token of the last row", "kept path not moved in the cache")
 """What each row does at its own place, so that it may go wrong in other ways beside others."""
 PLANTED = [
     *((fault, ALONE) for fault in FAULTS),
-    # The loop is the same in another type and over transformers' network: only what a network is asked may go wrong in
-    # other ways. `scripts/study faults` plants all in every way.
-    *((fault, Way("transformers", "bfloat16")) for fault in FAULTS if fault.name in ASKED),
+    # The loop is the same in another type and over other networks: only what a network is asked may go wrong in other
+    # ways. `scripts/study faults` plants all in every way.
+    *((fault, way) for fault in FAULTS if fault.name in ASKED for way in (BY_TORCH, Way("transformers", "bfloat16"))),
     *((fault, way) for fault in FAULTS if fault.name in BETWEEN_ROWS for way in (TOGETHER, *CAPTURED)),
 ]
 

@@ -82,7 +82,7 @@ def test_a_target_that_was_opened_and_decoded_with_is_whole(kind: str, engine: s
 
 def test_large_weights_are_not_held_twice() -> None:
     model = copy.deepcopy(wide())
-    network: Any = target_of(model, "native").network
+    network: Any = target_of(model, "native", "torch").network
     assert is_large(model.model.layers[0].self_attn.q_proj.weight.shape) is False
     for layer, laid in zip(model.model.layers, network.layers, strict=True):
         whole = laid.attention.qkv.weight

@@ -288,7 +288,7 @@ class CompiledForward:
         cos, sin = (
             np.stack([tables[kind][i].float().numpy() for kind in self.layers.kinds]) for i in range(2)
         )  # fmt: skip
-        self._kv, self._store = kv, self.layers.store(kv, cos, sin)
+        self.cache, self._store = kv, self.layers.store(kv, cos, sin)
 
     def clear(self) -> None:
         pass
