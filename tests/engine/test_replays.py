@@ -32,7 +32,7 @@ TEXTS = (
 
 def opened(labels: tuple[str, ...] = LABELS) -> LocalBackend:
     models = loading.load("nano", ["dflash", "eagle3"], "cpu", torch.float32)
-    return open_backend(models, presets.preset("nano"), [parse(label) for label in labels], 32)
+    return open_backend(models, presets.preset("nano"), [parse(label) for label in labels], 20)
 
 
 def replaying(backend: LocalBackend, replays: Callable[[], GraphCache]) -> LocalBackend:
