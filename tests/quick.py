@@ -87,10 +87,10 @@ def _read_once(place: Any, name: str, key: Callable[..., Hashable]) -> None:
     sound, known = getattr(place, name), dict[Hashable, Any]()
 
     @wraps(sound)
-    def read(*words: Any) -> Any:
-        at = key(*words)
+    def read(*words: Any, **named: Any) -> Any:
+        at = None if named else key(*words)
         if at is None:
-            return sound(*words)
+            return sound(*words, **named)
         if at not in known:
             known[at] = _as_in_files(sound(*words))
         return copy.deepcopy(known[at])
