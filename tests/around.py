@@ -14,7 +14,7 @@ import pytest
 import test_planted_loading as loaded
 import test_stopwatch as told
 from faults import Fault, Plant
-from matrix import Way
+from matrix import Part, Way
 
 from dflash_bench.engine.backend import LocalBackend, RequestTrace
 from dflash_bench.engine.drafter import NoDrafter
@@ -105,10 +105,10 @@ class Told:
         return f"{self.run}, {self.check}: {', '.join(self.who) or 'nobody'}"
 
 
-def outcome(one: Around | None, way: Way, out: Path, most: int = matrix.MOST) -> Told:
+def outcome(one: Around | None, way: Way, out: Path, part: Part = matrix.WHOLE) -> Told:
     """Of one run of nano with the mistake, or of a sound one."""
     fault = None if one is None else Fault(one.name, one.plant)
-    status, _, error = matrix.ended(fault, way, out, way.limit, most)
+    status, _, error = matrix.ended(fault, way, out, part)
     if status == 2:
         return Told(status, status, (error.strip().splitlines()[-1],))
     check, shown, _ = matrix.command("check", out, "--json")

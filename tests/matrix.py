@@ -119,28 +119,32 @@ def traced_passes(target: Target, drafters: Iterable[Drafter], _how: str | None)
     return "traced"
 
 
-def run(
-    fault: Fault | None, way: Way, out: Path, limit: int | None = None, most: int = MOST
-) -> tuple[int, list[Answer]]:
-    """`dflash-bench run` in this process, of `limit` prompts a suite; its exit status and rows."""
-    status, _, _ = ended(fault, way, out, limit, most)
+@dataclass(frozen=True)
+class Part:
+    """What a run decodes: prompts of each suite (None: as many as the way needs), tokens of an answer, methods."""
+
+    limit: int | None = None
+    most: int = MOST
+    suites: tuple[str, ...] = SUITES
+    methods: tuple[str, ...] = METHODS
+
+
+WHOLE = Part()
+
+
+def run(fault: Fault | None, way: Way, out: Path, part: Part = WHOLE) -> tuple[int, list[Answer]]:
+    """`dflash-bench run` in this process; its exit status and rows."""
+    status, _, _ = ended(fault, way, out, part)
     return status, store.load(out)[1]
 
 
-def ended(fault: Fault | None, way: Way, out: Path, limit: int | None = None, most: int = MOST) -> tuple[int, str, str]:
+def ended(fault: Fault | None, way: Way, out: Path, part: Part = WHOLE) -> tuple[int, str, str]:
     """The same; exit status, output and errors."""
-    words: list[object] = ["run", "--out", out, "--limit", limit or way.limit, "--max-new-tokens", most]
-    words += [
-        "--engine",
-        way.engine,
-        *["--kernels", "torch"] * way.by_torch,
-        "--dtype",
-        way.dtype,
-        "--concurrency",
-        way.concurrency,
-    ]
-    words += [word for suite in SUITES for word in ("--suite", suite)]
-    words += [word for method in METHODS for word in ("--method", method)]
+    words: list[object] = ["run", "--out", out, "--limit", part.limit or way.limit, "--max-new-tokens", part.most]
+    words += ["--engine", way.engine, *["--kernels", "torch"] * way.by_torch]
+    words += ["--dtype", way.dtype, "--concurrency", way.concurrency]
+    words += [word for suite in part.suites for word in ("--suite", suite)]
+    words += [word for method in part.methods for word in ("--method", method)]
     with planted(fault, way):
         return command(*words)
 
@@ -173,8 +177,9 @@ class Outcome:
     num_found: int
 
 
-def outcomes(rows: Sequence[Answer], sound: Sequence[Answer], dtype: str) -> list[Outcome]:
-    expected = {store.key(row): row.generation.token_ids for row in sound}
+def outcomes(rows: Sequence[Answer], sound: Sequence[Answer], dtype: str, most: int = MOST) -> list[Outcome]:
+    """`sound` may hold longer answers than the `most` tokens of these rows."""
+    expected = {store.key(row): row.generation.token_ids[:most] for row in sound}
     made = []
     for suite in SUITES:
         for method in ("ar", *METHODS):

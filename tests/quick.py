@@ -1,21 +1,36 @@
-"""What every run measures of its machine before it begins, once for all tests of a process, or in fewer turns.
+"""What every run of nano needs before it begins: once for all tests of a process, or in fewer turns.
 
 How fast this machine copies and multiplies takes a second each time, and is the same for all runs. Tests of the
 measurement itself ask for `measured_in_full`, and one that plants a fault in the clock measures with that.
+
+So are nano's files, which no test changes: each reader gets a copy of its own, as changeable as weights just read, and
+engine and judge read them apart. Tests of reading and of damage have files of their own, which are read each time.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from functools import partial, wraps
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache, partial, wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
 
+from dflash_bench.engine import witness
 from dflash_bench.engine.rows import HostClock
+from dflash_bench.models import chat, hub, targets
+from dflash_bench.models.chat import Chat
+from dflash_bench.models.loading import Source
+from dflash_bench.models.presets import NANO
+from dflash_bench.models.targets import PLAIN
 from dflash_bench.perf import measure
 
-MOST_TURNS = 3
+MOST_PASSES = 8
 SECONDS = HostClock.seconds
 KNOWN: dict[Any, Any] = {}
 
@@ -37,7 +52,57 @@ def apply() -> None:
     def quick(target: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(measure, "measure_rates", known)
-            patch.setattr(measure, "medians_s", partial(medians_s, most=MOST_TURNS))
+            patch.setattr(measure, "medians_s", partial(medians_s, least=1, most=1))
             return sound(target)
 
     measure.forward_curve = quick
+    measure.least_s = wraps(measure.least_s)(partial(measure.least_s, most=MOST_PASSES))
+    _read_once(hub, "weights_sha256", _nanos)
+    _read_once(targets, "load", _nanos)
+    _read_once(witness, "_read", _judges)
+    _read_once(chat, "check", _prompts)
+
+
+def _nanos(folder: Path, *words: Hashable) -> Hashable:
+    """What is read of nano's files, or None for what others wrote, which may change."""
+    return (folder, *words) if folder.parent == NANO and words[2:] in ((), (PLAIN,)) else None
+
+
+def _judges(source: Source, options: Mapping[str, Any]) -> Hashable:
+    return None if options else _nanos(source.folder, source.device, source.dtype, source.placement)
+
+
+def _prompts(tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> Hashable:
+    """Nano's template was tried on these in a process of its own, which takes long to fork from one with torch."""
+    return (repr(chats), thinking) if tokenizer.chat_template == _template() else None
+
+
+@cache
+def _template() -> str:
+    return (NANO / "target" / "chat_template.jinja").read_text(encoding="utf-8")
+
+
+def _read_once(place: Any, name: str, key: Callable[..., Hashable]) -> None:
+    """A function that reads files gives a copy of what it read under the same key; the judge's reading is its own."""
+    sound, known = getattr(place, name), dict[Hashable, Any]()
+
+    @wraps(sound)
+    def read(*words: Any, **named: Any) -> Any:
+        at = None if named else key(*words)
+        if at is None:
+            return sound(*words, **named)
+        if at not in known:
+            known[at] = _as_in_files(sound(*words))
+        return copy.deepcopy(known[at])
+
+    setattr(place, name, read)
+
+
+def _as_in_files(read: Any) -> Any:
+    """Nobody planted a fault in what all later tests get."""
+    if isinstance(read, nn.Module):
+        folder = Path(read.config._name_or_path)
+        stored, held = load_file(folder / hub.WHOLE), read.state_dict()
+        assert all(torch.equal(held[name], tensor.to(held[name].dtype)) for name, tensor in stored.items()), folder
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in read.modules()), folder
+    return read

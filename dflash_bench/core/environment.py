@@ -10,6 +10,8 @@ import os
 import platform
 import re
 import subprocess
+from copy import copy
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         # Our own version is that of the running code: the metadata of a checkout can be older.
         "packages": {"dflash-bench": __version__} | {name: _version(name) for name in PACKAGES} | plugins.used(),
-        "git": _git(),
+        "git": copy(_running_code()),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
         "gpus": _gpus(),
     }
@@ -111,11 +113,18 @@ def _memory_bytes() -> int | None:
         return None
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+@cache
+def _running_code() -> dict[str, Any] | None:
+    """Return `_git` as it was when first asked: what is edited later does not change the code of this process."""
+    return _git()
 
 
 def _git(package: Path = Path(__file__).parent.parent) -> dict[str, Any] | None:

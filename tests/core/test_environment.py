@@ -155,6 +155,17 @@ def test_a_package_inside_someone_elses_repository_has_no_commit(package: Path, 
     assert environment._git(installed) is None
 
 
+def test_the_commit_is_that_of_the_code_that_runs_and_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([{"commit": "first", "dirty": False}, {"commit": "second", "dirty": True}])
+    monkeypatch.setattr(environment, "_git", lambda: next(answers))
+    environment._running_code.cache_clear()
+    try:
+        environment.describe()["git"]["commit"] = "changed by a caller"
+        assert environment.describe()["git"] == {"commit": "first", "dirty": False}
+    finally:
+        environment._running_code.cache_clear()
+
+
 def test_a_repository_without_commits_has_no_commit(tmp_path: Path) -> None:
     git(tmp_path, "init")
     (tmp_path / "package").mkdir()

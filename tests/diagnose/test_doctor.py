@@ -31,7 +31,7 @@ from dflash_bench.runner.config import RunRequest
 
 
 def examined(method: str, draft: Path | None = None, **changes: Any) -> Diagnosis:
-    options: dict[str, Any] = {"limit": 3, "max_new_tokens": 24, **changes}
+    options: dict[str, Any] = {"limit": 3, "max_new_tokens": 16, **changes}
     drafts = () if draft is None else (f"{method}={draft}",)
     return doctor.diagnose(RunRequest(suites=(), methods=(method,), drafts=drafts, **options), lambda _: None)
 
@@ -102,7 +102,7 @@ def test_a_block_in_another_place_is_named(monkeypatch: pytest.MonkeyPatch) -> N
             self.rotary = kept
 
     monkeypatch.setattr(DFlashDrafter, "_read_block", late)
-    seen = examined("dflash", max_new_tokens=24)
+    seen = examined("dflash")
     assert "trained one place before where it is put here" in seen.findings[0].cause
 
 
@@ -120,7 +120,7 @@ def test_a_quantised_target_is_tried_as_it_was() -> None:
 
 @pytest.mark.usefixtures("read_once")
 def test_the_other_mode_of_thinking_is_named() -> None:
-    seen = examined("dflash", limit=8, max_new_tokens=24, thinking="on")
+    seen = examined("dflash", limit=5, thinking="on")
     assert seen.findings[0].cause == "the draft was trained with thinking off"
 
 
@@ -285,10 +285,10 @@ def test_the_command_exits_with_1_where_there_is_a_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft = planted.plant(("eagle3", "norms with one"), tmp_path / "draft")
-    words = ["doctor", "--suite", "gsm8k", "--limit", "4", "--max-new-tokens", "24", "--json"]
+    words = ["doctor", "--suite", "gsm8k", "--limit", "3", "--max-new-tokens", "16", "--json"]
     monkeypatch.setattr("sys.argv", ["dflash-bench", *words, "--method", "eagle3", "--draft", f"eagle3={draft}"])
     with pytest.raises(SystemExit) as end:
         main()
     given = json.loads(capsys.readouterr().out)
     assert end.value.code == 1 and given["findings"][0]["cause"].startswith("its norms")
-    assert given["samples"][0]["num_prompts"] == 4 and given["tried"][0]["al_pooled"] > given["samples"][0]["al_pooled"]
+    assert given["samples"][0]["num_prompts"] == 3 and given["tried"][0]["al_pooled"] > given["samples"][0]["al_pooled"]

@@ -361,10 +361,10 @@ def trained(models: loading.Models, name: str, target: Target, num_drafts: int) 
 def test_trained_drafts_give_the_plain_tokens_and_are_often_right(name: str, nano: loading.Models) -> None:
     target, prompts = Target(nano.target), encoded(nano)
     stop_ids = frozenset({nano.tokenizer.eos_token_id})
-    expected = plain(target, prompts, 40, stop_ids)
+    expected = plain(target, prompts, 24, stop_ids)
     for num_drafts in (1, 2, 5, 16):
         for rows in (prompts[:1], prompts, (prompts * 3)[:8]):
-            out = run(target, trained(nano, name, target, num_drafts), rows, 40, stop_ids)
+            out = run(target, trained(nano, name, target, num_drafts), rows, 24, stop_ids)
             assert out.tokens == (expected * 3)[: len(rows)]
     assert sum(sum(step.accepted) for step in out.rounds) > len(out.rounds)
 
@@ -373,13 +373,13 @@ def test_the_trees_of_the_paper_give_the_plain_tokens_and_one_of_one_child_keeps
     nano: loading.Models,
 ) -> None:
     target, prompts, draft = Target(nano.target), encoded(nano), nano.drafts["eagle3"]
-    expected = plain(target, prompts, 40)
+    expected = plain(target, prompts, 24)
     for num_drafts in (15, 59):
-        out = run(target, trained(nano, "eagle3-tree", target, num_drafts), prompts, 40)
+        out = run(target, trained(nano, "eagle3-tree", target, num_drafts), prompts, 24)
         assert out.tokens == expected
         assert max(count for step in out.rounds for count in step.accepted) > 3
-    chain = run(target, trained(nano, "eagle3", target, 6), prompts, 40)
-    tree = run(target, Eagle3TreeDrafter(draft, target.embedding, 6, top_k=1, steps=5), prompts, 40)  # type: ignore[arg-type]
+    chain = run(target, trained(nano, "eagle3", target, 6), prompts, 24)
+    tree = run(target, Eagle3TreeDrafter(draft, target.embedding, 6, top_k=1, steps=5), prompts, 24)  # type: ignore[arg-type]
     assert drafts_of(tree) == drafts_of(chain)
 
 

@@ -371,6 +371,13 @@ INVALID: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
 }  # fmt: skip
 
 
+ON_PAGES = (
+    "decode_s nan", "prefill_s None", "round_s nan", "verify_s inf", "draft_s -inf", "accepted below nothing",
+    "emitted nothing", "a list that is shorter", "an unknown exactness", "no order",
+)  # fmt: skip
+"""Of each column that a plot reads, a value that would upset it; a page takes longer than all the rest."""
+
+
 @pytest.mark.parametrize("what", INVALID)
 def test_a_row_that_no_run_writes_is_named(what: str, tmp_path: Path, main: Main) -> None:
     change, told = INVALID[what]
@@ -392,7 +399,8 @@ def test_a_row_that_no_run_writes_is_named(what: str, tmp_path: Path, main: Main
     shown = json.loads(out)
     assert shown["notes"][0].startswith("run is invalid: gsm8k dflash: 1 answer cannot be right: ")
     assert [cell["num_prompts"] for cell in shown["cells"]] == [6, 5]
-    assert main("report", "run", "--allow", "invalid", "--html", "page.html")[0] == 0
+    if what in ON_PAGES:
+        assert main("report", "run", "--allow", "invalid", "--html", "page.html")[0] == 0
 
 
 @pytest.mark.parametrize("column", ["suite", "prompt_id", "prompt_hash", "method", "turn", "repeat"])
