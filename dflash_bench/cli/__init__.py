@@ -9,7 +9,8 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer import Option
+from typer import Context, Option
+from typer.core import TyperGroup
 
 from dflash_bench import __version__
 from dflash_bench.cli import diagnose, models, net, results, run, train
@@ -19,7 +20,18 @@ from dflash_bench.core.terminal import note, prepare, say
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 """Base class of typer's usage errors, which typer does not export."""
 
+
+class Root(TyperGroup):
+    def get_help_option(self, ctx: Context) -> Any:  # type: ignore[override]
+        option = super().get_help_option(ctx)
+        if option is not None:
+            # With typer's default, None, it loads pydantic to find that --help was not typed: a third of `run --help`.
+            option.default = False
+        return option
+
+
 app = typer.Typer(
+    cls=Root,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # Rich takes as long to load as all the rest of --help

@@ -46,16 +46,20 @@ def causal_mask(
     parents: Tensor | None = None,
     window: int | None = None,
     whole_block: bool = False,
+    first: int = 0,
 ) -> Tensor:
     """Return an additive mask [B, 1, width, visible] for the tokens just placed: each sees its row's past and itself.
 
     With `whole_block` each token also sees those placed after it.
     With `parents` [B, width - 1] the tokens are an anchor and a tree, and each sees only its ancestors among them.
     With a `window` a token sees only that many tokens back, itself included; in a tree, depth is the distance.
+    Places before `first`, which no window reaches, are left out: [B, 1, width, visible - first].
     """
-    columns = torch.arange(cache.visible, device=cache.device)
-    read_at, stored_at = cache.positions, columns[None]
-    seen_to = cache.positions[:, -1:].expand_as(cache.positions) if whole_block else cache.positions
+    columns = torch.arange(first, cache.visible, device=cache.device)
+    # Rows that start together, and are no trees, have one mask between them.
+    read_at = cache.positions if cache.is_ragged or parents is not None else cache.positions[:1]
+    stored_at = columns[None]
+    seen_to = read_at[:, -1:].expand_as(read_at) if whole_block else read_at
     allowed = columns <= seen_to[..., None]
     if parents is not None:
         start = cache.positions[:, :1]
@@ -67,7 +71,7 @@ def causal_mask(
         stored_at = torch.where(columns < start, columns, read_at.gather(1, inside))
     if window is not None:
         allowed &= stored_at[:, None] > read_at[..., None] - window
-    return _additive(~allowed, dtype)[:, None]
+    return _additive(~allowed, dtype)[:, None].expand(len(cache.positions), -1, -1, -1)
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -96,7 +100,7 @@ class TargetMasks:
         return _additive(hidden, self.dtype)[None, None]
 
     def build(self, described: PassMask) -> Masks:
-        """Return masks [B, 1, width, visible] for the tokens just placed: one, or one per kind if windows differ."""
+        """Return masks as `PassMask.build` does."""
         masks = {window: self._mask(described, window) for window in self._ready}
         if len(masks) == 1:
             return next(iter(masks.values()))
@@ -104,10 +108,11 @@ class TargetMasks:
 
     def _mask(self, described: PassMask, window: int | None) -> Tensor:
         ready, starts, width = self._ready[window], described.starts, described.width
+        first = 0 if window is None or not starts else max(0, min(starts) - window + 1)
         if described.is_plain and not self.cache.is_ragged and width <= ready.shape[2]:
-            left = self.capacity - starts[0]
+            left = self.capacity - starts[0] + first
             return ready[:, :, :width, left : self.capacity + width].expand(len(starts), -1, -1, -1)
-        return causal_mask(self.cache, self.dtype, described.parents, window, described.whole_block)
+        return causal_mask(self.cache, self.dtype, described.parents, window, described.whole_block, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +148,10 @@ class PassMask:
         return self.width == 1 and not self.masks.cache.is_ragged and not any(self.windows.values())
 
     def build(self) -> Masks:
-        """Return additive masks [B, 1, width, visible], one, or one per kind if windows differ; before the next pass.
+        """Return additive masks [B, 1, width, seen], one, or one per kind if windows differ; call before the next pass.
 
-        Each is made anew, or is a view of one that is kept: it must not be changed.
+        The columns are the last `seen` of the visible places: with a window, those in front of all rows' windows are
+        left out (`seen_by`). A mask may be a view of one that is kept: it must not be changed.
         """
         return self.masks.build(self)
 
@@ -155,7 +161,11 @@ def fold_heads(mask: Tensor | None, group: int) -> Tensor | None:
 
     These heads are rows of one attention problem in `forward/native.py`: [B, 1, group * N or 1, visible].
     """
-    return mask if mask is None or mask.shape[2] == 1 else mask.repeat(1, 1, group, 1)
+    if mask is None or mask.shape[2] == 1 or group == 1:
+        return mask
+    # Rows that share a mask still do.
+    own = mask[:1] if mask.stride(0) == 0 else mask
+    return own.repeat(1, 1, group, 1).expand(len(mask), -1, -1, -1)
 
 
 def fold_kinds(masks: Masks | None, kinds: Iterable[str], group: int) -> dict[str, Tensor | None]:
@@ -163,6 +173,11 @@ def fold_kinds(masks: Masks | None, kinds: Iterable[str], group: int) -> dict[st
     if isinstance(masks, Mapping):
         return {kind: fold_heads(masks[kind], group) for kind in kinds}
     return dict.fromkeys(kinds, fold_heads(masks, group))
+
+
+def seen_by(mask: Tensor | None, stored: Tensor) -> Tensor:
+    """Return those of the stored keys or values [..., visible, D] that the columns of a mask stand for."""
+    return stored if mask is None or mask.shape[-1] == stored.shape[-2] else stored[..., -mask.shape[-1] :, :]
 
 
 def block_mask(cache: KVCache, columns: Tensor) -> Tensor | None:

@@ -24,6 +24,13 @@ from dflash_bench.models.architecture import attention_windows, context_length, 
 
 ALL = 0
 """`keep_logits` of a pass that needs the logits of all its places."""
+PART, PART_ON_GPU = 256, 2048
+"""Tokens of a prompt that one pass reads: enough to keep the processor busy for each weight that it loads."""
+
+
+def part_size(device: torch.device) -> int:
+    """Return how many tokens of each prompt are read in one pass."""
+    return PART if device.type == "cpu" else PART_ON_GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,7 @@ class Target:
         # Layers may be spread over devices; tokens enter on the embedding's device, and all results return there.
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.context_length = context_length(self.config)
+        self.part = part_size(self.device)
         self.taps: tuple[int, ...] = ()
         self._cache: KVCache | None = None
         self.graph_cache: GraphCache | None = None
@@ -100,7 +108,7 @@ class Target:
 
     @property
     def reads_in_parts(self) -> bool:
-        """Return True if prompts can be read in parts, between rounds of other rows; recurrent states would advance."""
+        """Return True if other rows may decode between two parts of a prompt; recurrent states would advance."""
         return not recurrent_layers(self.config)
 
     @property
@@ -161,26 +169,47 @@ class Target:
     def prefill(self, prompts: Sequence[Sequence[int]], starts: Sequence[int] | None = None, first: int = 0) -> Output:
         """Read prompts into rows `first` ...; returns logits [b, 1, V] at each end.
 
-        They are padded on the right; the padding lies beyond each row's length, so it is overwritten. With `starts`
-        they are parts of prompts, of which starts[i] tokens have been read already.
+        A pass reads about `part` tokens of each, so that no mask is larger than [b, part + 1, visible]. They are padded
+        on the right; the padding lies beyond each row's length, so it is overwritten. With `starts` they are the rest
+        of prompts of which starts[i] tokens have been read.
         """
-        if len(prompts) == self.cache.num_rows and not any(starts or ()):
+        begins = list(starts or [0] * len(prompts))
+        if len(prompts) == self.cache.num_rows and not any(begins):
             self.network.clear()
+        ends: dict[int, Tensor] = {}
+        hidden: list[Tensor] = []
         width = max(len(prompt) for prompt in prompts)
-        rows = [[*prompt, *([prompt[-1]] * (width - len(prompt)))] for prompt in prompts]
-        last = [len(prompt) - 1 for prompt in prompts]
+        # A single token is added to the part before: recurrent layers read it as a step of all rows (`recurrent.py`).
+        cuts = range(0, max(1, width - 1), self.part)
+        for at, end in zip(cuts, [*cuts[1:], width], strict=True):
+            parts = [prompt[at:end] for prompt in prompts]
+            ended, output = self._read_part(parts, prompts, [begin + at for begin in begins], first)
+            ends |= ended
+            hidden += [] if output is None else [output]
+        logits = torch.stack([ends[row] for row in range(len(prompts))])[:, None]
+        return Output(logits, torch.cat(hidden, dim=1) if len(hidden) > 1 else next(iter(hidden), None))
+
+    def _read_part(
+        self, parts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], starts: Sequence[int], first: int
+    ) -> tuple[dict[int, Tensor], Tensor | None]:
+        """Read a part of each prompt; returns the logits [V] at the end of each, by row, and the taps' outputs.
+
+        A part is empty if its prompt has ended before; the logits that count are those of its last part.
+        """
+        width = max(len(part) for part in parts)
+        rows = [[*part, *[prompt[-1]] * (width - len(part))] for part, prompt in zip(parts, prompts, strict=True)]
+        last = {row: len(part) - 1 for row, part in enumerate(parts) if part}
         # If the model allows it, the head runs only where some row ends, not over whole prompts.
-        places = sorted(set(last)) if self.network.keeps_some_logits else list(range(width))
-        # The index stays on the host, because the head may be on any device.
+        places = sorted({*last.values()}) if self.network.keeps_some_logits else list(range(width))
         output = self.forward(
             torch.tensor(rows, device=self.device),
-            starts or [0] * len(rows),
+            starts,
+            # The index stays on the host, because the head may be on any device.
             keep_logits=torch.tensor(places),
-            counts=[len(prompt) for prompt in prompts],
+            counts=[len(part) for part in parts],
             first=first,
         )
-        ends = torch.tensor([places.index(i) for i in last], device=self.device)
-        return Output(output.logits[torch.arange(len(rows), device=self.device), ends][:, None], output.hidden)
+        return {row: output.logits[row, places.index(at)] for row, at in last.items()}, output.hidden
 
     @torch.inference_mode()
     def forward(

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import number_words
 from dflash_bench.core.types import Settings, context_name
@@ -128,6 +126,7 @@ def settings_numbers(batch: Any, run_settings: Sequence[Settings]) -> Any:
 
     A row's `settings_id` must be that of its values.
     """
+    import numpy as np
     from pyarrow import compute
 
     columns = {name: _as_numbers(batch.column(name)) for name in NAMES}
@@ -141,6 +140,8 @@ def settings_numbers(batch: Any, run_settings: Sequence[Settings]) -> Any:
 
 def checked_settings(batch: Any, run_settings: Sequence[Settings]) -> Any:
     """Return `settings_numbers` of rows already known to be the run's; needs only the columns `needed_for`."""
+    import numpy as np
+
     if len(run_settings) > 1:
         return settings_numbers(batch, run_settings)
     return np.zeros(len(batch), dtype=np.int64)

@@ -132,7 +132,7 @@ class PlanMatch:
         known &= (rows.turn < turns[prompt]) & (rows.codes["prompt_hash"] == wanted[prompt]) & (rows.settings >= 0)
         self.unexpected = np.flatnonzero(~known)
         """Rows that are not in the plan."""
-        place = (plan.first_turns[prompt] + rows.turn) * plan.repeats + rows.repeat
+        place = (np.array(plan.first_turns)[prompt] + rows.turn) * plan.repeats + rows.repeat
         self.place = np.where(known, place * len(plan.settings) + rows.settings, -1)
         self.is_last_turn = known & (rows.turn == turns[prompt] - 1)
         answer = np.where(known, self.place * len(plan.methods) + method, -1)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import GREEDY, Settings
@@ -61,21 +61,21 @@ class Plan:
         return [(suite, prompt) for suite, prompts in self.prompts.items() for prompt in prompts]
 
     @cached_property
-    def first_turns(self) -> Any:
+    def first_turns(self) -> list[int]:
         """The number of turns before each prompt, and last the number of all turns, [prompts + 1]."""
-        return np.cumsum([0, *(prompt.num_turns for _, prompt in self.prompt_refs)])
+        return [*accumulate((prompt.num_turns for _, prompt in self.prompt_refs), initial=0)]
 
     @property
     def num_answers(self) -> int:
-        return int(self.first_turns[-1]) * self.repeats * len(self.settings) * len(self.methods)
+        return self.first_turns[-1] * self.repeats * len(self.settings) * len(self.methods)
 
     def place(self, answer: int) -> AnswerPlace:
         rest, method = divmod(int(answer), len(self.methods))
         rest, settings = divmod(rest, len(self.settings))
         turn, repeat = divmod(rest, self.repeats)
-        prompt = int(np.searchsorted(self.first_turns, turn, side="right")) - 1
+        prompt = bisect_right(self.first_turns, turn) - 1
         suite, ref = self.prompt_refs[prompt]
-        turn_of_prompt = turn - int(self.first_turns[prompt])
+        turn_of_prompt = turn - self.first_turns[prompt]
         return AnswerPlace(suite, ref.prompt_id, turn_of_prompt, repeat, settings, self.methods[method])
 
 

@@ -16,7 +16,7 @@ from dflash_bench.engine.drafters.base import CachedDrafter
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native_drafts import Eagle3Network, NativeEagle3
 from dflash_bench.engine.masks import causal_mask
-from dflash_bench.engine.target import Target
+from dflash_bench.engine.target import Target, part_size
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
@@ -50,8 +50,7 @@ class Eagle3Drafter(CachedDrafter):
 
     def observe(self, committed: Committed) -> None:
         """Read the committed tokens with the target's features [B, M, K * H]; keep the last output of each row."""
-        assert committed.hidden is not None
-        read = self._step(committed.tokens, self.network.fuse(committed.hidden), committed.starts, committed.first)
+        read = self._read_committed(committed)
         last = [max(count, 1) - 1 for count in committed.counts]
         if min(last) == max(last):  # one row above all: a view, and nothing goes to the device
             hidden = read[:, last[0] : last[0] + 1]
@@ -62,6 +61,21 @@ class Eagle3Drafter(CachedDrafter):
         else:
             self.hidden[committed.row_slice] = hidden
         self.advance(committed)
+
+    def _read_committed(self, committed: Committed) -> Tensor:
+        """Return the network's output [B, M, H] for all committed tokens, of which it reads a part at a time."""
+        assert committed.hidden is not None
+        size = part_size(self.device)
+        outputs = [
+            self._step(
+                committed.tokens[:, at : at + size],
+                self.network.fuse(committed.hidden[:, at : at + size]),
+                [start + at for start in committed.starts],
+                committed.first,
+            )
+            for at in range(0, committed.tokens.shape[1], size)
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def propose(self) -> Draft:
         hidden = self.hidden

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.recurrent import Recurrence
-from dflash_bench.engine.masks import PassMask
+from dflash_bench.engine.masks import PassMask, seen_by
 from dflash_bench.models.architecture import cache_argument, decoder_layers, recurrent_layers
 from dflash_bench.models.weights import lay_out
 
@@ -36,7 +36,7 @@ class PassInputs:
     counts: Sequence[int] | None
     """How many tokens each row keeps; None where `commit` will say."""
     rows: slice | None
-    """The rows of the cache that are read, if not all; their prompts begin here."""
+    """The rows of the cache that are read, if not all."""
 
 
 class HFForward:
@@ -73,7 +73,8 @@ class HFForward:
 
     def serve(self, cache: KVCache, device: torch.device) -> None:
         """Write into this cache from now on."""
-        layers: list[Any] = [_Layer(cache, i) for i in range(len(self._layers))]
+        kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or [""] * len(self._layers)
+        layers: list[Any] = [_Layer(cache, i, kind) for i, kind in enumerate(kinds)]
         if self._recurrent:
             self._recurrence = Recurrence(self._layers, self._recurrent, device)
             for index, state in self._recurrence.states.items():
@@ -90,10 +91,15 @@ class HFForward:
         if self.keeps_some_logits:
             options["logits_to_keep"] = inputs.keep_logits
         width, recurrence = inputs.tokens.shape[1], self._recurrence
-        with recurrence.reading(width, inputs.counts, inputs.rows) if recurrence else nullcontext():
+        masks = inputs.mask.build()
+        for layer in self._cache.layers:
+            if isinstance(layer, _Layer):
+                layer.mask = masks if isinstance(masks, Tensor) else masks[layer.kind]
+        begins = not any(inputs.mask.starts)
+        with recurrence.reading(width, inputs.counts, inputs.rows, begins) if recurrence else nullcontext():
             out = self.model(
-                input_ids=inputs.tokens, position_ids=inputs.positions, attention_mask=inputs.mask.build(),
-                use_cache=True, **options,
+                input_ids=inputs.tokens, position_ids=inputs.positions, attention_mask=masks, use_cache=True,
+                **options,
             )  # fmt: skip
         return out.logits, [self._tapped[i] for i in self._taps]
 
@@ -104,17 +110,22 @@ class HFForward:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of our cache in the form that transformers expects; it writes where the tokens were placed."""
+    """One layer of our cache in the form that transformers expects; it writes where the tokens were placed.
 
-    def __init__(self, cache: KVCache, index: int) -> None:
+    It returns as many places as the pass's mask for this kind of layer has columns.
+    """
+
+    def __init__(self, cache: KVCache, index: int, kind: str) -> None:
         super().__init__()
-        self.cache, self.index, self.is_initialized = cache, index, True
+        self.cache, self.index, self.kind, self.is_initialized = cache, index, kind, True
+        self.mask: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.cache.write(self.index, key_states, value_states)
+        keys, values = self.cache.write(self.index, key_states, value_states)
+        return seen_by(self.mask, keys), seen_by(self.mask, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.visible, 0

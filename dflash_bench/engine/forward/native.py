@@ -20,7 +20,7 @@ from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, si
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.hf import PassInputs
-from dflash_bench.engine.masks import PassMask, fold_kinds
+from dflash_bench.engine.masks import PassMask, fold_kinds, seen_by
 from dflash_bench.models.architecture import decoder_layers, final_norm
 from dflash_bench.models.quantization import Int8Linear
 from dflash_bench.models.weights import join_weights, lay_out
@@ -160,6 +160,7 @@ class Attention:
         keys, values = cache.write_pair(index, pair.permute(2, 0, 3, 1, 4))
         # [B, KV, G * N, D]: the heads of a group are rows of one problem.
         problem = queries.permute(0, 2, 3, 1, 4).reshape(rows, self.num_kv, -1, self.head_dim)
+        keys, values = seen_by(mask, keys), seen_by(mask, values)
         attended = scaled_dot_product_attention(problem, keys, values, mask, scale=self.scale)
         attended = attended.view(rows, self.num_kv, -1, width, self.head_dim).permute(0, 3, 1, 2, 4)
         return attended.reshape(rows * width, -1)

@@ -79,16 +79,20 @@ class Recurrence:
             state.clear()
 
     @contextmanager
-    def reading(self, width: int, counts: Sequence[int] | None, rows: slice | None = None) -> Iterator[None]:
+    def reading(
+        self, width: int, counts: Sequence[int] | None, rows: slice | None = None, begins: bool = True
+    ) -> Iterator[None]:
         """Wrap a pass over `width` tokens per row; `counts` says how many of them each row keeps, if that is known.
 
-        With `rows`, only these are read, beginning without a state, and the others keep theirs.
+        With `rows`, only these are read, and the others keep their states. If their prompts begin here, they begin
+        without a state.
         """
         self.known = None if counts is None else KeptTokens.of(counts, self.device)
         assert rows is None or counts is not None, "what begins a row is not rolled back"
         self._width = width
         self._names.update(self._watching)
-        aside = [] if rows is None else [state.set_aside() for state in self.states.values()]
+        kept = None if begins else rows
+        aside = [] if rows is None else [state.set_aside(kept) for state in self.states.values()]
         try:
             yield
         finally:
@@ -139,10 +143,13 @@ class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         self.again: Callable[[KeptTokens], Tensor] | None = None
         self.inputs: Tensor | None = None
 
-    def set_aside(self) -> tuple[Tensor, Tensor]:
-        """Return the states of all rows and begin without a state."""
-        whole = self.conv_states[0], self.recurrent_states[0]
+    def set_aside(self, kept: slice | None) -> tuple[Tensor, Tensor]:
+        """Return the states of all rows, and go on with those of the `kept` rows, or without a state."""
+        conv, recurrent = whole = self.conv_states[0], self.recurrent_states[0]
         self.clear()
+        if kept is not None:
+            self.conv_states[0], self.recurrent_states[0] = conv[kept], recurrent[kept]
+            self.has_previous_state[0] = True
         return whole
 
     def put_back(self, whole: tuple[Tensor, Tensor], rows: slice | None) -> None:
