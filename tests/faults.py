@@ -7,7 +7,7 @@ the length of the engine's own passes only; the judge asks the model itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from dflash_bench.engine import loop
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.hf import PassInputs
 from dflash_bench.engine.forward.recurrent import Recurrence
+from dflash_bench.engine.masks import Masks, PassMask
 from dflash_bench.engine.rows import Slot
 from dflash_bench.engine.sampling import Sampler
 from dflash_bench.engine.target import Target
@@ -42,6 +43,17 @@ class Fault:
         return self.name
 
 
+@dataclass(frozen=True, slots=True)
+class Changed(PassMask):
+    """A mask that is not the one described."""
+
+    built: Masks = field(default_factory=dict)
+    sees_all = False
+
+    def build(self) -> Masks:
+        return self.built
+
+
 class Wrapped:
     """The engine's network; `ask` may change what it is asked, `answer` its logits [B, N, V]."""
 
@@ -54,11 +66,14 @@ class Wrapped:
         return getattr(self._network, name)
 
     def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
-        options = {"input_ids": inputs.tokens, "position_ids": inputs.positions, "attention_mask": inputs.masks}
         if self._ask:
+            mask = inputs.mask
+            options = {"input_ids": inputs.tokens, "position_ids": inputs.positions, "attention_mask": mask.build()}
             self._ask(options)
-        tokens, positions, masks = options.values()
-        logits, tapped = self._network.read(replace(inputs, tokens=tokens, positions=positions, masks=masks))
+            tokens, positions, built = options.values()
+            changed = Changed(mask.masks, mask.starts, mask.width, mask.parents, mask.whole_block, built)
+            inputs = replace(inputs, tokens=tokens, positions=positions, mask=changed)
+        logits, tapped = self._network.read(inputs)
         return self._answer(logits) if self._answer else logits, tapped
 
 

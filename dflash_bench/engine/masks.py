@@ -8,6 +8,7 @@ places of the cache (`cache.py`), of which those beyond a row's own length hold 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -80,50 +81,73 @@ class TargetMasks:
     `windows` says how many tokens each kind of layer sees, the current one included (None: all).
     """
 
-    def __init__(self, windows: Mapping[str, int | None], capacity: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, windows: Mapping[str, int | None], cache: KVCache, dtype: torch.dtype):
+        self.cache, self.capacity, self.dtype = cache, cache.capacity, dtype
         # A window as large as the cache is the same as no window.
-        self.windows = {kind: None if w is None or w >= capacity else w for kind, w in windows.items()}
-        self.capacity, self.dtype = capacity, dtype
-        self._ready = {window: self._ready_mask(window, device) for window in {*self.windows.values()}}
+        self.windows = {kind: None if w is None or w >= self.capacity else w for kind, w in windows.items()}
+        self._ready = {window: self._ready_mask(window) for window in {*self.windows.values()}}
 
-    def _ready_mask(self, window: int | None, device: torch.device) -> Tensor:
+    def _ready_mask(self, window: int | None) -> Tensor:
         """Return [1, 1, width, capacity + width]: if all rows start together, the mask of any pass is a slice of it."""
         width = min(self.capacity, READY_WIDTH)
-        steps = torch.arange(width, device=device)[:, None]
-        columns = torch.arange(-self.capacity, width, device=device)
+        steps = torch.arange(width, device=self.cache.device)[:, None]
+        columns = torch.arange(-self.capacity, width, device=self.cache.device)
         hidden = columns > steps if window is None else (columns > steps) | (columns <= steps - window)
         return _additive(hidden, self.dtype)[None, None]
 
-    def sees_all(self, cache: KVCache, width: int) -> bool:
-        """Return True if each row's token sees the whole visible cache, so that no mask is needed."""
-        return width == 1 and not cache.is_ragged and not any(self._ready)
-
-    def build(
-        self, cache: KVCache, starts: Sequence[int], width: int, parents: Tensor | None, whole_block: bool = False
-    ) -> Masks:
-        """Return masks [B, 1, width, visible] for the tokens just placed: one, or one per kind if windows differ.
-
-        `starts` may be empty where the cache is ragged; the other arguments are those of `causal_mask`.
-        """
-        masks = {window: self._mask(cache, starts, width, parents, window, whole_block) for window in self._ready}
+    def build(self, described: PassMask) -> Masks:
+        """Return masks [B, 1, width, visible] for the tokens just placed: one, or one per kind if windows differ."""
+        masks = {window: self._mask(described, window) for window in self._ready}
         if len(masks) == 1:
             return next(iter(masks.values()))
         return {kind: masks[window] for kind, window in self.windows.items()}
 
-    def _mask(
-        self,
-        cache: KVCache,
-        starts: Sequence[int],
-        width: int,
-        parents: Tensor | None,
-        window: int | None,
-        whole_block: bool,
-    ) -> Tensor:
-        ready = self._ready[window]
-        if parents is None and not whole_block and not cache.is_ragged and width <= ready.shape[2]:
+    def _mask(self, described: PassMask, window: int | None) -> Tensor:
+        ready, starts, width = self._ready[window], described.starts, described.width
+        if described.is_plain and not self.cache.is_ragged and width <= ready.shape[2]:
             left = self.capacity - starts[0]
             return ready[:, :, :width, left : self.capacity + width].expand(len(starts), -1, -1, -1)
-        return causal_mask(cache, self.dtype, parents, window, whole_block)
+        return causal_mask(self.cache, self.dtype, described.parents, window, described.whole_block)
+
+
+@dataclass(frozen=True, slots=True)
+class PassMask:
+    """Which places of the cache the tokens of one pass see: described, so that only those who need a mask build one.
+
+    Row b's `width` tokens have been placed from starts[b] on. Each sees its row's past, the tokens before it in this
+    pass and itself; in layers with a window only the last `windows[kind]` of these.
+    """
+
+    masks: TargetMasks
+    starts: Sequence[int]
+    """Empty where only the device knows them (a captured pass)."""
+    width: int
+    parents: Tensor | None = None
+    """[B, width - 1]: the tokens are an anchor and a tree, and see only their ancestors among them."""
+    whole_block: bool = False
+    """Each token also sees those placed after it."""
+
+    @property
+    def windows(self) -> Mapping[str, int | None]:
+        """Return how many tokens each kind of layer sees, the current one included (None: all)."""
+        return self.masks.windows
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if each token sees what was placed before it, and nothing after it."""
+        return self.parents is None and not self.whole_block
+
+    @property
+    def sees_all(self) -> bool:
+        """Return True if each row's token sees the whole visible cache, so that no mask is needed."""
+        return self.width == 1 and not self.masks.cache.is_ragged and not any(self.windows.values())
+
+    def build(self) -> Masks:
+        """Return additive masks [B, 1, width, visible], one, or one per kind if windows differ; before the next pass.
+
+        Each is made anew, or is a view of one that is kept: it must not be changed.
+        """
+        return self.masks.build(self)
 
 
 def fold_heads(mask: Tensor | None, group: int) -> Tensor | None:

@@ -19,7 +19,7 @@ from dflash_bench.core.types import NOBODY, Listener
 from dflash_bench.engine.cache import KVCache, on_host
 from dflash_bench.engine.forward.hf import HFForward, PassInputs
 from dflash_bench.engine.graphs import GraphCache, bucket_of
-from dflash_bench.engine.masks import Masks, TargetMasks, depths
+from dflash_bench.engine.masks import PassMask, TargetMasks, depths
 from dflash_bench.models.architecture import attention_windows, context_length, recurrent_layers, refuse_unsupported
 
 ALL = 0
@@ -37,8 +37,6 @@ class Output:
 class Network(Protocol):
     """A forward pass: reads tokens, and writes their keys and values into a cache."""
 
-    needs_masks: bool
-    """Does it need masks even where every token sees the whole cache?"""
     keeps_some_logits: bool
     """Can it skip the head at places whose logits are not needed?"""
     head: Callable[[Tensor], Tensor]
@@ -61,7 +59,7 @@ class Steady(Network, Protocol):
     has_experts: bool
     """Then it does ask the host, for the expert of each token, and a capture would not notice."""
 
-    def through(self, tokens: Tensor, positions: Tensor, masks: Masks | None) -> tuple[Tensor, list[Tensor]]: ...
+    def through(self, tokens: Tensor, positions: Tensor, mask: PassMask) -> tuple[Tensor, list[Tensor]]: ...
 
     def logits(self, x: Tensor) -> Tensor: ...
 
@@ -150,7 +148,7 @@ class Target:
         if self.graph_cache is not None:
             self.graph_cache.reset(capacity)
         self.network.serve(self._cache, self.device)
-        self._masks = TargetMasks(attention_windows(self.config), capacity, self.model.dtype, self.device)
+        self._masks = TargetMasks(attention_windows(self.config), self._cache, self.model.dtype)
 
     @property
     def cache(self) -> KVCache:
@@ -211,10 +209,9 @@ class Target:
                 return output
         cache.place(starts, width, first)
         positions = self._positions(parents)
-        needs_none = not self.network.needs_masks and self._masks.sees_all(cache, width)
-        masks = None if needs_none else self._masks.build(cache, starts, width, parents, whole_block)
+        mask = PassMask(self._masks, starts, width, parents, whole_block)
         some = None if len(starts) == cache.num_rows else slice(first, first + len(starts))
-        logits, tapped = self.network.read(PassInputs(tokens, positions, masks, keep_logits, counts, some))
+        logits, tapped = self.network.read(PassInputs(tokens, positions, mask, keep_logits, counts, some))
         return Output(logits.to(self.device), concat_taps(tapped, self.device))
 
     def _replayed(
@@ -236,8 +233,8 @@ class Target:
         assert isinstance(self.network, Steady)
         self.cache.place_at(starts, tokens.shape[1], num_places)
         positions = self._positions(parents)
-        masks = self._masks.build(self.cache, [], tokens.shape[1], parents)
-        hidden, tapped = self.network.through(tokens, positions, masks)
+        mask = PassMask(self._masks, [], tokens.shape[1], parents)
+        hidden, tapped = self.network.through(tokens, positions, mask)
         return hidden, *tapped
 
     def _positions(self, parents: Tensor | None) -> Tensor:

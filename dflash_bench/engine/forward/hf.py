@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.recurrent import Recurrence
-from dflash_bench.engine.masks import Masks
+from dflash_bench.engine.masks import PassMask
 from dflash_bench.models.architecture import cache_argument, decoder_layers, recurrent_layers
 from dflash_bench.models.weights import lay_out
 
@@ -30,7 +30,7 @@ class PassInputs:
     """[B, N]"""
     positions: Tensor
     """[B, N]"""
-    masks: Masks | None
+    mask: PassMask
     keep_logits: int | Tensor
     """Which places' logits are needed: this many from the end (0: all), or an index."""
     counts: Sequence[int] | None
@@ -44,8 +44,6 @@ class HFForward:
 
     It uses modules of its own that share the model's parameters, so that no hook of ours is on the model.
     """
-
-    needs_masks = True
 
     def __init__(self, model: Any) -> None:
         self.model = model = lay_out(model)
@@ -94,8 +92,8 @@ class HFForward:
         width, recurrence = inputs.tokens.shape[1], self._recurrence
         with recurrence.reading(width, inputs.counts, inputs.rows) if recurrence else nullcontext():
             out = self.model(
-                input_ids=inputs.tokens, position_ids=inputs.positions, attention_mask=inputs.masks, use_cache=True,
-                **options,
+                input_ids=inputs.tokens, position_ids=inputs.positions, attention_mask=inputs.mask.build(),
+                use_cache=True, **options,
             )  # fmt: skip
         return out.logits, [self._tapped[i] for i in self._taps]
 

@@ -21,7 +21,7 @@ from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, si
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.hf import PassInputs
 from dflash_bench.engine.forward.packed import Packed, Product, can_pack, pack_head
-from dflash_bench.engine.masks import Masks, fold_kinds
+from dflash_bench.engine.masks import PassMask, fold_kinds
 from dflash_bench.models.architecture import decoder_layers, final_norm
 from dflash_bench.models.weights import join_weights, lay_out
 
@@ -323,7 +323,6 @@ def _rope_types(config: Any) -> set[str]:
 class NativeForward:
     """Computes a `model` that `why_not` does not refuse. A token that sees the whole cache needs no mask."""
 
-    needs_masks = False
     keeps_some_logits = True
 
     def __init__(self, model: Any) -> None:
@@ -372,7 +371,7 @@ class NativeForward:
 
     def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
         """Return logits [B, N or fewer, V] and the output of each tapped layer [B, N, H]; the cache knows the rows."""
-        x, tapped = self.through(inputs.tokens, inputs.positions, inputs.masks)
+        x, tapped = self.through(inputs.tokens, inputs.positions, inputs.mask)
         keep = inputs.keep_logits
         return self.logits(x[:, -keep:] if isinstance(keep, int) else x[:, keep]), tapped
 
@@ -380,12 +379,13 @@ class NativeForward:
         """Return logits [B, N, V] for outputs [B, N, H] of the last layer."""
         return self.head(self.norm(x))
 
-    def through(self, tokens: Tensor, positions: Tensor, masks: Masks | None) -> tuple[Tensor, list[Tensor]]:
+    def through(self, tokens: Tensor, positions: Tensor, mask: PassMask) -> tuple[Tensor, list[Tensor]]:
         """Return outputs [B, N, H] of the last layer and of each tapped one; asks the host for nothing but shapes."""
         shape = tokens.shape
         tables = {
             kind: (cos[positions][:, :, None], sin[positions][:, :, None]) for kind, (cos, sin) in self._tables.items()
         }
+        masks = None if mask.sees_all else mask.build()
         folded = fold_kinds(masks, self._tables, self.layers[0].attention.group)
         # All tokens of all rows below one another, [B * N, H]; only attention needs to know their rows.
         x, tapped = self.embedding(tokens).flatten(0, 1), {}
