@@ -36,14 +36,15 @@ WHOLE = {aten.scaled_dot_product_attention.default, aten.rms_norm.default}
 OUTSIDE: dict[Any, Callable[..., Any]] = {
     Tensor.__invert__: aten.bitwise_not.default,
     Tensor.nonzero: aten.nonzero.default,
+    Tensor.copy_: lambda x, source, non_blocking=False: aten.copy_.default(x, source, non_blocking),
     Tensor.__int__: lambda x: int(aten._local_scalar_dense.default(x)),
     Tensor.__float__: lambda x: float(aten._local_scalar_dense.default(x)),
 }
 """What torch does outside its dispatcher, where a build without CUDA lacks something."""
 
 
-class WaitError(AssertionError):
-    """The host would have waited for the device."""
+class WaitError(RuntimeError):
+    """The host would have waited for the device; in a capture CUDA raises a RuntimeError, too."""
 
 
 class DeviceTensor(Tensor):
@@ -67,7 +68,7 @@ class DeviceTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func in OUTSIDE:
-                return OUTSIDE[func](*args)
+                return OUTSIDE[func](*args, **(kwargs or {}))
             if func is Tensor.__getitem__:
                 return _item(*args)
             if func is Tensor.__setitem__:
@@ -178,7 +179,7 @@ class Device(TorchDispatchMode):
         if made_here:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         inner = {id(one.inner): one for one in ours}
-        result = func(*_inner(args), **_inner(kwargs))
+        result = _computed(func, _inner(args), _inner(kwargs))
         if not stays:
             # A copy of its own, even where nothing had to be converted.
             return tree_map_only(Tensor, Tensor.clone, result)
@@ -216,6 +217,13 @@ class Device(TorchDispatchMode):
                 self.read(f"{name} by a mask")
         elif foreign:
             raise RuntimeError(f"{name}: tensors are on two devices")
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if func is aten.histc.default and not args[0].is_floating_point():
+        # On a CPU torch counts floating point numbers only.
+        return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
 
 
 def _inner(tree: Any) -> Any:

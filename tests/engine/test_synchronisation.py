@@ -14,11 +14,13 @@ import pytest
 import torch
 from pretend import Device, DeviceTensor, WaitError, moved
 from test_drafters import DFLASH, EAGLE3, PROMPTS, enlarged
+from test_lean import KINDS
 from test_medusa import heads
 from torch import Tensor
 from toy import Decoded, Scripted, run, sometimes_wrong, tiny
+from varlen import varlen_attn
 
-from dflash_bench.engine import cache, loop
+from dflash_bench.engine import cache, lengths, loop
 from dflash_bench.engine import target as target_module
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Captures, Committed, NoDrafter
@@ -30,6 +32,7 @@ from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.drafters.eagle3_tree import Eagle3TreeDrafter
 from dflash_bench.engine.drafters.medusa import MedusaDrafter
 from dflash_bench.engine.drafters.ngram import NGramDrafter
+from dflash_bench.engine.forward import native as native_module
 from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.graphs import Capture, GraphCache
 from dflash_bench.engine.masks import depths
@@ -135,14 +138,16 @@ def decoded(
     if texts:
         known = Knowing(drafter, Scripted(texts, drafter.num_drafts, sometimes_wrong(0.8, 97)))
     if capture is not None:
-        for one in (target, drafter, getattr(drafter, "model", None)):
-            if hasattr(one, "graph_cache"):
-                one.graph_cache = GraphCache(capture)
+        capturing = [one for one in (target, drafter) if isinstance(one, Captures)]
+        for one in capturing:
+            one.graph_cache = GraphCache(capture)
         for _ in range(2):
             # Passes are captured before an answer if they have been run in an earlier one.
             run(target, known, PROMPTS[:num_rows], NEW, sampling=sampling)
             if isinstance(drafter, Captures):
                 drafter.capture(1, MOST)
+        assert [one.graph_cache.why_not for one in capturing] == [None] * len(capturing)
+        assert all(one.graph_cache.num_captured for one in capturing)
     return run(target, known, PROMPTS[:num_rows], NEW, sampling=sampling)
 
 
@@ -200,6 +205,42 @@ def test_captured_passes_exchange_nothing_with_the_host(device: Device, label: s
     expected = on_the_cpu(num_rows, Sampling())
     there = decoded(label, moved, num_rows, Sampling(), texts_of(expected), device.capture)
     assert there.tokens == expected
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("label", ["ar", "dflash", "eagle3"])
+def test_captured_passes_of_chains_need_no_mask(
+    device: Device, label: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = on_the_cpu(num_rows, Sampling())
+    monkeypatch.setattr(lengths, "varlen_attn", varlen_attn)
+    for module in (native_module, base):
+        monkeypatch.setattr(module, "attends_by_lengths", lambda *_: True)
+    there = decoded(label, moved, num_rows, Sampling(), texts_of(expected), device.capture)
+    assert there.tokens == expected
+    assert device.launches["scaled_dot_product_attention"] == 0
+
+
+EXPERTS = [("grouped_mm", None), ("batched_mm", None), ("eager", "WaitError: the host waits for the device: nonzero")]
+
+
+@pytest.mark.parametrize(("experts", "why_not"), EXPERTS)
+def test_experts_are_captured_unless_the_host_looks_them_up(
+    device: Device, experts: str, why_not: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    model = moved(copy.deepcopy(KINDS["qwen3, experts"]()))
+    model.config._experts_implementation = experts
+    target = Target(model, NativeForward(model))
+    target.graph_cache = graphs = GraphCache(device.capture)
+    target.begin(2, 64)
+    block = DeviceTensor(torch.tensor([[7, 8, 9], [3, 4, 5]]))
+    usual = target.forward(block, [4, 2]).logits
+    target.capture(1, 64)
+    replayed = target.forward(block, [4, 2]).logits
+    assert (graphs.num_replayed, graphs.why_not) == (int(why_not is None), why_not)
+    assert isinstance(usual, DeviceTensor) and isinstance(replayed, DeviceTensor)
+    assert torch.allclose(replayed.inner, usual.inner, atol=1e-4)
 
 
 # Planted faults: each makes the host wait.

@@ -13,6 +13,7 @@ from torch import Tensor
 from dflash_bench.engine.cache import KVCache, on_host, to_device
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.graphs import Function, GraphCache, bucket_of
+from dflash_bench.engine.lengths import attends_by_lengths
 from dflash_bench.engine.sampling import Sampler, inverse_cdf
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.layers import Rotary
@@ -47,6 +48,9 @@ class CachedDrafter:
             self.graph_cache.reset(capacity)
         self.rotary = Rotary(
             config.head_dim, config.rope_theta, capacity, self.device, self.weight.dtype, config.rope_scaling
+        )
+        self.by_lengths = attends_by_lengths(
+            self.device, self.weight.dtype, config.head_dim, config.num_heads, config.num_kv_heads
         )
         self.allocate(num_rows, capacity)
 

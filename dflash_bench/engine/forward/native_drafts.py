@@ -14,6 +14,7 @@ from torch import Tensor
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.native import Linear, Norm, Tables, layer_of, linear_of, norm_of, pack_linear, turn
 from dflash_bench.engine.forward.packed import Packed, Product, pack_head
+from dflash_bench.engine.lengths import Seen
 from dflash_bench.engine.masks import fold_heads
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
@@ -62,12 +63,13 @@ class NativeDFlash:
         turn(both[:, :, :, 0], self.key_norm, tables)
         return both.permute(0, 3, 1, 4, 2, 5)
 
-    def forward(self, embedded: Tensor, tables: Tables, mask: Tensor | None, cache: KVCache) -> Tensor:
-        """As `DFlashDraft.forward`, [B, N, H] -> [B, N, H], over a cache; mask [B, 1, N or 1, visible] or None."""
+    def forward(self, embedded: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
+        """As `DFlashDraft.forward`, [B, N, H] -> [B, N, H], over a cache; a mask is [B, 1, N or 1, visible]."""
         shape, x = embedded.shape[:2], embedded.flatten(0, 1)
-        mask = fold_heads(mask, self.layers[0].attention.group)
+        if isinstance(seen, Tensor):
+            seen = fold_heads(seen, self.layers[0].attention.group)
         for index, layer in enumerate(self.layers):
-            x = layer(index, x, shape, tables, mask, cache)
+            x = layer(index, x, shape, tables, seen, cache)
         return self.norm(x).view(embedded.shape)
 
 
@@ -97,12 +99,14 @@ class NativeEagle3:
             flat = torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts, strict=True)], dim=-1)
         return self.fc(flat).view(*features.shape[:2], -1)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, mask: Tensor | None, cache: KVCache) -> Tensor:
-        """As `Eagle3Draft.forward` [B, N, H] -> [B, N, H], over a cache; the mask is [B, 1, N, visible] or None."""
+    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
+        """As `Eagle3Draft.forward` [B, N, H] -> [B, N, H], over a cache; a mask is [B, 1, N, visible]."""
         shape, flat, layer = hidden.shape[:2], hidden.flatten(0, 1), self.layer
         normed = self.hidden_norm(flat)
         pair = torch.cat([layer.input_norm(embedded.flatten(0, 1)), normed], dim=-1)
-        attended = layer.attention(0, pair, shape, tables, fold_heads(mask, layer.attention.group), cache)
+        if isinstance(seen, Tensor):
+            seen = fold_heads(seen, layer.attention.group)
+        attended = layer.attention(0, pair, shape, tables, seen, cache)
         x = layer.fed(layer.mixed(normed if self.config.norm_before_residual else flat, attended))
         return (self.norm(x) if self.config.norm_output else x).view(hidden.shape)
 
