@@ -167,7 +167,7 @@ class Device(TorchDispatchMode):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         leaves = tree_leaves((args, kwargs))
         ours = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
-        made_here = torch.device(kwargs.get("device") or "cpu") == CUDA
+        made_here = any(isinstance(leaf, torch.device) and leaf.type == CUDA.type for leaf in leaves)
         if not ours and not made_here:
             return func(*args, **kwargs)
         if func not in WHOLE and func._can_decompose():
@@ -198,7 +198,7 @@ class Device(TorchDispatchMode):
         if func in READS:
             self.read(name)
         elif func is aten._to_copy.default and ours:
-            if kwargs.get("device") not in (None, CUDA) and not kwargs.get("non_blocking"):
+            if torch.device(kwargs.get("device") or CUDA).type != CUDA.type and not kwargs.get("non_blocking"):
                 self.read(name)
         elif func is aten._to_copy.default:
             self.copy(not kwargs.get("non_blocking"), args[0], name)

@@ -20,8 +20,9 @@ from torch import Tensor
 from toy import Decoded, Scripted, run, sometimes_wrong, tiny
 from varlen import varlen_attn
 
-from dflash_bench.engine import cache, lengths, loop
+from dflash_bench.engine import backend, cache, lengths, loop
 from dflash_bench.engine import target as target_module
+from dflash_bench.engine.backend import capture_passes, capture_stats
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Captures, Committed, NoDrafter
 from dflash_bench.engine.drafters import base
@@ -33,6 +34,7 @@ from dflash_bench.engine.drafters.eagle3_tree import Eagle3TreeDrafter
 from dflash_bench.engine.drafters.medusa import MedusaDrafter
 from dflash_bench.engine.drafters.ngram import NGramDrafter
 from dflash_bench.engine.forward import native as native_module
+from dflash_bench.engine.forward.fused import FusedGated, fuse
 from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.graphs import Capture, GraphCache
 from dflash_bench.engine.masks import depths
@@ -219,6 +221,22 @@ def test_captured_passes_of_chains_need_no_mask(
     there = decoded(label, moved, num_rows, Sampling(), texts_of(expected), device.capture)
     assert there.tokens == expected
     assert device.launches["scaled_dot_product_attention"] == 0
+
+
+@pytest.mark.parametrize("label", ["ar", "dflash", "eagle3", "draft-model"])
+def test_a_gpu_captures_and_fuses_by_itself(device: Device, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "cuda_graph", device.capture)
+    monkeypatch.setattr(backend, "fuse", lambda network: fuse(network, lambda function, **_options: function))
+    expected = on_the_cpu(2, Sampling())
+    target = native(tiny("qwen3"), moved)
+    drafter = METHODS[label](target, moved)
+    assert capture_passes(target, [drafter], None) == "graph"
+    layer = target.network.layers[0] if isinstance(target.network, NativeForward) else None
+    assert layer is not None and isinstance(layer.feed, FusedGated)
+    for _ in range(3):
+        assert run(target, drafter, PROMPTS[:2], NEW).tokens == expected
+    stats = capture_stats(target, [drafter])
+    assert stats["replayed"] > 0 and stats["not_captured"] == 0
 
 
 EXPERTS = [("grouped_mm", None), ("batched_mm", None), ("eager", "WaitError: the host waits for the device: nonzero")]

@@ -15,7 +15,7 @@ from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import DraftSampler
 from dflash_bench.engine.graphs import GraphCache
 from dflash_bench.engine.selection import target_like
-from dflash_bench.engine.target import Steady, Target
+from dflash_bench.engine.target import Network, Steady, Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
 
@@ -45,6 +45,10 @@ class ModelDrafter:
         self.starts = [0] * num_rows
         self.tokens = torch.zeros(num_rows, self.num_drafts, dtype=torch.long, device=self.model.device)
         self.last = torch.zeros(num_rows, 2, dtype=torch.long, device=self.model.device)
+
+    @property
+    def network(self) -> Network:
+        return self.model.network
 
     @property
     def graph_cache(self) -> GraphCache | None:

@@ -138,6 +138,9 @@ def turn(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
     torch.addcmul(normed * tables[0], normed.roll(heads.shape[-1] // 2, -1), tables[1], out=heads)
 
 
+Turn = Callable[[Tensor, Norm | None, Tables], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Attention up to its heads' results; `output` is applied by the caller, who adds it to the stream."""
@@ -150,6 +153,7 @@ class Attention:
     num_kv: int
     head_dim: int
     scale: float
+    turn: Turn = turn
 
     def __call__(
         self, index: int, normed: Tensor, shape: torch.Size, tables: Tables, seen: Seen, cache: KVCache
@@ -161,7 +165,7 @@ class Attention:
         rows, width = shape
         mixed = self.qkv(normed).view(rows, width, -1, self.head_dim)
         # Queries, keys and values lie side by side, so queries and keys are normed and rotated in one go, in place.
-        turn(mixed[:, :, : self.num_heads + self.num_kv], self.head_norm, tables)
+        self.turn(mixed[:, :, : self.num_heads + self.num_kv], self.head_norm, tables)
         queries = mixed[:, :, : self.num_heads].view(rows, width, self.num_kv, -1, self.head_dim)
         pair = mixed[:, :, self.num_heads :].view(rows, width, 2, self.num_kv, self.head_dim)
         keys, values = cache.write_pair(index, pair.permute(2, 0, 3, 1, 4))
