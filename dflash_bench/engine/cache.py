@@ -195,6 +195,11 @@ def rotations(rotary: Rotary, cache: KVCache) -> tuple[Tensor, Tensor]:
     return cos.transpose(1, 2), sin.transpose(1, 2)
 
 
-def to_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return integers [B] on the device, without waiting for the work that is queued there."""
-    return torch.tensor(values).to(device, non_blocking=True)
+def on_host(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return integers on the host. For a GPU they are pinned: from other memory it copies while the host waits."""
+    return torch.tensor(values, pin_memory=device.type == "cuda")
+
+
+def to_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return integers [B] or [B, N] on the device, without waiting for the work that is queued there."""
+    return on_host(values, device).to(device, non_blocking=True)

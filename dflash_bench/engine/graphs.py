@@ -97,7 +97,9 @@ class GraphCache:
             self.num_replayed += 1
             return captured(inputs)
         if key not in self._known:
-            self._known[key] = _Pass(function, tuple(value.to(inputs[0].device, copy=True) for value in inputs))
+            device = inputs[0].device
+            examples = tuple(value.to(device, non_blocking=True, copy=True) for value in inputs)
+            self._known[key] = _Pass(function, examples)
         return None
 
     def reset(self, capacity: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_bench.core.types import NOBODY, Listener
-from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.cache import KVCache, on_host
 from dflash_bench.engine.forward.hf import HFForward, PassInputs
 from dflash_bench.engine.graphs import GraphCache, bucket_of
 from dflash_bench.engine.masks import PassMask, TargetMasks, depths
@@ -250,7 +250,7 @@ class Target:
     ) -> Output | None:
         """Return the output of a captured pass over all rows, or None if it has not been captured."""
         assert isinstance(self.network, Steady)
-        inputs = [tokens, torch.tensor(starts), *([] if parents is None else [parents])]
+        inputs = [tokens, on_host(starts, self.device), *([] if parents is None else [parents])]
         key = (tokens.shape[1], parents is not None, self.taps)
         results = graphs.replay(key, self._steady, max(starts) + tokens.shape[1], *inputs)
         if results is None:

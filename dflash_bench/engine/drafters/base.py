@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.cache import KVCache, on_host, to_device
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.graphs import Function, GraphCache, bucket_of
+from dflash_bench.engine.lengths import attends_by_lengths
 from dflash_bench.engine.sampling import Sampler, inverse_cdf
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.layers import Rotary
@@ -48,6 +49,9 @@ class CachedDrafter:
         self.rotary = Rotary(
             config.head_dim, config.rope_theta, capacity, self.device, self.weight.dtype, config.rope_scaling
         )
+        self.by_lengths = attends_by_lengths(
+            self.device, self.weight.dtype, config.head_dim, config.num_heads, config.num_kv_heads
+        )
         self.allocate(num_rows, capacity)
 
     def capture(self, shortest: int, longest: int) -> None:
@@ -62,7 +66,7 @@ class CachedDrafter:
         if self.graph_cache is None or len(starts) != self.cache.num_rows:
             return None
         key, num_places = tuple(value.shape[1:] for value in inputs), max(starts) + inputs[0].shape[1]
-        return self.graph_cache.replay(key, function, num_places, *inputs, torch.tensor(starts))
+        return self.graph_cache.replay(key, function, num_places, *inputs, on_host(starts, self.device))
 
     def allocate(self, num_rows: int, capacity: int) -> None:
         """Allocate the drafter's own tensors, for as many rows and places as the cache has."""
@@ -165,7 +169,7 @@ def trees(tries: Sequence[Trie], device: torch.device) -> Draft | None:
 
 def _padded(rows: Sequence[Text], width: int, filling: int, device: torch.device) -> Tensor:
     padded = [[*row, *[filling] * (width - len(row))] for row in rows]
-    return torch.tensor(padded).to(device, non_blocking=True)
+    return to_device(padded, device)
 
 
 RULES = ("match", "rejection")

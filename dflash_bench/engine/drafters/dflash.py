@@ -21,6 +21,7 @@ from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native import Product
 from dflash_bench.engine.forward.native_drafts import DFlashNetwork, NativeDFlash
+from dflash_bench.engine.lengths import Seen, placed_lengths
 from dflash_bench.engine.masks import block_mask
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -140,7 +141,13 @@ class DFlashDrafter(CachedDrafter):
     def _through(self, block: Tensor) -> Tensor:
         """Read the block [B, N] where it was placed; returns the last layer's normed output [B, N, H]."""
         tables = rotations(self.rotary, self.cache)
-        return self.network.forward(self.embedding(block), tables, block_mask(self.cache, self.columns), self.cache)
+        return self.network.forward(self.embedding(block), tables, self._seen(), self.cache)
+
+    def _seen(self) -> Seen:
+        """Return what every slot of the block just placed sees: its row's context, and the whole block."""
+        if self.by_lengths:
+            return placed_lengths(self.cache, whole_block=True)
+        return block_mask(self.cache, self.columns)
 
 
 class AdaptiveDrafter(DFlashDrafter):

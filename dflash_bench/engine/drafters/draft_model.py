@@ -13,8 +13,9 @@ from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import DraftSampler
+from dflash_bench.engine.graphs import GraphCache
 from dflash_bench.engine.selection import target_like
-from dflash_bench.engine.target import Target
+from dflash_bench.engine.target import Network, Steady, Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
 
@@ -44,6 +45,22 @@ class ModelDrafter:
         self.starts = [0] * num_rows
         self.tokens = torch.zeros(num_rows, self.num_drafts, dtype=torch.long, device=self.model.device)
         self.last = torch.zeros(num_rows, 2, dtype=torch.long, device=self.model.device)
+
+    @property
+    def network(self) -> Network:
+        return self.model.network
+
+    @property
+    def graph_cache(self) -> GraphCache | None:
+        """The model's passes are captured as the target's are, if our own code computes it."""
+        return self.model.graph_cache
+
+    @graph_cache.setter
+    def graph_cache(self, graphs: GraphCache | None) -> None:
+        self.model.graph_cache = graphs if isinstance(self.model.network, Steady) else None
+
+    def capture(self, shortest: int, longest: int) -> None:
+        self.model.capture(shortest, longest + self.num_drafts)
 
     def observe(self, committed: Committed) -> None:
         if committed.anchor is None:

@@ -15,6 +15,7 @@ from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import CachedDrafter
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native_drafts import Eagle3Network, NativeEagle3
+from dflash_bench.engine.lengths import Seen, placed_lengths
 from dflash_bench.engine.masks import causal_mask
 from dflash_bench.engine.target import Target, part_size
 from dflash_bench.engine.verify import Draft
@@ -101,7 +102,12 @@ class Eagle3Drafter(CachedDrafter):
 
     def _through(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Read tokens [B, N] and features [B, N, H] where they were placed; returns the network's output [B, N, H]."""
-        alone = tokens.shape[1] == 1 and not self.cache.is_ragged
-        mask = None if alone else causal_mask(self.cache, hidden.dtype)
         tables = rotations(self.rotary, self.cache)
-        return self.network.forward(self.embedding(tokens), hidden, tables, mask, self.cache)
+        return self.network.forward(self.embedding(tokens), hidden, tables, self._seen(), self.cache)
+
+    def _seen(self) -> Seen:
+        """Return what the tokens just placed see: their row's past, those before them and themselves."""
+        if self.by_lengths:
+            return placed_lengths(self.cache)
+        alone = self.cache.positions.shape[1] == 1 and not self.cache.is_ragged
+        return None if alone else causal_mask(self.cache, self.weight.dtype)

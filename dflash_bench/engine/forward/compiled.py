@@ -33,6 +33,7 @@ from dflash_bench.engine.forward.native import (
 )
 from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
 from dflash_bench.engine.forward.tiles import LANES
+from dflash_bench.engine.lengths import Seen
 from dflash_bench.engine.masks import PassMask, ancestors
 from dflash_bench.models.quantization import Int8Linear
 
@@ -318,7 +319,7 @@ class CompiledForward:
         return logits, [tapped.view(rows, num, -1).to(self.embedding.weight.dtype)] if self._taps else []
 
 
-def _seen_by(mask: Tensor | None, kv: KVCache, shape: tuple[int, int]) -> Placed:
+def _seen_by(mask: Seen, kv: KVCache, shape: tuple[int, int]) -> Placed:
     """Return what the tokens of a draft's pass see, given a mask [B or 1, 1, N or 1, visible], or None for all."""
     rows, num = shape
     starts = np.ascontiguousarray(kv.positions[:, 0].numpy())
@@ -326,6 +327,7 @@ def _seen_by(mask: Tensor | None, kv: KVCache, shape: tuple[int, int]) -> Placed
     if mask is None:
         seen = np.ones((1, num, kv.visible), np.uint8)
     else:
+        assert isinstance(mask, Tensor), "lengths are for GPUs"
         bools = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
         seen = bools.expand(-1, num, -1).numpy().astype(np.uint8)
     lows = np.zeros((1, rows, num), np.int64)
@@ -371,12 +373,12 @@ class CompiledDFlash:
         both = torch.from_numpy(out)[:, : rows * num].view(len(out), rows, num, 2, -1, network.head_dim)
         return both.permute(0, 3, 1, 4, 2, 5)
 
-    def forward(self, embedded: Tensor, tables: Tables, mask: Tensor | None, kv: KVCache) -> Tensor:
+    def forward(self, embedded: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
         """As `NativeDFlash.forward`, [B, N, H] -> [B, N, H]."""
         shape = embedded.shape[0], embedded.shape[1]
         x = embedded.flatten(0, 1).to(torch.float32, copy=True)
-        store = self.layers.store(kv, *_tables_of(tables, shape))
-        work, _ = self.layers.through(x, shape, _seen_by(mask, kv, shape), store)
+        store = self.layers.store(cache, *_tables_of(tables, shape))
+        work, _ = self.layers.through(x, shape, _seen_by(seen, cache, shape), store)
         return torch.from_numpy(work.normed)[: x.numel()].view(embedded.shape).clone()
 
 
@@ -394,13 +396,13 @@ class CompiledEagle3:
         """As `NativeEagle3.fuse`: features [B, N, K * Ht] -> [B, N, H]."""
         return self.fc(self.native.normed_features(features.flatten(0, 1))).view(*features.shape[:2], -1)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, mask: Tensor | None, kv: KVCache) -> Tensor:
+    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
         """As `NativeEagle3.forward` [B, N, H] -> [B, N, H]."""
         shape = hidden.shape[0], hidden.shape[1]
         x, pair = self.native.inputs(embedded, hidden)
         x = x.to(torch.float32, copy=True)
-        store = self.layers.store(kv, *_tables_of(tables, shape))
-        work, _ = self.layers.through(x, shape, _seen_by(mask, kv, shape), store, given=pair)
+        store = self.layers.store(cache, *_tables_of(tables, shape))
+        work, _ = self.layers.through(x, shape, _seen_by(seen, cache, shape), store, given=pair)
         if self.config.norm_output:
             return torch.from_numpy(work.normed)[: x.numel()].clone().view(hidden.shape)
         return x.view(hidden.shape)

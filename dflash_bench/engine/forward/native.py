@@ -20,6 +20,7 @@ from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention, si
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.hf import PassInputs
+from dflash_bench.engine.lengths import Lengths, Seen, attends_by_lengths, pass_lengths
 from dflash_bench.engine.masks import PassMask, fold_kinds, seen_by
 from dflash_bench.models.architecture import decoder_layers, final_norm
 from dflash_bench.models.quantization import Int8Linear
@@ -131,6 +132,9 @@ def turn(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
     torch.addcmul(normed * tables[0], normed.roll(heads.shape[-1] // 2, -1), tables[1], out=heads)
 
 
+Turn = Callable[[Tensor, Norm | None, Tables], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Attention up to its heads' results; `output` is applied by the caller, who adds it to the stream."""
@@ -143,27 +147,33 @@ class Attention:
     num_kv: int
     head_dim: int
     scale: float
+    turn: Turn = turn
 
     def __call__(
-        self, index: int, normed: Tensor, shape: torch.Size, tables: Tables, mask: Tensor | None, cache: KVCache
+        self, index: int, normed: Tensor, shape: torch.Size, tables: Tables, seen: Seen, cache: KVCache
     ) -> Tensor:
         """Return the heads' results [B * N, heads * D] for normed inputs [B * N, H], placed in the cache.
 
-        `shape` is (B, N), the mask is folded (`masks.fold_heads`), and `index` the layer's in the cache.
+        `shape` is (B, N), a mask is folded (`masks.fold_heads`), and `index` the layer's in the cache.
         """
         rows, width = shape
         mixed = self.qkv(normed).view(rows, width, -1, self.head_dim)
         # Queries, keys and values lie side by side, so queries and keys are normed and rotated in one go, in place.
-        turn(mixed[:, :, : self.num_heads + self.num_kv], self.head_norm, tables)
+        self.turn(mixed[:, :, : self.num_heads + self.num_kv], self.head_norm, tables)
         queries = mixed[:, :, : self.num_heads].view(rows, width, self.num_kv, -1, self.head_dim)
         pair = mixed[:, :, self.num_heads :].view(rows, width, 2, self.num_kv, self.head_dim)
         keys, values = cache.write_pair(index, pair.permute(2, 0, 3, 1, 4))
+        if isinstance(seen, Lengths):
+            return seen.attend(mixed[:, :, : self.num_heads].flatten(0, 1), keys, values, self.scale).flatten(1)
         # [B, KV, G * N, D]: the heads of a group are rows of one problem.
         problem = queries.permute(0, 2, 3, 1, 4).reshape(rows, self.num_kv, -1, self.head_dim)
-        keys, values = seen_by(mask, keys), seen_by(mask, values)
-        attended = scaled_dot_product_attention(problem, keys, values, mask, scale=self.scale)
+        keys, values = seen_by(seen, keys), seen_by(seen, values)
+        attended = scaled_dot_product_attention(problem, keys, values, seen, scale=self.scale)
         attended = attended.view(rows, self.num_kv, -1, width, self.head_dim).permute(0, 3, 1, 2, 4)
         return attended.reshape(rows * width, -1)
+
+    def attends_by_lengths(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return attends_by_lengths(device, dtype, self.head_dim, self.num_heads, self.num_kv)
 
     @property
     def group(self) -> int:
@@ -183,11 +193,9 @@ class Layer:
     feed: NativeFeedForward
     after_feed: Norm | None
 
-    def __call__(
-        self, index: int, x: Tensor, shape: torch.Size, tables: Tables, mask: Tensor | None, cache: KVCache
-    ) -> Tensor:
+    def __call__(self, index: int, x: Tensor, shape: torch.Size, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
         """Return the residual stream [B * N, H] after this layer; arguments as in `Attention`."""
-        attended = self.attention(index, self.input_norm(x), shape, tables, mask, cache)
+        attended = self.attention(index, self.input_norm(x), shape, tables, seen, cache)
         return self.fed(self.mixed(x, attended))
 
     def mixed(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -344,6 +352,7 @@ class NativeForward:
     def serve(self, cache: KVCache, device: torch.device) -> None:
         """Write into this cache from now on; prepares rotary tables for all of its places."""
         self.cache, self._tables = cache, self.rotary_tables(cache.capacity, device)
+        self._by_lengths = self.layers[0].attention.attends_by_lengths(device, self.embedding.weight.dtype)
 
     def rotary_tables(self, length: int, device: torch.device) -> dict[str, Tables]:
         """Return the tables [length, D] of each kind of layer."""
@@ -376,15 +385,21 @@ class NativeForward:
         tables = {
             kind: (cos[positions][:, :, None], sin[positions][:, :, None]) for kind, (cos, sin) in self._tables.items()
         }
-        masks = None if mask.sees_all else mask.build()
-        folded = fold_kinds(masks, self._tables, self.layers[0].attention.group)
+        seen = self._seen(mask)
         # All tokens of all rows below one another, [B * N, H]; only attention needs to know their rows.
         x, tapped = self.embedding(tokens).flatten(0, 1), {}
         for index, layer in enumerate(self.layers):
-            x = layer(index, x, shape, tables[layer.kind], folded[layer.kind], self.cache)
+            x = layer(index, x, shape, tables[layer.kind], seen[layer.kind], self.cache)
             if index in self._taps:
                 tapped[index] = x.view(*shape, -1)
         return x.view(*shape, -1), [tapped[i] for i in self._order]
+
+    def _seen(self, mask: PassMask) -> Mapping[str, Seen]:
+        """Return what the tokens of the pass see in each kind of layer."""
+        if self._by_lengths and mask.parents is None:
+            return pass_lengths(mask)
+        masks = None if mask.sees_all else mask.build()
+        return fold_kinds(masks, self._tables, self.layers[0].attention.group)
 
 
 def _signed(cos: Tensor, sin: Tensor) -> Tables:

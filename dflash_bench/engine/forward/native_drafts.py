@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.native import Linear, Norm, Product, Tables, layer_of, linear_of, norm_of, turn
+from dflash_bench.engine.lengths import Seen
 from dflash_bench.engine.masks import fold_heads
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
@@ -24,7 +25,7 @@ class DFlashNetwork(Protocol):
 
     def context(self, features: Tensor, tables: Tables) -> Tensor: ...
 
-    def forward(self, embedded: Tensor, tables: Tables, mask: Tensor | None, cache: KVCache) -> Tensor: ...
+    def forward(self, embedded: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor: ...
 
 
 class Eagle3Network(Protocol):
@@ -32,9 +33,7 @@ class Eagle3Network(Protocol):
 
     def fuse(self, features: Tensor) -> Tensor: ...
 
-    def forward(
-        self, embedded: Tensor, hidden: Tensor, tables: Tables, mask: Tensor | None, cache: KVCache
-    ) -> Tensor: ...
+    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -77,12 +76,13 @@ class NativeDFlash:
         turn(both[:, :, :, 0], self.key_norm, tables)
         return both.permute(0, 3, 1, 4, 2, 5)
 
-    def forward(self, embedded: Tensor, tables: Tables, mask: Tensor | None, cache: KVCache) -> Tensor:
-        """As `DFlashDraft.forward`, [B, N, H] -> [B, N, H], over a cache; mask [B, 1, N or 1, visible] or None."""
+    def forward(self, embedded: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
+        """As `DFlashDraft.forward`, [B, N, H] -> [B, N, H], over a cache; a mask is [B, 1, N or 1, visible]."""
         shape, x = embedded.shape[:2], embedded.flatten(0, 1)
-        mask = fold_heads(mask, self.layers[0].attention.group)
+        if isinstance(seen, Tensor):
+            seen = fold_heads(seen, self.layers[0].attention.group)
         for index, layer in enumerate(self.layers):
-            x = layer(index, x, shape, tables, mask, cache)
+            x = layer(index, x, shape, tables, seen, cache)
         return self.norm(x).view(embedded.shape)
 
 
@@ -111,11 +111,13 @@ class NativeEagle3:
         parts = flat.chunk(len(self.fc_norms), dim=-1)
         return torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts, strict=True)], dim=-1)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, mask: Tensor | None, cache: KVCache) -> Tensor:
-        """As `Eagle3Draft.forward` [B, N, H] -> [B, N, H], over a cache; the mask is [B, 1, N, visible] or None."""
+    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
+        """As `Eagle3Draft.forward` [B, N, H] -> [B, N, H], over a cache; a mask is [B, 1, N, visible]."""
         layer = self.layer
         x, pair = self.inputs(embedded, hidden)
-        attended = layer.attention(0, pair, hidden.shape[:2], tables, fold_heads(mask, layer.attention.group), cache)
+        if isinstance(seen, Tensor):
+            seen = fold_heads(seen, layer.attention.group)
+        attended = layer.attention(0, pair, hidden.shape[:2], tables, seen, cache)
         x = layer.fed(layer.mixed(x, attended))
         return (self.norm(x) if self.config.norm_output else x).view(hidden.shape)
 

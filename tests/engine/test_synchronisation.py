@@ -1,0 +1,317 @@
+"""A round makes the host wait for the device once, in `to_host`, and copies to it only what need not be waited for.
+
+Decoding runs on a pretended device (`tests/pretend.py`), and gives the tokens that it gives on the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from pretend import Device, DeviceTensor, WaitError, moved
+from test_drafters import DFLASH, EAGLE3, PROMPTS, enlarged
+from test_lean import KINDS
+from test_medusa import heads
+from torch import Tensor
+from toy import Decoded, Scripted, run, sometimes_wrong, tiny
+from varlen import varlen_attn
+
+from dflash_bench.engine import backend, cache, lengths, loop
+from dflash_bench.engine import target as target_module
+from dflash_bench.engine.backend import capture_passes, capture_stats
+from dflash_bench.engine.cache import to_device
+from dflash_bench.engine.drafter import Captures, Committed, NoDrafter
+from dflash_bench.engine.drafters import base
+from dflash_bench.engine.drafters.ddtree import AutoDDTreeDrafter, DDTreeDrafter
+from dflash_bench.engine.drafters.dflash import AutoDFlashDrafter, DFlashDrafter
+from dflash_bench.engine.drafters.draft_model import ModelDrafter
+from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
+from dflash_bench.engine.drafters.eagle3_tree import Eagle3TreeDrafter
+from dflash_bench.engine.drafters.medusa import MedusaDrafter
+from dflash_bench.engine.drafters.ngram import NGramDrafter
+from dflash_bench.engine.forward import native as native_module
+from dflash_bench.engine.forward.fused import FusedGated, fuse
+from dflash_bench.engine.forward.native import NativeForward
+from dflash_bench.engine.graphs import Capture, GraphCache
+from dflash_bench.engine.masks import depths
+from dflash_bench.engine.rows import to_host
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.target import Target
+from dflash_bench.engine.verify import Draft
+from dflash_bench.models.architecture import final_norm
+from dflash_bench.models.nets.dflash import DFlashDraft
+from dflash_bench.models.nets.eagle3 import Eagle3Draft
+
+NEW = 16
+SAMPLED = Sampling(temperature=0.8, seed=3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1)
+MOST_COPIES = 10
+"""In a round with the longest chain here: five steps of EAGLE-3 and rows of different lengths."""
+MOST = 64
+"""Places that captured passes reach to."""
+Place = Callable[[Any], Any]
+"""Moves a module to where decoding runs."""
+
+
+def native(model: Any, place: Place) -> Target:
+    model = place(copy.deepcopy(model))
+    return Target(model, NativeForward(model))
+
+
+def dflash(target: Target, place: Place, kind: Any = DFlashDrafter, **options: Any) -> Any:
+    return kind(place(enlarged(DFlashDraft(DFLASH))), target.embedding, target.head, **options)
+
+
+def eagle3(target: Target, place: Place) -> Any:
+    return Eagle3Drafter(place(enlarged(Eagle3Draft(EAGLE3))), target.embedding, 5)
+
+
+def eagle3_tree(target: Target, place: Place) -> Any:
+    return Eagle3TreeDrafter(place(enlarged(Eagle3Draft(EAGLE3))), target.embedding, 15, 3, 3)
+
+
+def medusa(target: Target, place: Place, nodes: int = 12, top_k: int = 3) -> Any:
+    return MedusaDrafter(place(heads()), final_norm(target.model), 5, 3, nodes, top_k)
+
+
+def draft_model(_target: Target, place: Place, rule: str = "match") -> Any:
+    return ModelDrafter(native(tiny("llama"), place), 97, 3, rule)
+
+
+METHODS: dict[str, Callable[[Target, Place], Any]] = {
+    "ar": lambda _target, _place: NoDrafter(),
+    "dflash": dflash,
+    "dflash, drawn": lambda target, place: dflash(target, place, rule="rejection"),
+    "dflash, in steps": lambda target, place: dflash(target, place, steps=2),
+    "ddtree": lambda target, place: dflash(target, place, DDTreeDrafter, nodes=12, top_k=4),
+    "eagle3": eagle3,
+    "eagle3-tree": eagle3_tree,
+    "medusa": medusa,
+    "medusa, a chain": lambda target, place: medusa(target, place, 3, 1),
+    "dflash, as much as pays": lambda target, place: dflash(target, place, AutoDFlashDrafter),
+    "ddtree, as much as pays": lambda target, place: dflash(target, place, AutoDDTreeDrafter, nodes=12, top_k=4),
+    "ngram": lambda target, _place: NGramDrafter(4, 3, 1, target.device),
+    "draft-model": draft_model,
+    "draft-model, drawn": lambda target, place: draft_model(target, place, "rejection"),
+}
+DRAWN = {label for label in METHODS if label.endswith("drawn")}
+
+
+class Knowing:
+    """Drafts as `inner` does, and then proposes mostly the right tokens in its shape, so that many are accepted."""
+
+    def __init__(self, inner: Any, scripted: Scripted) -> None:
+        self.inner, self.scripted = inner, scripted
+        self.num_drafts, self.taps = inner.num_drafts, inner.taps
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        self.inner.begin(num_rows, capacity)
+
+    def observe(self, committed: Committed) -> None:
+        self.scripted.observe(committed)
+        self.inner.observe(committed)
+
+    def propose(self) -> Draft | None:
+        draft: Draft | None = self.inner.propose()
+        if draft is None or draft.probs is not None:
+            return draft
+        rows = [[self.scripted.change(token) for token in row] for row in self.scripted.right(draft.width)]
+        right = to_device(rows, draft.tokens.device)
+        if draft.parents is not None:
+            right = right.gather(1, depths(draft.parents)[:, 1:] - 1)
+        return Draft(right, draft.parents)
+
+
+def decoded(
+    label: str,
+    place: Place,
+    num_rows: int,
+    sampling: Sampling,
+    texts: Sequence[Sequence[int]] = (),
+    capture: Capture | None = None,
+) -> Decoded:
+    """Decode, with mostly right drafts if `texts` are known, and by captured passes if there is a `capture`."""
+    target = native(tiny("qwen3"), place)
+    drafter = METHODS[label](target, place)
+    known = drafter
+    if texts:
+        known = Knowing(drafter, Scripted(texts, drafter.num_drafts, sometimes_wrong(0.8, 97)))
+    if capture is not None:
+        capturing = [one for one in (target, drafter) if isinstance(one, Captures)]
+        for one in capturing:
+            one.graph_cache = GraphCache(capture)
+        for _ in range(2):
+            # Passes are captured before an answer if they have been run in an earlier one.
+            run(target, known, PROMPTS[:num_rows], NEW, sampling=sampling)
+            if isinstance(drafter, Captures):
+                drafter.capture(1, MOST)
+        assert [one.graph_cache.why_not for one in capturing] == [None] * len(capturing)
+        assert all(one.graph_cache.num_captured for one in capturing)
+    return run(target, known, PROMPTS[:num_rows], NEW, sampling=sampling)
+
+
+@lru_cache
+def on_the_cpu(num_rows: int, sampling: Sampling) -> list[list[int]]:
+    return decoded("ar", lambda module: module, num_rows, sampling).tokens
+
+
+def texts_of(tokens: list[list[int]]) -> list[list[int]]:
+    return [[*prompt, *answer] for prompt, answer in zip(PROMPTS, tokens, strict=False)]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """The pretended device: rounds are watched, and one place may read it once per round."""
+    made = Device()
+    usual = loop._State.round
+
+    def watched(state: Any) -> Any:
+        with made.watched():
+            return usual(state)
+
+    monkeypatch.setattr(loop._State, "round", watched)
+    monkeypatch.setattr(loop, "to_host", made.may_read(to_host))
+    for module in (cache, base, target_module):
+        monkeypatch.setattr(module, "on_host", made.on_host)
+    with made.entered(), torch.inference_mode():
+        yield made
+
+
+CASES = [
+    (label, num_rows, sampling)
+    for label in METHODS
+    for num_rows, sampling in ((1, Sampling()), (3, Sampling()), (3, SAMPLED))
+    if not (label in DRAWN and sampling.greedy)
+]
+
+
+@pytest.mark.parametrize(("label", "num_rows", "sampling"), CASES)
+def test_a_round_waits_once_and_says_what_it_says_on_the_cpu(
+    device: Device, label: str, num_rows: int, sampling: Sampling
+) -> None:
+    expected = on_the_cpu(num_rows, sampling)
+    there = decoded(label, moved, num_rows, sampling, texts_of(expected))
+    assert device.num_reads == len(there.rounds) > 0
+    if label not in DRAWN:
+        assert there.tokens == expected
+    # Starts for the target, for each pass of the draft and for what it observes, and lengths for the sampler.
+    assert device.num_copies <= MOST_COPIES * len(there.rounds)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("label", ["ar", "dflash", "ddtree", "eagle3", "draft-model"])
+def test_captured_passes_exchange_nothing_with_the_host(device: Device, label: str, num_rows: int) -> None:
+    expected = on_the_cpu(num_rows, Sampling())
+    there = decoded(label, moved, num_rows, Sampling(), texts_of(expected), device.capture)
+    assert there.tokens == expected
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("label", ["ar", "dflash", "eagle3"])
+def test_captured_passes_of_chains_need_no_mask(
+    device: Device, label: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = on_the_cpu(num_rows, Sampling())
+    monkeypatch.setattr(lengths, "varlen_attn", varlen_attn)
+    for module in (native_module, base):
+        monkeypatch.setattr(module, "attends_by_lengths", lambda *_: True)
+    there = decoded(label, moved, num_rows, Sampling(), texts_of(expected), device.capture)
+    assert there.tokens == expected
+    assert device.launches["scaled_dot_product_attention"] == 0
+
+
+@pytest.mark.parametrize("label", ["ar", "dflash", "eagle3", "draft-model"])
+def test_a_gpu_captures_and_fuses_by_itself(device: Device, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "cuda_graph", device.capture)
+    monkeypatch.setattr(backend, "fuse", lambda network: fuse(network, lambda function, **_options: function))
+    expected = on_the_cpu(2, Sampling())
+    target = native(tiny("qwen3"), moved)
+    drafter = METHODS[label](target, moved)
+    assert capture_passes(target, [drafter], None) == "graph"
+    layer = target.network.layers[0] if isinstance(target.network, NativeForward) else None
+    assert layer is not None and isinstance(layer.feed, FusedGated)
+    for _ in range(3):
+        assert run(target, drafter, PROMPTS[:2], NEW).tokens == expected
+    stats = capture_stats(target, [drafter])
+    assert stats["replayed"] > 0 and stats["not_captured"] == 0
+
+
+EXPERTS = [("grouped_mm", None), ("batched_mm", None), ("eager", "WaitError: the host waits for the device: nonzero")]
+
+
+@pytest.mark.parametrize(("experts", "why_not"), EXPERTS)
+def test_experts_are_captured_unless_the_host_looks_them_up(
+    device: Device, experts: str, why_not: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    model = moved(copy.deepcopy(KINDS["qwen3, experts"]()))
+    model.config._experts_implementation = experts
+    target = Target(model, NativeForward(model))
+    target.graph_cache = graphs = GraphCache(device.capture)
+    target.begin(2, 64)
+    block = DeviceTensor(torch.tensor([[7, 8, 9], [3, 4, 5]]))
+    usual = target.forward(block, [4, 2]).logits
+    target.capture(1, 64)
+    replayed = target.forward(block, [4, 2]).logits
+    assert (graphs.num_replayed, graphs.why_not) == (int(why_not is None), why_not)
+    assert isinstance(usual, DeviceTensor) and isinstance(replayed, DeviceTensor)
+    assert torch.allclose(replayed.inner, usual.inner, atol=1e-4)
+
+
+# Planted faults: each makes the host wait.
+
+FAULTS: dict[str, Callable[[Tensor], Any]] = {
+    "a number": lambda tokens: tokens[0, 0].item(),
+    "a condition": lambda tokens: bool((tokens > 3).any()),
+    "an int": lambda tokens: int(tokens.max()),
+    "a list": lambda tokens: tokens.tolist(),
+    "an array": lambda tokens: tokens.cpu().numpy(),
+    "a comparison": lambda tokens: torch.equal(tokens, tokens),
+    "places": lambda tokens: tokens.nonzero(),
+    "a selection": lambda tokens: tokens[tokens > 3],
+    "a copy": lambda tokens: torch.tensor([1, 2], device=tokens.device),
+    "a copy from memory that is not pinned": lambda tokens: torch.tensor([1]).to(tokens.device, non_blocking=True),
+    "an index of the host": lambda tokens: tokens[torch.tensor([0])],
+    "a list as an index": lambda tokens: tokens[[0]],
+    "a second transfer": lambda tokens: loop.to_host({"tokens": tokens}),
+}
+
+
+class Faulty(Knowing):
+    def __init__(self, inner: Any, scripted: Scripted, fault: Callable[[Tensor], Any]) -> None:
+        super().__init__(inner, scripted)
+        self.fault = fault
+
+    def propose(self) -> Draft | None:
+        draft = super().propose()
+        assert draft is not None
+        self.fault(draft.tokens)
+        return draft
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_wait_is_found(device: Device, fault: str) -> None:
+    target = native(tiny("qwen3"), moved)
+    drafter = dflash(target, moved)
+    texts = texts_of(on_the_cpu(1, Sampling()))
+    planted = Faulty(drafter, Scripted(texts, drafter.num_drafts), FAULTS[fault])
+    if fault == "a second transfer":
+        rounds = run(target, planted, PROMPTS[:1], NEW).rounds
+        assert device.num_reads == 2 * len(rounds)
+        return
+    with pytest.raises(WaitError):
+        run(target, planted, PROMPTS[:1], NEW)
+
+
+@pytest.mark.parametrize("fault", ["a number", "a copy", "a copy from memory that is not pinned"])
+def test_a_planted_exchange_in_a_capture_is_found(device: Device, fault: str) -> None:
+    def function(tokens: Tensor) -> tuple[Tensor, ...]:
+        FAULTS[fault](tokens)
+        return (tokens + 1,)
+
+    device.capture(lambda tokens: (tokens + 1,), [DeviceTensor(torch.ones(1, 2))])
+    with pytest.raises(WaitError):
+        device.capture(function, [DeviceTensor(torch.ones(1, 2))])

@@ -1,0 +1,64 @@
+"""torch's attention by lengths (`torch.nn.attention.varlen`) by its documentation, as its own runs on GPUs alone.
+
+It computes on any device, in any type, and asks the host for nothing, so that passes with it can be captured. What a
+kernel would not check and read wrongly is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+) -> Tensor:
+    """Return [Tq, heads, D] for queries [Tq, heads, D], and keys and values [Tk, KV, D]; sequences lie end to end.
+
+    Sequence i has the queries cu_seq_q[i] ... and the keys from cu_seq_k[i] on, of which the first seqused_k[i] count.
+    Its last query stands at its last key, and a query sees window_size keys to the left and right of its own.
+    """
+    _refuse(query, key, value, cu_seq_q, cu_seq_k, seqused_k, enable_gqa)
+    num_sequences, group = len(cu_seq_q) - 1, query.shape[1] // key.shape[1]
+    first_q, num_q = cu_seq_q[:-1, None], (cu_seq_q[1:] - cu_seq_q[:-1])[:, None]
+    first_k, num_k = cu_seq_k[:-1, None], (cu_seq_k[1:] - cu_seq_k[:-1] if seqused_k is None else seqused_k)[:, None]
+    steps_q = torch.arange(max_q, device=query.device)[None].expand(num_sequences, -1)
+    steps_k = torch.arange(max_k, device=query.device)[None].expand(num_sequences, -1)
+    places_q = (first_q + torch.minimum(steps_q, num_q - 1)).flatten()
+    places_k = (first_k + torch.minimum(steps_k, num_k - 1)).flatten()
+    q = query.index_select(0, places_q).view(num_sequences, max_q, key.shape[1], group, -1)
+    k, v = (x.index_select(0, places_k).view(num_sequences, max_k, *x.shape[1:]) for x in (key, value))
+    scores = torch.einsum("sqhgd,skhd->shgqk", q, k) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    distance = steps_k[:, None, :] - (steps_q + num_k - num_q)[:, :, None]
+    hidden = (steps_k >= num_k)[:, None, :].expand_as(distance)
+    if window_size[0] >= 0:
+        hidden = hidden | (distance < -window_size[0])
+    if window_size[1] >= 0:
+        hidden = hidden | (distance > window_size[1])
+    shares = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(dim=-1)
+    attended = torch.einsum("shgqk,skhd->sqhgd", shares.to(v.dtype), v).reshape(num_sequences * max_q, *query.shape[1:])
+    # Sequences that are shorter than the longest write their last query again.
+    return torch.empty_like(query).index_copy_(0, places_q, attended)
+
+
+def _refuse(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None, gqa: bool
+) -> None:
+    assert query.ndim == key.ndim == value.ndim == 3 and key.shape == value.shape and query.shape[2] == key.shape[2]
+    assert query.stride(2) == key.stride(2) == value.stride(2) == 1
+    assert query.dtype == key.dtype == value.dtype and query.device == key.device == value.device
+    assert cu_seq_q.shape == cu_seq_k.shape and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert seqused_k is None or (seqused_k.shape == cu_seq_q[1:].shape and seqused_k.dtype == torch.int32)
+    assert gqa or query.shape[1] == key.shape[1]
+    assert query.shape[1] % key.shape[1] == 0
