@@ -100,10 +100,10 @@ READ_LEAST, READ_MOST, READ_SPARE = 256 * 2**20, 2 * 2**30, 8
 def read_bandwidth(device: torch.device, at_least: int = 0) -> float:
     """Return the bytes per second at which the device's memory is read, the best of several tries.
 
-    On a CPU this is what a float32 sum reads, by as many threads as torch has, over twice the size of the largest cache
-    and `at_least` that many bytes; on a GPU what a copy reads and writes.
+    On a CPU this is what a float32 sum reads, by as many threads as torch has, from an array of twice the size of the
+    largest cache, and of `at_least` so many bytes, if there is room; on a GPU what a copy reads and writes.
     """
-    if device.type == "cuda":
+    if device.type != "cpu":
         source = torch.ones(COPIED["cuda"] // 4, device=device)
         copy = torch.zeros_like(source)
         return 2 * COPIED["cuda"] / least_s(lambda: copy.copy_(source), device)

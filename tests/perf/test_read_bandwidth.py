@@ -54,6 +54,11 @@ def test_it_is_what_the_quickest_sum_reads_of_more_than_the_caches_hold(clocked:
     assert clocked([1.0], cache=480 * MIB, free=100 * MIB) == 256 * MIB
 
 
+def test_elsewhere_it_is_what_a_copy_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "clock_for", lambda _: Ticking([0.0625, 0.03125, 0.0625]))
+    assert measure.read_bandwidth(torch.device("meta")) == 2 * 2**30 / 0.03125
+
+
 def test_the_largest_cache_is_read_from_the_kernels_files(tmp_path: Path) -> None:
     assert environment.cache_bytes(tmp_path / "none") is None
     for number, size in enumerate(("48K", "2048K", "32768K")):
