@@ -94,11 +94,13 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 READ_LEAST, READ_MOST, READ_SPARE = 256 * 2**20, 2 * 2**30, 8
 """Bytes that are read, at least and at most, and the part of the free memory that they may take."""
+READ_PIECE = 32 * 2**20
+"""Bytes of a piece: read in a few milliseconds, so that some of its turns are not interrupted on a busy machine."""
 
 
 @torch.inference_mode()
 def read_bandwidth(device: torch.device, at_least: int = 0) -> float:
-    """Return the bytes per second at which the device's memory is read, the best of several tries.
+    """Return the bytes per second at which the device's memory is read, each piece at the best of several turns.
 
     On a CPU this is what a float32 sum reads, by as many threads as torch has, from an array of twice the size of the
     largest cache, and of `at_least` so many bytes, if there is room; on a GPU what a copy reads and writes.
@@ -112,7 +114,21 @@ def read_bandwidth(device: torch.device, at_least: int = 0) -> float:
     num_bytes = min(wanted, READ_MOST, wanted if free is None else max(READ_LEAST, free // READ_SPARE))
     # Of numpy, which asks for huge pages: filling small ones takes seconds.
     values = torch.from_numpy(np.ones(num_bytes // 4, dtype=np.float32))
-    return num_bytes / least_s(values.sum, device, budget_s=0.3, most=8)
+    pieces = values.split(READ_PIECE // 4)
+    return num_bytes / sum(_quickest_s([piece.sum for piece in pieces], device))
+
+
+def _quickest_s(calls: Sequence[Callable[[], object]], device: torch.device, budget_s: float = 0.3) -> list[float]:
+    """Return the shortest seconds of each call; they take turns, three times or more until the budget is spent."""
+    clock, turns = clock_for(device), list[list[float]]()
+    while len(turns) < 3 or (len(turns) < 8 and sum(map(sum, turns)) < budget_s):
+        times = []
+        for call in calls:
+            start = clock.mark()
+            call()
+            times.append(clock.seconds(start, clock.mark()))
+        turns.append(times)
+    return [min(times) for times in zip(*turns, strict=True)]
 
 
 # What each pass of a draft reads and multiplies.

@@ -45,13 +45,31 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
     return bandwidth
 
 
-def test_it_is_what_the_quickest_sum_reads_of_more_than_the_caches_hold(clocked: Callable[..., float]) -> None:
-    assert clocked([0.1, 0.0625, 0.08], cache=None, free=None) == 256 * MIB / 0.0625
-    assert clocked([1.0], cache=160 * MIB, free=8 * 2**30) == 320 * MIB
-    assert clocked([1.0], cache=2**20, free=8 * 2**30, at_least=300 * MIB) == 300 * MIB
-    # An eighth of the memory is free for it; less than that, and caches would answer.
-    assert clocked([1.0], cache=480 * MIB, free=2400 * MIB) == 300 * MIB
-    assert clocked([1.0], cache=480 * MIB, free=100 * MIB) == 256 * MIB
+def test_it_is_what_sums_read_of_more_than_the_caches_hold(clocked: Callable[..., float]) -> None:
+    """A piece of 32 MiB takes a second."""
+    assert clocked([1.0], cache=None, free=None) == 32 * MIB
+    assert clocked([1.0], cache=160 * MIB, free=8 * 2**30) == 32 * MIB
+    assert clocked([1.0], cache=2**20, free=8 * 2**30, at_least=320 * MIB) == 32 * MIB
+
+
+def test_of_every_piece_the_quickest_turn_counts(clocked: Callable[..., float]) -> None:
+    """Eight pieces three times: each of them is quick in one of the turns, and interrupted in the others."""
+    turns = [4.0] * 5 + [1.0] * 3 + [1.0] * 5 + [9.0] * 3 + [2.0] * 7
+    assert clocked([*turns, 2.0], cache=None, free=None) == 256 * MIB / 8
+
+
+def test_it_reads_twice_the_cache_if_there_is_room(
+    clocked: Callable[..., float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(measure, "_quickest_s", lambda calls, _: read.append(len(calls)) or [1.0])
+    for cache, free, at_least, pieces in (
+        (None, None, 0, 8), (160 * MIB, 8 * 2**30, 0, 10), (2**20, 8 * 2**30, 320 * MIB, 10),
+        # An eighth of the memory is free for it, but in less than 256 MiB caches would answer.
+        (480 * MIB, 2560 * MIB, 0, 10), (480 * MIB, 100 * MIB, 0, 8),
+    ):  # fmt: skip
+        clocked([1.0], cache, free, at_least)
+        assert read.pop() == pieces
 
 
 def test_elsewhere_it_is_what_a_copy_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
