@@ -36,13 +36,13 @@ MISSED = ", missed"
 HEAD = """# Our engine beside llama.cpp
 
 {machine}; xllamacpp {version}.
-`{command}` makes this page: one thread each, embedded questions of gsm8k, the same token ids, greedy, all arms in turn,
-every prompt {times} times. A figure is the median over prompts of each prompt's quickest answer, and in brackets of
-each prompt's median answer; so are ratios, and the lower of the two counts. Weights are the same in float32, as files
-by `dflash-bench convert --to gguf`. Q8_0 is llama.cpp's format with eight bits, for matrices, embedding and head;
-`int8` is our `--quantize int8`. Each engine measures its own time after the first token; ours includes the draft's
-reading of the prompt, llama.cpp's does not. "flash": with flash attention, its default, which computes attention in
-float16 on a CPU. The faster of both counts.
+`{command}` makes this page: one thread each, embedded questions of gsm8k, the same token ids, greedy, all
+arms in turn, every prompt {times} times. A figure is the median over prompts of each prompt's quickest answer, and in
+brackets of each prompt's median answer; so are ratios, and the lower of the two counts. Weights are the same in
+float32, as files by `dflash-bench convert --to gguf`. Q8_0 is llama.cpp's format with eight bits, for matrices,
+embedding and head; `int8` is our `--quantize int8`. Each engine measures its own time after the first token; ours
+includes the draft's reading of the prompt, llama.cpp's does not. "flash": with flash attention, its default, which
+computes attention in float16 on a CPU. The faster of both counts.
 
 ## Goals
 
