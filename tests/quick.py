@@ -1,6 +1,6 @@
 """What every run of nano needs before it begins: once for all tests of a process, or in fewer turns.
 
-How fast this machine copies and multiplies takes a second each time, and is the same for all runs. Tests of the
+How fast this machine reads, copies and multiplies takes a second each time, and is the same for all runs. Tests of the
 measurement itself ask for `measured_in_full`, and one that plants a fault in the clock measures with that.
 
 So are nano's files, which no test changes: each reader gets a copy of its own, as changeable as weights just read, and
@@ -37,21 +37,27 @@ KNOWN: dict[Any, Any] = {}
 
 def apply() -> None:
     """For the rest of this process."""
-    sound, rates_of, medians_s = measure.forward_curve, measure.measure_rates, measure.medians_s
+    sound, medians_s = measure.forward_curve, measure.medians_s
     if inspect.unwrap(sound) is not sound:
         return
 
-    def known(device: Any, dtype: Any) -> Any:
-        if HostClock.seconds is not SECONDS:
-            return rates_of(device, dtype)
-        if (device, dtype) not in KNOWN:
-            KNOWN[device, dtype] = rates_of(device, dtype)
-        return KNOWN[device, dtype]
+    def once(measured: Callable[..., Any]) -> Callable[..., Any]:
+        def known(*of: Any) -> Any:
+            if HostClock.seconds is not SECONDS:
+                return measured(*of)
+            if (measured, of) not in KNOWN:
+                KNOWN[measured, of] = measured(*of)
+            return KNOWN[measured, of]
+
+        return known
+
+    rates, bandwidth = once(measure.measure_rates), once(measure.read_bandwidth)
 
     @wraps(sound)
     def quick(target: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measure, "measure_rates", known)
+            patch.setattr(measure, "measure_rates", rates)
+            patch.setattr(measure, "read_bandwidth", bandwidth)
             patch.setattr(measure, "medians_s", partial(medians_s, least=1, most=1))
             return sound(target)
 

@@ -113,6 +113,8 @@ OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
     "plain_e2e_tokens": _plain("num_tokens", E2E),
     "own_e2e_s": _own("e2e_s", E2E),
     "own_e2e_tokens": _own("num_tokens", E2E),
+    "weights_s": lambda rows: rows["weights_s"],
+    "reading_s": lambda rows: np.where(rows.has("weights_s"), rows["decode_s"], 0),
     "prompt_tokens": lambda rows: rows["num_prompt_tokens"],
     "draft_prefill_s": lambda rows: rows["draft_prefill_s"],
     "draft_prefills": lambda rows: rows.has("draft_prefill_s"),
@@ -164,6 +166,8 @@ class Shown:
     """Whether a narrow screen leaves it out."""
     in_paper: bool = False
     """Whether the LaTeX table, which has little room, shows it."""
+    is_optional: bool = False
+    """Whether the table leaves it out where no row has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +282,13 @@ _DECLARED = (
         unit="x", top=("plain_e2e_s", "own_e2e_tokens"), bottom=("plain_e2e_tokens", "own_e2e_s"), is_timing=True,
         shown=(Shown("results", 5, "speedup.\ne2e", is_spare=True),),
         in_comparison=True, is_compared=True, may_fall=0.05,
+    ),
+    Metric(
+        id="bandwidth_share",
+        formula="weight bytes per step * sum(S) / the device's bytes per second / sum(decode_s), of plain answers "
+        "decoded one at a time; above 1 if a cache holds the weights",
+        unit="share", top=("weights_s",), bottom=("reading_s",), is_timing=True,
+        shown=(Shown("results", 6, "bandwidth\nshare", is_spare=True, is_optional=True),),
     ),
     Metric(
         id="draft_ms", formula="mean milliseconds per round that the draft takes",

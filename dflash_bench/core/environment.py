@@ -69,6 +69,15 @@ def _left_in_group(group: Path) -> int | None:
     return int(most) - int(used) + (int(files[1]) if files else 0) if most.isdecimal() else None
 
 
+def cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
+    """Return the size of the processor's largest cache; None if unknown."""
+    try:
+        sizes = [re.fullmatch(r"(\d+)K", path.read_text().strip()) for path in folder.glob("index*/size")]
+    except OSError:
+        return None
+    return max((int(size[1]) * 1024 for size in sizes if size), default=None)
+
+
 def one_line(env: dict[str, Any]) -> str:
     """Return a line such as "Intel Xeon, 2 cores, Linux; Python 3.11.7, torch 2.13.0"."""
     cores = env["num_usable_cores"] or env["num_cores"]

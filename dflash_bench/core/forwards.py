@@ -72,6 +72,11 @@ class Size:
     vocab_size: int = 0
     itemsize: int = 4
 
+    @property
+    def step_bytes(self) -> int:
+        """Weights that a pass over one token reads."""
+        return self.weight_bytes + self.experts_per_token * self.expert_bytes
+
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> Size:
         """Read the result of `dataclasses.asdict`; fields that a newer version added are ignored."""
@@ -88,7 +93,7 @@ class Rates:
     """Limits of a device in the dtype of the weights, for a roofline."""
 
     bandwidth: float
-    """Bytes per second, read and written, of a copy."""
+    """Bytes per second, read and written, of a copy that may stay in a processor's cache."""
     products: float
     """Floating-point operations per second of a product of square matrices."""
 

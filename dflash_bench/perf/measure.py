@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -89,6 +90,45 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     left, right = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(2))
     multiplied_s = medians_s([lambda: left @ right], device, 0.2)[0]
     return Rates(2 * COPIED[kind] / copied_s, 2 * size**3 / multiplied_s)
+
+
+READ_LEAST, READ_MOST, READ_SPARE = 256 * 2**20, 2 * 2**30, 8
+"""Bytes that are read, at least and at most, and the part of the free memory that they may take."""
+READ_PIECE = 32 * 2**20
+"""Bytes of a piece: read in a few milliseconds, so that some of its turns are not interrupted on a busy machine."""
+
+
+@torch.inference_mode()
+def read_bandwidth(device: torch.device, at_least: int = 0) -> float:
+    """Return the bytes per second at which the device's memory is read, each piece at the best of several turns.
+
+    On a CPU this is what a float32 sum reads, by as many threads as torch has, from an array of twice the size of the
+    largest cache, and of `at_least` so many bytes, if there is room; on a GPU what a copy reads and writes.
+    """
+    if device.type != "cpu":
+        source = torch.ones(COPIED["cuda"] // 4, device=device)
+        copy = torch.zeros_like(source)
+        return 2 * COPIED["cuda"] / least_s(lambda: copy.copy_(source), device)
+    wanted = max(READ_LEAST, 2 * (environment.cache_bytes() or 0), at_least)
+    free = environment.free_bytes()
+    num_bytes = min(wanted, READ_MOST, wanted if free is None else max(READ_LEAST, free // READ_SPARE))
+    # Of numpy, which asks for huge pages: filling small ones takes seconds.
+    values = torch.from_numpy(np.ones(num_bytes // 4, dtype=np.float32))
+    pieces = values.split(READ_PIECE // 4)
+    return num_bytes / sum(_quickest_s([piece.sum for piece in pieces], device))
+
+
+def _quickest_s(calls: Sequence[Callable[[], object]], device: torch.device, budget_s: float = 0.3) -> list[float]:
+    """Return the shortest seconds of each call; they take turns, three times or more until the budget is spent."""
+    clock, turns = clock_for(device), list[list[float]]()
+    while len(turns) < 3 or (len(turns) < 8 and sum(map(sum, turns)) < budget_s):
+        times = []
+        for call in calls:
+            start = clock.mark()
+            call()
+            times.append(clock.seconds(start, clock.mark()))
+        turns.append(times)
+    return [min(times) for times in zip(*turns, strict=True)]
 
 
 # What each pass of a draft reads and multiplies.
@@ -211,6 +251,7 @@ def context_of(target: Target) -> int:
 def forward_curve(target: Target) -> dict[str, Any]:
     """Return the timings of the target that a run keeps: a few widths, and the rates and sizes to judge them by."""
     context = context_of(target)
+    reads = read_bandwidth(target.device)
     forwards = time_forwards(target, 1, context)
     target.release()
     shortest_s = shortest_forward_s(target)
@@ -222,6 +263,7 @@ def forward_curve(target: Target) -> dict[str, Any]:
         "least_s": min(shortest_s, forwards[0].seconds),
         "bandwidth": rates.bandwidth,
         "products": rates.products,
+        "read_bandwidth": reads,
         "size": asdict(memory.size_of(target.model)),
     }
 

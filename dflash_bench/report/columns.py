@@ -21,6 +21,7 @@ def _metric_columns(table: str) -> list[Column]:
         Column(
             metric.id, shown.head, "left" if shown.has_interval else "right", digits=shown.digits,
             has_interval=shown.has_interval, is_spare=shown.is_spare, in_paper=shown.in_paper,
+            is_optional=shown.is_optional,
         )
         for metric, shown in sorted(places, key=lambda place: place[1].position)
     ]  # fmt: skip
@@ -48,6 +49,9 @@ ROUNDS = (
 
 def main_table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding]) -> ReportTable:
     """A row for each cell, under its suite and settings."""
+    columns = [
+        column for column in columns if not column.is_optional or any(value_of(column.id, cell) for cell in cells)
+    ]
     rows = [
         TableRow([cell.method, *(_entry(column.id, cell, findings) for column in columns)], cell.heading)
         for cell in cells

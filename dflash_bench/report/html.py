@@ -24,7 +24,7 @@ from dflash_bench.core.terminal import with_bar
 from dflash_bench.report import answers, plots, render, sections
 from dflash_bench.report.document import Document, MethodLine, over_all
 from dflash_bench.report.tables import Section, number
-from dflash_bench.report.words import facts, sentences, speedups, tally
+from dflash_bench.report.words import bandwidth_note, facts, sentences, speedups, tally
 from dflash_bench.results.rounds import RunRounds, read_rounds
 
 MOST_ANSWERS = 300
@@ -117,7 +117,7 @@ def _tile(document: Document, line: MethodLine) -> dict[str, Any]:
     interval = f"95 %: {number(speedup.low)} to {number(speedup.high)}" if speedup and speedup.low is not None else ""
     few = f"n = {speedup.too_few}, no interval" if speedup and speedup.too_few else ""
     exact = tally(document, "exact", line)
-    rows = [speedups(document, speedup is not None), interval or few]
+    rows = [speedups(document, speedup is not None), interval or few, bandwidth_note(document)]
     rows += [f"al.pooled {number(al)}"] if al else []
     rows += [f"exact {exact[0]:,}/{exact[1]:,}"] if exact else []
     return {

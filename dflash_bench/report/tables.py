@@ -72,6 +72,8 @@ class Column:
     """Whether narrow screens leave it out."""
     in_paper: bool = False
     """Whether a paper has room for it."""
+    is_optional: bool = False
+    """Whether a table in which no row has a value leaves it out."""
 
     @property
     def one_line(self) -> str:

@@ -13,7 +13,7 @@ from dflash_bench.report import perf, tables
 from dflash_bench.report.document import Document, over_all
 from dflash_bench.report.render import wrapped
 from dflash_bench.report.tables import ABSENT, number
-from dflash_bench.report.words import facts, speedups, tally, with_badges
+from dflash_bench.report.words import bandwidth_note, facts, speedups, tally, with_badges
 
 if TYPE_CHECKING:
     from dflash_bench.tasks.suites import SuiteListing
@@ -44,6 +44,7 @@ def card(document: Document) -> str:
     weak = base.legend([badge for line in document.lines for badge in document.badges(line)])
     is_known = any(speedup for _, speedup, _ in means)
     meaning = f"{speedups(document, is_known)}{', 95 %' if is_known else ''}"
+    meaning += f"; {reached}" if (reached := bandwidth_note(document)) else ""
     lengths = ", ".join(f"{line.name} {number(al)}" for line, _, al in means)
     exact, audit, passed = (tally(document, name) for name in ("exact", "audit", "passed"))
     answers = f"{f'{exact[0]}/{exact[1]} equal the plain output, token for token' if exact else ABSENT}"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from dflash_bench.analysis.findings import base
-from dflash_bench.analysis.metrics import BASELINE, Share
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, Share
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.methods import draft_of
@@ -73,6 +73,13 @@ def speedups(document: Document, is_known: bool) -> str:
     if bare and not is_known:
         return f"no plain answers to compare with on {labels.suite_list(bare)}"
     return f"speedup.decode{geometric_note(document)}"
+
+
+def bandwidth_note(document: Document) -> str:
+    """Say how much of the memory's bandwidth plain decoding reaches; empty if the run did not measure it."""
+    plain = [cell.sums for cell in document.cells if cell.method == BASELINE and cell.num_prompts]
+    needed_s, taken_s = (sum(sums[:, COLUMN[name]].sum() for sums in plain) for name in ("weights_s", "reading_s"))
+    return f"plain decoding reaches {needed_s / taken_s:.0%} of the memory's bandwidth" if taken_s else ""
 
 
 def _weak(document: Document, line: MethodLine) -> str:

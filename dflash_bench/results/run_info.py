@@ -229,6 +229,8 @@ class ForwardTimes(StoredModel):
     bandwidth: Positive
     products: Positive
     size: TargetSize
+    read_bandwidth: Positive | None = None
+    """Bytes per second that the device's memory gives to a sum; None in runs that did not measure it."""
     least_s: Positive | None = None
 
 

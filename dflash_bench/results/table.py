@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.forwards import Size
 from dflash_bench.core.types import Generation, Settings
 from dflash_bench.results import integrity, parts
 from dflash_bench.results.identity import COLUMNS as SETTINGS
@@ -93,7 +94,8 @@ ALLOWED = ("damaged", *integrity.REMEDIES)
 @dataclass(frozen=True, slots=True)
 class RunTable:
     """A run that was read. `rows` has the columns `KEPT`, `settings_id`, `slice`, `RoundTable.sums`, `is_loop` (was the
-    answer cut while it said the same over and over?) and, of plain answers decoded alone, `quick_round_s`."""
+    answer cut while it said the same over and over?) and, of plain answers decoded alone, `quick_round_s` and
+    `weights_s`."""
 
     name: str
     info: RunInfo
@@ -147,7 +149,7 @@ def read_run(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judg
         sizes[part] = len(dropped) - int(dropped.sum())
     if not sum(map(len, tables)) and not (judging and found.problems):
         raise UserError(none + (" that show their rounds" if by in STRETCHES else ""))
-    frame = sliced(_frame(tables, run_settings), by)
+    frame = sliced(_frame(tables, run_settings, info), by)
     return RunTable(str(folder), info, frame, tuple(damaged), found.problems, StoredRows(run_settings, sizes, left_out))
 
 
@@ -207,13 +209,27 @@ def _table(batches: Iterable[Any], run_settings: Sequence[Settings], by: str) ->
     return _concatenated([_scalars(batch, run_settings, by) for batch in batches])
 
 
-def _frame(tables: Sequence[Any], run_settings: Sequence[Settings]) -> Any:
+def _frame(tables: Sequence[Any], run_settings: Sequence[Settings], info: RunInfo | None = None) -> Any:
     frame = _concatenated(tables).to_pandas(self_destruct=True)
     frame[SETTINGS_ID] = frame[SETTINGS_ID].cat.set_categories([settings.id for settings in run_settings])
     for name in NAMES:  # sorted, so that no sum depends on the order of the rows
         categories = frame[name].cat.categories
         frame[name] = frame[name].cat.set_categories(sorted(categories))
+    frame["weights_s"] = _weights_s(frame, info)
     return frame
+
+
+def _weights_s(frame: Any, info: RunInfo | None) -> Any:
+    """Return the seconds in which the device's memory gives the weights that the steps of an answer read, [rows].
+
+    For baseline answers decoded alone; several at a time share what a step reads. NaN for all others, and if the run
+    did not measure the memory.
+    """
+    measured = info.forwards if info is not None else None
+    if measured is None or measured.read_bandwidth is None:
+        return np.full(len(frame), np.nan)
+    step_s = Size.read(measured.size.to_json()).step_bytes / measured.read_bandwidth
+    return np.where(frame["quick_round_s"].notna(), frame["num_rounds"] * step_s, np.nan)
 
 
 def _concatenated(tables: Sequence[Any]) -> Any:

@@ -1,120 +1,218 @@
-"""Our loop beside a llama.cpp server: the same weights, as GGUF files, one thread each, all arms in turn."""
+"""Our engine and llama.cpp servers with the same weights, one thread each, timed in turn, prompt by prompt.
+
+What is timed is written after every turn, so that an interrupted measurement goes on where it was. A turn is one prompt
+answered by every arm, and the memory's bandwidth measured beside them.
+"""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, quants
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Message
 from dflash_bench.engine.backend import LocalBackend, open_backend
-from dflash_bench.models import loading, presets
+from dflash_bench.models import loading, memory, presets, quantization, targets
 from dflash_bench.models.convert import convert
+from dflash_bench.perf.measure import read_bandwidth
 from dflash_bench.tasks import suites
-from studies._llamacpp_server import Server, Settings, version
+from studies._llamacpp_server import Server, Settings
+from studies._study import StudyError, tell, write
 
-OURS, EXACT, FLASH = "ours", "llama.cpp", "llama.cpp, flash attention"
-METHODS = ("ar", "dflash")
-SIZES = {"nano": (24, 64), "smollm2": (6, 48)}
-"""Models, each with its number of prompts, and of tokens of an answer at most."""
-HEAD = """
-## Beside llama.cpp
-
-{version}, one thread, embedded questions of gsm8k, all arms in turn; the same weights in float32, as
-files by `dflash-bench convert --to gguf`. Each engine measures its own time after the first token; ours includes the
-draft's reading of the prompt, llama.cpp's does not. "flash": with flash attention, its default, which computes
-attention in float16 on a CPU. "equal": answers with the same tokens as our plain decoding.
-Goals, set before any of it was measured, ours / llama.cpp: nano 1.0 by plain decoding and 1.3 by DFlash, SmolLM2 1.0 by
-either.
-
-| model | method | ours, tok/s | llama.cpp, tok/s (equal) | ... flash (equal) | ours / llama.cpp | ours / flash |
-| --- | --- | ---: | ---: | ---: | ---: | ---: |
-"""
-ABSENT = "\nllama.cpp was not there to compare with; `nox -s llamacpp` sets it up.\n"
-Arm = tuple[str, str]
-"""An engine and a method."""
-Timed = dict[Arm, list[tuple[tuple[int, ...], float]]]
-"""Per prompt, the answer and its seconds per token."""
+OURS, THEIRS = "ours", "llama.cpp"
+FLOAT32, EIGHT_BITS = "float32", {OURS: "int8", THEIRS: "Q8_0"}
+DRAFTING = ("dflash", "eagle3")
+TIMES = 3
+"""How often every prompt is answered by every arm."""
+READ_BYTES = 2 * 2**30
+"""What a sum reads, if as much memory is free."""
+Q8_0_BLOCK = 32
 
 
-def page(python: Path) -> str:
-    """The section of the report; `python` is the one with xllamacpp, which may not exist."""
-    if not python.exists():
-        return ABSENT
-    text = HEAD.format(version=f"xllamacpp {version(python)}")
-    for model, (num_prompts, max_tokens) in SIZES.items():
-        try:
-            text += "".join(f"{row}\n" for row in rows(model, measured(python, model, num_prompts, max_tokens)))
-        except UserError as error:
-            text += f"| {model} | not measured: {error} | | | | | |\n"
-    return text
+class Arm(NamedTuple):
+    engine: str
+    weights: str
+    method: str
+    flash: bool = False
+
+    @property
+    def name(self) -> str:
+        return " ".join([*self[:3], *["flash"] * self.flash])
 
 
-def measured(python: Path, model: str, num_prompts: int, max_tokens: int) -> Timed:
-    """Raises UserError if the model is not on this machine."""
-    backend = ours(model, max_tokens)
+Answered = tuple[float, list[int]]
+"""Seconds per token after the first, and the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    prompt: int
+    bandwidth: float
+    """Bytes per second that a sum reads."""
+    answers: Mapping[str, Answered]
+    """By the name of the arm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Everything measured of one model. `step_bytes` by engine and weights: "ours float32"."""
+
+    begun: str
+    network: str
+    step_bytes: Mapping[str, int]
+    absent: Mapping[str, str]
+    """By the name of an arm, why it was not measured."""
+    turns: list[Turn] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> Timed:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**stored, "turns": [Turn(**turn) for turn in stored["turns"]]})
+
+    def write(self, path: Path) -> None:
+        write(path, json.dumps(asdict(self)) + "\n")
+
+    def seconds(self, arm: Arm) -> list[list[float]]:
+        """Seconds per token, [prompts, times]."""
+        return self._by_prompt(lambda turn: turn.answers[arm.name][0])
+
+    def seconds_per_byte(self) -> list[list[float]]:
+        """What the sum takes, [prompts, times]."""
+        return self._by_prompt(lambda turn: 1 / turn.bandwidth)
+
+    def _by_prompt(self, value: Callable[[Turn], float]) -> list[list[float]]:
+        prompts = sorted({turn.prompt for turn in self.turns})
+        return [[value(turn) for turn in self.turns if turn.prompt == prompt] for prompt in prompts]
+
+    def tokens(self, arm: Arm) -> list[list[int]]:
+        return [turn.answers[arm.name][1] for turn in self.turns]
+
+    def has(self, arm: Arm) -> bool:
+        return all(arm.name in turn.answers for turn in self.turns)
+
+
+def measured(path: Path, python: Path, model: str, num_prompts: int, max_tokens: int) -> Timed:
+    """Time what is not yet in the file; `python` is the one with xllamacpp. Raises StudyError if an answer is empty."""
+    if path.exists() and len(Timed.read(path).turns) == TIMES * num_prompts:
+        return Timed.read(path)
     loaded = suites.load_prompts(suites.known_suites()["gsm8k"], "embedded", num_prompts)
     chats = [[Message("user", prompt.turns[0])] for prompt in loaded.prompts]
-    timed: Timed = {(engine, method): [] for engine in (OURS, EXACT, FLASH) for method in METHODS}
     with TemporaryDirectory(prefix="bench_llamacpp-") as folder, ExitStack() as stack:
-        servers = {
-            arm: stack.enter_context(Server(python, settings))
-            for arm, settings in served(Path(folder), model, backend).items()
-        }
-        for arm in timed:
-            answer(backend, servers, arm, chats[0], max_tokens)
-        for number, chat in enumerate(chats):
-            for arm in list(timed) if number % 2 else list(timed)[::-1]:
-                timed[arm].append(answer(backend, servers, arm, chat, max_tokens))
+        engines, absent = opened(model, max_tokens)
+        ours = engines[FLOAT32]
+        settings, file_bytes = served(Path(folder), model, ours)
+        servers = {arm: stack.enter_context(Server(python, one)) for arm, one in settings.items()}
+        arms = [*arms_of(engines), *servers]
+        step_bytes = {f"{OURS} {kind}": memory.size_of(one.target.model).step_bytes for kind, one in engines.items()}
+        begun = datetime.now(UTC).isoformat(timespec="minutes")
+        timed = Timed(begun, str(ours.about["network"]), step_bytes | file_bytes, absent)
+        timed = Timed.read(path) if path.exists() else timed
+
+        def answer(arm: Arm, chat: list[Message]) -> Answered:
+            if arm in servers:
+                done = servers[arm].complete(ours.encode(chat), max_tokens)
+                return per_token(done.decode_s, done.tokens)
+            generation = engines[arm.weights].generate(arm.method, chat)
+            return per_token(generation.decode_s, generation.token_ids)
+
+        for arm in arms:
+            answer(arm, chats[0])
+        for number in range(len(timed.turns), TIMES * num_prompts):
+            tell(f"{model}: turn {number + 1} of {TIMES * num_prompts}")
+            prompt = number % num_prompts
+            bandwidth = read_bandwidth(torch.device("cpu"), READ_BYTES)
+            answers = {arm.name: answer(arm, chats[prompt]) for arm in (arms if number % 2 else arms[::-1])}
+            timed.turns.append(Turn(prompt, bandwidth, answers))
+            timed.write(path)
     return timed
 
 
-def ours(model: str, max_tokens: int) -> LocalBackend:
-    models = loading.load(model, ["dflash"], "cpu", torch.float32)
-    return open_backend(models, presets.preset(model), methods.chosen(["dflash"]), max_tokens)
+def per_token(seconds: float, tokens: Sequence[int]) -> Answered:
+    if len(tokens) < 2:
+        raise StudyError("an answer has fewer than two tokens, so that nothing was timed")
+    return seconds / (len(tokens) - 1), list(tokens)
 
 
-def served(folder: Path, model: str, backend: LocalBackend) -> dict[Arm, Settings]:
-    target, draft = folder / "target.gguf", folder / "draft.gguf"
-    convert(model, target, "gguf", None)
-    convert(presets.preset(model).drafts["dflash"], draft, "gguf", model)
-    num_drafts = backend.drafters["dflash"].num_drafts
+# Our engine: the plain weights, and the same in eight bits if it can read them so.
+
+
+def opened(model: str, max_tokens: int) -> tuple[dict[str, LocalBackend], dict[str, str]]:
+    """Return a backend by its weights, and why others are absent, by arm. Raises UserError without the model."""
+    preset, eight_bits = presets.preset(model), EIGHT_BITS[OURS]
+    plain = loading.load(model, DRAFTING, "cpu", torch.float32)
+    engines = {FLOAT32: open_backend(plain, preset, methods.chosen(list(DRAFTING)), max_tokens)}
+    try:
+        quantization.check(eight_bits, "cpu")
+        quantised = loading.load(model, [], "cpu", torch.float32, targets.Placement(quantize=eight_bits))
+        engines[eight_bits] = open_backend(quantised, preset, methods.chosen([]), max_tokens)
+    except UserError as error:
+        return engines, {Arm(OURS, eight_bits, "ar").name: str(error)}
+    return engines, {}
+
+
+def arms_of(engines: Mapping[str, LocalBackend]) -> Iterator[Arm]:
+    for weights, backend in engines.items():
+        yield from (Arm(OURS, weights, method) for method in backend.drafters)
+
+
+# llama.cpp: the same weights as GGUF files, with and without flash attention.
+
+
+def served(folder: Path, model: str, ours: LocalBackend) -> tuple[dict[Arm, Settings], dict[str, int]]:
+    """Write the files; return what each server serves, and the bytes of weights that a step reads of each file."""
+    plain, eight_bits = folder / "target.gguf", folder / "q8_0.gguf"
+    convert(model, plain, "gguf", None)
+    quantise(plain, eight_bits)
+    drafts = {method: folder / f"{method}.gguf" for method in DRAFTING}
+    for method, draft in drafts.items():
+        convert(presets.preset(model).drafts[method], draft, "gguf", model)
     arms = {}
-    for engine in (EXACT, FLASH):
-        flash = engine == FLASH
-        arms[engine, "ar"] = Settings(str(target), flash_attention=flash)
-        arms[engine, "dflash"] = Settings(str(target), "dflash", str(draft), num_drafts, flash_attention=flash)
-    return arms
+    for flash in (False, True):
+        for weights, file in ((FLOAT32, plain), (EIGHT_BITS[THEIRS], eight_bits)):
+            arms[Arm(THEIRS, weights, "ar", flash)] = Settings(str(file), flash_attention=flash)
+        for method, draft in drafts.items():
+            num_drafts = ours.drafters[method].num_drafts
+            arms[Arm(THEIRS, FLOAT32, method, flash)] = Settings(
+                str(plain), method, str(draft), num_drafts, flash_attention=flash
+            )
+    return arms, {
+        f"{THEIRS} {FLOAT32}": step_bytes(plain),
+        f"{THEIRS} {EIGHT_BITS[THEIRS]}": step_bytes(eight_bits),
+    }
 
 
-def answer(
-    backend: LocalBackend, servers: dict[Arm, Server], arm: Arm, chat: list[Message], max_tokens: int
-) -> tuple[tuple[int, ...], float]:
-    if arm in servers:
-        done = servers[arm].complete(backend.encode(chat), max_tokens)
-        return done.tokens, done.decode_s / (len(done.tokens) - 1)
-    generation = backend.generate(arm[1], chat)
-    return generation.token_ids, generation.decode_s / (len(generation.token_ids) - 1)
+def quantise(source: Path, destination: Path) -> None:
+    """Write a float32 GGUF file's matrices in Q8_0, embedding and head too, as llama.cpp's own tool does."""
+    read = GGUFReader(source)
+    writer = GGUFWriter(destination, str(read.fields["general.architecture"].contents()))
+    for one in read.fields.values():
+        if one.name.startswith("GGUF.") or one.name in ("general.architecture", "general.file_type"):
+            continue
+        of_items = one.types[-1] if one.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(one.name, one.contents(), one.types[0], of_items)
+    writer.add_file_type(LlamaFileType.MOSTLY_Q8_0)
+    for tensor in read.tensors:
+        is_matrix = len(tensor.shape) > 1 and tensor.shape[0] % Q8_0_BLOCK == 0
+        kind = GGMLQuantizationType.Q8_0 if is_matrix else tensor.tensor_type
+        data = quants.quantize(tensor.data, kind) if is_matrix else tensor.data
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
-def rows(model: str, timed: Timed) -> Iterator[str]:
-    plain = [tokens for tokens, _ in timed[OURS, "ar"]]
-    for method in METHODS:
-        seconds = {engine: [s for _, s in timed[engine, method]] for engine in (OURS, EXACT, FLASH)}
-        speeds, ratios = [f"{per_second(seconds[OURS]):.0f}"], []
-        for engine in (EXACT, FLASH):
-            equal = sum(a == b for a, (b, _) in zip(plain, timed[engine, method], strict=True))
-            speeds.append(f"{per_second(seconds[engine]):.0f} ({equal}/{len(plain)})")
-            both = zip(seconds[engine], seconds[OURS], strict=True)
-            ratios.append(f"{statistics.median(theirs / own for theirs, own in both):.2f}")
-        yield f"| {' | '.join([model, method, *speeds, *ratios])} |"
-
-
-def per_second(seconds: Sequence[float]) -> float:
-    return 1 / statistics.median(seconds)
+def step_bytes(file: Path) -> int:
+    """Return the bytes of a file's weights that a step reads: all but the embedding's table, unless it is the head."""
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(file).tensors}
+    return sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)

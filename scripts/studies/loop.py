@@ -1,20 +1,18 @@
 """Speed of our own decoding loop, as ratios measured in one run on one thread with the nano models; with goals.
 
 How fast is plain decoding beside `transformers.generate`, and DFlash beside transformers' own DFlash, with the same
-weights? How fast are both beside llama.cpp, if `nox -s llamacpp` has set it up? What does a DFlash round cost in
-plain steps, and how much of both is not arithmetic? All arms take turns prompt by prompt, so that drift affects them
-equally. Keep the machine quiet meanwhile.
+weights? What does a DFlash round cost in plain steps, and how much of both is not arithmetic? All arms take turns
+prompt by prompt, so that drift affects them equally. Keep the machine quiet meanwhile. The study `speed` has the same
+beside llama.cpp.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +26,7 @@ from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.engine.graphs import why_no_compiler
 from dflash_bench.models import loading, presets
 from dflash_bench.tasks import suites
-from studies import _beside_llamacpp
-from studies._study import ROOT, Made, Work
+from studies._study import Made, Work
 
 TAKES = "five minutes of one core"
 PAGES = ("loop-nano-cpu.md",)
@@ -38,7 +35,6 @@ EXTRA = "dev"
 NUM_PROMPTS, MAX_NEW_TOKENS = 24, 64
 TimedArm = Callable[[list[Message]], float]
 MISSED = ", missed"
-LLAMACPP = Path(os.environ.get("LLAMACPP_VENV") or ROOT / ".nox" / "llamacpp")
 LIMITS = {
     "plain decoding, our tokens/s over those of `transformers.generate`": (2.0, "at least"),
     "DFlash, our tokens/s over those of transformers' own DFlash": (2.2, "at least"),
@@ -102,8 +98,7 @@ def make(work: Work, options: Namespace) -> Made:
         step_arithmetic=1000 * arithmetic["ar"], block_arithmetic=1000 * arithmetic["dflash"],
     )  # fmt: skip
     lines = [line(what, figure, no_compiler) for what, figure in zip(LIMITS, figures, strict=True)]
-    text += "".join(lines) + _beside_llamacpp.page(LLAMACPP / "bin" / "python")
-    return Made({PAGES[0]: text}, [f"missed: {one.strip()}" for one in lines if MISSED in one])
+    return Made({PAGES[0]: text + "".join(lines)}, [f"missed: {one.strip()}" for one in lines if MISSED in one])
 
 
 def opened(models: loading.Models, **how: Any) -> LocalBackend:

@@ -104,6 +104,6 @@ def test_columns_are_known_by_ids() -> None:
         "num_prompts", "al.pooled", "tps.decode", "speedup.decode", "exact", "passed",
     ]  # fmt: skip
     assert [column.id for column in (*RESULTS, *ROUNDS) if column.is_spare] == [
-        "num_prompts", "num_tokens", "al.request_mean", "tps.decode", "speedup.e2e", "other_ms", "num_errors",
-        "num_near_ties",
+        "num_prompts", "num_tokens", "al.request_mean", "tps.decode", "speedup.e2e", "bandwidth_share", "other_ms",
+        "num_errors", "num_near_ties",
     ]  # fmt: skip

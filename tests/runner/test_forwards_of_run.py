@@ -9,7 +9,9 @@ import pytest
 import tiny
 
 from dflash_bench.analysis import roofline
+from dflash_bench.analysis.metrics import Cell, summarise
 from dflash_bench.results.run_info import read_info
+from dflash_bench.results.table import read_run
 from dflash_bench.runner import session
 from dflash_bench.runner.config import RunRequest
 
@@ -26,6 +28,11 @@ def perform(model: Path, folder: Path, resume: bool = False) -> None:
     session.perform(asked, folder, resume=resume, tell=print)
 
 
+def cells(folder: Path) -> list[Cell]:
+    read = read_run(folder)
+    return summarise(read.rows, read.info.identity)
+
+
 def test_a_run_measures_its_target_and_resumes_under_other_numbers(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,6 +41,9 @@ def test_a_run_measures_its_target_and_resumes_under_other_numbers(
     info = read_info(folder).to_json()
     assert list(info["forwards"]["seconds"]) == ["1", "2", "4", "8", "16"]
     assert info["forwards"]["size"]["num_layers"] == tiny.LAYERS
+    plain = next(cell for cell in cells(folder) if cell.method == "ar")
+    needed = info["forwards"]["size"]["weight_bytes"] / info["forwards"]["read_bandwidth"]
+    assert plain.value("bandwidth_share") == pytest.approx(needed * (plain.value("tps.decode") or 0))
     through = roofline.stored(read_info(folder))
     assert through is not None and through.line.at(1) > 0
     assert "forwards" not in info["identity"] and "seconds" not in json.dumps(info["identity"])
