@@ -31,9 +31,9 @@ from dflash_bench.runner.setup import (
     add_judge,
     captured_of,
     check_fits,
-    compiles_kernels,
     fallen_back,
     forwards_of,
+    kernels_note,
     late,
     open_local,
     open_servers,
@@ -214,8 +214,8 @@ def _opened(
         return prepared, stack.enter_context(opened_workers(prepared.pinned(resolved)))
     if not resolved.request.asks_servers:
         prepared = check_fits(resolved)
-        if compiles_kernels(resolved):
-            tell("note: kernels are compiled for this processor before anything is timed, once: about ten seconds")
+        if note := kernels_note(resolved):
+            tell(f"note: {note}")
         return prepared, open_local(prepared.pinned(resolved))
     backend = stack.enter_context(open_servers(resolved, config.addresses_of(resolved.request)))
     if not resolved.request.has_target:

@@ -92,13 +92,13 @@ def attach(backend: ServerBackend, local: LocalBackend) -> None:
     backend.about = {"target": about["target"], "revisions": about["revisions"], "judge": judge}
 
 
-def compiles_kernels(resolved: RunPlan) -> bool:
-    """Return True if opening the engine will compile kernels, unless they turn out not to cover the target."""
-    from dflash_bench.engine.forward.choice import compiles_first
+def kernels_note(resolved: RunPlan) -> str | None:
+    """Return a note if opening the engine will compile kernels, unless they turn out not to cover the target."""
+    from dflash_bench.engine.forward.choice import compile_note
 
     machine = machine_of(resolved.request)
     uses_numba = machine.kernels != "torch" and machine.engine != "transformers" and machine.capture != "inductor"
-    return uses_numba and configure_torch(machine)[0] == "cpu" and compiles_first()
+    return compile_note() if uses_numba and configure_torch(machine)[0] == "cpu" else None
 
 
 def fallen_back(about: Mapping[str, Any]) -> list[str]:

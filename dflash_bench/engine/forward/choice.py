@@ -77,10 +77,16 @@ def _code_folder() -> Path | None:
     return folder if os.access(folder, os.W_OK) else None
 
 
-def compiles_first() -> bool:
-    """Return True if the kernels must be compiled before they can be used, which takes about ten seconds."""
-    folder = _code_folder() if has_numba() else None
-    return has_numba() and (folder is None or not any(folder.rglob("*.nbi")))
+def compile_note() -> str | None:
+    """Return a note if the kernels must be compiled before they can be used; None if they need not, or there are none."""
+    if not has_numba():
+        return None
+    folder = os.environ.get("NUMBA_CACHE_DIR")
+    if folder is None:
+        return f"kernels are compiled anew, about ten seconds, because {cache_folder()} cannot be written"
+    if any(Path(folder).rglob("*.nbi")):
+        return None
+    return "kernels are compiled for this processor before anything is timed, once: about ten seconds"
 
 
 def let_go(model: Any) -> None:

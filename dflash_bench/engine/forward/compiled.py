@@ -135,6 +135,9 @@ def num_threads() -> int:
 def run(function: Callable[..., None], *arguments: Any) -> None:
     """Call a kernel in as many threads as torch would use."""
     size, arrived = num_threads(), np.zeros(1, np.int64)
+    if size == 1:
+        function(*arguments, Team(0, 1, arrived))
+        return
     others = [_pool().submit(function, *arguments, Team(i, size, arrived)) for i in range(1, size)]
     function(*arguments, Team(0, size, arrived))
     wait(others)

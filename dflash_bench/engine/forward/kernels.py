@@ -12,6 +12,7 @@ but for weights, which are float32, bfloat16 (the bits, as uint16) or int8 with 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,10 +52,14 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
 def kernel(function: Kernel) -> Kernel:
-    """Compile a function when it is first called, and keep its code on the disk."""
+    """Compile a function when it is first called, and keep its code on the disk if there is a folder for it."""
     # Sums may be taken in any order, but NaN must stay NaN: broken weights are noticed by their logits.
     compiled: Kernel = njit(
-        error_model="numpy", boundscheck=False, nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz", "arcp"}
+        error_model="numpy",
+        boundscheck=False,
+        nogil=True,
+        cache=bool(os.environ.get("NUMBA_CACHE_DIR")),
+        fastmath={"reassoc", "contract", "nsz", "arcp"},
     )(function)
     return compiled
 
