@@ -23,6 +23,7 @@ from dflash_bench.engine.drafter import Drafter
 from dflash_bench.engine.drafters import dflash
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
+from dflash_bench.engine.selection import compile_like
 from dflash_bench.engine.target import Target
 from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.nets.dflash import DFlashDraft, default_target_layers
@@ -59,10 +60,14 @@ def build_drafter(
     `offset` moves the positions of a block. A draft with an embedding of its own uses that.
     """
     embedding = embedding or target.embedding
+    drafter: Eagle3Drafter | DFlashDrafter
     if isinstance(draft, Eagle3Draft):
-        return Eagle3Drafter(draft, embedding, num_drafts)
-    options = (draft, embedding, target.head, draft.config.block_for(num_drafts))
-    return MovedDFlashDrafter(*options, offset=offset) if offset else DFlashDrafter(*options)
+        drafter = Eagle3Drafter(draft, embedding, num_drafts)
+    else:
+        options = (draft, embedding, target.head, draft.config.block_for(num_drafts))
+        drafter = MovedDFlashDrafter(*options, offset=offset) if offset else DFlashDrafter(*options)
+    compile_like(target, [drafter])
+    return drafter
 
 
 def num_drafts_of(draft: Draft, method: Method) -> int:
@@ -323,8 +328,8 @@ def _reading(subject: DraftUnderTest, embedding: nn.Module) -> Drafter:
 
 
 def _head(subject: DraftUnderTest) -> Iterator[Probe]:
-    draft, target_head = subject.draft, getattr(subject.target.head, "weight", None)
-    if not hasattr(draft, "lm_head") or target_head is None:
+    draft, target_head = subject.draft, subject.target.model.get_output_embeddings().weight
+    if not hasattr(draft, "lm_head") or not target_head.is_floating_point():
         return
     size = len(draft.lm_head.weight)
     ids = draft.target_ids(torch.arange(size, device=draft.lm_head.weight.device))

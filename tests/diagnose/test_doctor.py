@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,6 @@ def test_an_automatic_block_is_examined_whole() -> None:
     assert num_drafts_of(draft, parse("dflash:block=auto")) == 15
 
 
-@pytest.mark.skipif(find_spec("torchao") is None, reason="needs pip install torchao")
 def test_a_quantised_target_is_tried_as_it_was() -> None:
     seen = examined("dflash", limit=2, max_new_tokens=16, quantize="int8")
     (tried,) = [one for one in seen.trials if one.change.name == "the unquantised target"]

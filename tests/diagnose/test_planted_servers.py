@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -190,7 +189,8 @@ def test_a_server_that_drafts_otherwise(fault: tuple[str, str], monkeypatch: pyt
     method, cause = fault
     with monkeypatch.context() as patch:
         IN_THE_ENGINE[fault](patch)
-        answers = decoded(engine(method), method)
+        # Where faults are planted.
+        answers = decoded(engine(method, kernels="torch"), method)
     with server(answers) as running:
         found = checked(running.url, method)
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == [cause]
@@ -209,7 +209,7 @@ def test_a_server_that_norms_by_the_first_layer(tmp_path: Path, monkeypatch: pyt
     draft = planted.plant(("dflash", "loud keys"), tmp_path / "draft")
     with monkeypatch.context() as patch:
         normed_by_first(patch)
-        answers = decoded(engine("dflash", draft), "dflash")
+        answers = decoded(engine("dflash", draft, kernels="torch"), "dflash")
     with server(answers) as running:
         found = checked(running.url, drafts=(f"dflash={draft}",))
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == ["the first layer's norm for all"]
@@ -332,7 +332,6 @@ def test_a_server_that_begins_prompts_otherwise(
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == [cause]
 
 
-@pytest.mark.skipif(find_spec("torchao") is None, reason="needs pip install torchao")
 def test_a_server_whose_target_is_not_quantised_as_ours_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_counts, "SAME", 1.0)
     monkeypatch.setattr(compare_counts, "GAINED", 1)

@@ -85,7 +85,7 @@ def test_several_threads_say_the_same_as_one(kind: str) -> None:
 def test_every_method_gives_the_tokens_and_counts_of_torchs_kernels() -> None:
     ours, theirs = opened(None), opened("torch")
     assert (ours.describe()["network"], theirs.describe()["network"]) == ("native, numba kernels", "native")
-    for label in LABELS:
+    for label in ours.drafters:
         for prompts in (PROMPTS[:1], PROMPTS):
             said, expected = ours.generate_ids(label, prompts), theirs.generate_ids(label, prompts)
             assert [one.token_ids for one in said] == [one.token_ids for one in expected], label
@@ -97,10 +97,10 @@ def test_int8_weights_are_read_as_they_are(dtype: torch.dtype) -> None:
     """The judge quantises the files itself, and computes with transformers' code."""
     backend = opened("numba", quantize="int8", dtype=dtype)
     network: Any = backend.target.network
-    assert network.layers.network.weights.dtype == np.int8
+    assert network.layers.decoder.weights.dtype == np.int8
     assert type(backend.judge.model.model.layers[0].mlp.down_proj) is Int8Linear
     if dtype == torch.float32:
-        for label in LABELS:
+        for label in backend.drafters:
             for prompt, answer in zip(PROMPTS, backend.generate_ids(label, PROMPTS), strict=True):
                 assert backend.judge.audit(prompt, answer.token_ids) is None, label
 
@@ -118,7 +118,7 @@ def test_a_quantised_row_is_off_by_half_a_step_at_most() -> None:
 def test_broken_weights_end_an_answer_with_an_error() -> None:
     model = copy.deepcopy(tiny("llama"))
     network = CompiledForward(NativeForward(model))
-    weights = network.layers.network.weights
+    weights = network.layers.decoder.weights
     weights[len(weights) // 2 :] = np.nan
     from toy import plain
 

@@ -140,10 +140,10 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def long(kind: str, engine: str) -> Target:
+def long(kind: str, engine: str, kernels: str | None = None) -> Target:
     windows = {"mistral": {"sliding_window": 64}}.get(kind, {})
     model = tiny(kind, max_position_embeddings=8192, num_hidden_layers=3, **windows)
-    target = target_of(model, engine)
+    target = target_of(model, engine, kernels if engine == "native" else None)
     assert name_of(target) == engine
     return target
 
@@ -185,7 +185,7 @@ def places_read(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 def test_a_layer_with_a_window_reads_the_windows_places_only(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = long("mistral", engine)
+    target = long("mistral", engine, "torch")
     target.begin(2, 1200)
     with places_read(monkeypatch) as prefill:
         target.prefill([[i % 97 for i in range(1000)], [3, 4]])

@@ -85,19 +85,6 @@ def test_two_drafts_of_one_method_and_one_draft_of_two_methods() -> None:
     assert (two.draft_weights_bytes, two.draft_cache_bytes) == (200, 2 * 2 * 9)
 
 
-def test_a_second_layout_is_counted_where_there_is_room_for_it() -> None:
-    model, draft = Footprint(1000, 10, layout_bytes=1000), Footprint(100, 2, layout_bytes=100)
-    one = MemoryDemand(model, {"draft-model": draft}, [methods.parse("draft-model:4")])
-    # Four times the layout must be left when the weights are there: 1,100 of weights and 4,000.
-    assert one.packed(5099) == one
-    packed = one.packed(5100).held(0)
-    assert (packed.target_weights_bytes, packed.draft_weights_bytes) == (2000, 200)
-    target_alone = MemoryDemand(model, {"draft-model": Footprint(100, 2, layout_bytes=3000)}, one.methods).packed(5100)
-    assert target_alone.held(0).draft_weights_bytes == 100
-    # nano's weights are small.
-    assert demand("dflash").packed(10**12) == demand("dflash")
-
-
 def test_rows_multiply_caches_and_nothing_else() -> None:
     one = MemoryDemand(Footprint(1000, 10), {}, [methods.parse("ar")])
     four = MemoryDemand(Footprint(1000, 10), {}, [methods.parse("ar")], rows=4)

@@ -63,7 +63,7 @@ def test_where_it_is_asked_for_nothing_is_said(uncovered: Path, tmp_path: Path) 
 
 
 def test_one_that_is_computed_differently_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_difference", lambda *_: 0.0123)
+    monkeypatch.setattr(selection, "_disagreement", lambda *_: "by 1e-02 of its largest logit over 24 tokens")
     said = selection.target_of(tiny("llama")).fallback
     assert said == "computes this target differently (by 1e-02 of its largest logit over 24 tokens)"
     assert selection.target_of(tiny("llama"), "transformers").fallback is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,9 @@ ASKED = RunRequest(suites=("gsm8k",), methods=("dflash",), limit=2, max_new_toke
 def test_what_makes_no_sense_with_it_is_refused() -> None:
     with pytest.raises(UserError, match="unknown quantisation 'int3'; known: fp8, int8, nf4"):
         check_options(replace(ASKED, quantize="int3"))
-    with pytest.raises(UserError, match="--engine native computes plain weights only; leave it out, or --quant"):
-        check_options(replace(ASKED, quantize="int8", engine="native"))
+    with pytest.raises(UserError, match="--engine native computes plain and int8 weights only; leave it"):
+        check_options(replace(ASKED, quantize="nf4", engine="native"))
+    check_options(replace(ASKED, quantize="int8", engine="native"))
     with pytest.raises(UserError, match="--quantize nf4 is for one device, and --device-map for several"):
         check_options(replace(ASKED, quantize="nf4", device_map="auto"))
 
@@ -37,14 +37,13 @@ def test_a_sweep_over_it_says_how_to_do_it_instead() -> None:
         methods_and_model(replace(ASKED, over=("quantize=none,int8",)))
 
 
-@pytest.mark.skipif(find_spec("torchao") is None, reason="needs pip install torchao")
 def test_a_quantised_run_says_so_and_is_not_mixed_with_another(tmp_path: Path, main: Main) -> None:
     asked = replace(ASKED, model=str(tiny.build(tmp_path / "model")))
     for name, kind in (("plain", None), ("quantised", "int8")):
         session.perform(replace(asked, quantize=kind), tmp_path / name, resume=False, tell=print)
     infos = {name: read_info(tmp_path / name).identity for name in ("plain", "quantised")}
     assert [infos[name].quantize for name in infos] == [None, "int8"]
-    assert infos["quantised"].network == "transformers"
+    assert infos["quantised"].network == "native, numba kernels"
     weights = [infos[name]["memory"]["target_weights_bytes"] for name in infos]
     assert weights[1] < weights[0]
     assert infos["quantised"]["forwards"]["size"]["stored_bytes"] == weights[1]

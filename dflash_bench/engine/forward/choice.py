@@ -78,7 +78,7 @@ def _code_folder() -> Path | None:
 
 
 def compile_note() -> str | None:
-    """Return a note if the kernels must be compiled before they can be used; None if they need not, or there are none."""
+    """Return a note if the kernels must be compiled before they can be used, or None."""
     if not has_numba():
         return None
     folder = os.environ.get("NUMBA_CACHE_DIR")

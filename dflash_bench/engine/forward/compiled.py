@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward import kernels
 from dflash_bench.engine.forward.hf import PassInputs
-from dflash_bench.engine.forward.kernels import LAYER, Network, Placed, Store, Team, Workspace
+from dflash_bench.engine.forward.kernels import LAYER, Decoder, Placed, Store, Team, Workspace
 from dflash_bench.engine.forward.native import (
     ACTIVATIONS,
     Gated,
@@ -159,7 +159,7 @@ class CompiledLayers:
         assert isinstance(feed, Gated)
         input_width, width = attention.qkv.weight.shape[0], attention.output.weight.shape[1]
         weights, numbers = packing.laid_out()
-        self.network = Network(
+        self.decoder = Decoder(
             weights, numbers, rows, width, input_width, attention.num_heads, attention.num_kv, attention.head_dim,
             feed.down.weight.shape[0], np.float32(layers[0].input_norm.eps), np.float32(attention.scale),
             CODES[feed.activation], last,
@@ -190,7 +190,7 @@ class CompiledLayers:
         if self._work is None or num_tokens > self._room[0] or num_places > self._room[1] or threads != self._room[2]:
             tokens, places = round_up(max(num_tokens, self._room[0]), TILE), max(num_places, self._room[1])
             self._room = tokens, places, threads
-            shape = self.network
+            shape = self.decoder
             heads = shape.num_heads * shape.head_dim
             qkv = heads + 2 * shape.num_kv * shape.head_dim
             padded = round_up(qkv, LANES), round_up(2 * shape.inner, LANES), round_up(shape.width, LANES)
@@ -205,7 +205,7 @@ class CompiledLayers:
 
     def store(self, kv: KVCache, cos: np.ndarray, sin: np.ndarray) -> Store:
         """Return the cache as kernels see it, with tables [kinds, positions, D]."""
-        stack = kv.stack(len(self.network.layers), self.network.num_kv, self.network.head_dim, torch.float32)
+        stack = kv.stack(len(self.decoder.layers), self.decoder.num_kv, self.decoder.head_dim, torch.float32)
         return Store(stack.view(-1).numpy(), kv.num_rows, kv.capacity, cos, sin)
 
     def through(
@@ -226,9 +226,9 @@ class CompiledLayers:
         work = self.work(num_tokens, store.capacity + placed.seen.shape[3])
         if given is not None:
             torch.from_numpy(work.normed)[: given.numel()] = given.reshape(-1)
-        tapped = np.empty((num_tokens, len(taps) * self.network.width), np.float32)
+        tapped = np.empty((num_tokens, len(taps) * self.decoder.width), np.float32)
         run(
-            kernels.run_layers, self.network, x.view(-1).numpy(), *shape, given is not None, placed,
+            kernels.run_layers, self.decoder, x.view(-1).numpy(), *shape, given is not None, placed,
             store, work, np.array(taps, np.int64), tapped.reshape(-1),
         )  # fmt: skip
         return work, torch.from_numpy(tapped)
@@ -365,15 +365,15 @@ class CompiledDFlash:
     def context(self, features: Tensor, tables: Tables) -> Tensor:
         """As `NativeDFlash.context`: features [B, N, K * Ht] -> [layers, 2, B, kv_heads, N, D]."""
         rows, num = features.shape[:2]
-        network = self.layers.network
+        decoder = self.layers.decoder
         normed = self.context_norm(self.fc(features.flatten(0, 1)))
-        inputs = np.zeros((round_up(rows * num, TILE), network.width), np.float32)
+        inputs = np.zeros((round_up(rows * num, TILE), decoder.width), np.float32)
         torch.from_numpy(inputs)[: rows * num] = normed
-        width = round_up(2 * network.num_kv * network.head_dim, LANES)
-        out = np.empty((len(network.layers), len(inputs), width), np.float32)
+        width = round_up(2 * decoder.num_kv * decoder.head_dim, LANES)
+        out = np.empty((len(decoder.layers), len(inputs), width), np.float32)
         cos, sin = _tables_of(tables, (rows, num))
-        run(kernels.run_context, network, inputs.reshape(-1), rows * num, cos, sin, out)
-        both = torch.from_numpy(out)[:, : rows * num].view(len(out), rows, num, 2, -1, network.head_dim)
+        run(kernels.run_context, decoder, inputs.reshape(-1), rows * num, cos, sin, out)
+        both = torch.from_numpy(out)[:, : rows * num].view(len(out), rows, num, 2, -1, decoder.head_dim)
         return both.permute(0, 3, 1, 4, 2, 5)
 
     def forward(self, embedded: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:

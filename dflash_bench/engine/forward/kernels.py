@@ -75,10 +75,10 @@ LAYER = np.dtype(
         )
     ]
 )  # fmt: skip
-"""Where the parts of a layer begin: products in `Network.weights`, all others in `Network.numbers`."""
+"""Where the parts of a layer begin: products in `Decoder.weights`, all others in `Decoder.numbers`."""
 
 
-class Network(NamedTuple):
+class Decoder(NamedTuple):
     """The layers of a decoder: its weights, all other numbers, and a row of `LAYER` for each layer."""
 
     weights: np.ndarray
@@ -276,14 +276,14 @@ def norm(x: np.ndarray, weights: np.ndarray, eps: np.float32, out: np.ndarray) -
 
 
 @kernel
-def turn(network: Network, kind: int, heads: np.ndarray, norm_at: int, tables: Store, position: int) -> None:
+def turn(decoder: Decoder, kind: int, heads: np.ndarray, norm_at: int, tables: Store, position: int) -> None:
     """Norm heads [heads * D], if `norm_at` is given, and rotate them by their position."""
-    size, half = network.head_dim, network.head_dim // 2
+    size, half = decoder.head_dim, decoder.head_dim // 2
     cos, sin = tables.cos[kind, position], tables.sin[kind, position]
     for head in range(len(heads) // size):
         x = part(heads, head * size, size)
         if norm_at >= 0:
-            norm(x, part(network.numbers, norm_at + head * size, size), network.eps, x)
+            norm(x, part(decoder.numbers, norm_at + head * size, size), decoder.eps, x)
         lefts, rights = x[:half], x[half:]
         for i in range(half):
             left, right = lefts[i], rights[i]
@@ -293,16 +293,16 @@ def turn(network: Network, kind: int, heads: np.ndarray, norm_at: int, tables: S
 
 @kernel
 def keep(
-    network: Network, layer: Any, index: int, num_rows: int, num: int, placed: Placed, store: Store, work: Workspace,
+    decoder: Decoder, layer: Any, index: int, num_rows: int, num: int, placed: Placed, store: Store, work: Workspace,
     team: Team,
 ) -> None:  # fmt: skip
     """Turn queries and keys [T, heads + 2 * KV, D] in the workspace, and store keys and values where they belong."""
-    size, heads, groups = network.head_dim, network.num_heads, network.num_kv
+    size, heads, groups = decoder.head_dim, decoder.num_heads, decoder.num_kv
     stride = padded((heads + 2 * groups) * size)
     for token in range(team.number, num_rows * num, team.size):
         at = token * stride
         both = part(work.qkv, at, (heads + groups) * size)
-        turn(network, layer.kind, both, layer.head_norm, store, placed.positions[token])
+        turn(decoder, layer.kind, both, layer.head_norm, store, placed.positions[token])
         row, place = token // num, placed.writes[token // num] + token % num
         for pair in range(2):
             for head in range(groups):
@@ -397,7 +397,7 @@ def add_values(
 
 @kernel
 def attend(
-    network: Network, layer: Any, index: int, problem: int, num: int, placed: Placed, store: Store, work: Workspace,
+    decoder: Decoder, layer: Any, index: int, problem: int, num: int, placed: Placed, store: Store, work: Workspace,
     team: Team,
 ) -> None:  # fmt: skip
     """Attend with up to LANES queries of one row and key head, of all G * N that `problem` counts through.
@@ -406,12 +406,12 @@ def attend(
     is read once for all; a few queries each have a row of their own instead.
     """
     scores, stored = work.scores, store.buffer
-    size, share, groups = network.head_dim, network.num_heads // network.num_kv, network.num_kv
+    size, share, groups = decoder.head_dim, decoder.num_heads // decoder.num_kv, decoder.num_kv
     chunks = (share * num + LANES - 1) // LANES
     first, group, row = problem % chunks * LANES, problem // chunks % groups, problem // chunks // groups
     used = min(LANES, share * num - first)
     is_few = used <= FEW and size % LANES == 0
-    stride = padded((network.num_heads + 2 * groups) * size)
+    stride = padded((decoder.num_heads + 2 * groups) * size)
     queries_at = team.number * 3 * size * LANES
     results_at, others_at = queries_at + size * LANES, queries_at + 2 * size * LANES
     num_places = len(scores) // team.size // LANES
@@ -424,10 +424,10 @@ def attend(
         if is_few:
             query = part(work.queries, queries_at + lane * size, size)
             for i in range(size):
-                query[i] = source[i] * network.scale
+                query[i] = source[i] * decoder.scale
         else:
             for i in range(size):
-                work.queries[queries_at + i * LANES + lane] = source[i] * network.scale
+                work.queries[queries_at + i * LANES + lane] = source[i] * decoder.scale
         low = min(low, placed.lows[layer.kind, row, token])
         high = max(high, placed.lows[layer.kind, row, token])
     past, block, width = placed.pasts[row], placed.blocks[row], placed.seen.shape[3]
@@ -474,7 +474,7 @@ def attend(
     of_past, of_block = part(work.queries, results_at, size * LANES), part(work.queries, others_at, size * LANES)
     for lane in range(used):
         head, token = (first + lane) // num, (first + lane) % num
-        at = (row * num + token) * network.num_heads * size + (group * share + head) * size
+        at = (row * num + token) * decoder.num_heads * size + (group * share + head) * size
         target, factor = part(work.attended, at, size), np.float32(1.0) / totals[lane]
         for i in range(size):
             place = lane * size + i if is_few else i * LANES + lane
@@ -491,15 +491,15 @@ def any_sees(seen: np.ndarray, first: int, used: int, num: int, place: int) -> b
 
 
 @kernel
-def activate(network: Network, num_tokens: int, work: Workspace, team: Team) -> None:
+def activate(decoder: Decoder, num_tokens: int, work: Workspace, team: Team) -> None:
     """Write activation(gate) * up to work.gated [T, inner], given gate and up side by side."""
-    inner = network.inner
+    inner = decoder.inner
     first, last = inner * team.number // team.size, inner * (team.number + 1) // team.size
     for token in range(num_tokens):
         at = token * padded(2 * inner) + first
         gate, up = part(work.wide, at, last - first), part(work.wide, at + inner, last - first)
         out = part(work.gated, token * inner + first, last - first)
-        if network.activation == SILU:
+        if decoder.activation == SILU:
             for i in range(len(out)):
                 out[i] = gate[i] / (np.float32(1.0) + exp(-gate[i])) * up[i]
         else:
@@ -512,25 +512,25 @@ def activate(network: Network, num_tokens: int, work: Workspace, team: Team) -> 
 
 @kernel
 def add(
-    network: Network, x: np.ndarray, num_tokens: int, after: int, before_next: int, work: Workspace, team: Team
+    decoder: Decoder, x: np.ndarray, num_tokens: int, after: int, before_next: int, work: Workspace, team: Team
 ) -> None:
     """Add work.update to x [T, H], normed by `after` if given; then norm x for the next part, if any."""
-    width = network.width
+    width = decoder.width
     for token in range(team.number, num_tokens, team.size):
         stream, update = part(x, token * width, width), part(work.update, token * padded(width), width)
         if after >= 0:
-            norm(update, part(network.numbers, after, width), network.eps, update)
+            norm(update, part(decoder.numbers, after, width), decoder.eps, update)
         for i in range(width):
             stream[i] += update[i]
         if before_next >= 0:
             norm(
-                stream, part(network.numbers, before_next, width), network.eps, part(work.normed, token * width, width)
+                stream, part(decoder.numbers, before_next, width), decoder.eps, part(work.normed, token * width, width)
             )
 
 
 @kernel
 def run_layers(
-    network: Network, x: np.ndarray, num_rows: int, num: int, is_normed: bool, placed: Placed, store: Store,
+    decoder: Decoder, x: np.ndarray, num_rows: int, num: int, is_normed: bool, placed: Placed, store: Store,
     work: Workspace, taps: np.ndarray, tapped: np.ndarray, team: Team,
 ) -> None:  # fmt: skip
     """Send tokens through all layers: x [T, H], flat, is the residual stream before and after.
@@ -538,20 +538,20 @@ def run_layers(
     Outputs of layers `taps` go to `tapped` [T, K * H]. With `is_normed` the first layer's attention reads what is
     in work.normed [T, input_width]. The final norm's output, if there is one, is left in work.normed.
     """
-    num_tokens, width = num_rows * num, network.width
+    num_tokens, width = num_rows * num, decoder.width
     if not is_normed:
         for token in range(team.number, num_tokens, team.size):
-            weights = part(network.numbers, network.layers[0].input_norm, width)
-            norm(part(x, token * width, width), weights, network.eps, part(work.normed, token * width, width))
-    chunks = (network.num_heads // network.num_kv * num + LANES - 1) // LANES
-    heads = network.num_heads * network.head_dim
-    for index in range(len(network.layers)):
-        layer = network.layers[index]
+            weights = part(decoder.numbers, decoder.layers[0].input_norm, width)
+            norm(part(x, token * width, width), weights, decoder.eps, part(work.normed, token * width, width))
+    chunks = (decoder.num_heads // decoder.num_kv * num + LANES - 1) // LANES
+    heads = decoder.num_heads * decoder.head_dim
+    for index in range(len(decoder.layers)):
+        layer = decoder.layers[index]
         meet(team)
-        reads = network.input_width if index == 0 else width
+        reads = decoder.input_width if index == 0 else width
         project(
-            network.weights,
-            network.numbers,
+            decoder.weights,
+            decoder.numbers,
             layer.qkv,
             layer.qkv_bias,
             layer.qkv_scale,
@@ -559,18 +559,18 @@ def run_layers(
             work.normed,
             num_tokens,
             work.qkv,
-            heads + 2 * network.num_kv * network.head_dim,
+            heads + 2 * decoder.num_kv * decoder.head_dim,
             team,
         )
         meet(team)
-        keep(network, layer, index, num_rows, num, placed, store, work, team)
+        keep(decoder, layer, index, num_rows, num, placed, store, work, team)
         meet(team)
-        for problem in range(team.number, num_rows * network.num_kv * chunks, team.size):
-            attend(network, layer, index, problem, num, placed, store, work, team)
+        for problem in range(team.number, num_rows * decoder.num_kv * chunks, team.size):
+            attend(decoder, layer, index, problem, num, placed, store, work, team)
         meet(team)
         project(
-            network.weights,
-            network.numbers,
+            decoder.weights,
+            decoder.numbers,
             layer.output,
             layer.output_bias,
             layer.output_scale,
@@ -582,11 +582,11 @@ def run_layers(
             team,
         )
         meet(team)
-        add(network, x, num_tokens, layer.after_attention, layer.feed_norm, work, team)
+        add(decoder, x, num_tokens, layer.after_attention, layer.feed_norm, work, team)
         meet(team)
         project(
-            network.weights,
-            network.numbers,
+            decoder.weights,
+            decoder.numbers,
             layer.gate_up,
             layer.gate_up_bias,
             layer.gate_up_scale,
@@ -594,19 +594,19 @@ def run_layers(
             work.normed,
             num_tokens,
             work.wide,
-            2 * network.inner,
+            2 * decoder.inner,
             team,
         )
         meet(team)
-        activate(network, num_tokens, work, team)
+        activate(decoder, num_tokens, work, team)
         meet(team)
         project(
-            network.weights,
-            network.numbers,
+            decoder.weights,
+            decoder.numbers,
             layer.down,
             layer.down_bias,
             layer.down_scale,
-            network.inner,
+            decoder.inner,
             work.gated,
             num_tokens,
             work.update,
@@ -614,8 +614,8 @@ def run_layers(
             team,
         )
         meet(team)
-        following = network.layers[index + 1].input_norm if index + 1 < len(network.layers) else network.final_norm
-        add(network, x, num_tokens, layer.after_feed, following, work, team)
+        following = decoder.layers[index + 1].input_norm if index + 1 < len(decoder.layers) else decoder.final_norm
+        add(decoder, x, num_tokens, layer.after_feed, following, work, team)
         for place in range(len(taps)):
             if taps[place] == index:
                 for token in range(team.number, num_tokens, team.size):
@@ -626,30 +626,30 @@ def run_layers(
 
 @kernel
 def run_context(
-    network: Network, x: np.ndarray, num_tokens: int, cos: np.ndarray, sin: np.ndarray, out: np.ndarray, team: Team
+    decoder: Decoder, x: np.ndarray, num_tokens: int, cos: np.ndarray, sin: np.ndarray, out: np.ndarray, team: Team
 ) -> None:
     """Write keys and values of x [T, H], flat, in all layers to out [layers, T, 2 * KV * D]; keys are turned."""
-    size = network.head_dim
-    keys, stride = network.num_kv * size, out.shape[2]
+    size = decoder.head_dim
+    keys, stride = decoder.num_kv * size, out.shape[2]
     tokens = out.shape[1] * stride
     flat = out.reshape(-1)
     tables = Store(flat, 0, 0, cos, sin)
-    queries = network.num_heads * size // LANES
-    for index in range(len(network.layers)):
-        layer = network.layers[index]
+    queries = decoder.num_heads * size // LANES
+    for index in range(len(decoder.layers)):
+        layer = decoder.layers[index]
         blocks = stride // LANES
         first, last = blocks * team.number // team.size, blocks * (team.number + 1) // team.size
-        at = layer.qkv + queries * LANES * network.width
+        at = layer.qkv + queries * LANES * decoder.width
         multiply(
-            network.weights, at, network.width, x, num_tokens, part(flat, index * tokens, tokens), stride, first, last
+            decoder.weights, at, decoder.width, x, num_tokens, part(flat, index * tokens, tokens), stride, first, last
         )
         bias = layer.qkv_bias + queries * LANES
         for token in range(num_tokens if layer.qkv_bias >= 0 else 0):
             for i in range(first * LANES, min(last * LANES, 2 * keys)):
-                flat[index * tokens + token * stride + i] += network.numbers[bias + i]
+                flat[index * tokens + token * stride + i] += decoder.numbers[bias + i]
     meet(team)
-    for index in range(len(network.layers)):
-        layer = network.layers[index]
-        norms = layer.head_norm + network.num_heads * size if layer.head_norm >= 0 else -1
+    for index in range(len(decoder.layers)):
+        layer = decoder.layers[index]
+        norms = layer.head_norm + decoder.num_heads * size if layer.head_norm >= 0 else -1
         for token in range(team.number, num_tokens, team.size):
-            turn(network, layer.kind, part(flat, index * tokens + token * stride, keys), norms, tables, token)
+            turn(decoder, layer.kind, part(flat, index * tokens + token * stride, keys), norms, tables, token)
