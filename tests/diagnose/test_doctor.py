@@ -283,10 +283,10 @@ def test_the_command_exits_with_1_where_there_is_a_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft = planted.plant(("eagle3", "norms with one"), tmp_path / "draft")
-    words = ["doctor", "--suite", "gsm8k", "--limit", "3", "--max-new-tokens", "16", "--json"]
+    words = ["doctor", "--suite", "gsm8k", "--limit", "4", "--max-new-tokens", "24", "--json"]
     monkeypatch.setattr("sys.argv", ["dflash-bench", *words, "--method", "eagle3", "--draft", f"eagle3={draft}"])
     with pytest.raises(SystemExit) as end:
         main()
     given = json.loads(capsys.readouterr().out)
     assert end.value.code == 1 and given["findings"][0]["cause"].startswith("its norms")
-    assert given["samples"][0]["num_prompts"] == 3 and given["tried"][0]["al_pooled"] > given["samples"][0]["al_pooled"]
+    assert given["samples"][0]["num_prompts"] == 4 and given["tried"][0]["al_pooled"] > given["samples"][0]["al_pooled"]
