@@ -286,7 +286,7 @@ _DECLARED = (
     Metric(
         id="bandwidth_share",
         formula="weight bytes per step * sum(S) / the device's bytes per second / sum(decode_s), of plain answers "
-        "decoded one at a time; above 1 if a cache holds the weights",
+        "decoded one at a time; above 1 if a cache holds the weights, or if steps read faster than a plain sum",
         unit="share", top=("weights_s",), bottom=("reading_s",), is_timing=True,
         shown=(Shown("results", 6, "bandwidth\nshare", is_spare=True, is_optional=True),),
     ),

@@ -65,8 +65,9 @@ llama.cpp's in Q8_0, which a CPU user would pick.
 {gains}
 
 Plain decoding beside the memory: the weights that a step reads, without the embedding's table unless it is the head,
-and how fast it reads them beside a float32 sum over an array larger than the caches, measured in the same turns. A
-share above 1 means that a cache holds the weights.
+and how fast it reads them beside torch's float32 sum over an array larger than the caches, measured in the same turns.
+A share above 1 means that a cache holds the weights, or that a step reads faster than the sum does, which no limit
+forbids: the sum is a measure, not the most that the memory can give.
 
 {shares}
 """
