@@ -96,7 +96,7 @@ def _replacement(kind: str, device: str) -> Callable[[nn.Linear], Any]:
 
 
 class Int8Linear(nn.Module):
-    """A linear layer whose weight [out, in] is int8, times a scale [out, 1] for each output; x keeps its type."""
+    """A linear layer whose weight [out, in] is int8, times a scale [out] for each output; x keeps its type."""
 
     weight: Tensor
     scale: Tensor
@@ -106,12 +106,12 @@ class Int8Linear(nn.Module):
         exact = layer.weight.detach().float()
         scale = exact.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
         self.weight = nn.Parameter((exact / scale).round().to(torch.int8), requires_grad=False)
-        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.scale = nn.Parameter(scale[:, 0], requires_grad=False)
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for x [..., in]."""
-        out = linear(x, self.weight.to(x.dtype)) * self.scale[:, 0].to(x.dtype)
+        out = linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
         return out if self.bias is None else out + self.bias
 
 

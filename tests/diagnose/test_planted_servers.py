@@ -26,6 +26,7 @@ from dflash_bench.diagnose.compare_counts import drafts_per_round, fitting_cause
 from dflash_bench.diagnose.show import sentence
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.forward.native import Norm
 from dflash_bench.engine.forward.native_drafts import NativeDFlash
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
@@ -125,12 +126,13 @@ def normed_by_first(monkeypatch: pytest.MonkeyPatch) -> None:
     context = NativeDFlash.context
 
     def first(self: NativeDFlash, features: Tensor, tables: Any) -> Tensor:
-        kept = self.key_norm.weight
-        self.key_norm.weight = torch.stack([kept[0]] * len(kept))
+        sound = self.key_norm
+        weights = torch.stack([sound.weight[0]] * len(sound.weight))
+        self.key_norm = Norm(weights, sound.eps, weights.dtype)
         try:
             return context(self, features, tables)
         finally:
-            self.key_norm.weight = kept
+            self.key_norm = sound
 
     monkeypatch.setattr(NativeDFlash, "context", first)
 

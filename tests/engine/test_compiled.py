@@ -61,7 +61,7 @@ def test_products_are_those_of_the_weights_for_every_number_of_tokens(
     torch.manual_seed(0)
     layer = nn.Linear(*size, bias=has_bias).requires_grad_(False)
     module = Int8Linear(layer) if kind == "int8" else layer.to(getattr(torch, kind))
-    exact = module.weight.double() * (module.scale if isinstance(module, Int8Linear) else 1)
+    exact = module.weight.double() * (module.scale[:, None] if isinstance(module, Int8Linear) else 1)
     product = CompiledLinear.of(module)
     for num_tokens in (*range(1, 10), 15, 16, 17, 40):
         x = torch.randn(num_tokens, size[0])
@@ -110,9 +110,10 @@ def test_a_quantised_row_is_off_by_half_a_step_at_most() -> None:
     layer = nn.Linear(200, 30)
     layer.weight.data[3] = 0
     quantised = Int8Linear(layer)
-    steps = (layer.weight - quantised.weight * quantised.scale).abs() / quantised.scale
+    exact = quantised.weight * quantised.scale[:, None]
+    steps = (layer.weight - exact).abs() / quantised.scale[:, None]
     assert steps.max() <= 0.5 + 1e-4 and (quantised.weight[3] == 0).all()
-    assert torch.allclose(quantised(torch.eye(200)), (quantised.weight * quantised.scale).T + layer.bias, atol=1e-6)
+    assert torch.allclose(quantised(torch.eye(200)), exact.T + layer.bias, atol=1e-6)
 
 
 def test_broken_weights_end_an_answer_with_an_error() -> None:

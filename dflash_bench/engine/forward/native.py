@@ -252,7 +252,7 @@ def linear_of(*parts: nn.Linear | Int8Linear) -> Linear:
     """Return one layer with the outputs of all parts, one after another."""
     wide = [part for part in parts if isinstance(part, Int8Linear)]
     if wide:
-        both = torch.cat([part.weight for part in wide]), torch.cat([part.scale[:, 0] for part in wide])
+        both = torch.cat([part.weight for part in wide]), torch.cat([part.scale for part in wide])
         biases = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
         return Linear(both[0].detach().t(), biases, both[1].detach())
     weight = join_weights([[part.weight for part in parts]])[0]
