@@ -579,7 +579,7 @@ class MachineOptions:
             ENGINE_HERE,
             Condition(
                 lambda options: (
-                    options.quantize != "int8" and "native" in (options.engine, "native" if options.kernels else None)
+                    options.quantize != "int8" and (options.engine == "native" or options.kernels is not None)
                 ),
                 "--engine native computes plain and int8 weights only; leave it and --kernels out, or {flag} {value}",
             ),
