@@ -7,7 +7,7 @@ of many runs can form one table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 
 from dflash_bench.core.types import SCHEMA_VERSION, Answer, Divergence, Generation, Settings
@@ -105,17 +105,6 @@ def record_of(row: dict[str, Any]) -> Answer:
         divergence=_divergence(row, "divergence"),
         departure=_divergence(row, "departure"),
     )
-
-
-def as_read_back(record: Answer) -> Answer:
-    """Return a record as its row will be read: with the times of rounds in float32."""
-    import numpy as np
-
-    lists = {name: getattr(record.generation, name) for name, kind in COLUMNS.items() if kind == "list of float"}
-    stored: dict[str, Any] = {
-        name: tuple(np.asarray(times, np.float32).tolist()) for name, times in lists.items() if times is not None
-    }
-    return replace(record, generation=replace(record.generation, **stored))
 
 
 def _divergence(row: dict[str, Any], place: str) -> Divergence | None:

@@ -130,7 +130,10 @@ class RunStore(AbstractContextManager["RunStore"]):
             current = parts.of(folder)
             self._next = parts.span(current[-1])[1] + 1 if current else 0
             self._small = [part for part in current if len(set(parts.span(part))) == 1]
-            self.stored: dict[Key, Answer] = {key(record): record for record in parts.records(current, self.identity)}
+            self.stored: dict[Key, Answer] = {key(record): without_rounds(record) for record in self.records()}
+            """All answers of the run, without their rounds, on which nothing that is yet to be measured depends."""
+            self.next_order = 1 + max((record.order for record in self.stored.values()), default=-1)
+            """The place in the run of the next answer."""
             self.spent_s = _spent_s(info, list(self.stored.values()))
             """Seconds that earlier processes spent on the run."""
             self._began = time.monotonic() - self._elapsed(info)
@@ -140,6 +143,11 @@ class RunStore(AbstractContextManager["RunStore"]):
         except UserError:
             self.close()
             raise
+
+    def records(self) -> Iterator[Answer]:
+        """Read all answers from the disk, a part at a time, with their rounds."""
+        for part in parts.of(self.folder):
+            yield from parts.records([part], self.identity)
 
     def seconds(self) -> float:
         """Return the time on the run's clock, which starts with the run and follows wall time while the run is stopped.
@@ -238,7 +246,8 @@ class RunStore(AbstractContextManager["RunStore"]):
         parts.write(table, part, self.identity)
         self._next += 1
         self._small.append(part)
-        self.stored |= {key(record): schema.as_read_back(record) for record in records}
+        self.stored |= {key(record): without_rounds(record) for record in records}
+        self.next_order = max([self.next_order, *(record.order + 1 for record in records)])
         self._merge(MERGED_WHILE_RUNNING)
 
     def _merge(self, least: int) -> None:
@@ -304,6 +313,15 @@ def _spent_s(info: RunInfo, records: Sequence[Answer]) -> float:
 
 def key(record: Answer) -> Key:
     return record.suite, record.prompt_id, record.repeat, record.settings, record.method, record.turn
+
+
+def without_rounds(record: Answer) -> Answer:
+    """Return a record without what its generation says of each round: most of the memory that it takes."""
+    bare = replace(
+        record.generation, drafted=None, drafted_ids=None, drafted_parents=None, accepted=None, emitted=None,
+        draft_s=None, verify_s=None, round_s=None,
+    )  # fmt: skip
+    return replace(record, generation=bare)
 
 
 def _orphans(table: Any, plan: Plan) -> Any:

@@ -160,7 +160,7 @@ def _first_order(run: RunStore, of_prompt: Sequence[WorkItem]) -> int:
         for place, key in enumerate(_keys(item)):
             if key in run.stored:
                 return run.stored[key].order - item.order - place
-    return max((record.order for record in run.stored.values()), default=-1) + 1
+    return run.next_order
 
 
 def _seconds(records: Sequence[Answer], began: float) -> float:

@@ -331,9 +331,10 @@ def _canary_outcomes(
     run: store.RunStore, canaries: Canaries, tell: Callable[[str], object], of_workers: Sequence[Sequence[Canary]] = ()
 ) -> dict[str, Any]:
     """Return the outcomes of spoiled copies of answers, over all processes, for `run.json`."""
-    denied = None if run.decode is None else run.why_wrong
-    readable = (record for record in run.stored.values() if _has_an_order(record.generation))
-    canaries.read(next(readable, None), denied)
+    if run.decode is None:
+        canaries.read(None, None)
+    else:
+        canaries.read(next((one for one in run.records() if _has_an_order(one.generation)), None), run.why_wrong)
     outcomes = together(read_info(run.folder).canaries or (), [*of_workers, canaries.outcomes()])
     if witnesses := silent(outcomes):
         tell(

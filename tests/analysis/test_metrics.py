@@ -256,7 +256,7 @@ def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: st
             run.append(part)
         run.mark_finished({})
     read = table.read_run(tmp_path / "run", by=by, allow=["unfinished"]).rows
-    pandas.testing.assert_frame_equal(read, frame_of(list(run.stored.values()), by=by))
+    pandas.testing.assert_frame_equal(read, frame_of(list(run.records()), by=by))
     if by == "suite":
         assert list(read["num_tokens"]) == [10, 10, 3, 1, 0, 11]
 

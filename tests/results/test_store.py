@@ -271,7 +271,7 @@ def test_a_run_knows_what_is_done_and_continues_after_it(tmp_path: Path) -> None
         places = ((0, 0), (0, 1), (1, 0))
         keys = [("gsm8k", "p0", repeat, GREEDY, "ar", turn) for repeat, turn in places]
         assert list(run.stored) == [store.key(row) for row in answers] == keys
-        assert list(run.stored.values()) == store.load(folder)[1]
+        assert list(run.records()) == store.load(folder)[1]
     (folder / ".part-000002.parquet.tmp").write_bytes(b"half of a part")
     with store.resume(folder, info) as run:
         assert not list(folder.glob(".*"))
@@ -281,6 +281,27 @@ def test_a_run_knows_what_is_done_and_continues_after_it(tmp_path: Path) -> None
         *(f"part-00000{number}.parquet" for number in range(3)), "parts.sha256", "run.json",
     ]  # fmt: skip
     assert len(store.load(folder)[1]) == 4
+
+
+def test_an_answer_takes_as_much_memory_however_many_rounds_it_had(tmp_path: Path) -> None:
+    """A run keeps all of its answers at hand, as long as it lasts."""
+
+    def kept(row: Answer) -> int:
+        values = [getattr(row.generation, item.name) for item in fields(row.generation) if item.name != "token_ids"]
+        return sum(len(value) for value in values if isinstance(value, tuple))
+
+    def orders(run: store.RunStore) -> int:
+        assert {kept(row) for row in run.stored.values()} == {0}
+        return run.next_order
+
+    with store.create(tmp_path / "run", INFO) as run:
+        assert run.next_order == 0
+        for number in range(3):
+            run.append(pair(f"p{number}", [4] * 10 ** (number + 1), order=2 * number))
+        assert min(kept(row) for row in run.records()) >= 10
+        before = orders(run)
+    with store.resume(tmp_path / "run", INFO) as run:
+        assert orders(run) == before
 
 
 def test_many_small_parts_become_one_with_the_same_answers_in_the_same_order(
@@ -295,7 +316,7 @@ def test_many_small_parts_become_one_with_the_same_answers_in_the_same_order(
         assert names(folder) == ["part-000000-000002", "part-000003", "part-000004"]
         before = store.load(folder)[1]
         assert [row.prompt_id for row in before] == [f"p{number // 2}" for number in range(10)]
-        assert list(run.stored.values()) == before
+        assert list(run.records()) == before
         run.mark_finished({})
     assert names(folder) == ["part-000000-000002", "part-000003-000004"]
     assert store.load(folder)[1] == before
