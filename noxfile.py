@@ -75,5 +75,5 @@ def ray(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Is decoding exact on this GPU, and what does a round cost? Under five minutes; installs and downloads nothing."""
+    """Is decoding exact on this GPU, and what does a round cost? Under eight minutes; it downloads nothing."""
     test(session, sys.executable)

@@ -58,6 +58,7 @@ def write_page(pytestconfig: pytest.Config) -> Callable[[str, Sequence[str]], No
     def write(name: str, blocks: Sequence[str]) -> None:
         folder: Path | None = pytestconfig.getoption("--pages")
         if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
             _study.write(folder / name, "\n\n".join(blocks) + "\n")
 
     return write

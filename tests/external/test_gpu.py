@@ -22,17 +22,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from dflash_bench.analysis.roofline import work
 from dflash_bench.core import methods
 from dflash_bench.core.environment import describe, one_line
+from dflash_bench.core.forwards import Rates
 from dflash_bench.core.types import Generation, Message
-from dflash_bench.engine.backend import LocalBackend, open_backend
+from dflash_bench.engine.backend import LocalBackend, capture_passes, open_backend
 from dflash_bench.engine.drafter import Drafter, NoDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.rows import Limits
+from dflash_bench.engine.selection import target_of
 from dflash_bench.engine.target import Target
 from dflash_bench.models import loading, presets
+from dflash_bench.models.memory import size_of
 from dflash_bench.models.nets import dflash, eagle3
+from dflash_bench.perf.measure import measure_rates
 from dflash_bench.tasks import suites
 from dflash_bench.training import session
 from dflash_bench.training.config import TrainRequest
@@ -41,6 +46,7 @@ pytestmark = pytest.mark.gpu
 METHODS = ("ar", "dflash", "eagle3")
 TRAINED = ("dflash", "eagle3", "medusa")
 STEPS = 40
+MOST_S = 480
 NUM_WARM_UP = 4
 """Rounds left out at the start of a timed generation."""
 
@@ -92,8 +98,13 @@ class Exactness:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
+    """A method's rounds, with passes captured as graphs or computed one by one; `bandwidth` is the share of what
+    copying reaches that a plain step reads its weights and caches with."""
+
     method: str
     batch: int
+    passes: str
+    bandwidth: float | None
     draft_ms: float
     verify_ms: float
     round_ms: float
@@ -119,7 +130,15 @@ class Training:
 @dataclass(frozen=True, slots=True)
 class Found:
     exactness: list[Exactness]
+    timings: list[Timing]
     trainings: list[Training]
+    seconds: float
+    toy: bool
+
+    def timing(self, method: str, batch: int, passes: str = "graph") -> Timing:
+        if self.toy:
+            pytest.skip("milliseconds of toy size on a CPU mean nothing")
+        return next(one for one in self.timings if (one.method, one.batch, one.passes) == (method, batch, passes))
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +160,7 @@ def found(
     text = markdown(command("gpu"), device, size, exactness, timings, seconds) + "\n".join(training_lines(trainings))
     name = "cpu-toy" if toy else torch.cuda.get_device_name(device).lower().replace(" ", "-")
     write_page(f"smoke-{name}.md", [text])
-    return Found(exactness, trainings)
+    return Found(exactness, timings, trainings, seconds, toy)
 
 
 def test_no_output_is_wrong(found: Found) -> None:
@@ -151,6 +170,34 @@ def test_no_output_is_wrong(found: Found) -> None:
 @pytest.mark.parametrize("number", range(len(TRAINED)), ids=TRAINED)
 def test_a_draft_learns(found: Found, number: int) -> None:
     assert found.trainings[number].learns, found.trainings[number]
+
+
+# Limits that were fixed before anything had run on a GPU; `scripts/study gpu` states them, too.
+
+
+def test_a_plain_step_reads_at_80_percent_of_the_bandwidth(found: Found) -> None:
+    share = found.timing("ar", 1).bandwidth
+    assert share is not None and share >= 0.8
+
+
+@pytest.mark.parametrize(("batch", "most"), [(1, 1.25), (32, 1.6)])
+def test_a_round_costs_little_more_than_a_plain_step(found: Found, batch: int, most: float) -> None:
+    assert found.timing("dflash", batch).round_ms <= most * found.timing("ar", batch).round_ms
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_graphs_are_faster_than_passes_computed_one_by_one(found: Found, method: str) -> None:
+    assert found.timing(method, 1).round_ms < found.timing(method, 1, "off").round_ms
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_round_waits_for_the_gpu_once(found: Found, method: str) -> None:
+    syncs = found.timing(method, 1).syncs
+    assert syncs is not None and syncs <= 1
+
+
+def test_all_of_it_takes_less_than_eight_minutes(found: Found) -> None:
+    assert found.seconds < MOST_S
 
 
 def say(text: str) -> None:
@@ -196,28 +243,39 @@ def verdict(backend: LocalBackend, message: list[Message], plain: Generation, ot
 def timed(device: torch.device, size: Size) -> Iterator[Timing]:
     say("random weights " + size.title)
     with device:
-        target = Target(random_target(size))
+        target = target_of(random_target(size), "native")
         drafters = random_drafters(target, size)
-    for batch in (1, 8):
-        # Rows of different lengths, as they are after a few rounds of any real batch.
-        lengths = [size.prompt_length - i for i in range(batch)]
-        prompts = [torch.randint(size.body["vocab_size"] - 1, (length,)).tolist() for length in lengths]
-        for method, drafter in drafters.items():
-            say(f"{method} at batch {batch}")
-            yield timing(target, method, drafter, prompts, size)
+    rates = measure_rates(device, target.model.dtype)
+    modes = ((None, (1, 2)),) if device.type == "cpu" else (("off", (1,)), (None, (1, 8, 32)))
+    for capture, batches in modes:
+        passes = capture_passes(target, drafters.values(), capture)
+        for batch in batches:
+            # Rows of different lengths, as they are after a few rounds of any real batch.
+            lengths = [size.prompt_length - i % 8 for i in range(batch)]
+            prompts = [torch.randint(size.body["vocab_size"] - 1, (length,)).tolist() for length in lengths]
+            for method, drafter in drafters.items():
+                say(f"{method} at batch {batch}, graphs: {passes}")
+                yield timing(target, method, drafter, prompts, size, passes, rates)
 
 
-def timing(target: Target, method: str, drafter: Drafter, prompts: list[list[int]], size: Size) -> Timing:
+def timing(
+    target: Target, method: str, drafter: Drafter, prompts: list[list[int]], size: Size, passes: str, rates: Rates
+) -> Timing:
     backend = LocalBackend(target, NO_TEXT, {method: drafter}, Limits(size.max_new_tokens))
-    backend.generate_ids(method, prompts)
+    backend.generate_ids(method, prompts)  # asks for its passes, which are captured before the next answer
     generation = backend.generate_ids(method, prompts)[0]
     if generation.error:
         pytest.fail(f"{method} at batch {len(prompts)} failed: {generation.error}")
     assert generation.draft_s is not None and generation.verify_s is not None and generation.round_s is not None
     times = (generation.draft_s, generation.verify_s, generation.round_s)
     draft, verify, whole = (statistics.median(seconds[NUM_WARM_UP:]) * 1000 for seconds in times)
+    context = size.prompt_length + size.max_new_tokens // 2
+    read = work(size_of(target.model), len(prompts), 1, context).num_bytes
+    share = read / (whole / 1000) / rates.bandwidth if method == "ar" else None
     syncs = host_syncs(backend, method, prompts) if target.device.type == "cuda" else None
-    return Timing(method, len(prompts), draft, verify, whole, generation.peak_memory_bytes, syncs)
+    return Timing(
+        method, len(prompts), passes, share, draft, verify, whole, generation.peak_memory_bytes, syncs
+    )  # fmt: skip
 
 
 NO_TEXT: Any = SimpleNamespace(decode=lambda *_args, **_options: "")
@@ -309,7 +367,7 @@ def markdown(
     seconds: float,
 ) -> str:
     env = describe()
-    plain = {row.batch: row.round_ms for row in timings if row.method == "ar"}
+    plain = {(row.batch, row.passes): row.round_ms for row in timings if row.method == "ar"}
     lines = [
         f"# Smoke test on {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'the CPU, toy size'}",
         "",
@@ -330,15 +388,18 @@ def markdown(
     lines += [
         f"Prompts of {size.prompt_length} tokens or slightly fewer; medians over the rounds of one generation.",
         "",
-        "| method | batch | draft ms | verify ms | round ms | in plain steps | peak GiB | host syncs a round |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| method | graphs | batch | draft ms | verify ms | round ms | in plain steps | bandwidth | peak GiB "
+        "| host syncs per round |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for timing in timings:
         memory = "n/a" if timing.peak_bytes is None else f"{timing.peak_bytes / 2**30:.1f}"
+        share = "" if timing.bandwidth is None else f"{timing.bandwidth:.0%}"
         syncs = "n/a" if timing.syncs is None else f"{timing.syncs:.2f}"
         lines.append(
-            f"| {timing.method} | {timing.batch} | {timing.draft_ms:.2f} | {timing.verify_ms:.2f} "
-            f"| {timing.round_ms:.2f} | {timing.round_ms / plain[timing.batch]:.2f} | {memory} | {syncs} |"
+            f"| {timing.method} | {timing.passes} | {timing.batch} | {timing.draft_ms:.2f} | {timing.verify_ms:.2f} "
+            f"| {timing.round_ms:.2f} | {timing.round_ms / plain[timing.batch, timing.passes]:.2f} | {share} "
+            f"| {memory} | {syncs} |"
         )
     return "\n".join(lines) + "\n"
 
