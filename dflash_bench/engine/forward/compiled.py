@@ -30,6 +30,7 @@ from dflash_bench.engine.forward.native import (
     Product,
     Tables,
     linear_of,
+    rotary_tables,
 )
 from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
 from dflash_bench.engine.forward.tiles import LANES
@@ -276,7 +277,7 @@ class CompiledForward:
     keeps_some_logits = True
 
     def __init__(self, native: NativeForward) -> None:
-        self.embedding, self.rotary_tables = native.embedding, native.rotary_tables
+        self.embedding, self.rotary = native.embedding, native.rotary
         self.layers = CompiledLayers(native.layers, native.norm)
         head: Any = native.head
         self._head = CompiledLinear.of(head)
@@ -288,7 +289,7 @@ class CompiledForward:
 
     def serve(self, kv: KVCache, device: torch.device) -> None:
         """Write into this cache from now on; prepares rotary tables for all of its places."""
-        tables = self.rotary_tables(kv.capacity, device)
+        tables = rotary_tables(self.rotary, self.layers.kinds, kv.capacity, self.embedding.weight.dtype, device)
         cos, sin = (
             np.stack([tables[kind][i].float().numpy() for kind in self.layers.kinds]) for i in range(2)
         )  # fmt: skip

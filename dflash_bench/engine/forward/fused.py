@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_bench.engine.forward.native import Gated, Layer, Linear, NativeForward, Norm, Tables
+from dflash_bench.engine.forward.native import Gated, Layer, NativeForward, Norm, Tables
 from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
 from dflash_bench.engine.graphs import TOLERANCES
 
@@ -56,13 +56,9 @@ class FusedGated:
         Out of place, the product would begin with a copy of x.
         """
         down = self.usual.down
-        assert isinstance(down, Linear)
         if down.bias is not None:
             x += down.bias
         return x.addmm_(self._wide(normed), down.weight)
-
-    def packed(self) -> FusedGated:
-        return self
 
     def _wide(self, normed: Tensor) -> Tensor:
         return self.gate(self.usual.gate_up(normed), self.usual.activation)
@@ -88,7 +84,7 @@ class Fused:
     def layer(self, usual: Layer) -> Layer:
         """Return the layer with fused operations; mixtures of experts keep theirs."""
         feed = usual.feed
-        if isinstance(feed, Gated) and isinstance(feed.down, Linear):
+        if isinstance(feed, Gated) and feed.down.scale is None:
             feed = FusedGated(feed, self.gate)
         return replace(usual, attention=replace(usual.attention, turn=self.turn), feed=feed)
 

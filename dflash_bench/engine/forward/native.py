@@ -8,7 +8,7 @@ The model itself stays usable. Shapes: B rows of N tokens, hidden size H, heads 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -351,17 +351,12 @@ class NativeForward:
 
     def serve(self, cache: KVCache, device: torch.device) -> None:
         """Write into this cache from now on; prepares rotary tables for all of its places."""
-        self.cache, self._tables = cache, self.rotary_tables(cache.capacity, device)
-        self._by_lengths = self.layers[0].attention.attends_by_lengths(device, self.embedding.weight.dtype)
-
-    def rotary_tables(self, length: int, device: torch.device) -> dict[str, Tables]:
-        """Return the tables [length, D] of each kind of layer."""
-        positions = torch.arange(length, device=device)[None]
-        probe = torch.empty(0, dtype=self.embedding.weight.dtype, device=device)
-        by_kind = "layer_type" in inspect.signature(self.rotary.forward).parameters
         kinds = dict.fromkeys(layer.kind for layer in self.layers)
-        tables = {kind: self.rotary(probe, positions, *([kind] if by_kind else [])) for kind in kinds}
-        return {kind: _signed(cos[0], sin[0]) for kind, (cos, sin) in tables.items()}
+        self.cache, self._tables = (
+            cache,
+            rotary_tables(self.rotary, kinds, cache.capacity, self.embedding.weight.dtype, device),
+        )
+        self._by_lengths = self.layers[0].attention.attends_by_lengths(device, self.embedding.weight.dtype)
 
     def clear(self) -> None:
         pass
@@ -400,6 +395,17 @@ class NativeForward:
             return pass_lengths(mask)
         masks = None if mask.sees_all else mask.build()
         return fold_kinds(masks, self._tables, self.layers[0].attention.group)
+
+
+def rotary_tables(
+    rotary: Any, kinds: Iterable[str], length: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tables]:
+    """Return the tables [length, D] of each kind of layer, by a model's own module of rotary angles."""
+    positions = torch.arange(length, device=device)[None]
+    probe = torch.empty(0, dtype=dtype, device=device)
+    by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
+    tables = {kind: rotary(probe, positions, *([kind] if by_kind else [])) for kind in kinds}
+    return {kind: _signed(cos[0], sin[0]) for kind, (cos, sin) in tables.items()}
 
 
 def _signed(cos: Tensor, sin: Tensor) -> Tables:
