@@ -29,14 +29,15 @@ HEAD = """# A quantised target under drafts that were trained for the plain one
 
 {machine}; {packages}.
 
-The weights of the target's linear layers in int8 (torchao, a scale for each row) or nf4 (bitsandbytes, a scale for
-every 64 weights): `--quantize`. Embedding, output head and drafts are as they were. One thread, greedy decoding, one
+The weights of the target's linear layers in int8 (a scale for each row; the output head, too) or nf4 (bitsandbytes, a
+scale for every 64 weights): `--quantize`. Embedding and drafts are as they were. One thread, greedy decoding, one
 answer at a time; all but the lines `lean` are computed by transformers' code, so that only the weights differ.
 
 **How little this is:** {sizes}. Two small models, one machine, one run each. Intervals are over prompts, and so few
 cannot tell a small loss of accuracy or of acceptance from none. SmolLM2's plain weights come from a 4-bit file
 (`fetch smollm2`), so its figures are of rounding once more. On this processor quantised weights are unpacked in every
-pass: that saves memory and costs time. Nothing follows for a GPU.
+pass: that saves memory and costs time. Our own forward pass reads int8 as it is, which saves both ([page](speed.md)).
+Nothing follows for a GPU.
 
 ## Weights of the target
 
@@ -91,7 +92,7 @@ def measured(work: Work, model: str, source: str, limit: int, tokens: int) -> di
     for dtype, kind in product(DTYPES, ("lean", "none", *KINDS)):
         if kind == "lean" and source == "embedded":
             continue
-        how = {"none": ("--engine", "transformers"), "lean": ("--engine", "lean")}.get(kind, ("--quantize", kind))
+        how = {"none": ("--engine", "transformers"), "lean": ("--engine", "lean")}.get(kind, ("--quantize", kind, "--engine", "transformers"))
         run = work.run(
             f"{name}-{dtype}-{kind}", *RUN.split(), "--model", model, "--data", source, "--limit", limit,
             "--max-new-tokens", tokens, "--dtype", dtype, *how, allowed=(0, 1),
@@ -106,7 +107,7 @@ def page(work: Work, known: dict[Any, Document]) -> str:
     )
     first = next(iter(known.values())).results.info
     packages = first.environment.packages
-    versions = ", ".join(f"{name} {packages[name]}" for name in ("transformers", "torchao", "bitsandbytes"))
+    versions = ", ".join(f"{name} {packages[name]}" for name in ("transformers", "bitsandbytes"))
     head = HEAD.format(
         command=work.command, machine=first.environment.one_line(), packages=versions,
         sizes="; ".join(_size(name, known[name, DTYPES[0], "none"]) for name in sections),
