@@ -10,6 +10,7 @@ engine and judge read them apart. Tests of reading and of damage have files of t
 from __future__ import annotations
 
 import copy
+import fcntl
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, partial, wraps
@@ -21,9 +22,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from dflash_bench.core.methods import parse
 from dflash_bench.engine import witness
+from dflash_bench.engine.backend import open_backend
+from dflash_bench.engine.forward import choice
 from dflash_bench.engine.rows import HostClock
-from dflash_bench.models import chat, hub, targets
+from dflash_bench.models import chat, hub, loading, presets, targets
 from dflash_bench.models.chat import Chat
 from dflash_bench.models.loading import Source
 from dflash_bench.models.presets import NANO
@@ -61,12 +65,26 @@ def apply() -> None:
             patch.setattr(measure, "medians_s", partial(medians_s, least=1, most=1))
             return sound(target)
 
+    _compile_once()
     measure.forward_curve = quick
     measure.least_s = wraps(measure.least_s)(partial(measure.least_s, most=MOST_PASSES))
     _read_once(hub, "weights_sha256", _nanos)
     _read_once(targets, "load", _nanos)
     _read_once(witness, "_read", _judges)
     _read_once(chat, "check", _prompts)
+
+
+def _compile_once() -> None:
+    """Kernels, by one of the processes of the tests; the others wait, and no run says that it compiles them."""
+    if (folder := choice.code_folder() if choice.has_numba() else None) is None:
+        return
+    with (folder / "compiling").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if choice.compile_note():
+            models = loading.load("nano", ["dflash", "eagle3"], "cpu", torch.float32)
+            backend = open_backend(models, presets.preset("nano"), list(map(parse, ("ar", "dflash", "eagle3"))), 4)
+            for label in backend.drafters:
+                backend.generate_ids(label, [[5, 6, 7]])
 
 
 def _nanos(folder: Path, *words: Hashable) -> Hashable:

@@ -92,7 +92,9 @@ def measured(work: Work, model: str, source: str, limit: int, tokens: int) -> di
     for dtype, kind in product(DTYPES, ("lean", "none", *KINDS)):
         if kind == "lean" and source == "embedded":
             continue
-        how = {"none": ("--engine", "transformers"), "lean": ("--engine", "lean")}.get(kind, ("--quantize", kind, "--engine", "transformers"))
+        how = {"none": ("--engine", "transformers"), "lean": ("--engine", "lean")}.get(
+            kind, ("--quantize", kind, "--engine", "transformers")
+        )
         run = work.run(
             f"{name}-{dtype}-{kind}", *RUN.split(), "--model", model, "--data", source, "--limit", limit,
             "--max-new-tokens", tokens, "--dtype", dtype, *how, allowed=(0, 1),

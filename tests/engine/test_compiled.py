@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -143,9 +144,9 @@ def test_without_numba_torch_serves_and_the_run_says_so(monkeypatch: pytest.Monk
     monkeypatch.setattr(choice, "has_numba", lambda: False)
     backend = opened(None)
     assert backend.describe()["network"] == "native"
-    assert backend.describe()["why_torch"] == "numba is not installed"
+    assert backend.describe()["why_torch"] == "numba cannot be loaded"
     assert choice.compile_note() is None
-    with pytest.raises(UserError, match="--kernels numba cannot compute this target: numba is not installed"):
+    with pytest.raises(UserError, match="--kernels numba cannot compute this target: numba cannot be loaded"):
         target_of(tiny("llama"), kernels="numba")
 
 
@@ -179,20 +180,15 @@ def test_there_must_be_room_for_weights_in_another_layout(monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of its own for `choice.code_folder`, and what numba was told before is told again."""
     monkeypatch.setenv("DFLASH_BENCH_HOME", str(tmp_path))
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
-    choice.has_numba.cache_clear()
-    return tmp_path
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    before = os.environ.get("NUMBA_CACHE_DIR")
-    yield
-    choice.has_numba.cache_clear()
-    if before is not None:
-        os.environ["NUMBA_CACHE_DIR"] = before
+    monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)
+    for remembered in (choice.has_numba, choice.code_folder):
+        remembered.cache_clear()
+    yield tmp_path
+    for remembered in (choice.has_numba, choice.code_folder):
+        remembered.cache_clear()
 
 
 def test_code_of_other_versions_is_kept_only_so_long(home: Path) -> None:
@@ -202,16 +198,25 @@ def test_code_of_other_versions_is_kept_only_so_long(home: Path) -> None:
         os.utime(folder / f"old-{number}", (number, number))
     assert choice.has_numba() and choice.compile_note() is not None
     (own,) = {path.name for path in folder.iterdir()} - {"old-3", "old-4"}
-    assert os.environ["NUMBA_CACHE_DIR"] == str(folder / own)
-    (folder / own / "kernels.nbi").touch()
+    assert str(folder / own) == numba.config.CACHE_DIR
+    (folder / own / "kernels.run_layers-1.nbi").touch()
     assert choice.compile_note() is None
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(home: Path) -> None:
     (home / "kernels").write_text("a file where the folder should be")
-    assert choice.has_numba() and "NUMBA_CACHE_DIR" not in os.environ
+    before = numba.config.CACHE_DIR
+    assert choice.has_numba() and before == numba.config.CACHE_DIR
     note = choice.compile_note()
     assert note is not None and "cannot be written" in note and "\n" not in note
+
+
+def test_numba_that_cannot_be_loaded_is_none(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    def refused(_name: str) -> None:
+        raise OSError("cannot map segment")
+
+    monkeypatch.setattr(choice, "import_module", refused)
+    assert not choice.has_numba() and choice.compile_note() is None
 
 
 def test_help_does_not_load_numba() -> None:

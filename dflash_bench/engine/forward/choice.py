@@ -7,7 +7,7 @@ import platform
 import shutil
 from collections.abc import Sequence
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def why_not_compiled(native: NativeForward) -> str | None:
 def why_not_layers(layers: Sequence[Layer]) -> str | None:
     """Return why compiled kernels cannot compute these layers, or None if they can."""
     if not has_numba():
-        return "numba is not installed"
+        return "numba cannot be loaded"
     weight, shape = layers[0].attention.qkv.weight, layers[0].attention
     if weight.device.type != "cpu":
         return "it is not on the CPU"
@@ -52,17 +52,21 @@ def why_not_layers(layers: Sequence[Layer]) -> str | None:
 
 @cache
 def has_numba() -> bool:
-    """Return True if numba can be imported; keeps its compiled code in the cache folder from now on."""
+    """Return True if numba can be loaded; it keeps its compiled code in our folder from now on."""
     if find_spec("numba") is None:
         return False
-    folder = _code_folder()
+    try:
+        config: Any = import_module("numba").config
+    except (ImportError, OSError, MemoryError):  # such as too little memory for LLVM
+        return False
+    folder = code_folder()
     if folder is not None:
-        # Read when numba is imported.
-        os.environ.setdefault("NUMBA_CACHE_DIR", str(folder))
+        config.CACHE_DIR = str(folder)
     return True
 
 
-def _code_folder() -> Path | None:
+@cache
+def code_folder() -> Path | None:
     """Return the folder of this version's compiled code, or None if it cannot be written: then nothing is kept."""
     versions = [__version__, metadata.version("numba"), platform.python_version(), platform.machine()]
     folder = cache_folder() / "kernels" / "-".join(versions)
@@ -81,10 +85,10 @@ def compile_note() -> str | None:
     """Return a note if the kernels must be compiled before they can be used, or None."""
     if not has_numba():
         return None
-    folder = os.environ.get("NUMBA_CACHE_DIR")
+    folder = code_folder()
     if folder is None:
         return f"kernels are compiled anew, about ten seconds, because {cache_folder()} cannot be written"
-    if any(Path(folder).rglob("*.nbi")):
+    if any(folder.rglob("kernels.run_layers*.nbi")):
         return None
     return "kernels are compiled for this processor before anything is timed, once: about ten seconds"
 

@@ -12,13 +12,13 @@ but for weights, which are float32, bfloat16 (the bits, as uint16) or int8 with 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numba import njit
 
+from dflash_bench.engine.forward.choice import code_folder, has_numba
 from dflash_bench.engine.forward.tiles import (
     LANES,
     WIDE_4,
@@ -58,7 +58,7 @@ def kernel(function: Kernel) -> Kernel:
         error_model="numpy",
         boundscheck=False,
         nogil=True,
-        cache=bool(os.environ.get("NUMBA_CACHE_DIR")),
+        cache=has_numba() and code_folder() is not None,
         fastmath={"reassoc", "contract", "nsz", "arcp"},
     )(function)
     return compiled
