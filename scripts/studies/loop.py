@@ -176,7 +176,7 @@ def seconds_in_kernels(backend: LocalBackend, method: str, chat: Sequence[Messag
         calls.append(call)
         run(*call)
 
-    compiled.run = recorded
+    compiled.run = recorded  # type: ignore[assignment]
     try:
         next(steps)
     finally:

@@ -124,6 +124,23 @@ class CompiledLinear:
         return torch.from_numpy(out)[:num_tokens, : self.outputs]
 
 
+class CompiledNorm:
+    """An RMS norm of [..., H], as float32."""
+
+    def __init__(self, norm: Norm) -> None:
+        self.weights, self.eps = norm.weight.float().numpy(), np.float32(norm.eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty(x.shape)
+        run(kernels.norm_rows, _flat(x), self.weights, self.eps, out.view(-1).numpy())
+        return out
+
+
+def _flat(x: Tensor) -> np.ndarray:
+    """Return all numbers of x, as float32."""
+    return np.ascontiguousarray(x.reshape(-1).float().numpy())
+
+
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(kernels.MOST_THREADS, thread_name_prefix="kernels")
@@ -216,20 +233,19 @@ class CompiledLayers:
         placed: Placed,
         store: Store,
         taps: Sequence[int] = (),
-        given: Tensor | None = None,
+        is_given: bool = False,
     ) -> tuple[Workspace, Tensor]:
         """Send x [T, H], the stream of (B, N) tokens, through the layers, in place.
 
-        `given` [T, input width] is what the first layer's attention reads, if not the normed stream. Returns the
-        workspace, whose `normed` holds the stream after the final norm, and the outputs [T, K * H] of layers `taps`.
+        If `is_given`, the first layer's attention reads what is in the workspace's `normed` [T, input width], and not
+        the normed stream. Returns the workspace, whose `normed` holds the stream after the final norm, and the outputs
+        [T, K * H] of layers `taps`.
         """
         num_tokens = len(x)
         work = self.work(num_tokens, store.capacity + placed.seen.shape[3])
-        if given is not None:
-            torch.from_numpy(work.normed)[: given.numel()] = given.reshape(-1)
         tapped = np.empty((num_tokens, len(taps) * self.decoder.width), np.float32)
         run(
-            kernels.run_layers, self.decoder, x.view(-1).numpy(), *shape, given is not None, placed,
+            kernels.run_layers, self.decoder, x.view(-1).numpy(), *shape, is_given, placed,
             store, work, np.array(taps, np.int64), tapped.reshape(-1),
         )  # fmt: skip
         return work, torch.from_numpy(tapped)
@@ -391,7 +407,9 @@ class CompiledEagle3:
 
     def __init__(self, native: NativeEagle3) -> None:
         self.native, self.config = native, native.config
-        self.fc = CompiledLinear(native.fc)
+        self.fc, self.norm = CompiledLinear(native.fc), CompiledNorm(native.norm)
+        joined = torch.cat([native.layer.input_norm.weight, native.hidden_norm.weight])
+        self.norms, self.eps = joined.float().numpy(), np.float32(native.hidden_norm.eps)
         self.layers = CompiledLayers([native.layer], native.norm)
         head: Any = native.head
         self.head = CompiledLinear.of(head)
@@ -403,14 +421,18 @@ class CompiledEagle3:
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
         """As `NativeEagle3.forward` [B, N, H] -> [B, N, H]."""
         shape = hidden.shape[0], hidden.shape[1]
-        x, pair = self.native.inputs(embedded, hidden)
-        x = x.to(torch.float32, copy=True)
-        store = self.layers.store(cache, *_tables_of(tables, shape))
-        work, _ = self.layers.through(x, shape, _seen_by(seen, cache, shape), store, given=pair)
+        x = torch.empty(shape[0] * shape[1], self.layers.decoder.width)
+        store, placed = self.layers.store(cache, *_tables_of(tables, shape)), _seen_by(seen, cache, shape)
+        work = self.layers.work(len(x), store.capacity + placed.seen.shape[3])
+        run(
+            kernels.join_inputs, _flat(embedded), _flat(hidden), self.norms, self.eps,
+            self.config.norm_before_residual, work.normed, x.view(-1).numpy(),
+        )  # fmt: skip
+        self.layers.through(x, shape, placed, store, is_given=True)
         if self.config.norm_output:
             return torch.from_numpy(work.normed)[: x.numel()].clone().view(hidden.shape)
         return x.view(hidden.shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `NativeEagle3.logits`: [..., H] -> [..., Vd]."""
-        return self.head(hidden if self.config.norm_output else self.native.norm(hidden))
+        return self.head(hidden if self.config.norm_output else self.norm(hidden))

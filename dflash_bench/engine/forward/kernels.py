@@ -653,3 +653,30 @@ def run_context(
         norms = layer.head_norm + decoder.num_heads * size if layer.head_norm >= 0 else -1
         for token in range(team.number, num_tokens, team.size):
             turn(decoder, layer.kind, part(flat, index * tokens + token * stride, keys), norms, tables, token)
+
+
+@kernel
+def norm_rows(x: np.ndarray, weights: np.ndarray, eps: np.float32, out: np.ndarray, team: Team) -> None:
+    """Write the RMS norm of x [T, H] to out [T, H], both flat."""
+    width = len(weights)
+    for token in range(team.number, len(x) // width, team.size):
+        norm(part(x, token * width, width), weights, eps, part(out, token * width, width))
+
+
+@kernel
+def join_inputs(
+    embedded: np.ndarray, hidden: np.ndarray, weights: np.ndarray, eps: np.float32, adds_normed: bool,
+    pair: np.ndarray, x: np.ndarray, team: Team,
+) -> None:  # fmt: skip
+    """Write EAGLE-3's inputs: norms of embeddings and features [T, H] side by side to pair [T, 2 * H], and the stream.
+
+    `weights` are those of both norms. The stream is the features, or with `adds_normed` their norm.
+    """
+    width = len(weights) // 2
+    for token in range(team.number, len(hidden) // width, team.size):
+        at, to = token * width, 2 * token * width
+        norm(part(embedded, at, width), part(weights, 0, width), eps, part(pair, to, width))
+        norm(part(hidden, at, width), part(weights, width, width), eps, part(pair, to + width, width))
+        stream, source = part(x, at, width), part(pair, to + width, width) if adds_normed else part(hidden, at, width)
+        for i in range(width):
+            stream[i] = source[i]
