@@ -14,8 +14,8 @@ from pathlib import Path
 from dflash_bench.core.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parent.parent
-LEAST_ADDRESSES = 10**9
-"""Bytes of address space that loading numpy and torch needs; with less, some libraries end the process silently."""
+LEAST_ADDRESSES = 12 * 10**8
+"""Bytes of address space that numpy, torch and numba need to load; with less, some end the process silently."""
 REFUSED = ("failed to map segment", "cannot allocate memory", "cannot apply additional memory protection")
 """Messages of the dynamic loader if there is no memory for a library."""
 NOT_ENOUGH = (

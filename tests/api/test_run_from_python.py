@@ -46,7 +46,9 @@ def test_a_run_is_measured_and_nothing_is_printed(
         out=tmp_path / "run",
         resume=True,
     )
-    assert str(again) == str(run)
+    # What a pass costs is measured again, and a finding may say it.
+    table, words = str(run).partition("findings:")[0], str(again)
+    assert table and words.startswith(table)
 
 
 @pytest.mark.parametrize(
