@@ -18,6 +18,10 @@ from dflash_bench.engine.target import Target
 
 PROBED = 24
 """Tokens on which both must agree before our own code is used."""
+SPARE = 2
+"""What stays in memory twice may take one part in so many of what is free."""
+SMALL = 1 << 28
+"""Bytes of weights for which there is always room."""
 
 
 def target_of(model: Any, engine: str | None = None, kernels: str | None = None, lets_go: bool = False) -> Target:
@@ -74,12 +78,6 @@ def _no_room(model: nn.Module, lets_go: bool) -> str | None:
     return "there is not enough memory to lay out its weights again"
 
 
-SPARE = 2
-"""What stays in memory twice may take one part in so many of what is free."""
-SMALL = 1 << 28
-"""Bytes of weights for which there is always room."""
-
-
 def _fallen_back(engine: str | None, model: Any, reason: str) -> Target:
     if engine == "native":
         raise UserError(f"--engine native {reason}; leave it out")
@@ -113,7 +111,7 @@ def network_name(target: Target) -> str:
 
 
 def is_compiled(target: Target) -> bool:
-    return not isinstance(target.network, (HFForward, NativeForward))
+    return getattr(target.network, "kernels", "torch") == "numba"
 
 
 @torch.inference_mode()

@@ -54,11 +54,11 @@ def size_of(model: Any) -> Size:
         experts_per_token=_first(config, "num_experts_per_tok", "experts_per_token") if experts else 0,
         expert_bytes=bytes_of(experts) // num_experts if experts else 0,
         expert_elements=sum(weight.numel() for weight in experts) // num_experts if experts else 0,
-        attention=target_attention(config, head.element_size()),
+        attention=target_attention(config, embedding.element_size()),
         state_bytes=_state_bytes(config),
         num_layers=config.num_hidden_layers,
         vocab_size=embedding.shape[0],
-        itemsize=head.element_size(),
+        itemsize=embedding.element_size(),
     )
 
 

@@ -128,6 +128,7 @@ def test_bytes_are_as_predicted_and_counted(kind: str, dtype: torch.dtype) -> No
     else:
         assert before.weight_bytes - after.weight_bytes == before.stored_bytes - after.stored_bytes == saved
     assert after.matrix_elements == before.matrix_elements
+    assert (after.attention, after.itemsize) == (before.attention, before.itemsize)
     demand = demand_of(Path(presets.preset("nano").target), {}, [methods.parse("ar")], dtype, quantize=kind)
     assert (demand.target.weights_bytes, demand.target.loading_bytes) == (after.stored_bytes, before.stored_bytes)
 

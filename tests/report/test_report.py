@@ -507,6 +507,9 @@ def test_a_target_that_was_left_to_transformers_is_found_with_the_reason() -> No
     assert finding.kind == "fallback"
     assert finding.text.endswith("because the engine's own does not cover this target: why not")
     assert found(steady(), {"network": "transformers", "fallback": None}) == []
+    (finding,) = found(steady(), {"network": "native", "why_torch": "it has experts"})
+    assert finding.kind == "torch_kernels" and "numba's kernels could not: it has experts" in finding.text
+    assert "--kernels torch" in finding.remedy
 
 
 def test_nothing_found_is_said() -> None:

@@ -117,20 +117,22 @@ def shared_weights(context: CellContext) -> Observation | None:
 
 def fallback(context: CellContext) -> Observation | None:
     reason = context.identity.fallback
-    if not context.represents_suite or not reason:
-        return None
-    text = f"the target was computed by transformers' code, because the engine's own {reason}"
-    remedy = "plain decoding is slower this way, and speed-ups over it are higher; choose it by --engine transformers"
-    return context.observe_suite("fallback", text, remedy, reason=str(reason))
+    what = f"transformers' code, because the engine's own {reason}"
+    return _slower_code(context, "fallback", reason, what, "--engine transformers")
 
 
 def torch_kernels(context: CellContext) -> Observation | None:
     reason = context.identity.why_torch
+    what = f"torch, because numba's kernels could not: {reason}"
+    return _slower_code(context, "torch_kernels", reason, what, "--kernels torch")
+
+
+def _slower_code(context: CellContext, kind: str, reason: str | None, what: str, option: str) -> Observation | None:
+    """Return what follows if slower code than ours had to compute the target, for this reason."""
     if not context.represents_suite or not reason:
         return None
-    text = f"the target was computed by torch, because numba's kernels could not: {reason}"
-    remedy = "plain decoding is slower this way, and speed-ups over it are higher; choose it by --kernels torch"
-    return context.observe_suite("torch_kernels", text, remedy, reason=str(reason))
+    remedy = f"plain decoding is slower this way, and speed-ups over it are higher; choose it by {option}"
+    return context.observe_suite(kind, f"the target was computed by {what}", remedy, reason=reason)
 
 
 # A baseline slower than its own forward passes flatters every method.

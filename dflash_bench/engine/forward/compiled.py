@@ -7,7 +7,7 @@ Activations are float32, whatever the weights are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -158,7 +158,8 @@ def run(function: Callable[..., None], *arguments: Any) -> None:
         return
     others = [_pool().submit(function, *arguments, Team(i, size, arrived)) for i in range(1, size)]
     function(*arguments, Team(0, size, arrived))
-    wait(others)
+    for other in others:
+        other.result()
 
 
 class CompiledLayers:
@@ -290,6 +291,7 @@ def placed_by(mask: PassMask, positions: Tensor, first_row: int, windows: tuple[
 class CompiledForward:
     """Computes a target that `native.why_not` does not refuse and that has no experts."""
 
+    kernels = "numba"
     keeps_some_logits = True
 
     def __init__(self, native: NativeForward) -> None:
@@ -365,7 +367,10 @@ _made: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 def compiled_once(draft: nn.Module, make: Callable[[], Made]) -> Made:
-    """Return the compiled network of a draft, which all methods that use the draft share, made if there is none."""
+    """Return the compiled network of a draft, which all methods that use the draft share, made if there is none.
+
+    It has the weights of that time: later changes of the draft have no effect.
+    """
     if draft not in _made:
         _made[draft] = make()
     network: Made = _made[draft]
