@@ -33,6 +33,8 @@ class KVCache:
         self._start: int | None = 0
         self._row_slice: slice | None = None
         self._visible = 0
+        self.starts: Sequence[int] = ()
+        """Where the rows were placed, as far as the host knows."""
         self.positions = self._steps[None, :0]
         self._elsewhere: dict[torch.device, tuple[Tensor, Tensor]] = {}
         if like is not None:
@@ -45,7 +47,7 @@ class KVCache:
         Raises IndexError if they do not fit.
         """
         self._row_slice = None if len(starts) == self.num_rows else slice(first, first + len(starts))
-        self._visible = max(starts) + width
+        self.starts, self._visible = starts, max(starts) + width
         if self._visible > self.capacity:
             raise IndexError(f"{self._visible} tokens do not fit into a cache of {self.capacity}")
         # If all rows start at the same place (as a single row always does), we write a slice, without an index.
@@ -58,7 +60,7 @@ class KVCache:
 
     def place_at(self, starts: Tensor, width: int, num_places: int) -> None:
         """Place writes of all rows by starts [B] on the device, unknown to the host; all rows see `num_places`."""
-        self._row_slice, self._start, self._visible = None, None, num_places
+        self._row_slice, self._start, self._visible, self.starts = None, None, num_places, ()
         self.positions = starts[:, None] + self._steps[:width]
         self._elsewhere.clear()
 

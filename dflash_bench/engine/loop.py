@@ -111,6 +111,7 @@ class _State:
         self.stop_ids, self.sampler, self.clock, self.listener = limits.stop_ids, sampler, clock, listener
         self.starts = [0] * num_rows
         self.anchor = torch.zeros(num_rows, dtype=torch.long, device=target.device)
+        self.none_accepted = torch.zeros_like(self.anchor)
 
     @property
     def ended(self) -> bool:
@@ -225,7 +226,8 @@ class _State:
         alive = [slot.is_decoding for slot in self.slots]
         _refuse_broken(self.slots, host["broken"], kept)
         accepted = [count * live for count, live in zip(kept, alive, strict=True)]
-        moved = any(live and last > count for (last,), count, live in zip(host["last"], kept, alive, strict=True))
+        lasts = host.get("last", host["accepted"])
+        moved = any(live and last > count for (last,), count, live in zip(lasts, kept, alive, strict=True))
         # Rolling the target back to the accepted tokens belongs to verifying.
         self.target.commit([(count + 1) * live for count, live in zip(accepted, alive, strict=True)])
         verified = self.clock.mark()
@@ -255,7 +257,7 @@ class _State:
         sampler = self.sampler
         if draft is None:
             choices = sampler.choose(logits, sampler.places(1))
-            return verify_chain(choices[:, :0], choices)
+            return Verdict(None, self.none_accepted, choices[:, 0], choices)
         padding, parents = draft.padding, draft.parents
         places = sampler.places(logits.shape[1], parents)
         # At temperature 0 p is one-hot, and rejection sampling is the match rule: the draft's q changes nothing.
@@ -312,10 +314,11 @@ def _parts(draft: Draft | None, verdict: Verdict, tokens: Tensor, logits: Tensor
     """Return what the host needs to know about a round, each [B, n]."""
     parts = {
         "accepted": verdict.num_accepted[:, None],
-        "last": verdict.last[:, None],
         "tokens": tokens,
         "broken": _broken(logits, verdict.path),
     }
+    if verdict.path is not None:
+        parts["last"] = verdict.last[:, None]
     if draft is not None:
         parts["drafted"] = draft.tokens
         if draft.parents is not None:
@@ -333,6 +336,8 @@ def _first(rows: Lists, counts: list[int]) -> Lists:
 def following_tokens(block: Tensor, verdict: Verdict) -> Tensor:
     """Return [B, N + 1]: the token that follows each place of the accepted path, the last being the next token."""
     path, last = verdict.path, verdict.next_token[:, None]
+    if block.shape[1] == 1:
+        return last
     tokens = torch.cat([block[:, 1:] if path is None else block.gather(1, path[:, 1:]), last], dim=1)
     return tokens.scatter(1, verdict.num_accepted[:, None], last)
 

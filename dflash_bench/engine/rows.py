@@ -149,8 +149,10 @@ Lists = list[list[int]]
 def to_host(parts: Mapping[str, Tensor]) -> dict[str, Lists]:
     """Return tensors of integers or booleans, [B, n] with an n of their own, as B lists each under the same names.
 
-    All are moved to the host in one tensor, so that it waits for the device only once per round.
+    From a GPU all are moved to the host in one tensor, so that it waits for the device only once per round.
     """
+    if all(part.device.type == "cpu" for part in parts.values()):
+        return {name: part.tolist() for name, part in parts.items()}
     rows: Lists = torch.cat([*parts.values()], dim=1).tolist()
     widths = [part.shape[1] for part in parts.values()]
     places = zip(parts, widths, accumulate(widths), strict=True)

@@ -278,7 +278,6 @@ class Target:
             positions = positions[:, :1] + depths(parents)
         return positions.clamp(max=self.context_length - 1)
 
-    @torch.inference_mode()
     def commit(self, counts: Sequence[int]) -> None:
         """Keep the first counts[b] tokens of row b of the last pass (0: it has ended, and is never read again)."""
         self.network.commit(counts)

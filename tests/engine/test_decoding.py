@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
@@ -30,10 +30,11 @@ from toy import (
     tiny,
 )
 
+from dflash_bench.engine import loop
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.drafter import Committed, Drafter, NoDrafter
 from dflash_bench.engine.loop import decode
-from dflash_bench.engine.rows import DecodingError, HostClock, Limits
+from dflash_bench.engine.rows import DecodingError, HostClock, Limits, to_host
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -527,8 +528,19 @@ class Transfers(TorchDispatchMode):
 
 @contextmanager
 def transfers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transfers]:
-    """`tolist`, `numpy` and `cpu` read memory without an operation of their own, so they are counted by hand."""
+    """`tolist`, `numpy` and `cpu` read memory without an operation of their own, so they are counted by hand.
+
+    `to_host` counts once: on a CPU it reads part by part (`test_synchronisation.py` has it on a device).
+    """
     with Transfers() as counted, monkeypatch.context() as patch:
+
+        def once(parts: Mapping[str, Tensor]) -> dict[str, list[list[int]]]:
+            before = counted.count
+            lists = to_host(parts)
+            counted.count = before + 1
+            return lists
+
+        patch.setattr(loop, "to_host", once)
         for name in ("tolist", "numpy", "cpu"):
             original = getattr(Tensor, name)
 

@@ -14,7 +14,7 @@ from dflash_bench.engine.cache import KVCache, on_host, to_device
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.graphs import Function, GraphCache, bucket_of
 from dflash_bench.engine.lengths import attends_by_lengths
-from dflash_bench.engine.sampling import Sampler, inverse_cdf
+from dflash_bench.engine.sampling import Sampler, inverse_cdf, likeliest
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.layers import Rotary
 
@@ -198,7 +198,7 @@ class DraftSampler:
         """
         sampler = self.sampler
         if not self.samples or (sampler is not None and sampler.greedy):
-            return self.target_ids(logits.argmax(dim=-1)), None
+            return self.target_ids(likeliest(logits)), None
         assert sampler is not None, "rejection draws tokens, and needs the run's sampler"
         # Tokens drafted before a place count as unseen there: q may be anything, as long as tokens are drawn from q.
         probs = sampler.probabilities(sampler.penalise(self._spread(logits, sampler.vocab_size)))

@@ -8,6 +8,7 @@ which is strictly before the anchor, as in training: the anchor's own features d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class DFlashDrafter(CachedDrafter):
         self.num_predicted = draft.config.num_drafts(self.block_size)
         super().__init__(draft, self.block_size)
         self.network: DFlashNetwork = NativeDFlash(self.draft)
-        self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
+        self.embedding: Callable[[Tensor], Tensor] = draft.embed_tokens if self.config.own_embedding else embedding
         self.head: Product = lay_out(draft.lm_head) if self.config.own_head else head
         self.num_drafts = self.num_predicted
         self.draft_sampler = DraftSampler(rule, draft.target_ids, self.config.draft_vocab_size)
@@ -75,9 +76,10 @@ class DFlashDrafter(CachedDrafter):
         network, head = self.network, self.head
         if not isinstance(network, NativeDFlash) or why_not_layers(network.layers):
             return
-        from dflash_bench.engine.forward.compiled import CompiledDFlash, CompiledLinear, compiled_once
+        from dflash_bench.engine.forward.compiled import CompiledDFlash, CompiledLinear, compiled_once, lookup_of
 
         self.network = compiled_once(self.draft, lambda: CompiledDFlash(network))
+        self.embedding = lookup_of(self.embedding)
         if isinstance(head, nn.Linear):
             self.head = CompiledLinear.of(head)
 

@@ -6,6 +6,8 @@ features that it made up itself, then proposes `num_drafts` tokens greedily.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native_drafts import Eagle3Network, NativeEagle3
 from dflash_bench.engine.lengths import Seen, placed_lengths
 from dflash_bench.engine.masks import causal_mask
+from dflash_bench.engine.sampling import likeliest
 from dflash_bench.engine.target import Target, part_size
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
@@ -33,16 +36,17 @@ class Eagle3Drafter(CachedDrafter):
     def __init__(self, draft: Eagle3Draft, embedding: nn.Module, num_drafts: int) -> None:
         super().__init__(draft, num_drafts)
         self.network: Eagle3Network = NativeEagle3(draft)
-        self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
+        self.embedding: Callable[[Tensor], Tensor] = draft.embed_tokens if self.config.own_embedding else embedding
         self.num_drafts = num_drafts
 
     def compile(self) -> None:
         network = self.network
         if not isinstance(network, NativeEagle3) or why_not_layers([network.layer]):
             return
-        from dflash_bench.engine.forward.compiled import CompiledEagle3, compiled_once
+        from dflash_bench.engine.forward.compiled import CompiledEagle3, compiled_once, lookup_of
 
         self.network = compiled_once(self.draft, lambda: CompiledEagle3(network))
+        self.embedding = lookup_of(self.embedding)
 
     def allocate(self, num_rows: int, capacity: int) -> None:
         self.rows = torch.arange(num_rows, device=self.device)
@@ -84,7 +88,7 @@ class Eagle3Drafter(CachedDrafter):
             if i:
                 starts = [start + i - 1 for start in self.starts]
                 hidden = self._step(self.tokens[:, i - 1 : i], hidden, starts)
-            best = self.network.logits(hidden).argmax(dim=-1)
+            best = likeliest(self.network.logits(hidden))
             self.tokens[:, i : i + 1] = self.draft.target_ids(best)
         return Draft(self.tokens)
 

@@ -15,6 +15,7 @@ from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.ddtree import Levels, best_tree
+from dflash_bench.engine.sampling import likeliest
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.architecture import final_norm
@@ -68,6 +69,6 @@ class MedusaDrafter:
         logits = self.heads(self.hidden, self.num_heads)
         if self.top_k == 1:
             # A chain needs no mask of its own, and nothing has to be moved in the cache.
-            return Draft(logits[:, : self.num_drafts].float().argmax(dim=-1))
+            return Draft(likeliest(logits[:, : self.num_drafts].float()))
         nodes, tokens = best_tree(logits, self.top_k, self.tree)
         return Draft(tokens, nodes.parents)

@@ -130,15 +130,26 @@ class CompiledNorm:
     def __init__(self, norm: Norm) -> None:
         self.weights, self.eps = norm.weight.float().numpy(), np.float32(norm.eps)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(x.shape)
-        run(kernels.norm_rows, _flat(x), self.weights, self.eps, out.view(-1).numpy())
+    def __call__(self, x: Tensor) -> np.ndarray:
+        """Return [T, H], rounded up to whole tiles: the inputs of `CompiledLinear.project`."""
+        width = x.shape[-1]
+        num_tokens = x.numel() // width
+        out = np.zeros((round_up(num_tokens, TILE), width), np.float32)
+        run(kernels.norm_rows, _flat(x), self.weights, self.eps, out[:num_tokens].reshape(-1))
         return out
 
 
 def _flat(x: Tensor) -> np.ndarray:
     """Return all numbers of x, as float32."""
-    return np.ascontiguousarray(x.reshape(-1).float().numpy())
+    return x.float().contiguous().view(-1).numpy()
+
+
+def lookup_of(embedding: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return what looks up tokens as a module does. A plain table is read directly: calling the module costs more."""
+    if type(embedding) is not nn.Embedding:
+        return embedding
+    weight = embedding.weight
+    return lambda tokens: torch.embedding(weight, tokens)
 
 
 @cache
@@ -235,7 +246,7 @@ class CompiledLayers:
         store: Store,
         taps: Sequence[int] = (),
         is_given: bool = False,
-    ) -> tuple[Workspace, Tensor]:
+    ) -> tuple[Workspace, np.ndarray]:
         """Send x [T, H], the stream of (B, N) tokens, through the layers, in place.
 
         If `is_given`, the first layer's attention reads what is in the workspace's `normed` [T, input width], and not
@@ -247,9 +258,9 @@ class CompiledLayers:
         tapped = np.empty((num_tokens, len(taps) * self.decoder.width), np.float32)
         run(
             kernels.run_layers, self.decoder, x.view(-1).numpy(), *shape, is_given, placed,
-            store, work, np.array(taps, np.int64), tapped.reshape(-1),
+            store, work, _numbers(tuple(taps)), tapped.reshape(-1),
         )  # fmt: skip
-        return work, torch.from_numpy(tapped)
+        return work, tapped
 
 
 def _causal(num: int, window: int | None, whole: bool) -> np.ndarray:
@@ -258,13 +269,26 @@ def _causal(num: int, window: int | None, whole: bool) -> np.ndarray:
     return seen if window is None else seen * np.tri(num, k=window - 1, dtype=np.uint8).T[None]
 
 
+ALL_BACK = -(1 << 62)
+"""How far back a token sees that sees everything."""
+
+
 @lru_cache(maxsize=256)
 def _plain(rows: int, num: int, windows: tuple[int | None, ...], whole: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return `Placed.seen` of a pass without a tree, and how far back each token sees, counted from the start."""
     seen = np.stack([_causal(num, window, whole) for window in windows])
-    nothing = -(1 << 62)
-    lows = [np.full(num, nothing) if window is None else np.arange(num) - window + 1 for window in windows]
+    lows = [np.full(num, ALL_BACK) if window is None else np.arange(num) - window + 1 for window in windows]
     return seen, np.broadcast_to(np.stack(lows)[:, None], (len(windows), rows, num))
+
+
+@cache
+def _numbers(values: tuple[int, ...]) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+@lru_cache(maxsize=256)
+def _zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.int64)
 
 
 def _tree(parents: Tensor, windows: tuple[int | None, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -273,7 +297,7 @@ def _tree(parents: Tensor, windows: tuple[int | None, ...]) -> tuple[np.ndarray,
     depth = (reach.sum(dim=-1) - 1).numpy()
     tree, distance = reach.numpy().astype(np.uint8), depth[:, :, None] - depth[:, None]
     seen = [tree if window is None else tree * (distance < window) for window in windows]
-    lows = [np.full(depth.shape, -(1 << 62)) if window is None else depth - window + 1 for window in windows]
+    lows = [np.full(depth.shape, ALL_BACK) if window is None else depth - window + 1 for window in windows]
     return np.stack(seen), np.stack(lows)
 
 
@@ -284,8 +308,8 @@ def placed_by(mask: PassMask, positions: Tensor, first_row: int, windows: tuple[
         seen, lows = _plain(len(starts), mask.width, windows, mask.whole_block)
     else:
         seen, lows = _tree(mask.parents, windows)
-    lows = np.maximum(lows + starts[None, :, None], 0)
-    return Placed(np.ascontiguousarray(positions.numpy()).reshape(-1), starts, starts, starts, seen, lows, first_row)
+    lows = np.maximum(lows + starts[None, :, None], 0) if any(windows) else _zeros(*lows.shape)
+    return Placed(positions.numpy().reshape(-1), starts, starts, starts, seen, lows, first_row)
 
 
 class CompiledForward:
@@ -296,6 +320,7 @@ class CompiledForward:
 
     def __init__(self, native: NativeForward) -> None:
         self.embedding, self.rotary = native.embedding, native.rotary
+        self._look_up = lookup_of(native.embedding)
         self.layers = CompiledLayers(native.layers, native.norm)
         head: Any = native.head
         self._head = CompiledLinear.of(head)
@@ -328,7 +353,7 @@ class CompiledForward:
     def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
         """Return logits [B, N or fewer, V] and the outputs [B, N, K * H] of tapped layers; the cache knows the rows."""
         rows, num = inputs.tokens.shape
-        x = self.embedding(inputs.tokens).flatten(0, 1).float()
+        x = self._look_up(inputs.tokens.reshape(-1)).float()
         first_row = 0 if inputs.rows is None else inputs.rows.start
         placed = placed_by(inputs.mask, inputs.positions, first_row, self._windows(inputs.mask))
         work, tapped = self.layers.through(x, (rows, num), placed, self._store, self._taps)
@@ -338,28 +363,33 @@ class CompiledForward:
         else:
             normed = torch.from_numpy(work.normed)[: x.numel()].view(rows, num, -1)
             logits = self.head(normed[:, -keep:] if isinstance(keep, int) else normed[:, keep])
-        return logits, [tapped.view(rows, num, -1).to(self.embedding.weight.dtype)] if self._taps else []
+        if not self._taps:
+            return logits, []
+        return logits, [torch.from_numpy(tapped).view(rows, num, -1).to(self.embedding.weight.dtype)]
 
 
 def _seen_by(mask: Seen, kv: KVCache, shape: tuple[int, int]) -> Placed:
     """Return what the tokens of a draft's pass see, given a mask [B or 1, 1, N or 1, visible], or None for all."""
     rows, num = shape
-    starts = np.ascontiguousarray(kv.positions[:, 0].numpy())
-    zero = np.zeros(rows, np.int64)
+    starts = np.array(kv.starts, np.int64)
+    lows, steps = _zeros(1, rows, num), _numbers(tuple(range(rows * num)))
     if mask is None:
-        seen = np.ones((1, num, kv.visible), np.uint8)
-    else:
-        assert isinstance(mask, Tensor), "lengths are for GPUs"
-        bools = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
-        seen = bools.expand(-1, num, -1).numpy().astype(np.uint8)
-    lows = np.zeros((1, rows, num), np.int64)
-    return Placed(np.arange(rows * num), starts, zero, zero, seen[None], lows, kv.first_row)
+        # All rows start together, and see their past and the whole block.
+        seen, _ = _plain(rows, num, (None,), True)
+        return Placed(steps, starts, starts, starts, seen, lows, kv.first_row)
+    assert isinstance(mask, Tensor), "lengths are for GPUs"
+    bools = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
+    some = bools.expand(-1, num, -1).numpy().astype(np.uint8)
+    zero = _zeros(rows)
+    return Placed(steps, starts, zero, zero, some[None], lows, kv.first_row)
 
 
 def _tables_of(tables: Tables, shape: tuple[int, int]) -> list[np.ndarray]:
-    """Return cosines and sines [1, T, D] of the tokens, given [B or 1, N, 1, D]."""
+    """Return cosines and sines [1, T, D] of the tokens, given [B or 1, N or 1, 1, D]."""
     rows, num = shape
-    return [table.expand(rows, num, 1, -1).reshape(1, rows * num, -1).float().numpy() for table in tables]
+    if tables[0].shape[:2] != shape:
+        tables = tables[0].expand(rows, num, 1, -1), tables[1].expand(rows, num, 1, -1)
+    return [table.reshape(1, rows * num, -1).float().numpy() for table in tables]
 
 
 Made = TypeVar("Made")
@@ -381,16 +411,14 @@ class CompiledDFlash:
     """As `NativeDFlash`, by compiled kernels."""
 
     def __init__(self, native: NativeDFlash) -> None:
-        self.context_norm, self.fc = native.context_norm, CompiledLinear(native.fc)
+        self.fc, self.context_norm = CompiledLinear(native.fc), CompiledNorm(native.context_norm)
         self.layers = CompiledLayers(native.layers, native.norm)
 
     def context(self, features: Tensor, tables: Tables) -> Tensor:
         """As `NativeDFlash.context`: features [B, N, K * Ht] -> [layers, 2, B, kv_heads, N, D]."""
         rows, num = features.shape[:2]
         decoder = self.layers.decoder
-        normed = self.context_norm(self.fc(features.flatten(0, 1)))
-        inputs = np.zeros((round_up(rows * num, TILE), decoder.width), np.float32)
-        torch.from_numpy(inputs)[: rows * num] = normed
+        inputs = self.context_norm(self.fc(features))
         width = round_up(2 * decoder.num_kv * decoder.head_dim, LANES)
         out = np.empty((len(decoder.layers), len(inputs), width), np.float32)
         cos, sin = _tables_of(tables, (rows, num))
@@ -440,4 +468,6 @@ class CompiledEagle3:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `NativeEagle3.logits`: [..., H] -> [..., Vd]."""
-        return self.head(hidden if self.config.norm_output else self.norm(hidden))
+        if self.config.norm_output:
+            return self.head(hidden)
+        return self.head.project(self.norm(hidden), hidden.numel() // self.head.size).view(*hidden.shape[:-1], -1)

@@ -105,6 +105,7 @@ class Recurrence:
         """Return True if nothing of this pass will be rolled back: counts are known, or there is only one token."""
         return self.known is not None or self._width == 1
 
+    @torch.inference_mode()
     def commit(self, counts: Sequence[int]) -> None:
         """Keep the first counts[b] tokens of row b of the last pass (0: it has ended, and its state is not used)."""
         if self.is_final or all(count in (0, self._width) for count in counts):
