@@ -21,16 +21,11 @@ from numba import njit
 from dflash_bench.engine.forward.choice import code_folder, has_numba
 from dflash_bench.engine.forward.tiles import (
     LANES,
-    WIDE_4,
-    WIDE_8,
+    WIDE,
     arrive,
     column_sums,
     column_tops,
     look,
-    narrow_1,
-    narrow_2,
-    narrow_4,
-    narrow_8,
     nearest,
     power_of_two,
     subtract_columns,
@@ -38,6 +33,8 @@ from dflash_bench.engine.forward.tiles import (
     tile_2,
     tile_4,
     tile_8,
+    wide_1,
+    wide_8,
 )
 
 HIDDEN = np.float32(-1e30)
@@ -187,45 +184,31 @@ def multiply(
 ) -> None:  # fmt: skip
     """Write blocks `first` to `last` of the product of x [T, width] with weights from `at` on to out [T, out_width].
 
-    x and out have room for whole tiles: up to 7 tokens more.
+    x and out have room for whole tiles: up to 7 tokens more. The number of tokens alone decides how sums are ordered,
+    and not on the blocks, of which each thread has others.
     """
     step = width * LANES
     block = first
     while block < last:
-        wide = 1
-        token = 0
-        if num_tokens > 4:
-            wide = WIDE_8 if block + WIDE_8 <= last else 1
-        elif num_tokens > 2:
-            wide = WIDE_4 if block + WIDE_4 <= last else 1
-        else:
-            wide = 4 if block + 4 <= last else 1
+        wide = WIDE if num_tokens > 4 and block + WIDE <= last else 1
         here, to = at + block * step, block * LANES
+        token = 0
         while token < num_tokens:
             left, source, target = num_tokens - token, token * width, token * out_width + to
-            if num_tokens > 4:
-                if wide > 1:
-                    tile_8((weights, here, step, LANES), (x, source, width, 1), width, (out, target, out_width))
-                else:
-                    narrow_8((weights, here, step, LANES), (x, source, width, 1), width, (out, target, out_width))
+            if wide > 1:
+                wide_8((weights, here, step, LANES), (x, source, width, 1), width, (out, target, out_width))
+                token += 8
+            elif num_tokens > 4:
+                tile_8((weights, here, step, LANES), (x, source, width, 1), width, (out, target, out_width))
                 token += 8
             elif left > 2:
-                if wide > 1:
-                    tile_4((weights, here, step, LANES), (x, source, width, 1), width, (out, target, out_width))
-                else:
-                    narrow_4((weights, here, step, LANES), (x, source, width, 1), width, (out, target, out_width))
+                tile_4((weights, here, step, LANES), (x, source, width, 1), width, (out, target, out_width))
                 token += 4
             elif left > 1:
-                if wide > 1:
-                    tile_2((weights, here, step, LANES), (x, source, width, 1), width, (out, target, out_width))
-                else:
-                    narrow_2((weights, here, step, LANES), (x, source, width, 1), width, (out, target, out_width))
+                tile_2((weights, here, step, LANES), (x, source, width, 1), width, (out, target, out_width))
                 token += 2
             else:
-                if wide > 1:
-                    tile_1((weights, here, step, LANES), (x, source, width, 1), width, (out, target, out_width))
-                else:
-                    narrow_1((weights, here, step, LANES), (x, source, width, 1), width, (out, target, out_width))
+                tile_1((weights, here, step, LANES), (x, source, width, 1), width, (out, target, out_width))
                 token += 1
         block += wide
 
@@ -323,16 +306,16 @@ def score(
     while place < count:
         left, source, target = count - place, keys_at + place * size, at + place * LANES
         if left >= 8:
-            narrow_8((queries, queries_at, 0, LANES), (keys, source, size, 1), size, (scores, target, LANES))
+            tile_8((queries, queries_at, 0, LANES), (keys, source, size, 1), size, (scores, target, LANES))
             place += 8
         elif left >= 4:
-            narrow_4((queries, queries_at, 0, LANES), (keys, source, size, 1), size, (scores, target, LANES))
+            tile_4((queries, queries_at, 0, LANES), (keys, source, size, 1), size, (scores, target, LANES))
             place += 4
         elif left >= 2:
-            narrow_2((queries, queries_at, 0, LANES), (keys, source, size, 1), size, (scores, target, LANES))
+            tile_2((queries, queries_at, 0, LANES), (keys, source, size, 1), size, (scores, target, LANES))
             place += 2
         else:
-            narrow_1((queries, queries_at, 0, LANES), (keys, source, size, 1), size, (scores, target, LANES))
+            tile_1((queries, queries_at, 0, LANES), (keys, source, size, 1), size, (scores, target, LANES))
             place += 1
 
 
@@ -389,9 +372,9 @@ def add_values(
         for lane in range(used):
             source, target = at + lane * stride, out_at + lane * size + block
             if block + 4 * LANES <= size:
-                tile_1((values, values_at + block, LANES, size), (weights, source, 0, 1), count, (out, target, 0))
+                wide_1((values, values_at + block, LANES, size), (weights, source, 0, 1), count, (out, target, 0))
             else:
-                narrow_1((values, values_at + block, LANES, size), (weights, source, 0, 1), count, (out, target, 0))
+                tile_1((values, values_at + block, LANES, size), (weights, source, 0, 1), count, (out, target, 0))
         block += 4 * LANES if block + 4 * LANES <= size else LANES
 
 
@@ -464,13 +447,13 @@ def attend(
         weigh(scores, scores_at, past - low + width, totals)
         for i in range(0, size, 8):
             to, other = results_at + i * LANES, others_at + i * LANES
-            narrow_8(
+            tile_8(
                 (scores, scores_at, 0, LANES),
                 (stored, old + i, 1, size),
                 past - low,
                 (work.queries, to, LANES),
             )
-            narrow_8((scores, block_at, 0, LANES), (stored, new + i, 1, size), width, (work.queries, other, LANES))
+            tile_8((scores, block_at, 0, LANES), (stored, new + i, 1, size), width, (work.queries, other, LANES))
     of_past, of_block = part(work.queries, results_at, size * LANES), part(work.queries, others_at, size * LANES)
     for lane in range(used):
         head, token = (first + lane) // num, (first + lane) % num

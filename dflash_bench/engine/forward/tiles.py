@@ -16,8 +16,11 @@ from numba.extending import intrinsic
 HAS_512_BITS = bool(binding.get_host_cpu_features().get("avx512f"))
 LANES = 16 if HAS_512_BITS else 8
 """The numbers in a vector."""
-AHEAD = 32
-"""How many vectors ahead of their use weights are fetched."""
+LINE, AHEAD = 64, 4096
+"""Bytes that memory delivers at a time, and how many bytes ahead of their use weights are fetched.
+
+For one or two tokens the processor does that better by itself: it sees a single stream.
+"""
 
 
 def make_tile(num_tokens: int, num_blocks: int, unroll: int = 1) -> Any:
@@ -77,12 +80,16 @@ def make_tile(num_tokens: int, num_blocks: int, unroll: int = 1) -> Any:
                 builder.module, ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag]), "llvm.prefetch.p0"
             )
 
-            def add_input(i: Any, into: list[list[Any]]) -> None:
+            size = dtype.bitwidth // 8
+            per_line = max(1, LINE // (LANES * size))
+
+            def add_input(i: Any, into: list[list[Any]], begins_line: bool) -> None:
                 vectors = []
                 for block in blocks:
                     pointer = builder.gep(block, [builder.mul(i, step)])
-                    later = builder.bitcast(builder.gep(pointer, [number(AHEAD * LANES)]), byte)
-                    builder.call(prefetch, [later, *(ir.Constant(flag, value) for value in (0, 3, 1))])
+                    if begins_line and num_tokens > 2:
+                        later = builder.bitcast(builder.gep(pointer, [number(AHEAD // size)]), byte)
+                        builder.call(prefetch, [later, *(ir.Constant(flag, value) for value in (0, 3, 1))])
                     vectors.append(load(builder, pointer, dtype))
                 here = builder.mul(i, input_step)
                 for token, row in zip(tokens, into, strict=True):
@@ -94,10 +101,10 @@ def make_tile(num_tokens: int, num_blocks: int, unroll: int = 1) -> Any:
             whole = builder.mul(builder.sdiv(count, number(unroll)), number(unroll))
             with cgutils.for_range_slice(builder, number(0), whole, number(unroll)) as (i, _):
                 for u in range(unroll):
-                    add_input(builder.add(i, number(u)), sums[u])
+                    add_input(builder.add(i, number(u)), sums[u], u % per_line == 0)
             if unroll > 1:
                 with cgutils.for_range_slice(builder, whole, count, number(1)) as (i, _):
-                    add_input(i, sums[0])
+                    add_input(i, sums[0], True)
             for t in range(num_tokens):
                 row = builder.add(out_at, builder.mul(out_step, number(t)))
                 for r in range(num_blocks):
@@ -113,10 +120,12 @@ def make_tile(num_tokens: int, num_blocks: int, unroll: int = 1) -> Any:
     return tile
 
 
-# Sums in registers: 24 of 32 with 512 bits, 12 of 16 otherwise, as far as there are tokens.
-WIDE_8, WIDE_4 = (3, 4) if HAS_512_BITS else (1, 3)
-tile_8, tile_4, tile_2, tile_1 = make_tile(8, WIDE_8), make_tile(4, WIDE_4), make_tile(2, 4), make_tile(1, 4, unroll=2)
-narrow_8, narrow_4, narrow_2, narrow_1 = make_tile(8, 1), make_tile(4, 1), make_tile(2, 1, 2), make_tile(1, 1, 4)
+# One block at a time is one stream of weights. Eight tokens are arithmetic, and 24 of 32 registers hold sums.
+WIDE = 3 if HAS_512_BITS else 1
+wide_8 = make_tile(8, WIDE)
+# For rows that are narrow and not packed: the values of a head.
+wide_1 = make_tile(1, 4, 2)
+tile_8, tile_4, tile_2, tile_1 = make_tile(8, 1), make_tile(4, 1, 4), make_tile(2, 1, 4), make_tile(1, 1, 4)
 
 
 def make_columns(combine: Callable[[Any, Any, Any], Any], replaces: bool = False) -> Any:
