@@ -124,7 +124,7 @@ def test_the_page_has_every_arm_both_speedups_and_the_goals_that_were_missed() -
     assert not any("nano, plain decoding" in problem for problem in speed.problems(measured, runs))
 
 
-def test_three_runs_of_this_machine_are_kept_and_the_worst_counts(tmp_path: Path) -> None:
+def test_three_runs_of_each_machine_are_kept_and_the_worst_counts(tmp_path: Path) -> None:
     path = tmp_path / "speed.json"
     one = speed.run_of(both(), "a machine")
     for hour, figure in ((9, 0.2), (10, 1.3), (11, 0.9), (12, 1.4)):
@@ -138,8 +138,12 @@ def test_three_runs_of_this_machine_are_kept_and_the_worst_counts(tmp_path: Path
     assert "| nano | plain decoding over llama.cpp's | 1.30 | 0.90 | 1.40 | 0.90 | at least 1.1, missed |" in (
         page_of(both(), runs)
     )
-    elsewhere = replace(latest, machine="another machine")
-    assert speed.kept(path, elsewhere) == [elsewhere]
+    elsewhere = replace(latest, begun="2026-01-02T11:30:00+00:00", machine="another machine")
+    beside = speed.kept(path, elsewhere)
+    assert speed.by_machine(beside) == {"another machine": [elsewhere], "a machine": runs}
+    page = page_of(both(), beside)
+    assert page.index("another machine; its memory") < page.index("a machine; its memory")
+    assert "| model | what | 2026-01-02 11:30 | worst | goal |" in page and head in page
 
 
 def test_every_goal_is_of_a_model_that_is_measured() -> None:

@@ -1,7 +1,7 @@
 """Our engine beside llama.cpp, the same weights on one thread: plain, drafting, in eight bits; with goals.
 
 Which share of the memory's bandwidth does plain decoding reach, what does drafting gain in either engine, and does it
-beat eight bits? All arms take turns prompt by prompt. The page keeps the three latest runs on this machine, of which
+beat eight bits? All arms take turns prompt by prompt. The page keeps the three latest runs on each machine, of which
 the worst counts; `--fresh` measures another. Keep the machine quiet meanwhile.
 """
 
@@ -35,7 +35,7 @@ KEPT = 3
 MISSED = ", missed"
 HEAD = """# Our engine beside llama.cpp
 
-{machine}; xllamacpp {version}.
+Measured last on {machine}; xllamacpp {version}.
 `{command}` makes this page: one thread each, embedded questions of gsm8k, the same token ids, greedy, all
 arms in turn, every prompt {times} times. A figure is the median over prompts of each prompt's quickest answer, and in
 brackets of each prompt's median answer; so are ratios, and the lower of the two counts. Weights are the same in
@@ -48,7 +48,7 @@ computes attention in float16 on a CPU. The faster of both counts.
 
 {goals}
 
-The latest runs on this machine, {kept} at most, of which the worst counts. The memory gave a sum {bandwidths} GB/s.
+The latest runs on each machine, {kept} at most, of which the worst counts; the tables below are those of the last run.
 """
 MODEL = """
 ## {model}
@@ -108,7 +108,7 @@ def make(work: Work, options: Namespace) -> Made:
     runs = kept(options.output / PAGES[1], run_of(timed, machine))
     text = page(work.command, machine, version(python), timed, runs)
     stored = json.dumps([asdict(run) for run in runs], indent=1) + "\n"
-    return Made({PAGES[0]: text, PAGES[1]: stored}, problems(timed, runs))
+    return Made({PAGES[0]: text, PAGES[1]: stored}, problems(timed, by_machine(runs)[machine]))
 
 
 # Figures.
@@ -184,11 +184,20 @@ def run_of(timed: Mapping[str, Timed], machine: str) -> Run:
 
 
 def kept(path: Path, latest: Run) -> list[Run]:
-    """Return the latest runs on this machine, from those in the file and this one, the latest last."""
+    """Return the latest runs on each machine, from those in the file and this one, the latest last."""
     stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     # The page of finished measurements is made again by the same command: they count once.
-    others = [run for one in stored if (run := Run(**one)).machine == latest.machine and run.begun != latest.begun]
-    return sorted([*others, latest], key=lambda run: run.begun)[-KEPT:]
+    others = [run for one in stored if (run := Run(**one)).begun != latest.begun]
+    runs = sorted([*others, latest], key=lambda run: run.begun)
+    return [run for of_machine in by_machine(runs).values() for run in of_machine[-KEPT:]]
+
+
+def by_machine(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return the runs of each machine, that of the last run last."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(run.machine, []).append(run)
+    return dict(sorted(found.items(), key=lambda pair: pair[1][-1].begun))
 
 
 def worst(name: str, runs: Sequence[Run]) -> float | None:
@@ -221,15 +230,14 @@ def problems(timed: Mapping[str, Timed], runs: Sequence[Run]) -> list[str]:
 
 
 def page(command: str, machine: str, theirs: str, timed: Mapping[str, Timed], runs: Sequence[Run]) -> str:
-    bandwidths = ", ".join(f"{run.bandwidth / 1e9:.1f}" for run in runs)
-    text = HEAD.format(
-        machine=machine, version=theirs, command=command, times=TIMES, goals=goals(runs), kept=KEPT,
-        bandwidths=bandwidths,
-    )  # fmt: skip
+    every = "\n\n".join(goals(machine, of_machine) for machine, of_machine in by_machine(runs).items())
+    text = HEAD.format(machine=machine, version=theirs, command=command, times=TIMES, goals=every, kept=KEPT)
     return text + "".join(section(model, one) for model, one in timed.items())
 
 
-def goals(runs: Sequence[Run]) -> str:
+def goals(machine: str, runs: Sequence[Run]) -> str:
+    """Return the goals with the figures of each run on one machine."""
+    bandwidths = ", ".join(f"{run.bandwidth / 1e9:.1f}" for run in runs)
     heads = ["model", "what", *(run.begun.replace("T", " ").removesuffix("+00:00") for run in runs), "worst", "goal"]
     rows = [
         [
@@ -238,7 +246,7 @@ def goals(runs: Sequence[Run]) -> str:
         ]
         for name, goal in GOALS.items()
     ]  # fmt: skip
-    return markdown(heads, rows, left=2)
+    return f"{machine}; its memory gave a sum {bandwidths} GB/s.\n\n{markdown(heads, rows, left=2)}"
 
 
 def section(model: str, timed: Timed) -> str:
