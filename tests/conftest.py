@@ -14,6 +14,10 @@ import pytest
 import typer.main
 
 from dflash_bench import cli
+from dflash_bench.core import terminal
+
+# On a slow machine a line of progress would stand between a test and what it compares.
+terminal.LINE_EVERY_S = 3600.0
 
 
 def pytest_collection_finish() -> None:

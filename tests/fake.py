@@ -133,7 +133,7 @@ def other_tokens(answer: Generation) -> Generation:
 def install(monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, identity: Mapping[str, Any] | None = None) -> None:
     """The command line uses this backend, on a clock that goes on by what its answers took, and loads no model."""
 
-    def open_fake(resolved: RunPlan) -> FakeBackend:
+    def open_fake(resolved: RunPlan, *_: object) -> FakeBackend:
         labels = [method.label for method in resolved.methods]
         methods = {label: {"name": label, "num_drafts": 0 if label == "ar" else 4} for label in labels}
         backend.about = {"model": "fake", "dtype": "float32", "methods": methods, **(identity or {})}

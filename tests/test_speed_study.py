@@ -138,7 +138,7 @@ def test_three_runs_of_each_machine_are_kept_and_the_worst_counts(tmp_path: Path
     assert "| nano | plain decoding over llama.cpp's | 1.30 | 0.90 | 1.40 | 0.90 | at least 1.1, missed |" in (
         page_of(both(), runs)
     )
-    elsewhere = replace(latest, begun="2026-01-02T11:30:00+00:00", machine="another machine")
+    elsewhere = replace(latest, begun="2026-01-02T11:30+00:00", machine="another machine")
     beside = speed.kept(path, elsewhere)
     assert speed.by_machine(beside) == {"another machine": [elsewhere], "a machine": runs}
     page = page_of(both(), beside)

@@ -72,11 +72,13 @@ def comparison(
     against: str | None = None,
     compat: str | None = None,
     allow: Sequence[str] = (),
+    width: int | None = None,
 ) -> Compared:
-    """Compare as `compare`; only the command line has `against` (published figures) and `compat` (other formulas)."""
+    """Compare as `compare`; only the command line has `against` (published figures), `compat` and `width`."""
     from dflash_bench.report.compare import compared
 
-    found = compared([folder_of(run) for run in runs], by=by, against=against, compat=compat, allow=tuple(allow))
+    folders = [folder_of(run) for run in runs]
+    found = compared(folders, by=by, against=against, compat=compat, allow=tuple(allow), width=width)
     return Compared(found.text, found.json)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from dflash_bench.api.reading import Run
 from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.results.recent import RUNS
 
 if TYPE_CHECKING:
     from dflash_bench.runner.config import RunRequest
@@ -152,7 +153,7 @@ def default_folder(request: RunRequest) -> Path:
     from dflash_bench.models import presets
 
     name = presets.name(request.name).rpartition("/")[2]
-    return Path("results/runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
+    return RUNS / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
 
 
 def request_of(**options: Any) -> RunRequest:

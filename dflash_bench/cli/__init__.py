@@ -13,7 +13,7 @@ from typer import Context, Option
 from typer.core import TyperGroup
 
 from dflash_bench import __version__
-from dflash_bench.cli import diagnose, models, net, results, run, train
+from dflash_bench.cli import demo, diagnose, models, net, results, run, train
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.terminal import note, prepare, say
 
@@ -22,6 +22,13 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 
 class Root(TyperGroup):
+    def get_params(self, ctx: Context) -> Any:  # type: ignore[override]
+        params = super().get_params(ctx)
+        for param in params:
+            if param.name in ("install_completion", "show_completion") and param.default is None:
+                param.default = False  # for the same reason as below
+        return params
+
     def get_help_option(self, ctx: Context) -> Any:  # type: ignore[override]
         option = super().get_help_option(ctx)
         if option is not None:
@@ -32,7 +39,7 @@ class Root(TyperGroup):
 
 app = typer.Typer(
     cls=Root,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # Rich takes as long to load as all the rest of --help
     help="Measure speculative decoding honestly: acceptance, speed and token-for-token exactness.\n\n"
@@ -77,13 +84,16 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, Option("-V", "--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     pass
 
 
 for part in (
     run,
+    demo,
     diagnose,
     models,
     train,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from typer import Context
 from typer.core import TyperCommand, TyperOption
 
+from dflash_bench.cli.examples import EXAMPLES
 from dflash_bench.cli.net import require_addresses
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.labels import shortened
@@ -18,6 +20,12 @@ LONGEST_NAME = 255
 
 
 class Command(TyperCommand):
+    def format_epilog(self, ctx: Context, formatter: Any) -> None:  # type: ignore[override]
+        if examples := EXAMPLES.get(str(self.name)):
+            with formatter.section("Examples"):
+                for line in examples:
+                    formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
         typed, typed_params = self._typed(ctx, args)
         if any(param.name == "help" for param in typed_params):
@@ -56,6 +64,28 @@ def config_words(path: Path, params: Sequence[Any], typed: Sequence[Any]) -> lis
     return words
 
 
+NOT_SAVED = ("config", "save_config", "out", "resume", "as_json")
+"""Parameters that say where a run goes and not what it is."""
+
+
+def config_text(ctx: Context) -> str:
+    """Return the options that a command was given, as TOML that `config_words` reads."""
+    lines = []
+    for param in ctx.command.params:
+        value = ctx.params.get(str(param.name))
+        is_typed = str(getattr(ctx.get_parameter_source(str(param.name)), "name", "")) == "COMMANDLINE"
+        if is_typed and param.name not in NOT_SAVED:
+            lines.append(f"{_name(param).removeprefix('--')} = {_in_toml(value)}\n")
+    return "".join(lines)
+
+
+def _in_toml(value: object) -> str:
+    """A text of JSON is one of TOML."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_in_toml, value))}]"
+    return json.dumps(value if isinstance(value, bool | int | float) else str(value), ensure_ascii=True)
+
+
 def _words(where: str, flag: str, param: TyperOption, value: object) -> list[str]:
     if param.is_flag:
         if not isinstance(value, bool):
@@ -83,7 +113,7 @@ def _refuse_odd(typed: Mapping[str, Any], typed_params: Sequence[Any]) -> None:
 
 def _name(param: Any) -> str:
     """Return the name of a parameter as in help: --limit, RUN."""
-    return str(param.opts[0] if isinstance(param, TyperOption) else param.metavar or param.name)
+    return str(max(param.opts, key=len) if isinstance(param, TyperOption) else param.metavar or param.name)
 
 
 def _refuse_repeated(param: Any, times: int) -> None:

@@ -213,8 +213,8 @@ def crosscheck(
             "the server accepts them.",
         ),
     ] = False,
-    output: Annotated[
-        Path | None, under("Results")("--output", "-o", metavar="FILE", help="Also write a page of Markdown to FILE.")
+    out: Annotated[
+        Path | None, under("Results")("-o", "--out", metavar="FILE", help="Also write a page of Markdown to FILE.")
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -231,23 +231,21 @@ def crosscheck(
     from dflash_bench.diagnose import show as report
     from dflash_bench.diagnose.crosscheck import CrosscheckRequest
 
-    if output is not None and not output.parent.is_dir():
-        raise UserError(
-            f"the folder {output.parent} for {output.name} does not exist; create it, or give another --output"
-        )
+    if out is not None and not out.parent.is_dir():
+        raise UserError(f"the folder {out.parent} for {out.name} does not exist; create it, or give another --out")
     with status() as tell:
         checked = crosscheck.crosscheck(
             CrosscheckRequest(request.without(ServerOptions), request.only(ServerOptions), chats), tell
         )
-    if output is not None:
-        _write(output, report.page(checked, command(sys.argv[1:])))
+    if out is not None:
+        _write(out, report.page(checked, command(sys.argv[1:])))
     say(
         json.dumps(report.crosscheck_as_json(checked), indent=1, allow_nan=False)
         if as_json
         else report.crosscheck_text(checked)
     )
-    if output is not None:
-        note(f"wrote {output}")
+    if out is not None:
+        note(f"wrote {out}")
     if code := max((STATUS[one.verdict] for one in checked), key=[0, 2, 1].index):
         sys.exit(code)
 

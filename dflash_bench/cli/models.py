@@ -113,7 +113,9 @@ def build_datastore(
     model: Annotated[
         str, Option(metavar="M", help="The model whose tokenizer to use: nano, a preset, or a folder with a model.")
     ],
-    out: Annotated[Path, Option(metavar="FILE", help="The datastore to write: a file that does not exist yet.")],
+    out: Annotated[
+        Path, Option("-o", "--out", metavar="FILE", help="The datastore to write: a file that does not exist yet.")
+    ],
     data: Annotated[
         Path | None,
         Option(

@@ -23,6 +23,7 @@ MODELS = ("methods", "model", "target", "drafts")
 Config = Annotated[
     Path | None,
     Option(
+        "-c",
         "--config",
         metavar="FILE",
         help="TOML file of options by name, such as limit = 4 or method = ['dflash', 'eagle3']. Options on the "
@@ -75,7 +76,11 @@ def _parameter(group: type, spec: OptionSpec, help: str | None) -> Parameter:  #
     elif get_origin(kind) is tuple:
         kind, default = list[str] | None, None
     option = Option(
-        spec.flag, metavar=spec.metavar, help=help or spec.help, min=spec.minimum, rich_help_panel=spec.heading
+        *filter(None, (spec.letter, spec.flag)),
+        metavar=spec.metavar,
+        help=help or spec.help,
+        min=spec.minimum,
+        rich_help_panel=spec.heading,
     )
     return Parameter(spec.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
@@ -85,8 +90,9 @@ def _read(group: type, typed: Mapping[str, Any]) -> Any:
 
 
 AsJson = Annotated[bool, under("Results")("--json", help="Print one JSON object and nothing else.")]
-Run = Annotated[Path, Argument(metavar="RUN", help="Folder of a finished run.")]
-Runs = Annotated[list[Path], Argument(metavar="RUN", help="Folders of finished runs of the same command.")]
+NEWEST = "Default: the newest run in results/runs; @2 is the one before, as 'dflash-bench runs' lists them."
+Run = Annotated[Path | None, Argument(metavar="[RUN]", help=f"Folder of a finished run. {NEWEST}")]
+Runs = Annotated[list[Path], Argument(metavar="RUN...", help="Folders of finished runs of the same command.")]
 Allow = Annotated[
     list[str] | None,
     Option(

@@ -1,10 +1,10 @@
-"""Finished runs: the commands compare, baseline, check, report, card and plot."""
+"""Finished runs: the commands runs, open, compare, baseline, check, report, card and plot."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated
@@ -17,16 +17,74 @@ from dflash_bench.cli.command import Command
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.files import require_output
 from dflash_bench.core.labels import visible
-from dflash_bench.core.terminal import note, say
+from dflash_bench.core.terminal import note, say, terminal_width
 
 app = typer.Typer()
+LAYOUTS = ("rows", "paper")
+"""Of the LaTeX table."""
+
+
+def found(names: Sequence[Path] | None) -> list[Path]:
+    """Return the folders of runs by what was typed, and say which run is meant if none was."""
+    from dflash_bench.results import recent
+
+    folders = recent.find_all(names or [])
+    if not names:
+        note(f"the newest run: {folders[0]}")
+    return folders
+
+
+def wide() -> int | None:
+    """Return the columns of the terminal; None for a file or a pipe, where tables need not fit."""
+    return terminal_width(500) if sys.stdout.isatty() else None
+
+
+def found_one(name: Path | None) -> Path:
+    return found(None if name is None else [name])[0]
+
+
+@app.command(cls=Command)
+def runs(as_json: options.AsJson = False) -> None:
+    """List the runs in results/runs, the newest first.
+
+    Commands on finished runs take the newest by default, and others as @2, @3 and so on.
+    """
+    from dflash_bench.report.runs import as_json as listed_json
+    from dflash_bench.report.runs import listings, runs_text
+
+    several = listings()
+    say(json.dumps(listed_json(several), indent=1) if as_json else runs_text(several))
+
+
+@app.command("open", cls=Command)
+def open_page(run: options.Run = None, allow: options.AllowParts = None) -> None:
+    """Open the page of a run in the browser.
+
+    Writes RUN/report.html first, unless it is newer than the run.
+    """
+    import webbrowser
+
+    from dflash_bench import api
+    from dflash_bench.results import recent
+
+    folder = found_one(run)
+    page = folder / "report.html"
+    if allow or recent.is_older(page, folder):
+        api.load(folder, allow or ()).report(page)
+    say(page)
+    # Without a browser, or without a screen, the path is the answer.
+    webbrowser.open(page.absolute().as_uri())
 
 
 @app.command(cls=Command)
 def compare(
     runs: Annotated[
-        list[Path], Argument(metavar="RUN", help="Folders of runs; also result JSON files of vllm bench serve.")
-    ],
+        list[Path] | None,
+        Argument(
+            metavar="[RUN]...",
+            help=f"Folders of runs; also result JSON files of vllm bench serve. {options.NEWEST}",
+        ),
+    ] = None,
     by: Annotated[
         str,
         Option(
@@ -50,14 +108,14 @@ def compare(
     """
     from dflash_bench.api.judging import comparison
 
-    compared = comparison(runs, by=by, against=against, compat=compat, allow=tuple(allow or ()))
+    compared = comparison(found(runs), by=by, against=against, compat=compat, allow=tuple(allow or ()), width=wide())
     say(json.dumps(compared.data, indent=1, allow_nan=False) if as_json else str(compared), end="\n" if as_json else "")
 
 
 @app.command(cls=Command)
 def baseline(
     runs: options.Runs,
-    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="The JSON file to write and commit.")],
+    out: Annotated[Path, Option("-o", "--out", metavar="FILE", help="The JSON file to write and commit.")],
     limits: options.Limits = None,
     time_free: Annotated[
         bool, Option("--time-free", help="Leave timings out, so that any machine can check, however busy it is.")
@@ -70,10 +128,11 @@ def baseline(
     from dflash_bench.analysis.gate import baselines
     from dflash_bench.results import table
 
-    baselines.require_distinct(runs)
+    folders = found(runs)
+    baselines.require_distinct(folders)
     expectations = baselines.read_limits(limits) if limits else {}
-    baselines.write([table.read_run(run) for run in runs], output, with_timings=not time_free, limits=expectations)
-    say(f"wrote {output}")
+    baselines.write([table.read_run(run) for run in folders], out, with_timings=not time_free, limits=expectations)
+    say(f"wrote {out}")
 
 
 @app.command(cls=Command)
@@ -104,6 +163,7 @@ def check(
         Path | None,
         Option(metavar="FILE", help="Also write JSON for github-action-benchmark (customBiggerIsBetter) to FILE."),
     ] = None,
+    every: Annotated[bool, Option("--all", help="List the checks that passed, too.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Fail if runs fall short of a baseline.
@@ -126,7 +186,7 @@ def check(
     if as_json:
         say(json.dumps(formats.as_json(result.outcome), indent=1, allow_nan=False))
     else:
-        say(formats.text(result.outcome))
+        say(formats.text(result.outcome, every))
     if result.outcome.failures:
         sys.exit(1)
 
@@ -144,7 +204,7 @@ def _save(path: Path | None, mode: str, text_of: Callable[[], str]) -> None:
 
 @app.command(cls=Command)
 def report(
-    run: options.Run,
+    run: options.Run = None,
     kind: Annotated[
         str | None, Option("--format", metavar="F", help="table (the default), markdown, json, csv or latex.")
     ] = None,
@@ -169,6 +229,16 @@ def report(
             help="Split the table by category, turn, prompt-length, output-position or part.",
         ),
     ] = None,
+    full: Annotated[
+        bool, Option("--full", help="Also rounds, the width curve, memory, and the formulas of all columns.")
+    ] = False,
+    layout: Annotated[
+        str | None,
+        Option(
+            metavar="L",
+            help="With --format latex: rows (the default), or paper: methods by suites, the best in bold.",
+        ),
+    ] = None,
     allow: options.AllowParts = None,
 ) -> None:
     """Show a finished run.
@@ -176,7 +246,7 @@ def report(
     As a table, Markdown, JSON, CSV or LaTeX, or as an HTML page.
     """
     from dflash_bench import api
-    from dflash_bench.report import FORMATS, table_by
+    from dflash_bench.report import FORMATS, printed, render, table_by, text
 
     if kind is not None and kind not in FORMATS:
         raise unknown("format", kind, list(FORMATS))
@@ -184,38 +254,60 @@ def report(
         raise UserError(f"--{'answers' if answers is not None else 'tokenizer'} has no effect without --html FILE")
     if by is not None and (html is not None or kind not in (None, "table")):
         raise UserError("--by splits the table; leave out --html and --format, or use compare --by --json")
-    finished = api.load(run, allow or ())
+    if full and (by is not None or kind not in (None, "table") or (html is not None and kind is None)):
+        raise UserError("--full adds to the table for a terminal; every other form is complete without it")
+    if layout is not None and kind != "latex":
+        raise UserError("--layout has no effect without --format latex")
+    if layout not in (None, *LAYOUTS):
+        raise unknown("layout", str(layout), list(LAYOUTS))
+    finished = api.load(found_one(run), allow or ())
     document = finished.document
+    width = terminal_width(render.WIDTH)
     if by is not None:
-        say(table_by(document, by), end="")
+        say(table_by(document, by, width), end="")
         return
     if html is not None:
         finished.report(html, answers, tokenizer)
         note(f"wrote {html}")
-    if html is None or kind is not None:
-        say(FORMATS[kind or "table"](document), end="")
+    if layout == "paper":
+        say(printed.latex(document), end="")
+    elif kind not in (None, "table"):
+        say(FORMATS[str(kind)](document), end="")
+    elif html is None or kind is not None:
+        say(text(document, width, full), end="")
 
 
 @app.command(cls=Command)
 def card(
-    run: options.Run,
+    run: options.Run = None,
     allow: options.AllowParts = None,
 ) -> None:
     """Print a run's result in eleven lines, to share."""
     from dflash_bench import api, report
 
-    say(report.card(api.load(run, allow or ()).document), end="")
+    say(report.card(api.load(found_one(run), allow or ()).document), end="")
 
 
 @app.command(cls=Command)
 def plot(
     runs: Annotated[
-        list[Path], Argument(metavar="RUN", help="Folder of a finished run; several are plotted as a trend.")
-    ],
+        list[Path] | None,
+        Argument(
+            metavar="[RUN]...", help=f"Folder of a finished run; several are plotted as a trend. {options.NEWEST}"
+        ),
+    ] = None,
     out: Annotated[
         Path | None, Option("-o", "--out", metavar="DIR", help="Folder for the plots. Default: RUN/plots.")
     ] = None,
-    kind: Annotated[str, Option("--format", metavar="F", help="File format: png or svg.")] = "png",
+    kind: Annotated[str, Option("--format", metavar="F", help="File format: png, svg, pdf or pgf.")] = "png",
+    paper: Annotated[
+        str | None,
+        Option(
+            metavar="WIDTH",
+            help="For a paper, as wide as its column (3.3 inches) or page (6.9): type of 8 points, no title, words in "
+            "place of ids.",
+        ),
+    ] = None,
     allow: options.Allow = None,
 ) -> None:
     """Draw the plots of a run, or a trend over runs.
@@ -226,14 +318,17 @@ def plot(
     from dflash_bench.core.terminal import with_bar
     from dflash_bench.report import plots
 
-    plots.check_kind(kind)
-    if len(runs) > 1:
-        _plot_trend(runs, out, kind, allow or [])
+    plots.check_kind(kind, paper)
+    folders = found(runs)
+    if len(folders) > 1:
+        if paper is not None:
+            raise UserError("--paper has no effect on a trend over several runs")
+        _plot_trend(folders, out, kind, allow or [])
         return
-    material = plots.Material(report.read_document(runs[0], allow or ()))
+    material = plots.Material(report.read_document(folders[0], allow or ()))
     for name in with_bar(plots.names_for(material), "drawing plots"):
         try:
-            say(plots.write_plot(material, name, out or runs[0] / "plots", kind))
+            say(plots.write_plot(material, name, out or folders[0] / "plots", kind, paper))
         except plots.NothingToPlotError as error:
             note(f"no plot '{name}': {error}")
 

@@ -11,11 +11,11 @@ import typer
 from typer import Argument, Context
 
 from dflash_bench.cli import options
-from dflash_bench.cli.command import Command, GroupedHelp
+from dflash_bench.cli.command import Command, GroupedHelp, config_text
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.option import check_options
 from dflash_bench.core.secrets import command
-from dflash_bench.core.terminal import note, say
+from dflash_bench.core.terminal import Stages, note, say, show, terminal_width
 from dflash_bench.runner.config import OutputOptions, RunRequest
 
 app = typer.Typer()
@@ -35,32 +35,37 @@ def run(
 
     Exit status 1: an answer failed, or is not the model's own output.
     """
-    from dflash_bench import report
-    from dflash_bench.analysis import metrics
-    from dflash_bench.analysis.findings import witnesses
-    from dflash_bench.api import measuring
-    from dflash_bench.results import table
-    from dflash_bench.runner import plan
-    from dflash_bench.runner.session import Progress
-
     if ctx.info_name == "sweep" and not request.over:
+        from dflash_bench.runner import plan
+
         raise UserError(f"nothing to sweep over: give {plan.EXAMPLE}")
     check_options(output)
-    folder = output.out or measuring.default_folder(request)
-    try:
-        measuring.measure(request, folder, output.resume, note, progress=Progress)
-    except KeyboardInterrupt:
-        note(_stopped(folder))
-        sys.exit(130)
+    if output.save_config is not None:
+        _save(output.save_config, config_text(ctx))
+    with Stages() as stages:
+        # Importing torch takes seconds on a slow disk.
+        stages.begin("starting")
+        from dflash_bench import report
+        from dflash_bench.analysis import metrics
+        from dflash_bench.analysis.findings import witnesses
+        from dflash_bench.api import measuring
+        from dflash_bench.results import table
+        from dflash_bench.runner.session import Progress
+
+        folder = output.out or measuring.default_folder(request)
+        try:
+            measuring.measure(request, folder, output.resume, note, progress=Progress, stages=stages)
+        except KeyboardInterrupt:
+            stages.end()
+            note(_stopped(folder))
+            sys.exit(130)
     results = table.read_run(folder)
     rows, document = results.rows, report.document_of(results)
     if as_json:
         say(json.dumps(report.as_json(document), indent=1, allow_nan=False))
     else:
-        say(report.FORMATS["table"](document))
-        if memory := report.memory(results.info):
-            say(f"memory, as predicted: {memory}")
-        say(f"saved in {folder}")
+        show(report.screen(document, terminal_width()))
+        say(next_commands(folder))
     if metrics.mismatched(rows).any() or witnesses.silent(results.info):
         sys.exit(1)
     num_failed = int(rows["error"].notna().sum())
@@ -77,12 +82,32 @@ app.command(
 )(run)  # fmt: skip
 
 
+def _save(path: Path, text: str) -> None:
+    from dflash_bench.core.files import require_output, write_whole
+
+    require_output(path)
+    write_whole(path, lambda file: file.write(text.encode()))
+    note(f"wrote {path}")
+
+
+def next_commands(folder: Path) -> str:
+    """Return what to do with a run that has ended. Commands take it by default if it is in results/runs."""
+    from dflash_bench.results.recent import RUNS
+
+    run = "" if folder.parent == RUNS else f" {folder}"
+    return (
+        f"saved in {folder}\n"
+        f"by suite: dflash-bench report{run}   all figures: dflash-bench report{run} --full\n"
+        f"the page: dflash-bench open{run}"
+    )
+
+
 def _stopped(folder: Path) -> str:
     """Return the message after Ctrl-C, with the command that continues the run."""
     if not (folder / "run.json").exists():
         return "stopped; nothing was written yet"
     words = sys.argv[1:]
-    if not any(word == "--out" or word.startswith("--out=") for word in words):
+    if not any(word in ("-o", "--out") or word.startswith("--out=") for word in words):
         words = [*words, "--out", str(folder)]
     if "--resume" not in words:
         words = [*words, "--resume"]

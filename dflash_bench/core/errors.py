@@ -15,8 +15,12 @@ class UserError(Exception):
 
 
 def unknown(kind: str, name: str, known: list[str]) -> UserError:
-    """Return the error for an unknown name; it lists the known ones."""
-    return UserError(f"unknown {kind} '{name}'; known: {', '.join(sorted(known))}")
+    """Return the error for an unknown name; it guesses what was meant, and lists the known ones."""
+    from difflib import get_close_matches
+
+    guess = get_close_matches(name, known, n=1, cutoff=0.7)
+    meant = f" (did you mean '{guess[0]}'?)" if guess else ""
+    return UserError(f"unknown {kind} '{name}'{meant}; known: {', '.join(sorted(known))}")
 
 
 @dataclass(frozen=True, slots=True)

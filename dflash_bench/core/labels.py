@@ -60,9 +60,13 @@ def suite_label(suite: str, *sources: str) -> str:
     return visible(f"{suite} ({' and '.join(kinds)})" if kinds else suite)
 
 
+def is_embedded(source: str) -> bool:
+    return _kind(source) == EMBEDDED
+
+
 def notes(sources: Iterable[str]) -> list[str]:
     """Return the notes that a reader needs about the sources of prompts."""
-    return [EMBEDDED_NOTE] if EMBEDDED in map(_kind, sources) else []
+    return [EMBEDDED_NOTE] if any(map(is_embedded, sources)) else []
 
 
 def with_settings(name: str, setting: str) -> str:

@@ -55,6 +55,8 @@ class OptionSpec:
     help: str
     metavar: str | None = None
     flag: str = ""
+    letter: str = ""
+    """A short form of the flag, such as -o."""
     name: str = ""
     required: bool = False
     minimum: float | None = None
@@ -67,6 +69,8 @@ class OptionSpec:
     """Other spellings of choices."""
     parse: Callable[[str, str], Any] | None = None
     """Parses text, given the text and the flag; None: typer parses the field's own type."""
+    has_commas: bool = False
+    """Whether one text may hold several values with commas between them."""
     range: Range | None = None
     check: Callable[[Any], object] | None = None
     """Raises UserError for an invalid value."""
@@ -113,10 +117,23 @@ def _specs(options: Any) -> Iterable[OptionSpec]:
     return options_of(group).values()
 
 
+def split_at_commas(text: str) -> list[str]:
+    """Split `dflash:n=8,rule=match,eagle3` into `dflash:n=8,rule=match` and `eagle3`: KEY=VALUE continues a value."""
+    parts: list[str] = []
+    for part in text.split(","):
+        if parts and "=" in part and ":" not in part.partition("=")[0]:
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part)
+    return parts
+
+
 def unified(options: Any) -> None:
-    """Replace other spellings of choices by the stored one; for `__post_init__`."""
+    """Replace other spellings of choices by the stored one, and texts with commas by their parts: `__post_init__`."""
     for spec in _specs(options):
         value = getattr(options, spec.name)
+        if spec.has_commas and any("," in text for text in value):
+            object.__setattr__(options, spec.name, tuple(part for text in value for part in split_at_commas(text)))
         if spec.aliases and isinstance(value, str):
             object.__setattr__(options, spec.name, spec.aliases.get(value, value))
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import io
 import logging
 import os
+import shutil
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from dflash_bench.core.labels import shortened, visible
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+    from rich.text import Text
 
 Item = TypeVar("Item")
 
@@ -37,11 +40,18 @@ def progress_bar(stream: TextIO) -> Progress:
 
 
 def with_bar(items: Sequence[Item], doing: str, after_s: float = 2.0, stream: TextIO | None = None) -> Iterator[Item]:
-    """Yield the items; in a terminal, a bar appears on stderr once they have taken longer than `after_s`."""
+    """Yield the items; in a terminal, a bar appears on stderr once they have taken longer than `after_s`.
+
+    Elsewhere a line is written every `LINE_EVERY_S`.
+    """
     stream, start_s = stream or sys.stderr, time.monotonic()
     progress = None
     try:
+        last_s = start_s
         for number, item in enumerate(items):
+            if not stream.isatty() and time.monotonic() - last_s >= LINE_EVERY_S:
+                last_s = time.monotonic()
+                print(f"{doing}: {number}/{len(items)}", file=stream, flush=True)
             if progress is None and stream.isatty() and time.monotonic() - start_s > after_s:
                 progress = progress_bar(stream)
                 task = progress.add_task("", total=len(items), doing=doing, left="")
@@ -54,11 +64,15 @@ def with_bar(items: Sequence[Item], doing: str, after_s: float = 2.0, stream: Te
             progress.stop()
 
 
+LINE_EVERY_S = 10.0
+"""How often a line of progress is written where it cannot replace the one before, such as in a log."""
+
+
 @contextmanager
-def status(every_s: float = 30.0, stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
+def status(every_s: float = LINE_EVERY_S, stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
     """Give a function to call with a line of progress, which goes to stderr.
 
-    In a terminal each line replaces the one before; elsewhere, such as in a log, at most one is written per `every_s`.
+    In a terminal each line replaces the one before; elsewhere the newest is written every `every_s`, the first at once.
     """
     stream = stream or sys.stderr
     if stream.isatty():
@@ -68,15 +82,98 @@ def status(every_s: float = 30.0, stream: TextIO | None = None) -> Iterator[Call
         with Console(file=stream).status("") as line:
             yield lambda text: line.update(escape(text))
         return
-    last_s = -every_s
+    with _Lines(stream, every_s) as lines:
+        yield lines.tell
 
-    def tell(text: str) -> None:
-        nonlocal last_s
-        if time.monotonic() - last_s >= every_s:
-            last_s = time.monotonic()
-            print(text, file=stream, flush=True)
 
-    yield tell
+class _Lines:
+    """Writes the newest line of progress every few seconds, from a thread, since what goes on may say nothing."""
+
+    def __init__(self, stream: TextIO, every_s: float) -> None:
+        self.stream, self.every_s = stream, every_s
+        self.text, self.begun_s, self.is_new, self.has_written = "", time.monotonic(), False, False
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._write, daemon=True)
+
+    def __enter__(self) -> _Lines:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+
+    def tell(self, text: str) -> None:
+        self.text, self.begun_s, self.is_new = text, time.monotonic(), True
+        if not self.has_written:
+            self.has_written, self.is_new = True, False
+            self._print(text)
+
+    def _write(self) -> None:
+        while not self.ended.wait(self.every_s):
+            if self.text:
+                seconds = "" if self.is_new else f" ({time.monotonic() - self.begun_s:.0f} s)"
+                self.is_new = False
+                self._print(f"{self.text}{seconds}")
+
+    def _print(self, text: str) -> None:
+        print(text, file=self.stream, flush=True)
+
+
+class Stages:
+    """What a command does before its progress can be counted: shown within a moment, with how long each part took.
+
+    Nothing is drawn after `end`, as a thread that redraws would disturb what is measured.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stderr
+        self.is_terminal = self.stream.isatty()
+        self.took: list[tuple[str, float]] = []
+        self._doing, self._begun_s = "", 0.0
+        self._shown: Any = None
+        self._lines: _Lines | None = None
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def begin(self, doing: str) -> None:
+        """End the stage before, and show what is done now."""
+        self._finish()
+        self._doing, self._begun_s = doing, time.monotonic()
+        if self.is_terminal:
+            from rich.console import Console
+            from rich.markup import escape
+
+            if self._shown is None:
+                self._shown = Console(file=self.stream).status("")
+                self._shown.start()
+            self._shown.update(escape(doing))
+        else:
+            if self._lines is None:
+                self._lines = _Lines(self.stream, LINE_EVERY_S).__enter__()
+                self._lines.has_written = True
+            self._lines.tell(doing)
+
+    def end(self) -> None:
+        """Stop showing anything; a terminal keeps one line, of the stages and their times."""
+        self._finish()
+        if self._shown is not None:
+            self._shown.stop()
+            self._shown = None
+            print("   ".join(f"{name} {seconds:.1f} s" for name, seconds in self.took), file=self.stream)
+            self.took.clear()
+        if self._lines is not None:
+            self._lines.__exit__()
+            self._lines = None
+
+    def _finish(self) -> None:
+        if self._doing:
+            self.took.append((self._doing, time.monotonic() - self._begun_s))
+            self._doing = ""
 
 
 LONGEST_MESSAGE = 1200
@@ -116,6 +213,24 @@ def prepare() -> None:
 def say(text: object, end: str = "\n") -> None:
     """Print a result on stdout."""
     print(visible(str(text), keep="\n\t"), end=end)
+
+
+def terminal_width(most: int = 80) -> int:
+    """Return the columns of the terminal, up to `most`, which is also assumed where stdout is none."""
+    if not sys.stdout.isatty():
+        return most
+    return max(20, min(most, shutil.get_terminal_size((most, 24)).columns))
+
+
+def show(text: Text) -> None:
+    """Print text on stdout, with its colours if that is a terminal and NO_COLOR is not set."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    if console.is_terminal and not console.no_color:
+        console.print(text, end="")
+    else:
+        say(text.plain, end="")
 
 
 def note(text: str) -> None:

@@ -18,6 +18,8 @@ from dflash_bench.report.compare import IN_STRETCHES
 from dflash_bench.report.data import as_json, document_json
 from dflash_bench.report.document import ALLOWED, Document, document_of, read_document
 from dflash_bench.report.html import MOST_ANSWERS, write_page
+from dflash_bench.report.screen import screen
+from dflash_bench.report.tables import Section
 from dflash_bench.report.terminal import card, suites_text
 from dflash_bench.report.words import memory
 from dflash_bench.results import table
@@ -25,21 +27,28 @@ from dflash_bench.results.rounds import STRETCHES
 
 __all__ = [
     "ALLOWED", "FORMATS", "MOST_ANSWERS", "RESULTS", "ROUNDS", "Document", "as_json", "card", "document_of", "memory",
-    "read_document", "suites_text", "table_by", "write_page",
+    "read_document", "screen", "suites_text", "table_by", "text", "write_page",
 ]  # fmt: skip
 
 
-def table_by(document: Document, by: str) -> str:
+def table_by(document: Document, by: str, width: int = render.WIDTH) -> str:
     """The tables of `report`, with answers split by category, part or whatever else `table.read` splits by."""
     results = table.read_run(document.folder, by=by, allow=document.allow)
     cells = metrics.summarise(results.rows, results.info.identity)
     notes = [*document.notes, *([IN_STRETCHES] if by in STRETCHES else [])]
     shown = [*sections.of_cells(cells, document.findings), sections.findings(document.findings)]
-    return "\n".join([*notes, "\n\n".join(map(render.terminal, shown))]) + "\n"
+    return "\n".join([*notes, "\n\n".join(render.terminal(section, width) for section in shown)]) + "\n"
 
 
-def _text(document: Document) -> str:
-    shown = "\n\n".join(map(render.terminal, sections.of_document(document)))
+def text(document: Document, width: int = render.WIDTH, full: bool = True) -> str:
+    """The report for a terminal of this width: all of it, or only the table by suite and the conclusions."""
+    left_out = () if full else sections.ONLY_IN_FULL
+    several = [section for section in sections.of_document(document) if section.id not in left_out]
+    if full:
+        several.append(sections.formulas())
+    if full and (known := memory(document.results.info)):
+        several.append(Section("memory", sentences=[f"memory, as predicted: {known}"]))
+    shown = "\n\n".join(render.terminal(section, width) for section in several)
     return "\n".join([*document.notes, shown]) + "\n"
 
 
@@ -75,5 +84,5 @@ def _latex(document: Document) -> str:
 
 
 FORMATS: dict[str, Callable[[Document], str]] = {
-    "table": _text, "markdown": _markdown, "json": _json, "csv": _csv, "latex": _latex,
+    "table": text, "markdown": _markdown, "json": _json, "csv": _csv, "latex": _latex,
 }  # fmt: skip

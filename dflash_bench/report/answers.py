@@ -11,7 +11,8 @@ from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.core import files, labels
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import shortened
-from dflash_bench.core.types import Settings
+from dflash_bench.core.methods import is_tree
+from dflash_bench.core.types import CODE_SCORERS, Settings
 from dflash_bench.report.document import Document
 from dflash_bench.results import run_info
 from dflash_bench.results.identity import NAMES, short_names
@@ -89,11 +90,13 @@ def pieces(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str] | N
 # The answers that a page shows one by one: as many whole prompts of each suite as fit.
 
 
+LONGEST_REFERENCE = 80
+"""Characters of a reference that are shown."""
 MOST_PADDING = 1200
 """How many characters of the padding before a prompt are shown."""
 COLUMNS = (
     "suite", "prompt_id", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
-    "decode_s", "drafted", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
+    "decode_s", "drafted", "drafted_ids", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
     "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
     "audit", "audit_index", "audit_gap", "audit_tolerance", *NAMES,
 )  # fmt: skip
@@ -133,7 +136,8 @@ def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer
     decoder = load_tokenizer(document.results.info, tokenizer)
     plain = {_place(row): row for row in stored if row["method"] == BASELINE}
     named = short_names(document.results.stored.settings)
-    asked = _asked(document.folder)
+    stored_prompts = run_info.read_prompts(document.folder)
+    asked, expected = _asked(stored_prompts), _references(stored_prompts, document.results.info)
     questions = [asked.get(_turn(row), asked.get((*_turn(row)[:3], None))) for row in stored]
     prompts = list(dict.fromkeys(text for text in questions if text is not None))
     texts: dict[tuple[Any, ...], int] = {}
@@ -146,13 +150,18 @@ def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer
             shown.append((pieces(decoder, row["token_ids"], row["text"]) if decoder else None) or row["text"])
         heading = labels.with_settings(document.label(row["suite"]), named[_settings(row)] if len(named) > 1 else "")
         by_number = {} if question is None else {"asked": prompts.index(question)}
-        rows.append(_row(row, plain.get(_place(row))) | {"suite": heading, "text": texts[key]} | by_number)
+        reference = expected.get((row["suite"], row["prompt_id"])) if row["passed"] is not None else None
+        page_row = _row(row, plain.get(_place(row))) | {"suite": heading, "text": texts[key]} | by_number
+        page_row |= {"bare": row["suite"]} | ({} if reference is None else {"expected": reference})
+        if decoder and "by_round" in page_row and (said := _rejected(decoder, row)):
+            page_row["rejected"] = said
+        rows.append(page_row)
     is_plain = any(isinstance(text, str) and text for text in shown)
     why = "" if not is_plain else OTHER if decoder else NOT_AT_HAND
     return PageAnswers(rows, shown, prompts, len(document.results.rows), why)
 
 
-def _asked(folder: Path) -> dict[tuple[str, str, int, int | None], str]:
+def _asked(stored: Sequence[dict[str, Any]]) -> dict[tuple[str, str, int, int | None], str]:
     """The user's message in each turn of each prompt, after the messages that open it.
 
     In a first turn, for each context, also with the padding before it, shortened.
@@ -161,10 +170,35 @@ def _asked(folder: Path) -> dict[tuple[str, str, int, int | None], str]:
         (prompt["suite"], prompt["prompt_id"], turn, context): "\n\n".join(
             [*(message["content"] for message in (prompt["opening"] or ()) if turn == 0), padding + text]
         )
-        for prompt in run_info.read_prompts(folder)
+        for prompt in stored
         for turn, text in enumerate(prompt["turns"] or ())
         for context, padding in [(None, ""), *(_paddings(prompt) if turn == 0 else ())]
     }
+
+
+def _references(stored: Sequence[dict[str, Any]], info: RunInfo) -> dict[tuple[str, str], str]:
+    """The last line of each prompt's reference, where the answer stands; not of code, whose reference is tests."""
+    of_code = {name for name, suite in info.identity.suites.items() if suite.scorer in CODE_SCORERS}
+    return {
+        (prompt["suite"], prompt["prompt_id"]): prompt["reference"].strip().splitlines()[-1][-LONGEST_REFERENCE:]
+        for prompt in stored
+        if (prompt["reference"] or "").strip() and prompt["suite"] not in of_code
+    }
+
+
+def _rejected(decoder: Any, row: dict[str, Any]) -> list[str]:
+    """What a chain's draft said beyond what was accepted, for each round; empty if it was not stored, or for trees."""
+    if row["drafted_ids"] is None or is_tree(row["method"]):
+        return []
+    said, at = [], 0
+    for drafted, accepted in zip(row["drafted"], row["accepted"], strict=True):
+        ids = [int(token) for token in row["drafted_ids"][at + accepted : at + drafted]]
+        try:
+            said.append(decoder.decode(ids, skip_special_tokens=False) if ids else "")
+        except OverflowError:  # an id that no tokenizer has
+            said.append("")
+        at += drafted
+    return said
 
 
 def _paddings(prompt: dict[str, Any]) -> list[tuple[int, str]]:

@@ -39,6 +39,49 @@ from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.rounds import STRETCHES
 from dflash_bench.results.table import RunTable
 
+# The verdict, above everything else.
+
+
+MOST_SENTENCES = 8
+JUDGED_BY = ("speedup.decode", "tps.decode", "al.pooled")
+"""The metrics that a verdict is about: the first of them that a comparison has."""
+
+
+def verdicts(comparisons: Sequence[Comparison]) -> list[str]:
+    """Return what changed for the better or worse, worst first, and how much else did not, in a sentence each."""
+    known = [
+        (versus, name) for versus in comparisons if (name := next((n for n in JUDGED_BY if n in versus.changes), None))
+    ]
+    by_verdict: dict[str, list[str]] = {"worse": [], "better": [], "unclear": [], "same": []}
+    for versus, name in known:
+        change = versus.changes[name]
+        found = verdict(name, change)
+        place = _sides(versus, bool(versus.key.slice))
+        where, sides = " ".join(place[:-2]), f"{versus.after} against {versus.before}"
+        sentence = f"{found.upper() if found == 'worse' else found}: {where}, {sides}: {name} {_times(change.ratio)}"
+        by_verdict.setdefault(found, []).append(sentence)
+    for versus in comparisons:
+        if versus.passed_verdict in ("worse", "better"):
+            where = " ".join(_sides(versus, bool(versus.key.slice))[:-2])
+            sentence = f"{where}, {versus.after} against {versus.before}: {points(versus.passed)} points answered right"
+            by_verdict[versus.passed_verdict].append(f"{versus.passed_verdict.upper()}: {sentence}")
+    told = [*by_verdict["worse"], *by_verdict["better"]]
+    shown = [
+        *told[:MOST_SENTENCES],
+        *([f"and {len(told) - MOST_SENTENCES} more, below"] if len(told) > MOST_SENTENCES else []),
+    ]
+    rest = [
+        f"{len(by_verdict[name])} {name}" for name in by_verdict if name not in ("worse", "better") and by_verdict[name]
+    ]
+    return [*shown, f"{'others' if told else 'of what is compared'}: {', '.join(rest)}"] if rest else shown
+
+
+def _times(ratio: Interval) -> str:
+    if ratio.low is None or ratio.high is None:
+        return f"{number(ratio.value)} times"
+    return f"{number(ratio.value)} times ({number(ratio.low)} to {number(ratio.high)})"
+
+
 # The sections and the JSON of `compare`. Time-free metrics stand apart from timings, and ids above every column.
 
 
@@ -81,7 +124,9 @@ def _cell_table(cells: Sequence[Cell], ids: Sequence[str], shares: Sequence[str]
         ]
         for cell in cells
     ]
-    return ReportTable.of([*names, "prompts", *known_ids, *shares], rows, left=len(names))
+    table = ReportTable.of([*names, "prompts", *known_ids, *shares], rows, left=len(names))
+    kept = (*names, *JUDGED_BY, *shares)
+    return replace(table, columns=[replace(column, is_spare=column.id not in kept) for column in table.columns])
 
 
 def _names(is_sliced: bool, *methods: str) -> list[str]:
@@ -225,13 +270,17 @@ class _Found:
     sections: Sequence[Section]
     json: dict[str, Any]
     notes: Sequence[str] = ()
+    verdicts: Sequence[str] = ()
 
 
 def compared(
     paths: Sequence[Path], *, by: str = "suite", against: str | None = None, compat: str | None = None,
-    allow: Sequence[str] = (),
+    allow: Sequence[str] = (), width: int | None = None,
 ) -> ComparisonText:  # fmt: skip
-    """Compare runs (folders) and results of vllm bench serve (files). Raises UserError if they cannot be compared."""
+    """Compare runs (folders) and results of vllm bench serve (files), as text for a terminal of this width.
+
+    Raises UserError if they cannot be compared.
+    """
     check_allowed(allow)
     idle = [name for name in allow if name in INCOMPATIBILITIES]
     if idle and sum(path.is_dir() for path in paths) < 2:
@@ -242,11 +291,11 @@ def compared(
     if not runs:
         raise UserError("compare needs the folder of at least one run")
     if against is not None:
-        return _with_notes(runs, [], _against(runs[0], against))
+        return _with_notes(runs, [], _against(runs[0], against), width)
     if compat is not None:
-        return _with_notes(runs, [], _compat(runs[0]))
+        return _with_notes(runs, [], _compat(runs[0]), width)
     if served:
-        return _with_notes(runs, [], _beside_served(runs, served))
+        return _with_notes(runs, [], _beside_served(runs, served), width)
     unlike = [difference for after in runs[1:] for difference in require_comparable(runs[0], after, allow)]
     cells_of = {run.name: comparable_cells(run) for run in runs}
     first, *others = cells_of
@@ -265,7 +314,9 @@ def compared(
     shown = changes if others else compare_methods(cells_of[first])
     made = _cells_and_changes(cells_of, pooled, shown, alike)
     allowed = {"differences": [asdict(difference) for difference in unlike]} if others else {}
-    return _with_notes(runs, notes, replace(made, json=made.json | allowed))
+    told = verdicts(shown)
+    found = replace(made, json={"verdicts": told} | made.json | allowed, verdicts=told)
+    return _with_notes(runs, notes, found, width)
 
 
 def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | None, compat: str | None) -> None:
@@ -284,13 +335,14 @@ def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | No
         raise UserError("--by has no effect on result files of a server, which hold no answers")
 
 
-def _with_notes(runs: Sequence[RunTable], notes: Sequence[str], found: _Found) -> ComparisonText:
-    """Add the notes on the runs, above the tables."""
+def _with_notes(runs: Sequence[RunTable], notes: Sequence[str], found: _Found, width: int | None) -> ComparisonText:
+    """Add the verdicts and the notes on the runs, above the tables."""
     lines = [f"run {run.name}: {run.info.environment.one_line()}" for run in runs]
     sentences = [text for run in runs for text in [*run.missing, *_wrong(run)]]
     sentences += [*notes, *found.notes]
     lines += [f"note: {text}" for text in sentences]
-    blocks = ["\n".join(lines), *(render.terminal(section, width=None) for section in found.sections)]
+    paragraphs = ["\n".join(render.wrapped(line, width) for line in several) for several in (found.verdicts, lines)]
+    blocks = [*filter(None, paragraphs), *(render.terminal(section, width) for section in found.sections)]
     about = {"runs": [run.name for run in runs], "notes": sentences}
     return ComparisonText("\n\n".join(blocks) + "\n", about | found.json)
 

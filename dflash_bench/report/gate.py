@@ -28,22 +28,34 @@ UNITS = {name: metric.unit for name, metric in METRICS.items() if metric.may_fal
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def section(outcome: GateOutcome) -> Section:
-    """A row for each check, and the notes below."""
-    table = ReportTable(COLUMNS, [TableRow(_row(check)) for check in outcome.checks])
+def section(outcome: GateOutcome, checks: Sequence[Check]) -> Section:
+    """A row for each of these checks, if there are any, and the notes below."""
+    table = ReportTable(COLUMNS, [TableRow(_row(check)) for check in checks]) if checks else None
     return Section("check", table=table, sentences=[f"note: {note}" for note in outcome.notes])
 
 
-def text(outcome: GateOutcome) -> str:
-    """For logs: every note stays on a line of its own."""
-    shown = section(outcome)
-    return render.terminal(replace(shown, sentences=[*shown.sentences, headline(outcome)]), width=None)
+def text(outcome: GateOutcome, every: bool = False) -> str:
+    """For logs: the verdict, the failures, and with `every` all that passed; every note stays on a line of its own."""
+    failures, passed = outcome.failures, [check for check in outcome.checks if not check.failed]
+    shown = section(outcome, [*failures, *(passed if every else [])])
+    left_out = [] if every or not passed else [f"passed and not listed: {len(passed)} checks; --all lists them"]
+    below = replace(shown, sentences=[*shown.sentences, *left_out])
+    return "\n\n".join(filter(None, [headline(outcome), render.terminal(below, width=None)]))
 
 
 def summary(outcome: GateOutcome) -> str:
-    """Markdown for $GITHUB_STEP_SUMMARY."""
+    """Markdown for $GITHUB_STEP_SUMMARY: what passed is folded."""
     sign = "❌" if outcome.failures else "✅"
-    return f"### dflash-bench check {sign}\n\n{in_markdown(headline(outcome))}\n\n{render.markdown(section(outcome))}\n"
+    passed = [check for check in outcome.checks if not check.failed]
+    blocks = [
+        f"### dflash-bench check {sign}",
+        in_markdown(headline(outcome)),
+        render.markdown(section(outcome, outcome.failures)),
+    ]
+    if passed:
+        table = render.markdown(section(replace(outcome, notes=()), passed))
+        blocks.append(f"<details><summary>{len(passed)} checks passed</summary>\n\n{table}\n\n</details>")
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def headline(outcome: GateOutcome) -> str:

@@ -44,7 +44,7 @@
     { head: "al", title: "mean over rounds of a_i + 1", key: (row) => row.al, show: number(2) },
     { head: "ms / token", key: (row) => row.ms, show: number(2), spare: true },
     { head: "speed-up", key: (row) => row.speedup, show: number(2) },
-    { head: "exact", key: same, spare: true },
+    { head: "exact", key: same, narrow: true },
     { head: "answer", key: right },
   ];
   const outcomes = {
@@ -65,7 +65,7 @@
     for (const [place, column] of columns.entries()) {
       const value = column.key(row);
       const label = column.show ? column.show(value) : value;
-      const td = make("td", [column.name && "name", column.spare && "spare"].filter(Boolean).join(" "));
+      const td = make("td", [column.name && "name", column.spare && "spare", column.narrow && "narrow"].filter(Boolean).join(" "));
       if (place === 0) {
         const button = make("button", "", label);
         button.type = "button";
@@ -110,7 +110,7 @@
   };
 
   columns.forEach((column, place) => {
-    const th = make("th", [column.name && "name", column.spare && "spare"].filter(Boolean).join(" "));
+    const th = make("th", [column.name && "name", column.spare && "spare", column.narrow && "narrow"].filter(Boolean).join(" "));
     const button = make("button", "", column.head);
     button.type = "button";
     if (column.title) button.title = column.title;
@@ -138,21 +138,31 @@
 
   // One answer
 
-  const describeRound = (round, place) => {
+  const describeRound = (round, place, said) => {
     const [drafted, kept, emitted, draft, verify] = round;
     const times = verify === null || verify === undefined ? "" : `; draft ${draft} ms, verify ${verify} ms`;
-    return `round ${place + 1}: ${drafted} drafted, ${kept} accepted, ${drafted - kept} rejected, ${emitted} out${times}`;
+    return `round ${place + 1}: ${drafted} drafted, ${kept} accepted, ${drafted - kept} rejected, ${emitted} out${times}${said ? `; the draft went on: ${said}` : ""}`;
   };
-  const legend = () => {
+  const legend = (row, pre) => {
     const key = make("div", "key");
     const add = (kind, text, words) => { const span = make("span"); span.append(make("span", kind, text), ` ${words}`); key.append(span); };
     add("t start", "a", "from prefill");
     add("t kept", "a", "drafted and accepted (shade changes with the round)");
     add("t bonus", "a", "chosen by the target");
     add("cut", "−9", "drafted and rejected");
+    if (row.rejected) {
+      const button = make("button", "", "show what was rejected");
+      button.type = "button";
+      button.setAttribute("aria-pressed", "false");
+      button.addEventListener("click", () => {
+        const on = pre.classList.toggle("said");
+        button.setAttribute("aria-pressed", String(on));
+      });
+      key.append(button);
+    }
     return key;
   };
-  const coloured = (pieces, rounds, leaves) => {
+  const coloured = (pieces, rounds, leaves, rejected) => {
     const pre = make("pre", "text");
     let place = 0;
     const token = (kind) => {
@@ -164,9 +174,14 @@
     if (pieces.length) pre.append(token("start"));
     rounds.forEach(([drafted, kept, emitted, ...times], number) => {
       const span = make("span", `round ${number % 2 ? "odd" : "even"}`);
-      span.title = describeRound([drafted, kept, emitted, ...times], number);
+      const said = rejected ? rejected[number] : "";
+      span.title = describeRound([drafted, kept, emitted, ...times], number, said);
       for (let out = 0; out < emitted && place < pieces.length; out += 1) span.append(token(out < kept ? "kept" : "bonus"));
-      if (drafted > kept) span.append(make("span", "cut", `−${drafted - kept}`));
+      if (drafted > kept) {
+        const cut = make("span", "cut", `−${drafted - kept}`);
+        if (said) cut.append(make("s", "", said));
+        span.append(cut);
+      }
       pre.append(span);
     });
     return pre;
@@ -202,6 +217,7 @@
     const about = [
       row.finish === "length" ? "cut at the token limit" : "",
       row.answer === undefined ? "" : `answer read as: ${row.answer}`,
+      row.expected === undefined ? "" : `expected: ${row.expected}`,
       row.leaves === undefined ? "" : `differs from the plain answer at token ${row.leaves}${behind(row.gap, row.tolerance)}`,
       row.departs === undefined ? "" : `not the model's first choice at token ${row.departs}${behind(row.audit_gap, row.audit_tolerance)}`,
     ];
@@ -210,8 +226,8 @@
     if (question(row)) box.append(make("pre", "text question", question(row)));
     const text = texts[row.text];
     if (Array.isArray(text) && row.by_round) {
-      const pre = coloured(text, row.by_round, row.leaves);
-      box.append(legend(), strip(row.by_round, pre), pre);
+      const pre = coloured(text, row.by_round, row.leaves, row.rejected);
+      box.append(legend(row, pre), strip(row.by_round, pre), pre);
     } else {
       const pre = make("pre", "text", whole(row));
       if (row.by_round) box.append(strip(row.by_round, pre));
@@ -227,4 +243,42 @@
   // The button's click reaches the row, so one listener serves both.
   for (const item of items) item.tr.addEventListener("click", () => toggle(item));
   show();
+
+  // Links to one answer, #a=gsm8k/12/dflash, and the keys j and k from one to the next
+
+  const address = ({ bare, prompt, method, turn, repeat }) =>
+    `#a=${[bare, prompt, method, ...(turn || repeat ? [turn, repeat] : [])].map(encodeURIComponent).join("/")}`;
+  const go = (item) => {
+    if (!item.tr.isConnected) {
+      at("filter").reset();
+      show();
+    }
+    if (!item.open) toggle(item);
+    item.tr.scrollIntoView({ block: "start" });
+    item.tr.querySelector("button").focus({ preventScroll: true });
+  };
+  const follow = () => {
+    const item = items.find(({ row }) => address(row) === location.hash);
+    if (item) go(item);
+  };
+  for (const item of items) {
+    item.tr.addEventListener("click", () => {
+      if (item.open) history.replaceState(null, "", address(item.row));
+    });
+  }
+  document.addEventListener("keydown", (event) => {
+    if (!["j", "k"].includes(event.key) || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) return;
+    const shown = [...body.querySelectorAll("tr.row")];
+    const here = shown.findIndex((tr) => tr.contains(document.activeElement));
+    const next = shown[here + (event.key === "j" ? 1 : -1)];
+    if (!next) return;
+    const before = items.find(({ tr }) => tr === shown[here]);
+    if (before && before.open) toggle(before);
+    const item = items.find(({ tr }) => tr === next);
+    go(item);
+    history.replaceState(null, "", address(item.row));
+  });
+  window.addEventListener("hashchange", follow);
+  follow();
 })();

@@ -6,6 +6,7 @@ import csv
 import io
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def terminal(section: Section, width: int | None = WIDTH) -> str:
     """Paragraphs are wrapped at `width`; None leaves each on one line, as logs want it."""
     title = section.title[:1].lower() + section.title[1:]
     below = [wrapped(text, width) for text in section.legend]
-    top = [*([title] if title and section.items is None else []), *_lines(section.table), *below]
+    top = [*([title] if title and section.items is None else []), *_lines(section.table, width), *below]
     blocks = [
         top,
         [wrapped(text, width) for text in section.sentences],
@@ -42,19 +43,42 @@ def wrapped(text: str, width: int | None = WIDTH, first: str = "", others: str =
     return textwrap.fill(visible(text), width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 
-def _lines(table: ReportTable | None) -> list[str]:
-    """Groups stand on lines of their own, as long as they may be, above their rows."""
+def _lines(table: ReportTable | None, width: int | None) -> list[str]:
+    """Groups stand on lines of their own, as long as they may be, above their rows.
+
+    Spare columns that do not fit into the width are left out, and named below.
+    """
     if table is None:
         return []
+    lines, left_out = _aligned(table), []
+    while width is not None and max(map(len, lines)) > width:
+        spare = [column for column in table.columns if column.is_spare]
+        if not spare:
+            break
+        left_out.append(spare[-1].one_line)
+        table = _without(table, spare[-1])
+        lines = _aligned(table)
+    num_rows = len(table.rows)
+    heads, below = lines[: len(lines) - num_rows], iter(lines[len(lines) - num_rows :])
+    for group, members in table.groups:
+        heads += [visible(group)] * bool(group) + [next(below) for _ in members]
+    if left_out:
+        heads.append(wrapped(f"Too narrow for {', '.join(reversed(left_out))}.", width))
+    return heads
+
+
+def _aligned(table: ReportTable) -> list[str]:
     indent = "  " if table.group else ""
     rows = [list(map(Column.marked, table.columns, row.values)) for row in table.rows]
     rows = [[f"{indent}{name}", *rest] for name, *rest in rows]
     is_left = [column.justify == "left" for column in table.columns]
-    lines = tables.aligned([column.head for column in table.columns], rows, is_left).splitlines()
-    heads, below = lines[: len(lines) - len(rows)], iter(lines[len(lines) - len(rows) :])
-    for group, members in table.groups:
-        heads += [visible(group)] * bool(group) + [next(below) for _ in members]
-    return heads
+    return tables.aligned([column.head for column in table.columns], rows, is_left).splitlines()
+
+
+def _without(table: ReportTable, column: Column) -> ReportTable:
+    at = list(table.columns).index(column)
+    rows = [replace(row, values=[*row.values[:at], *row.values[at + 1 :]]) for row in table.rows]
+    return replace(table, columns=[*table.columns[:at], *table.columns[at + 1 :]], rows=rows)
 
 
 def _item(item: ListItem, width: int | None) -> str:

@@ -28,6 +28,10 @@ WRONG = (
 """Findings that a reader must not miss; the others say that a number is weak."""
 
 
+ONLY_IN_FULL = ("rounds", "width_curve", "formulas")
+"""Sections that a terminal shows only if all are asked for."""
+
+
 def of_document(document: Document) -> list[Section]:
     """The sections of a run's report, in the order that every form shows them."""
     info = document.results.info

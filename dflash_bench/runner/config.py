@@ -163,10 +163,11 @@ class PromptOptions:
     """The prompts."""
 
     suites: tuple[str, ...] = _prompts(
-        "A suite or a group of suites, from 'dflash-bench suites'; may be repeated.",
+        "A suite or a group of suites, from 'dflash-bench suites', or several with commas.",
         default=(),
         flag="--suite",
-        metavar="NAME",
+        metavar="NAME[,NAME...]",
+        has_commas=True,
     )
     prompts: Path | None = _prompts(
         "Your own prompts: a file with one JSON object per line, with prompt, turns or messages; Spec-Bench "
@@ -228,11 +229,12 @@ class ModelOptions:
     """Which weights, and how they draft."""
 
     methods: tuple[str, ...] = _models(
-        "How tokens are drafted, from 'dflash-bench methods'; NAME:N drafts N tokens per round. May be repeated. "
-        "Default: dflash. Plain decoding always runs.",
+        "How tokens are drafted, from 'dflash-bench methods', or several with commas; NAME:N drafts N tokens per "
+        "round. Default: dflash. Plain decoding always runs.",
         default=(),
         flag="--method",
         metavar="NAME[@LABEL][:KEY=VALUE,...]",
+        has_commas=True,
         conflicts=(SERVED,),
     )
     model: str | None = _models(
@@ -681,11 +683,14 @@ class RunRequest(MachineOptions, DecodingOptions, ServerOptions, ModelOptions, P
 class OutputOptions:
     """Where a run goes, and when it counts as one that failed; it changes nothing that is measured."""
 
-    out: Path | None = _results("Folder for the results. Default: results/runs/TIME-MODEL.", metavar="DIR")
+    out: Path | None = _results("Folder for the results. Default: results/runs/TIME-MODEL.", letter="-o", metavar="DIR")
     resume: bool = _results(
         "Continue the unfinished run in --out; give the other options again as they were.",
         default=False,
         needs=(Condition(lambda options: options.out is not None, "{flag} needs --out FOLDER, the run to continue"),),
+    )
+    save_config: Path | None = _results(
+        "Also write the options of this run as a TOML file, for --config.", metavar="FILE"
     )
     allow: tuple[str, ...] = _results(
         "Exit with status 0 even if answers failed.",

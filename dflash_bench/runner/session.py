@@ -15,7 +15,7 @@ from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.option import to_json
 from dflash_bench.core.secrets import command
-from dflash_bench.core.terminal import progress_bar
+from dflash_bench.core.terminal import LINE_EVERY_S, Stages, progress_bar
 from dflash_bench.core.types import Answer, Generation, Settings
 from dflash_bench.models.chat import decoder_of
 from dflash_bench.results import store
@@ -49,9 +49,6 @@ from dflash_bench.tasks.suites import Loaded, chats
 # The progress of a run: the cell, the share done, speed, acceptance, and the time left.
 #
 # All of it goes to stderr, so that stdout has the result and nothing else.
-
-
-LINE_EVERY_S = 10.0
 
 
 @dataclass(slots=True)
@@ -156,6 +153,17 @@ class Caller:
     progress: Callable[..., Progress] = Progress
     words: str | None = None
     """None: the command line."""
+    stages: Stages | None = None
+
+    def begins(self, doing: str) -> None:
+        """Show what is done before the first answer."""
+        if self.stages is not None:
+            self.stages.begin(doing)
+
+    def measures(self) -> None:
+        """Show nothing more of that: from now on a thread that draws would disturb what is timed."""
+        if self.stages is not None:
+            self.stages.end()
 
 
 def perform(
@@ -165,9 +173,18 @@ def perform(
     tell: Callable[[str], object],
     progress: Callable[..., Progress] = Progress,
     words: str | None = None,
+    stages: Stages | None = None,
 ) -> None:
     """Run, or continue the run in `folder`. Raises UserError before anything is written."""
-    caller = Caller(tell, progress, words)
+    caller = Caller(tell, progress, words, stages)
+    try:
+        _perform(request, folder, resume, caller)
+    finally:
+        caller.measures()
+
+
+def _perform(request: RunRequest, folder: Path, resume: bool, caller: Caller) -> None:
+    caller.begins("reading prompts")
     request, methods, model = methods_and_model(request)
     if request.workers is not None:
         require_ray()
@@ -179,7 +196,7 @@ def perform(
     resolved = plan_run(request, methods, model)
     with ExitStack() as stack:
         if request.launch is None:
-            prepared, backend = _opened(resolved, stack, caller.tell)
+            prepared, backend = _opened(resolved, stack, caller)
             _run(resolved, prepared, backend, folder, resume, caller)
         else:
             _run_launched(resolved, stack, folder, resume, caller)
@@ -191,6 +208,7 @@ def _run_launched(resolved: RunPlan, stack: ExitStack, folder: Path, resume: boo
 
     launch.check(resolved.request, resolved.methods)
     resolved = launch.with_dtype(resolved)
+    caller.measures()
     launched, addresses = launch.launch(resolved, folder, stack, caller.tell)
     backend = stack.enter_context(open_servers(resolved, addresses))
     prepared = check_fits(resolved.judging)
@@ -205,9 +223,7 @@ def _run_launched(resolved: RunPlan, stack: ExitStack, folder: Path, resume: boo
         caller.tell(f"note: {death}")
 
 
-def _opened(
-    resolved: RunPlan, stack: ExitStack, tell: Callable[[str], object]
-) -> tuple[PreparedRun, Backend | WorkerPool]:
+def _opened(resolved: RunPlan, stack: ExitStack, caller: Caller) -> tuple[PreparedRun, Backend | WorkerPool]:
     """Open the backend, after all checks that need no weights; servers and workers are closed by the stack."""
     if resolved.request.workers is not None:
         prepared = check_fits(resolved)
@@ -215,12 +231,15 @@ def _opened(
     if not resolved.request.asks_servers:
         prepared = check_fits(resolved)
         if note := kernels_note(resolved):
-            tell(f"note: {note}")
-        return prepared, open_local(prepared.pinned(resolved))
+            caller.tell(f"note: {note}")
+        caller.begins(f"loading {resolved.request.name}")
+        return prepared, open_local(prepared.pinned(resolved), caller.begins)
+    caller.begins("connecting")
     backend = stack.enter_context(open_servers(resolved, config.addresses_of(resolved.request)))
     if not resolved.request.has_target:
         return PreparedRun(Contexts(0, 0), None), backend
     prepared = check_fits(resolved.judging)
+    caller.begins("loading the judge")
     add_judge(backend, prepared.pinned(resolved))
     return prepared, backend
 
@@ -239,6 +258,8 @@ def _run(
     settings = settings_of(request, modes_of(request, model, backend.has_thinking))
     backend.check_chats([chat for loaded in resolved.suites for chat in chats(loaded)], settings)
     plan = _plan(resolved, settings, prepared)
+    if not request.asks_servers:
+        caller.begins("timing passes")
     info = _info(resolved, plan, backend, prepared, caller)
     pins = [
         f"{part} is not pinned: it is {prepared.commits[part]} now, and another one when the hub's changes"
@@ -252,6 +273,7 @@ def _run(
     if resume and request.budget is not None:
         _refuse_other_order(read_info(folder), info["plan"], folder)
     with (store.resume if resume else store.create)(folder, info) as run:
+        caller.measures()
         begun()
         run.keep_prompts(work.prompt_rows(plan))
         if not request.asks_servers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,15 +53,16 @@ class MachineConfig:
     """The number of workers that share the machine's memory on the CPU."""
 
 
-def open_local(resolved: RunPlan) -> LocalBackend:
+def open_local(resolved: RunPlan, begins: Callable[[str], object] = lambda _: None) -> LocalBackend:
     """Open the engine of this process with the models of a run, and load the weights of its judge.
 
-    Raises UserError as `open_engine`.
+    `begins` hears of the second. Raises UserError as `open_engine`.
     """
     wanted, seed = machine_of(resolved.request), resolved.request.seed or 0
     backend = open_engine(
         resolved.model, resolved.methods, wanted, resolved.max_new_tokens, seed, resolved.cache_bytes, lets_go=True
     )
+    begins("loading the judge")
     backend.witness.read()
     return backend
 

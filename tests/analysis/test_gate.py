@@ -141,7 +141,10 @@ def test_a_limits_file_replaces_what_the_baseline_lets_pass(tmp_path: Path, gate
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('["al.pooled"]\nfal = 1\n', "unknown key in limits.toml al.pooled: 'fal'; known: at_least, fall"),
+        (
+            '["al.pooled"]\nfal = 1\n',
+            "unknown key in limits.toml al.pooled: 'fal' (did you mean 'fall'?); known: at_least, fall",
+        ),
         ("[al]\nfall = 1\n", "unknown figure in limits.toml: 'al'; known: al.pooled, exact, passed"),
         ('"al.pooled" = 1\n', 'al.pooled needs a table, such as ["al.pooled"]'),
         ('["al.pooled"]\nfall = 5\n', "al.pooled fall must be a share below 1, such as 0.05 for 5 %, not 5"),

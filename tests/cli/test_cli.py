@@ -158,6 +158,8 @@ def test_a_mismatch_is_exit_status_1_after_everything_is_saved(
     info, records = store.load(here / "out")
     info = info.to_json()
     assert (info["state"], len(records)) == ("complete", 12)
+    assert "dflash is NOT exact: 4 answers are not the target's own." in capsys.readouterr().out
+    assert main(monkeypatch, "report", "out") == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "gsm8k (folder data) dflash: 4 of 4 answers differ from the plain answer" in told
 
@@ -177,8 +179,12 @@ def test_an_audit_that_fails_is_exit_status_1_though_all_methods_agree(
     code, backend = fake_run(monkeypatch, *ASKED)
     assert (code, len(backend.audited)) == (0, 4)
     departures = dict.fromkeys(backend.audited[:1], Divergence(1, 2.0, 0.001))
+    capsys.readouterr()
     code, _ = fake_run(monkeypatch, *ASKED, out="again", departures=departures)
     assert code == 1
+    screen = capsys.readouterr().out
+    assert "NOT exact: " in screen and "✗" in screen
+    assert main(monkeypatch, "report", "again") == 0
     assert "are not the published model's own output" in " ".join(capsys.readouterr().out.split())
     code, backend = fake_run(monkeypatch, *ASKED, "--audit", "none", out="unread", departures=departures)
     assert (code, backend.audited) == (0, [])
@@ -351,7 +357,7 @@ def test_a_flag_that_has_no_effect_or_no_sense_is_refused(words: str, refused: C
 
 
 UNKNOWN = {
-    "--suite gsm9k": "unknown suite 'gsm9k'; known: aime24, aime25, chat, code, gsm8k,",
+    "--suite gsm9k": "unknown suite 'gsm9k' (did you mean 'gsm8k'?); known: aime24, aime25, chat, code, gsm8k,",
     "--suite gsm8k --method nonsense": f"unknown method 'nonsense'; known: {', '.join(sorted(METHODS))}",
     "--suite gsm8k --model none": "unknown model 'none'; known: ",
     "--suite gsm8k --device tpu": "unknown device 'tpu'; known: cpu, cuda, cuda:N",

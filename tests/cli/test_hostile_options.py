@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
          "--repetition-penalty", "--draws", "--length", "--seed", "--device", "--dtype"],
     ),
     "compare": (["run"], ["RUN", "--by", "--against", "--compat", "--allow"]),
-    "baseline": (["run", "--output", "new"], ["RUN", "--output", "--limits"]),
+    "baseline": (["run", "--out", "new"], ["RUN", "--out", "--limits"]),
     "check": (["run"], ["RUN", "--baseline", "--limits", "--allow"]),
     "report": (["run"], ["RUN", "--format", "--answers", "--tokenizer", "--by", "--allow"]),
     "card": (["run"], ["RUN", "--allow"]),
@@ -83,7 +83,7 @@ def refused(main: Main, *asked: object) -> str:
 
 @pytest.mark.parametrize(("command", "option"), CASES)
 def test_a_value_that_nobody_means_is_one_line(command: str, option: str, here: Path, main: Main) -> None:
-    for value in MEANT_BY_NOBODY[: 3 if option in ("--out", "--output") else None]:
+    for value in MEANT_BY_NOBODY[: 3 if option in ("--out",) else None]:
         if command == "run" and option in LOADED and value in MEANT_BY_NOBODY[3:]:
             continue  # the backend of this test loads nothing; `test_a_model_of_no_such_name` does
         refused(main, *words(command, option, value))
@@ -193,6 +193,8 @@ def test_prompts_are_scored_and_what_nothing_reads_is_told(here: Path, main: Mai
     asked = ("run", "--prompts", "mine.jsonl", "--score", "gsm8k_number", "--out", "new")
     code, out, err = main(*asked)
     assert code == 0 and err.startswith("note: mine.jsonl: ignored sourc (known: ") and err.count("\n") == 1
+    assert "tokens/round" in out
+    out = main("report", "new")[1]
     assert next(line.split()[-1] for line in out.splitlines() if line.startswith("  ar ")) == "0.0"
 
 

@@ -284,7 +284,7 @@ OUTPUTS = {
     "junit": ["check", "run", "--junit"],
     "summary": ["check", "run", "--summary"],
     "benchmark": ["check", "run", "--benchmark"],
-    "baseline": ["baseline", "run", "--output"],
+    "baseline": ["baseline", "run", "--out"],
 }
 
 

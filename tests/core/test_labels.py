@@ -63,7 +63,7 @@ def run(tmp_path: Path) -> Path:
         ["compare", "run", "--compat", "zlab"],
         ["compare", "run", "--by", "output-position"],
         ["compare", "run", "--against", "paper:qwen3-8b"],
-        ["check", "run"],
+        ["check", "run", "--all"],
     ],
     ids=" ".join,
 )

@@ -151,12 +151,14 @@ def test_the_baseline_comes_first_and_each_method_once() -> None:
 @pytest.mark.parametrize("text", ["nonsense", "", "DFlash", " dflash", "nonsense:4", "nonsense@a", "@a", ":4"])
 def test_an_unknown_name_lists_the_known_ones(text: str) -> None:
     known = ", ".join(sorted(METHODS))
-    with pytest.raises(UserError, match=rf"^unknown method '.*'; known: {re.escape(known)}$"):
+    with pytest.raises(
+        UserError, match=rf"^unknown method '.*'(| \(did you mean '.*'\?\)); known: {re.escape(known)}$"
+    ):
         parse(text)
 
 
 REFUSED = {
-    "dflash:blok=8": "unknown option of method dflash 'blok'; known: block, n",
+    "dflash:blok=8": "unknown option of method dflash 'blok' (did you mean 'block'?); known: block, n",
     "dflash:Block=8": "unknown option of method dflash 'Block'",
     "dflash:": "nothing follows the colon; omit it, or write dflash:N or dflash:KEY=VALUE,... with block, n",
     "dflash:block=8,": "'' is not KEY=VALUE; write dflash:N or",
@@ -250,5 +252,7 @@ def test_a_drafter_is_found_by_the_name_of_its_method() -> None:
 
 
 def test_an_unknown_method_is_not_listed() -> None:
-    with pytest.raises(UserError, match="unknown method 'eagle3-tree:9'; known: ar, "):
+    with pytest.raises(
+        UserError, match=r"unknown method 'eagle3-tree:9' \(did you mean 'eagle3-tree'\?\); known: ar, "
+    ):
         listed.text_of("eagle3-tree:9")

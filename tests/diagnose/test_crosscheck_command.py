@@ -121,7 +121,7 @@ def test_a_failed_answer_is_said(check: Main, answers: dict[str, Said]) -> None:
 
 def test_the_page_and_the_json_say_the_same(check: Main, answers: dict[str, Said], tmp_path: Path) -> None:
     with server(answers) as running:
-        code, out, err = check(running, "--json", "--output", tmp_path / "page.md")
+        code, out, err = check(running, "--json", "--out", tmp_path / "page.md")
     (found,) = json.loads(out)
     page = (tmp_path / "page.md").read_text()
     assert code == 0 and found["verdict"] == "agree" and found["ratio"]["value"] == 1
@@ -158,7 +158,7 @@ def test_two_servers_are_checked_in_one_go(main: Main, answers: dict[str, Said])
         (["--server", "dflash=http://x", "--timeout", "0"], "--timeout is a number of seconds above 0"),
         (["--server", "dflash=http://x", "--draft", "eagle3=x"], "--draft eagle3= has no effect"),
         (
-            ["--server", "dflash=http://x", "--output", "no/such/page.md"],
+            ["--server", "dflash=http://x", "--out", "no/such/page.md"],
             "the folder no/such for page.md does not",
         ),
         (["--server", "dflash=http://127.0.0.1:9"], "no server for dflash answers"),

@@ -76,4 +76,4 @@ def option_names() -> set[str]:
         for param in command.params
         for name in (*param.opts, *param.secondary_opts)
         if name.startswith("-")
-    } | {"--help", "--version"}
+    } | {"-h", "--help", "-V", "--version"}

@@ -17,6 +17,7 @@ import shown
 
 from dflash_bench import cli
 from dflash_bench.core import methods
+from dflash_bench.core.option import split_at_commas
 from dflash_bench.models import presets
 from dflash_bench.tasks import suites
 
@@ -45,8 +46,9 @@ def test_every_command_is_known_by_how_it_is_covered() -> None:
 def test_a_command_is_parsed_and_its_names_are_known(text: str) -> None:
     words = SHOWN[text].words
     shown.parse(words)
-    for method in shown.given(words, "--method"):
-        methods.parse(method)
+    for several in shown.given(words, "--method"):
+        for method in split_at_commas(several):
+            methods.parse(method)
     suites.expand(shown.given(words, "--suite"))
     assert set(shown.given(words, "--model")) <= {*FOR_THE_READER, *presets.table()}
 
@@ -57,7 +59,7 @@ def test_a_command_is_parsed_and_its_names_are_known(text: str) -> None:
         ("run", "--sute", "gsm8k"),
         ("rnu", "--suite", "gsm8k"),
         ("run", "--limit", "many"),
-        ("compare",),
+        ("check",),
         ("convert", "SRC", "--to", "zlab"),
         ("card", "RUN", "RUN"),
     ],

@@ -218,12 +218,13 @@ def test_a_run_over_both_ends_and_is_read(tmp_path: Path, main: Main) -> None:
             "--max-new-tokens", 16, "--temperature", "0.7,0.7000001", "--out", "run",
         )  # fmt: skip
         assert status == 0, err
-        assert apart(out)
+        assert apart(main("report", "run")[1])
         status, out, err = main(
             "run", "--server", f"plain={plain.url}", "--server", f"dflash={other.url}", "--prompts", path,
             "--max-new-tokens", 16, "--rate", "50,50.000001", "--out", "rates",
         )  # fmt: skip
         assert status == 0, err
+        out = main("report", "rates")[1]
         assert re.search(r"^ +50\.000001 ", out, re.MULTILINE) and re.search(r"^ +50 ", out, re.MULTILINE)
     read = results_table.read_run(Path("run"))
     cells = summarise(read.rows, read.info.identity)

@@ -56,7 +56,7 @@ def shown(main: Main, *words: object) -> str:
 def test_in_the_terminal(run: Path, name: str, main: Main) -> None:
     assert visible("".join(name.split(" "))) in "".join(shown(main, "report", run).split())
     assert visible(name) in shown(main, "compare", run, "--by", "category")
-    assert visible(name) in shown(main, "check", run)
+    assert visible(name) in shown(main, "check", run, "--all")
     shown(main, "card", run)
 
 

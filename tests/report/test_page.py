@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from rows import failed, generation, record
-from runs import answers, stored
+from runs import SUITES, about, answers, stored
 from tokenizers import Tokenizer
 
 from dflash_bench.core.types import Answer
@@ -26,6 +26,11 @@ Main = Callable[..., tuple[int, str, str]]
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>"
 NANO = Tokenizer.from_file(str(report_answers.NANO / "tokenizer.json"))
 TEXT = "The answer is 7 € naïvely, so \\boxed{7}.<|im_end|>"
+
+
+SAID = " of them"
+"""What the draft says after the tokens that are accepted: two tokens, if so many are rejected."""
+REJECTED = tuple(NANO.encode(SAID, add_special_tokens=False).ids)
 
 
 class Elements(HTMLParser):
@@ -48,10 +53,16 @@ def told(prompt: str = "p0", text: str = TEXT, **place: Any) -> list[Answer]:
     bare = NANO.decode(list(ids), skip_special_tokens=True)
     rest = {"token_ids": ids, "text": bare}
     plain = generation([0] * (len(ids) - 1), **rest)
+    drafted, at = [], 1
+    for kept in rounds:
+        drafted += [*ids[at : at + kept], *(2 * REJECTED)[: 4 - kept]]
+        at += kept + 1
     return [
         record("ar", prompt, plain, **place),
-        record("dflash", prompt, generation(rounds, 4, **rest), exactness="exact", **place),
-    ]
+        record(
+            "dflash", prompt, generation(rounds, 4, drafted_ids=tuple(drafted), **rest), exactness="exact", **place
+        ),
+    ]  # fmt: skip
 
 
 def data(page: str) -> dict[str, Any]:
@@ -213,3 +224,34 @@ def test_a_failed_answer_is_a_row_with_its_error_and_no_speed(tmp_path: Path) ->
     last = data(page_of(stored(tmp_path / "run", rows)))["rows"][-1]
     assert (last["method"], last["error"]) == ("dflash", "boom")
     assert not {"ms", "speedup"} & last.keys()
+
+
+def test_what_was_rejected_and_expected_is_there(tmp_path: Path) -> None:
+    assert len(REJECTED) == 2
+    folder = stored(tmp_path / "run", [replace(row, passed=False) for row in told()])
+    (plain, drafted) = data(page_of(folder))["rows"]
+    assert "rejected" not in plain
+    assert set(drafted["rejected"][:-1]) == {SAID}
+    assert len(drafted["rejected"]) == len(drafted["by_round"])
+    assert "expected" not in drafted, "this run stored no prompts"
+
+
+def test_without_the_tokenizer_nothing_is_said_of_what_was_rejected(tmp_path: Path) -> None:
+    folder = stored(tmp_path / "run", told(), model="another")
+    assert not any("rejected" in row for row in data(page_of(folder))["rows"])
+
+
+@pytest.mark.parametrize(
+    ("reference", "scorer", "shown"),
+    [
+        ("18 + 14 = 32\n#### 32\n", "gsm8k_number", "#### 32"),
+        ("x" * 200, "math", "x" * report_answers.LONGEST_REFERENCE),
+        ("assert f(1) == 2", "mbpp", None),
+        ("", "math", None),
+        (None, "math", None),
+    ],
+)
+def test_the_end_of_a_reference_is_shown_but_not_of_code(reference: str | None, scorer: str, shown: str | None) -> None:
+    info = about(identity={"suites": SUITES | {"gsm8k": SUITES["gsm8k"] | {"scorer": scorer}}})
+    found = report_answers._references([{"suite": "gsm8k", "prompt_id": "p", "reference": reference}], info)
+    assert found == ({} if shown is None else {("gsm8k", "p"): shown})

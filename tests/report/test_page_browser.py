@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from runs import stored
-from test_page import HOSTILE, TEXT, told
+from test_page import HOSTILE, SAID, TEXT, told
 
 from dflash_bench.report import read_document, write_page
 
@@ -96,7 +96,7 @@ def test_the_page_in_a_browser(opened: Any) -> None:
     assert opened.execute_script("return document.images.length") == 0
     kinds = opened.execute_script("return [...document.querySelectorAll('pre.text .t')].map(t => t.className)")
     assert kinds[:6] == ["t start", "t kept", "t kept", "t bonus", "t kept", "t kept"]
-    assert opened.execute_script("return document.querySelector('pre.text .cut').textContent") == "−2"
+    assert opened.execute_script("return document.querySelector('pre.text .cut').firstChild.textContent") == "−2"
     press(opened, "#list tr.row button")
     assert not opened.find_elements("css selector", "pre.text")
     # Light and dark.
@@ -108,13 +108,53 @@ def test_the_page_in_a_browser(opened: Any) -> None:
     assert opened.get_log("browser") == []
 
 
+def keys(driver: Any, key: str) -> None:
+    driver.execute_script("document.dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0]}))", key)
+
+
+def opened_answers(driver: Any) -> list[str]:
+    """The prompt and method of each answer that is open."""
+    script = (
+        "return [...document.querySelectorAll('#list button[aria-expanded=true]')]"
+        ".map(b => b.closest('tr')).map(tr => `${tr.children[0].textContent} ${tr.children[2].textContent}`)"
+    )
+    found: list[str] = driver.execute_script(script)
+    return found
+
+
+def test_one_answer_has_a_link_and_keys_lead_to_the_next(opened: Any) -> None:
+    page = opened.current_url.partition("#")[0]
+    opened.get(f"{page}#a=gsm8k/p2/dflash")
+    opened.refresh()
+    assert opened_answers(opened) == ["p2 dflash"]
+    keys(opened, "j")
+    assert opened_answers(opened) == ["p3 ar"]
+    assert opened.execute_script("return location.hash") == "#a=gsm8k/p3/ar"
+    keys(opened, "k")
+    assert opened_answers(opened) == ["p2 dflash"]
+    # A link leads there even if a filter hides it.
+    choose(opened, "method", "ar")
+    opened.execute_script("location.hash = '#a=gsm8k/p1/dflash'")
+    opened.execute_script("window.dispatchEvent(new HashChangeEvent('hashchange'))")
+    assert "p1 dflash" in opened_answers(opened)
+    # What the draft said is shown on demand.
+    hidden = "return getComputedStyle(document.querySelector('pre.text .cut s')).display"
+    assert opened.execute_script(hidden) == "none"
+    press(opened, ".key button")
+    assert opened.execute_script(hidden) == "inline"
+    said = opened.execute_script("return document.querySelector('pre.text .cut s').textContent")
+    assert said == SAID
+    opened.get(page)
+    assert opened.get_log("browser") == []
+
+
 def test_a_phone_does_not_scroll_sideways(opened: Any) -> None:
     size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     assert opened.execute_script("return document.documentElement.scrollWidth") <= 390
 
 
-@pytest.mark.parametrize("width", [400, 800, 1400])
+@pytest.mark.parametrize("width", [400, 800, 1000, 1200, 1400, 2000])
 def test_no_column_of_the_answers_is_cut_off(opened: Any, width: int) -> None:
     """Names wrap, however long; at no width is a part of the table, or of the page, to be scrolled to sideways."""
     opened.execute_cdp_cmd(

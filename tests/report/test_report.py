@@ -514,7 +514,7 @@ def test_a_target_that_was_left_to_transformers_is_found_with_the_reason() -> No
 
 def test_nothing_found_is_said() -> None:
     cells = summarise(steady())
-    assert shown("table", cells).endswith("findings: none\n")
+    assert "\n\nfindings: none\n" in shown("table", cells)
     assert "## Findings\n\nNone.\n" in shown("markdown", cells)
 
 

@@ -42,7 +42,7 @@ def test_the_witnesses_of_a_sound_run_deny_every_spoiled_copy(main: Main, words:
     status, shown, err = main("run", *ASKED, *words, "--out", "run")
     assert status == 0 and "proves nothing" not in shown + err and "was not tried" not in shown
     assert tried("objected") == ALL
-    status, shown, err = main("check", "run")
+    status, shown, err = main("check", "run", "--all")
     assert "witnesses" in shown and "proves nothing" not in shown
 
 
@@ -70,7 +70,8 @@ def test_a_witness_that_never_objects_makes_the_run_prove_nothing(main: Main, mo
 
 
 def test_where_answers_are_drawn_the_judge_is_not_tried_and_the_run_says_so(main: Main) -> None:
-    status, shown, _ = main("run", *ASKED, "--temperature", "1", "--out", "run")
+    status, _, _ = main("run", *ASKED, "--temperature", "1", "--out", "run")
+    shown = main("report", "run")[1]
     assert status == 0 and tried("untried") >= {("judge", "token"), ("judge", "end")}
     assert "the judge (answers are sampled)" in " ".join(shown.split())
 

@@ -229,8 +229,9 @@ def test_a_run_with_workers_holds_the_rows_of_one_without(
 
     monkeypatch.setattr("dflash_bench.runner.session.opened_workers", opened_workers)
     monkeypatch.setattr("dflash_bench.runner.session.require_ray", lambda: None)
-    status, shown, err = main(*words, "--workers", "2", "--out", "both")
+    status, _, err = main(*words, "--workers", "2", "--out", "both")
     assert status == 0, err
+    shown = main("report", "both")[1]
     assert rows_of(tmp_path / "both") == rows_of(tmp_path / "alone")
     assert "2 workers measured on one machine at the same time" in shown
     assert "w = several workers measured on one machine at a time" in shown

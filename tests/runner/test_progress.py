@@ -7,7 +7,13 @@ import io
 import pytest
 from rows import drafted, failed, plain
 
+from dflash_bench.runner import session
 from dflash_bench.runner.session import Progress
+
+
+@pytest.fixture(autouse=True)
+def every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "LINE_EVERY_S", 10.0)
 
 
 class Terminal(io.StringIO):

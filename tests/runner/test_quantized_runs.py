@@ -23,7 +23,9 @@ ASKED = RunRequest(suites=("gsm8k",), methods=("dflash",), limit=2, max_new_toke
 
 
 def test_what_makes_no_sense_with_it_is_refused() -> None:
-    with pytest.raises(UserError, match="unknown quantisation 'int3'; known: fp8, int8, nf4"):
+    with pytest.raises(
+        UserError, match=r"unknown quantisation 'int3' \(did you mean 'int8'\?\); known: fp8, int8, nf4"
+    ):
         check_options(replace(ASKED, quantize="int3"))
     with pytest.raises(UserError, match="--engine native computes plain and int8 weights only; leave it"):
         check_options(replace(ASKED, quantize="nf4", engine="native"))

@@ -107,7 +107,7 @@ def test_device_and_type_where_none_is_given(
     "device", ["cpu:0", "cpu:99", "cuda:", "cuda:x", "cuda:-1", "cuda:\u0663", "CPU", " cpu", "tpu"]
 )
 def test_a_device_that_has_no_such_name_is_refused(device: str) -> None:
-    with pytest.raises(UserError, match=r"^unknown device '.*'; known: cpu, cuda, cuda:N$"):
+    with pytest.raises(UserError, match=r"^unknown device '.*'(| \(did you mean '.+'\?\)); known: cpu, cuda, cuda:N$"):
         device_and_dtype(MachineConfig(device=device), 2)
 
 

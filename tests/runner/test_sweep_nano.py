@@ -38,6 +38,8 @@ def test_a_killed_sweep_goes_on_to_the_run_that_was_asked_for(
     greedy = [record for record in records if record.settings.greedy]
     assert {record.exactness for record in greedy if record.method != "ar"} == {"exact"}
     assert {record.audit for record in greedy} == {"exact"}
+    capsys.readouterr()
+    assert main(monkeypatch, "report", "out") == 0
     told = capsys.readouterr().out
     assert "\nsweep over block (tokens)\n" in told and "\nsweep over temperature\n" in told
     assert "\ndflash (temperature 1): speedup.decode is highest at block " in told

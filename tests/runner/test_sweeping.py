@@ -109,9 +109,11 @@ def test_lists_and_sweeps_are_one_run_of_all_their_methods(chosen: Callable[...,
 
 
 def test_the_answer_of_a_sweep_comes_last_and_in_the_json(
-    chosen: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+    chosen: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chosen("sweep", "--over", "n=2,4", "--method", "eagle3")
+    assert "\neagle3: speedup.decode is highest at n " in capsys.readouterr().out
+    assert main(monkeypatch, "report", "run0") == 0
     told = capsys.readouterr().out
     assert "\neagle3: speedup.decode is highest at n " in told[told.index("sweep over n (tokens)") :]
     chosen("sweep", "--over", "n=2,4", "--method", "eagle3", "--json")

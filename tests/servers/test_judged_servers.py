@@ -86,9 +86,11 @@ def test_a_server_that_says_what_the_model_says_is_exact_and_audited(main: Main,
     assert "3/3" in plain_answers
 
 
-def test_a_server_that_says_something_else_fails_the_run(served: Main) -> None:
+def test_a_server_that_says_something_else_fails_the_run(main: Main, served: Main) -> None:
     code, out, _ = served(lambda tokens: [*tokens[:5], tokens[5] ^ 1, *tokens[6:]])
     assert code == 1
+    assert "dflash is NOT exact: 3 answers are not the target's own." in out
+    out = main("report", "served")[1]
     assert "3 of 3 answers are not the published model's own output" in " ".join(out.split())
     _, records = store.load(Path("served"))
     verdicts = {(record.method, record.exactness, record.audit) for record in records if record.method == "dflash"}

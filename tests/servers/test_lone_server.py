@@ -46,8 +46,8 @@ def words(server: FakeServer, prompts: Path, out: str, *more: object) -> list[ob
 def test_acceptance_and_speed_are_told_and_no_speedup(
     main: Main, prompts: Path, server: FakeServer, more: tuple[object, ...]
 ) -> None:
-    code, out, _ = main(*words(server, prompts, "run", *more))
-    assert code == 0
+    assert main(*words(server, prompts, "run", *more))[0] == 0
+    out = main("report", "run")[1]
     read = results_table.read_run(Path("run"))
     (cell,) = metrics.summarise(read.rows, read.info.identity)
     assert (cell.method, cell.num_prompts, cell.num_errors) == ("dflash", PROMPTS, 0)
@@ -84,7 +84,7 @@ def test_all_commands_read_such_a_run(main: Main, prompts: Path, server: FakeSer
     ):  # fmt: skip
         code, _, err = main(*command)
         assert code == 0, (command, err)
-    _, out, _ = main("check", "two", "--baseline", "base.json")
+    _, out, _ = main("check", "two", "--baseline", "base.json", "--all")
     judged = [line.split() for line in out.splitlines() if "al.pooled" in line or "failed" in line]
     assert len(judged) >= 4
     assert {line[0] for line in judged} == {"ok"}, out

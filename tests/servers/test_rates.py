@@ -81,7 +81,7 @@ def prompts(tmp_path: Path) -> Path:
 
 def test_a_run_over_rates_tells_each_and_its_goodput(main: Main, prompts: Path) -> None:
     with FakeServer() as plain, FakeServer(accepts=(2,), block=4, ttft_s=0.1) as other:
-        code, out, err = main(
+        code, _, err = main(
             "run", "--server", f"plain={plain.url}", "--server", f"dflash={other.url}", "--prompts", prompts,
             "--max-new-tokens", 32, "--rate", "50,100", "--slo", "ttft=100ms,tpot=30s", "--out", "run",
         )  # fmt: skip
@@ -90,6 +90,7 @@ def test_a_run_over_rates_tells_each_and_its_goodput(main: Main, prompts: Path) 
     read = table.read_run(Path("run"))
     assert read.info.identity.to_json()["slo"] == {"ttft_s": 0.1, "tpot_s": 30.0}
     assert set(read.rows["settings_id"]) == {Settings(rate=rate).id for rate in (50.0, 100.0)}
+    out = main("report", "run")[1]
     assert "rate /s" in out and "goodput /s" in out
     told = json.loads(main("report", "run", "--format", "json")[1])["loads"]
     levels = {one["method"]: one["levels"] for one in told}

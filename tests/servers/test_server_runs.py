@@ -72,8 +72,9 @@ def test_a_run_over_servers_holds_what_they_did(
     main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]], tmp_path: Path
 ) -> None:
     servers = pair()
-    code, out, err = main(*words(servers, prompts))
+    code, _, err = main(*words(servers, prompts))
     assert (code, err) == (0, "")
+    out = main("report", "run", "--full")[1]
     info, records = store.load(tmp_path / "run")
     info = info.to_json()
     assert [(record.prompt_id, record.method) for record in records] == [
@@ -159,7 +160,7 @@ def test_all_commands_read_such_a_run(
     ):  # fmt: skip
         code, _, err = main(*command)
         assert code == 0, (command, err)
-    _, out, _ = main("check", "two", "--baseline", "base.json")
+    _, out, _ = main("check", "two", "--baseline", "base.json", "--all")
     judged = [
         line.split() for line in out.splitlines() if any(name in line for name in ("mismatch", "al.pooled", "exact"))
     ]
@@ -219,6 +220,7 @@ def test_answers_that_differ_are_said_to_and_not_judged_without_a_judge(
 
     code, out, _ = main(*words(pair(answer=other, plain={"answer": tokens_of}), prompts))
     assert code == 0
+    out = main("report", "run")[1]
     assert "1 of 4 answers differ from the plain answer, first prompt 2 turn 0" in " ".join(out.split())
     assert "give --model or --target" in out
     _, records = store.load(Path("run"))
@@ -229,7 +231,8 @@ def test_answers_that_differ_are_said_to_and_not_judged_without_a_judge(
 def test_without_ids_texts_are_compared_and_that_is_said(
     main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
 ) -> None:
-    code, out, _ = main(*words(pair(dialect="openai"), prompts))
+    code, _, _ = main(*words(pair(dialect="openai"), prompts))
+    out = main("report", "run")[1]
     words_of = " ".join(out.split())
     assert code == 0
     assert "3 of 4 answers were compared by their text, because the server does not report token ids; also" in words_of
@@ -242,7 +245,8 @@ def test_without_ids_texts_are_compared_and_that_is_said(
 def test_a_plain_server_that_drafts_is_no_baseline(
     main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
 ) -> None:
-    _, out, _ = main(*words(pair(plain={"accepts": (1,), "block": 2}), prompts))
+    main(*words(pair(plain={"accepts": (1,), "block": 2}), prompts))
+    out = main("report", "run")[1]
     assert "so it does not decode plainly" in " ".join(out.split())
 
 
@@ -265,8 +269,9 @@ def test_what_weakens_a_servers_numbers_is_found(
     does: dict[str, Any],
     told: str,
 ) -> None:
-    code, out, _ = main(*words(pair(plain, **does), prompts))
+    code, _, _ = main(*words(pair(plain, **does), prompts))
     assert code == 0
+    out = main("report", "run", "--full")[1]
     assert told in " ".join(out.split())
 
 
@@ -284,14 +289,14 @@ def test_waves_over_servers_are_as_over_our_engine(
     main: Main, prompts: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
 ) -> None:
     servers = pair(counts_by_request=True)
-    code, out, err = main(*words(servers, prompts, "run", "--concurrency", "1,4"))
+    code, _, err = main(*words(servers, prompts, "run", "--concurrency", "1,4"))
     assert code == 0
     assert all("noticed arrivals" in line for line in err.splitlines()), err
     assert servers[1].most_at_once == 4
     rows = table.read_run(Path("run")).rows
     assert rows.groupby("settings_id", observed=True).size().tolist() == [2 * PROMPTS] * 2
     assert rows["error"].isna().all()
-    assert "tps.total" in out
+    assert "tps.total" in main("report", "run")[1]
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_groups_expand_in_order_and_each_suite_comes_once() -> None:
 
 def test_an_unknown_name_lists_suites_and_groups() -> None:
     known = "aime24, aime25, chat, code, gsm8k, humaneval, math, math500, mbpp, mt_bench, paper"
-    assert refusal(suites.expand, ["math", "gsm8"]) == f"unknown suite 'gsm8'; known: {known}"
+    assert refusal(suites.expand, ["math", "gsm8"]) == f"unknown suite 'gsm8' (did you mean 'gsm8k'?); known: {known}"
 
 
 @pytest.mark.parametrize("suite", suites.known_suites().values(), ids=lambda suite: suite.name)

@@ -12,7 +12,16 @@ from dflash_bench.core.files import require_output
 from dflash_bench.perf.verdict import ProfiledBatch
 from dflash_bench.report.plots import acceptance, series, speed
 from dflash_bench.report.plots.curves import History, profile, training, trend
-from dflash_bench.report.plots.style import Material, NothingToPlotError, drawn_into, encoded, inline, with_style
+from dflash_bench.report.plots.style import (
+    PAPER_WIDTHS,
+    Material,
+    NothingToPlotError,
+    drawn_into,
+    encoded,
+    for_paper,
+    inline,
+    with_style,
+)
 from dflash_bench.report.sections import by_context
 
 __all__ = [
@@ -20,7 +29,7 @@ __all__ = [
     "write_plot", "write_profile", "write_training", "write_trend",
 ]  # fmt: skip
 
-KINDS = ("png", "svg")
+KINDS = ("png", "svg", "pdf", "pgf")
 PLOTS: dict[str, Callable[[Material], Any]] = {
     "speedup": speed.speedup, "acceptance": acceptance.histogram, "positions": acceptance.positions,
     "output": acceptance.output, "rounds": speed.rounds, "prompts": speed.prompts,
@@ -39,9 +48,12 @@ CAPTIONS = {
 }
 
 
-def check_kind(kind: str) -> None:
+def check_kind(kind: str, paper: str | None = None) -> None:
+    """Raise UserError for an unknown format, or an unknown layout of a paper."""
     if kind not in KINDS:
         raise unknown("format", kind, list(KINDS))
+    if paper is not None and paper not in PAPER_WIDTHS:
+        raise unknown("layout of a paper", paper, list(PAPER_WIDTHS))
 
 
 def names_for(material: Material) -> list[str]:
@@ -54,9 +66,10 @@ def names_for(material: Material) -> list[str]:
     return [name for name in PLOTS if not lacking.get(name)]
 
 
-def write_plot(material: Material, name: str, folder: Path, kind: str) -> Path:
-    """Draw a plot and write it. Raises NothingToPlotError if the run lacks its data."""
-    return _write(PLOTS[name], material, folder / f"{name}.{kind}")
+def write_plot(material: Material, name: str, folder: Path, kind: str, paper: str | None = None) -> Path:
+    """Draw a plot and write it, for a `paper`'s column or page. Raises NothingToPlotError if the run lacks its data."""
+    with for_paper(paper):
+        return _write(PLOTS[name], material, folder / f"{name}.{kind}")
 
 
 def write_trend(runs: Sequence[Material], folder: Path, kind: str, unlike: Sequence[Difference] = ()) -> Path:

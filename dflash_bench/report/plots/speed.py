@@ -27,6 +27,7 @@ from dflash_bench.report.plots.style import (
     name_axes,
     panels,
     top_of,
+    type_size,
 )
 
 MOST_POINTS = 400
@@ -67,7 +68,8 @@ def speedup(material: Material) -> Any:
             if len(groups) * len(methods) <= MOST_LABELS:
                 above = min(interval.high or interval.value, top or inf)
                 axes.annotate(f"{interval.value:.2f}", (x, above), (0, 3),
-                              textcoords="offset points", ha="center", va="bottom", fontsize=10.5)  # fmt: skip
+                              textcoords="offset points", ha="center", va="bottom",
+                              fontsize=type_size(10.5))  # fmt: skip
     draw_plain(axes)
     _name_groups(axes, labels)
     axes.grid(axis="x", visible=False)
@@ -85,7 +87,9 @@ def _name_groups(axes: Any, labels: Sequence[str]) -> None:
     """Suites below their bars, a line for each part of the name; many with settings stand at a slant."""
     if _are_slanted(labels):
         slanted = [label.replace("\n", ", ") for label in labels]
-        axes.set_xticks(range(len(labels)), slanted, rotation=45, ha="right", rotation_mode="anchor", fontsize=9.5)
+        axes.set_xticks(
+            range(len(labels)), slanted, rotation=45, ha="right", rotation_mode="anchor", fontsize=type_size(9.5)
+        )
         return
     below = [label.replace(" (", "\n(", 1) for label in labels]
     axes.set_xticks(range(len(labels)), below, rotation=0 if len(labels) <= 5 else 20)
@@ -159,7 +163,9 @@ def rounds(material: Material) -> Any:
         axes.barh(range(len(cells)), values, 0.72, left=left, color=colour, hatch=hatches[name], label=name)
         left += values
     for place, total in enumerate(left):
-        axes.annotate(f"{total:.3g}", (total, place), (4, 0), textcoords="offset points", va="center", fontsize=10.5)
+        axes.annotate(
+            f"{total:.3g}", (total, place), (4, 0), textcoords="offset points", va="center", fontsize=type_size(10.5)
+        )
     axes.set_yticks(range(len(cells)), labels)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -216,7 +222,7 @@ def _speedup_lines(all_axes: list[Any], points: Any) -> list[int]:
             end = min(right, top * times)
             leaves_above = end < right
             axes.plot([0, end], [0, end / times], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-            axes.annotate(f"{times}×", (end, end / times), (3, -5) if leaves_above else (2, 0), fontsize=9.5,
+            axes.annotate(f"{times}×", (end, end / times), (3, -5) if leaves_above else (2, 0), fontsize=type_size(9.5),
                           textcoords="offset points", color=MUTED, va="top" if leaves_above else "center",
                           annotation_clip=False)  # fmt: skip
     return drawn

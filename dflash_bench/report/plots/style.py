@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from math import nan
+from shutil import which
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import visible
 from dflash_bench.core.types import CellKey
 from dflash_bench.report.document import Document
+from dflash_bench.report.printed import printed
 from dflash_bench.results.rounds import Histogram, RunRounds, bin_name, read_rounds
 from dflash_bench.results.run_info import RunInfo
 
@@ -64,6 +66,34 @@ Panel = TypeVar("Panel", bound=Hashable)
 
 
 _canvas: ContextVar[Any] = ContextVar("canvas", default=None)
+PAPER_WIDTHS = {"column": 3.3, "page": 6.9}
+"""Inches of a column and of a page."""
+PAPER_SETTINGS: Any = {
+    "axes.labelsize": 8, "axes.titlesize": 8, "font.size": 8, "legend.fontsize": 8, "lines.linewidth": 1.2,
+    "lines.markersize": 3.5, "pdf.fonttype": 42, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
+}  # fmt: skip
+_paper: ContextVar[float | None] = ContextVar("paper", default=None)
+
+
+@contextmanager
+def for_paper(layout: str | None) -> Iterator[None]:
+    """Draw plots for a paper: as wide as its column or page, type of 8 points, no title, and words in place of ids."""
+    token = _paper.set(None if layout is None else PAPER_WIDTHS[layout])
+    try:
+        yield
+    finally:
+        _paper.reset(token)
+
+
+def type_size(usual: float) -> float:
+    """Return the size of type of this place in a plot."""
+    return usual if _paper.get() is None else min(usual, 7.5)
+
+
+def num_across(num_panels: int) -> int:
+    """Return how many panels stand side by side."""
+    is_narrow = (_paper.get() or WIDTH) < WIDTH
+    return 1 if is_narrow else min(num_panels, 2)
 
 
 @contextmanager
@@ -100,9 +130,11 @@ def panels(
     from matplotlib.figure import Figure
 
     fitting = list(names[:MOST_PANELS])
-    across = min(len(fitting), 2)
+    across = num_across(len(fitting))
     down = -(-len(fitting) // across)
-    figure = _canvas.get() or Figure(figsize=(WIDTH, 1.0 + height * down), layout="constrained")
+    width = _paper.get() or WIDTH
+    tall = (1.0 + height * down) * min(1.0, max(0.6, width / WIDTH))
+    figure = _canvas.get() or Figure(figsize=(width, tall), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False, **shared)
     for axes in grid.flat[len(fitting) :]:
         axes.set_visible(False)
@@ -115,10 +147,11 @@ def panels(
 
 def name_axes(axes_of: Mapping[Any, Any], below: str, beside: str) -> None:
     """Label the y axis of each row, and the x axis of the lowest panel of each column."""
+    across = num_across(len(axes_of))
     for number, axes in enumerate(axes_of.values()):
-        if number % 2 == 0:
+        if number % across == 0:
             axes.set_ylabel(beside)
-        if number >= len(axes_of) - 2:
+        if number >= len(axes_of) - across:
             axes.set_xlabel(below)
 
 
@@ -159,7 +192,11 @@ def finish(
     """Add a title above, and a legend and note below; the note counts the panels of `num_panels` that `axes_of` lacks.
     `handles` are by default those of all panels, each label once.
     """
-    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
+    is_printed = _paper.get() is not None
+    if is_printed:
+        _print_names(axes_of.values())
+    else:
+        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
     left_out = num_panels - len(axes_of)
     notes = [*filter(None, [note]), *([f"{left_out} more panels not shown"] if left_out > 0 else [])]
     known = [handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]]
@@ -167,19 +204,44 @@ def finish(
         list({handle.get_label(): handle for handle in reversed(known)}.values())[::-1] if handles is None else handles
     )
     for handle in shown:
-        handle.set_label(visible(handle.get_label()))
+        label = visible(handle.get_label())
+        handle.set_label(printed(label) if is_printed else label)
     labels = [len(handle.get_label()) for handle in shown]
     across = 4 if sum(labels) < 40 else 2 if max(labels, default=0) < 30 else 1
-    legend = figure.legend(handles=shown, loc="outside lower left", ncols=across, title="; ".join(notes) or None)
+    across = min(across, 2) if is_printed else across
+    below = "" if is_printed else "; ".join(notes)
+    legend = figure.legend(handles=shown, loc="outside lower left", ncols=across, title=below or None)
     legend.set_alignment("left")
-    legend.get_title().set(color=MUTED, fontsize=9.5)
+    legend.get_title().set(color=MUTED, fontsize=type_size(9.5))
     return figure
 
 
+def _print_names(several: Iterable[Any]) -> None:
+    """Put words in place of ids at axes, ticks and above panels."""
+    for axes in several:
+        axes.set_xlabel(printed(axes.get_xlabel()))
+        axes.set_ylabel(printed(axes.get_ylabel()))
+        axes.set_title(printed(axes.get_title(loc="left")))
+        for axis in (axes.xaxis, axes.yaxis):
+            ticks = [tick.get_text() for tick in axis.get_ticklabels()]
+            if any(printed(text) != text for text in ticks):
+                axis.set_ticks(axis.get_ticklocs(), [printed(text) for text in ticks])
+
+
+NO_DATES = {
+    "svg": {"Date": None, "Creator": None},
+    "png": {"Software": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+"""What matplotlib would write of the time and of itself; kinds without an entry have no such fields."""
+
+
 def encoded(figure: Any, kind: str) -> bytes:
-    """Encode as PNG or SVG; the same figure gives the same bytes."""
+    """Encode as PNG, SVG, PDF or PGF; the same figure gives the same bytes. Raises UserError for PGF without LaTeX."""
     file = io.BytesIO()
-    metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
+    metadata = NO_DATES.get(kind)
+    if kind == "pgf" and which("xelatex") is None:
+        raise UserError("pgf needs LaTeX, which measures the text: install xelatex, or choose pdf")
     figure.savefig(file, format=kind, dpi=DPI, metadata=metadata)
     return file.getvalue()
 
@@ -202,7 +264,7 @@ def with_style(draw: Any, *arguments: Any) -> Any:
     """Call `draw` with our settings, which must hold while a figure is made and while it is saved."""
     from matplotlib import rc_context
 
-    with rc_context(SETTINGS):
+    with rc_context(SETTINGS if _paper.get() is None else SETTINGS | PAPER_SETTINGS):
         return draw(*arguments)
 
 

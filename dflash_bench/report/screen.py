@@ -1,0 +1,286 @@
+"""The answer of a run on one screen: a line for each method, what it means in a sentence, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import log
+from typing import TYPE_CHECKING
+
+from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell, Share
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.core import labels
+from dflash_bench.core.labels import visible
+from dflash_bench.core.methods import has_draft, is_lossy
+from dflash_bench.report.document import Document, MethodLine, over_all
+from dflash_bench.report.sections import WRONG, best_values, crossings
+from dflash_bench.report.tables import number
+from dflash_bench.report.words import tally
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+WIDTH = 80
+"""Columns for which the screen is made; a narrower terminal gets fewer columns of the table."""
+BAR = 11
+"""Places of an interval's bar, with its ends."""
+LONGEST_NAME = 24
+MOST_NAMED = 48
+"""Characters of a list of suites in a sentence; if it is longer, their number is said."""
+LEAVES_OUT = ("bar", "tps", "al", "interval", "exact")
+"""The columns of the table that a narrow terminal leaves out, the first ones first."""
+FAULTS = (
+    "proves_nothing", *(kind for kind in WRONG if kind != "mismatch"), "plain_drafts", "worse_answers", "other_target",
+    "other_servers", "reused_prompts", "unjudged",
+)  # fmt: skip
+"""Findings that are shown, the worst first; a mismatch has a sentence of its own."""
+WEAKNESSES = ("slow_plain", "shared_machine", "drift", "loops", "truncated", "few_prompts")
+HEADS = {
+    "name": "", "speedup": "speed-up", "bar": "", "interval": "95 %", "al": "tokens/round", "tps": "tokens/s",
+    "exact": "exact",
+}  # fmt: skip
+LEFT = ("name", "bar", "interval")
+MARKS = {True: "✓", False: "✗", None: "≈"}
+"""Of a method's answers: all exact, some wrong, or all alike up to rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScreenRow:
+    """A method over all suites, as text by the ids of `HEADS`, and how it stands out."""
+
+    texts: dict[str, str]
+    is_best: bool = False
+    is_exact: bool | None = None
+    """Whether all its answers equal the plain output; None where nothing was compared."""
+
+
+def screen(document: Document, width: int = WIDTH) -> Text:
+    """Return the screen. Nothing on it is told by colour alone."""
+    from rich.text import Text
+
+    table = _table(_rows(document), width)
+    said = [Text(_filled(text, "", width), "bold") for text in answers(document)]
+    warnings = [Text(_filled(f"! {text}", "  ", width), "yellow") for text in warnings_of(document)]
+    shown = Text("\n").join([*table, Text(), *said, *warnings])
+    shown.append("\n\n")
+    return shown
+
+
+def _filled(text: str, indent: str, width: int) -> str:
+    from textwrap import fill
+
+    return fill(visible(text), width, subsequent_indent=indent, break_on_hyphens=False)
+
+
+# The table.
+
+
+def _rows(document: Document) -> list[ScreenRow]:
+    """The drafting methods, the fastest marked, and plain decoding under each settings last."""
+    means = [(line, *over_all(document.cells, line)) for line in document.lines]
+    known = [speedup for _, speedup, _ in means if speedup]
+    best = max((speedup.value for speedup in known), default=None)
+    scale = _scale(known)
+    rows = [
+        ScreenRow(
+            _texts(line, speedup, al, _speed(line.cells_of(document.cells)), scale) | {"exact": _exact(document, line)},
+            speedup is not None and speedup.value == best and speedup.value > 1,
+            _is_exact(document, line),
+        )
+        for line, speedup, al in means
+    ]
+    return [*rows, *_plain_rows(document)]
+
+
+def _plain_rows(document: Document) -> Iterator[ScreenRow]:
+    cells = [cell for cell in document.cells if cell.method == BASELINE and cell.num_prompts]
+    for settings, setting in dict.fromkeys((cell.settings, cell.setting) for cell in cells):
+        line = MethodLine(BASELINE, settings, setting)
+        texts = {"name": labels.with_settings("plain", setting), "speedup": "1.00x", "al": "1.00"}
+        yield ScreenRow(texts | {"tps": _speed(line.cells_of(cells))})
+
+
+def _texts(
+    line: MethodLine, speedup: Interval | None, al: float | None, speed: str, scale: tuple[float, float]
+) -> dict[str, str]:  # fmt: skip
+    interval, bar = "", ""
+    if speedup and speedup.low is not None and speedup.high is not None:
+        interval = f"{number(speedup.low)} to {number(speedup.high)}"
+        bar = _bar(speedup.low, speedup.value, speedup.high, scale)
+    elif speedup and speedup.too_few:
+        interval = f"(n = {speedup.too_few})"
+    return {
+        "name": line.name,
+        "speedup": f"{number(speedup.value)}x" if speedup else "n/a",
+        "bar": bar,
+        "interval": interval,
+        "al": number(al),
+        "tps": speed,
+    }
+
+
+def _judged(document: Document, line: MethodLine) -> Share | None:
+    """Return how many answers equal the plain output, or are the published model's own, whichever are fewer."""
+    known = [share for name in ("exact", "audit") if (share := tally(document, name, line))]
+    return min(known, key=lambda share: share[0] / share[1]) if known else None
+
+
+def _is_exact(document: Document, line: MethodLine) -> bool | None:
+    """Return None where nothing was judged, or where rounding explains all differences."""
+    judged = _judged(document, line)
+    if num_wrong(document, line.method, line.settings.id):
+        return False
+    return True if judged and judged[0] == judged[1] else None
+
+
+def _exact(document: Document, line: MethodLine) -> str:
+    if is_lossy(line.method):
+        return "lossy"
+    judged = _judged(document, line)
+    if judged is None:
+        return "n/a"
+    return f"{judged[0]:,}/{judged[1]:,} {MARKS[_is_exact(document, line)]}"
+
+
+def _speed(cells: Sequence[Cell]) -> str:
+    """Return the tokens of all answers over the seconds that decoding them took."""
+    sums = [cell.sums.sum(axis=0) for cell in cells if cell.num_prompts]
+    if not sums:
+        return "n/a"
+    value = float(METRICS["tps.decode"].statistic(sum(sums)))
+    return number(value, 0 if value >= 100 else 1) if value == value else "n/a"
+
+
+def _scale(speedups: Sequence[Interval]) -> tuple[float, float]:
+    """Return the least and the largest bound of all intervals."""
+    bounds = [bound for one in speedups for bound in (one.low, one.high) if bound is not None and bound > 0]
+    return (min(bounds), max(bounds)) if bounds else (1.0, 1.0)
+
+
+def _bar(low: float, value: float, high: float, scale: tuple[float, float]) -> str:
+    """Return an interval as ▕ ━━●━ ▏, on a logarithmic scale that all bars share."""
+    least, most = scale
+    inner = BAR - 2
+    span = log(most) - log(least) if 0 < least < most else 0.0
+    places = [
+        min(inner - 1, max(0, int((log(max(one, least)) - log(least)) / span * inner))) if span else inner // 2
+        for one in (low, value, high)
+    ]
+    first, middle, last = places
+    drawn = "".join("●" if at == middle else "━" if first <= at <= last else " " for at in range(inner))
+    return f"▕{drawn}▏"
+
+
+def _table(rows: Sequence[ScreenRow], width: int) -> list[Text]:
+    from rich.text import Text
+
+    texts = [HEADS, *({name: visible(text) for name, text in row.texts.items()} for row in rows)]
+    columns = [name for name in HEADS if any(one.get(name) for one in texts[1:])]
+    most = min(LONGEST_NAME, max(8, width - 12))
+    texts = [one | {"name": _cut(one["name"], most)} for one in texts]
+    widths = {name: max(len(one.get(name, "")) for one in texts) for name in columns}
+    for name in LEAVES_OUT:
+        if 2 + sum(widths.values()) + 2 * (len(widths) - 1) > width:
+            widths.pop(name, None)
+    lines = []
+    for row, one in zip([None, *rows], texts, strict=True):
+        line = Text("  ")
+        for name, size in widths.items():
+            cell = one.get(name, "")
+            padded = cell.ljust(size) if name in LEFT else cell.rjust(size)
+            line.append(padded, _style(name, row)).append("  ")
+        line.rstrip()
+        lines.append(line)
+    return lines
+
+
+def _style(name: str, row: ScreenRow | None) -> str:
+    if row is None:
+        return "dim"
+    if name == "exact" and row.is_exact is not None:
+        return "green" if row.is_exact else "bold red"
+    return "bold" if row.is_best and name in ("name", "speedup") else ""
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+# The sentences.
+
+
+def answers(document: Document) -> list[str]:
+    """Return what the run says: how fast its best method is, and first of all whether outputs are not the target's."""
+    said = []
+    for name, cells in _by_method(document):
+        wrong = sum(num_wrong(document, *place) for place in dict.fromkeys((c.method, c.settings.id) for c in cells))
+        if wrong:
+            said.append(f"{name} is NOT exact: {_answers(wrong)} are not the target's own.")
+    if document.sweeps:
+        return [*said, *best_values(document.sweeps, document.results.info)]
+    if document.loads:
+        return [*said, *crossings(document.loads)]
+    means = [
+        (line, speedup) for line, speedup, _ in ((line, *over_all(document.cells, line)) for line in document.lines)
+    ]
+    known = [(line, speedup) for line, speedup in means if speedup]
+    if known:
+        line, speedup = max(known, key=lambda one: one[1].value)
+        said.append(f"{_sentence(document, line, speedup)}.")
+    elif document.lines:
+        said.append("There is no speed-up: the run holds no answers of plain decoding to compare with.")
+    return said
+
+
+def _by_method(document: Document) -> Iterator[tuple[str, list[Cell]]]:
+    for method in dict.fromkeys(cell.method for cell in document.cells):
+        name = "plain decoding" if method == BASELINE else method
+        yield name, [cell for cell in document.cells if cell.method == method]
+
+
+def _answers(number: int) -> str:
+    return f"{number:,} answer{'' if number == 1 else 's'}"
+
+
+def num_wrong(document: Document, method: str, settings_id: str) -> int:
+    """Return how many answers of a method differ by more than rounding explains."""
+    return sum(
+        int(values.get("num_answers", 0))
+        for finding in document.findings
+        if finding.kind == "mismatch"
+        for place, values in zip(finding.places, finding.values, strict=True)
+        if (place.method, place.settings_id) == (method, settings_id)
+    )
+
+
+def _sentence(document: Document, line: MethodLine, speedup: Interval) -> str:
+    where = _where(document, line.method)
+    if speedup.low is None or speedup.high is None:
+        of_one = " of a suite" if len({cell.suite for cell in document.cells}) > 1 else ""
+        few = f"With {speedup.too_few} prompts{of_one}, too few to trust, " if speedup.too_few else ""
+        return f"{few}{line.name} was {number(speedup.value)} times as fast as plain decoding{where}"
+    bounds = f"{number(speedup.low)} to {number(speedup.high)}"
+    if speedup.contains(1):
+        return f"{line.name} is not shown to be faster than plain decoding{where}: it is {bounds} times as fast"
+    slower = ", which is slower" if speedup.value < 1 else ""
+    return f"{line.name} is {number(speedup.value)} times as fast as plain decoding ({bounds}){slower}{where}"
+
+
+def _where(document: Document, method: str) -> str:
+    """Name the suites with their sources, and say of the included model that it knows such text."""
+    suites = dict.fromkeys((cell.suite, cell.source) for cell in document.cells if cell.num_prompts)
+    named = labels.suite_list(suites)
+    if len(named) > MOST_NAMED:
+        sources = dict.fromkeys(label.partition(" ")[2] for label in (labels.suite_label(*suite) for suite in suites))
+        named = " ".join([f"{len(suites)} suites", *filter(None, sources)])
+    mean = ", geometric mean" if len(suites) > 1 else ""
+    is_nano = str(document.results.info.identity.model) == "nano" and has_draft(method)
+    is_known = is_nano and all(labels.is_embedded(s) for _, s in suites)
+    return f" on {named}{mean}{': text of the kind that it was trained on' if is_known else ''}"
+
+
+def warnings_of(document: Document) -> list[str]:
+    """Return a line for each finding that says that a number is wrong or weak: the worst first."""
+    order = {kind: at for at, kind in enumerate((*FAULTS, *WEAKNESSES))}
+    known = sorted((one for one in document.findings if one.kind in order), key=lambda one: order[one.kind])
+    return [*document.notes, *(one.text for one in known)]

@@ -1,0 +1,78 @@
+"""The fixture of pytest: an engine's own test measures, judges and gates."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dflash_bench
+from dflash_bench.core import plugins
+
+TEST = """
+import json
+import sys
+from pathlib import Path
+
+OPTIONS = {"suite": "gsm8k", "methods": ["ngram"], "limit": 2, "max_new_tokens": 8}
+
+
+def test_nothing_heavy_is_loaded_before_it_is_needed():
+    assert not {"torch", "transformers", "pandas", "numpy"} & {*sys.modules}
+
+
+def test_a_good_run_passes(dflash_bench):
+    run = dflash_bench.run(**OPTIONS)
+    assert run.methods == ["ngram"]
+    assert dflash_bench.check(run)
+
+
+def test_one_that_fell_short_fails(dflash_bench):
+    dflash_bench.run(**OPTIONS)
+    limits = Path(dflash_bench.folder / "limits.toml")
+    limits.write_text('["al.pooled"]\\nat_least = 100\\n')
+    dflash_bench.check(limits=limits)
+
+
+def test_an_answer_of_another_model_fails(dflash_bench, monkeypatch):
+    from dflash_bench.engine import loop
+
+    chosen = loop.verify_chain
+
+    def wrong(tokens, choices, padding=None):
+        return chosen(tokens, choices ^ 1, padding)
+
+    monkeypatch.setattr(loop, "verify_chain", wrong)
+    dflash_bench.run(**OPTIONS)
+"""
+
+
+def test_an_engines_own_tests_measure_judge_and_gate(tmp_path: Path) -> None:
+    (tmp_path / "test_engine.py").write_text(TEST.replace("\\\\n", "\\n"))
+    words = [
+        "-p",
+        "dflash_bench.api.testing",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:random_order",
+        "-q",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, "test_engine.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert "al.pooled" in done.stdout and "FAILED: 1 of" in done.stdout
+    assert "are not the published model's own output" in done.stdout
+    assert "to see what was measured:" in done.stdout and "dflash-bench report " in done.stdout
+
+
+def test_pytest_finds_it_by_itself() -> None:
+    declared = (Path(dflash_bench.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    assert '[project.entry-points.pytest11]\ndflash_bench = "dflash_bench.api.testing"' in declared
+    assert plugins  # others are found as entry points, too
+    assert pytest.__version__

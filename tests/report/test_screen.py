@@ -1,0 +1,117 @@
+"""The screen at the end of a run: it fits, it answers the question, and it hides no fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rows import generation, pair, record
+from test_report import document, findings, summarise
+
+from dflash_bench.core.types import Answer, Settings
+from dflash_bench.report.screen import WIDTH, screen
+
+
+def of(rows: Sequence[Answer], width: int = WIDTH) -> str:
+    cells = summarise(rows)
+    return screen(document(cells, findings(rows, cells)), width).plain
+
+
+def several(num_prompts: int = 24, methods: Sequence[str] = ("dflash", "eagle3"), **place: Any) -> list[Answer]:
+    """Prompts of two lengths of rounds, so that there is an interval."""
+    rows = []
+    for number in range(num_prompts):
+        accepted = [3, 2, 4] if number % 2 else [4, 3, 4]
+        for method in methods:
+            both = pair(f"p{number}", accepted, order=2 * number, **place)
+            rows += [replace(both[1], method=method)] if rows and method != methods[0] else both
+    return [replace(row, passed=True) for row in rows]
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 120])
+def test_it_fits_the_terminal(width: int) -> None:
+    lines = of(several(), width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert any("x" in line for line in lines[1:3])
+
+
+def test_a_narrow_terminal_keeps_the_speed_up() -> None:
+    wide, narrow = of(several()), of(several(), 40)
+    head = wide.splitlines()[0].split()
+    assert head == ["speed-up", "95", "%", "tokens/round", "tokens/s", "exact"]
+    assert "speed-up" in narrow.splitlines()[0] and "tokens/s" not in narrow.splitlines()[0]
+
+
+def test_it_says_how_much_faster_and_how_sure_that_is() -> None:
+    text = " ".join(of(several()).split())
+    assert "dflash is 2." in text and "times as fast as plain decoding (2." in text
+    assert "24/24 ✓" in text
+    assert "●" in text and "plain 1.00x" in text
+
+
+def test_a_speed_up_that_may_be_none_is_not_claimed() -> None:
+    rows = several(methods=("dflash",))
+    slow = [
+        replace(
+            row, generation=replace(row.generation, decode_s=row.generation.decode_s * (0.2 if n % 4 < 2 else 0.75))
+        )
+        if row.method == "ar"
+        else row
+        for n, row in enumerate(rows)
+    ]
+    text = " ".join(of(slow).split())
+    assert "dflash is not shown to be faster than plain decoding" in text
+    assert "is 2." not in text
+
+
+def test_answers_that_are_not_the_targets_come_first() -> None:
+    rows = several(methods=("dflash",))
+    wrong = [
+        replace(row, exactness="mismatch") if row.method == "dflash" and row.prompt_id in ("p1", "p2") else row
+        for row in rows
+    ]
+    text = of(wrong)
+    assert "22/24 ✗" in text
+    sentences = text.split("\n\n")[1]
+    assert sentences.startswith("dflash is NOT exact: 2 answers are not the target's own.")
+
+
+def test_few_prompts_and_embedded_text_are_said() -> None:
+    text = " ".join(of(several(3, methods=("dflash",))).split())
+    assert "With 3 prompts, too few to trust, dflash was 2." in text
+    assert "(n = 3)" in text
+    assert "only 3 prompts, too few to trust the interval" in text
+
+
+def test_without_plain_answers_there_is_no_number() -> None:
+    rows = [record("p1", "dflash", generation([1, 2]))]
+    text = of(rows)
+    assert "n/a" in text
+    assert "There is no speed-up: the run holds no answers of plain decoding to compare with." in " ".join(text.split())
+
+
+def test_long_names_are_cut_and_foreign_ones_cannot_steer_the_terminal() -> None:
+    name = "eagle3@" + "a" * 40
+    rows = [replace(row, method=name) if row.method == "dflash" else row for row in several(methods=("dflash",))]
+    cells = summarise(rows)
+    text = screen(document(cells), 80).plain
+    assert f"{name[:23]}…" in text
+    assert max(map(len, text.splitlines()[:3])) <= 80
+
+
+def test_each_of_several_settings_has_its_plain_decoding() -> None:
+    hot = Settings(temperature=1.0)
+    rows = [*several(methods=("dflash",)), *several(methods=("dflash",), settings=hot)]
+    lines = of(rows).splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == ["dflash", "dflash", "plain", "plain"]
+    assert "(temperature 1)" in lines[2] and "(temperature 1)" in lines[4]
+
+
+def test_colours_are_beside_the_words() -> None:
+    rows = several(methods=("dflash",))
+    text = screen(document(summarise(rows)), 80)
+    styles = {text.plain[span.start : span.end].strip(): str(span.style) for span in text.spans}
+    assert styles["24/24 ✓"] == "green"
+    assert styles["dflash"] == "bold"
