@@ -147,7 +147,7 @@ def test_a_scorer_of_another_package_scores(install: Install, tmp_path: Path) ->
     check_options(db_request(tmp_path, score="shouting"))
     prompt = Prompt("own", "0", ("Say it.",))
     assert [scorers.score("shouting", prompt, text).passed for text in ("NO", "no")] == [True, False]
-    with pytest.raises(UserError, match=r"unknown scorer 'shoutin'; known: .*shouting"):
+    with pytest.raises(UserError, match=r"unknown scorer 'shoutin' \(did you mean 'shouting'\?\); known: .*shouting"):
         check_options(db_request(tmp_path, score="shoutin"))
 
 
@@ -167,7 +167,7 @@ def test_a_dialect_of_another_package_is_recognised_first(install: Install, tmp_
             run = db.run(servers={"plain": plain.url}, out=tmp_path / f"run{number}", **options, **more)  # type: ignore[arg-type]
             (server,) = run.document.results.info.identity.to_json()["servers"].values()
             assert (server["dialect"], server["version"]) == ("mine", "9.9")
-        with pytest.raises(db.UserError, match=r"unknown dialect 'mime'; known: .*mine"):
+        with pytest.raises(db.UserError, match=r"unknown dialect 'mime' \(did you mean 'mine'\?\); known: .*mine"):
             db.run(servers={"plain": plain.url}, dialect="mime", out=tmp_path / "run", **options)  # type: ignore[arg-type]
 
 
@@ -242,7 +242,7 @@ def test_a_broken_plugin_is_one_line_that_names_it(install: Install, main: Main,
 def test_a_broken_plugin_stands_in_nobodys_way(install: Install) -> None:
     install("my_broken", "[dflash_bench.drafters]\necho = my_broken:echo\n", {"__init__.py": "raise RuntimeError"})
     assert parse("dflash:3").name == "dflash"
-    with pytest.raises(UserError, match=r"unknown method 'dflsh'; known: .*echo"):
+    with pytest.raises(UserError, match=r"unknown method 'dflsh' \(did you mean 'dflash'\?\); known: .*echo"):
         parse("dflsh")
 
 

@@ -93,7 +93,8 @@ def test_options_become_what_the_command_makes_of_them(tmp_path: Path) -> None:
 
 
 def test_an_unknown_option_is_one_line() -> None:
-    with pytest.raises(api.UserError, match=r"unknown option 'temprature'; known: .*temperature"):
+    told = r"unknown option 'temprature' \(did you mean 'temperature'\?\); known: .*temperature"
+    with pytest.raises(api.UserError, match=told):
         request_of(temprature=1)
 
 

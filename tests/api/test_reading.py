@@ -136,7 +136,7 @@ def test_axes_outside_of_a_grid_are_refused(run: db.Run) -> None:
 
 
 def test_unknown_plots_and_those_that_the_run_lacks_are_refused(run: db.Run) -> None:
-    with pytest.raises(db.UserError, match="unknown plot 'speed'; known: acceptance"):
+    with pytest.raises(db.UserError, match=r"unknown plot 'speed' \(did you mean 'speedup'\?\); known: acceptance"):
         run.plot("speed")
     with pytest.raises(db.UserError, match="nothing to plot as 'sweep'"):
         run.plot("sweep")

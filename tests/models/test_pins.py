@@ -66,13 +66,14 @@ def info(folder: str) -> Any:
 
 
 def test_a_run_records_what_a_name_meant_and_says_that_it_can_move(main: Main, served: Hub) -> None:
-    code, out, err = main(*words("run"))
+    code, _, err = main(*words("run"))
     assert code == 0, err
     assert f"note: target is not pinned: it is org/target@{OLD} now" in err
     assert f"note: dflash is not pinned: it is org/draft@{OLD} now" in err
     identity = info("run")["identity"]
     assert identity["unpinned"] == ["target", "dflash"]
     assert identity["revisions"] == {"target": f"org/target@{OLD}", "dflash": f"org/draft@{OLD}"}
+    out = main("report", "run")[1]
     assert f"target and dflash came from the hub by names that can change; here they were org/target@{OLD}" in " ".join(
         out.split()
     )

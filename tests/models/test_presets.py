@@ -49,9 +49,9 @@ def test_the_two_models_of_the_paper_draft_blocks_of_16_and_chains_of_7_without_
 BAD = {
     'target = "a/b"\ndrafts = {}\nsource = ""\nblocksize = 8': "unknown key in .*, mine: 'blocksize'; known: billions,",
     'target = "a/b"\nsource = ""': "mine: drafts is missing",
-    'target = "a/b"\nsource = ""\ndrafts = { dflesh = "c/d" }': "unknown draft 'dflesh'; known: ",
+    'target = "a/b"\nsource = ""\ndrafts = { dflesh = "c/d" }': r"unknown draft 'dflesh' .did you mean 'dflash'",
     'target = "a/b"\nsource = ""\ndrafts = {}\nnum_drafts = { dflash = 99 }': "n must be 1 to 63 tokens, not '99'",
-    'target = "a/b"\nsource = ""\ndrafts = {}\nnum_drafts = { dflesh = 9 }': "unknown method 'dflesh'; known: ",
+    'target = "a/b"\nsource = ""\ndrafts = {}\nnum_drafts = { dflesh = 9 }': r"unknown method 'dflesh' .did you",
     "drafts = {}\nsource = ''": "mine: target is missing",
     "drafts = {}\ntarget = 'a/b'": "mine: source is missing",
 }

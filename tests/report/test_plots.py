@@ -246,7 +246,7 @@ def test_what_a_server_hides_is_no_plot_but_a_line(tmp_path: Path, main: Main) -
 def test_bad_options_are_one_line(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers(2))
     for words, told in [
-        (["run", "--format", "gif"], "unknown format 'gif'; known: png, svg"),
+        (["run", "--format", "gif"], "unknown format 'gif'; known: pdf, pgf, png, svg"),
         (["run", "run"], "give -o DIR"),
         (["run", "--allow", "dtype"], "unknown thing to allow 'dtype'; known: damaged, doubled, foreign, invalid"),
         (["run", "run", "-o", "there", "--allow", "all"], "unknown difference 'all'"),

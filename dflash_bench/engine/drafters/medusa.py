@@ -7,6 +7,8 @@ acceptance changes the target's distribution and is left out: the tree is verifi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +37,10 @@ def build(models: Models, target: Target, method: Method) -> MedusaDrafter:
     return MedusaDrafter(heads, final_norm(target.model), last_layer, num_heads, nodes, top_k)
 
 
+Heads = Callable[[Tensor, int], Tensor]
+"""From hidden states [..., H] to the first heads' logits [..., heads, V]."""
+
+
 class MedusaDrafter:
     """`nodes` below the anchor, from at most `top_k` tokens per head; with top_k 1 the tree is a chain.
 
@@ -44,12 +50,22 @@ class MedusaDrafter:
     def __init__(
         self, heads: MedusaHeads, norm: nn.Module, last_layer: int, num_heads: int, nodes: int, top_k: int
     ) -> None:
-        self.heads, self.norm, self.num_heads = lay_out(heads).eval(), norm, num_heads
+        self.heads: Heads = lay_out(heads).eval()
+        self.norm, self.num_heads = norm, num_heads
         self.taps: tuple[int, ...] = (last_layer,)
         self.device = next(heads.parameters()).device
         self.top_k = min(top_k, nodes, heads.config.vocab_size)
         self.tree = Levels.of(num_heads, nodes, self.top_k, self.device)
         self.num_drafts = self.tree.num_nodes
+
+    def compile(self) -> None:
+        heads = self.heads
+        if not isinstance(heads, MedusaHeads):
+            return
+        from dflash_bench.engine.forward.compiled import STORED, CompiledMedusa, compiled_once
+
+        if next(heads.parameters()).dtype in STORED:
+            self.heads = compiled_once(heads, lambda: CompiledMedusa(heads))
 
     def begin(self, num_rows: int, capacity: int) -> None:
         self.rows = torch.arange(num_rows, device=self.device)
@@ -66,6 +82,7 @@ class MedusaDrafter:
             self.hidden[committed.row_slice] = hidden
 
     def propose(self) -> Draft:
+        assert self.hidden is not None
         logits = self.heads(self.hidden, self.num_heads)
         if self.top_k == 1:
             # A chain needs no mask of its own, and nothing has to be moved in the cache.

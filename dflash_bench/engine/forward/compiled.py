@@ -1,4 +1,4 @@
-"""Forward passes on a CPU by compiled kernels (`kernels.py`): of targets, and of DFlash and EAGLE-3 drafts.
+"""Forward passes on a CPU by compiled kernels (`kernels.py`): of targets, and of DFlash, EAGLE-3 and Medusa drafts.
 
 They read the layers that `native.py` lays out, but from one array of packed weights, and write to the same cache.
 Activations are float32, whatever the weights are.
@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward import kernels
@@ -36,6 +37,7 @@ from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
 from dflash_bench.engine.forward.tiles import LANES
 from dflash_bench.engine.lengths import Seen
 from dflash_bench.engine.masks import PassMask, ancestors
+from dflash_bench.models.nets.medusa import MedusaHeads
 from dflash_bench.models.quantization import Int8Linear
 
 TILE = 8
@@ -471,3 +473,23 @@ class CompiledEagle3:
         if self.config.norm_output:
             return self.head(hidden)
         return self.head.project(self.norm(hidden), hidden.numel() // self.head.size).view(*hidden.shape[:-1], -1)
+
+
+class CompiledMedusa:
+    """As `MedusaHeads`, its products by compiled kernels."""
+
+    def __init__(self, heads: MedusaHeads) -> None:
+        layers: list[list[Any]] = [[*head.children()] for head in heads]
+        self.heads = [
+            ([CompiledLinear.of(block.linear) for block in blocks], CompiledLinear.of(last)) for *blocks, last in layers
+        ]
+
+    def __call__(self, hidden: Tensor, num_heads: int) -> Tensor:
+        """Return the first heads' logits [..., heads, V] for hidden states [..., H]."""
+        logits = []
+        for blocks, last in self.heads[:num_heads]:
+            x = hidden.float()
+            for block in blocks:
+                x = x + silu(block(x))
+            logits.append(last(x))
+        return torch.stack(logits, dim=-2)
