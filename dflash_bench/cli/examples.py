@@ -50,6 +50,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dflash-bench report --format latex --layout paper",
     ),
     "card": ("dflash-bench card",),
+    "movie": ("dflash-bench movie -o movie.svg", "dflash-bench movie @2 --method eagle3 --answer gsm8k/0"),
     "plot": (
         "dflash-bench plot --format svg -o plots",
         "dflash-bench plot --format pdf --paper column",

@@ -1,4 +1,4 @@
-"""Finished runs: the commands runs, open, compare, baseline, check, report, card and plot."""
+"""Finished runs: the commands runs, open, compare, baseline, check, report, card, movie and plot."""
 
 from __future__ import annotations
 
@@ -286,6 +286,41 @@ def card(
     from dflash_bench import api, report
 
     say(report.card(api.load(found_one(run), allow or ()).document), end="")
+
+
+@app.command(cls=Command)
+def movie(
+    run: options.Run = None,
+    out: Annotated[
+        Path | None, Option("-o", "--out", metavar="FILE", help="The SVG to write. Default: RUN/movie.svg.")
+    ] = None,
+    method: Annotated[str | None, Option(metavar="NAME", help="A method of the run. Default: the fastest.")] = None,
+    answer: Annotated[
+        str | None,
+        Option(
+            metavar="SUITE/PROMPT",
+            help="Which answer to show. Default: the one whose speed-up is nearest to that of the run.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        Option(metavar="PATH", help="The target's tokenizer.json or its folder. Default: found where possible."),
+    ] = None,
+    allow: options.AllowParts = None,
+) -> None:
+    """Film an answer as an animated SVG.
+
+    Plain and drafted, side by side, typed at their measured times, in a loop: for a README or a talk.
+    """
+    from dflash_bench import api
+    from dflash_bench.core.files import write_whole
+    from dflash_bench.report.movie import movie as filmed
+
+    folder = found_one(run)
+    svg = filmed(api.load(folder, allow or ()).document, method, answer, tokenizer)
+    path = out or folder / "movie.svg"
+    write_whole(path, lambda file: file.write(svg.encode()))
+    say(f"wrote {path}")
 
 
 @app.command(cls=Command)

@@ -60,28 +60,33 @@ class Runner:
         return failed
 
 
-QUICK = "--suite gsm8k --method ngram --limit 2 --max-new-tokens 8"
+QUICK = "--suite gsm8k --method ngram --limit 1 --max-new-tokens 8"
 
 
 def test_a_good_run_passes_and_leaves_page_summary_and_answers(tmp_path: Path) -> None:
-    runner = Runner(tmp_path, options=QUICK, runs="2")
+    runner = Runner(tmp_path, options=QUICK)
     assert runner.play() == 0
     folder = runner.temporary / "dflash-bench"
     assert "### dflash-bench check ✅" in runner.summary.read_text()
-    assert {path.name for path in folder.iterdir()} >= {"run1", "run2", "page.html", "check.xml"}
+    assert {path.name for path in folder.iterdir()} >= {"run1", "page.html", "check.xml"}
     assert runner.output.read_text() == f"page={folder / 'page.html'}\n"
     assert runner.told.read_text() == f"python -m pip install --quiet {ROOT}\n"
 
 
-def test_what_falls_short_fails_the_job_and_is_commented_on(tmp_path: Path) -> None:
-    runner = Runner(tmp_path, comment="true", baseline="ci/base.json", install="dflash-bench==1.0.0")
-    program = tmp_path / "programs" / "dflash-bench"
+def fake(runner: Runner, folder: Path, check: str) -> None:
+    """Put a program in place of `dflash-bench`, which writes down its words and checks as this text of a shell says."""
+    program = folder / "programs" / "dflash-bench"
     program.write_text(f'''#!/bin/sh
 echo dflash-bench "$@" >> "{runner.told}"
-if [ "$1" = check ]; then mkdir -p . && echo "### failed" > summary.md && exit 1; fi
 if [ "$1" = run ]; then mkdir "$RUNNER_TEMP/dflash-bench/run1"; fi
+if [ "$1" = check ]; then {check}; fi
 ''')
     program.chmod(0o755)
+
+
+def test_what_falls_short_fails_the_job_and_is_commented_on(tmp_path: Path) -> None:
+    runner = Runner(tmp_path, comment="true", baseline="ci/base.json", install="dflash-bench==1.0.0")
+    fake(runner, tmp_path, 'echo "### failed" > summary.md; exit 1')
     assert runner.play() == 1
     assert runner.summary.read_text() == "### failed\n"
     folder = runner.temporary / "dflash-bench"
@@ -94,8 +99,9 @@ if [ "$1" = run ]; then mkdir "$RUNNER_TEMP/dflash-bench/run1"; fi
     ]
 
 
-def test_a_baseline_that_cannot_be_read_fails_the_job_without_a_comment(tmp_path: Path) -> None:
-    runner = Runner(tmp_path, options=QUICK, baseline="none.json", comment="true")
+def test_what_cannot_be_checked_fails_the_job_without_a_comment(tmp_path: Path) -> None:
+    runner = Runner(tmp_path, baseline="none.json", comment="true")
+    fake(runner, tmp_path, "exit 2")
     assert runner.play() == 2
     assert "gh" not in runner.told.read_text() and not runner.summary.exists()
 

@@ -169,3 +169,13 @@ def test_no_column_of_the_answers_is_cut_off(opened: Any, width: int) -> None:
     assert needed == given and page <= window == width
     last = "[...document.querySelectorAll('#list tr.row')].map(tr => tr.lastChild.getBoundingClientRect().right)"
     assert max(opened.execute_script(f"return {last}")) <= width
+
+
+@pytest.mark.parametrize("width", [1000, 1200, 1400, 2000])
+def test_no_table_is_cut_off(opened: Any, width: int) -> None:
+    opened.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+    )
+    script = "return [...document.querySelectorAll('.wide')].map(box => box.scrollWidth - box.clientWidth)"
+    assert set(opened.execute_script(script)) == {0}

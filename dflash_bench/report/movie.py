@@ -1,0 +1,202 @@
+"""A looping picture of one answer, plain and drafted side by side, typed at their measured times: an SVG of one file.
+
+It needs no script, so that a README or a talk can show it. The answer is the one whose speed-up is nearest to that of
+the whole run, and not the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from dflash_bench.analysis.metrics import BASELINE
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.labels import visible
+from dflash_bench.report.answers import load_tokenizer, pieces
+from dflash_bench.report.document import Document, over_all
+from dflash_bench.report.words import facts
+
+COLUMNS_READ = (
+    "suite", "prompt_id", "turn", "repeat", "method", "token_ids", "text", "error", "accepted", "emitted", "round_s",
+    "decode_s",
+)  # fmt: skip
+COLUMNS, MOST_LINES = 46, 18
+"""Characters of a line, and lines of an answer; what is longer is cut."""
+CHARACTER, LINE, MARGIN, HEAD = 7.8, 18, 14, 34
+"""Pixels."""
+TYPING_S, HOLD_S = 5.0, 2.5
+"""How long the slower answer is typed, and how long both then stay."""
+STYLE = """
+text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #1b2530; white-space: pre; }
+.head { font-weight: 600; } .small { font-size: 11px; fill: #5a6877; }
+.drafted { fill: #00734f; } .box { fill: #ffffff; stroke: #dde3ea; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #dfe6ed; } .small { fill: #93a1b0; } .drafted { fill: #4fd0a0; }
+  .box { fill: #151b22; stroke: #2b3541; }
+}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TypedPart:
+    """Text from `first` to `last` (of the answer's characters), which appears at a time after the first token."""
+
+    first: int
+    last: int
+    at_s: float
+    is_drafted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FilmedAnswer:
+    method: str
+    text: str
+    parts: tuple[TypedPart, ...]
+    seconds: float
+
+
+def movie(
+    document: Document, method: str | None = None, answer: str | None = None, tokenizer: Path | None = None
+) -> str:
+    """Return the SVG of one answer (SUITE/PROMPT), by one of the run's methods; by default the fastest.
+
+    Raises UserError for a method or an answer that the run does not have, for one whose rounds are hidden, and if the
+    target's tokenizer, which says which letters are which tokens, is not on this disk.
+    """
+    method = method or _fastest(document)
+    if method not in document.methods:
+        raise unknown("method of this run", method, document.methods)
+    decoder = load_tokenizer(document.results.info, tokenizer)
+    if decoder is None:
+        raise UserError("the target's tokenizer was not found: give --tokenizer FOLDER")
+    plain, drafted = _chosen(document, method, answer)
+    both = [_filmed(row, decoder) for row in (plain, drafted)]
+    about = facts(document.results.info)
+    model = Path(str(document.results.info.identity.model)).name
+    return _svg(both, f"{plain['suite']}/{plain['prompt_id']} · {model} · {about['machine']}")
+
+
+def _fastest(document: Document) -> str:
+    known = [(speedup.value, line.method) for line in document.lines if (speedup := over_all(document.cells, line)[0])]
+    if not known:
+        raise UserError(f"{document.folder} has no speed-up: it holds no answers of plain decoding")
+    return max(known)[1]
+
+
+Row = dict[str, Any]
+
+
+def _chosen(document: Document, method: str, answer: str | None) -> tuple[Row, Row]:
+    """Return an answer of plain decoding, and the same of the method."""
+    plain: dict[tuple[Any, ...], Row] = {}
+    drafted: dict[tuple[Any, ...], Row] = {}
+    for batch, numbers in document.results.stored.batches(COLUMNS_READ):
+        for row, number in zip(batch.select(COLUMNS_READ).to_pylist(), numbers, strict=True):
+            wanted = answer is None or answer == f"{row['suite']}/{row['prompt_id']}"
+            if wanted and row["error"] is None and row["round_s"] and row["method"] in (BASELINE, method):
+                key = row["suite"], row["prompt_id"], row["turn"], row["repeat"], int(number)
+                (plain if row["method"] == BASELINE else drafted)[key] = row
+    shared = [key for key in plain if key in drafted]
+    if not shared:
+        which = f"answer {answer}" if answer else "answer"
+        raise UserError(f"{document.folder} has no {which} of both plain decoding and {method} whose rounds are known")
+    whole = sum(plain[key]["decode_s"] for key in shared) / sum(drafted[key]["decode_s"] for key in shared)
+
+    def distance(key: tuple[Any, ...]) -> float:
+        return abs(float(plain[key]["decode_s"] / drafted[key]["decode_s"] - whole))
+
+    best = min(shared, key=distance)
+    return plain[best], drafted[best]
+
+
+def _filmed(row: Row, decoder: Any) -> FilmedAnswer:
+    texts = pieces(decoder, row["token_ids"], row["text"])
+    if texts is None:
+        raise UserError("this tokenizer does not decode the answer's tokens to its text: give --tokenizer FOLDER")
+    ends = [0, *accumulate(map(len, texts))]
+    parts = [TypedPart(0, ends[1], 0.0, False)]
+    at, now_s = 1, 0.0
+    for accepted, emitted, seconds in zip(row["accepted"], row["emitted"], row["round_s"], strict=True):
+        now_s += seconds
+        middle, last = at + min(accepted, emitted), at + emitted
+        parts += [TypedPart(ends[at], ends[middle], now_s, True), TypedPart(ends[middle], ends[last], now_s, False)]
+        at = last
+    text = "".join(texts)
+    return FilmedAnswer(row["method"], text, tuple(part for part in parts if part.first < part.last), now_s)
+
+
+def _places(text: str) -> list[tuple[int, int]]:
+    """Return the line and the column of each character; lines break between words."""
+    places, line, column = [], 0, 0
+    for at, letter in enumerate(text):
+        word = (
+            len(text[at:].split(maxsplit=1)[0]) if not letter.isspace() and (at == 0 or text[at - 1].isspace()) else 0
+        )
+        if column + min(word, COLUMNS) > COLUMNS or column >= COLUMNS:
+            line, column = line + 1, 0
+        places.append((line, column))
+        line, column = (line + 1, 0) if letter == "\n" else (line, column + 1)
+    return places
+
+
+def _runs(filmed: FilmedAnswer, places: Sequence[tuple[int, int]]) -> Iterator[tuple[TypedPart, str, int, int]]:
+    """Yield what is typed at a time, with its line and column: several where it goes over several lines."""
+    for part in filmed.parts:
+        first = part.first
+        for at in range(part.first, part.last):
+            if at + 1 == part.last or places[at + 1][0] != places[at][0]:
+                words = filmed.text[first : at + 1].rstrip("\n")
+                if words.strip():
+                    yield part, words, *places[first]
+                first = at + 1
+
+
+def _svg(both: Sequence[FilmedAnswer], below: str) -> str:
+    slowest = max(filmed.seconds for filmed in both)
+    factor = max(1.0, TYPING_S / slowest)
+    length_s = slowest * factor + HOLD_S
+    laid = [_places(filmed.text) for filmed in both]
+    lines = min(MOST_LINES, max(line for places in laid for line, _ in places) + 1)
+    panel = round(COLUMNS * CHARACTER) + 2 * MARGIN
+    width, height = 2 * panel + MARGIN, HEAD + lines * LINE + MARGIN
+    speed = f"{both[0].seconds / both[1].seconds:.2f} times as fast"
+    drawn = []
+    for at, (filmed, places) in enumerate(zip(both, laid, strict=True)):
+        left = at * (panel + MARGIN)
+        name = "plain decoding" if filmed.method == BASELINE else filmed.method
+        head = f"{name}: {filmed.seconds:.2f} s{f', {speed}' if at else ''}"
+        drawn.append(f'<rect class="box" x="{left + 0.5}" y="0.5" width="{panel - 1}" height="{height - 1}" rx="8"/>')
+        drawn.append(_text(head, left + MARGIN, 22, "head"))
+        for part, words, line, column in _runs(filmed, places):
+            if line < MOST_LINES:
+                x, y = left + MARGIN + column * CHARACTER, HEAD + (line + 1) * LINE - 4
+                kind = "drafted" if part.is_drafted else ""
+                drawn.append(_text(words, x, y, kind, part.at_s * factor / length_s, length_s))
+    slower = f"{factor:.0f} times slower than measured" if factor >= 1.5 else "at the measured speed"
+    note = f"green: drafted, and accepted by the target · {slower} · {below}"
+    drawn.append(_text(note, 0, height + 16, "small"))
+    size = f'width="{width}" height="{height + 24}" viewBox="0 0 {width} {height + 24}"'
+    label = escape(
+        visible(f"The same answer by {both[0].method} and by {both[1].method}, which is {speed}"), {'"': "&quot;"}
+    )
+    body = "\n".join(drawn)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{label}">\n'
+        f"<style>{STYLE}</style>\n{body}\n</svg>\n"
+    )
+
+
+def _text(words: str, x: float, y: float, kind: str, share: float | None = None, length_s: float = 0.0) -> str:
+    """Return a text, which appears when this share of the loop is over."""
+    name = f' class="{kind}"' if kind else ""
+    appears = ""
+    if share is not None and share > 0:
+        appears = (
+            f'<animate attributeName="opacity" calcMode="discrete" values="0;1" keyTimes="0;{min(share, 0.999):.4f}" '
+            f'dur="{length_s:.2f}s" repeatCount="indefinite"/>'
+        )
+    return f'<text x="{x:.1f}" y="{y:.1f}"{name} xml:space="preserve">{escape(visible(words))}{appears}</text>'
