@@ -41,6 +41,29 @@ def against_server(session: nox.Session, *packages: str, unwanted: tuple[str, ..
 
 
 @nox.session
+def package(session: nox.Session) -> None:
+    """The wheel and the sdist: built, checked, and the wheel installed and tried in an empty folder (three minutes)."""
+    session.install("build", "twine")
+    folder = Path(session.create_tmp())
+    built = folder / "dist"
+    for old in built.glob("*"):
+        old.unlink()
+    session.run("python", "-m", "build", "--outdir", str(built), str(ROOT), silent=True)
+    files = sorted(map(str, built.iterdir()))
+    session.run("python", "-m", "twine", "check", "--strict", *files)
+    (wheel,) = built.glob("*.whl")
+    fresh = folder / "environment"
+    session.run("python", "-m", "venv", "--clear", str(fresh))
+    programs = fresh / "bin"
+    session.run(
+        str(programs / "pip"), "install", "-q", "-c", str(ROOT / "constraints-cpu.txt"), str(wheel), external=True
+    )
+    session.chdir(folder)
+    for words in (["-V"], ["demo"], ["run", "--suite", "gsm8k", "--limit", "2"], ["report"], ["runs"]):
+        session.run(str(programs / "dflash-bench"), *words, external=True)
+
+
+@nox.session
 def vllm(session: nox.Session) -> None:
     """Real vLLM servers on this machine's CPU (about 4 GB, once)."""
     # What is unwanted we do not need, and its builds may not match vLLM's torch.
