@@ -1,4 +1,4 @@
-"""Finished runs: the commands runs, open, compare, baseline, check, report, card, movie and plot."""
+"""Finished runs: the commands runs, index, open, compare, baseline, check, report, card, movie and plot."""
 
 from __future__ import annotations
 
@@ -54,6 +54,27 @@ def runs(as_json: options.AsJson = False) -> None:
 
     several = listings()
     say(json.dumps(listed_json(several), indent=1) if as_json else runs_text(several))
+
+
+@app.command(cls=Command)
+def index(
+    folder: Annotated[
+        Path | None, Argument(metavar="[FOLDER]", help="A folder with runs in it or below it. Default: results/runs.")
+    ] = None,
+    out: Annotated[Path, Option("-o", "--out", metavar="DIR", help="Folder for the site.")] = Path("site"),
+    allow: options.AllowParts = None,
+) -> None:
+    """Make a static site of several runs.
+
+    A table that can be filtered by model, suites, method, machine and engine, and the page of each run.
+    """
+    from dflash_bench.core.terminal import with_bar
+    from dflash_bench.report import site
+    from dflash_bench.results.recent import RUNS
+
+    runs = site.runs_below(folder or RUNS)
+    lines = site.write_site(with_bar(runs, "writing pages"), out, note, allow or ())
+    say(f"wrote {out / 'index.html'}: {len(lines)} lines of {len({line.page for line in lines})} runs")
 
 
 @app.command("open", cls=Command)

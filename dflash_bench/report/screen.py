@@ -83,7 +83,8 @@ def _rows(document: Document) -> list[ScreenRow]:
     scale = _scale(known)
     rows = [
         ScreenRow(
-            _texts(line, speedup, al, _speed(line.cells_of(document.cells)), scale) | {"exact": _exact(document, line)},
+            _texts(line, speedup, al, speed_text(line.cells_of(document.cells)), scale)
+            | {"exact": exact_text(document, line)},
             speedup is not None and speedup.value == best and speedup.value > 1,
             _is_exact(document, line),
         )
@@ -97,7 +98,7 @@ def _plain_rows(document: Document) -> Iterator[ScreenRow]:
     for settings, setting in dict.fromkeys((cell.settings, cell.setting) for cell in cells):
         line = MethodLine(BASELINE, settings, setting)
         texts = {"name": labels.with_settings("plain", setting), "speedup": "1.00x", "al": "1.00"}
-        yield ScreenRow(texts | {"tps": _speed(line.cells_of(cells))})
+        yield ScreenRow(texts | {"tps": speed_text(line.cells_of(cells))})
 
 
 def _texts(
@@ -133,7 +134,7 @@ def _is_exact(document: Document, line: MethodLine) -> bool | None:
     return True if judged and judged[0] == judged[1] else None
 
 
-def _exact(document: Document, line: MethodLine) -> str:
+def exact_text(document: Document, line: MethodLine) -> str:
     if is_lossy(line.method):
         return "lossy"
     judged = _judged(document, line)
@@ -142,7 +143,7 @@ def _exact(document: Document, line: MethodLine) -> str:
     return f"{judged[0]:,}/{judged[1]:,} {MARKS[_is_exact(document, line)]}"
 
 
-def _speed(cells: Sequence[Cell]) -> str:
+def speed_text(cells: Sequence[Cell]) -> str:
     """Return the tokens of all answers over the seconds that decoding them took."""
     sums = [cell.sums.sum(axis=0) for cell in cells if cell.num_prompts]
     if not sums:

@@ -1,0 +1,120 @@
+"""A static site of runs: a table with a line for each method of each run, which links to the run's page.
+
+As a run's page, it works from a folder, loads nothing from elsewhere, and runs no script but its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_bench import __version__
+from dflash_bench.core import labels
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.files import write_whole
+from dflash_bench.report import render
+from dflash_bench.report.document import Document, MethodLine, over_all, read_document
+from dflash_bench.report.html import write_page
+from dflash_bench.report.screen import exact_text, speed_text
+from dflash_bench.report.tables import number, with_interval
+from dflash_bench.report.words import facts
+from dflash_bench.results.run_info import FILE
+
+FILTERS = ("model", "suites", "method", "machine", "engine")
+"""Columns that can be filtered, each by a choice of its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiteLine:
+    """A method of a run under settings, over all suites, as text; `page` is a file beside the table."""
+
+    page: str
+    started: str
+    model: str
+    suites: str
+    method: str
+    speedup: str
+    al: str
+    tps: str
+    exact: str
+    machine: str
+    engine: str
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Return the folders of runs in a folder and below it. Raises UserError if there is none."""
+    found = sorted(path.parent for path in folder.rglob(FILE))
+    if not found:
+        raise UserError(f"there is no run in {folder} or below it")
+    return found
+
+
+def write_site(
+    folders: Iterable[Path], out: Path, tell: Callable[[str], object], allow: Sequence[str] = ()
+) -> list[SiteLine]:
+    """Write `index.html` and a page for each run into a folder, and return the lines of the table.
+
+    A run that cannot be read is told of and left out. Raises UserError if none is left.
+    """
+    lines: list[SiteLine] = []
+    out.mkdir(parents=True, exist_ok=True)
+    taken: set[str] = set()
+    for folder in folders:
+        try:
+            document = read_document(folder, allow)
+        except UserError as error:
+            tell(f"note: left out: {error}")
+            continue
+        page = _free(f"{folder.name}.html", taken)
+        write_page(document, out / page)
+        lines += [_line(document, line, page) for line in document.lines]
+    if not lines:
+        raise UserError("none of these runs has a method to show")
+    lines.sort(key=lambda line: line.started, reverse=True)
+    write_whole(out / "index.html", lambda file: file.write(_index(lines).encode()))
+    return lines
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """Return the name, or another one if two runs have it; no page may take the table's place."""
+    stem, number_ = name.removesuffix(".html"), 1
+    while name in taken or name == "index.html":
+        number_ += 1
+        name = f"{stem}-{number_}.html"
+    taken.add(name)
+    return name
+
+
+def _line(document: Document, line: MethodLine, page: str) -> SiteLine:
+    info = document.results.info
+    about = facts(info)
+    speedup, al = over_all(document.cells, line)
+    suites = labels.suite_list(dict.fromkeys((cell.suite, cell.source) for cell in document.cells if cell.num_prompts))
+    return SiteLine(
+        page, str(info.started or "")[:16].replace("T", " "), Path(str(info.identity.model)).name, suites, line.name,
+        with_interval(speedup), number(al), speed_text(line.cells_of(document.cells)), exact_text(document, line),
+        about.get("machine", ""), str(info.identity.network or info.identity.engine or ""),
+    )  # fmt: skip
+
+
+def _index(lines: Sequence[SiteLine]) -> str:
+    from markupsafe import Markup
+
+    style, script = (
+        (render.TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "site.js")
+    )  # fmt: skip
+    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    values: dict[str, Any] = {
+        "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+        "lines": lines,
+        "filters": {name: sorted({getattr(line, name) for line in lines}) for name in FILTERS},
+        "note": ". ".join(labels.notes([labels.EMBEDDED] if any("embedded" in line.suites for line in lines) else [])),
+        "version": __version__,
+        "style": Markup(style),
+        "script": Markup(script),
+    }
+    return render.template("site.html", values)

@@ -1,0 +1,70 @@
+"""The site of several runs: a line for each method of each, and a page for each run; nothing of a run can run there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import runs
+from test_page import HOSTILE, Elements
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.report import site
+
+Main = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of one name in different folders, one with a hostile model and method, and one that cannot be read."""
+    home = tmp_path_factory.mktemp("site")
+    runs.stored(home / "runs" / "now", runs.answers(8))
+    rows = [replace(row, method="dflash@<b>") if row.method == "dflash" else row for row in runs.answers(8, seed=1)]
+    methods = {"ar": runs.IDENTITY["methods"]["ar"], "dflash@<b>": runs.IDENTITY["methods"]["dflash"]}
+    runs.stored(home / "runs" / "old" / "now", rows, model=HOSTILE, methods=methods)
+    (home / "runs" / "broken").mkdir()
+    (home / "runs" / "broken" / "run.json").write_text("{")
+    return home
+
+
+def test_there_is_a_line_for_each_method_and_a_page_for_each_run(written: Path) -> None:
+    notes: list[str] = []
+    lines = site.write_site(site.runs_below(written / "runs"), written / "out", notes.append)
+    assert [note.partition(":")[0] for note in notes] == ["note"] and "broken" in notes[0]
+    assert {line.page for line in lines} == {"now.html", "now-2.html"}
+    assert {path.name for path in (written / "out").iterdir()} == {"index.html", "now.html", "now-2.html"}
+    text = (written / "out" / "index.html").read_text()
+    assert re.findall(r'<a href="([^"]+)">(\d\.\d\d) ', text) == [(line.page, line.speedup[:4]) for line in lines]
+    for name in site.FILTERS:
+        assert f'data-filter="{name}"' in text
+    assert "They are not the public suites of these names" in text
+
+
+def test_what_comes_from_a_run_is_text(written: Path) -> None:
+    site.write_site(site.runs_below(written / "runs"), written / "again", lambda _: None)
+    text = (written / "again" / "index.html").read_text()
+    found = Elements(text).found
+    assert [tag for tag, _ in found].count("script") == 1
+    assert not {"img", "b", "iframe", "link"} & {tag for tag, _ in found}
+    policy = next(a["content"] for tag, a in found if tag == "meta" and "http-equiv" in a)
+    assert policy is not None and policy.startswith(
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-"
+    )
+
+
+def test_without_a_run_it_says_so(tmp_path: Path, main: Main) -> None:
+    assert main("index")[::2] == (2, "dflash-bench: there is no run in results/runs or below it\n")
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "run.json").write_text("{")
+    with pytest.raises(UserError, match="none of these runs has a method to show"):
+        site.write_site([tmp_path / "x"], tmp_path / "out", lambda _: None)
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path, main: Main) -> None:
+    runs.stored(tmp_path / "runs" / "index", runs.answers(6))
+    code, out, _ = main("index", "runs", "-o", "site")
+    assert (code, out) == (0, "wrote site/index.html: 1 lines of 1 runs\n")
+    assert (tmp_path / "site" / "index-2.html").exists()
