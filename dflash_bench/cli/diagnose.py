@@ -15,7 +15,7 @@ from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp
 from dflash_bench.cli.options import under
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import write_whole
+from dflash_bench.core.files import write_text
 from dflash_bench.core.option import whole_numbers
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import note, say
@@ -155,7 +155,7 @@ def profile(
     if out is not None:
         title = f"Cost of a forward, {profiled.about['model']}{shown.estimate_note(profiled)}"
         plots.write_profile(profiled.judged, title, out / "profile.svg")
-        write_whole(out / "profile.json", lambda file: file.write(f"{text}\n".encode()))
+        write_text(out / "profile.json", f"{text}\n")
     say(text if as_json else shown.text(profiled), end="\n" if as_json else "")
     if out is not None:
         note(f"saved in {out}")
@@ -238,7 +238,7 @@ def crosscheck(
             CrosscheckRequest(request.without(ServerOptions), request.only(ServerOptions), chats), tell
         )
     if out is not None:
-        _write(out, report.page(checked, command(sys.argv[1:])))
+        write_text(out, report.page(checked, command(sys.argv[1:])))
     say(
         json.dumps(report.crosscheck_as_json(checked), indent=1, allow_nan=False)
         if as_json
@@ -248,9 +248,3 @@ def crosscheck(
         note(f"wrote {out}")
     if code := max((STATUS[one.verdict] for one in checked), key=[0, 2, 1].index):
         sys.exit(code)
-
-
-def _write(path: Path, text: str) -> None:
-    from dflash_bench.core.files import write_whole
-
-    write_whole(path, lambda file: file.write(text.encode()))

@@ -334,13 +334,13 @@ def movie(
     Plain and drafted, side by side, typed at their measured times, in a loop: for a README or a talk.
     """
     from dflash_bench import api
-    from dflash_bench.core.files import write_whole
+    from dflash_bench.core.files import write_text
     from dflash_bench.report.movie import movie as filmed
 
     folder = found_one(run)
     svg = filmed(api.load(folder, allow or ()).document, method, answer, tokenizer)
     path = out or folder / "movie.svg"
-    write_whole(path, lambda file: file.write(svg.encode()))
+    write_text(path, svg)
     say(f"wrote {path}")
 
 

@@ -41,7 +41,10 @@ def run(
         raise UserError(f"nothing to sweep over: give {plan.EXAMPLE}")
     check_options(output)
     if output.save_config is not None:
-        _save(output.save_config, config_text(ctx))
+        from dflash_bench.core.files import write_text
+
+        write_text(output.save_config, config_text(ctx))
+        note(f"wrote {output.save_config}")
     with Stages() as stages:
         # Importing torch takes seconds on a slow disk.
         stages.begin("starting")
@@ -80,14 +83,6 @@ app.command(
     "Measures several values of options or settings (--over) and names the fastest on this machine. All other options "
     "are those of 'run'.",
 )(run)  # fmt: skip
-
-
-def _save(path: Path, text: str) -> None:
-    from dflash_bench.core.files import require_output, write_whole
-
-    require_output(path)
-    write_whole(path, lambda file: file.write(text.encode()))
-    note(f"wrote {path}")
 
 
 def next_commands(folder: Path) -> str:

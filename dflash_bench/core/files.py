@@ -142,9 +142,14 @@ def write_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """As `write_whole`, in UTF-8."""
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file by `write_whole`."""
-    write_whole(path, lambda file: file.write(json.dumps(value, indent=1).encode()))
+    write_text(path, json.dumps(value, indent=1))
 
 
 def sync(folder: Path) -> None:

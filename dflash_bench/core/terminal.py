@@ -69,10 +69,11 @@ LINE_EVERY_S = 10.0
 
 
 @contextmanager
-def status(every_s: float = LINE_EVERY_S, stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
+def status(every_s: float | None = None, stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
     """Give a function to call with a line of progress, which goes to stderr.
 
-    In a terminal each line replaces the one before; elsewhere the newest is written every `every_s`, the first at once.
+    In a terminal each line replaces the one before; elsewhere the newest is written every `every_s` (by
+    default `LINE_EVERY_S`), the first at once.
     """
     stream = stream or sys.stderr
     if stream.isatty():
@@ -82,16 +83,17 @@ def status(every_s: float = LINE_EVERY_S, stream: TextIO | None = None) -> Itera
         with Console(file=stream).status("") as line:
             yield lambda text: line.update(escape(text))
         return
-    with _Lines(stream, every_s) as lines:
+    with _Lines(stream, every_s or LINE_EVERY_S, is_first_due=True) as lines:
         yield lines.tell
 
 
 class _Lines:
     """Writes the newest line of progress every few seconds, from a thread, since what goes on may say nothing."""
 
-    def __init__(self, stream: TextIO, every_s: float) -> None:
-        self.stream, self.every_s = stream, every_s
-        self.text, self.begun_s, self.is_new, self.has_written = "", time.monotonic(), False, False
+    def __init__(self, stream: TextIO, every_s: float, is_first_due: bool = False) -> None:
+        """`is_first_due`: the first line is written at once."""
+        self.stream, self.every_s, self.is_due = stream, every_s, is_first_due
+        self.text, self.begun_s, self.is_new = "", time.monotonic(), False
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._write, daemon=True)
 
@@ -104,9 +106,9 @@ class _Lines:
         self.thread.join()
 
     def tell(self, text: str) -> None:
-        self.text, self.begun_s, self.is_new = text, time.monotonic(), True
-        if not self.has_written:
-            self.has_written, self.is_new = True, False
+        self.text, self.begun_s, self.is_new = text, time.monotonic(), not self.is_due
+        if self.is_due:
+            self.is_due = False
             self._print(text)
 
     def _write(self) -> None:
@@ -123,7 +125,7 @@ class _Lines:
 class Stages:
     """What a command does before its progress can be counted: shown within a moment, with how long each part took.
 
-    Nothing is drawn after `end`, as a thread that redraws would disturb what is measured.
+    A terminal is drawn on only when a stage begins: some stages time passes, which a thread that redraws would disturb.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -146,16 +148,17 @@ class Stages:
         self._doing, self._begun_s = doing, time.monotonic()
         if self.is_terminal:
             from rich.console import Console
-            from rich.markup import escape
+            from rich.live import Live
+            from rich.text import Text
 
             if self._shown is None:
-                self._shown = Console(file=self.stream).status("")
+                self._shown = Live(console=Console(file=self.stream), auto_refresh=False, transient=True)
                 self._shown.start()
-            self._shown.update(escape(doing))
+            self._shown.update(Text(f"{doing} ..."), refresh=True)
         else:
             if self._lines is None:
-                self._lines = _Lines(self.stream, LINE_EVERY_S).__enter__()
-                self._lines.has_written = True
+                self._lines = _Lines(self.stream, LINE_EVERY_S)
+                self._lines.__enter__()
             self._lines.tell(doing)
 
     def end(self) -> None:

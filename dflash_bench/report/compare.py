@@ -49,31 +49,21 @@ JUDGED_BY = ("speedup.decode", "tps.decode", "al.pooled")
 
 def verdicts(comparisons: Sequence[Comparison]) -> list[str]:
     """Return what changed for the better or worse, worst first, and how much else did not, in a sentence each."""
-    known = [
-        (versus, name) for versus in comparisons if (name := next((n for n in JUDGED_BY if n in versus.changes), None))
-    ]
-    by_verdict: dict[str, list[str]] = {"worse": [], "better": [], "unclear": [], "same": []}
-    for versus, name in known:
-        change = versus.changes[name]
-        found = verdict(name, change)
-        place = _sides(versus, bool(versus.key.slice))
-        where, sides = " ".join(place[:-2]), f"{versus.after} against {versus.before}"
-        sentence = f"{found.upper() if found == 'worse' else found}: {where}, {sides}: {name} {_times(change.ratio)}"
-        by_verdict.setdefault(found, []).append(sentence)
+    found: dict[str, list[str]] = {"worse": [], "better": [], "unclear": [], "same": []}
     for versus in comparisons:
+        *where, before, after = _sides(versus, bool(versus.key.slice))
+        place = f"{' '.join(where)}, {after} against {before}"
+        name = next((name for name in JUDGED_BY if name in versus.changes), None)
+        if name is not None:
+            change = versus.changes[name]
+            found.setdefault(verdict(name, change), []).append(f"{place}: {name} {_times(change.ratio)}")
         if versus.passed_verdict in ("worse", "better"):
-            where = " ".join(_sides(versus, bool(versus.key.slice))[:-2])
-            sentence = f"{where}, {versus.after} against {versus.before}: {points(versus.passed)} points answered right"
-            by_verdict[versus.passed_verdict].append(f"{versus.passed_verdict.upper()}: {sentence}")
-    told = [*by_verdict["worse"], *by_verdict["better"]]
-    shown = [
-        *told[:MOST_SENTENCES],
-        *([f"and {len(told) - MOST_SENTENCES} more, below"] if len(told) > MOST_SENTENCES else []),
-    ]
-    rest = [
-        f"{len(by_verdict[name])} {name}" for name in by_verdict if name not in ("worse", "better") and by_verdict[name]
-    ]
-    return [*shown, f"{'others' if told else 'of what is compared'}: {', '.join(rest)}"] if rest else shown
+            found[versus.passed_verdict].append(f"{place}: {points(versus.passed)} points answered right")
+    told = [*(f"WORSE: {text}" for text in found.pop("worse")), *(f"better: {text}" for text in found.pop("better"))]
+    more = [f"and {len(told) - MOST_SENTENCES} more, below"] if len(told) > MOST_SENTENCES else []
+    rest = ", ".join(f"{len(texts)} {name}" for name, texts in found.items() if texts)
+    others = [f"{'others' if told else 'of what is compared'}: {rest}"] if rest else []
+    return [*told[:MOST_SENTENCES], *more, *others]
 
 
 def _times(ratio: Interval) -> str:

@@ -66,6 +66,10 @@ class Document:
         drafting = [MethodLine(*place) for place in places if place[0] in methods]
         return sorted(drafting, key=lambda line: methods.index(line.method))
 
+    def means(self) -> list[tuple[MethodLine, Interval | None, float | None]]:
+        """Each of `lines` with its speedup.decode and al.pooled over all suites (`over_all`)."""
+        return [(line, *over_all(self.cells, line)) for line in self.lines]
+
     @property
     def suites(self) -> list[str]:
         return list(dict.fromkeys(cell.suite for cell in self.cells))

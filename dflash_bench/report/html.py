@@ -6,16 +6,13 @@ only ever set as text. A content security policy names the script by its hash.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from base64 import b64encode
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dflash_bench import __version__
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import require_output
@@ -66,12 +63,9 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], listed: ans
     """`figures` by name: the SVG, and a caption."""
     from markupsafe import Markup
 
-    style, script = ((render.TEMPLATES / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     info = document.results.info
-    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     *shown, found = sections.of_document(document)
     values = {
-        "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
         "title": _title(document),
         "sub": f"{str(info.started or '')[:10]} · {facts(info)['machine']}".strip(" ·"),
         "notes": document.notes,
@@ -84,12 +78,9 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], listed: ans
         "extent": _extent(listed),
         "facts": facts(info),
         "reproduce": _reproduce(document),
-        "version": __version__,
         "data": Markup(_data(listed)),
-        "style": Markup(style),
-        "script": Markup(script),
     }
-    return render.template("page.html", values)
+    return render.scripted("page.html", "page.js", values)
 
 
 def excerpt(document: Document) -> str:

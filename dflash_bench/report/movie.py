@@ -6,6 +6,7 @@ the whole run, and not the best.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +18,7 @@ from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.labels import visible
 from dflash_bench.report.answers import load_tokenizer, pieces
-from dflash_bench.report.document import Document, over_all
+from dflash_bench.report.document import Document
 from dflash_bench.report.words import facts
 
 COLUMNS_READ = (
@@ -81,7 +82,7 @@ def movie(
 
 
 def _fastest(document: Document) -> str:
-    known = [(speedup.value, line.method) for line in document.lines if (speedup := over_all(document.cells, line)[0])]
+    known = [(speedup.value, line.method) for line, speedup, _ in document.means() if speedup]
     if not known:
         raise UserError(f"{document.folder} has no speed-up: it holds no answers of plain decoding")
     return max(known)[1]
@@ -132,10 +133,9 @@ def _filmed(row: Row, decoder: Any) -> FilmedAnswer:
 def _places(text: str) -> list[tuple[int, int]]:
     """Return the line and the column of each character; lines break between words."""
     places, line, column = [], 0, 0
+    words = {match.start(): len(match[0]) for match in re.finditer(r"\S+", text)}
     for at, letter in enumerate(text):
-        word = (
-            len(text[at:].split(maxsplit=1)[0]) if not letter.isspace() and (at == 0 or text[at - 1].isspace()) else 0
-        )
+        word = words.get(at, 0)
         if column + min(word, COLUMNS) > COLUMNS or column >= COLUMNS:
             line, column = line + 1, 0
         places.append((line, column))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import textwrap
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dflash_bench import __version__
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.labels import visible
 from dflash_bench.report import tables
@@ -233,6 +236,17 @@ def template(name: str, values: Mapping[str, Any]) -> str:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     return environment.get_template(name).render(badges_of=tables.badges_of, **values)
+
+
+def scripted(name: str, script: str, values: Mapping[str, Any]) -> str:
+    """A whole page by a template that extends `base.html`, which runs this script of this room and no other."""
+    from markupsafe import Markup
+
+    style, code = ((TEMPLATES / file).read_text(encoding="utf-8") for file in ("page.css", script))
+    digest = b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    whole = {"policy": policy, "style": Markup(style), "script": Markup(code), "version": __version__}
+    return template(name, whole | dict(values))
 
 
 def html(section: Section) -> str:

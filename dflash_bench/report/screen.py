@@ -12,7 +12,7 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.labels import visible
 from dflash_bench.core.methods import has_draft, is_lossy
-from dflash_bench.report.document import Document, MethodLine, over_all
+from dflash_bench.report.document import Document, MethodLine
 from dflash_bench.report.sections import WRONG, best_values, crossings
 from dflash_bench.report.tables import number
 from dflash_bench.report.words import tally
@@ -44,6 +44,10 @@ MARKS = {True: "✓", False: "✗", None: "≈"}
 """Of a method's answers: all exact, some wrong, or all alike up to rounding."""
 
 
+Mean = tuple[MethodLine, Interval | None, float | None]
+"""A method over all suites, with its speed-up and its acceptance length."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScreenRow:
     """A method over all suites, as text by the ids of `HEADS`, and how it stands out."""
@@ -51,15 +55,16 @@ class ScreenRow:
     texts: dict[str, str]
     is_best: bool = False
     is_exact: bool | None = None
-    """Whether all its answers equal the plain output; None where nothing was compared."""
+    """None where nothing was judged, or where rounding explains all differences."""
 
 
 def screen(document: Document, width: int = WIDTH) -> Text:
     """Return the screen. Nothing on it is told by colour alone."""
     from rich.text import Text
 
-    table = _table(_rows(document), width)
-    said = [Text(_filled(text, "", width), "bold") for text in answers(document)]
+    means = document.means()
+    table = _table(_rows(document, means), width)
+    said = [Text(_filled(text, "", width), "bold") for text in answers(document, means)]
     warnings = [Text(_filled(f"! {text}", "  ", width), "yellow") for text in warnings_of(document)]
     shown = Text("\n").join([*table, Text(), *said, *warnings])
     shown.append("\n\n")
@@ -75,9 +80,8 @@ def _filled(text: str, indent: str, width: int) -> str:
 # The table.
 
 
-def _rows(document: Document) -> list[ScreenRow]:
+def _rows(document: Document, means: Sequence[Mean]) -> list[ScreenRow]:
     """The drafting methods, the fastest marked, and plain decoding under each settings last."""
-    means = [(line, *over_all(document.cells, line)) for line in document.lines]
     known = [speedup for _, speedup, _ in means if speedup]
     best = max((speedup.value for speedup in known), default=None)
     scale = _scale(known)
@@ -135,6 +139,7 @@ def _is_exact(document: Document, line: MethodLine) -> bool | None:
 
 
 def exact_text(document: Document, line: MethodLine) -> str:
+    """Return how many answers are the target's own, with a mark that says so."""
     if is_lossy(line.method):
         return "lossy"
     judged = _judged(document, line)
@@ -210,7 +215,7 @@ def _cut(text: str, most: int) -> str:
 # The sentences.
 
 
-def answers(document: Document) -> list[str]:
+def answers(document: Document, means: Sequence[Mean]) -> list[str]:
     """Return what the run says: how fast its best method is, and first of all whether outputs are not the target's."""
     said = []
     for name, cells in _by_method(document):
@@ -221,14 +226,11 @@ def answers(document: Document) -> list[str]:
         return [*said, *best_values(document.sweeps, document.results.info)]
     if document.loads:
         return [*said, *crossings(document.loads)]
-    means = [
-        (line, speedup) for line, speedup, _ in ((line, *over_all(document.cells, line)) for line in document.lines)
-    ]
-    known = [(line, speedup) for line, speedup in means if speedup]
+    known = [(line, speedup) for line, speedup, _ in means if speedup]
     if known:
         line, speedup = max(known, key=lambda one: one[1].value)
         said.append(f"{_sentence(document, line, speedup)}.")
-    elif document.lines:
+    elif means:
         said.append("There is no speed-up: the run holds no answers of plain decoding to compare with.")
     return said
 
@@ -268,7 +270,7 @@ def _sentence(document: Document, line: MethodLine, speedup: Interval) -> str:
 
 
 def _where(document: Document, method: str) -> str:
-    """Name the suites with their sources, and say of the included model that it knows such text."""
+    """Name the suites with their sources, and say where the included drafts know such text."""
     suites = dict.fromkeys((cell.suite, cell.source) for cell in document.cells if cell.num_prompts)
     named = labels.suite_list(suites)
     if len(named) > MOST_NAMED:
@@ -277,7 +279,7 @@ def _where(document: Document, method: str) -> str:
     mean = ", geometric mean" if len(suites) > 1 else ""
     is_nano = str(document.results.info.identity.model) == "nano" and has_draft(method)
     is_known = is_nano and all(labels.is_embedded(s) for _, s in suites)
-    return f" on {named}{mean}{': text of the kind that it was trained on' if is_known else ''}"
+    return f" on {named}{mean}{': text of the kind that nano and its drafts were trained on' if is_known else ''}"
 
 
 def warnings_of(document: Document) -> list[str]:

@@ -5,17 +5,13 @@ As a run's page, it works from a folder, loads nothing from elsewhere, and runs 
 
 from __future__ import annotations
 
-import hashlib
-from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dflash_bench import __version__
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import write_whole
+from dflash_bench.core.files import write_text
 from dflash_bench.report import render
 from dflash_bench.report.document import Document, MethodLine, over_all, read_document
 from dflash_bench.report.html import write_page
@@ -75,7 +71,7 @@ def write_site(
     if not lines:
         raise UserError("none of these runs has a method to show")
     lines.sort(key=lambda line: line.started, reverse=True)
-    write_whole(out / "index.html", lambda file: file.write(_index(lines).encode()))
+    write_text(out / "index.html", _index(lines))
     return lines
 
 
@@ -102,19 +98,11 @@ def _line(document: Document, line: MethodLine, page: str) -> SiteLine:
 
 
 def _index(lines: Sequence[SiteLine]) -> str:
-    from markupsafe import Markup
-
-    style, script = (
-        (render.TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "site.js")
-    )  # fmt: skip
-    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    values: dict[str, Any] = {
-        "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+    embedded = any(labels.EMBEDDED in line.suites for line in lines)
+    values = {
+        "title": "dflash-bench: runs",
         "lines": lines,
         "filters": {name: sorted({getattr(line, name) for line in lines}) for name in FILTERS},
-        "note": ". ".join(labels.notes([labels.EMBEDDED] if any("embedded" in line.suites for line in lines) else [])),
-        "version": __version__,
-        "style": Markup(style),
-        "script": Markup(script),
+        "note": labels.EMBEDDED_NOTE if embedded else "",
     }
-    return render.template("site.html", values)
+    return render.scripted("site.html", "site.js", values)

@@ -10,7 +10,7 @@ from dflash_bench.analysis.metrics import FORMULAS
 from dflash_bench.core.errors import unknown
 from dflash_bench.core.methods import METHODS, MethodSpec, Option
 from dflash_bench.report import perf, tables
-from dflash_bench.report.document import Document, over_all
+from dflash_bench.report.document import Document
 from dflash_bench.report.render import wrapped
 from dflash_bench.report.tables import ABSENT, number
 from dflash_bench.report.words import bandwidth_note, facts, speedups, tally, with_badges
@@ -39,7 +39,7 @@ def _suite_row(listing: SuiteListing) -> tuple[str, ...]:
 def card(document: Document) -> str:
     """Return the card; lines for which the run holds nothing say n/a."""
     info, about = document.results.info, facts(document.results.info)
-    means = [(line, *over_all(document.cells, line)) for line in document.lines]
+    means = document.means()
     faster = ", ".join(f"{line.name} {with_badges(document, line, speedup)}" for line, speedup, _ in means)
     weak = base.legend([badge for line in document.lines for badge in document.badges(line)])
     is_known = any(speedup for _, speedup, _ in means)

@@ -11,7 +11,7 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.methods import draft_of
 from dflash_bench.core.types import OWN_WEIGHTS, Settings
-from dflash_bench.report.document import Document, MethodLine, over_all
+from dflash_bench.report.document import Document, MethodLine
 from dflash_bench.report.tables import number, with_interval
 from dflash_bench.results.identity import NAMES, OF_SAMPLING, settings_of, value_words
 from dflash_bench.results.run_info import (
@@ -29,7 +29,7 @@ GB = 1e9
 
 def sentences(document: Document) -> list[str]:
     """Return the headline in sentences; methods that cannot be compared are not in it."""
-    means = [(line, *over_all(document.cells, line)) for line in document.lines]
+    means = document.means()
     faster = [
         f"{line.name} is {with_interval(speedup)} times as fast{_weak(document, line)}"
         for line, speedup, _ in means

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import io_error, write_whole
+from dflash_bench.core.files import io_error, write_text
 
 FILE = "parts.sha256"
 LINE = re.compile(r"([0-9a-f]{64})  (part-[^\n]+)")
@@ -41,7 +41,7 @@ def keep_only(folder: Path, parts: Collection[Path]) -> None:
     names = {part.name for part in parts}
     lines = [f"{digest}  {name}\n" for name, known in recorded(folder).items() if name in names for digest in known]
     if (folder / FILE).exists():
-        write_whole(folder / FILE, lambda file: file.write("".join(lines).encode()))
+        write_text(folder / FILE, "".join(lines))
 
 
 def recorded(folder: Path) -> dict[str, list[str]]:

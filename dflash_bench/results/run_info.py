@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dflash_bench.core import environment, files
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import io_error, require_file, write_whole
+from dflash_bench.core.files import io_error, require_file, write_text, write_whole
 from dflash_bench.core.types import SCHEMA_VERSION, Settings
 
 SCHEMA = "schema"
@@ -374,7 +374,7 @@ def refuse_other_schema(path: Path, versions: Mapping[str, Any], remedy: str) ->
 
 
 def write_info(folder: Path, info: RunInfo) -> None:
-    write_whole(folder / FILE, lambda file: file.write(_text(info.to_json()).encode()))
+    write_text(folder / FILE, _text(info.to_json()))
 
 
 def with_changes(info: RunInfo, changes: Mapping[str, Any], without: Sequence[str] = ()) -> RunInfo:

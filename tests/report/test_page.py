@@ -234,6 +234,9 @@ def test_what_was_rejected_and_expected_is_there(tmp_path: Path) -> None:
     assert set(drafted["rejected"][:-1]) == {SAID}
     assert len(drafted["rejected"]) == len(drafted["by_round"])
     assert "expected" not in drafted, "this run stored no prompts"
+    prompt = dict.fromkeys(run_info.PROMPTS_COLUMNS) | {"suite": "gsm8k", "prompt_id": "p0", "turns": ["3 + 4?"]}
+    run_info.write_prompts(folder, [prompt | {"reference": "3 + 4 = 7\n#### 7"}])
+    assert [row["expected"] for row in data(page_of(folder))["rows"]] == ["#### 7", "#### 7"]
 
 
 def test_without_the_tokenizer_nothing_is_said_of_what_was_rejected(tmp_path: Path) -> None:

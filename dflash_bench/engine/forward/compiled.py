@@ -289,6 +289,11 @@ def _numbers(values: tuple[int, ...]) -> np.ndarray:
 
 
 @lru_cache(maxsize=256)
+def _steps(number: int) -> np.ndarray:
+    return np.arange(number)
+
+
+@lru_cache(maxsize=256)
 def _zeros(*shape: int) -> np.ndarray:
     return np.zeros(shape, np.int64)
 
@@ -374,7 +379,7 @@ def _seen_by(mask: Seen, kv: KVCache, shape: tuple[int, int]) -> Placed:
     """Return what the tokens of a draft's pass see, given a mask [B or 1, 1, N or 1, visible], or None for all."""
     rows, num = shape
     starts = np.array(kv.starts, np.int64)
-    lows, steps = _zeros(1, rows, num), _numbers(tuple(range(rows * num)))
+    lows, steps = _zeros(1, rows, num), _steps(rows * num)
     if mask is None:
         # All rows start together, and see their past and the whole block.
         seen, _ = _plain(rows, num, (None,), True)

@@ -184,8 +184,8 @@ def multiply(
 ) -> None:  # fmt: skip
     """Write blocks `first` to `last` of the product of x [T, width] with weights from `at` on to out [T, out_width].
 
-    x and out have room for whole tiles: up to 7 tokens more. The number of tokens alone decides how sums are ordered,
-    and not on the blocks, of which each thread has others.
+    x and out have room for whole tiles: up to 7 tokens more. The number of tokens alone decides in which
+    order sums are taken, so that threads, which have different blocks, agree with one thread.
     """
     step = width * LANES
     block = first
