@@ -214,6 +214,7 @@ def train(
             saved = time.monotonic()
     if recipe.patience is not None and group.is_first and best.exists():
         draft.load_state_dict(torch.load(best, map_location="cpu", weights_only=True))
+    group.wait()  # a process that ends early would close its connections while another still reads from them
     return history
 
 

@@ -60,7 +60,7 @@ def launched(command: Sequence[str], size: int) -> list[tuple[int, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     started = [
         subprocess.Popen(
             command, env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -75,7 +75,8 @@ def launched(command: Sequence[str], size: int) -> list[tuple[int, str]]:
 def test_two_processes_learn_what_one_learns_from_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     (tmp_path / "one").mkdir()
-    assert [code for code, _ in launched([sys.executable, "-c", TOY, "sound", str(tmp_path / "two"), "2"], 2)] == [0, 0]
+    ended = launched([sys.executable, "-c", TOY, "sound", str(tmp_path / "two"), "2"], 2)
+    assert [code for code, _ in ended] == [0, 0], ended
     assert launched([sys.executable, "-c", TOY, "sound", str(tmp_path / "one"), "4"], 1)[0][0] == 0
     first, second = (torch.load(tmp_path / "two" / f"end-{rank}-of-2.pt") for rank in (0, 1))
     alone = torch.load(tmp_path / "one" / "end-0-of-1.pt")
@@ -89,7 +90,7 @@ def test_two_processes_learn_what_one_learns_from_the_same_rows(tmp_path: Path) 
 
 def test_a_loss_that_is_no_number_in_one_process_stops_all(tmp_path: Path) -> None:
     ended = launched([sys.executable, "-c", TOY, "broken", str(tmp_path), "2"], 2)
-    assert [code for code, _ in ended] == [3, 3]
+    assert [code for code, _ in ended] == [3, 3], ended
     assert all("UserError" in said and "the loss is nan at step 3" in said for _, said in ended)
 
 
