@@ -152,7 +152,9 @@ def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer
         by_number = {} if question is None else {"asked": prompts.index(question)}
         reference = expected.get((row["suite"], row["prompt_id"])) if row["passed"] is not None else None
         page_row = _row(row, plain.get(_place(row))) | {"suite": heading, "text": texts[key]} | by_number
-        page_row |= {"bare": row["suite"]} | ({} if reference is None else {"expected": reference})
+        page_row |= {"bare": row["suite"], "settings": _settings(row).id} | (
+            {} if reference is None else {"expected": reference}
+        )
         if decoder and "by_round" in page_row and (said := _rejected(decoder, row)):
             page_row["rejected"] = said
         rows.append(page_row)

@@ -53,7 +53,7 @@ def main_table(cells: Sequence[Cell], columns: Sequence[Column], findings: Seque
         column for column in columns if not column.is_optional or any(value_of(column.id, cell) for cell in cells)
     ]
     rows = [
-        TableRow([cell.method, *(_entry(column.id, cell, findings) for column in columns)], cell.heading)
+        TableRow([cell.method, *(_entry(column.id, cell, findings) for column in columns)], cell.heading, cell.key)
         for cell in cells
     ]
     return ReportTable([METHOD, *columns], rows, "suite")

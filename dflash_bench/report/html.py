@@ -13,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import require_output
 from dflash_bench.core.labels import visible
 from dflash_bench.core.terminal import with_bar
-from dflash_bench.report import answers, plots, render, sections
-from dflash_bench.report.document import Document, MethodLine, over_all
+from dflash_bench.report import answers, charts, plots, render, screen, sections
+from dflash_bench.report.document import Document, MethodLine
 from dflash_bench.report.tables import Section, number
 from dflash_bench.report.words import bandwidth_note, facts, sentences, speedups, tally
 from dflash_bench.results.rounds import RunRounds, read_rounds
@@ -39,7 +40,7 @@ def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS,
             figures[name] = plots.svg(material, name), plots.CAPTIONS[name]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(document, figures, listed), encoding="utf-8")
+        path.write_text(page(document, figures, listed, read), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
@@ -59,18 +60,28 @@ def escape(text: str) -> str:
     return str(markupsafe.escape(visible(text, keep="\n\t")))
 
 
-def page(document: Document, figures: Mapping[str, tuple[str, str]], listed: answers.PageAnswers) -> str:
+def page(
+    document: Document, figures: Mapping[str, tuple[str, str]], listed: answers.PageAnswers, read: RunRounds
+) -> str:
     """`figures` by name: the SVG, and a caption."""
     from markupsafe import Markup
 
     info = document.results.info
     *shown, found = sections.of_document(document)
+    reached = charts.positions(document, read)
     values = {
         "title": _title(document),
+        "verdict": _verdict(document),
         "sub": f"{str(info.started or '')[:10]} · {facts(info)['machine']}".strip(" ·"),
         "notes": document.notes,
+        "known": [line.name for line in document.lines if screen.is_known_text(document, line.method)],
+        "why_known": f"{labels.EMBEDDED_NOTE}.",
         "lead": sentences(document),
-        "tiles": [_tile(document, line) for line in document.lines],
+        "tiles": _tiles(document),
+        "forest": charts.groups(charts.forest(document)),
+        "waterfalls": charts.groups(charts.waterfalls(document)),
+        "positions": charts.groups(reached),
+        "num_positions": max((len(row.shares) for row in reached), default=0),
         "sections": shown,
         "formulas": sections.formulas(),
         "findings": found,
@@ -78,7 +89,7 @@ def page(document: Document, figures: Mapping[str, tuple[str, str]], listed: ans
         "extent": _extent(listed),
         "facts": facts(info),
         "reproduce": _reproduce(document),
-        "data": Markup(_data(listed)),
+        "data": Markup(_data(document, listed)),
     }
     return render.scripted("page.html", "page.js", values)
 
@@ -102,18 +113,36 @@ def _title(document: Document) -> str:
     )
 
 
-def _tile(document: Document, line: MethodLine) -> dict[str, Any]:
-    """A method's speed-up over all suites, and what must stand beside it."""
-    speedup, al = over_all(document.cells, line)
+def _verdict(document: Document) -> list[str]:
+    """What the run says: the last sentence is the headline, and those before it that outputs are not the target's."""
+    said = screen.answers(document, document.means())
+    return [_title(document)] if document.sweeps or document.loads or not said else said
+
+
+def _tiles(document: Document) -> list[dict[str, Any]]:
+    """Each method's speed-up over all suites, and what must stand beside it."""
+    means = document.means()
+    bounds = [speedup.high or speedup.value for _, speedup, _ in means if speedup]
+    most = 1.04 * max([1.0, *bounds])
+    return [_tile(document, line, speedup, al, most) for line, speedup, al in means]
+
+
+def _tile(
+    document: Document, line: MethodLine, speedup: Interval | None, al: float | None, most: float
+) -> dict[str, Any]:
     interval = f"95 %: {number(speedup.low)} to {number(speedup.high)}" if speedup and speedup.low is not None else ""
     few = f"n = {speedup.too_few}, no interval" if speedup and speedup.too_few else ""
-    exact = tally(document, "exact", line)
     rows = [speedups(document, speedup is not None), interval or few, bandwidth_note(document)]
     rows += [f"al.pooled {number(al)}"] if al else []
-    rows += [f"exact {exact[0]:,}/{exact[1]:,}"] if exact else []
+    shares = [(name, tally(document, share, line)) for name, share in (("exact", "exact"), ("judged", "audit"))]
+    is_exact = not screen.num_wrong(document, line.method, line.settings.id)
     return {
         "name": line.name, "value": f"{speedup.value:.2f}" if speedup else "", "badges": document.badges(line),
         "lines": [row for row in rows if row], "series": document.methods.index(line.method) % 7,
+        "shares": [(f"{name} {share[0]:,}/{share[1]:,}", share[0] == share[1]) for name, share in shares if share],
+        "is_exact": is_exact,
+        "dots": [round(100 * min(one, most) / most, 2) for one in (speedup.low, speedup.value, speedup.high, 1.0)]
+        if speedup and speedup.low is not None and speedup.high is not None else [],
     }  # fmt: skip
 
 
@@ -131,7 +160,8 @@ def _reproduce(document: Document) -> str:
     return "\n".join([*lines, info.command])
 
 
-def _data(listed: answers.PageAnswers) -> str:
+def _data(document: Document, listed: answers.PageAnswers) -> str:
     """Inside a script element only "</" and "<!--" mean anything, and without "<" there is neither."""
-    stored = {"rows": listed.rows, "texts": listed.texts, "prompts": listed.prompts}
+    named = {cell.settings.id: cell.setting for cell in document.cells}
+    stored = {"rows": listed.rows, "texts": listed.texts, "prompts": listed.prompts, "settings": named}
     return json.dumps(stored, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

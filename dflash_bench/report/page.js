@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const { rows, texts, prompts } = JSON.parse(document.getElementById("data").textContent);
+  const { rows, texts, prompts, settings } = JSON.parse(document.getElementById("data").textContent);
   const at = (id) => document.getElementById(id);
 
   // What comes from a run is only ever set as text.
@@ -20,6 +20,7 @@
     if (theme === "system") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = theme;
     at("theme").textContent = `theme: ${theme}`;
+    document.dispatchEvent(new Event("themed"));
   };
   at("theme").addEventListener("click", () => {
     theme = themes[(themes.indexOf(theme) + 1) % themes.length];
@@ -28,6 +29,41 @@
   });
   if (!themes.includes(theme)) theme = "system";
   showTheme();
+
+  // What is shown: the same for tables, charts and answers
+
+  const scope = { suite: "", method: "", settings: "" };
+  const scoped = [...document.querySelectorAll("[data-method]")];
+  const offer = (id, names, words = (value) => value) => names.forEach((value) => {
+    const option = make("option", "", words(value));
+    option.value = value;
+    at(id).append(option);
+  });
+  const known = (key, field) =>
+    [...new Set([...rows.map((row) => row[field]), ...scoped.map((element) => element.dataset[key])])].filter(Boolean);
+  const places = { suite: known("suite", "bare"), method: known("method", "method"), settings: known("settings", "settings") };
+  offer("suite", places.suite);
+  offer("method", places.method);
+  offer("settings", places.settings, (value) => settings[value] || value);
+  for (const [id, values] of Object.entries(places)) at(id).hidden = values.length < 2;
+  at("scope").hidden = Object.values(places).every((values) => values.length < 2);
+  const inScope = (suite, method, setting) =>
+    (!scope.suite || scope.suite === suite) && (!scope.method || scope.method === method) &&
+    (!scope.settings || scope.settings === setting);
+  const showScope = () => {
+    for (const element of scoped) {
+      const { suite, method, settings: setting } = element.dataset;
+      element.hidden = !inScope(suite, method, setting);
+    }
+    for (const group of document.querySelectorAll("tbody:has([data-method])")) {
+      group.hidden = !group.querySelector("[data-method]:not([hidden])");
+    }
+  };
+  at("scope").addEventListener("input", () => {
+    for (const id of Object.keys(scope)) scope[id] = at(id).value;
+    showScope();
+    show();
+  });
 
   // The list
 
@@ -47,25 +83,33 @@
     { head: "exact", key: same, narrow: true },
     { head: "answer", key: right },
   ];
+  const isOther = (row) => [row.exact, row.audit].some((verdict) => verdict !== undefined && verdict !== "exact");
   const outcomes = {
     "right": (row) => row.passed === true,
     "wrong": (row) => row.passed === false,
-    "not exact": (row) => [row.exact, row.audit].some((verdict) => verdict !== undefined && verdict !== "exact"),
+    "not exact": isOther,
     "cut at the limit": (row) => row.finish === "length",
     "failed": (row) => row.error !== undefined,
     "slower than plain": (row) => row.speedup < 1,
   };
+  // Those that a reader would look for come first; what has no such figure comes last.
+  const orders = {
+    "not exact first": (row) => (row.error !== undefined ? 0 : isOther(row) ? 1 : 2),
+    "wrong first": (row) => (row.passed === false ? 0 : row.passed === undefined ? 2 : 1),
+    "fewest accepted first": (row) => row.al !== undefined && row.by_round ? row.al : Infinity,
+    "least speed-up first": (row) => row.speedup ?? Infinity,
+  };
   const whole = (row) => { const text = texts[row.text]; return Array.isArray(text) ? text.join("") : text; };
-
   const question = (row) => prompts[row.asked] ?? "";
 
   const mood = (text) => ({ right: "fine", exact: "fine", wrong: "bad", mismatch: "bad", failed: "bad" })[text] || "";
-  const line = (row) => {
+  const kind = (column) => [column.name && "name", column.spare && "spare", column.narrow && "narrow"].filter(Boolean).join(" ");
+  const line = (item) => {
     const tr = make("tr", "row");
     for (const [place, column] of columns.entries()) {
-      const value = column.key(row);
+      const value = column.key(item.row);
       const label = column.show ? column.show(value) : value;
-      const td = make("td", [column.name && "name", column.spare && "spare", column.narrow && "narrow"].filter(Boolean).join(" "));
+      const td = make("td", kind(column));
       if (place === 0) {
         const button = make("button", "", label);
         button.type = "button";
@@ -76,12 +120,22 @@
       }
       tr.append(td);
     }
+    // The button's click reaches the row, so one listener serves both.
+    tr.addEventListener("click", () => {
+      toggle(item);
+      if (item.open) history.replaceState(null, "", address(item.row));
+    });
     return tr;
   };
-  const items = rows.map((row) => ({ row, tr: line(row), open: null }));
+  // A row is made when it is first shown: of ten thousand, most never are.
+  const items = rows.map((row) => ({ row, made: null, open: null }));
+  const rowOf = (item) => item.made ??= line(item);
   const body = document.querySelector("#list tbody");
   const heads = document.querySelector("#list thead tr");
+  const AT_ONCE = 200;
   let sorted = { place: -1, up: true };
+  let listed = [];
+  let most = AT_ONCE;
 
   const compare = (a, b) => {
     if (a === b) return 0;
@@ -89,52 +143,114 @@
     if (b === undefined) return -1;
     return typeof a === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
   };
+  const render = () => {
+    body.replaceChildren(...listed.slice(0, most).flatMap((item) => item.open ? [rowOf(item), item.open] : [rowOf(item)]));
+    at("more").hidden = listed.length <= most;
+    at("count").textContent = `${listed.length} of ${items.length}`;
+  };
   const show = () => {
     const words = at("find").value.toLowerCase();
-    const fits = ({ row }) =>
-      (!at("suite").value || row.suite === at("suite").value) &&
-      (!at("method").value || row.method === at("method").value) &&
+    listed = items.filter(({ row }) =>
+      inScope(row.bare, row.method, row.settings) &&
       (!at("outcome").value || outcomes[at("outcome").value](row)) &&
-      (!words || name(row).toLowerCase().includes(words) || whole(row).toLowerCase().includes(words) || question(row).toLowerCase().includes(words));
-    const visibleItems = items.filter(fits);
+      (!words || name(row).toLowerCase().includes(words) || whole(row).toLowerCase().includes(words) || question(row).toLowerCase().includes(words)));
+    const order = orders[at("sort").value];
     if (sorted.place >= 0) {
       const { key } = columns[sorted.place];
       // What is not there comes last both ways.
-      visibleItems.sort((a, b) => {
+      listed.sort((a, b) => {
         const [x, y] = [key(a.row), key(b.row)];
         return compare(x, y) * (sorted.up || x === undefined || y === undefined ? 1 : -1);
       });
+    } else if (order) {
+      listed.sort((a, b) => order(a.row) - order(b.row) || 0);
     }
-    body.replaceChildren(...visibleItems.flatMap(({ tr, open }) => open ? [tr, open] : [tr]));
-    at("count").textContent = `${visibleItems.length} of ${items.length}`;
+    render();
+    drawMap();
   };
+  at("more").addEventListener("click", () => { most += AT_ONCE; render(); });
+  if ("IntersectionObserver" in window) {
+    new IntersectionObserver((seen) => {
+      if (seen.some((one) => one.isIntersecting) && !at("more").hidden) at("more").click();
+    }, { rootMargin: "600px" }).observe(at("more"));
+  }
 
+  const showHeads = () => {
+    for (const [place, head] of [...heads.children].entries()) {
+      head.setAttribute("aria-sort", sorted.place !== place ? "none" : sorted.up ? "ascending" : "descending");
+    }
+  };
   columns.forEach((column, place) => {
-    const th = make("th", [column.name && "name", column.spare && "spare", column.narrow && "narrow"].filter(Boolean).join(" "));
+    const th = make("th", kind(column));
+    th.scope = "col";
     const button = make("button", "", column.head);
     button.type = "button";
     if (column.title) button.title = column.title;
-    th.setAttribute("aria-sort", "none");
     th.append(button);
     button.addEventListener("click", () => {
       sorted = { place, up: sorted.place === place ? !sorted.up : true };
-      for (const [other, head] of [...heads.children].entries()) {
-        head.setAttribute("aria-sort", other !== place ? "none" : sorted.up ? "ascending" : "descending");
-      }
+      at("sort").value = "";
+      showHeads();
       show();
     });
     heads.append(th);
   });
-  const offer = (id, names) => names.forEach((value) => {
-    const option = make("option", "", value);
-    option.value = value;
-    at(id).append(option);
-  });
-  offer("suite", [...new Set(rows.map((row) => row.suite))]);
-  offer("method", [...new Set(rows.map((row) => row.method))]);
+  showHeads();
   offer("outcome", Object.keys(outcomes).filter((value) => rows.some(outcomes[value])));
+  offer("sort", Object.keys(orders));
+  at("sort").addEventListener("input", () => { sorted = { place: -1, up: true }; showHeads(); });
   at("filter").addEventListener("input", show);
   at("filter").addEventListener("submit", (event) => event.preventDefault());
+
+  // Where it stops: a line for each answer that is listed
+
+  const MOST_LINES = 400;
+  let mapped = [];
+  const lineHeight = () => mapped.length > 150 ? 3 : mapped.length > 50 ? 5 : 9;
+  const drawMap = () => {
+    mapped = listed.filter(({ row }) => row.by_round).slice(0, MOST_LINES);
+    at("map").hidden = !mapped.length;
+    if (!mapped.length) return;
+    const canvas = at("map").querySelector("canvas");
+    const probe = make("i");
+    at("map").append(probe);
+    const colour = (variable) => { probe.style.color = `var(${variable})`; return getComputedStyle(probe).color; };
+    const [light, dark, empty] = [colour("--kept"), colour("--lost"), colour("--ground")];
+    probe.remove();
+    const longest = Math.max(...mapped.map(({ row }) => row.tokens));
+    const height = lineHeight();
+    canvas.width = Math.max(300, at("map").clientWidth) * (window.devicePixelRatio || 1);
+    canvas.height = mapped.length * height * (window.devicePixelRatio || 1);
+    canvas.style.height = `${mapped.length * height}px`;
+    const paint = canvas.getContext("2d");
+    const step = canvas.width / longest;
+    const tall = canvas.height / mapped.length;
+    mapped.forEach(({ row }, place) => {
+      paint.fillStyle = empty;
+      paint.globalAlpha = 1;
+      paint.fillRect(0, place * tall, canvas.width, tall);
+      paint.fillStyle = light;
+      paint.fillRect(0, place * tall, row.tokens * step, tall - 1);
+      paint.fillStyle = dark;
+      let token = 1;
+      for (const [drafted, kept, emitted] of row.by_round) {
+        const share = drafted ? (drafted - kept) / drafted : 0;
+        if (share) {
+          paint.globalAlpha = 0.15 + 0.85 * share;
+          paint.fillRect((token + kept) * step, place * tall, Math.max(1, (emitted - kept) * step), tall - 1);
+        }
+        token += emitted;
+      }
+    });
+  };
+  const mappedAt = (event) => mapped[Math.min(mapped.length - 1, Math.floor(event.offsetY / lineHeight()))];
+  at("map").querySelector("canvas").addEventListener("mousemove", (event) => {
+    const item = mappedAt(event);
+    if (item) event.currentTarget.title = `${item.row.suite} ${name(item.row)}, ${item.row.method}: ${item.row.al} tokens a round`;
+  });
+  at("map").querySelector("canvas").addEventListener("click", (event) => { const item = mappedAt(event); if (item) go(item); });
+  document.addEventListener("themed", () => drawMap());
+  window.addEventListener("resize", () => drawMap());
 
   // One answer
 
@@ -143,7 +259,7 @@
     const times = verify === null || verify === undefined ? "" : `; draft ${draft} ms, verify ${verify} ms`;
     return `round ${place + 1}: ${drafted} drafted, ${kept} accepted, ${drafted - kept} rejected, ${emitted} out${times}${said ? `; the draft went on: ${said}` : ""}`;
   };
-  const legend = (row, pre) => {
+  const legend = (row, box) => {
     const key = make("div", "key");
     const add = (kind, text, words) => { const span = make("span"); span.append(make("span", kind, text), ` ${words}`); key.append(span); };
     add("t start", "a", "from prefill");
@@ -151,11 +267,11 @@
     add("t bonus", "a", "chosen by the target");
     add("cut", "−9", "drafted and rejected");
     if (row.rejected) {
-      const button = make("button", "", "show what was rejected");
+      const button = make("button", "said-button", "show what was rejected");
       button.type = "button";
       button.setAttribute("aria-pressed", "false");
       button.addEventListener("click", () => {
-        const on = pre.classList.toggle("said");
+        const on = box.classList.toggle("said");
         button.setAttribute("aria-pressed", String(on));
       });
       key.append(button);
@@ -207,6 +323,89 @@
   };
   const behind = (gap, tolerance) =>
     gap === undefined ? "" : ` (${gap} logits behind it; rounding explains up to ${tolerance})`;
+  const remarks = (row) => [
+    row.finish === "length" ? "cut at the token limit" : "",
+    row.answer === undefined ? "" : `answer read as: ${row.answer}`,
+    row.expected === undefined ? "" : `expected: ${row.expected}`,
+    row.leaves === undefined ? "" : `differs from the plain answer at token ${row.leaves}${behind(row.gap, row.tolerance)}`,
+    row.departs === undefined ? "" : `not the model's first choice at token ${row.departs}${behind(row.audit_gap, row.audit_tolerance)}`,
+  ].filter(Boolean).join("; ");
+  const plainTokens = (pieces, leaves) => {
+    const pre = make("pre", "text");
+    pre.append(...pieces.map((piece, place) => make("span", `t${place === leaves ? " left" : ""}`, piece)));
+    return pre;
+  };
+  // One method's answer: what was said of it, its rounds, and its text.
+  const told = (row) => {
+    const box = make("article", "told");
+    const figures = [row.speedup === undefined ? "" : `${row.speedup.toFixed(2)}x`, row.ms === undefined ? "" : `${row.ms.toFixed(2)} ms a token`,
+      row.al === undefined || !row.by_round ? "" : `${row.al.toFixed(2)} tokens a round`];
+    const title = make("h4", "", row.method);
+    title.append(make("span", "sub", ` ${figures.filter(Boolean).join(", ")}`));
+    box.append(title);
+    if (remarks(row)) box.append(make("p", "sub", remarks(row)));
+    if (row.error !== undefined) box.append(make("p", "wrong-text", row.error));
+    const text = texts[row.text];
+    if (Array.isArray(text) && row.by_round) {
+      const pre = coloured(text, row.by_round, row.leaves, row.rejected);
+      box.append(strip(row.by_round, pre), pre);
+    } else {
+      const pre = Array.isArray(text) ? plainTokens(text, row.leaves) : make("pre", "text", whole(row));
+      if (row.by_round) box.append(strip(row.by_round, pre));
+      box.append(pre);
+    }
+    return box;
+  };
+
+  // Answers typed again as fast as they were made, or as much slower as an eye needs
+
+  const LEAST_MS = 5000;
+  const MOST_MS = 20000;
+  // When each token was out, in ms; rounds without times of their own are taken as equally long.
+  const clock = (row) => {
+    const total = (row.ms ?? 0) * Math.max(0, row.tokens - 1);
+    if (!row.by_round) return Array.from({ length: row.tokens }, (_, place) => row.ms * place);
+    const spent = row.by_round.map(([, , , draft, verify]) => (draft ?? 0) + (verify ?? 0) || 1);
+    const all = spent.reduce((sum, one) => sum + one, 0);
+    let now = 0;
+    return [0, ...row.by_round.flatMap(([, , emitted], place) => { now += total * spent[place] / all; return Array(emitted).fill(now); })];
+  };
+  const play = (shown, button) => {
+    const runs = shown.filter(({ row }) => row.ms !== undefined && Array.isArray(texts[row.text]))
+      .map(({ row, box }) => ({ tokens: [...box.querySelectorAll("pre.text .t")], times: clock(row), cuts: [...box.querySelectorAll("pre.text .cut")] }));
+    if (!runs.length) return;
+    const longest = Math.max(...runs.map(({ times }) => times[times.length - 1]), 1e-3);
+    const factor = longest < LEAST_MS ? LEAST_MS / longest : longest > MOST_MS ? MOST_MS / longest : 1;
+    const pace = factor === 1 ? "at their speed" : factor > 1 ? `${factor.toPrecision(2)} times slower` : `${(1 / factor).toPrecision(2)} times faster`;
+    for (const { tokens, cuts } of runs) for (const element of [...tokens, ...cuts]) element.classList.add("later");
+    const began = performance.now();
+    const token = {};
+    button.playing = token;
+    const frame = (now) => {
+      if (button.playing !== token) return;
+      const passed = (now - began) / factor;
+      let left = 0;
+      for (const run of runs) {
+        while (run.tokens.length && (run.times[run.next ?? 0] ?? 0) <= passed) {
+          const element = run.tokens.shift();
+          element.classList.remove("later");
+          const mark = element.nextSibling;
+          if (mark && mark.classList && mark.classList.contains("cut")) mark.classList.remove("later");
+          run.next = (run.next ?? 0) + 1;
+        }
+        left += run.tokens.length;
+      }
+      button.textContent = left ? `playing, ${pace}: ${(passed / 1000).toFixed(2)} s` : `play again (${pace})`;
+      if (left) requestAnimationFrame(frame);
+      else for (const { cuts } of runs) for (const mark of cuts) mark.classList.remove("later");
+    };
+    requestAnimationFrame(frame);
+  };
+
+  const PLACE = ["bare", "prompt", "turn", "repeat", "settings"];
+  const placeOf = (row) => PLACE.map((field) => row[field]).join("\u0000");
+  const byPlace = new Map();
+  for (const row of rows) byPlace.set(placeOf(row), [...(byPlace.get(placeOf(row)) ?? []), row]);
   const detail = (row) => {
     const tr = make("tr");
     const cell = make("td", "open");
@@ -214,71 +413,65 @@
     cell.colSpan = columns.length;
     cell.append(box);
     tr.append(cell);
-    const about = [
-      row.finish === "length" ? "cut at the token limit" : "",
-      row.answer === undefined ? "" : `answer read as: ${row.answer}`,
-      row.expected === undefined ? "" : `expected: ${row.expected}`,
-      row.leaves === undefined ? "" : `differs from the plain answer at token ${row.leaves}${behind(row.gap, row.tolerance)}`,
-      row.departs === undefined ? "" : `not the model's first choice at token ${row.departs}${behind(row.audit_gap, row.audit_tolerance)}`,
-    ];
-    if (about.some(Boolean)) box.append(make("p", "sub", about.filter(Boolean).join("; ")));
-    if (row.error !== undefined) box.append(make("p", "wrong-text", row.error));
     if (question(row)) box.append(make("pre", "text question", question(row)));
-    const text = texts[row.text];
-    if (Array.isArray(text) && row.by_round) {
-      const pre = coloured(text, row.by_round, row.leaves, row.rejected);
-      box.append(legend(row, pre), strip(row.by_round, pre), pre);
-    } else {
-      const pre = make("pre", "text", whole(row));
-      if (row.by_round) box.append(strip(row.by_round, pre));
-      box.append(pre);
+    const others = byPlace.get(placeOf(row)).filter((other) => other !== row);
+    const shown = [row, ...others].map((one) => ({ row: one, box: told(one) }));
+    const side = make("div", "side");
+    side.append(...shown.map((one) => one.box));
+    const tools = row.by_round || others.some((other) => other.by_round) ? legend([row, ...others].find((one) => one.rejected) ?? row, side) : make("div", "key");
+    if (shown.some(({ row: one }) => one.ms !== undefined && Array.isArray(texts[one.text]))) {
+      const button = make("button", "play", "▶ play as measured");
+      button.type = "button";
+      button.addEventListener("click", () => play(shown, button));
+      tools.append(button);
     }
+    box.append(tools, side);
     return tr;
   };
   const toggle = (item) => {
     item.open = item.open ? null : detail(item.row);
-    item.tr.querySelector("button").setAttribute("aria-expanded", String(Boolean(item.open)));
-    show();
+    rowOf(item).querySelector("button").setAttribute("aria-expanded", String(Boolean(item.open)));
+    render();
   };
-  // The button's click reaches the row, so one listener serves both.
-  for (const item of items) item.tr.addEventListener("click", () => toggle(item));
-  show();
 
   // Links to one answer, #a=gsm8k/12/dflash, and the keys j and k from one to the next
 
-  const address = ({ bare, prompt, method, turn, repeat }) =>
-    `#a=${[bare, prompt, method, ...(turn || repeat ? [turn, repeat] : [])].map(encodeURIComponent).join("/")}`;
+  const hasSettings = places.settings.length > 1;
+  const address = ({ bare, prompt, method, turn, repeat, settings: setting }) => {
+    const rest = hasSettings ? [turn, repeat, setting] : turn || repeat ? [turn, repeat] : [];
+    return `#a=${[bare, prompt, method, ...rest].map(encodeURIComponent).join("/")}`;
+  };
   const go = (item) => {
-    if (!item.tr.isConnected) {
+    if (!listed.includes(item)) {
       at("filter").reset();
+      at("scope").reset();
+      for (const id of Object.keys(scope)) scope[id] = "";
+      showScope();
       show();
     }
+    if (listed.indexOf(item) >= most) {
+      most = listed.indexOf(item) + AT_ONCE;
+      render();
+    }
     if (!item.open) toggle(item);
-    item.tr.scrollIntoView({ block: "start" });
-    item.tr.querySelector("button").focus({ preventScroll: true });
+    rowOf(item).scrollIntoView({ block: "start" });
+    rowOf(item).querySelector("button").focus({ preventScroll: true });
   };
   const follow = () => {
     const item = items.find(({ row }) => address(row) === location.hash);
     if (item) go(item);
   };
-  for (const item of items) {
-    item.tr.addEventListener("click", () => {
-      if (item.open) history.replaceState(null, "", address(item.row));
-    });
-  }
   document.addEventListener("keydown", (event) => {
     if (!["j", "k"].includes(event.key) || event.ctrlKey || event.metaKey || event.altKey) return;
     if (/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) return;
-    const shown = [...body.querySelectorAll("tr.row")];
-    const here = shown.findIndex((tr) => tr.contains(document.activeElement));
-    const next = shown[here + (event.key === "j" ? 1 : -1)];
-    if (!next) return;
-    const before = items.find(({ tr }) => tr === shown[here]);
-    if (before && before.open) toggle(before);
-    const item = items.find(({ tr }) => tr === next);
+    const here = listed.findIndex(({ made }) => made && made.contains(document.activeElement));
+    const item = listed[here + (event.key === "j" ? 1 : -1)];
+    if (!item) return;
+    if (here >= 0 && listed[here].open) toggle(listed[here]);
     go(item);
     history.replaceState(null, "", address(item.row));
   });
   window.addEventListener("hashchange", follow);
+  show();
   follow();
 })();

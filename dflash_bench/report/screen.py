@@ -277,9 +277,15 @@ def _where(document: Document, method: str) -> str:
         sources = dict.fromkeys(label.partition(" ")[2] for label in (labels.suite_label(*suite) for suite in suites))
         named = " ".join([f"{len(suites)} suites", *filter(None, sources)])
     mean = ", geometric mean" if len(suites) > 1 else ""
+    known = ": text of the kind that nano and its drafts were trained on"
+    return f" on {named}{mean}{known if is_known_text(document, method) else ''}"
+
+
+def is_known_text(document: Document, method: str) -> bool:
+    """Whether the method's draft was trained on text of the kind that it was measured on."""
+    suites = {cell.source for cell in document.cells if cell.num_prompts}
     is_nano = str(document.results.info.identity.model) == "nano" and has_draft(method)
-    is_known = is_nano and all(labels.is_embedded(s) for _, s in suites)
-    return f" on {named}{mean}{': text of the kind that nano and its drafts were trained on' if is_known else ''}"
+    return is_nano and all(map(labels.is_embedded, suites))
 
 
 def warnings_of(document: Document) -> list[str]:

@@ -95,7 +95,11 @@ def concurrency(loads: Sequence[ConcurrencyCurve]) -> list[Section]:
         rates = labels.number_words(level.rate for level in load.levels if level.rate is not None)
         group = f"{labels.with_settings(load.suite, load.setting)} · {load.method}"
         rows += [
-            TableRow([*_level(level, rates), *([_goodput(level)] if has_goodput else [])], group)
+            TableRow(
+                [*_level(level, rates), *([_goodput(level)] if has_goodput else [])],
+                group,
+                CellKey(load.key[0], "", load.key[1], load.method),
+            )
             for level in load.levels
         ]
     table = ReportTable([level, *LOAD_COLUMNS, *goodput], rows, "suite · method")
@@ -317,6 +321,7 @@ def contexts(cells: Sequence[Cell]) -> list[Section]:
                 *(columns.value_of(column.id, cell) for column in CONTEXT_COLUMNS[1:]),
             ],
             f"{curve.suite} · {curve.method}",
+            cell.key,
         )
         for curve in by_context(cells)
         for cell in curve.cells

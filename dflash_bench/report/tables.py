@@ -14,6 +14,7 @@ from dflash_bench.analysis.findings.base import Badge
 from dflash_bench.analysis.metrics import Share
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.labels import visible
+from dflash_bench.core.types import CellKey
 
 ABSENT = "n/a"
 Rows = Sequence[Sequence[str]]
@@ -112,6 +113,8 @@ class TableRow:
     values: Sequence[Value]
     """One for each column, the first of which names the row."""
     group: str = ""
+    key: CellKey | None = None
+    """What the row is about, where a page can filter it."""
 
 
 @dataclass(frozen=True, slots=True)

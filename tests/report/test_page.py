@@ -74,7 +74,7 @@ def data(page: str) -> dict[str, Any]:
 def page_of(folder: Path, **options: Any) -> str:
     document = read_document(folder)
     read = html.read_page(document, options.get("most", 300))
-    return html.page(document, {}, report_answers.page_answers(document, read.answers, options.get("tokenizer")))
+    return html.page(document, {}, report_answers.page_answers(document, read.answers, options.get("tokenizer")), read)
 
 
 # Hostile text
