@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from dflash_bench.core.errors import UserError
 
 if TYPE_CHECKING:
     from dflash_bench.analysis.gate.checks import Check, GateResult
+    from dflash_bench.report.compare import ComparisonText
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,18 @@ class Compared:
 
     text: str
     data: dict[str, Any]
+    found: ComparisonText = field(repr=False)
+    """For the page; not part of what is promised."""
+
+    def report(self, path: str | Path) -> Path:
+        """Write the comparison as an HTML page, all in one file, and return its path.
+
+        Raises UserError if the file cannot be written.
+        """
+        from dflash_bench.report.compare import write_comparison
+
+        write_comparison(self.found, Path(path))
+        return Path(path)
 
     @property
     def notes(self) -> list[str]:
@@ -79,7 +92,7 @@ def comparison(
 
     folders = [folder_of(run) for run in runs]
     found = compared(folders, by=by, against=against, compat=compat, allow=tuple(allow), width=width)
-    return Compared(found.text, found.json)
+    return Compared(found.text, found.json, found)
 
 
 @dataclass(frozen=True)

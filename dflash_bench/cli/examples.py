@@ -39,6 +39,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dflash-bench compare                    # the methods of the newest run",
         "dflash-bench compare @2 @1              # the run before, and the newest",
         "dflash-bench compare results/example --by category",
+        "dflash-bench compare @2 @1 --html changes.html",
     ),
     "baseline": ("dflash-bench baseline @1 @2 @3 -o base.json",),
     "check": (

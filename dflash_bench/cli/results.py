@@ -120,6 +120,7 @@ def compare(
         str | None,
         Option(metavar="zlab", help="Show what the official harness would have printed for the same answers."),
     ] = None,
+    html: Annotated[Path | None, Option("--html", metavar="FILE", help="Write a page instead.")] = None,
     allow: options.Allow = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -129,7 +130,12 @@ def compare(
     """
     from dflash_bench.api.judging import comparison
 
+    if html is not None and as_json:
+        raise UserError("--json has no effect with --html FILE")
     compared = comparison(found(runs), by=by, against=against, compat=compat, allow=tuple(allow or ()), width=wide())
+    if html is not None:
+        note(f"wrote {compared.report(html)}")
+        return
     say(json.dumps(compared.data, indent=1, allow_nan=False) if as_json else str(compared), end="\n" if as_json else "")
 
 

@@ -5,18 +5,22 @@ Lengths are percentages of a chart's width. All values also stand there as text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
+from dflash_bench.analysis.compare import Comparison, verdict
 from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import CellKey
 from dflash_bench.report.document import Document
 from dflash_bench.report.tables import number, with_interval
 from dflash_bench.results.rounds import RunRounds, accept_at
 
 MOST_POSITIONS = 16
+JUDGED_BY = ("speedup.decode", "tps.decode", "al.pooled")
+"""The metrics that a verdict is about: the first of them that a comparison has."""
 FARTHEST = 2.0
 """An interval is cut off at this multiple of the highest speed-up, or a weak one would hide all others."""
 
@@ -28,8 +32,8 @@ class ChartRow:
     key: CellKey
     group: str
     name: str
-    series: int
-    """The number of the method's colour."""
+    colour: str
+    """A variable of the page's style."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +94,51 @@ def forest(document: Document) -> list[ForestRow]:
         for cell in _drafting(document.cells)
         if (speedup := cell.figures.get("speedup.decode"))
     ]
-    most = max((speedup.value for *_, speedup in known), default=1.0)
-    far = min(max((speedup.high or speedup.value for *_, speedup in known), default=1.0), FARTHEST * most)
-    top = 1.04 * max(far, 1.0)
+    return _placed(
+        [(key, group, name, _colour(document, key.method), interval) for key, group, name, interval in known]
+    )
+
+
+def key_of(versus: Comparison) -> CellKey:
+    """Return the key of a comparison; of two methods, that of the one after."""
+    return versus.key._replace(method=versus.key.method or versus.after)
+
+
+def changes(comparisons: Sequence[tuple[str, Comparison]]) -> list[ForestRow]:
+    """Return what changed by the metrics that a verdict is about, as after / before: one is no change.
+
+    Each comparison comes with its heading.
+    """
+    colours = {"better": "--good", "worse": "--lost"}
+    return _placed(
+        [
+            (
+                key_of(versus),
+                group, name,
+                colours.get(verdict(name, versus.changes[name]), "--plain"), versus.changes[name].ratio,
+            )
+            for group, versus in comparisons
+            for name in JUDGED_BY
+            if name in versus.changes
+        ]
+    )  # fmt: skip
+
+
+def _placed(known: Sequence[tuple[CellKey, str, str, str, Interval]]) -> list[ForestRow]:
+    """Put intervals on one scale from 0 to the highest bound, but not far beyond the highest value."""
+    values = [interval.value for *_, interval in known]
+    far = max((interval.high or interval.value for *_, interval in known), default=1.0)
+    top = 1.04 * max(1.0, min(far, FARTHEST * max(values, default=1.0)))
 
     def place(value: float) -> float:
         return round(100 * min(max(value, 0.0), top) / top, 2)
 
     return [
         ForestRow(
-            key, group, name, _series(document, key.method), with_interval(speedup),
-            place(speedup.value), place(_or(speedup.low, speedup.value)), place(_or(speedup.high, speedup.value)),
-            place(1.0),
+            key, group, name, colour, with_interval(interval), place(interval.value),
+            place(_or(interval.low, interval.value)), place(_or(interval.high, interval.value)), place(1.0),
         )
-        for key, group, name, speedup in known
+        for key, group, name, colour, interval in known
     ]  # fmt: skip
 
 
@@ -114,7 +149,7 @@ def waterfalls(document: Document) -> list[Waterfall]:
     top = max(top, 1.0)
     return [
         Waterfall(
-            cell.key, cell.heading, cell.method, _series(document, cell.method),
+            cell.key, cell.heading, cell.method, _colour(document, cell.method),
             [Step(name, text, f"{number(value)}x", round(100 * value / top, 2)) for name, text, value in steps],
             round(100 / top, 2),
         )
@@ -143,7 +178,7 @@ def positions(document: Document, read: RunRounds) -> list[PositionRow]:
     for cell in _drafting(document.cells):
         if counted := read.histograms.get(cell.key):
             shares = [at.unconditional for at in accept_at(counted, cell.method)[:MOST_POSITIONS]]
-            rows.append(PositionRow(cell.key, cell.heading, cell.method, _series(document, cell.method), shares))
+            rows.append(PositionRow(cell.key, cell.heading, cell.method, _colour(document, cell.method), shares))
     return rows
 
 
@@ -151,9 +186,26 @@ def _drafting(cells: Sequence[Cell]) -> Iterator[Cell]:
     return (cell for cell in cells if cell.method != BASELINE and cell.num_prompts)
 
 
-def _series(document: Document, method: str) -> int:
-    return document.methods.index(method) % 7
+def _colour(document: Document, method: str) -> str:
+    return f"--series-{document.methods.index(method) % 7}"
 
 
 def _or(bound: float | None, value: float) -> float:
     return value if bound is None else bound
+
+
+Filters = Mapping[str, tuple[str, Mapping[str, str]]]
+"""By the id of a choice: what all of them are called, and each value with its words."""
+
+
+def filters(keys: Iterable[CellKey], settings: Mapping[str, str]) -> Filters:
+    """Return what the rows with these keys can be filtered by; `settings` has words for ids of settings."""
+    several = list(keys)
+    return {
+        "suite": ("suites", {key.suite: key.suite for key in several}),
+        "method": ("methods", {key.method: key.method for key in several}),
+        "settings": (
+            "settings",
+            {key.settings_id: settings.get(key.settings_id, "") or key.settings_id for key in several},
+        ),
+    }

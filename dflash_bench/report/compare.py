@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,11 @@ from dflash_bench.analysis.peers import paper, vllm, zlab
 from dflash_bench.analysis.stats import FEWEST, Interval
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.files import require_output, write_text
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import CellKey
-from dflash_bench.report import columns, render
+from dflash_bench.report import charts, columns, render
+from dflash_bench.report.charts import JUDGED_BY
 from dflash_bench.report.tables import ABSENT, ReportTable, Section, Value, number, p_value, with_interval
 from dflash_bench.results import rounds, table
 from dflash_bench.results.identity import settings_of, short_names
@@ -43,8 +46,6 @@ from dflash_bench.results.table import RunTable
 
 
 MOST_SENTENCES = 8
-JUDGED_BY = ("speedup.decode", "tps.decode", "al.pooled")
-"""The metrics that a verdict is about: the first of them that a comparison has."""
 
 
 def verdicts(comparisons: Sequence[Comparison]) -> list[str]:
@@ -114,7 +115,8 @@ def _cell_table(cells: Sequence[Cell], ids: Sequence[str], shares: Sequence[str]
         ]
         for cell in cells
     ]
-    table = ReportTable.of([*names, "prompts", *known_ids, *shares], rows, left=len(names))
+    keys = [cell.key for cell in cells]
+    table = ReportTable.of([*names, "prompts", *known_ids, *shares], rows, len(names), keys)
     kept = (*names, *JUDGED_BY, *shares)
     return replace(table, columns=[replace(column, is_spare=column.id not in kept) for column in table.columns])
 
@@ -130,15 +132,20 @@ def change_sections(comparisons: Sequence[Comparison]) -> list[Section]:
     names = _names(is_sliced, "before", "after")
     made = []
     for title, is_timing in (("time-free, after / before", False), ("timings, after / before", True)):
-        rows = [
-            [*_sides(versus, is_sliced), name, with_interval(change.ratio, 3), p_value(change.p), verdict(name, change)]
+        shown = [
+            (versus, name, change)
             for versus in comparisons
             for name, change in versus.changes.items()
             if METRICS[name].is_timing == is_timing
         ]
+        rows = [
+            [*_sides(versus, is_sliced), name, with_interval(change.ratio, 3), p_value(change.p), verdict(name, change)]
+            for versus, name, change in shown
+        ]
         if rows:
             heads = [*names, "figure", "ratio [95 %]", "p (Holm)", ""]
-            made.append(Section("changes", title, ReportTable.of(heads, rows, left=len(names) + 1)))
+            keys = [charts.key_of(versus) for versus, *_ in shown]
+            made.append(Section("changes", title, ReportTable.of(heads, rows, len(names) + 1, keys)))
     return [*made, *_answered_right(comparisons, is_sliced), Section("legend", sentences=NO_CHANGE)]
 
 
@@ -249,8 +256,33 @@ IN_STRETCHES = "timings here cover rounds only: the draft's prefill and the time
 
 @dataclass(frozen=True, slots=True)
 class ComparisonText:
+    """A comparison for a terminal and for programs, and the parts of its page."""
+
     text: str
     json: dict[str, Any]
+    verdicts: Sequence[str]
+    notes: Sequence[str]
+    sections: Sequence[Section]
+    changes: Sequence[tuple[str, Sequence[charts.ForestRow]]]
+    settings: Mapping[str, str]
+    """Words for the ids of settings."""
+
+
+def write_comparison(compared: ComparisonText, path: Path) -> None:
+    """Write a comparison as a page. Raises UserError where the file cannot be written."""
+    require_output(path)
+    keys = [row.key for _, rows in compared.changes for row in rows]
+    values = {
+        "title": f"dflash-bench: {' and '.join(compared.json['runs'])}",
+        "verdicts": compared.verdicts,
+        "notes": compared.notes,
+        "changes": compared.changes,
+        "filters": charts.filters(keys, compared.settings),
+        "sections": compared.sections,
+    }
+    with suppress(OSError):  # writing says why
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, render.scripted("comparison.html", ("common.js",), values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +293,7 @@ class _Found:
     json: dict[str, Any]
     notes: Sequence[str] = ()
     verdicts: Sequence[str] = ()
+    changes: Sequence[Comparison] = ()
 
 
 def compared(
@@ -305,7 +338,7 @@ def compared(
     made = _cells_and_changes(cells_of, pooled, shown, alike)
     allowed = {"differences": [asdict(difference) for difference in unlike]} if others else {}
     told = verdicts(shown)
-    found = replace(made, json={"verdicts": told} | made.json | allowed, verdicts=told)
+    found = replace(made, json={"verdicts": told} | made.json | allowed, verdicts=told, changes=shown)
     return _with_notes(runs, notes, found, width)
 
 
@@ -334,7 +367,17 @@ def _with_notes(runs: Sequence[RunTable], notes: Sequence[str], found: _Found, w
     paragraphs = ["\n".join(render.wrapped(line, width) for line in several) for several in (found.verdicts, lines)]
     blocks = [*filter(None, paragraphs), *(render.terminal(section, width) for section in found.sections)]
     about = {"runs": [run.name for run in runs], "notes": sentences}
-    return ComparisonText("\n\n".join(blocks) + "\n", about | found.json)
+    is_sliced = any(versus.key.slice for versus in found.changes)
+    named = [(_heading_of(versus, is_sliced), versus) for versus in found.changes]
+    return ComparisonText(
+        "\n\n".join(blocks) + "\n", about | found.json, found.verdicts, lines, found.sections,
+        charts.groups(charts.changes(named)), {versus.key.settings_id: versus.setting for versus in found.changes},
+    )  # fmt: skip
+
+
+def _heading_of(versus: Comparison, is_sliced: bool) -> str:
+    *where, before, after = _sides(versus, is_sliced)
+    return f"{' · '.join(where)}: {after} / {before}"
 
 
 def _wrong(run: RunTable) -> list[str]:

@@ -15,8 +15,7 @@ from typing import Any
 
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
-from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import require_output
+from dflash_bench.core.files import require_output, write_text
 from dflash_bench.core.labels import visible
 from dflash_bench.core.terminal import with_bar
 from dflash_bench.report import answers, charts, plots, render, screen, sections
@@ -38,11 +37,9 @@ def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS,
     for name in with_bar(plots.names_for(material), "drawing plots"):
         with suppress(plots.NothingToPlotError):  # `plot` says why
             figures[name] = plots.svg(material, name), plots.CAPTIONS[name]
-    try:
+    with suppress(OSError):  # writing says why
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(document, figures, listed, read), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    write_text(path, page(document, figures, listed, read))
 
 
 def read_page(document: Document, most_answers: int = MOST_ANSWERS) -> RunRounds:
@@ -78,6 +75,7 @@ def page(
         "why_known": f"{labels.EMBEDDED_NOTE}.",
         "lead": sentences(document),
         "tiles": _tiles(document),
+        "filters": charts.filters((c.key for c in document.cells), {c.settings.id: c.setting for c in document.cells}),
         "forest": charts.groups(charts.forest(document)),
         "waterfalls": charts.groups(charts.waterfalls(document)),
         "positions": charts.groups(reached),
@@ -89,9 +87,9 @@ def page(
         "extent": _extent(listed),
         "facts": facts(info),
         "reproduce": _reproduce(document),
-        "data": Markup(_data(document, listed)),
+        "data": Markup(_data(listed)),
     }
-    return render.scripted("page.html", "page.js", values)
+    return render.scripted("page.html", ("common.js", "page.js"), values)
 
 
 def excerpt(document: Document) -> str:
@@ -160,8 +158,7 @@ def _reproduce(document: Document) -> str:
     return "\n".join([*lines, info.command])
 
 
-def _data(document: Document, listed: answers.PageAnswers) -> str:
+def _data(listed: answers.PageAnswers) -> str:
     """Inside a script element only "</" and "<!--" mean anything, and without "<" there is neither."""
-    named = {cell.settings.id: cell.setting for cell in document.cells}
-    stored = {"rows": listed.rows, "texts": listed.texts, "prompts": listed.prompts, "settings": named}
+    stored = {"rows": listed.rows, "texts": listed.texts, "prompts": listed.prompts}
     return json.dumps(stored, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -1,69 +1,6 @@
-"use strict";
+// The answers of a run.
 (() => {
-  const { rows, texts, prompts, settings } = JSON.parse(document.getElementById("data").textContent);
-  const at = (id) => document.getElementById(id);
-
-  // What comes from a run is only ever set as text.
-  const make = (tag, name, text) => {
-    const element = document.createElement(tag);
-    if (name) element.className = name;
-    if (text !== undefined) element.textContent = text;
-    return element;
-  };
-
-  // Theme
-
-  const themes = ["system", "light", "dark"];
-  let theme = "system";
-  try { theme = localStorage.getItem("dflash-bench-theme") || theme; } catch { /* a file may have no storage */ }
-  const showTheme = () => {
-    if (theme === "system") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = theme;
-    at("theme").textContent = `theme: ${theme}`;
-    document.dispatchEvent(new Event("themed"));
-  };
-  at("theme").addEventListener("click", () => {
-    theme = themes[(themes.indexOf(theme) + 1) % themes.length];
-    try { localStorage.setItem("dflash-bench-theme", theme); } catch { /* as above */ }
-    showTheme();
-  });
-  if (!themes.includes(theme)) theme = "system";
-  showTheme();
-
-  // What is shown: the same for tables, charts and answers
-
-  const scope = { suite: "", method: "", settings: "" };
-  const scoped = [...document.querySelectorAll("[data-method]")];
-  const offer = (id, names, words = (value) => value) => names.forEach((value) => {
-    const option = make("option", "", words(value));
-    option.value = value;
-    at(id).append(option);
-  });
-  const known = (key, field) =>
-    [...new Set([...rows.map((row) => row[field]), ...scoped.map((element) => element.dataset[key])])].filter(Boolean);
-  const places = { suite: known("suite", "bare"), method: known("method", "method"), settings: known("settings", "settings") };
-  offer("suite", places.suite);
-  offer("method", places.method);
-  offer("settings", places.settings, (value) => settings[value] || value);
-  for (const [id, values] of Object.entries(places)) at(id).hidden = values.length < 2;
-  at("scope").hidden = Object.values(places).every((values) => values.length < 2);
-  const inScope = (suite, method, setting) =>
-    (!scope.suite || scope.suite === suite) && (!scope.method || scope.method === method) &&
-    (!scope.settings || scope.settings === setting);
-  const showScope = () => {
-    for (const element of scoped) {
-      const { suite, method, settings: setting } = element.dataset;
-      element.hidden = !inScope(suite, method, setting);
-    }
-    for (const group of document.querySelectorAll("tbody:has([data-method])")) {
-      group.hidden = !group.querySelector("[data-method]:not([hidden])");
-    }
-  };
-  at("scope").addEventListener("input", () => {
-    for (const id of Object.keys(scope)) scope[id] = at(id).value;
-    showScope();
-    show();
-  });
+  const { rows, texts, prompts } = JSON.parse(at("data").textContent);
 
   // The list
 
@@ -196,6 +133,11 @@
     heads.append(th);
   });
   showHeads();
+  const offer = (id, names) => names.forEach((value) => {
+    const option = make("option", "", value);
+    option.value = value;
+    at(id).append(option);
+  });
   offer("outcome", Object.keys(outcomes).filter((value) => rows.some(outcomes[value])));
   offer("sort", Object.keys(orders));
   at("sort").addEventListener("input", () => { sorted = { place: -1, up: true }; showHeads(); });
@@ -250,6 +192,7 @@
   });
   at("map").querySelector("canvas").addEventListener("click", (event) => { const item = mappedAt(event); if (item) go(item); });
   document.addEventListener("themed", () => drawMap());
+  document.addEventListener("scoped", () => show());
   window.addEventListener("resize", () => drawMap());
 
   // One answer
@@ -436,7 +379,7 @@
 
   // Links to one answer, #a=gsm8k/12/dflash, and the keys j and k from one to the next
 
-  const hasSettings = places.settings.length > 1;
+  const hasSettings = at("settings").options.length > 2;  // the first is all of them
   const address = ({ bare, prompt, method, turn, repeat, settings: setting }) => {
     const rest = hasSettings ? [turn, repeat, setting] : turn || repeat ? [turn, repeat] : [];
     return `#a=${[bare, prompt, method, ...rest].map(encodeURIComponent).join("/")}`;
@@ -445,9 +388,7 @@
     if (!listed.includes(item)) {
       at("filter").reset();
       at("scope").reset();
-      for (const id of Object.keys(scope)) scope[id] = "";
       showScope();
-      show();
     }
     if (listed.indexOf(item) >= most) {
       most = listed.indexOf(item) + AT_ONCE;

@@ -238,11 +238,12 @@ def template(name: str, values: Mapping[str, Any]) -> str:
     return environment.get_template(name).render(badges_of=tables.badges_of, **values)
 
 
-def scripted(name: str, script: str, values: Mapping[str, Any]) -> str:
-    """A whole page by a template that extends `base.html`, which runs this script of this room and no other."""
+def scripted(name: str, scripts: Sequence[str], values: Mapping[str, Any]) -> str:
+    """A whole page by a template that extends `base.html`, which runs these scripts of this room and no other."""
     from markupsafe import Markup
 
-    style, code = ((TEMPLATES / file).read_text(encoding="utf-8") for file in ("page.css", script))
+    style, *several = ((TEMPLATES / file).read_text(encoding="utf-8") for file in ("page.css", *scripts))
+    code = "".join(several)
     digest = b64encode(hashlib.sha256(code.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     whole = {"policy": policy, "style": Markup(style), "script": Markup(code), "version": __version__}

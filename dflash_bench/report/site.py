@@ -105,4 +105,4 @@ def _index(lines: Sequence[SiteLine]) -> str:
         "filters": {name: sorted({getattr(line, name) for line in lines}) for name in FILTERS},
         "note": labels.EMBEDDED_NOTE if embedded else "",
     }
-    return render.scripted("site.html", "site.js", values)
+    return render.scripted("site.html", ("site.js",), values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, zip_longest
 from math import isclose
 from typing import Literal
 
@@ -127,10 +127,15 @@ class ReportTable:
     """The head of the groups, in forms that give them a column; empty if the rows have no groups."""
 
     @classmethod
-    def of(cls, heads: Sequence[str], rows: Sequence[Sequence[Value]], left: int = 1) -> ReportTable:
-        """A table without groups, whose columns are known by their heads alone; the first `left` hold names."""
+    def of(
+        cls, heads: Sequence[str], rows: Sequence[Sequence[Value]], left: int = 1, keys: Sequence[CellKey] = ()
+    ) -> ReportTable:
+        """A table without groups, whose columns are known by their heads alone; the first `left` hold names.
+
+        `keys` are those of the rows, if a page can filter them.
+        """
         columns = [Column(head, head, "left" if at < left else "right") for at, head in enumerate(heads)]
-        return cls(columns, [TableRow(row) for row in rows])
+        return cls(columns, [TableRow(row, key=key) for row, key in zip_longest(rows, keys)])
 
     @property
     def groups(self) -> Iterator[tuple[str, Sequence[TableRow]]]:

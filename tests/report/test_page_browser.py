@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import stored
+from runs import answers, stored
 from test_page import HOSTILE, SAID, TEXT, told
 
+import dflash_bench as db
 from dflash_bench.report import read_document, write_page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs pip install 'dflash-bench[browser]'")
@@ -238,6 +239,26 @@ def test_ten_thousand_answers_are_listed_by_a_few_hundred_rows(opened: Any, tmp_
     opened.execute_script("window.dispatchEvent(new HashChangeEvent('hashchange'))")
     assert opened_answers(opened) == ["p4999 dflash"]
     opened.get(page)
+
+
+def test_a_comparison_in_a_browser(opened: Any, tmp_path: Path) -> None:
+    page = opened.current_url.partition("#")[0]
+    for name in ("before", "after"):
+        stored(tmp_path / name, [*answers(8), *answers(8, suite="humaneval")])
+    db.compare(tmp_path / "before", tmp_path / "after").report(tmp_path / "changes.html")
+    opened.get((tmp_path / "changes.html").as_uri())
+    assert {suite for suite, _ in visible_rows(opened, "#changes .chart")} == {"gsm8k", "humaneval"}
+    choose(opened, "suite", "gsm8k")
+    assert {suite for suite, _ in visible_rows(opened, "#changes .chart")} == {"gsm8k"}
+    assert {suite for suite, _ in visible_rows(opened, "#results table")} == {"gsm8k"}
+    for width in (400, 1000, 1400, 2000):
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        script = "return [...document.querySelectorAll('.wide')].map(box => box.scrollWidth - box.clientWidth)"
+        assert set(opened.execute_script(script)) == {0}, width
+        assert opened.execute_script("return document.documentElement.scrollWidth") <= width
+    opened.get(page)
+    assert opened.get_log("browser") == []
 
 
 def test_a_phone_does_not_scroll_sideways(opened: Any) -> None:
