@@ -20,6 +20,7 @@ from dflash_bench.core.types import Answer, Generation, Settings
 from dflash_bench.models.chat import decoder_of
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
+from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.run_info import RunInfo, read_info
 from dflash_bench.runner import budget, config, loop, work, workers
 from dflash_bench.runner.canaries import Canaries, Canary, silent, together
@@ -69,8 +70,13 @@ class Tally:
         self.num_rounds += len(generation.accepted or ()) or generation.total_rounds or 0
         self.num_accepted += sum(generation.accepted or ()) or generation.total_accepted or 0
 
+    @property
+    def tokens_per_s(self) -> float:
+        """0 while there is no answer."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
     def __str__(self) -> str:
-        speed = f"{self.num_tokens / self.seconds:.1f} tok/s" if self.seconds else ""
+        speed = f"{self.tokens_per_s:.1f} tok/s" if self.seconds else ""
         length = f"al {1 + self.num_accepted / self.num_rounds:.2f}" if self.num_rounds else ""
         return " ".join(filter(None, (speed, length)))
 
@@ -91,6 +97,8 @@ class Progress(AbstractContextManager["Progress"]):
         self.stream, self.clock, self.left_s = stream or sys.stderr, clock, left_s
         self.begun = self.last_line = clock()
         self.tallies: dict[tuple[str, str], Tally] = {}
+        self.plain: dict[tuple[str, str], Tally] = {}
+        """For each cell, the tally of plain decoding under its settings."""
         self.doing = ""
         self.bar = progress_bar(self.stream) if self.stream.isatty() else None
         if self.bar is not None:
@@ -114,18 +122,33 @@ class Progress(AbstractContextManager["Progress"]):
         self.num_new += 1
         tally = self.tallies.setdefault((record.suite, doing), Tally())
         tally.add(record)
+        if record.method != BASELINE and (record.suite, doing) not in self.plain:
+            baseline = (record.suite, doing.replace(record.method, BASELINE, 1))
+            if baseline in self.tallies:
+                self.plain[record.suite, doing] = self.tallies[baseline]
         self.doing = f"{record.suite} · {doing} {tally}".rstrip()
         self._show()
 
     def _show(self) -> None:
         done = self.num_stored + self.num_new
         if self.bar is not None:
-            self.bar.update(self.task, completed=done, doing=self.doing, left=self._left(), refresh=True)
+            doing = "\n".join([self.doing, *self._speedups()])
+            self.bar.update(self.task, completed=done, doing=doing, left=self._left(), refresh=True)
         elif self.clock() - self.last_line >= LINE_EVERY_S:
             self.last_line = self.clock()
             of = "" if self.left_s else f"/{self.total}"
-            self.stream.write(f"{done}{of} {self.doing}, {self._left() or 'time left unknown'}\n")
+            lines = [f"{done}{of} {self.doing}, {self._left() or 'time left unknown'}", *self._speedups()]
+            self.stream.write("\n  ".join(lines) + "\n")
             self.stream.flush()
+
+    def _speedups(self) -> list[str]:
+        """Return a line for each suite with its speed-ups so far, without intervals: they still move."""
+        by_suite: dict[str, list[str]] = {}
+        for (suite, doing), plain in self.plain.items():
+            own = self.tallies[suite, doing]
+            if plain.tokens_per_s and own.tokens_per_s:
+                by_suite.setdefault(suite, []).append(f"{doing} {own.tokens_per_s / plain.tokens_per_s:.2f}x")
+        return [f"{suite}: {', '.join(several)} so far" for suite, several in by_suite.items()]
 
     def _left(self) -> str:
         """Estimate the time left from the answers of this process only: earlier ones say nothing about speed now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -205,3 +206,31 @@ print(*sorted({{"torch", "transformers", "datasets", "IPython"}} & sys.modules.k
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
+
+
+def test_reading_comparing_gating_and_drawing_work_where_torch_cannot_be_imported(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        stored(tmp_path / name, answers(), model="mine", target="mine")
+    commands = [
+        "runs .", "report one", "report one --full", "report one --html one.html",
+        "report one --format latex --layout paper", "compare one two", "compare one two --html both.html",
+        "baseline one two -o base.json", "check one --baseline base.json", "plot one -o plots",
+        "plot one --format pdf --paper column -o paper", "card one", "index . -o site", "--help", "suites", "methods",
+    ]  # fmt: skip
+    code = f"""
+import json, sys
+for name in ("torch", "transformers", "numba"):
+    sys.modules[name] = None
+from dflash_bench import cli
+codes = {{}}
+for words in {commands!r}:
+    sys.argv = ["dflash-bench", *words.split()]
+    try:
+        codes[words] = cli.main() or 0
+    except SystemExit as stopped:
+        codes[words] = stopped.code or 0
+json.dump(codes, open("codes.json", "w"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "codes.json").read_text()) == dict.fromkeys(commands, 0), done.stderr

@@ -72,6 +72,21 @@ def test_each_cell_has_figures_of_its_own_and_a_failed_answer_is_in_none() -> No
     assert stream.getvalue().startswith("3/9 gsm8k · dflash 250.0 tok/s al 5.00, ")
 
 
+def test_each_suite_has_its_speedups_so_far() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(9, 0, stream, clock)
+    for suite in ("gsm8k", "math500"):
+        for record in (plain("p0", 3, suite=suite), drafted("p0", [4, 4], suite=suite)):
+            progress.measured(record, f"{record.method} (temperature 1)")
+        # Without plain answers under the same settings there is none.
+        progress.measured(drafted("p0", [4, 4], suite=suite), "dflash")
+    clock.now += 10
+    progress.begins("math500", "dflash")
+    first, *others = stream.getvalue().splitlines()
+    assert first.startswith("6/9 math500 · dflash 250.0 tok/s al 5.00, ")
+    assert others == [f"  {suite}: dflash (temperature 1) 2.50x so far" for suite in ("gsm8k", "math500")]
+
+
 def test_in_a_terminal_there_is_a_bar_and_it_goes_away(capsys: pytest.CaptureFixture[str]) -> None:
     stream = Terminal()
     with Progress(4, 1, stream, Clock()) as progress:
