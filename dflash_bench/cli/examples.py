@@ -51,7 +51,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dflash-bench report @2 --html page.html",
         "dflash-bench report --format latex --layout paper",
     ),
-    "card": ("dflash-bench card",),
+    "card": ("dflash-bench card", "dflash-bench card --hub my-draft"),
     "movie": ("dflash-bench movie -o movie.svg", "dflash-bench movie @2 --method eagle3 --answer gsm8k/0"),
     "plot": (
         "dflash-bench plot --format svg -o plots",

@@ -307,12 +307,29 @@ def report(
 @app.command(cls=Command)
 def card(
     run: options.Run = None,
+    hub: Annotated[
+        Path | None,
+        Option(
+            "--hub",
+            metavar="DIR",
+            help="Write what a model's card on the hub takes: a badge, and scores on public datasets as .eval_results.",
+        ),
+    ] = None,
     allow: options.AllowParts = None,
 ) -> None:
     """Print a run's result in eleven lines, to share."""
     from dflash_bench import api, report
+    from dflash_bench.report import badge
 
-    say(report.card(api.load(found_one(run), allow or ()).document), end="")
+    document = api.load(found_one(run), allow or ()).document
+    if hub is None:
+        say(report.card(document), end="")
+        return
+    written = badge.write_hub_card(document, hub)
+    note(f"wrote {' and '.join(map(str, written))}")
+    if badge.RESULTS.name not in {path.name for path in written}:
+        note("no scores were written: none of the prompts are scored ones of a public dataset")
+    say(f"![{document.folder.name}]({badge.BADGE})")
 
 
 @app.command(cls=Command)
