@@ -86,6 +86,7 @@ def patched(folder: Path) -> set[str]:
 
 SHOWN = """
 import json, shutil, sys
+sys.modules["numba"] = None  # for a package at another place, all kernels would be compiled anew
 import dflash_bench as db
 from dflash_bench.report import FORMATS
 

@@ -46,9 +46,26 @@ def test_an_answer_of_another_model_fails(dflash_bench, monkeypatch):
     dflash_bench.run(**OPTIONS)
 """
 
+QUICK = f"""
+import sys
+import pytest
+
+sys.path.append({str(Path(__file__).parents[1])!r})
+
+
+@pytest.fixture
+def dflash_bench(dflash_bench):
+    \"\"\"This machine is measured once.\"\"\"
+    import quick
+
+    quick.apply()
+    return dflash_bench
+"""
+
 
 def test_an_engines_own_tests_measure_judge_and_gate(tmp_path: Path) -> None:
     (tmp_path / "test_engine.py").write_text(TEST.replace("\\\\n", "\\n"))
+    (tmp_path / "conftest.py").write_text(QUICK)
     # pytest finds it by itself, except in an environment that was set up before the package had it.
     known = {point.value for point in entry_points(group="pytest11")}
     by_hand = [] if "dflash_bench.api.testing" in known else ["-p", "dflash_bench.api.testing"]

@@ -120,8 +120,8 @@ def test_options_that_nobody_means_are_refused(kind: str, here: Path, main: Main
 
 
 def some() -> list[tuple[str, int]]:
-    """Some of each kind, to go through the real command line: a process each, which loads all there is to load."""
-    return [(kind, number) for kind, given in OPTIONS.items() for number in range(3, len(given), 36)]
+    """One of each kind, to go through the real command line: a process each, which loads all there is to load."""
+    return [(kind, 3) for kind in OPTIONS]
 
 
 @pytest.mark.parametrize(("kind", "number"), some())

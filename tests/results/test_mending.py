@@ -23,7 +23,7 @@ from dflash_bench.results.run_info import read_info
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 WORDS = ("--suite", "gsm8k", "--prompts", "p.jsonl", "--data", "data", "--method", "dflash", "--repeats", 2)
-NUM_ANSWERS = (6 + 3) * 2 * 2
+NUM_ANSWERS = (4 + 3) * 2 * 2
 
 
 def go(monkeypatch: Patch, *words: object, **faults: Any) -> tuple[int, FakeBackend]:
@@ -33,14 +33,14 @@ def go(monkeypatch: Patch, *words: object, **faults: Any) -> tuple[int, FakeBack
 
 
 def suite(scorer: str) -> dict[str, Any]:
-    return {"version": 1, "source": "here", "prompts": 6 if scorer == "gsm8k" else 2, "scorer": scorer}
+    return {"version": 1, "source": "here", "prompts": 4 if scorer == "gsm8k" else 2, "scorer": scorer}
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     (folder / "data/gsm8k").mkdir(parents=True)
-    rows = "".join(json.dumps({"question": "?" * number, "answer": "#### 1"}) + "\n" for number in range(1, 7))
+    rows = "".join(json.dumps({"question": "?" * number, "answer": "#### 1"}) + "\n" for number in range(1, 5))
     (folder / "data/gsm8k/test.jsonl").write_text(rows)
     (folder / "p.jsonl").write_text('{"turns": ["hello", "and then?"]}\n{"prompt": "one more"}\n')
     with pytest.MonkeyPatch.context() as patched:
@@ -107,7 +107,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], int]] = {
     "a part that hides others": (hide, 0),
     "no part at all": (lambda run: [part.unlink() for part in run.glob("part-*")], NUM_ANSWERS),
     "a missing suite": (without(suite="prompts"), 12),
-    "a missing method": (without(method="dflash"), 18),
+    "a missing method": (without(method="dflash"), 14),
     "a missing prompt": (without(prompt_id="3"), 4),
     "a foreign prompt": (lambda run: rewritten(run / "part-000000.parquet", lambda row: row | {"prompt_id": "x"}), 4),
     "a row of NaN": (change(decode_s=float("nan")), 1),

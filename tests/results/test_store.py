@@ -7,8 +7,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib import import_module
@@ -17,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import pytest
+from forked import forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rows import generation, pair, plain, record
@@ -457,11 +456,11 @@ def test_foreign_parquet_is_refused(part: Path) -> None:
 # Killed
 
 SCRIPT = """
-import os, resource, signal, sys
+import os, resource, signal
 from pathlib import Path
 from dflash_bench.results import parts
 from dflash_bench.results import store
-from results.test_store import INFO, compared
+from test_store import compared
 
 def at_size(size):  # the kernel kills the process while it writes what is longer
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -477,8 +476,6 @@ def rename_and_die(*paths, rename=os.replace):
 
 def append(number):
     run.append(compared(f"p{number}", [1, 2, 3] * 200))
-
-folder, info = Path(sys.argv[1]), INFO | {"padding": "x" * 9000}
 """
 CREATED = SCRIPT + "run = store.create(folder, info); append(0)\n"
 MOMENTS = {
@@ -491,10 +488,11 @@ MOMENTS = {
 }
 
 
-def spawned(code: str, folder: Path) -> subprocess.Popen[str]:
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
-    environment = os.environ | {"PYTHONPATH": paths}
-    return subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True, env=environment)
+def killed(code: str, folder: Path) -> int:
+    """How a process ended that runs this of a run in the folder."""
+    info = INFO | {"padding": "x" * 9000}
+    ended = forked(lambda: exec(code, {"folder": folder, "info": info}))  # noqa: S102 - code of this file
+    return ended.returncode
 
 
 def assert_whole_and_continues(folder: Path) -> int:
@@ -516,16 +514,14 @@ def identifying(row: Answer) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_the_worst_moment_is_whole_and_continues(tmp_path: Path, moment: str) -> None:
-    with spawned(CREATED + MOMENTS[moment], tmp_path / "run") as process:
-        assert process.wait() in (-signal.SIGKILL, -signal.SIGXFSZ)
+    assert killed(CREATED + MOMENTS[moment], tmp_path / "run") in (-signal.SIGKILL, -signal.SIGXFSZ)
     assert assert_whole_and_continues(tmp_path / "run") == (2 if moment.startswith("once") else 1)
 
 
 @pytest.mark.parametrize("moment", ["at_size(4000)", "os.replace = die", "Path.rename = die"])
 def test_a_run_killed_while_it_is_created_is_not_there_and_can_be_created(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "run"
-    with spawned(f"{SCRIPT}{moment}; store.create(folder, info)", folder) as process:
-        assert process.wait() in (-signal.SIGKILL, -signal.SIGXFSZ)
+    assert killed(f"{SCRIPT}{moment}; store.create(folder, info)", folder) in (-signal.SIGKILL, -signal.SIGXFSZ)
     assert not folder.exists()
     store.create(folder, INFO).close()
 
@@ -538,6 +534,5 @@ def test_a_run_killed_at_any_sync_while_parts_are_merged_is_whole_and_continues(
         f"os.fsync = lambda file: sync(file) if synced.append(0) or len(synced) < {number} else die()\n"
         "for each in range(1, 9): append(each)"
     )
-    with spawned(CREATED + loop, tmp_path / "run") as process:
-        assert process.wait() == -signal.SIGKILL
+    assert killed(CREATED + loop, tmp_path / "run") == -signal.SIGKILL
     assert assert_whole_and_continues(tmp_path / "run") >= 5

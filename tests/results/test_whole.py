@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 from rows import generation, pair, plain, record
 from runs import SUITES, answers, changed, failing, listed, stored
 
+from dflash_bench.analysis.gate.checks import check_runs
 from dflash_bench.results import parts
 from dflash_bench.results import table as results_table
 
@@ -40,8 +41,8 @@ def edited(run: Path, *path: str | int, to: Any) -> None:
     (run / "run.json").write_text(json.dumps(info))
 
 
-def assert_refused_by_all(main: Main, told: str) -> None:
-    for command, *options in READERS:
+def assert_refused_by_all(main: Main, told: str, readers: Sequence[Sequence[str]] = READERS) -> None:
+    for command, *options in readers:
         code, out, err = main(command, "run", *options)
         assert (code, out, err.count("\n")) == (2, "", 1), command
         assert told in err
@@ -141,9 +142,14 @@ TAMPERED: dict[str, tuple[Callable[[Path], None], list[tuple[str, str, str]]]] =
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stored(tmp_path_factory.mktemp("sound") / "run", [*answers(), *answers(2, suite="math500")])
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return stored(tmp_path / "run", [*answers(), *answers(2, suite="math500")])
+def run(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "run"))
 
 
 @pytest.mark.parametrize("what", TAMPERED)
@@ -378,29 +384,51 @@ ON_PAGES = (
 """Of each column that a plot reads, a value that would upset it; a page takes longer than all the rest."""
 
 
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that every reader reads."""
+    records = [replace(row, audit="exact") for row in answers(len(ON_PAGES) + 1)]
+    suites = {"gsm8k": SUITES["gsm8k"] | {"prompts": len(ON_PAGES) + 1}}
+    folder = stored(tmp_path_factory.mktemp("audited") / "run", records, audit="all", suites=suites)
+    assert not check_runs([folder], None, None, ()).outcome.failures
+    return folder
+
+
+def with_rows(run: Path, **changes: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """The dflash rows of these prompts are changed."""
+    for part in parts.of(run):
+        rewritten(
+            part,
+            lambda row: row | (changes.get(row["prompt_id"], dict)(row) if row["method"] == "dflash" else {}),
+        )
+
+
 @pytest.mark.parametrize("what", INVALID)
-def test_a_row_that_no_run_writes_is_named(what: str, tmp_path: Path, main: Main) -> None:
+def test_a_row_that_no_run_writes_is_named(what: str, audited: Path, tmp_path: Path, main: Main) -> None:
     change, told = INVALID[what]
-    records = [replace(row, audit="exact") for row in answers(6)]
-    suites = {"gsm8k": SUITES["gsm8k"] | {"prompts": 6}}
-    run = stored(tmp_path / "run", records, audit="all", suites=suites)
-    assert main("check", "run")[0] == 0
-    is_chosen = ("p003", "dflash")
-    rewritten(
-        run / "part-000000.parquet",
-        lambda row: row | (change(row) if (row["prompt_id"], row["method"]) == is_chosen else {}),
-    )
+    run = Path(shutil.copytree(audited, tmp_path / "run"))
+    with_rows(run, p003=change)
     found = failed_checks(main)
     assert {(method, kind) for method, kind, _ in found} == {("dflash", "invalid")}
     assert any(told in reason and reason.endswith("first p003") for _, _, reason in found)
-    assert_refused_by_all(main, "run is invalid: gsm8k dflash: 1 answer cannot be right: ")
+    # They all refuse what `read_run` finds, and all of them are tried on every fifth of these rows.
+    number = list(INVALID).index(what) % len(READERS)
+    refused = "run is invalid: gsm8k dflash: 1 answer cannot be right: "
+    assert_refused_by_all(main, refused, READERS if number == 0 else READERS[number : number + 1])
     code, out, err = main("report", "run", "--allow", "invalid", "--format", "json")
     assert (code, err) == (0, "")
     shown = json.loads(out)
-    assert shown["notes"][0].startswith("run is invalid: gsm8k dflash: 1 answer cannot be right: ")
-    assert [cell["num_prompts"] for cell in shown["cells"]] == [6, 5]
-    if what in ON_PAGES:
-        assert main("report", "run", "--allow", "invalid", "--html", "page.html")[0] == 0
+    assert shown["notes"][0].startswith(refused)
+    assert [cell["num_prompts"] for cell in shown["cells"]] == [11, 10]
+
+
+def test_a_page_shows_none_of_the_rows_that_would_upset_it(audited: Path, tmp_path: Path, main: Main) -> None:
+    """All at once: none of them hides another, since a single one that came through would upset it."""
+    run = Path(shutil.copytree(audited, tmp_path / "run"))
+    with_rows(run, **{f"p{number:03}": INVALID[what][0] for number, what in enumerate(ON_PAGES)})
+    assert main("report", "run", "--allow", "invalid", "--html", "page.html")[0] == 0
+    rows = results_table.read_run(run, allow=["invalid"]).rows
+    assert [*rows[rows["method"] == "dflash"]["prompt_id"]] == ["p010"]
 
 
 @pytest.mark.parametrize("column", ["suite", "prompt_id", "prompt_hash", "method", "turn", "repeat"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from dflash_bench.runner import budget
 from dflash_bench.runner.budget import Spent
 from dflash_bench.runner.work import WorkPlan
 from dflash_bench.tasks import suites
+
+Captured = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(("text", "expected"), [("90s", 90), ("5m", 300), ("1.5h", 5400), ("0.5s", 0.5)])
@@ -107,18 +111,37 @@ def uneven(method: str, question: str) -> float:
     return 2.0 if question.startswith("unsure") and int(question.split()[-1]) % 2 else 1.0
 
 
-@pytest.fixture
-def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.chdir(tmp_path)
+def of_a_clock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.chdir(folder)
     clock = Clock(takes_s=uneven)
     monkeypatch.setattr(store.RunStore, "seconds", lambda _self: clock.now)
     install(monkeypatch, clock)
-    (tmp_path / "data/gsm8k").mkdir(parents=True)
+    (folder / "data/gsm8k").mkdir(parents=True)
     rows = [{"question": f"sure {number}", "answer": "#### 1"} for number in range(40)]
-    (tmp_path / "data/gsm8k/test.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "data/gsm8k/test.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     lines = [json.dumps({"prompt": f"unsure {number}"}) for number in range(40)]
-    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    (folder / "mine.jsonl").write_text("\n".join(lines))
     return clock
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return of_a_clock(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A run of so much time, which no test changes."""
+
+    @cache
+    def ran(time: str) -> Path:
+        folder = tmp_path_factory.mktemp("finished")
+        with pytest.MonkeyPatch.context() as patched:
+            of_a_clock(folder, patched)
+            assert run(patched, "--for", time, "--out", "out") == 0
+        return folder / "out"
+
+    return ran
 
 
 ASKED = ("run", "--suite", "gsm8k", "--data", "data", "--prompts", "mine.jsonl", "--method", "dflash")
@@ -194,14 +217,12 @@ def kill(clock: Clock, monkeypatch: pytest.MonkeyPatch, at: int, *words: str) ->
 
 @pytest.mark.parametrize("at", [1, 8, 21, 22, 23])
 def test_a_killed_run_goes_on_with_what_is_left_of_its_time(
-    at: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    at: int, clock: Clock, finished: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(monkeypatch, "--for", "2m", "--out", "unbroken")
-    clock.now = 0
     kill(clock, monkeypatch, at, "--for", "2m", "--out", "out")
     assert main(monkeypatch, "report", "out") == 2
     assert run(monkeypatch, "--for", "2m", "--out", "out", "--resume") == 0
-    unbroken, found = prompts_of("unbroken"), prompts_of("out")
+    unbroken, found = prompts_of(str(finished("2m"))), prompts_of("out")
     # Each process warms up, and what was in flight is lost.
     assert clock.now <= 120 + 12
     for suite in found:
@@ -240,9 +261,13 @@ def test_a_run_that_was_started_without_a_time_is_not_cut_by_one(
 
 @pytest.mark.parametrize("edit", [{"gsm8k": 3}, {"gsm8k": -1, "prompts": 3}, {"gsm8k": 3, "prompts": 999}])
 def test_what_was_measured_cannot_be_of_another_plan(
-    edit: dict[str, Any], clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    edit: dict[str, Any],
+    clock: Clock,
+    finished: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
 ) -> None:
-    run(monkeypatch, "--for", "1m", "--out", "out")
+    shutil.copytree(finished("1m"), "out")
     path = Path("out/run.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"measured": edit}))
     assert main(monkeypatch, "report", "out") == 2
@@ -250,9 +275,9 @@ def test_what_was_measured_cannot_be_of_another_plan(
 
 
 def test_prompts_that_are_left_out_of_the_count_are_seen(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: Clock, finished: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    run(monkeypatch, "--for", "1m", "--out", "out")
+    shutil.copytree(finished("1m"), "out")
     path = Path("out/run.json")
     info = json.loads(path.read_text())
     info["measured"]["gsm8k"] -= 1

@@ -9,16 +9,18 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import tiny
 from fake import main
+from forked import forked
 
+from dflash_bench import cli
 from dflash_bench.core.types import Answer
 from dflash_bench.results import store
 
-ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]
 WORDS = (
     "--suite gsm8k --suite humaneval --prompts p.jsonl --limit 2 --model model --method dflash --method eagle3:2 "
@@ -49,38 +51,30 @@ def unbroken(workplace: Path) -> list[Answer]:
     return store.load(workplace / "unbroken")[1]
 
 
-STOPS_ITSELF = """
-import os, signal, sys
-from dflash_bench import cli
-from dflash_bench.results import store
-
-moment, number = sys.argv.pop(1), int(sys.argv.pop(1))
-append, replace, num_appended = store.RunStore.append, os.replace, 0
-
-def kill(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def counted(run, records):
-    global num_appended
-    num_appended += 1
-    if num_appended == number and moment == "before a part has its name":
-        os.replace = kill
-    append(run, records)
-    if num_appended == number:
-        kill() if moment == "once a part is there" else signal.raise_signal(signal.SIGINT)
-
-# Whoever runs the tests in the background has them ignore what Ctrl-C sends, and their children with them.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-store.RunStore.append = counted
-cli.main()
-"""
-
-
 def stopped(moment: str, number: int, *words: str) -> subprocess.CompletedProcess[str]:
     """A run that ends itself while it stores its part of this number, from 1, or right after that."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", STOPS_ITSELF, moment, str(number), "run", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    append, num_appended = store.RunStore.append, 0
+
+    def kill(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(run: store.RunStore, records: Sequence[Answer]) -> None:
+        nonlocal num_appended
+        num_appended += 1
+        if num_appended == number and moment == "before a part has its name":
+            os.replace = kill  # type: ignore[assignment]
+        append(run, records)
+        if num_appended == number:
+            kill() if moment == "once a part is there" else signal.raise_signal(signal.SIGINT)
+
+    def act() -> None:
+        # Whoever runs the tests in the background has them ignore what Ctrl-C sends, and their children with them.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        store.RunStore.append = counted  # type: ignore[method-assign]
+        sys.argv = ["dflash-bench", "run", *words]
+        cli.main()
+
+    return forked(act)
 
 
 def what_matters(records: list[Answer]) -> list[tuple[object, ...]]:

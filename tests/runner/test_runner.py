@@ -272,10 +272,18 @@ def comparable(records: list[Answer]) -> list[Answer]:
     return sorted(untimed, key=lambda row: row.order)
 
 
-@pytest.mark.parametrize("call", range(1, 34, 2))
-def test_a_run_that_ends_anywhere_continues_to_the_same_records(runs: Runs, tmp_path: Path, call: int) -> None:
-    plan = WorkPlan((loaded(*prompts(2, 2)), loaded(*prompts(1), name="mbpp")), METHODS, repeats=2)
-    unbroken = Runs(tmp_path / "unbroken")(plan, FakeBackend())
+ENDED = WorkPlan((loaded(*prompts(2, 2)), loaded(*prompts(1), name="mbpp")), METHODS, repeats=2)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+    return Runs(tmp_path_factory.mktemp("unbroken") / "run")(ENDED, FakeBackend())
+
+
+# Steps of five: with each of the methods, in each turn and repeat, and at odd and even calls.
+@pytest.mark.parametrize("call", [*range(1, 34, 5), 2, 3, 33])
+def test_a_run_that_ends_anywhere_continues_to_the_same_records(runs: Runs, unbroken: list[Answer], call: int) -> None:
+    plan = ENDED
     with pytest.raises(Stop):
         runs(plan, FakeBackend(fails_at={call: Stop()}))
     stored = len(store.load(runs.folder)[1])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import tiny
@@ -18,6 +20,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.training import distributed, trainer
 from dflash_bench.training.distributed import ProcessGroup
 
+Launch = Callable[[str, Sequence[str], int], list[tuple[int, str]]]
 TOY = """
 import sys
 from pathlib import Path
@@ -55,35 +58,70 @@ torch.save([objective.draft.state_dict(), history], folder / f"end-{made.rank}-o
 """
 
 
-def launched(command: Sequence[str], size: int) -> list[tuple[int, str]]:
-    """As accelerate and torchrun start processes: by the environment."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONFAULTHANDLER": "1",
-    }
-    started = [
-        subprocess.Popen(
-            command, env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    ended = [(process, process.communicate(timeout=180)[0]) for process in started]
-    return [(process.returncode, said) for process, said in ended]
+STARTER = """
+import json, os, runpy, sys
+import accelerate.state, matplotlib.pyplot, torch.distributed
+import dflash_bench.cli, dflash_bench.report, dflash_bench.training.session
+
+def started(environment, said):
+    if pid := os.fork():
+        return pid
+    os.environ.update(environment)
+    for fd in (1, 2): os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
+
+for line in sys.stdin:
+    script, words, each = json.loads(line)
+    pids = []
+    while len(pids) < len(each) and (pid := started(*each[len(pids)])): pids.append(pid)
+    if len(pids) < len(each): break
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+else:
+    sys.exit()
+sys.argv[1:] = words
+if script: exec(script)
+else: runpy.run_module("dflash_bench.cli", run_name="__main__")
+"""
 
 
-def test_two_processes_learn_what_one_learns_from_the_same_rows(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def launch() -> Iterator[Launch]:
+    """As accelerate and torchrun start processes, by the environment, but forked from one that has loaded torch.
+
+    Each ends as any other, with its interpreter: threads that outlive that abort it.
+    """
+    common = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER], env=os.environ | common, text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert starter.stdin and starter.stdout
+    places = iter(range(100))
+    with TemporaryDirectory() as folder:
+
+        def launched(script: str, words: Sequence[str], size: int) -> list[tuple[int, str]]:
+            """What each said, and how it ended; without a script the command line."""
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                place = {"WORLD_SIZE": str(size), "MASTER_PORT": str(free.getsockname()[1])}
+            said = [Path(folder) / f"{next(places)}" for _ in range(size)]
+            each = [(place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, str(path)) for rank, path in enumerate(said)]
+            print(json.dumps([script, words, each]), file=starter.stdin, flush=True)
+            ended, _, _ = select.select([starter.stdout], [], [], 180)
+            texts = [path.read_text() if path.exists() else "" for path in said]
+            assert ended, texts
+            return list(zip(json.loads(starter.stdout.readline()), texts, strict=True))
+
+        yield launched
+        starter.stdin.close()
+        assert starter.wait(30) == 0
+
+
+def test_two_processes_learn_what_one_learns_from_the_same_rows(tmp_path: Path, launch: Launch) -> None:
     (tmp_path / "two").mkdir()
     (tmp_path / "one").mkdir()
-    ended = launched([sys.executable, "-c", TOY, "sound", str(tmp_path / "two"), "2"], 2)
+    ended = launch(TOY, ["sound", str(tmp_path / "two"), "2"], 2)
     assert [code for code, _ in ended] == [0, 0], ended
-    assert launched([sys.executable, "-c", TOY, "sound", str(tmp_path / "one"), "4"], 1)[0][0] == 0
+    assert launch(TOY, ["sound", str(tmp_path / "one"), "4"], 1)[0][0] == 0
     first, second = (torch.load(tmp_path / "two" / f"end-{rank}-of-2.pt") for rank in (0, 1))
     alone = torch.load(tmp_path / "one" / "end-0-of-1.pt")
     for name, weight in alone[0].items():
@@ -94,19 +132,19 @@ def test_two_processes_learn_what_one_learns_from_the_same_rows(tmp_path: Path) 
     assert [entry["step"] for entry in first[1]] == [entry["step"] for entry in alone[1]]
 
 
-def test_a_loss_that_is_no_number_in_one_process_stops_all(tmp_path: Path) -> None:
-    ended = launched([sys.executable, "-c", TOY, "broken", str(tmp_path), "2"], 2)
+def test_a_loss_that_is_no_number_in_one_process_stops_all(tmp_path: Path, launch: Launch) -> None:
+    ended = launch(TOY, ["broken", str(tmp_path), "2"], 2)
     assert [code for code, _ in ended] == [3, 3], ended
     assert all("UserError" in said and "the loss is nan at step 3" in said for _, said in ended)
 
 
-def test_a_draft_is_trained_by_two_processes(tmp_path: Path) -> None:
+def test_a_draft_is_trained_by_two_processes(tmp_path: Path, launch: Launch) -> None:
     target = tiny.build(tmp_path / "model") / "target"
     words = [
         "train", "--target", str(target), "--out", str(tmp_path / "out"), "--written", "12", "--batch-size", "8",
         "--max-new-tokens", "10", "--block-size", "4", "--steps", "4", "--device", "cpu", "--threads", "1",
     ]  # fmt: skip
-    ended = launched([sys.executable, "-m", "dflash_bench.cli", *words], 2)
+    ended = launch("", words, 2)
     assert [code for code, _ in ended] == [0, 0], ended
     assert "al_pooled" in json.loads((tmp_path / "out" / "dflash" / "acceptance.json").read_text())
     assert (tmp_path / "out" / "dflash" / "training.svg").read_bytes().startswith(b"<?xml")
