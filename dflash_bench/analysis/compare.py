@@ -113,6 +113,10 @@ class Comparison:
         return "same" if self.passed.low >= -EQUAL and self.passed.high <= EQUAL else "unclear"
 
 
+JUDGED_BY = ("speedup.decode", "tps.decode", "al.pooled")
+"""The metrics that say best whether a method got faster, the first of them above all."""
+
+
 def verdict(metric_id: str, change: Change) -> str:
     """Return better, worse, same, unclear or unknown.
 

@@ -327,7 +327,7 @@ def card(
         return
     written = badge.write_hub_card(document, hub)
     note(f"wrote {' and '.join(map(str, written))}")
-    if badge.RESULTS.name not in {path.name for path in written}:
+    if hub / badge.RESULTS not in written:
         note("no scores were written: none of the prompts are scored ones of a public dataset")
     say(f"![{document.folder.name}]({badge.BADGE})")
 

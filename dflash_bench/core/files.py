@@ -147,6 +147,16 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, lambda file: file.write(text.encode()))
 
 
+def write_output(path: Path, text: str) -> None:
+    """As `write_text`, for a place that a user named: folders that are missing above it are made."""
+    require_output(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise io_error("write", path, error) from error
+    write_text(path, text)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file by `write_whole`."""
     write_text(path, json.dumps(value, indent=1))

@@ -11,10 +11,11 @@ from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import write_text
+from dflash_bench.core.files import write_output
 from dflash_bench.core.labels import visible
+from dflash_bench.core.methods import is_lossy
 from dflash_bench.report.document import Document, MethodLine
-from dflash_bench.report.screen import exact_text, num_wrong
+from dflash_bench.report.screen import judged, num_wrong
 from dflash_bench.report.tables import number
 
 BADGE = "dflash-bench.svg"
@@ -30,15 +31,13 @@ def write_hub_card(document: Document, folder: Path) -> list[Path]:
     Raises UserError for a run without a speed-up.
     """
     line, speedup = _fastest(document)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / BADGE, badge(document, line, speedup))
+    write_output(folder / BADGE, badge(document, line, speedup))
     entries = _entries(document, line)
     if not entries:
         return [folder / BADGE]
     import yaml
 
-    (folder / RESULTS).parent.mkdir(exist_ok=True)
-    write_text(folder / RESULTS, yaml.safe_dump(entries, sort_keys=False, allow_unicode=True))
+    write_output(folder / RESULTS, yaml.safe_dump(entries, sort_keys=False, allow_unicode=True))
     return [folder / BADGE, folder / RESULTS]
 
 
@@ -50,12 +49,16 @@ def _fastest(document: Document) -> tuple[MethodLine, Interval]:
 
 
 def badge(document: Document, line: MethodLine, speedup: Interval) -> str:
-    """Return an SVG such as `dflash | 3.67x, 128/128 exact`: red where an output is not the target's own."""
+    """Return an SVG such as `dflash | 3.67x, 128/128 exact`.
+
+    Green where the method gains beyond chance and its answers were judged; red where one is not the target's own.
+    """
     embedded = any(labels.is_embedded(cell.source) for cell in document.cells if cell.num_prompts)
-    judged = exact_text(document, line).split(" ")[0]
-    parts = [f"{number(speedup.value)}x", f"{judged} exact" if "/" in judged else judged]
-    left, right = visible(line.name), ", ".join([*parts, *(["embedded text"] if embedded else [])])
-    kind = "unclear" if speedup.low is None or speedup.contains(1) or speedup.value < 1 else "better"
+    exact = None if is_lossy(line.method) else judged(document, line)
+    said_of_it = f"{exact[0]:,}/{exact[1]:,} exact" if exact else "lossy" if is_lossy(line.method) else "not judged"
+    parts = [f"{number(speedup.value)}x", said_of_it, *(["embedded text"] if embedded else [])]
+    left, right = visible(line.name), ", ".join(parts)
+    kind = "better" if exact and speedup.low is not None and speedup.low > 1 else "unclear"
     if num_wrong(document, line.method, line.settings.id):
         kind = "wrong"
     widths = [round(CHARACTER * len(text) + 2 * PADDING) for text in (left, right)]

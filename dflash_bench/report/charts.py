@@ -10,17 +10,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
-from dflash_bench.analysis.compare import Comparison, verdict
+from dflash_bench.analysis.compare import JUDGED_BY, Comparison, verdict
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import CellKey
-from dflash_bench.report.document import Document
+from dflash_bench.report.document import Document, Mean
 from dflash_bench.report.tables import number, with_interval
 from dflash_bench.results.rounds import RunRounds, accept_at
 
 MOST_POSITIONS = 16
-JUDGED_BY = ("speedup.decode", "tps.decode", "al.pooled")
-"""The metrics that a verdict is about: the first of them that a comparison has."""
 FARTHEST = 2.0
 """An interval is cut off at this multiple of the highest speed-up, or a weak one would hide all others."""
 
@@ -74,6 +72,8 @@ class PositionRow(ChartRow):
 
 
 Row = TypeVar("Row", bound=ChartRow)
+Placed = tuple[CellKey, str, str, str, Interval]
+"""A row without its lengths: key, heading, name, colour, and the interval."""
 
 
 def groups(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
@@ -81,22 +81,28 @@ def groups(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     return [(group, list(members)) for group, members in groupby(rows, key=lambda row: row.group)]
 
 
-def forest(document: Document) -> list[ForestRow]:
-    """Return the speed-up of each method over all suites, if there are several, and on each suite."""
-    several = len({cell.suite for cell in _drafting(document.cells)}) > 1
-    known = [
-        (CellKey("", "", line.settings.id, line.method), "all suites", line.name, speedup)
-        for line, speedup, _ in (document.means() if several else ())
+def overall(document: Document, means: Sequence[Mean]) -> list[Placed]:
+    """Return each method's speed-up over all suites."""
+    return [
+        (
+            CellKey("", "", line.settings.id, line.method), "all suites", line.name, colour_of(document, line.method),
+            speedup,
+        )
+        for line, speedup, _ in means
         if speedup
-    ]
-    known += [
-        (cell.key, cell.heading, cell.method, speedup)
-        for cell in _drafting(document.cells)
+    ]  # fmt: skip
+
+
+def forest(document: Document, means: Sequence[Mean]) -> list[ForestRow]:
+    """Return the speed-up of each method over all suites, if there are several, and on each suite."""
+    cells = list(_drafting(document.cells))
+    several = len({cell.suite for cell in cells}) > 1
+    known = [
+        (cell.key, cell.heading, cell.method, colour_of(document, cell.method), speedup)
+        for cell in cells
         if (speedup := cell.figures.get("speedup.decode"))
     ]
-    return _placed(
-        [(key, group, name, _colour(document, key.method), interval) for key, group, name, interval in known]
-    )
+    return placed([*(overall(document, means) if several else ()), *known])
 
 
 def key_of(versus: Comparison) -> CellKey:
@@ -110,21 +116,15 @@ def changes(comparisons: Sequence[tuple[str, Comparison]]) -> list[ForestRow]:
     Each comparison comes with its heading.
     """
     colours = {"better": "--good", "worse": "--lost"}
-    return _placed(
-        [
-            (
-                key_of(versus),
-                group, name,
-                colours.get(verdict(name, versus.changes[name]), "--plain"), versus.changes[name].ratio,
-            )
-            for group, versus in comparisons
-            for name in JUDGED_BY
-            if name in versus.changes
-        ]
-    )  # fmt: skip
+    return placed([
+        (key_of(versus), group, name, colours.get(verdict(name, change), "--plain"), change.ratio)
+        for group, versus in comparisons
+        for name in JUDGED_BY
+        if (change := versus.changes.get(name))
+    ])  # fmt: skip
 
 
-def _placed(known: Sequence[tuple[CellKey, str, str, str, Interval]]) -> list[ForestRow]:
+def placed(known: Sequence[Placed]) -> list[ForestRow]:
     """Put intervals on one scale from 0 to the highest bound, but not far beyond the highest value."""
     values = [interval.value for *_, interval in known]
     far = max((interval.high or interval.value for *_, interval in known), default=1.0)
@@ -149,7 +149,7 @@ def waterfalls(document: Document) -> list[Waterfall]:
     top = max(top, 1.0)
     return [
         Waterfall(
-            cell.key, cell.heading, cell.method, _colour(document, cell.method),
+            cell.key, cell.heading, cell.method, colour_of(document, cell.method),
             [Step(name, text, f"{number(value)}x", round(100 * value / top, 2)) for name, text, value in steps],
             round(100 / top, 2),
         )
@@ -178,7 +178,7 @@ def positions(document: Document, read: RunRounds) -> list[PositionRow]:
     for cell in _drafting(document.cells):
         if counted := read.histograms.get(cell.key):
             shares = [at.unconditional for at in accept_at(counted, cell.method)[:MOST_POSITIONS]]
-            rows.append(PositionRow(cell.key, cell.heading, cell.method, _colour(document, cell.method), shares))
+            rows.append(PositionRow(cell.key, cell.heading, cell.method, colour_of(document, cell.method), shares))
     return rows
 
 
@@ -186,7 +186,8 @@ def _drafting(cells: Sequence[Cell]) -> Iterator[Cell]:
     return (cell for cell in cells if cell.method != BASELINE and cell.num_prompts)
 
 
-def _colour(document: Document, method: str) -> str:
+def colour_of(document: Document, method: str) -> str:
+    """Return the variable of the page's style for a method of the run."""
     return f"--series-{document.methods.index(method) % 7}"
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from dflash_bench.analysis.compare import (
     EQUAL,
     INCOMPATIBILITIES,
+    JUDGED_BY,
     MIN_EFFECT,
     Agreement,
     Comparison,
@@ -31,11 +31,10 @@ from dflash_bench.analysis.peers import paper, vllm, zlab
 from dflash_bench.analysis.stats import FEWEST, Interval
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.files import require_output, write_text
+from dflash_bench.core.files import write_output
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import CellKey
 from dflash_bench.report import charts, columns, render
-from dflash_bench.report.charts import JUDGED_BY
 from dflash_bench.report.tables import ABSENT, ReportTable, Section, Value, number, p_value, with_interval
 from dflash_bench.results import rounds, table
 from dflash_bench.results.identity import settings_of, short_names
@@ -48,7 +47,12 @@ from dflash_bench.results.table import RunTable
 MOST_SENTENCES = 8
 
 
-def verdicts(comparisons: Sequence[Comparison]) -> list[str]:
+class ChangeSentence(NamedTuple):
+    kind: Literal["worse", "better", "rest"]
+    text: str
+
+
+def verdicts(comparisons: Sequence[Comparison]) -> list[ChangeSentence]:
     """Return what changed for the better or worse, worst first, and how much else did not, in a sentence each."""
     found: dict[str, list[str]] = {"worse": [], "better": [], "unclear": [], "same": []}
     for versus in comparisons:
@@ -60,11 +64,14 @@ def verdicts(comparisons: Sequence[Comparison]) -> list[str]:
             found.setdefault(verdict(name, change), []).append(f"{place}: {name} {_times(change.ratio)}")
         if versus.passed_verdict in ("worse", "better"):
             found[versus.passed_verdict].append(f"{place}: {points(versus.passed)} points answered right")
-    told = [*(f"WORSE: {text}" for text in found.pop("worse")), *(f"better: {text}" for text in found.pop("better"))]
-    more = [f"and {len(told) - MOST_SENTENCES} more, below"] if len(told) > MOST_SENTENCES else []
-    rest = ", ".join(f"{len(texts)} {name}" for name, texts in found.items() if texts)
-    others = [f"{'others' if told else 'of what is compared'}: {rest}"] if rest else []
-    return [*told[:MOST_SENTENCES], *more, *others]
+    told = [
+        *(ChangeSentence("worse", f"WORSE: {text}") for text in found.pop("worse")),
+        *(ChangeSentence("better", f"better: {text}") for text in found.pop("better")),
+    ]
+    rest = [f"and {len(told) - MOST_SENTENCES} more, below"] if len(told) > MOST_SENTENCES else []
+    counts = ", ".join(f"{len(texts)} {name}" for name, texts in found.items() if texts)
+    rest += [f"{'others' if told else 'of what is compared'}: {counts}"] if counts else []
+    return [*told[:MOST_SENTENCES], *(ChangeSentence("rest", text) for text in rest)]
 
 
 def _times(ratio: Interval) -> str:
@@ -260,29 +267,31 @@ class ComparisonText:
 
     text: str
     json: dict[str, Any]
-    verdicts: Sequence[str]
+    verdicts: Sequence[ChangeSentence]
     notes: Sequence[str]
     sections: Sequence[Section]
-    changes: Sequence[tuple[str, Sequence[charts.ForestRow]]]
-    settings: Mapping[str, str]
-    """Words for the ids of settings."""
+    changes: Sequence[Comparison]
 
 
 def write_comparison(compared: ComparisonText, path: Path) -> None:
     """Write a comparison as a page. Raises UserError where the file cannot be written."""
-    require_output(path)
-    keys = [row.key for _, rows in compared.changes for row in rows]
+    is_sliced = any(versus.key.slice for versus in compared.changes)
+    rows = charts.changes([(_heading_of(versus, is_sliced), versus) for versus in compared.changes])
+    named = {versus.key.settings_id: versus.setting for versus in compared.changes}
     values = {
         "title": f"dflash-bench: {' and '.join(compared.json['runs'])}",
         "verdicts": compared.verdicts,
         "notes": compared.notes,
-        "changes": compared.changes,
-        "filters": charts.filters(keys, compared.settings),
+        "changes": charts.groups(rows),
+        "filters": charts.filters((row.key for row in rows), named),
         "sections": compared.sections,
     }
-    with suppress(OSError):  # writing says why
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, render.scripted("comparison.html", ("common.js",), values))
+    write_output(path, render.scripted("comparison.html", ("common.js",), values))
+
+
+def _heading_of(versus: Comparison, is_sliced: bool) -> str:
+    *where, before, after = _sides(versus, is_sliced)
+    return f"{' · '.join(where)}: {after} / {before}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +301,7 @@ class _Found:
     sections: Sequence[Section]
     json: dict[str, Any]
     notes: Sequence[str] = ()
-    verdicts: Sequence[str] = ()
+    verdicts: Sequence[ChangeSentence] = ()
     changes: Sequence[Comparison] = ()
 
 
@@ -338,7 +347,9 @@ def compared(
     made = _cells_and_changes(cells_of, pooled, shown, alike)
     allowed = {"differences": [asdict(difference) for difference in unlike]} if others else {}
     told = verdicts(shown)
-    found = replace(made, json={"verdicts": told} | made.json | allowed, verdicts=told, changes=shown)
+    found = replace(
+        made, json={"verdicts": [one.text for one in told]} | made.json | allowed, verdicts=told, changes=shown
+    )
     return _with_notes(runs, notes, found, width)
 
 
@@ -364,20 +375,14 @@ def _with_notes(runs: Sequence[RunTable], notes: Sequence[str], found: _Found, w
     sentences = [text for run in runs for text in [*run.missing, *_wrong(run)]]
     sentences += [*notes, *found.notes]
     lines += [f"note: {text}" for text in sentences]
-    paragraphs = ["\n".join(render.wrapped(line, width) for line in several) for several in (found.verdicts, lines)]
+    paragraphs = [
+        "\n".join(render.wrapped(line, width) for line in several)
+        for several in ([one.text for one in found.verdicts], lines)
+    ]
     blocks = [*filter(None, paragraphs), *(render.terminal(section, width) for section in found.sections)]
     about = {"runs": [run.name for run in runs], "notes": sentences}
-    is_sliced = any(versus.key.slice for versus in found.changes)
-    named = [(_heading_of(versus, is_sliced), versus) for versus in found.changes]
-    return ComparisonText(
-        "\n\n".join(blocks) + "\n", about | found.json, found.verdicts, lines, found.sections,
-        charts.groups(charts.changes(named)), {versus.key.settings_id: versus.setting for versus in found.changes},
-    )  # fmt: skip
-
-
-def _heading_of(versus: Comparison, is_sliced: bool) -> str:
-    *where, before, after = _sides(versus, is_sliced)
-    return f"{' · '.join(where)}: {after} / {before}"
+    text = "\n\n".join(blocks) + "\n"
+    return ComparisonText(text, about | found.json, found.verdicts, lines, found.sections, found.changes)
 
 
 def _wrong(run: RunTable) -> list[str]:

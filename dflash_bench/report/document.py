@@ -38,6 +38,10 @@ class MethodLine:
         return [cell for cell in cells if (cell.method, cell.settings) == (self.method, self.settings)]
 
 
+Mean = tuple[MethodLine, Interval | None, float | None]
+"""A method over all suites, with its speed-up and its acceptance length."""
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     folder: Path
@@ -66,7 +70,7 @@ class Document:
         drafting = [MethodLine(*place) for place in places if place[0] in methods]
         return sorted(drafting, key=lambda line: methods.index(line.method))
 
-    def means(self) -> list[tuple[MethodLine, Interval | None, float | None]]:
+    def means(self) -> list[Mean]:
         """Each of `lines` with its speedup.decode and al.pooled over all suites (`over_all`)."""
         return [(line, *over_all(self.cells, line)) for line in self.lines]
 

@@ -7,19 +7,19 @@ only ever set as text. A content security policy names the script by its hash.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
-from dflash_bench.core.files import require_output, write_text
+from dflash_bench.core.files import require_output, write_output
 from dflash_bench.core.labels import visible
 from dflash_bench.core.terminal import with_bar
+from dflash_bench.core.types import CellKey
 from dflash_bench.report import answers, charts, plots, render, screen, sections
-from dflash_bench.report.document import Document, MethodLine
+from dflash_bench.report.document import Document, Mean
 from dflash_bench.report.tables import Section, number
 from dflash_bench.report.words import bandwidth_note, facts, sentences, speedups, tally
 from dflash_bench.results.rounds import RunRounds, read_rounds
@@ -37,9 +37,7 @@ def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS,
     for name in with_bar(plots.names_for(material), "drawing plots"):
         with suppress(plots.NothingToPlotError):  # `plot` says why
             figures[name] = plots.svg(material, name), plots.CAPTIONS[name]
-    with suppress(OSError):  # writing says why
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, page(document, figures, listed, read))
+    write_output(path, page(document, figures, listed, read))
 
 
 def read_page(document: Document, most_answers: int = MOST_ANSWERS) -> RunRounds:
@@ -65,18 +63,19 @@ def page(
 
     info = document.results.info
     *shown, found = sections.of_document(document)
-    reached = charts.positions(document, read)
+    reached, means = charts.positions(document, read), document.means()
+    headline, wrong = _verdict(document, means)
     values = {
         "title": _title(document),
-        "verdict": _verdict(document),
+        "headline": headline,
         "sub": f"{str(info.started or '')[:10]} · {facts(info)['machine']}".strip(" ·"),
-        "notes": document.notes,
+        "notes": [*wrong, *document.notes],
         "known": [line.name for line in document.lines if screen.is_known_text(document, line.method)],
         "why_known": f"{labels.EMBEDDED_NOTE}.",
         "lead": sentences(document),
-        "tiles": _tiles(document),
+        "tiles": _tiles(document, means),
         "filters": charts.filters((c.key for c in document.cells), {c.settings.id: c.setting for c in document.cells}),
-        "forest": charts.groups(charts.forest(document)),
+        "forest": charts.groups(charts.forest(document, means)),
         "waterfalls": charts.groups(charts.waterfalls(document)),
         "positions": charts.groups(reached),
         "num_positions": max((len(row.shares) for row in reached), default=0),
@@ -111,36 +110,32 @@ def _title(document: Document) -> str:
     )
 
 
-def _verdict(document: Document) -> list[str]:
-    """What the run says: the last sentence is the headline, and those before it that outputs are not the target's."""
-    said = screen.answers(document, document.means())
-    return [_title(document)] if document.sweeps or document.loads or not said else said
+def _verdict(document: Document, means: Sequence[Mean]) -> tuple[str, list[str]]:
+    """The page's headline, and above all else what is not exact."""
+    *_, said = screen.answers(document, means) or [_title(document)]
+    return _title(document) if document.sweeps or document.loads else said, screen.not_exact(document)
 
 
-def _tiles(document: Document) -> list[dict[str, Any]]:
+def _tiles(document: Document, means: Sequence[Mean]) -> list[dict[str, Any]]:
     """Each method's speed-up over all suites, and what must stand beside it."""
-    means = document.means()
-    bounds = [speedup.high or speedup.value for _, speedup, _ in means if speedup]
-    most = 1.04 * max([1.0, *bounds])
-    return [_tile(document, line, speedup, al, most) for line, speedup, al in means]
+    bars = {row.key: row for row in charts.placed(charts.overall(document, means))}
+    return [_tile(document, mean, bars) for mean in means]
 
 
-def _tile(
-    document: Document, line: MethodLine, speedup: Interval | None, al: float | None, most: float
-) -> dict[str, Any]:
-    interval = f"95 %: {number(speedup.low)} to {number(speedup.high)}" if speedup and speedup.low is not None else ""
+def _tile(document: Document, mean: Mean, bars: Mapping[CellKey, charts.ForestRow]) -> dict[str, Any]:
+    line, speedup, al = mean
+    has_interval = speedup is not None and speedup.low is not None
+    interval = f"95 %: {number(speedup.low)} to {number(speedup.high)}" if speedup and has_interval else ""
     few = f"n = {speedup.too_few}, no interval" if speedup and speedup.too_few else ""
     rows = [speedups(document, speedup is not None), interval or few, bandwidth_note(document)]
     rows += [f"al.pooled {number(al)}"] if al else []
     shares = [(name, tally(document, share, line)) for name, share in (("exact", "exact"), ("judged", "audit"))]
-    is_exact = not screen.num_wrong(document, line.method, line.settings.id)
     return {
         "name": line.name, "value": f"{speedup.value:.2f}" if speedup else "", "badges": document.badges(line),
-        "lines": [row for row in rows if row], "series": document.methods.index(line.method) % 7,
+        "lines": [row for row in rows if row], "colour": charts.colour_of(document, line.method),
         "shares": [(f"{name} {share[0]:,}/{share[1]:,}", share[0] == share[1]) for name, share in shares if share],
-        "is_exact": is_exact,
-        "dots": [round(100 * min(one, most) / most, 2) for one in (speedup.low, speedup.value, speedup.high, 1.0)]
-        if speedup and speedup.low is not None and speedup.high is not None else [],
+        "has_wrong": bool(screen.num_wrong(document, line.method, line.settings.id)),
+        "bar": bars[CellKey("", "", line.settings.id, line.method)] if has_interval else None,
     }  # fmt: skip
 
 

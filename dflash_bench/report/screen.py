@@ -12,7 +12,7 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.labels import visible
 from dflash_bench.core.methods import has_draft, is_lossy
-from dflash_bench.report.document import Document, MethodLine
+from dflash_bench.report.document import Document, Mean, MethodLine
 from dflash_bench.report.sections import WRONG, best_values, crossings
 from dflash_bench.report.tables import number
 from dflash_bench.report.words import tally
@@ -42,10 +42,6 @@ HEADS = {
 LEFT = ("name", "bar", "interval")
 MARKS = {True: "✓", False: "✗", None: "≈"}
 """Of a method's answers: all exact, some wrong, or all alike up to rounding."""
-
-
-Mean = tuple[MethodLine, Interval | None, float | None]
-"""A method over all suites, with its speed-up and its acceptance length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +120,7 @@ def _texts(
     }
 
 
-def _judged(document: Document, line: MethodLine) -> Share | None:
+def judged(document: Document, line: MethodLine) -> Share | None:
     """Return how many answers equal the plain output, or are the published model's own, whichever are fewer."""
     known = [share for name in ("exact", "audit") if (share := tally(document, name, line))]
     return min(known, key=lambda share: share[0] / share[1]) if known else None
@@ -132,20 +128,20 @@ def _judged(document: Document, line: MethodLine) -> Share | None:
 
 def _is_exact(document: Document, line: MethodLine) -> bool | None:
     """Return None where nothing was judged, or where rounding explains all differences."""
-    judged = _judged(document, line)
+    share = judged(document, line)
     if num_wrong(document, line.method, line.settings.id):
         return False
-    return True if judged and judged[0] == judged[1] else None
+    return True if share and share[0] == share[1] else None
 
 
 def exact_text(document: Document, line: MethodLine) -> str:
     """Return how many answers are the target's own, with a mark that says so."""
     if is_lossy(line.method):
         return "lossy"
-    judged = _judged(document, line)
-    if judged is None:
+    share = judged(document, line)
+    if share is None:
         return "n/a"
-    return f"{judged[0]:,}/{judged[1]:,} {MARKS[_is_exact(document, line)]}"
+    return f"{share[0]:,}/{share[1]:,} {MARKS[_is_exact(document, line)]}"
 
 
 def speed_text(cells: Sequence[Cell]) -> str:
@@ -217,11 +213,7 @@ def _cut(text: str, most: int) -> str:
 
 def answers(document: Document, means: Sequence[Mean]) -> list[str]:
     """Return what the run says: how fast its best method is, and first of all whether outputs are not the target's."""
-    said = []
-    for name, cells in _by_method(document):
-        wrong = sum(num_wrong(document, *place) for place in dict.fromkeys((c.method, c.settings.id) for c in cells))
-        if wrong:
-            said.append(f"{name} is NOT exact: {_answers(wrong)} are not the target's own.")
+    said = not_exact(document)
     if document.sweeps:
         return [*said, *best_values(document.sweeps, document.results.info)]
     if document.loads:
@@ -232,6 +224,16 @@ def answers(document: Document, means: Sequence[Mean]) -> list[str]:
         said.append(f"{_sentence(document, line, speedup)}.")
     elif means:
         said.append("There is no speed-up: the run holds no answers of plain decoding to compare with.")
+    return said
+
+
+def not_exact(document: Document) -> list[str]:
+    """Return a sentence for each method of which answers are not the target's own."""
+    said = []
+    for name, cells in _by_method(document):
+        wrong = sum(num_wrong(document, *place) for place in dict.fromkeys((c.method, c.settings.id) for c in cells))
+        if wrong:
+            said.append(f"{name} is NOT exact: {_answers(wrong)} are not the target's own.")
     return said
 
 

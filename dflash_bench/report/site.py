@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import write_text
+from dflash_bench.core.files import write_output
 from dflash_bench.report import render
 from dflash_bench.report.document import Document, MethodLine, over_all, read_document
 from dflash_bench.report.html import write_page
@@ -57,7 +57,6 @@ def write_site(
     A run that cannot be read is told of and left out. Raises UserError if none is left.
     """
     lines: list[SiteLine] = []
-    out.mkdir(parents=True, exist_ok=True)
     taken: set[str] = set()
     for folder in folders:
         try:
@@ -71,7 +70,7 @@ def write_site(
     if not lines:
         raise UserError("none of these runs has a method to show")
     lines.sort(key=lambda line: line.started, reverse=True)
-    write_text(out / "index.html", _index(lines))
+    write_output(out / "index.html", _index(lines))
     return lines
 
 

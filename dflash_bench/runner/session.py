@@ -123,7 +123,7 @@ class Progress(AbstractContextManager["Progress"]):
         tally = self.tallies.setdefault((record.suite, doing), Tally())
         tally.add(record)
         if record.method != BASELINE and (record.suite, doing) not in self.plain:
-            baseline = (record.suite, doing.replace(record.method, BASELINE, 1))
+            baseline = (record.suite, f"{BASELINE}{doing.removeprefix(record.method)}")
             if baseline in self.tallies:
                 self.plain[record.suite, doing] = self.tallies[baseline]
         self.doing = f"{record.suite} · {doing} {tally}".rstrip()

@@ -212,10 +212,11 @@ def test_reading_comparing_gating_and_drawing_work_where_torch_cannot_be_importe
     for name in ("one", "two", "results/runs/newest"):
         stored(tmp_path / name, answers(), model="mine", target="mine")
     commands = [
-        "runs", "report one", "report one --full", "report one --html one.html",
+        "runs", "report one --full", "report one --html one.html",
         "report one --format latex --layout paper", "compare one two", "compare one two --html both.html",
-        "baseline one two -o base.json", "check one --baseline base.json", "plot one -o plots",
-        "plot one --format pdf --paper column -o paper", "card one", "index . -o site", "--help", "suites", "methods",
+        "baseline one two -o base.json", "check one --baseline base.json",
+        "plot one --format pdf --paper column -o paper", "card one", "index results -o site", "--help", "suites",
+        "methods",
     ]  # fmt: skip
     code = f"""
 import json, sys

@@ -63,6 +63,21 @@ def test_a_badge_is_green_only_where_a_method_gains_and_is_exact(
     assert words in title and colour in colours and "#2e7d32" not in colours
 
 
+def test_a_gain_that_nobody_judged_is_not_green(tmp_path: Path, main: Main) -> None:
+    rows = changed(answers(30), exactness=None)
+    stored(tmp_path / "run", rows, temperature=1.0)
+    assert main("card", "run", "--hub", "card")[0] == 0
+    title, colours = said(Path("card/dflash-bench.svg"))
+    assert "not judged" in title and "#616161" in colours and "#2e7d32" not in colours
+
+
+def test_a_folder_that_is_a_file_is_one_line(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", answers(6))
+    Path("card").write_text("")
+    code, out, err = main("card", "run", "--hub", "card")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "card" in err
+
+
 def test_without_plain_answers_there_is_nothing_to_show(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", [row for row in answers(6) if row.method == "dflash"])
     code, _, err = main("card", "run", "--hub", "card", "--allow", "unfinished")

@@ -38,7 +38,7 @@ def replace_times(row: Answer, changes: dict[str, None]) -> Answer:
 
 def test_intervals_lie_where_their_bounds_are(tmp_path: Path) -> None:
     document = read_document(stored(tmp_path / "run", [*answers(30), *answers(30, suite="math500")]))
-    rows = charts.forest(document)
+    rows = charts.forest(document, document.means())
     assert [row.group for row in rows] == ["all suites", "gsm8k (embedded)", "math500"]
     cells = {cell.key: cell for cell in document.cells}
     for row in rows[1:]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from rows import failed, generation, record
-from runs import SUITES, about, answers, stored
+from runs import SUITES, about, answers, changed, stored
 from tokenizers import Tokenizer
 
 from dflash_bench.core.types import Answer
@@ -258,3 +258,15 @@ def test_the_end_of_a_reference_is_shown_but_not_of_code(reference: str | None, 
     info = about(identity={"suites": SUITES | {"gsm8k": SUITES["gsm8k"] | {"scorer": scorer}}})
     found = report_answers._references([{"suite": "gsm8k", "prompt_id": "p", "reference": reference}], info)
     assert found == ({} if shown is None else {("gsm8k", "p"): shown})
+
+
+@pytest.mark.parametrize("others", [[], ["dflash:block=8"]])
+def test_what_is_not_exact_stands_above_all_else_in_a_sweep_too(tmp_path: Path, others: list[str]) -> None:
+    wrong = changed(answers(12), "dflash", first=2, exactness="mismatch")
+    rows = [*wrong, *(replace(row, method=other) for other in others for row in answers(12) if row.method == "dflash")]
+    methods = {name: {"name": "dflash", "num_drafts": 4 + 3 * at} for at, name in enumerate(["dflash", *others])}
+    folder = stored(tmp_path / "run", rows, methods=methods)
+    assert len(read_document(folder).sweeps) == len(others)
+    page = page_of(folder)
+    head = page[page.index("<header>") : page.index("</header>")]
+    assert '<p class="note">dflash is NOT exact: 2 answers are not the target&#39;s own.</p>' in head

@@ -47,8 +47,8 @@ def test_answers_that_are_right_no_more_are_said() -> None:
     key = CellKey("gsm8k", "", "s", "dflash")
     lost = Comparison(key, "", ("hub", "hub"), "then", "now", 48, {}, 24, 0, 48, is_exact=False, p_passed=0.001)
     (told,) = verdicts([lost])
-    assert told.startswith("WORSE: gsm8k (hub) dflash, now against then: -50.0 [-")
-    assert told.endswith("points answered right")
+    assert told.kind == "worse" and told.text.startswith("WORSE: gsm8k (hub) dflash, now against then: -50.0 [-")
+    assert told.text.endswith("points answered right")
     assert verdicts([replace(lost, lost=0, p_passed=1.0)]) == []
 
 
