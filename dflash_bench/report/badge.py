@@ -51,14 +51,15 @@ def _fastest(document: Document) -> tuple[MethodLine, Interval]:
 def badge(document: Document, line: MethodLine, speedup: Interval) -> str:
     """Return an SVG such as `dflash | 3.67x, 128/128 exact`.
 
-    Green where the method gains beyond chance and its answers were judged; red where one is not the target's own.
+    Green where the method gains beyond chance, nothing weakens the number and its answers were judged; red where one is not the target's own.
     """
     embedded = any(labels.is_embedded(cell.source) for cell in document.cells if cell.num_prompts)
     exact = None if is_lossy(line.method) else judged(document, line)
     said_of_it = f"{exact[0]:,}/{exact[1]:,} exact" if exact else "lossy" if is_lossy(line.method) else "not judged"
     parts = [f"{number(speedup.value)}x", said_of_it, *(["embedded text"] if embedded else [])]
     left, right = visible(line.name), ", ".join(parts)
-    kind = "better" if exact and speedup.low is not None and speedup.low > 1 else "unclear"
+    is_faster = speedup.low is not None and speedup.low > 1 and not document.badges(line)
+    kind = "better" if exact and is_faster else "unclear"
     if num_wrong(document, line.method, line.settings.id):
         kind = "wrong"
     widths = [round(CHARACTER * len(text) + 2 * PADDING) for text in (left, right)]
