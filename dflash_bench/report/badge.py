@@ -51,7 +51,8 @@ def _fastest(document: Document) -> tuple[MethodLine, Interval]:
 def badge(document: Document, line: MethodLine, speedup: Interval) -> str:
     """Return an SVG such as `dflash | 3.67x, 128/128 exact`.
 
-    Green where the method gains beyond chance, nothing weakens the number and its answers were judged; red where one is not the target's own.
+    Green where the method gains beyond chance, nothing weakens the number and its answers were judged; red where one is
+    not the target's own.
     """
     embedded = any(labels.is_embedded(cell.source) for cell in document.cells if cell.num_prompts)
     exact = None if is_lossy(line.method) else judged(document, line)
