@@ -1,0 +1,41 @@
+"""Drafts in their publishers' formats, and what the publishers' own code drafts with them (`dflash_bench/conformance`)."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import dflash_bench as db
+
+CASES = Path(db.__file__).parent / "conformance"
+
+
+@cache
+def golden(name: str) -> dict[str, Any]:
+    return json.loads((CASES / name / "golden.json").read_text())  # type: ignore[no-any-return]
+
+
+def assert_drafts_as_published(name: str, method: str, draft: Path | None = None, **settings: Any) -> None:
+    """Decode a case's prompts in float32: text, and each round's drafted tokens and accepted count, must be equal.
+
+    `draft` is the folder that is read in place of the case's own, `settings` are those of the engine.
+    """
+    case = golden(name)
+    kind, _, _ = method.partition(":")
+    drafts = {} if kind == "mtp" else {kind: draft or CASES / name / "draft"}
+    with db.Engine(
+        target=(CASES / name / case["target"]).resolve(), drafts=drafts, dtype="float32", **settings
+    ) as engine:
+        for expected in case["cases"]:
+            answer = engine.generate(
+                expected["prompt"], method=method, max_new_tokens=expected["max_new_tokens"],
+                stop_ids=expected["stop_token_ids"] or (),
+            )  # fmt: skip
+            assert list(answer.token_ids) == expected["tokens"]
+            assert len(answer.rounds) == len(expected["rounds"])
+            for ours, theirs in zip(answer.rounds, expected["rounds"], strict=True):
+                # The publishers' last blocks may be cut at the limit.
+                drafted = list(ours.drafted)[: len(theirs["drafted"])]
+                assert (drafted, ours.accepted) == (theirs["drafted"], theirs["accepted"]), theirs["anchor_at"]
