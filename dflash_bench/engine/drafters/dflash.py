@@ -19,6 +19,7 @@ from dflash_bench.engine.adaptive import AdaptiveLength
 from dflash_bench.engine.cache import rotations
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler
+from dflash_bench.engine.drafters.corrections import BlockCorrector
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native import Product
 from dflash_bench.engine.forward.native_drafts import DFlashNetwork, NativeDFlash
@@ -27,6 +28,7 @@ from dflash_bench.engine.masks import block_mask
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
+from dflash_bench.models.nets.corrections.base import Corrected
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.weights import lay_out
 
@@ -64,13 +66,14 @@ class DFlashDrafter(CachedDrafter):
     ) -> None:
         self.block_size = block_size or draft.config.block_size
         self.steps = steps
-        self.num_predicted = draft.config.num_drafts(self.block_size)
+        self.num_predicted, self.slots = draft.config.num_drafts(self.block_size), draft.config.slots(self.block_size)
         super().__init__(draft, self.block_size)
         self.network: DFlashNetwork = NativeDFlash(self.draft)
         self.embedding: Callable[[Tensor], Tensor] = draft.embed_tokens if self.config.own_embedding else embedding
         self.head: Product = lay_out(draft.lm_head) if self.config.own_head else head
         self.num_drafts = self.num_predicted
         self.draft_sampler = DraftSampler(rule, draft.target_ids, self.config.draft_vocab_size)
+        self.corrector = BlockCorrector.of(draft, self.draft_sampler)
 
     def compile(self) -> None:
         network, head = self.network, self.head
@@ -86,6 +89,8 @@ class DFlashDrafter(CachedDrafter):
     def allocate(self, num_rows: int, capacity: int) -> None:
         self.block = torch.full((num_rows, self.block_size), self.config.mask_token_id, device=self.device)
         self.columns = torch.arange(capacity, device=self.device)
+        if self.corrector is not None:
+            self.corrector.begin(num_rows)
 
     def observe(self, committed: Committed) -> None:
         """Store keys and values of the committed tokens' features [B, M, K * H], and put the anchor into the block."""
@@ -96,11 +101,23 @@ class DFlashDrafter(CachedDrafter):
         self.cache.write_all(self.network.context(committed.hidden, tables))
         if committed.anchor is not None:
             self.block[committed.row_slice, 0] = committed.anchor
+        if self.corrector is not None:
+            self.corrector.observe(committed)
         self.advance(committed)
 
     def propose(self) -> Draft:
-        tokens, probs = self.draft_sampler.sample(self.block_logits())
-        return Draft(tokens, probs=probs)
+        corrected, probs = self.draft_tokens(self.block_logits())
+        return Draft(corrected.tokens, probs=probs)
+
+    def draft_tokens(self, logits: Tensor) -> tuple[Corrected, Tensor | None]:
+        """Return the drafted tokens for logits [B, num_predicted, Vd], and their q [B, num_predicted, V] if drawn.
+
+        The logits are those of the last pass: a correction head reads its hidden states, too.
+        """
+        if self.corrector is None:
+            tokens, probs = self.draft_sampler.sample(logits)
+            return Corrected(tokens), probs
+        return self.corrector.correct(self.hidden, logits, self.slots, self.block[:, 0], self.embedding)
 
     def block_logits(self) -> Tensor:
         """Return the logits [B, num_predicted, Vd] of the tokens that the block predicts."""
@@ -133,7 +150,8 @@ class DFlashDrafter(CachedDrafter):
             # The block is written behind the context and covers whatever stale context lies there.
             self.cache.place(self.starts, self.block_size)
             hidden = self._through(self.block)
-        return self.head(hidden[:, -self.num_predicted :])
+        self.hidden = hidden
+        return self.head(hidden[:, self.slots])
 
     def _steady(self, num_places: int, block: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
         """As `_through`, placed by tensors alone, so that it can be captured."""
@@ -191,7 +209,7 @@ class AutoDFlashDrafter(AdaptiveDrafter):
     def propose(self) -> Draft:
         self.adaptive.start()
         logits = self.block_logits()
-        tokens, probs = self.draft_sampler.sample(logits)
+        corrected, probs = self.draft_tokens(logits)
         surest = logits.log_softmax(dim=-1).amax(dim=-1)
         width = self.adaptive.choose(surest.cumsum(dim=-1))
-        return Draft(tokens[:, :width], probs=None if probs is None else probs[:, :width])
+        return Draft(corrected.tokens[:, :width], probs=None if probs is None else probs[:, :width])
