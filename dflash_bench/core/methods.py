@@ -182,6 +182,9 @@ _OWN: dict[str, MethodSpec] = {
                 Option("steps", "passes of the draft over a block; each fixes its most certain tokens", 1, 1, 16,
                        "passes"),
                 _RULE,
+                Option("cut", "verify up to the first token of which a draft with a confidence head is less sure than "
+                       f"this; {_PACED}",
+                       "off", 0, 1, words=("off", "auto"), kind=float),
             ),
             count="n", alternatives=(frozenset({"block", "n"}),),
         ),

@@ -8,12 +8,13 @@ which is strictly before the anchor, as in training: the anchor's own features d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.adaptive import AdaptiveLength
 from dflash_bench.engine.cache import rotations
@@ -34,18 +35,53 @@ from dflash_bench.models.weights import lay_out
 
 
 def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
+    """Raises UserError for options that this kind of draft does not have."""
     draft: DFlashDraft = models.draft_of(method)
-    steps, rule = method.number("steps"), str(method.option("rule"))
+    steps, rule, cut = method.number("steps"), str(method.option("rule")), method.option("cut")
+    _refuse(draft, method)
+    own: tuple[Any, ...] = (draft, target.embedding, target.head)
     if method.option("block") == "auto":
-        return AutoDFlashDrafter(draft, target.embedding, target.head, rule=rule, steps=steps)
-    return DFlashDrafter(draft, target.embedding, target.head, block_size(draft, method), rule, steps)
+        return AutoDFlashDrafter(*own, rule=rule, steps=steps)
+    size = block_size(draft, method)
+    if cut == "auto":
+        return AutoCutDFlashDrafter(*own, size, rule)
+    if cut != "off":
+        return CutDFlashDrafter(*own, size, rule, threshold=method.real("cut"))
+    return DFlashDrafter(*own, size, rule, steps)
+
+
+def _refuse(draft: DFlashDraft, method: Method) -> None:
+    """Raises UserError for options that this kind of draft does not have, or that contradict each other."""
+    correction, where = draft.config.correction, f"method '{method.label}'"
+    if correction is not None and method.number("steps") > 1:
+        raise UserError(f"{where}: the head of a {draft.config.kind} draft corrects a single pass; leave steps out")
+    if (cut := method.option("cut")) == "off":
+        return
+    if correction is None or not correction.has_confidence:
+        raise UserError(f"{where}: this {draft.config.kind} draft has no confidence head to cut by; leave cut out")
+    if method.option("block") == "auto":
+        raise UserError(f"{where}: block=auto and cut both say how much is verified; give one of them")
+    if cut == "auto" and method.option("rule") == "rejection":
+        raise UserError(
+            f"{where}: cut=auto looks at all drawn tokens, and tokens selected by their own value do not follow q any "
+            "more; give a threshold"
+        )
 
 
 def block_size(draft: DFlashDraft, method: Method) -> int:
-    """Return the block size by the options `n` or `block`, or the size that the draft was trained with."""
+    """Return the block size by the options `n` or `block`, or the size that the draft was trained with.
+
+    Raises UserError for a larger block than the weights of its head have room for.
+    """
+    config = draft.config
     if method.option("n") is not None:
-        return draft.config.block_for(method.number("n"))
-    return draft.config.block_size if method.option("block") is None else method.number("block")
+        size = config.block_for(method.number("n"))
+    else:
+        size = config.block_size if method.option("block") is None else method.number("block")
+    if config.correction is not None and config.correction.is_of_slots and size > config.block_size:
+        most = config.num_drafts(config.block_size)
+        raise UserError(f"method '{method.label}': the head of this {config.kind} draft drafts at most {most} tokens")
+    return size
 
 
 class DFlashDrafter(CachedDrafter):
@@ -179,9 +215,13 @@ class AdaptiveDrafter(DFlashDrafter):
     margin = 0.0
     """By which share a wider draft may seem slower than the best width and still be preferred."""
 
+    may_be_none = False
+    """Is verifying nothing of a draft a choice, too?"""
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.adaptive = AdaptiveLength(self.num_drafts, lags=self.device.type != "cpu", margin=self.margin)
+        lags = self.device.type != "cpu"
+        self.adaptive = AdaptiveLength(self.num_drafts, lags=lags, margin=self.margin, may_be_none=self.may_be_none)
 
     def begin(self, num_rows: int, capacity: int) -> None:
         super().begin(num_rows, capacity)
@@ -193,6 +233,57 @@ class AdaptiveDrafter(DFlashDrafter):
             self.adaptive.add_rows(committed.rows)
         else:
             self.adaptive.learn(committed.counts)
+
+
+class CutDFlashDrafter(DFlashDrafter):
+    """Verifies a row's draft up to its first token whose own confidence is below the threshold, as DeepSpec does.
+
+    That may be none of it: the target then reads the anchor alone. A confidence is about the tokens before, and never
+    about the token itself, so drawn tokens still follow their q.
+    """
+
+    def __init__(self, *args: Any, threshold: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.threshold = threshold
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        super().begin(num_rows, capacity)
+        self.alive = [False] * num_rows
+
+    def observe(self, committed: Committed) -> None:
+        super().observe(committed)
+        for row, count in zip(committed.rows, committed.counts, strict=True):
+            self.alive[row] = count > 0 and committed.anchor is not None
+
+    def propose(self) -> Draft:
+        corrected, probs = self.draft_tokens(self.block_logits())
+        assert corrected.confidence is not None
+        # How wide the pass of the target is must be known on the host.
+        sure = (corrected.confidence >= self.threshold).cumprod(dim=1).sum(dim=1).tolist()
+        lengths = [length * alive for length, alive in zip(sure, self.alive, strict=True)]
+        return verified_in_part(corrected.tokens, probs, max(lengths), lengths)
+
+
+class AutoCutDFlashDrafter(AdaptiveDrafter):
+    """Verifies as much of a draft as pays, by the product of the confidences, which may be none of it.
+
+    Its width is that of all rows.
+    """
+
+    may_be_none = True
+
+    def propose(self) -> Draft:
+        self.adaptive.start()
+        corrected, probs = self.draft_tokens(self.block_logits())
+        assert corrected.confidence is not None
+        width = self.adaptive.choose(corrected.confidence.log().cumsum(dim=-1))
+        return verified_in_part(corrected.tokens, probs, width)
+
+
+def verified_in_part(tokens: Tensor, probs: Tensor | None, width: int, lengths: Sequence[int] | None = None) -> Draft:
+    """Return a draft of tokens [B, N], with q [B, N, V], of which at most the first `width` are verified."""
+    probs = None if probs is None else probs[:, :width]
+    return Draft(tokens[:, :width], probs=probs, lengths=lengths, drafted=tokens)
 
 
 class AutoDFlashDrafter(AdaptiveDrafter):
