@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-from golden_drafts import assert_drafts_as_published
+from typing import Any
 
-CASES = {
+import pytest
+import torch
+from golden_drafts import CASES, assert_drafts_as_published, golden
+
+import dflash_bench as db
+from dflash_bench.engine.drafters import corrections
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
+
+METHODS = {
     "deepspec-dspark-vanilla": "dflash",
     "deepspec-dspark-rnn-cut": "dflash:cut=0.5",
     "specforge-dspark-gated": "dflash",
@@ -15,8 +22,60 @@ CASES = {
     "speculators-xpress": "dflash",
     "nvidia-lilicorr": "dflash",
 }
+FORWARDS: dict[str, dict[str, Any]] = {
+    "compiled": {},
+    "native": {"kernels": "torch"},
+    "transformers": {"engine": "transformers"},
+}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_head_drafts_what_its_publisher_drafts(name: str) -> None:
-    assert_drafts_as_published(name, CASES[name])
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_head_drafts_what_its_publisher_drafts(name: str, forward: str) -> None:
+    assert_drafts_as_published(name, METHODS[name], **FORWARDS[forward])
+
+
+def first_answer(name: str) -> None:
+    """Decode the first prompt of a case."""
+    case = golden(name)
+    drafts = {"dflash": CASES / name / "draft"}
+    with db.Engine(target=(CASES / name / case["target"]).resolve(), drafts=drafts, dtype="float32") as engine:
+        engine.generate(case["cases"][0]["prompt"], method=METHODS[name], max_new_tokens=40, stop_ids=())
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if "dspark" in name])
+def test_confidences_are_the_publishers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [step["confidence"] for step in golden(name)["cases"][0]["rounds"]]
+    ours: list[torch.Tensor] = []
+    draft_tokens = DFlashDrafter.draft_tokens
+
+    def kept(self: DFlashDrafter, logits: torch.Tensor) -> Any:
+        corrected, probs = draft_tokens(self, logits)
+        assert corrected.confidence is not None
+        ours.append(corrected.confidence[0])
+        return corrected, probs
+
+    monkeypatch.setattr(DFlashDrafter, "draft_tokens", kept)
+    first_answer(name)
+    assert len(ours) > 3
+    for confidence, expected in zip(ours, known, strict=False):
+        torch.testing.assert_close(confidence, torch.tensor(expected), atol=2e-5, rtol=0)
+
+
+def test_lilicorrs_candidates_and_scores_are_its_publishers(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = golden("nvidia-lilicorr")["cases"][0]["checks"]
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    among = corrections.SamplingPick.among
+
+    def kept(self: Any, ids: torch.Tensor, scores: torch.Tensor, place: int) -> torch.Tensor:
+        seen.append((ids[0], scores[0]))
+        return among(self, ids, scores, place)
+
+    monkeypatch.setattr(corrections.SamplingPick, "among", kept)
+    first_answer("nvidia-lilicorr")
+    candidates = [one for check in checks for one in check["candidates"]]
+    scores = [one for check in checks for one in check["scores"]]
+    assert len(candidates) == 18 <= len(seen)
+    for (ids, ours), expected, values in zip(seen, candidates, scores, strict=False):
+        assert ids.tolist() == expected
+        torch.testing.assert_close(ours, torch.tensor(values), atol=1e-5, rtol=1e-5)
