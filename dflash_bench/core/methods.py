@@ -158,6 +158,10 @@ _RULE = Option(
     "their own distribution and compares probabilities with the target's", "match",
     words=("match", "rejection"), kind=str,
 )  # fmt: skip
+_SHIFT = Option(
+    "shift", "does each slot predict the token after it? Only for JetSpec's heads, whose files do not say; by default no",
+    words=("no", "yes"), kind=str,
+)  # fmt: skip
 _PACED = "auto chooses by costs measured during the run, so that counts differ from run to run"
 
 _SEED = Option("seed", "random seed", 0, 0, 999_999)
@@ -185,6 +189,7 @@ _OWN: dict[str, MethodSpec] = {
                 Option("cut", "verify up to the first token of which a draft with a confidence head is less sure than "
                        f"this; {_PACED}",
                        "off", 0, 1, words=("off", "auto"), kind=float),
+                _SHIFT,
             ),
             count="n", alternatives=(frozenset({"block", "n"}),),
         ),
@@ -195,7 +200,7 @@ _OWN: dict[str, MethodSpec] = {
                        "nodes", ("auto",)),
                 Option("top_k", "candidate tokens at each position of the block; by default as many as nodes", None,
                        1, 255, "tokens"),
-                _BLOCK,
+                _BLOCK, _SHIFT,
             ),
             count="nodes",
         ),
