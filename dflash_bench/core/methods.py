@@ -159,7 +159,7 @@ _RULE = Option(
     words=("match", "rejection"), kind=str,
 )  # fmt: skip
 _SHIFT = Option(
-    "shift", "does each slot predict the token after it? Only for JetSpec's heads, whose files do not say; by default no",
+    "shift", "does each slot predict the token after it? For JetSpec's heads alone, whose files do not say; default: no",
     words=("no", "yes"), kind=str,
 )  # fmt: skip
 _PACED = "auto chooses by costs measured during the run, so that counts differ from run to run"
@@ -186,9 +186,8 @@ _OWN: dict[str, MethodSpec] = {
                 Option("steps", "passes of the draft over a block; each fixes its most certain tokens", 1, 1, 16,
                        "passes"),
                 _RULE,
-                Option("cut", "verify up to the first token of which a draft with a confidence head is less sure than "
-                       f"this; {_PACED}",
-                       "off", 0, 1, words=("off", "auto"), kind=float),
+                Option("cut", "for drafts with a confidence head: nothing is verified from the first token below this "
+                       f"confidence on; {_PACED}", "off", 0, 1, words=("off", "auto"), kind=float),
                 _SHIFT,
             ),
             count="n", alternatives=(frozenset({"block", "n"}),),

@@ -46,10 +46,10 @@ def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
         return AutoDFlashDrafter(*own, rule=rule, steps=steps)
     size = block_size(draft, method)
     if cut == "auto":
-        return AutoCutDFlashDrafter(*own, size, rule)
+        return AutoCutDFlashDrafter(*own, block_size=size, rule=rule)
     if cut != "off":
-        return CutDFlashDrafter(*own, size, rule, threshold=method.real("cut"))
-    return DFlashDrafter(*own, size, rule, steps)
+        return CutDFlashDrafter(*own, block_size=size, rule=rule, threshold=method.real("cut"))
+    return DFlashDrafter(*own, block_size=size, rule=rule, steps=steps)
 
 
 def _refuse(draft: DFlashDraft, method: Method) -> None:

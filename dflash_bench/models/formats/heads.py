@@ -63,7 +63,7 @@ def both_levels(config: Json) -> dict[str, Any]:
     return {**config, **(config.get(INNER) or {})}
 
 
-def with_head(checkpoint: Checkpoint, correction: CorrectionConfig, **labels: bool) -> Checkpoint:
+def with_head(checkpoint: Checkpoint, correction: CorrectionConfig, **labels: Any) -> Checkpoint:
     """Return the checkpoint of a body with a head on it; `labels` are fields of `DFlashConfig`."""
     assert isinstance(checkpoint.config, DFlashConfig)
     return replace(checkpoint, config=replace(checkpoint.config, correction=correction, **labels))

@@ -80,7 +80,8 @@ class RefinerHead(nn.Module):
         size = x.shape[1]
         x = x + torch.einsum("rkj,bjr->bkr", self.mix_l[:, :size, :size].tril(), x)
         x = x + self.mlp_down(silu(self.mlp_gate(x)) * self.mlp_up(x))
-        return block.logits + self.readout(x[:, block.slots])
+        logits: Tensor = block.logits + self.readout(x[:, block.slots])
+        return logits
 
     def _previous(self, block: BlockPass, guesses: Tensor) -> Tensor:
         """Return the token [B, K] before what each slot stands for; in a fill-in block slot 0 stands for the anchor."""
