@@ -159,7 +159,7 @@ _RULE = Option(
     words=("match", "rejection"), kind=str,
 )  # fmt: skip
 _SHIFT = Option(
-    "shift", "does each slot predict the token after it? For JetSpec's heads alone, whose files do not say; default: no",
+    "shift", "each slot predicts the token after it: for JetSpec's heads, whose files do not say; by default no",
     words=("no", "yes"), kind=str,
 )  # fmt: skip
 _PACED = "auto chooses by costs measured during the run, so that counts differ from run to run"

@@ -15,7 +15,7 @@ from dflash_bench.models import weights
 from dflash_bench.models.formats import base, bodies, deepspec, heads, projectors, safeailab, speculators, zlab
 from dflash_bench.models.formats.base import Checkpoint, DraftModel, Format, Json, TargetShape
 from dflash_bench.models.hub import first_line, read_config
-from dflash_bench.models.nets.dflash import DFlashDraft
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 
 __all__ = [
     "FORMATS",
@@ -172,6 +172,8 @@ def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool
         form = detect(folder, config, tensors)
         checkpoint = form.read(config, tensors, target.num_layers if target else None)
         heads.refuse_other_heads(checkpoint.config, tensors)
+        if isinstance(checkpoint.config, DFlashConfig):
+            bodies.refuse_other_kinds(config, checkpoint.config, tensors)
     except UserError as error:
         raise error if str(folder) in str(error) else UserError(f"{path}: {error}") from error
     except KeyError as error:

@@ -5,12 +5,15 @@ Keys stand in `dflash_config` or beside it; if in both places, the inner value c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.models.formats.base import Json, Tensors, rename_tensors
+from dflash_bench.models.formats.variants import ABSENT
 from dflash_bench.models.nets.bodies import WHOLE, BlockView, DraftBody, Mixing
+from dflash_bench.models.nets.dflash import DFlashConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CAUSAL = ("is_causal", "causal", "causal_head")
@@ -75,7 +78,7 @@ def layer_types(config: Json) -> list[str]:
 
 def _body(keys: Json, tensors: Tensors, views: Iterable[BlockView]) -> DraftBody:
     views = tuple(views)
-    scales = {field: keys[key] for field, key in SCALES.items() if keys.get(key) is not None}
+    scales = {field: keys[key] for field, key in SCALES.items() if not any(keys.get(key) is off for off in ABSENT)}
     if scales.get("logit_softcap") == 0:
         scales["logit_softcap"] = None
     convolution = {key: keys[key] for key in CONVOLUTION if keys.get(key)}
@@ -117,6 +120,43 @@ def keys_of(body: DraftBody, num_layers: int) -> tuple[dict[str, Any], dict[str,
     inner = {key: getattr(body, field) for field, key in SCALES.items()}
     inner |= {key: getattr(body, key) for key in CONVOLUTION if body.conv_kernel_size is not None}
     return beside, {key: value for key, value in inner.items() if value not in (None, 1.0)}
+
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "DFlashDraftModel": ("DFlash", "JetSpec", "DSpark", "Domino", "LiLiCorr"),
+    "DFlash2DraftModel": ("DFlash 2",), "QwenDFlareDraftModel": ("DFlare",), "DSparkDraftModel": ("DSpark",),
+    "DominoDraftModel": ("Domino",), "LiLiCorrDraftModel": ("LiLiCorr",),
+    "dflash": ("DFlash",), "dflash2": ("DFlash 2",), "dflare": ("DFlare",), "dspark": ("DSpark",),
+    "xpress": ("XPress",),
+}  # fmt: skip
+"""By architecture, or `speculators_model_type`, the kinds of drafts that say so; older heads are `DFlashDraftModel`."""
+
+
+def refuse_other_kinds(config: Json, draft: DFlashConfig, names: Iterable[str]) -> None:
+    """Raises UserError for a draft that is not of the kind that its config names, or has tensors of another body."""
+    named = [config.get("speculators_model_type"), *(config.get("architectures") or ())]
+    for name in named:
+        if name in KINDS and draft.kind not in KINDS[name]:
+            raise UserError(
+                f"config.json says {name}, but its other keys and its tensors are those of {draft.kind}: "
+                "they do not belong together; copy the checkpoint again"
+            )
+    for name in names:
+        for pattern, (kind, has_it) in TENSORS.items():
+            if re.match(pattern, name) and not has_it(draft.body):
+                raise UserError(
+                    f"tensor {name} is of a draft of kind {kind}, but config.json describes {draft.kind}: "
+                    "they do not belong together; copy the checkpoint again"
+                )
+
+
+TENSORS: Mapping[str, tuple[str, Callable[[DraftBody], bool]]] = {
+    r".*\.(attention|mlp)_conv\.": ("DFlash 2", lambda body: body.conv_kernel_size is not None),
+    r"(layer_)?fusion_weights$|fusion_norms\.|.*\.[kv]_proj_target\.": (
+        "DFlare", lambda body: body.mixing is not Mixing.JOINED,
+    ),
+}  # fmt: skip
+"""Names that only tensors of these kinds have, and which bodies have such tensors."""
 
 
 def is_second(config: Mapping[str, Any]) -> bool:

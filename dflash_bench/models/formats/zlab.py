@@ -115,7 +115,8 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
         raise UserError(f"{WHAT} with an adapter for targets of another width is not supported")
     reduced = {"draft_vocab_size": both["draft_vocab_size"]} if base.leaves_head(both, tensors) else {}
     taps = tuple(both.get("target_layer_ids") or ())
-    read = checkpoint(both, tensors, depth, target_layer_ids=taps, **reduced)
+    body = bodies.read(config, bodies.usual_names(tensors))
+    read = checkpoint(both, tensors, depth, target_layer_ids=taps, body=body, **reduced)
     read = read if selector is None else heads.with_head(read, selector)
     return replace(read, target_head=bool(reduced))
 
