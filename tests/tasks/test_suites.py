@@ -137,6 +137,75 @@ def test_the_draw_does_not_depend_on_the_order_of_the_file(orders: tuple[list[st
     assert set(ids_drawn(orders[0], limit)) == set(ids_drawn(orders[1], limit))
 
 
+def by_category(sizes: dict[str | None, int]) -> list[Prompt]:
+    return [
+        Prompt("toy", f"{name}{number}", ("?",), category=name, slices={"level": str(number % 3)})
+        for name, size in sizes.items()
+        for number in range(size)
+    ]
+
+
+def drawn_by(prompts: list[Prompt], limit: int, balance: str | None) -> list[Prompt]:
+    return list(suites.draw(TOY, prompts, "here", limit, balance=balance).prompts)
+
+
+sizes = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9), min_size=1)
+
+
+@given(sizes, st.integers(1, 60), st.integers(0, 9), st.randoms())
+def test_a_balanced_draw_takes_equally_many_of_each_value(
+    sizes: dict[str | None, int], limit: int, more: int, random: Any
+) -> None:
+    prompts = by_category(sizes)
+    drawn = drawn_by(prompts, limit, "category")
+    counts = {name: sum(prompt.category == name for prompt in drawn) for name in sizes}
+    most = max(counts.values())
+    assert sum(counts.values()) == min(limit, sum(sizes.values()))
+    # One fewer than others only where it was not its turn yet, or there are no more.
+    assert all(count >= min(most - 1, sizes[name]) for name, count in counts.items())
+    assert set(map(id, drawn)) <= set(map(id, drawn_by(prompts, limit + more, "category")))
+    random.shuffle(prompts)
+    again = drawn_by(prompts, limit, "category")
+    assert {prompt.prompt_id for prompt in again} == {prompt.prompt_id for prompt in drawn}
+
+
+def test_a_balanced_draw_differs_from_one_of_all_prompts_alike() -> None:
+    prompts = by_category({"rare": 4, "common": 96})
+    rare = {
+        balance: sum(one.category == "rare" for one in drawn_by(prompts, 8, balance)) for balance in (None, "category")
+    }
+    assert rare == {None: 1, "category": 4}
+    assert {prompt.slices["level"] for prompt in drawn_by(prompts, 3, "level")} == {"0", "1", "2"}
+    loaded = suites.draw(TOY, prompts, "here", 8, balance="category")
+    assert [prompt.prompt_id for prompt in suites.as_drawn(loaded).prompts] == list(loaded.order)
+    assert {prompt.category for prompt in suites.as_drawn(loaded).prompts[:2]} == {"rare", "common"}
+
+
+def test_prompts_without_a_value_are_a_group_of_their_own_and_a_column_that_nobody_has_is_refused() -> None:
+    prompts = by_category({None: 3, "a": 30})
+    assert sum(prompt.category is None for prompt in drawn_by(prompts, 4, "category")) == 2
+    told = "unknown --balance column of toy 'levle' (did you mean 'level'?); known: category, level"
+    assert refusal(drawn_by, prompts, 4, "levle") == told
+    assert refusal(drawn_by, by_category({None: 3}), 4, "category").endswith("'category'; known: level")
+
+
+def test_prompts_can_be_left_out_as_if_they_had_not_been_drawn(tmp_path: Path) -> None:
+    write(tmp_path, lines(*ROWS))
+    loaded = suites.load_prompts(TOY, tmp_path)
+    left = suites.without(loaded, {"a"})
+    assert [prompt.prompt_id for prompt in left.prompts] == ["b", "3"]
+    write(tmp_path, lines(*ROWS[1:]))
+    assert left.sha256 == suites.load_prompts(TOY, tmp_path).sha256 != loaded.sha256
+
+
+def test_columns_that_make_no_text_of_a_prompt_are_its_slices(tmp_path: Path) -> None:
+    write(tmp_path, lines(*(row | {"level": number, "solution": "x" * 300} for number, row in enumerate(ROWS))))
+    loaded = suites.load_prompts(TOY, tmp_path)
+    assert [prompt.slices for prompt in loaded.prompts] == [{"level": "0"}, {"level": "1"}, {"level": "2"}]
+    (math,) = suites.expand(["math500"])
+    assert set(suites.load_prompts(math).prompts[0].slices) >= {"subject", "level"}
+
+
 def test_each_suite_draws_with_a_seed_of_its_own() -> None:
     ids = [str(n) for n in range(100)]
     assert ids_drawn(ids, 5, seed=7) != ids_drawn(ids, 5, seed=8)
@@ -166,6 +235,16 @@ def test_the_hash_of_a_prompt_covers_its_opening_and_turns_only() -> None:
     canonical = b'[[["system","Be brief."]],["Hi","Why?"]]'
     assert suites.prompt_hash(opened) == hashlib.sha256(canonical).hexdigest()[:16]
     assert suites.prompt_hash(replace(prompt, turns=("Hi",))) != suites.prompt_hash(prompt)
+    hashes = {
+        suites.prompt_hash(one)
+        for one in (
+            opened,
+            replace(prompt, opening=(Message("system", "Be brief.", '{"name": "x"}'),)),
+            replace(prompt, closing=(Message("system", "Be brief."),)),
+            replace(opened, closing=(Message("system", "Be brief."),)),
+        )
+    }
+    assert len(hashes) == 4
 
 
 # Refusals
