@@ -194,7 +194,7 @@ class RunIdentity(StoredModel):
     why_torch: str | None = None
 
     def source_of(self, suite: str) -> str:
-        """Return "embedded", "hub ID@COMMIT", "folder PATH" or "file PATH"; empty for an unknown suite."""
+        """Return "embedded", "shipped", "hub ID@COMMIT", "folder PATH" or "file PATH"; empty for an unknown suite."""
         return self.suites[suite].source if suite in self.suites else ""
 
 

@@ -42,12 +42,14 @@ class DataSet:
 
 
 def from_folder(data: DataSet, folder: Path) -> Rows:
-    """Read rows from NAME/SPLIT.jsonl or .parquet. Raises UserError if there is no such file."""
-    lines, parquet = (folder / data.name / f"{data.split}.{kind}" for kind in ("jsonl", "parquet"))
+    """Read rows from NAME/SPLIT.jsonl, .parquet or .json, an array. Raises UserError if there is no such file."""
+    lines, parquet, array = (folder / data.name / f"{data.split}.{kind}" for kind in ("jsonl", "parquet", "json"))
     if os.path.exists(lines):
         return json_lines(lines)
     if os.path.exists(parquet):
         return parquet_rows(parquet)
+    if os.path.exists(array):
+        return json_rows(array)
     raise UserError(f"no rows for suite '{data.name}': looked for {lines} and {parquet}")
 
 
@@ -59,10 +61,22 @@ def json_lines(path: Path) -> Rows:
 
 
 def _json_object(where: str, line: str) -> Row:
-    row = core_files.parse_json(where, line)
+    return _as_row(where, core_files.parse_json(where, line))
+
+
+def _as_row(where: str, row: Any) -> Row:
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
     return row
+
+
+def json_rows(path: Path) -> Rows:
+    """Read rows from a JSON array. Raises UserError for anything else."""
+    value = core_files.json_of(path)
+    if not isinstance(value, list):
+        raise UserError(f"{path}: must be an array of rows, not {type(value).__name__}")
+    for number, row in enumerate(value, start=1):
+        yield f"{path} row {number}", _as_row(f"{path} row {number}", row)
 
 
 def parquet_rows(path: Path) -> Rows:
@@ -128,6 +142,9 @@ def _first_line(error: BaseException) -> str:
 
 
 LONGEST_NAME = 200
+HOMES = ("hub", "shipped", "folder")
+"""A suite's rows are on the hub, and a sample of our own is embedded; or all of them are shipped with this project; or
+users have them in a folder of their own."""
 _PLACEHOLDER = re.compile(
     r"^[ \t]*FULL BENCHMARK DATA SHOULD BE FETCHED.*|^[^\"'`\n]*\{(question|article)\}[ \t]*$",
     re.IGNORECASE | re.MULTILINE,
@@ -157,6 +174,8 @@ class Suite:
     reference: str | None = None
     turns: tuple[str, ...] = ()
     turns_column: str | None = None
+    home: str = "hub"
+    """Where its rows are: one of `HOMES`."""
     worked: str | None = None
     """Template of a worked answer, of columns that not every source has; used to pad prompts with examples."""
 
@@ -226,6 +245,8 @@ def _parse(path: Path) -> Suite:
         if not (is_texts_of or is_one):
             raise UserError(f"{path}: {key} cannot be {shortened(repr(value), 40)}")
         entry[key] = tuple(value) if isinstance(value, list) else value
+    if (home := entry.get("home", HOMES[0])) not in HOMES:
+        raise unknown(f"home in {path}:", home, list(HOMES))
     suite = Suite(name=path.stem, **entry)
     _check_columns(path, suite)
     return suite
@@ -278,8 +299,14 @@ def load_prompts(
 
     `limit` and `balance` are for `draw`.
     """
-    if data == "embedded":
-        placed_rows, source = from_folder(suite.data, data_folder() / "embedded"), "embedded"
+    if suite.home == "folder" and data in ("embedded", "hub"):
+        raise UserError(
+            f"suite '{suite.name}' is neither embedded nor on the hub: get {suite.source}, and give --data FOLDER with "
+            f"{suite.name}/{suite.split}.jsonl"
+        )
+    if data == "embedded" or (data == "hub" and suite.home == "shipped"):
+        source = "shipped" if suite.home == "shipped" else "embedded"
+        placed_rows = from_folder(suite.data, data_folder() / "embedded")
     elif data == "hub":
         placed_rows, source = from_hub(suite.data)
     else:
