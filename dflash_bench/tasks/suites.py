@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from string import Formatter
 from typing import Any, TypeGuard
@@ -24,6 +24,8 @@ from dflash_bench.core.types import NO_VALUE, Message, Prompt
 HUB_TIMEOUT_S = 10.0
 LONGEST_LINE = 1 << 26
 """Bytes of a row, several times what the longest contexts hold."""
+ROWS_AT_A_TIME = 1000
+"""Rows of a Parquet file, of which sessions of agents may have gigabytes."""
 
 Row = Mapping[str, Any]
 Rows = Iterator[tuple[str, Row]]
@@ -85,11 +87,13 @@ def parquet_rows(path: Path) -> Rows:
     from pyarrow import parquet
 
     core_files.require_file(path)
+    numbers = count(1)
     try:
-        rows = parquet.read_table(path).to_pylist()
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(ROWS_AT_A_TIME):
+                yield from ((f"{path} row {next(numbers)}", row) for row in batch.to_pylist())
     except (OSError, ValueError, ArithmeticError, pa.ArrowException) as error:
         raise UserError(f"cannot read {path}: {_first_line(error)}") from error
-    yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def from_hub(data: DataSet) -> tuple[Rows, str]:
