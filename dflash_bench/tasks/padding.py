@@ -238,8 +238,9 @@ def _named(ids: Mapping[str, Sequence[str]], what: str) -> Iterator[str]:
 
 def _sized(loaded: Loaded, prompt: Prompt, whole: Sequence[Message], size: Size, max_new_tokens: int) -> _Sized:
     """Measure a prompt; `whole` has all its turns, with a word in place of each answer."""
-    bare = size(whole[: len(prompt.chat())])
-    return _Sized(loaded, prompt, bare, size(whole) - bare + max_new_tokens * len(prompt.turns))
+    bare = size(prompt.chat())
+    later = size(whole) - bare if len(prompt.turns) > 1 else 0
+    return _Sized(loaded, prompt, bare, later + max_new_tokens * len(prompt.turns))
 
 
 def _pad(one: _Sized, context: int, size: Size) -> Padding:
