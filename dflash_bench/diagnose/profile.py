@@ -181,7 +181,7 @@ def _subject(request: ProfileRequest, preset: Preset, drafting: Sequence[Method]
         folder = targets.find_target(preset.target)
         whole = config = targets.config_of(folder)
         shape = TargetShape(config.hidden_size, config.vocab_size, config.num_hidden_layers)
-        folders = {name: loading.fetch(name, preset.drafts[name]).folder for name in kinds}
+        folders = {name: loading.fetch(name, preset.reference(name)).folder for name in kinds}
         drafts = {
             name: skeleton(read_checkpoint(folder, shape, headers_only=True)[1].config)
             for name, folder in folders.items()

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from dflash_bench.core.errors import DraftProblem, UserError, unknown
 from dflash_bench.models import weights
-from dflash_bench.models.formats import base, deepspec, safeailab, speculators, zlab
+from dflash_bench.models.formats import base, deepspec, p_eagle, safeailab, speculators, zlab
 from dflash_bench.models.formats.base import Checkpoint, DraftModel, Format, Json, TargetShape
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashDraft
+from dflash_bench.models.nets.p_eagle import PEagleDraft
 
 __all__ = [
     "FORMATS",
@@ -38,13 +39,15 @@ FORMATS = {
     (form.name, form.kind): form
     for form in (
         zlab.DFLASH, speculators.DFLASH, speculators.EAGLE3, deepspec.DFLASH, deepspec.EAGLE3, safeailab.EAGLE3,
+        p_eagle.SPECFORGE, p_eagle.SPECULATORS,
     )
 }  # fmt: skip
-SPECULATORS = {"dflash": speculators.DFLASH, "eagle3": speculators.EAGLE3}
+SPECULATORS = {"dflash": speculators.DFLASH, "eagle3": speculators.EAGLE3, "peagle": p_eagle.SPECULATORS}
 ARCHITECTURES = {
     "DFlashDraftModel": zlab.DFLASH,
     "Qwen3DSparkModel": deepspec.DFLASH,
     "Qwen3Eagle3Model": deepspec.EAGLE3,
+    "PEagleDraftModel": p_eagle.SPECFORGE,
 }
 UNSUPPORTED_ARCHITECTURES = {
     "DFlash2DraftModel": "DFlash 2",
@@ -53,7 +56,6 @@ UNSUPPORTED_ARCHITECTURES = {
     "QwenDFlareDraftModel": "DFlare",
     "LiLiCorrDraftModel": "LiLiCorr",
     "XPressDraftModel": "XPress",
-    "PEagleDraftModel": "P-EAGLE",
     "Gemma4DSparkModel": "DeepSpec's DFlash for Gemma 4",
     "MuseGlimmerAssistantModel": "an assistant for transformers' own DFlash",
 }
@@ -63,7 +65,6 @@ UNSUPPORTED_TENSORS = {
     r"layer_fusion_weights|.*\.[kv]_proj_target\.": "DFlare",
     r"markov_head\.": "DSpark",
     r"confidence_head\.": "DSpark with a confidence head",
-    r"mask_hidden$": "P-EAGLE",
     r"lilicorr\.": "LiLiCorr",
     r"refiner_head\.": "XPress",
     r"encoder\.fc\.": "an assistant for transformers' own DFlash",
@@ -80,6 +81,16 @@ def detect(folder: Path, config: Json, names: Iterable[str]) -> Format:
     names = list(names)
     architectures = config.get("architectures") or ()
     _refuse_unsupported(folder, config, architectures, names)
+    form = _detected(folder, config, architectures, names)
+    if p_eagle.MASK in names and form.kind != "p-eagle":
+        raise UserError(
+            f"{folder} is P-EAGLE by its tensor {p_eagle.MASK}, but its config.json describes a draft for {form.kind}; "
+            "copy config.json and weights again"
+        )
+    return form
+
+
+def _detected(folder: Path, config: Json, architectures: Iterable[str], names: Iterable[str]) -> Format:
     if "speculators_model_type" in config:
         return _speculators(folder, config)
     for name in architectures:
@@ -110,6 +121,8 @@ def _refuse_unsupported(folder: Path, config: Json, architectures: Iterable[str]
         for pattern, what in UNSUPPORTED_TENSORS.items():
             if re.match(pattern, name):
                 raise UserError(f"{folder} is {what} (tensor {name}), which is not supported")
+        if name.startswith("mtp."):
+            raise UserError(f"{folder} holds MTP heads (tensor {name}); give it as --draft mtp=PATH")
     if config.get("markov_rank"):
         raise UserError(f"{folder} is DSpark (markov_rank {config['markov_rank']}), which is not supported")
     if (folder / "mask_embedding.pt").exists():
@@ -141,12 +154,14 @@ def load_draft(
 
 
 def save_draft(draft: DraftModel, folder: Path, format_name: str | None = None, slim: bool = False) -> None:
-    """Write a draft in a format, by default z-lab's or SafeAILab's. Raises UserError if that cannot hold the draft.
+    """Write a draft in a format, by default z-lab's, SafeAILab's or SpecForge's.
 
+    Raises UserError if that cannot hold the draft.
     With `slim` the head is left out, which must be rows of the target's.
     """
-    kind = "dflash" if isinstance(draft, DFlashDraft) else "eagle3"
-    form = format_named(format_name or {"dflash": "zlab", "eagle3": "safeailab"}[kind], kind)
+    kind = "dflash" if isinstance(draft, DFlashDraft) else "p-eagle" if isinstance(draft, PEagleDraft) else "eagle3"
+    usual = {"dflash": "zlab", "eagle3": "safeailab", "p-eagle": "specforge"}
+    form = format_named(format_name or usual[kind], kind)
     checkpoint = Checkpoint(draft.config, draft.state_dict())
     weights.write_checkpoint(folder, *form.write(checkpoint.without_head() if slim else checkpoint))
 
