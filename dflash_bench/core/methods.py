@@ -221,8 +221,8 @@ _OWN: dict[str, MethodSpec] = {
             count="n",
         ),
         MethodSpec(
-            "mtp", "multi-token prediction: a layer of the target's own checkpoint, or given apart, drafts token by "
-            "token", "mtp", "chain", True,
+            "mtp", "multi-token prediction: heads from the target's own checkpoint draft token by token", "mtp",
+            "chain", True,
             (Option("n", "tokens drafted per round, the same as mtp:N", 3, 1, 6, "tokens"), _RULE), count="n",
         ),
         MethodSpec(

@@ -543,7 +543,6 @@ KNOWN = {
     "layers.1.self_attn.k_proj_target.weight": "is DFlare",
     "markov_head.markov_w1.weight": "is DSpark",
     "confidence_head.proj.weight": "is DSpark",
-    "mask_hidden": "is P-EAGLE",
 }
 
 
@@ -561,14 +560,20 @@ def test_what_is_known_but_not_supported_is_named(name: str, saved: Path) -> Non
         ({"architectures": ["Gemma4DSparkModel"]}, "DFlash for Gemma 4"),
         ({"markov_rank": 256}, "is DSpark"),
         (
-            {"speculators_model_type": "peagle"},
-            "speculators draft of type 'peagle' is not supported; only dflash, eagle3",
+            {"speculators_model_type": "pard2"},
+            "speculators draft of type 'pard2' is not supported; only dflash, eagle3",
         ),
     ],
 )
 def test_kinds_are_also_told_by_the_config(change: dict[str, Any], message: str, saved: Path) -> None:
     edit(saved, lambda c: c.update(change))
     with pytest.raises(UserError, match=message):
+        load(saved)
+
+
+def test_a_p_eagle_draft_under_another_kinds_config_is_named(saved: Path) -> None:
+    edit_tensors(saved, lambda t: t.update(mask_hidden=torch.zeros(2)))
+    with pytest.raises(UserError, match="is P-EAGLE by its tensor mask_hidden, but its config"):
         load(saved)
 
 

@@ -121,7 +121,7 @@ def test_what_a_target_left_there_is_let_pass(model: Path) -> None:
 NAMED = {
     "angelslim-dflare": "DFlare", "deepspec-dspark-rnn-cut": "DSpark", "deepspec-dspark-vanilla": "DSpark",
     "jetspec-causal-head": "causal_head = True", "nvidia-lilicorr": "LiLiCorr", "specforge-domino-in-place": "Domino",
-    "specforge-domino-shifted": "Domino", "specforge-dspark-gated": "DSpark", "specforge-p-eagle": "P-EAGLE",
+    "specforge-domino-shifted": "Domino", "specforge-dspark-gated": "DSpark",
     "speculators-dspark": "DSpark", "speculators-xpress": "XPress", "zlab-causal-full": "is_causal = True",
     "zlab-dflash2": "DFlash 2", "zlab-dflash2-sliding": "DFlash 2",
     "zlab-embedding-scale": "input_embedding_scale = 8.0", "zlab-sliding-default": "sliding-window layers",
