@@ -51,7 +51,7 @@ def made(**changes: Any) -> PEagleDraft:
 def drafter(
     target: Target, num_drafts: int = 5, draft: PEagleDraft | None = None, rule: str = "match"
 ) -> PEagleDrafter:
-    return PEagleDrafter(draft or made(), target.embedding, num, rule)
+    return PEagleDrafter(draft or made(), target.embedding, num_drafts, rule)
 
 
 @pytest.mark.parametrize("settings", [{}, {"engine": "transformers"}, {"kernels": "torch"}], ids=str)
