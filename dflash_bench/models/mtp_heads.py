@@ -17,6 +17,7 @@ from torch import Tensor
 from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
 from dflash_bench.models import targets, weights
 from dflash_bench.models.formats.base import COPY, FLOATS, MISSING, SURPLUS, TargetShape
+from dflash_bench.models.hub import UNREADABLE, cannot_load
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
 
 PREFIX = "mtp."
@@ -52,9 +53,14 @@ def read(folder: Path, headers_only: bool = False) -> tuple[MTPConfig, dict[str,
             f"{folder} has no MTP heads: expected tensors {PREFIX}* in its weights, such as {PREFIX}fc.weight",
             "give heads that are apart from the target as --draft mtp=PATH",
         )
-    config = _config(folder, tensors)
     tensors = _joined(folder, tensors)
-    for problem in _unsound(config, tensors):
+    try:
+        config = _config(folder, tensors)
+        expected = MTPDraft(config)
+        expected.rotary()
+    except UNREADABLE as error:
+        raise cannot_load(folder, error) from error
+    for problem in _unsound(expected.state_dict(), tensors):
         raise UserError(f"{folder}: {problem}")
     return config, tensors
 
@@ -144,9 +150,8 @@ def _joined(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return joined
 
 
-def _unsound(config: MTPConfig, tensors: Mapping[str, Tensor]) -> Iterator[DraftProblem]:
+def _unsound(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[DraftProblem]:
     """Yield each tensor that is missing, surplus, or of the wrong shape or type, by its name in the file."""
-    expected = MTPDraft(config).state_dict()
     for name in sorted(expected.keys() - tensors.keys()):
         yield DraftProblem(MISSING, f"missing tensor {PREFIX}{name}", f"{COPY}, or see if config.json belongs to it")
     for name in sorted(tensors.keys() - expected.keys()):

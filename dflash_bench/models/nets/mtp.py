@@ -114,4 +114,4 @@ def _shell(text: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(text, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(text, dtype=torch.float32, attn_implementation="sdpa")
