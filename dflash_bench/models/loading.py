@@ -125,6 +125,13 @@ def load_network(
     return model.eval()
 
 
+def empty_network(name: str, folder: Path, target: TargetShape) -> Any:
+    """Return the network of a draft for a target's features, or of MTP heads, on the `meta` device."""
+    if name.partition("@")[0] == MTP:
+        return mtp_heads.MTPDraft(mtp_heads.read(folder, headers_only=True)[0])
+    return formats.base.skeleton(formats.read_checkpoint(folder, target, headers_only=True)[1].config)
+
+
 # Loading a preset's target and drafts: checked against each other, pinned to their revisions.
 
 
