@@ -16,6 +16,7 @@ from dflash_bench.core.methods import Method
 from dflash_bench.models import formats, gguf, hub, mtp_heads, targets
 from dflash_bench.models.formats import TargetShape, medusa
 from dflash_bench.models.hub import read_config
+from dflash_bench.models.nets.mtp import MTPDraft
 from dflash_bench.models.presets import MTP, Preset, preset, require_drafts
 from dflash_bench.models.targets import PLAIN, Placement
 
@@ -128,7 +129,7 @@ def load_network(
 def empty_network(name: str, folder: Path, target: TargetShape) -> Any:
     """Return the network of a draft for a target's features, or of MTP heads, on the `meta` device."""
     if name.partition("@")[0] == MTP:
-        return mtp_heads.MTPDraft(mtp_heads.read(folder, headers_only=True)[0])
+        return MTPDraft(mtp_heads.read(folder, headers_only=True)[0])
     return formats.base.skeleton(formats.read_checkpoint(folder, target, headers_only=True)[1].config)
 
 

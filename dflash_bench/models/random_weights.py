@@ -161,7 +161,7 @@ def _kept(taps: tuple[int, ...], config: Any) -> tuple[int, ...]:
 
 def filled_draft(empty: DFlashDraft | Eagle3Draft | MTPDraft, device: str, dtype: torch.dtype) -> Any:
     draft = empty.to(dtype).to_empty(device=device)
-    if (size := getattr(draft.config, "draft_vocab_size", None)) is not None:
+    if not isinstance(draft, MTPDraft) and (size := draft.config.draft_vocab_size) is not None:
         draft.d2t.zero_()
         draft.t2d.copy_(torch.arange(len(draft.t2d), device=device) < size)
     fill(draft)
