@@ -23,10 +23,12 @@ from dflash_bench import report
 from dflash_bench.analysis.gate import baselines
 from dflash_bench.analysis.peers import vllm
 from dflash_bench.core.errors import UserError
-from dflash_bench.models import convert, datastore, gguf, presets, targets, weights
+from dflash_bench.models import convert, datastore, gguf, mtp_heads, presets, targets, weights
 from dflash_bench.models.formats import TargetShape, medusa, problems, read_checkpoint, save_draft
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
+from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
+from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
 from dflash_bench.report import answers
 from dflash_bench.results import run_info, table
 from dflash_bench.tasks import prompts, suites
@@ -131,6 +133,34 @@ def _model() -> Path:
 def _read_draft(folder: Path) -> None:
     for headers_only in (True, False):
         list(problems(*read_checkpoint(folder / "draft", TARGET, headers_only), TARGET))
+
+
+def _p_eagle(form: str) -> Callable[[Path], object]:
+    config = PEagleConfig(
+        head_dim=16, draft_vocab_size=64, target_layer_ids=(0, 1, 2), num_layers=2, mask_token_id=3,
+        own_embedding=True, **tiny.BODY,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+    def make(folder: Path) -> None:
+        draft = PEagleDraft(config)
+        initialise(draft, 0)
+        save_draft(draft, folder / "draft", form)
+
+    return make
+
+
+def _mtp_heads(folder: Path) -> None:
+    config = targets.config_of(_model() / "target")
+    draft = MTPDraft(MTPConfig.of(config)).to_empty(device="cpu")
+    initialise(draft, 0)
+    stored = json.loads((_model() / "target/config.json").read_text())
+    mtp_heads.save(draft, folder / "draft", stored)
+
+
+def _read_mtp_heads(folder: Path) -> None:
+    for headers_only in (True, False):
+        config, _ = mtp_heads.read(folder / "draft", headers_only)
+        list(mtp_heads.misfits(config, TARGET))
 
 
 def _medusa(folder: Path) -> None:
@@ -312,6 +342,10 @@ READERS: dict[str, Reader] = {
     "draft by DeepSpec": Reader(_draft("dflash", "deepspec"), "draft/config.json", _read_draft),
     "EAGLE-3 by SafeAILab": Reader(_draft("eagle3"), "draft/config.json", _read_draft),
     "EAGLE-3 by speculators": Reader(_draft("eagle3", "speculators"), "draft/config.json", _read_draft),
+    "P-EAGLE by SpecForge": Reader(_p_eagle("specforge"), "draft/config.json", _read_draft),
+    "P-EAGLE by speculators": Reader(_p_eagle("speculators"), "draft/config.json", _read_draft),
+    "MTP heads": Reader(_mtp_heads, "draft/config.json", _read_mtp_heads),
+    "tensors of MTP heads": Reader(_mtp_heads, "draft/model.safetensors", _read_mtp_heads, is_json=False),
     "Medusa heads": Reader(_medusa, "draft/config.json", _read_medusa),
     "target": Reader(_copied("config.json"), "config.json", targets.config_of),
     "weights": Reader(_weights, "model.safetensors", weights.read_tensors, is_json=False),

@@ -307,7 +307,7 @@ class PreparedRun:
 
 
 def _reference(resolved: RunPlan, part: str) -> str:
-    return resolved.model.target if part == "target" else resolved.model.drafts[part]
+    return resolved.model.target if part == "target" else resolved.model.reference(part)
 
 
 def check_fits(resolved: RunPlan) -> PreparedRun:
@@ -323,7 +323,7 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
     wanted, elsewhere = machine_of(resolved.request), resolved.request.ray_address is not None
     device, dtype = device_and_dtype(wanted, 1 if elsewhere else torch.cuda.device_count())
     model, trusted = resolved.model, wanted.trust_remote_code
-    fetched = {name: loading.fetch(name, model.drafts[name]) for name in resolved.drafts}
+    fetched = {name: loading.fetch(name, model.reference(name)) for name in resolved.drafts}
     drafts = {name: draft.folder for name, draft in fetched.items()}
     place = str(gguf.converted_folder(Path(model.target))) if gguf.is_file(model.target) else model.target
     target = hub.fetch(place, code=trusted)
