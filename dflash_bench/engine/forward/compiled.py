@@ -515,7 +515,7 @@ class CompiledMTP:
         shape = hidden.shape[0], hidden.shape[1]
         pair = np.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=1)
         x = self.fc.project(pair, shape[0] * shape[1]).contiguous()
-        store, placed = self.layers.store(cache, *_tables_of(tables, shape)), _seen_by(seen, cache, shape)
+        store, placed = self.layers.store(cache, *_tables_of(tables, shape)), _seen_by([seen], cache, shape)
         work, _ = self.layers.through(x, shape, placed, store)
         return torch.from_numpy(work.normed)[: x.numel()].clone().view(hidden.shape)
 
