@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,7 +90,7 @@ def detect(folder: Path, config: Json, names: Iterable[str]) -> Format:
     return form
 
 
-def _detected(folder: Path, config: Json, architectures: Iterable[str], names: Iterable[str]) -> Format:
+def _detected(folder: Path, config: Json, architectures: Sequence[str], names: Iterable[str]) -> Format:
     if "speculators_model_type" in config:
         return _speculators(folder, config)
     for name in architectures:
