@@ -97,7 +97,8 @@ def _read_run(folder: Path) -> None:
 
 
 def _prompts_of_run(folder: Path) -> None:
-    row = {"suite": "s", "prompt_id": "p", "turns": ["Hi"], "opening": [], "paddings": []}
+    row: dict[str, Any] = {name: [] for name in ("opening", "closing", "alternatives", "slices", "paddings")}
+    row |= {"suite": "s", "prompt_id": "p", "turns": ["Hi"]}
     run_info.write_prompts(folder, [{name: row.get(name, "x") for name in run_info.PROMPTS_COLUMNS}])
 
 
@@ -220,6 +221,19 @@ PROMPTS = [
     {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
     {"turns": ["Where?"], "reference": [["here", "there"]]},
 ]
+TALK = [
+    {"role": "user", "content": "Is it warm?"},
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}},
+    ]},
+    {"role": "tool", "tool_call_id": "c", "content": "31"},
+]  # fmt: skip
+TALKS = [
+    {"messages": TALK, "tools": [{"type": "function", "function": {"name": "look"}}], "level": 1},
+    {"custom_id": "b", "body": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]},
+    {"prompt": json.dumps(TALK), "answer": "Yes."},
+]
 GSM8K = [{"question": "1 + 1?", "answer": "Two.\n#### 2"}, {"question": "2 + 2?", "answer": "Four.\n#### 4"}]
 TABLE = """
 [one]
@@ -260,6 +274,13 @@ def _parquet(folder: Path) -> None:
     parquet.write_table(pa.Table.from_pylist(GSM8K), folder / "gsm8k/test.parquet")
 
 
+def _prompts_in_parquet(folder: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist([{"messages": TALK, "level": 1}]), folder / "p.parquet")
+
+
 def _gguf(folder: Path) -> None:
     config = LlamaConfig(
         vocab_size=tiny.VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -297,6 +318,13 @@ READERS: dict[str, Reader] = {
     "prompts": Reader(_lines("p.jsonl", PROMPTS), "p.jsonl", lambda f: prompts.load(f / "p.jsonl")),
     "scored prompts": Reader(
         _lines("p.jsonl", PROMPTS[:1]), "p.jsonl", lambda f: prompts.load(f / "p.jsonl", scorer="gsm8k_number")
+    ),
+    "conversations": Reader(_lines("p.jsonl", TALKS), "p.jsonl", lambda f: prompts.load(f / "p.jsonl")),
+    "prompts in an array": Reader(
+        _text("p.json", json.dumps([*PROMPTS, *TALKS])), "p.json", lambda f: prompts.load(f / "p.json")
+    ),
+    "prompts in Parquet": Reader(
+        _prompts_in_parquet, "p.parquet", lambda f: prompts.load(f / "p.parquet"), is_json=False
     ),
     "rows of a suite": Reader(_lines("gsm8k/test.jsonl", GSM8K), "gsm8k/test.jsonl", _read_suite),
     "rows in Parquet": Reader(_parquet, "gsm8k/test.parquet", _read_suite, is_json=False),

@@ -193,6 +193,8 @@ def round_of(method: Method, config: RoundConfig | None) -> tuple[int, int]:
     number = {name: value for name, value in given.items() if isinstance(value, int)}
     nodes = MOST_NODES if given.get("nodes") == "auto" else number.get("nodes")
     if isinstance(config, DFlashConfig):
+        if given.get("shift") is not None:
+            config = replace(config, shifted_labels=given["shift"] == "yes")
         block = config.block_for(number["n"]) if "n" in number else number.get("block", config.block_size)
         return nodes or max(config.num_drafts(block), number.get("copy", 0)), block
     if isinstance(config, Mapping):

@@ -12,7 +12,7 @@ from dflash_bench.core import files, labels
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import shortened
 from dflash_bench.core.methods import is_tree
-from dflash_bench.core.types import CODE_SCORERS, Settings
+from dflash_bench.core.types import CODE_SCORERS, TOOLS, Settings
 from dflash_bench.report.document import Document
 from dflash_bench.results import run_info
 from dflash_bench.results.identity import NAMES, short_names
@@ -96,7 +96,7 @@ MOST_PADDING = 1200
 """How many characters of the padding before a prompt are shown."""
 COLUMNS = (
     "suite", "prompt_id", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
-    "decode_s", "drafted", "drafted_ids", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
+    "decode_s", "drafted", "drafted_ids", "verified", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
     "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
     "audit", "audit_index", "audit_gap", "audit_tolerance", *NAMES,
 )  # fmt: skip
@@ -164,18 +164,25 @@ def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer
 
 
 def _asked(stored: Sequence[dict[str, Any]]) -> dict[tuple[str, str, int, int | None], str]:
-    """The user's message in each turn of each prompt, after the messages that open it.
+    """The user's message in each turn of each prompt, in a first turn with the messages around it.
 
     In a first turn, for each context, also with the padding before it, shortened.
     """
     return {
         (prompt["suite"], prompt["prompt_id"], turn, context): "\n\n".join(
-            [*(message["content"] for message in (prompt["opening"] or ()) if turn == 0), padding + text]
+            [*_texts(prompt["opening"], turn), padding + text, *_texts(prompt["closing"], turn)]
         )
         for prompt in stored
         for turn, text in enumerate(prompt["turns"] or ())
         for context, padding in [(None, ""), *(_paddings(prompt) if turn == 0 else ())]
     }
+
+
+def _texts(messages: Sequence[dict[str, Any]] | None, turn: int) -> Iterator[str]:
+    """The texts of a prompt's other messages, in its first turn alone; tool calls have none."""
+    for message in messages or () if turn == 0 else ():
+        if message["role"] != TOOLS and message["content"]:
+            yield message["content"]
 
 
 def _references(stored: Sequence[dict[str, Any]], info: RunInfo) -> dict[tuple[str, str], str]:
@@ -189,12 +196,13 @@ def _references(stored: Sequence[dict[str, Any]], info: RunInfo) -> dict[tuple[s
 
 
 def _rejected(decoder: Any, row: dict[str, Any]) -> list[str]:
-    """What a chain's draft said beyond what was accepted, for each round; empty if it was not stored, or for trees."""
+    """What a chain's draft said that was verified and not accepted, by round; empty for trees and if not stored."""
     if row["drafted_ids"] is None or is_tree(row["method"]):
         return []
     said, at = [], 0
-    for drafted, accepted in zip(row["drafted"], row["accepted"], strict=True):
-        ids = [int(token) for token in row["drafted_ids"][at + accepted : at + drafted]]
+    verified = row["drafted"] if row["verified"] is None else row["verified"]
+    for drafted, read, accepted in zip(row["drafted"], verified, row["accepted"], strict=True):
+        ids = [int(token) for token in row["drafted_ids"][at + accepted : at + read]]
         try:
             said.append(decoder.decode(ids, skip_special_tokens=False) if ids else "")
         except OverflowError:  # an id that no tokenizer has

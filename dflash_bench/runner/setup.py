@@ -19,11 +19,11 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.results.identity import full_names
 from dflash_bench.runner import config
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.plan import RunPlan, drafts_of, modes_of
+from dflash_bench.runner.plan import RunPlan, drafts_of, modes_of, refuse_too_few
 from dflash_bench.runner.work import Backend, Witnessed
 from dflash_bench.tasks import padding
 from dflash_bench.tasks.padding import Contexts
-from dflash_bench.tasks.suites import chats
+from dflash_bench.tasks.suites import chats, without
 
 if TYPE_CHECKING:
     import torch
@@ -287,6 +287,19 @@ class PreparedRun:
         drafts = {name: commits.get(name, reference) for name, reference in model.drafts.items()}
         found = replace(model, target=commits.get("target", model.target), drafts=drafts)
         return replace(resolved, model=found, cache_bytes=self.cache_bytes)
+
+    def fitted(self, resolved: RunPlan) -> RunPlan:
+        """Return the plan without the prompts that the target's context cannot hold, and without suites of such only.
+
+        Raises UserError if fewer are left than are answered at the same time.
+        """
+        left_out = self.contexts.left_out
+        if not left_out:
+            return resolved
+        kept = [without(loaded, left_out.get(loaded.suite.name, ())) for loaded in resolved.suites]
+        kept = [loaded for loaded in kept if loaded.prompts]
+        refuse_too_few(kept, max(resolved.request.concurrency, default=1))
+        return replace(resolved, suites=tuple(kept))
 
     def unpinned(self, resolved: RunPlan) -> list[str]:
         """Return the parts whose ids named no commit."""

@@ -8,42 +8,99 @@ which is strictly before the anchor, as in training: the anchor's own features d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.adaptive import AdaptiveLength
 from dflash_bench.engine.cache import rotations
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler
+from dflash_bench.engine.drafters.corrections import BlockCorrector
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native import Product
 from dflash_bench.engine.forward.native_drafts import DFlashNetwork, NativeDFlash
-from dflash_bench.engine.lengths import Seen, placed_lengths
+from dflash_bench.engine.lengths import Seen, block_lengths
 from dflash_bench.engine.masks import block_mask
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
+from dflash_bench.models.nets.corrections.base import Corrected
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.weights import lay_out
 
 
 def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
-    draft: DFlashDraft = models.draft_of(method)
-    steps, rule = method.number("steps"), str(method.option("rule"))
+    """Raises UserError for options that this kind of draft does not have."""
+    draft = with_labels(models.draft_of(method), method)
+    steps, rule, cut = method.number("steps"), str(method.option("rule")), method.option("cut")
+    _refuse(draft, method)
+    embedding, head = target.embedding, target.head
     if method.option("block") == "auto":
-        return AutoDFlashDrafter(draft, target.embedding, target.head, rule=rule, steps=steps)
-    return DFlashDrafter(draft, target.embedding, target.head, block_size(draft, method), rule, steps)
+        return AutoDFlashDrafter(draft, embedding, head, rule=rule, steps=steps)
+    size = block_size(draft, method)
+    if cut == "auto":
+        return AutoCutDFlashDrafter(draft, embedding, head, size, rule)
+    if cut != "off":
+        return CutDFlashDrafter(draft, embedding, head, size, rule, threshold=method.real("cut"))
+    return DFlashDrafter(draft, embedding, head, size, rule, steps)
+
+
+def _refuse(draft: DFlashDraft, method: Method) -> None:
+    """Raises UserError for options that this kind of draft does not have, or that contradict each other."""
+    correction, where = draft.config.correction, f"method '{method.label}'"
+    if correction is not None and method.number("steps") > 1:
+        raise UserError(f"{where}: the head of a {draft.config.kind} draft corrects a single pass; leave steps out")
+    if (cut := method.option("cut")) == "off":
+        return
+    if correction is None or not correction.has_confidence:
+        raise UserError(f"{where}: this {draft.config.kind} draft has no confidence head to cut by; leave cut out")
+    if method.option("block") == "auto":
+        raise UserError(f"{where}: block=auto and cut both say how much is verified; give one of them")
+    if cut == "auto" and method.option("rule") == "rejection":
+        raise UserError(
+            f"{where}: cut=auto looks at all drawn tokens, and tokens selected by their own value do not follow q any "
+            "more; give a threshold"
+        )
+
+
+def with_labels(draft: DFlashDraft, method: Method) -> DFlashDraft:
+    """Return the draft with the labels that the option `shift` names, for kinds whose files leave them open.
+
+    The copy shares the weights. Raises UserError for other kinds.
+    """
+    shift = method.option("shift")
+    if shift is None:
+        return draft
+    if not draft.config.body.is_causal_head:
+        raise UserError(
+            f"method '{method.label}': the labels of a {draft.config.kind} draft are known; leave shift out"
+        )
+    shifted = copy.copy(draft)
+    shifted.config = replace(draft.config, shifted_labels=shift == "yes")
+    return shifted
 
 
 def block_size(draft: DFlashDraft, method: Method) -> int:
-    """Return the block size by the options `n` or `block`, or the size that the draft was trained with."""
+    """Return the block size by the options `n` or `block`, or the size that the draft was trained with.
+
+    Raises UserError for a larger block than the weights of its head have room for.
+    """
+    config = draft.config
     if method.option("n") is not None:
-        return draft.config.block_for(method.number("n"))
-    return draft.config.block_size if method.option("block") is None else method.number("block")
+        size = config.block_for(method.number("n"))
+    else:
+        size = config.block_size if method.option("block") is None else method.number("block")
+    if config.correction is not None and config.correction.is_of_slots and size > config.block_size:
+        most = config.num_drafts(config.block_size)
+        raise UserError(f"method '{method.label}': the head of this {config.kind} draft drafts at most {most} tokens")
+    return size
 
 
 class DFlashDrafter(CachedDrafter):
@@ -64,17 +121,20 @@ class DFlashDrafter(CachedDrafter):
     ) -> None:
         self.block_size = block_size or draft.config.block_size
         self.steps = steps
-        self.num_predicted = draft.config.num_drafts(self.block_size)
+        self.num_predicted, self.slots = draft.config.num_drafts(self.block_size), draft.config.slots(self.block_size)
         super().__init__(draft, self.block_size)
         self.network: DFlashNetwork = NativeDFlash(self.draft)
-        self.embedding: Callable[[Tensor], Tensor] = draft.embed_tokens if self.config.own_embedding else embedding
+        self.embedding = raw_rows(draft.embed_tokens if self.config.own_embedding else embedding)
         self.head: Product = lay_out(draft.lm_head) if self.config.own_head else head
         self.num_drafts = self.num_predicted
         self.draft_sampler = DraftSampler(rule, draft.target_ids, self.config.draft_vocab_size)
+        self.corrector = BlockCorrector.of(draft, self.draft_sampler)
 
     def compile(self) -> None:
         network, head = self.network, self.head
-        if not isinstance(network, NativeDFlash) or why_not_layers(network.layers):
+        if not isinstance(network, NativeDFlash) or not self.config.body.has_plain_layers:
+            return
+        if why_not_layers(network.plain_layers):
             return
         from dflash_bench.engine.forward.compiled import CompiledDFlash, CompiledLinear, compiled_once, lookup_of
 
@@ -86,6 +146,11 @@ class DFlashDrafter(CachedDrafter):
     def allocate(self, num_rows: int, capacity: int) -> None:
         self.block = torch.full((num_rows, self.block_size), self.config.mask_token_id, device=self.device)
         self.columns = torch.arange(capacity, device=self.device)
+        views = {view.name: view for view in map(self.config.body.view, range(self.config.num_layers))}
+        self.views = views
+        self.by_lengths = self.by_lengths and not any(view.from_anchor for view in views.values())
+        if self.corrector is not None:
+            self.corrector.begin(num_rows)
 
     def observe(self, committed: Committed) -> None:
         """Store keys and values of the committed tokens' features [B, M, K * H], and put the anchor into the block."""
@@ -96,11 +161,23 @@ class DFlashDrafter(CachedDrafter):
         self.cache.write_all(self.network.context(committed.hidden, tables))
         if committed.anchor is not None:
             self.block[committed.row_slice, 0] = committed.anchor
+        if self.corrector is not None:
+            self.corrector.observe(committed)
         self.advance(committed)
 
     def propose(self) -> Draft:
-        tokens, probs = self.draft_sampler.sample(self.block_logits())
-        return Draft(tokens, probs=probs)
+        corrected, probs = self.draft_tokens(self.block_logits())
+        return Draft(corrected.tokens, probs=probs)
+
+    def draft_tokens(self, logits: Tensor) -> tuple[Corrected, Tensor | None]:
+        """Return the drafted tokens for logits [B, num_predicted, Vd], and their q [B, num_predicted, V] if drawn.
+
+        The logits are those of the last pass: a correction head reads its hidden states, too.
+        """
+        if self.corrector is None:
+            tokens, probs = self.draft_sampler.sample(logits)
+            return Corrected(tokens), probs
+        return self.corrector.correct(self.hidden, logits, self.slots, self.block[:, 0], self.embedding)
 
     def block_logits(self) -> Tensor:
         """Return the logits [B, num_predicted, Vd] of the tokens that the block predicts."""
@@ -133,7 +210,9 @@ class DFlashDrafter(CachedDrafter):
             # The block is written behind the context and covers whatever stale context lies there.
             self.cache.place(self.starts, self.block_size)
             hidden = self._through(self.block)
-        return self.head(hidden[:, -self.num_predicted :])
+        self.hidden = hidden
+        logits: Tensor = self.config.body.logits(self.head(hidden[:, self.slots]))
+        return logits
 
     def _steady(self, num_places: int, block: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
         """As `_through`, placed by tensors alone, so that it can be captured."""
@@ -143,13 +222,22 @@ class DFlashDrafter(CachedDrafter):
     def _through(self, block: Tensor) -> Tensor:
         """Read the block [B, N] where it was placed; returns the last layer's normed output [B, N, H]."""
         tables = rotations(self.rotary, self.cache)
-        return self.network.forward(self.embedding(block), tables, self._seen(), self.cache)
+        embedded = self.draft.embed_block(block, self.embedding)
+        return self.network.forward(embedded, tables, self._seen(), self.cache)
 
-    def _seen(self) -> Seen:
-        """Return what every slot of the block just placed sees: its row's context, and the whole block."""
+    def _seen(self) -> Mapping[str, Seen]:
+        """Return what the slots of the block just placed see in each kind of layer, by the names of their views."""
         if self.by_lengths:
-            return placed_lengths(self.cache, whole_block=True)
-        return block_mask(self.cache, self.columns)
+            return {name: block_lengths(self.cache, view) for name, view in self.views.items()}
+        return {name: block_mask(self.cache, self.columns, view) for name, view in self.views.items()}
+
+
+def raw_rows(embedding: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return what looks up an embedding's rows as they are stored: some targets' own modules scale them (Gemma)."""
+    if type(embedding) is nn.Embedding or not isinstance(getattr(embedding, "weight", None), Tensor):
+        return embedding
+    weight: Tensor = embedding.weight  # type: ignore[assignment]
+    return lambda tokens: torch.embedding(weight, tokens)
 
 
 class AdaptiveDrafter(DFlashDrafter):
@@ -161,9 +249,13 @@ class AdaptiveDrafter(DFlashDrafter):
     margin = 0.0
     """By which share a wider draft may seem slower than the best width and still be preferred."""
 
+    may_be_none = False
+    """Is verifying nothing of a draft a choice, too?"""
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.adaptive = AdaptiveLength(self.num_drafts, lags=self.device.type != "cpu", margin=self.margin)
+        lags = self.device.type != "cpu"
+        self.adaptive = AdaptiveLength(self.num_drafts, lags=lags, margin=self.margin, may_be_none=self.may_be_none)
 
     def begin(self, num_rows: int, capacity: int) -> None:
         super().begin(num_rows, capacity)
@@ -175,6 +267,57 @@ class AdaptiveDrafter(DFlashDrafter):
             self.adaptive.add_rows(committed.rows)
         else:
             self.adaptive.learn(committed.counts)
+
+
+class CutDFlashDrafter(DFlashDrafter):
+    """Verifies a row's draft up to its first token whose own confidence is below the threshold, as DeepSpec does.
+
+    That may be none of it: the target then reads the anchor alone. A confidence is about the tokens before, and never
+    about the token itself, so drawn tokens still follow their q.
+    """
+
+    def __init__(self, *args: Any, threshold: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.threshold = threshold
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        super().begin(num_rows, capacity)
+        self.alive = [False] * num_rows
+
+    def observe(self, committed: Committed) -> None:
+        super().observe(committed)
+        for row, count in zip(committed.rows, committed.counts, strict=True):
+            self.alive[row] = count > 0 and committed.anchor is not None
+
+    def propose(self) -> Draft:
+        corrected, probs = self.draft_tokens(self.block_logits())
+        assert corrected.confidence is not None
+        # How wide the pass of the target is must be known on the host.
+        sure = (corrected.confidence >= self.threshold).cumprod(dim=1).sum(dim=1).tolist()
+        lengths = [length * alive for length, alive in zip(sure, self.alive, strict=True)]
+        return verified_in_part(corrected.tokens, probs, max(lengths), lengths)
+
+
+class AutoCutDFlashDrafter(AdaptiveDrafter):
+    """Verifies as much of a draft as pays, by the product of the confidences, which may be none of it.
+
+    Its width is that of all rows.
+    """
+
+    may_be_none = True
+
+    def propose(self) -> Draft:
+        self.adaptive.start()
+        corrected, probs = self.draft_tokens(self.block_logits())
+        assert corrected.confidence is not None
+        width = self.adaptive.choose(corrected.confidence.log().cumsum(dim=-1))
+        return verified_in_part(corrected.tokens, probs, width)
+
+
+def verified_in_part(tokens: Tensor, probs: Tensor | None, width: int, lengths: Sequence[int] | None = None) -> Draft:
+    """Return a draft of tokens [B, N], with q [B, N, V], of which at most the first `width` are verified."""
+    probs = None if probs is None else probs[:, :width]
+    return Draft(tokens[:, :width], probs=probs, lengths=lengths, drafted=tokens)
 
 
 class AutoDFlashDrafter(AdaptiveDrafter):
@@ -191,7 +334,7 @@ class AutoDFlashDrafter(AdaptiveDrafter):
     def propose(self) -> Draft:
         self.adaptive.start()
         logits = self.block_logits()
-        tokens, probs = self.draft_sampler.sample(logits)
+        corrected, probs = self.draft_tokens(logits)
         surest = logits.log_softmax(dim=-1).amax(dim=-1)
         width = self.adaptive.choose(surest.cumsum(dim=-1))
-        return Draft(tokens[:, :width], probs=None if probs is None else probs[:, :width])
+        return Draft(corrected.tokens[:, :width], probs=None if probs is None else probs[:, :width])

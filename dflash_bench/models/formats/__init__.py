@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dflash_bench.core.errors import DraftProblem, UserError, unknown
 from dflash_bench.models import weights
-from dflash_bench.models.formats import base, deepspec, p_eagle, safeailab, speculators, zlab
+from dflash_bench.models.formats import base, bodies, deepspec, heads, p_eagle, projectors, safeailab, speculators, zlab
 from dflash_bench.models.formats.base import Checkpoint, DraftModel, Format, Json, TargetShape
-from dflash_bench.models.hub import read_config
-from dflash_bench.models.nets.dflash import DFlashDraft
+from dflash_bench.models.hub import first_line, read_config
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.p_eagle import PEagleDraft
 
 __all__ = [
@@ -39,37 +39,36 @@ FORMATS = {
     (form.name, form.kind): form
     for form in (
         zlab.DFLASH, speculators.DFLASH, speculators.EAGLE3, deepspec.DFLASH, deepspec.EAGLE3, safeailab.EAGLE3,
-        p_eagle.SPECFORGE, p_eagle.SPECULATORS,
+        projectors.SPECFORGE, projectors.NVIDIA, p_eagle.SPECFORGE, p_eagle.SPECULATORS,
     )
 }  # fmt: skip
-SPECULATORS = {"dflash": speculators.DFLASH, "eagle3": speculators.EAGLE3, "peagle": p_eagle.SPECULATORS}
+SPECULATORS = {
+    "dflash": speculators.DFLASH,
+    "dspark": speculators.DFLASH,
+    "xpress": speculators.DFLASH,
+    "dflare": speculators.DFLASH,
+    "dflash2": speculators.DFLASH,
+    "eagle3": speculators.EAGLE3,
+    "peagle": p_eagle.SPECULATORS,
+}
 ARCHITECTURES = {
     "DFlashDraftModel": zlab.DFLASH,
+    "DFlash2DraftModel": zlab.DFLASH,
+    "QwenDFlareDraftModel": zlab.DFLASH,
     "Qwen3DSparkModel": deepspec.DFLASH,
     "Qwen3Eagle3Model": deepspec.EAGLE3,
     "PEagleDraftModel": p_eagle.SPECFORGE,
 }
 UNSUPPORTED_ARCHITECTURES = {
-    "DFlash2DraftModel": "DFlash 2",
-    "DominoDraftModel": "Domino",
-    "DSparkDraftModel": "DSpark",
-    "QwenDFlareDraftModel": "DFlare",
-    "LiLiCorrDraftModel": "LiLiCorr",
     "XPressDraftModel": "XPress",
-    "Gemma4DSparkModel": "DeepSpec's DFlash for Gemma 4",
+    "Gemma4DSparkModel": "DeepSpec's DSpark for Gemma 4",
     "MuseGlimmerAssistantModel": "an assistant for transformers' own DFlash",
 }
 UNSUPPORTED_TENSORS = {
-    r"candidate_selector\.|.*(attention|mlp)_conv\.": "DFlash 2",
-    r"(logit_head\.)?(prefix_gru|embed_proj)\.": "Domino",
-    r"layer_fusion_weights|.*\.[kv]_proj_target\.": "DFlare",
-    r"markov_head\.": "DSpark",
-    r"confidence_head\.": "DSpark with a confidence head",
-    r"lilicorr\.": "LiLiCorr",
-    r"refiner_head\.": "XPress",
     r"encoder\.fc\.": "an assistant for transformers' own DFlash",
     r"\d+\.\d+\.linear\.": "Medusa",
 }
+MASK_FILE = "mask_embedding.pt"
 LOOKED_FOR = (
     "config.json with speculators_model_type, dflash_config, draft_vocab_size or the architectures "
     f"{', '.join(ARCHITECTURES)}; tensors midlayer.* or d2t"
@@ -93,6 +92,8 @@ def detect(folder: Path, config: Json, names: Iterable[str]) -> Format:
 def _detected(folder: Path, config: Json, architectures: Sequence[str], names: Iterable[str]) -> Format:
     if "speculators_model_type" in config:
         return _speculators(folder, config)
+    if (projector := projectors.projector_of(config)) is not None:
+        return projectors.BY_PROJECTOR[projector]
     for name in architectures:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
@@ -123,10 +124,6 @@ def _refuse_unsupported(folder: Path, config: Json, architectures: Iterable[str]
                 raise UserError(f"{folder} is {what} (tensor {name}), which is not supported")
         if name.startswith("mtp."):
             raise UserError(f"{folder} holds MTP heads (tensor {name}); give it as --draft mtp=PATH")
-    if config.get("markov_rank"):
-        raise UserError(f"{folder} is DSpark (markov_rank {config['markov_rank']}), which is not supported")
-    if (folder / "mask_embedding.pt").exists():
-        raise UserError(f"{folder} has its mask's embedding in mask_embedding.pt, which is not supported")
 
 
 # Reading, checking and writing checkpoints.
@@ -154,26 +151,41 @@ def load_draft(
 
 
 def save_draft(draft: DraftModel, folder: Path, format_name: str | None = None, slim: bool = False) -> None:
-    """Write a draft in a format, by default z-lab's, SafeAILab's or SpecForge's.
+    """Write a draft, by default in the format of the publisher whose drafts it resembles.
 
     Raises UserError if that cannot hold the draft.
     With `slim` the head is left out, which must be rows of the target's.
     """
     kind = "dflash" if isinstance(draft, DFlashDraft) else "p-eagle" if isinstance(draft, PEagleDraft) else "eagle3"
-    usual = {"dflash": "zlab", "eagle3": "safeailab", "p-eagle": "specforge"}
-    form = format_named(format_name or usual[kind], kind)
+    form = format_named(format_name or _usual_format(draft), kind)
     checkpoint = Checkpoint(draft.config, draft.state_dict())
     weights.write_checkpoint(folder, *form.write(checkpoint.without_head() if slim else checkpoint))
+
+
+def _usual_format(draft: DraftModel) -> str:
+    """Return the format of the publisher whose drafts this one resembles."""
+    if not isinstance(draft, DFlashDraft):
+        return "specforge" if isinstance(draft, PEagleDraft) else "safeailab"
+    usual = {"Domino": "specforge", "LiLiCorr": "nvidia", "XPress": "speculators"}
+    if draft.config.kind == "DSpark":
+        if draft.config.draft_vocab_size is not None:
+            return "speculators"
+        return "deepspec" if draft.config.own_head else "specforge"
+    return usual.get(draft.config.kind, "zlab")
 
 
 def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool = False) -> tuple[Format, Checkpoint]:
     """Return a folder's format and description. Call `problems` to check that it is complete and fits."""
     config, path = read_config(folder), folder / "config.json"
     tensors = weights.read_tensors(folder, weights.only_maps if headers_only else weights.everything)
+    tensors |= _mask_embedding(folder)
     base.check_map(str(folder), tensors)
     try:
         form = detect(folder, config, tensors)
         checkpoint = form.read(config, tensors, target.num_layers if target else None)
+        heads.refuse_other_heads(checkpoint.config, tensors)
+        if isinstance(checkpoint.config, DFlashConfig):
+            bodies.refuse_other_kinds(config, checkpoint.config, tensors)
     except UserError as error:
         raise error if str(folder) in str(error) else UserError(f"{path}: {error}") from error
     except KeyError as error:
@@ -182,6 +194,20 @@ def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool
         raise UserError(f"{path} holds a value of the wrong type ({error})") from error
     base.check_values(str(path), checkpoint.config)
     return form, replace(checkpoint, tensors=base.with_whole_map(checkpoint.config, checkpoint.tensors))
+
+
+def _mask_embedding(folder: Path) -> dict[str, Tensor]:
+    """Return the mask's own embedding [H] where a publisher keeps it in a file beside the draft."""
+    path = folder / MASK_FILE
+    if not path.exists():
+        return {}
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise UserError(f"cannot read {path}: {first_line(error)}; copy the checkpoint again") from error
+    if not isinstance(stored, Tensor):
+        raise UserError(f"{path} holds a {type(stored).__name__}, and not the embedding of the mask")
+    return {bodies.MASK: stored.detach().flatten()}
 
 
 def problems(form: Format, checkpoint: Checkpoint, target: TargetShape | None) -> Iterator[DraftProblem]:

@@ -116,10 +116,11 @@ def refuse(config: Json, what: str, *variants: str) -> None:
             raise UserError(f"{what} with {name} = {config[name]!r} in config.json is not supported")
 
 
-def body(config: Json, what: str, head_dim: int | None = None) -> dict[str, Any]:
+def body(config: Json, what: str, head_dim: int | None = None, may_slide: bool = False) -> dict[str, Any]:
     """Return the fields that both kinds of draft share. Raises KeyError for a missing key, UserError for a variant."""
     refuse(config, what, "quantization_config")
-    _refuse_sliding(config, what)
+    if not may_slide:
+        _refuse_sliding(config, what)
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"{what} with hidden_act = {config['hidden_act']!r} is not supported; only silu is")
     return {
@@ -140,7 +141,7 @@ def _refuse_sliding(config: Json, what: str) -> None:
     types = config.get("layer_types")
     own = isinstance(types, list | tuple) and len(types) == config.get("num_hidden_layers")
     if own and "sliding_attention" in types:  # type: ignore[operator]
-        raise UserError(f"{what} with sliding-window layers is not supported: implementations disagree on them")
+        raise UserError(f"{what} with sliding-window layers is not supported: no publisher's code computes one")
 
 
 def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
         **scaling,
         "max_position_embeddings": config.max_positions,
         "vocab_size": config.vocab_size,
-        "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
+        "torch_dtype": str(tensors["norm.weight"].dtype).removeprefix("torch."),
     }
 
 
@@ -267,15 +268,13 @@ LARGEST_OTHER = 1 << 24
 """More than in any existing network: a damaged number must not make us allocate huge memory or loop forever."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
-FLAGS = ("attention_bias", "shifted_labels", "own_embedding", "own_head", "qk_norm", *EAGLE3_FLAGS)
+FLAGS = ("attention_bias", "shifted_labels", "last_slot_idle", "own_embedding", "own_head", "qk_norm", *EAGLE3_FLAGS)
 
 
 def check_values(where: str, config: DraftConfig) -> None:
     """Raises UserError for the first value that no network can have."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if not _is_sound(field.name, field.type, value):
-            raise UserError(f"{where}: {field.name} cannot be {value!r}")
+    for name, value in _unsound(config):
+        raise UserError(f"{where}: {name} cannot be {value!r}")
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise UserError(
             f"{where}: {config.num_heads} heads of {config.head_dim} on {config.num_kv_heads} key-value heads "
@@ -287,6 +286,17 @@ def check_values(where: str, config: DraftConfig) -> None:
         raise UserError(f"{where}: norm_before_fc and fc_norm cannot both be set")
     if config.rope_scaling is not None:
         _check_scaling(where, config)
+
+
+def _unsound(config: DraftConfig) -> Iterator[tuple[str, object]]:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in ("correction", "body") and not _is_sound(field.name, field.type, value):
+            yield field.name, value
+    if isinstance(config, DFlashConfig):
+        yield from config.body.unsound(config.num_layers, config.hidden_size)
+    if isinstance(config, DFlashConfig) and config.correction is not None:
+        yield from config.correction.unsound(config.head_sizes)
 
 
 def _is_sound(name: str, kind: object, value: object) -> bool:
