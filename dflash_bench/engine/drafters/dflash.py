@@ -97,7 +97,7 @@ def block_size(draft: DFlashDraft, method: Method) -> int:
         size = config.block_for(method.number("n"))
     else:
         size = config.block_size if method.option("block") is None else method.number("block")
-    if config.correction is not None and config.correction.is_of_slots and size > config.block_size:
+    if config.has_fixed_slots and size > config.block_size:
         most = config.num_drafts(config.block_size)
         raise UserError(f"method '{method.label}': the head of this {config.kind} draft drafts at most {most} tokens")
     return size
