@@ -160,7 +160,27 @@ def _dflash_passes(draft: DFlashDraft, target: Any, num_drafts: int, kept: int) 
         ),
         DraftPass(_part_size([head], draft), num_drafts),
         DraftPass(_part_size(taking_in, draft), kept),
+        *_correcting_passes(draft, num_drafts),
     )
+
+
+def _correcting_passes(draft: DFlashDraft, num_drafts: int) -> tuple[DraftPass, ...]:
+    """Return the passes of the head that corrects a block, if it has one."""
+    correction = draft.config.correction
+    if correction is None:
+        return ()
+    with torch.device("meta"):
+        names = list(correction.modules(draft.config.head_sizes))
+    weights = [
+        weight
+        for name in names
+        for own, weight in draft.get_submodule(name).named_parameters()
+        if own not in correction.lookups
+    ]
+    width, times = correction.passes(num_drafts)
+    itemsize = draft.fc.weight.element_size()
+    size = Size(memory.bytes_of(weights), memory.matrix_elements(weights), itemsize=itemsize)
+    return (DraftPass(size, width, times),)
 
 
 def _part_size(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) -> Size:

@@ -42,15 +42,15 @@ def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
     draft = with_labels(models.draft_of(method), method)
     steps, rule, cut = method.number("steps"), str(method.option("rule")), method.option("cut")
     _refuse(draft, method)
-    own: tuple[Any, ...] = (draft, target.embedding, target.head)
+    embedding, head = target.embedding, target.head
     if method.option("block") == "auto":
-        return AutoDFlashDrafter(*own, rule=rule, steps=steps)
+        return AutoDFlashDrafter(draft, embedding, head, rule=rule, steps=steps)
     size = block_size(draft, method)
     if cut == "auto":
-        return AutoCutDFlashDrafter(*own, block_size=size, rule=rule)
+        return AutoCutDFlashDrafter(draft, embedding, head, size, rule)
     if cut != "off":
-        return CutDFlashDrafter(*own, block_size=size, rule=rule, threshold=method.real("cut"))
-    return DFlashDrafter(*own, block_size=size, rule=rule, steps=steps)
+        return CutDFlashDrafter(draft, embedding, head, size, rule, threshold=method.real("cut"))
+    return DFlashDrafter(draft, embedding, head, size, rule, steps)
 
 
 def _refuse(draft: DFlashDraft, method: Method) -> None:

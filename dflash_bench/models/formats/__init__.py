@@ -104,7 +104,7 @@ def _speculators(folder: Path, config: Json) -> Format:
 
 def _refuse_unsupported(folder: Path, config: Json, architectures: Iterable[str], names: Iterable[str]) -> None:
     for architecture in architectures:
-        if architecture in UNSUPPORTED_ARCHITECTURES:
+        if architecture in UNSUPPORTED_ARCHITECTURES and "speculators_model_type" not in config:
             what = UNSUPPORTED_ARCHITECTURES[architecture]
             raise UserError(f"{folder} is {what} (architecture {architecture}), which is not supported")
     for name in names:
@@ -124,7 +124,8 @@ def load_draft(
 ) -> DraftModel:
     """Load a draft; `head` [V, H] is the target's, for a draft whose file leaves it out.
 
-    Raises UserError for a folder without a known kind of draft, a damaged file, or a draft for another target.
+    Raises UserError for a folder without a known kind of draft, a damaged file, weights that are no numbers, or a draft
+    for another target.
     """
     form, checkpoint = read_checkpoint(folder, target)
     for problem in problems(form, checkpoint, target):
@@ -132,6 +133,7 @@ def load_draft(
     if checkpoint.target_head:
         assert head is not None
         checkpoint = checkpoint.with_head(head)
+    base.refuse_broken(str(folder), checkpoint.tensors)
     config, tensors = checkpoint.config, checkpoint.tensors
     if isinstance(config, DFlashConfig):
         config, tensors = bodies.in_halves(config, tensors)

@@ -348,6 +348,13 @@ def check_map(where: str, tensors: Mapping[str, Tensor]) -> None:
         raise UserError(f"{where}: d2t is {kind} {list(d2t.shape)}, not one integer offset per token of the draft")
 
 
+def refuse_broken(where: str, tensors: Tensors) -> None:
+    """Raises UserError for the first tensor with NaN or infinite weights."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise UserError(f"{where}: {name} holds NaN or infinite weights; {COPY}")
+
+
 def skeleton(config: DraftConfig) -> DraftModel:
     """Return the network on the `meta` device, where its parameters take no memory."""
     with torch.device("meta"):
