@@ -104,6 +104,8 @@ SECOND = "DFlash2DraftModel"
 
 
 def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+    if "dflare_config" in config:
+        config = {**config, "dflash_config": {**config["dflare_config"], **(config.get("dflash_config") or {})}}
     selector = _selector(config)
     config = config if selector is None else heads.without(config, SelectorConfig)
     inner = config.get("dflash_config") or {}
