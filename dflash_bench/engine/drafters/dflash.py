@@ -98,7 +98,7 @@ def block_size(draft: DFlashDraft, method: Method) -> int:
         size = config.block_for(method.number("n"))
     else:
         size = config.block_size if method.option("block") is None else method.number("block")
-    if config.correction is not None and config.correction.is_of_slots and size > config.block_size:
+    if config.has_fixed_slots and size > config.block_size:
         most = config.num_drafts(config.block_size)
         raise UserError(f"method '{method.label}': the head of this {config.kind} draft drafts at most {most} tokens")
     return size
@@ -213,7 +213,8 @@ class DFlashDrafter(CachedDrafter):
             self.cache.place(self.starts, self.block_size)
             hidden = self._through(self.block)
         self.hidden = hidden
-        return self.config.body.logits(self.head(hidden[:, self.slots]))
+        logits: Tensor = self.config.body.logits(self.head(hidden[:, self.slots]))
+        return logits
 
     def _steady(self, num_places: int, block: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
         """As `_through`, placed by tensors alone, so that it can be captured."""

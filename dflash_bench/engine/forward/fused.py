@@ -102,7 +102,11 @@ def fuse(network: object, compile_function: Compile = torch.compile) -> list[Lay
         usual = [network.layer]
         (network.layer,) = fused_layers(usual, compile_function)
         return usual
-    if isinstance(network, NativeForward | NativeDFlash):
+    if isinstance(network, NativeDFlash):
+        usual = network.plain_layers
+        network.use(fused_layers(usual, compile_function))
+        return usual
+    if isinstance(network, NativeForward):
         usual, network.layers = network.layers, fused_layers(network.layers, compile_function)
         return usual
     return []

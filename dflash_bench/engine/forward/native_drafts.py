@@ -99,18 +99,23 @@ class NativeDFlash:
         if self.is_joined:
             self.fc, self.context_norm = linear_of(draft.fc), norm_of(draft.hidden_norm)
         self.norm, self.value_scale = norm_of(draft.norm), config.body.value_scale
-        self.plain_layers = [
+        plain = [
             with_sinks(layer_of(
                 layer, config.body.view(index).name, config.num_heads, config.num_kv_heads, "silu",
                 qkv=Linear(weight.t(), bias),
             ), layer, self.value_scale)
             for index, (layer, weight, bias) in enumerate(zip(layers, weights, biases, strict=True))
         ]  # fmt: skip
-        self.layers: list[Layer | FilteredLayer] = [*self.plain_layers]
-        if config.body.conv_kernel_size is not None:
+        self.use(plain)
+
+    def use(self, plain: list[Layer]) -> None:
+        """Compute with these layers, whose sublayers are filtered where the draft's are."""
+        self.plain_layers, self.layers = plain, list[Layer | FilteredLayer](plain)
+        if self.draft.config.body.conv_kernel_size is not None:
+            modules: list[Any] = [*self.draft.layers]
             self.layers = [
-                FilteredLayer(plain, layer.attention_conv, layer.mlp_conv)
-                for plain, layer in zip(self.plain_layers, layers, strict=True)
+                FilteredLayer(layer, module.attention_conv, module.mlp_conv)
+                for layer, module in zip(plain, modules, strict=True)
             ]
 
     def context(self, features: Tensor, tables: Tables) -> Tensor:

@@ -76,6 +76,11 @@ class DFlashConfig(DraftShape):
         return slice(first, first + self.num_drafts(block_size))
 
     @property
+    def has_fixed_slots(self) -> bool:
+        """Has it a head with weights of their own for each slot, which fit no larger block and no other labels?"""
+        return self.correction is not None and self.correction.is_of_slots
+
+    @property
     def head_sizes(self) -> HeadSizes:
         """Return the sizes that a correction head must fit."""
         return HeadSizes(
