@@ -88,6 +88,8 @@ def read_speculators(config: Json, layers: Json, tensors: Tensors, non_causal: b
 def layer_types(config: Json) -> list[str]:
     """Return the kind of each layer. Raises UserError for an unknown kind, or a list of another length."""
     count, types = config["num_hidden_layers"], config.get("layer_types")
+    if type(count) is int and count > LARGEST["num_layers"]:
+        raise UserError(f"num_layers cannot be {count!r}")  # before a list of so many is made
     if types is None:
         first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else count
         # A damaged number is reported later, and must not take memory here.
