@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import Isolation, ProgramLimits, ProgramOutcome
@@ -30,16 +31,21 @@ MARKER = uuid.uuid4().hex
 """An argument of every supervisor, to find the cage's processes by."""
 NOBODY = 65534
 _SERVER = """
-import json, sys
+import json, subprocess, sys
+import warm
 from dflash_bench.tasks import sandbox
 sandbox._SUPERVISOR += (json.loads(sys.stdin.readline()),)
 for line in sys.stdin:
-    cage, limits, program, tests, asked = json.loads(line)
-    if program is None: print(json.dumps([sandbox.holds(sandbox.Isolation(**cage)), "", True]), flush=True)
+    cage, limits, program, tests, asked, is_warm = json.loads(line)
+    sandbox.subprocess = warm.SUBPROCESS if is_warm else subprocess
+    if program is None: said = [sandbox.holds(sandbox.Isolation(**cage)), "", True]
     else:
         outcome = sandbox.run_tests(program, sandbox.Isolation(**cage), sandbox.ProgramLimits(**limits), tests, asked)
-        print(json.dumps([outcome.passed, outcome.reason, outcome.by_value]), flush=True)
+        said = [outcome.passed, outcome.reason, outcome.by_value]
+    print(json.dumps([said, [*warm.waiting()]]), flush=True)
 """
+_WAITING: set[int] = set()
+"""What nobody's supervisors are forked from."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,11 @@ def _ask(
     assert isinstance(server, subprocess.Popen)
     assert server.stdin
     assert server.stdout
-    server.stdin.write(json.dumps([asdict(cage), asdict(limits), program, tests, asked]) + "\n")
+    is_warm = sandbox.subprocess is warm.SUBPROCESS
+    server.stdin.write(json.dumps([asdict(cage), asdict(limits), program, tests, asked, is_warm]) + "\n")
     server.stdin.flush()
-    passed, reason, by_value = json.loads(server.stdout.readline())
+    (passed, reason, by_value), waiting = json.loads(server.stdout.readline())
+    _WAITING.update(waiting)
     return passed, reason, by_value
 
 
@@ -103,6 +111,7 @@ def _server() -> Any:
     shutil.copy(package.parent / "__init__.py", copy.parent)
     for name in ("__init__.py", "sandbox.py"):
         shutil.copy(package / name, copy)
+    shutil.copy(warm.__file__, home)
     for python in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
         with suppress(OSError, subprocess.CalledProcessError):
             _as_nobody(subprocess.check_call, [python, "-c", "import sys; assert sys.version_info >= (3, 11)"], home)
@@ -142,10 +151,12 @@ ASKED_BY_US = [box for param in BOXES if (box := param.values[0]) and not box.is
 
 
 def num_processes(marker: str = MARKER) -> int:
+    """Without those that supervisors are forked from."""
     count = 0
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            count += marker.encode() in path.read_bytes()
+        if int(path.parent.name) not in (*warm.waiting(), *_WAITING):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                count += marker.encode() in path.read_bytes()
     return count
 
 

@@ -70,6 +70,9 @@ def apply() -> None:
     measure.least_s = wraps(measure.least_s)(partial(measure.least_s, most=MOST_PASSES))
     _read_once(hub, "weights_sha256", _nanos)
     _read_once(targets, "load", _nanos)
+    _read_once(targets, "check", _nanos)
+    _read_once(targets, "tokenizer_of", _nanos)
+    _read_once(chat, "decoder", _nanos)
     _read_once(witness, "_read", _judges)
     _read_once(chat, "check", _prompts)
 

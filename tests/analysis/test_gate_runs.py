@@ -77,12 +77,13 @@ def linked(tmp_path: Path, shelf: Path) -> Callable[..., list[str]]:
 
 
 @pytest.fixture
-def gate(main: Main, linked: Callable[..., list[str]]) -> Callable[..., tuple[int, Any]]:
+def gate(main: Main, linked: Callable[..., list[str]], shelf: Path) -> Callable[..., tuple[int, Any]]:
     """`check` of some runs against a baseline of others: its exit status and its JSON."""
 
     def check(before: Sequence[str], after: Sequence[str], *words: object) -> Any:
-        assert main("baseline", *linked(before), "-o", "base.json")[0] == 0
-        code, shown, err = main("check", *linked(after), "--baseline", "base.json", "--json", *words)
+        base = shelf / f"{'+'.join(before)}.json"
+        assert base.exists() or main("baseline", *linked(before), "-o", base)[0] == 0
+        code, shown, err = main("check", *linked(after), "--baseline", base, "--json", *words)
         assert not err
         return code, json.loads(shown)
 

@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import plainly
 from fake_server import Count, FakeServer
 from nano_words import nano_text
 
@@ -24,6 +26,7 @@ from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.setup import MachineConfig, open_engine
 from dflash_bench.tasks import suites
 
+plainly.apply()
 PROMPTS, LENGTH = 8, 24
 WORDS = ("--suite", "gsm8k", "--model", "nano", "--limit", PROMPTS, "--max-new-tokens", LENGTH)
 
@@ -52,6 +55,10 @@ def engine(
     drafts = {} if draft is None else {method.partition(":")[0]: str(draft)}
     model = presets.combine("nano", None if target is None else str(target), drafts)
     return open_engine(model, chosen, MachineConfig(is_small=True, **wanted), LENGTH, 0)
+
+
+shared_engine = cache(engine)
+"""For tests that plant their fault in what it is asked, or in how it goes about it."""
 
 
 def decoded(

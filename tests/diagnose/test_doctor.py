@@ -30,7 +30,8 @@ from dflash_bench.runner.config import RunRequest
 
 
 def examined(method: str, draft: Path | None = None, **changes: Any) -> Diagnosis:
-    options: dict[str, Any] = {"limit": 3, "max_new_tokens": 16, **changes}
+    # Many prompts tell more than long answers, and sooner.
+    options: dict[str, Any] = {"limit": 4, "max_new_tokens": 8, **changes}
     drafts = () if draft is None else (f"{method}={draft}",)
     return doctor.diagnose(RunRequest(suites=(), methods=(method,), drafts=drafts, **options), lambda _: None)
 
@@ -110,21 +111,22 @@ def test_an_automatic_block_is_examined_whole() -> None:
     assert num_drafts_of(draft, parse("dflash:block=auto")) == 15
 
 
+@pytest.mark.usefixtures("read_once")
 def test_a_quantised_target_is_tried_as_it_was() -> None:
-    seen = examined("dflash", limit=2, max_new_tokens=16, quantize="int8")
+    seen = examined("dflash", limit=1, quantize="int8")
     (tried,) = [one for one in seen.trials if one.change.name == "the unquantised target"]
     assert "not in int8" in tried.change.cause and "leave out --quantize int8" in tried.change.remedy
 
 
 @pytest.mark.usefixtures("read_once")
 def test_the_other_mode_of_thinking_is_named() -> None:
-    seen = examined("dflash", limit=5, thinking="on")
+    seen = examined("dflash", thinking="on")
     assert seen.findings[0].cause == "the draft was trained with thinking off"
 
 
 @pytest.mark.usefixtures("read_once")
 def test_a_gain_that_may_be_chance_is_a_doubt() -> None:
-    seen = examined("dflash", limit=2, max_new_tokens=64, thinking="on")
+    seen = examined("dflash", limit=2, max_new_tokens=32, thinking="on")
     doubt = seen.findings[0]
     assert doubt.cause == "perhaps the draft was trained with thinking off" and not doubt.is_cause
     assert "which may be chance (p " in doubt.evidence and not seen.has_cause
@@ -142,7 +144,7 @@ def test_a_sound_draft_has_no_cause(method: str) -> None:
 def test_text_that_the_draft_does_not_know_is_named(tmp_path: Path) -> None:
     asked = ["Describe the harbour at dawn.", "Who repairs old clocks?", "Compare tea and coffee.", "Why do cats purr?"]
     (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps({"prompt": one}) for one in asked))
-    seen = examined("eagle3", prompts=tmp_path / "mine.jsonl", limit=4)
+    seen = examined("eagle3", prompts=tmp_path / "mine.jsonl", max_new_tokens=16)
     assert seen.findings[0].cause == "the draft has not learnt this kind of text"
     assert [sample.name for sample in seen.samples] == ["as it is", "on our prompts"]
 
@@ -279,6 +281,7 @@ def test_what_cannot_be_asked_is_refused(
     assert end.value.code == 2 and said in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("read_once")
 def test_the_command_exits_with_1_where_there_is_a_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

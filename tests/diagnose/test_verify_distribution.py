@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import kstest
-from toy import Scripted, TableTarget, tiny
+from toy import NUM_STATES, Scripted, TableTarget, _weight, tiny
 from wrong_rules import MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
 
 from dflash_bench.core.types import Settings
@@ -41,13 +42,14 @@ class TableModel:
         return SimpleNamespace(weight=torch.zeros(VOCAB))
 
     def forward(self, ids: torch.Tensor, use_cache: bool) -> Any:
-        rows = [torch.stack([self.table.logits_after(row[: i + 1]) for i in range(len(row))]) for row in ids.tolist()]
-        return SimpleNamespace(logits=torch.stack(rows))
+        states = (_weight(torch.arange(ids.shape[1])) * (ids + 1)).cumsum(dim=1) % NUM_STATES
+        return SimpleNamespace(logits=self.table.table[states])
 
     __call__ = forward
 
 
 TREE_PARENTS = [-1, -1, 0, 0, 2, 4, 5]
+WEIGHTS = [_weight(place) for place in range(64)]
 
 
 class Near:
@@ -57,7 +59,7 @@ class Near:
 
     def __init__(self, table: TableTarget, rule: str, is_tree: bool = False) -> None:
         self.table, self.is_tree = table, is_tree
-        self.noise = TableTarget(VOCAB, seed=7)
+        self.logits = table.table + 0.7 * TableTarget(VOCAB, seed=7).table
         self.draft_sampler = DraftSampler(rule, lambda ids: ids)
         self.num_drafts = len(TREE_PARENTS) if is_tree else 6
 
@@ -67,36 +69,30 @@ class Near:
     def observe(self, committed: Committed) -> None:
         self.texts, self.draft_sampler.sampler = committed.texts, committed.sampler
 
-    def logits(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-        near = [self.table.logits_after(text) + 0.7 * self.noise.logits_after(text) for text in texts]
-        return torch.stack(near)[:, None]
-
     def propose(self) -> Draft:
-        if self.is_tree:
-            return self.tree()
-        texts, tokens, probs = [list(text) for text in self.texts], [], []
+        """The table is read at the state after each text, to which a token adds by its place alone."""
+        states = torch.tensor([sum(map(mul, WEIGHTS, text)) + sum(WEIGHTS[: len(text)]) for text in self.texts])
+        places = torch.tensor([len(text) for text in self.texts])
+        return self.tree(states, places) if self.is_tree else self.chain(states, places)
+
+    def chain(self, states: torch.Tensor, places: torch.Tensor) -> Draft:
+        tokens, probs = [], []
         for i in range(self.num_drafts):
-            token, p = self.draft_sampler.sample(self.logits(texts), first=i)
+            token, p = self.draft_sampler.sample(self.logits[states % NUM_STATES][:, None], first=i)
             tokens.append(token)
             probs.append(p)
-            for text, new in zip(texts, token[:, 0].tolist(), strict=True):
-                text.append(new)
+            states = states + _weight(places + i) * (token[:, 0] + 1)
         return Draft(torch.cat(tokens, 1), probs=torch.cat(probs, 1) if probs[0] is not None else None)  # type: ignore[arg-type]
 
-    def tree(self) -> Draft:
+    def tree(self, states: torch.Tensor, places: torch.Tensor) -> Draft:
         """Of each node's children the best tokens, as many as it has."""
-        rows = []
-        for text in self.texts:
-            tokens: list[int] = []
-            for node, parent in enumerate(TREE_PARENTS):
-                way: list[int] = []
-                while parent >= 0:
-                    way.insert(0, tokens[parent])
-                    parent = TREE_PARENTS[parent]
-                elder = TREE_PARENTS[:node].count(TREE_PARENTS[node])
-                tokens.append(int(self.logits([[*text, *way]])[0, 0].topk(elder + 1).indices[elder]))
-            rows.append(tokens)
-        return Draft(torch.tensor(rows), torch.tensor([TREE_PARENTS] * len(rows)))
+        tokens, ways = [], {-1: (states, places)}
+        for node, parent in enumerate(TREE_PARENTS):
+            states, places = ways[parent]
+            elder = TREE_PARENTS[:node].count(parent)
+            tokens.append(self.logits[states % NUM_STATES].topk(elder + 1).indices[:, elder])
+            ways[node] = states + _weight(places) * (tokens[-1] + 1), places + 1
+        return Draft(torch.stack(tokens, dim=1), torch.tensor([TREE_PARENTS] * len(self.texts)))
 
 
 def toy() -> Any:

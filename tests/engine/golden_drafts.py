@@ -1,4 +1,4 @@
-"""Drafts in their publishers' formats, and what the publishers' own code drafts with them (`dflash_bench/conformance`)."""
+"""Drafts in publishers' formats, and what the publishers' own code drafts with them (`dflash_bench/conformance`)."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cages import BOXES, MARKER, Box, num_processes
+import warm
+from cages import ASKED_BY_US, BOXES, MARKER, Box, num_processes
 
 from dflash_bench.core.types import Prompt
 from dflash_bench.tasks import sandbox
@@ -15,6 +16,8 @@ from dflash_bench.tasks.sandbox import ProgramLimits, ProgramOutcome
 from dflash_bench.tasks.scorers import score
 
 LIMITS = ProgramLimits(cpu_s=3, wall_s=5.0)
+ENDLESS = ProgramLimits(cpu_s=1, wall_s=2.0)
+"""For cheats that take as much time as there is."""
 TESTS = """
 def check(candidate):
     assert candidate(2) == 4
@@ -52,8 +55,10 @@ CHEATS = dict(
 
 @pytest.fixture(params=BOXES)
 def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
-    """Nothing of a program is alive afterwards."""
+    """Nothing of a program is alive afterwards. In the strongest cage they start as in a run, in the others warm."""
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
+    if request.param not in ASKED_BY_US[:1]:
+        monkeypatch.setattr(sandbox, "subprocess", warm.SUBPROCESS)
     yield request.param
     assert num_processes() == 0
 
@@ -63,9 +68,10 @@ def test_a_right_answer_passes(box: Box) -> None:
     assert box.fails(WRONG, LIMITS, TESTS, ["double"]) == "exit status 1: AssertionError"
 
 
-@pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS.keys())
+@pytest.mark.parametrize("cheat", CHEATS)
 def test_no_cheat_passes(box: Box, cheat: str) -> None:
-    assert box.fails(SEND + cheat, LIMITS, TESTS, ["double"])
+    limits = ENDLESS if cheat in ("recursion without limit", "hashes that collide", "half an answer") else LIMITS
+    assert box.fails(SEND + CHEATS[cheat], limits, TESTS, ["double"])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import warm
 from cages import BOXES, MARKER, Box, num_processes
 
 from dflash_bench.tasks import sandbox
@@ -72,6 +73,7 @@ PIECES = {
 @pytest.fixture(params=BOXES)
 def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
+    monkeypatch.setattr(sandbox, "subprocess", warm.SUBPROCESS)
     yield request.param
     assert num_processes() == 0
 

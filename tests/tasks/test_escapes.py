@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from cages import BOXES, MARKER, RIGHT, Box, num_processes
 
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.isolation import walls
+from dflash_bench.tasks.sandbox import ProgramLimits
 
+BRIEF = ProgramLimits(cpu_s=1, wall_s=0.5)
 NUMBERS = walls.X86_64 if os.uname().machine == "x86_64" else walls.AARCH64
 REFUSED = (
     "Operation not permitted|Permission denied|No such file|Read-only file system|Function not implemented"
@@ -34,8 +38,15 @@ def call(number, *args):
 def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
     """Nothing of a program is alive afterwards."""
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
+    monkeypatch.setattr(sandbox, "subprocess", warm.SUBPROCESS)
     yield request.param
     assert num_processes() == 0
+
+
+@pytest.fixture
+def cold(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program gets from its start is that of a run."""
+    monkeypatch.setattr(sandbox, "subprocess", subprocess)
 
 
 def refuses(box: Box, program: str) -> bool:
@@ -98,7 +109,7 @@ def test_threads_end_with_their_program(box: Box) -> None:
 
 
 def test_a_fork_bomb_fizzles(box: Box) -> None:
-    assert box.fails("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n") == "timed out"
+    assert box.fails("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n", BRIEF) == "timed out"
 
 
 # ---- system calls by number ------------------------------------------------------------------------------
@@ -275,6 +286,7 @@ assert False, 'Permission denied'
     assert refuses(box, attack)
 
 
+@pytest.mark.usefixtures("cold")
 def test_the_home_folder_is_out_of_sight(box: Box) -> None:
     secret = Path.home() / f".dflash-bench-{uuid.uuid4().hex}"
     try:
@@ -290,6 +302,7 @@ def test_the_home_folder_is_out_of_sight(box: Box) -> None:
         secret.unlink()
 
 
+@pytest.mark.usefixtures("cold")
 def test_the_environment_is_empty(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_KEY", "secret")
     names = {"HOME", "TMPDIR", "LC_CTYPE", "PYTHONHASHSEED", "MALLOC_ARENA_MAX"}
@@ -306,6 +319,7 @@ assert kinds == [stat.S_IFCHR] * 2 + [stat.S_IFREG] + [stat.S_IFIFO] * 2, kinds
 """
 
 
+@pytest.mark.usefixtures("cold")
 def test_descriptors_are_not_inherited(box: Box, tmp_path: Path) -> None:
     """Besides three for the standard streams, two pipes to and from the tests."""
     with (tmp_path / "secret").open("w") as file:
@@ -357,6 +371,7 @@ SHOUT = (
 )
 
 
+@pytest.mark.usefixtures("cold")
 def test_saying_the_expected_words_everywhere_is_not_passing(box: Box) -> None:
     for end in ("os._exit(0)", ""):
         assert box.fails(SHOUT + end).startswith("its program sent something that is not a plain value: ")
@@ -381,6 +396,7 @@ def test_overriding_what_ends_a_program_is_not_passing(box: Box, override: str) 
     box.fails(f"{override}\nassert 1 + 1 == 3")
 
 
+@pytest.mark.usefixtures("cold")
 def test_what_a_program_inherits_in_memory_holds_nothing_of_the_caller(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import warm
 from cages import ASKED_BY_US, BOXES, MARKER, RIGHT, SHORT, Box, num_processes, wait_until
 
 from dflash_bench.tasks import sandbox
@@ -26,13 +27,48 @@ needs_a_cage = pytest.mark.skipif(not ASKED_BY_US, reason="no cage is granted he
 def box(request: pytest.FixtureRequest, monkeypatch: Patch) -> Iterator[Box]:
     """Nothing of a program is alive afterwards."""
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
+    monkeypatch.setattr(sandbox, "subprocess", warm.SUBPROCESS)
     yield request.param
     assert num_processes() == 0
+
+
+@pytest.fixture
+def cold(box: Box, monkeypatch: Patch) -> None:
+    """What a program gets from its start is that of a run."""
+    monkeypatch.setattr(sandbox, "subprocess", subprocess)
+
+
+STATE = """
+import hashlib, os, resource, signal, stat, sys, threading
+def kind(fd):
+    try: return stat.S_IFMT(os.fstat(fd).st_mode), os.get_inheritable(fd)
+    except OSError: return None
+state = {
+    "modules": sorted(sys.modules), "path": sys.path, "flags": sys.flags, "words": sys.argv, "environment": os.environ,
+    "files": [kind(fd) for fd in range(256)], "folder": os.path.dirname(os.getcwd()), "users": os.getresuid(),
+    "session": os.getsid(0) in (0, os.getppid()), "group": os.getpgrp() in (0, os.getppid()),
+    "limits": [resource.getrlimit(which) for which in range(16)], "threads": threading.active_count(),
+    "signals": [signal.getsignal(number) for number in range(1, 32)], "umask": os.umask(0), "order": hash("order"),
+}
+home = os.environ["HOME"]
+found = {name: hashlib.sha256(repr(value).replace(home, "HOME").encode()) for name, value in state.items()}
+raise ValueError(" ".join(f"{name[:6]}={digest.hexdigest()[:5]}" for name, digest in found.items()))
+"""
+
+
+def test_a_warm_start_is_as_a_cold_one(box: Box, monkeypatch: Patch) -> None:
+    """In all that a program finds, apart from names that are new each time."""
+    said = []
+    for how in (warm.SUBPROCESS, subprocess):
+        monkeypatch.setattr(sandbox, "subprocess", how)
+        said.append(box.fails(STATE))
+    assert said[0] == said[1] and re.fullmatch(r"exit status 1: ValueError: (\w+=\w{5} ?){15}", said[0])
 
 
 # ---- what a program may do -------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_right_program_passes(box: Box) -> None:
     assert box.passes(RIGHT)
 
@@ -90,10 +126,12 @@ def test_small_files_can_be_written_where_there_is_a_folder_in_memory(box: Box, 
         assert re.search("No usable temporary directory|PermissionError", box.fails(program))
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_main_guard_stays_shut(box: Box) -> None:
     assert box.passes(RIGHT + "if __name__ == '__main__':\n    raise SystemExit(input('which test? '))\n")
 
 
+@pytest.mark.usefixtures("cold")
 def test_the_order_of_a_set_is_the_same_each_time(box: Box) -> None:
     assert len({box.fails("raise ValueError(list({'a', 'b', 'c', 'd', 'e', 'f'}))") for _ in range(4)}) == 1
 
@@ -230,7 +268,7 @@ def test_a_runner_dies_with_its_supervisor_before_the_verdict(cage: Isolation, m
         wait_until(lambda: num_processes() == 4)  # two supervisors and their runners
         children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
         for pid in " ".join(path.read_text() for path in children).split():
-            if MARKER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if int(pid) not in warm.waiting() and MARKER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(int(pid), signal.SIGKILL)
 
     killer = threading.Thread(target=kill_supervisor)

@@ -1,0 +1,7 @@
+"""For tests of servers alone."""
+
+from __future__ import annotations
+
+import plainly
+
+plainly.apply()
