@@ -87,6 +87,8 @@ OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
     "verified": lambda rows: rows["num_accepted"] + rows["num_rounds"],
     "accepted": lambda rows: rows["num_accepted"],
     "drafted": lambda rows: rows["num_drafted"],
+    "checked": lambda rows: rows["num_verified"],
+    "cut_rounds": lambda rows: np.where(rows.has("num_verified"), rows["num_rounds"], 0),
     "emitted": lambda rows: rows["num_emitted"],
     "tokens_of_shown": lambda rows: np.where(rows.has("num_rounds"), rows["decode_tokens"], 0),
     "shown": lambda rows: rows["num_rounds"] > 0,
@@ -244,6 +246,11 @@ _DECLARED = (
         in_comparison=True,
     ),
     Metric(
+        id="verified", formula="sum(v_i) / sum(S): draft tokens that the target read, where drafts are cut before",
+        unit="tokens/round", top=("checked",), bottom=("cut_rounds",), needs_draft=True,
+        shown=(Shown("rounds", 7, "verified", is_optional=True),), in_comparison=True,
+    ),
+    Metric(
         id="forwards_per_token", formula="sum(S) / sum(T - 1): target forwards for each token after the first",
         unit="forwards/token", top=("rounds",), bottom=("tokens_of_shown",), higher_is_better=False,
         in_comparison=True, is_compared=True,
@@ -324,7 +331,8 @@ _DECLARED = (
 METRICS = {metric.id: metric for metric in _DECLARED}
 FORMULAS = {name: metric.formula for name, metric in METRICS.items()}
 FORMULAS["accept_at[k]"] = "P(a >= k), and P(a >= k given a >= k-1), over rounds"
-"""For an answer of T tokens, the first from prefill, in S rounds, of which round i drafts d_i, accepts a_i, emits e_i.
+"""For an answer of T tokens, the first from prefill, in S rounds, of which round i drafts d_i tokens, verifies v_i of
+them, accepts a_i and emits e_i.
 
 For a tree d_i counts all its nodes, and a_i the nodes on the accepted path.
 """

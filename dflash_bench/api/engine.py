@@ -32,6 +32,8 @@ class ReplyRound:
 
     drafted: tuple[int, ...]
     """The ids of the draft tokens, for a tree those of all its nodes. Empty in plain decoding."""
+    verified: int
+    """The number of draft tokens that the target read: all, unless the draft was cut before."""
     accepted: int
     """The number of draft tokens that were accepted."""
     token_ids: tuple[int, ...]
@@ -359,7 +361,10 @@ def _message(message: Message | Mapping[str, str] | int) -> Message:
 
 def _round(step: Round, **seconds: float) -> ReplyRound:
     parents = None if step.drafted_parents is None else tuple(step.drafted_parents[0])
-    return ReplyRound(tuple(step.drafted_ids[0]), step.accepted[0], tuple(step.emitted[0] or ()), parents, **seconds)
+    verified = step.drafted if step.verified is None else step.verified
+    return ReplyRound(
+        tuple(step.drafted_ids[0]), verified[0], step.accepted[0], tuple(step.emitted[0] or ()), parents, **seconds
+    )
 
 
 def _reply(method: Method, generation: Generation, steps: Sequence[tuple[int, Round]]) -> Reply:

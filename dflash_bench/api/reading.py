@@ -27,11 +27,11 @@ OF_ANSWERS = (
 """The columns of `Run.answers`."""
 OF_ROUNDS = (
     "suite", "prompt_id", "turn", "repeat", "method", "settings", "round", "position",
-    "drafted", "drafted_ids", "accepted", "emitted", "draft_s", "verify_s", "round_s",
+    "drafted", "drafted_ids", "verified", "accepted", "emitted", "draft_s", "verify_s", "round_s",
 )  # fmt: skip
 """The columns of `Run.rounds`."""
 _PLACE = ("suite", "prompt_id", "turn", "repeat", "method")
-_LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "round_s")
+_LISTS = ("drafted", "verified", "accepted", "emitted", "draft_s", "verify_s", "round_s")
 
 
 class Run:
@@ -99,9 +99,9 @@ class Run:
 
         Columns: suite, prompt_id, turn, repeat, method, settings (as in `answers`), round (from 0), position (tokens of
         the answer before this round; the first token comes from prefill), drafted (number of draft tokens, for a tree
-        all its nodes), drafted_ids (an array of them, or None if they were not stored), accepted (number of draft
-        tokens accepted), emitted (tokens that the round added), draft_s, verify_s, round_s (seconds). Empty for
-        servers, which hide their rounds.
+        all its nodes), drafted_ids (an array of them, or None if they were not stored), verified (number of draft
+        tokens that the target read), accepted (number of draft tokens accepted), emitted (tokens that the round added),
+        draft_s, verify_s, round_s (seconds). Empty for servers, which hide their rounds.
         """
         import pandas as pd
 
@@ -229,12 +229,17 @@ def _rounds_of(batch: Any, words: list[str]) -> Any:
             [None] * len(counts) if ids is None else np.split(ids, np.cumsum(counts)[:-1])[: len(counts)]
             for ids, counts in zip(answers["drafted_ids"], answers["drafted"], strict=True)
         ],
+        verified=[
+            drafted if verified is None else verified
+            for drafted, verified in zip(answers["drafted"], answers["verified"], strict=True)
+        ],
         position=[1 + np.cumsum(emitted) - emitted for emitted in answers["emitted"]],
         round=[np.arange(len(emitted)) for emitted in answers["emitted"]],
     )
     lists = ["drafted_ids", "position", "round", *_LISTS]
     table = answers[[*_PLACE, "settings", *lists]].explode(lists, ignore_index=True).dropna(subset=["round"])
-    whole, real = ("round", "position", "drafted", "accepted", "emitted"), ("draft_s", "verify_s", "round_s")
+    whole = ("round", "position", "drafted", "verified", "accepted", "emitted")
+    real = ("draft_s", "verify_s", "round_s")
     return table.astype(dict.fromkeys(whole, "int64") | dict.fromkeys(real, "float64"))
 
 

@@ -182,6 +182,8 @@ _OWN: dict[str, MethodSpec] = {
                 Option("steps", "passes of the draft over a block; each fixes its most certain tokens", 1, 1, 16,
                        "passes"),
                 _RULE,
+                Option("cut", "for drafts with a confidence head: nothing is verified from the first token below this "
+                       f"confidence on; {_PACED}", "off", 0, 1, words=("off", "auto"), kind=float),
             ),
             count="n", alternatives=(frozenset({"block", "n"}),),
         ),

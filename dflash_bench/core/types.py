@@ -172,6 +172,8 @@ class Generation:
     """How these totals were counted: the id of a `dialects.CountingRule`."""
     uncounted: str | None = None
     """Why there are no totals although rounds are hidden."""
+    verified: tuple[int, ...] | None = None
+    """[S] How many of a round's drafted tokens the target read, for drafts that are cut before; None if all."""
 
     @property
     def hides_tokens(self) -> bool:

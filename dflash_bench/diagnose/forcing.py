@@ -101,6 +101,8 @@ class _ForcedDrafter:
             # Guesses drawn with the target's random numbers for these places: none of them tests a draft.
             depths = [draft.width + 1] * len(self.texts)
         elif draft is not None and draft.following is None:
+            # Of a draft that is cut, only what is verified is of interest here.
+            draft = replace(draft, drafted=None)
             forces = draft.probs is None or (draft.parents is None and not self.proposals)
             draft = self._cut(draft, forces)
             if forces:

@@ -90,6 +90,8 @@ def _continuation(rounds: Sequence[Round], proposals: Sequence[Proposal], row: i
 
 def _spots(new: Sequence[int], step: Round, proposal: Proposal, row: int) -> Iterator[Spot]:
     drafted = step.drafted_ids[row]
+    if step.verified is not None:
+        drafted = drafted[: step.verified[row]]
     if not drafted:
         yield from (Spot() for _ in new)
         return

@@ -41,7 +41,7 @@ def expected_tokens(scores: Floats, widths: Sequence[int], calibration: float = 
     expectation at width w is 1 + sum_{i<w} exp(calibration * scores_i): the target's own token and the accepted ones.
     """
     kept = np.exp(calibration * scores).cumsum(axis=1).sum(axis=0)
-    tokens: Floats = len(scores) + kept[np.array(widths) - 1]
+    tokens: Floats = len(scores) + np.concatenate([[0.0], kept])[np.array(widths)]
     return tokens
 
 
@@ -110,12 +110,19 @@ class AdaptiveLength:
 
     Nothing here waits for a GPU: with `lags`, a moving average of the previous rounds' probabilities is used, which
     have reached the host by then. On a CPU the round's own probabilities are used.
+
+    With `may_be_none`, verifying none of the drafted tokens is a choice, too.
     """
 
     def __init__(
-        self, num_drafts: int, lags: bool, now: Callable[[], float] = time.perf_counter, margin: float = 0.0
+        self,
+        num_drafts: int,
+        lags: bool,
+        now: Callable[[], float] = time.perf_counter,
+        margin: float = 0.0,
+        may_be_none: bool = False,
     ) -> None:
-        self.widths = [width for width in WIDTHS if width < num_drafts] + [num_drafts]
+        self.widths = [0] * may_be_none + [width for width in WIDTHS if width < num_drafts] + [num_drafts]
         self.lags, self.now, self.margin = lags, now, margin
         self.calibration = 1.0
         self.expected: Floats | None = None

@@ -103,10 +103,18 @@ class RequestTrace:
             # Each from the end of the one before, so that all of the decoding time is in some round.
             round_s=tuple(seconds(before, end) for before, end in pairwise(ends)),
             peak_memory_bytes=peak_memory_bytes,
+            verified=self._verified(),
         )
 
     def failed(self, text: str, error: str) -> Generation:
         return Generation(self.tokens, text, "error", len(self.prompt), 0.0, 0.0, error=error)
+
+    def _verified(self) -> tuple[int, ...] | None:
+        """Return how many drafted tokens of each round were verified, or None if no draft was cut."""
+        steps = self.rounds[1:]
+        if all(step.verified is None for _, step in steps):
+            return None
+        return tuple((step.drafted if step.verified is None else step.verified)[row] for row, step in steps)
 
     def _parents(self) -> tuple[int, ...] | None:
         """Return the parents of all drafted tokens, or None if every round drafted a chain."""

@@ -241,14 +241,14 @@ class _State:
         if not self.ended:
             counts = [count + 1 if slot.is_decoding else 0 for slot, count in zip(self.slots, accepted, strict=True)]
             self._keep(verdict, output.hidden, tokens, counts, moved, host.get("choices", ()))
-        lengths = (draft.lengths or [draft.width] * len(alive)) if draft else [0] * len(alive)
         end = self.clock.mark()
         self.listener.marked()
-        drafts = [length * live for length, live in zip(lengths, alive, strict=True)]
+        drafts = _of_living(draft.num_drafted() if draft else [0] * len(alive), alive)
+        cut = None if draft is None or draft.drafted is None else _of_living(draft.num_verified(), alive)
         ids = _first(host.get("drafted", [[]] * len(drafts)), drafts)
         parents = _first(host["parents"], drafts) if "parents" in host else None
         marks = (begin, drafted, verified, observing, end)
-        return Round(emitted, drafts, accepted, ids, parents, marks, *self._whose())
+        return Round(emitted, drafts, accepted, ids, parents, marks, *self._whose(), cut)
 
     def _verify(self, draft: Draft | None, logits: Tensor) -> Verdict:
         """Apply the verify rule that fits the draft, to penalised logits [B, N + 1, V] (`verify.py`)."""
@@ -320,12 +320,16 @@ def _parts(draft: Draft | None, verdict: Verdict, tokens: Tensor, logits: Tensor
     if verdict.path is not None:
         parts["last"] = verdict.last[:, None]
     if draft is not None:
-        parts["drafted"] = draft.tokens
+        parts["drafted"] = draft.all_drafted
         if draft.parents is not None:
             parts["parents"] = draft.parents
         if draft.wants_choices and verdict.choices is not None:
             parts["choices"] = verdict.choices
     return parts
+
+
+def _of_living(counts: list[int], alive: Sequence[bool]) -> list[int]:
+    return [count * live for count, live in zip(counts, alive, strict=True)]
 
 
 def _first(rows: Lists, counts: list[int]) -> Lists:

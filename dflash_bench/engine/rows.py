@@ -88,6 +88,8 @@ class Round:
     """The index of each row's prompt."""
     ended: tuple[bool, ...]
     """Whether each row's answer has ended."""
+    verified: list[int] | None = None
+    """How many of the drafted tokens were verified, for drafts that are cut; None if all were."""
 
 
 class DecodingError(UserError):

@@ -28,6 +28,7 @@ class Draft:
     tree's node may be drawn given its elder siblings (without replacement, say); its probs are then conditional, too.
     `lengths` says how many leading tokens of each row are real; padding is never accepted. A drafter with nothing for
     any row proposes None in place of a draft.
+    `drafted` [B, M] are all tokens that were drafted, where only the first of them, `tokens`, are to be verified.
     `following` [B] is the token after a draft that is the answer itself: both are committed without being verified.
     `wants_choices` asks for the target's choice after each place (`Committed.choices`).
     """
@@ -38,10 +39,24 @@ class Draft:
     lengths: Sequence[int] | None = None
     wants_choices: bool = False
     following: Tensor | None = None
+    drafted: Tensor | None = None
 
     @property
     def width(self) -> int:
         return self.tokens.shape[1]
+
+    @property
+    def all_drafted(self) -> Tensor:
+        """Return the tokens [B, M] that were drafted, whether or not they are to be verified."""
+        return self.tokens if self.drafted is None else self.drafted
+
+    def num_verified(self) -> list[int]:
+        """Return how many tokens of each row are to be verified."""
+        return [self.width] * len(self.tokens) if self.lengths is None else list(self.lengths)
+
+    def num_drafted(self) -> list[int]:
+        """Return how many tokens were drafted for each row."""
+        return self.num_verified() if self.drafted is None else [self.drafted.shape[1]] * len(self.tokens)
 
     @property
     def padding(self) -> Tensor | None:

@@ -176,6 +176,7 @@ def describe(checkpoint: Checkpoint, num_target_layers: int) -> GgufNetwork:
 def _dflash(config: DFlashConfig, tensors: dict[str, Tensor]) -> GgufNetwork:
     _refuse(
         config,
+        **{f"the head of a {config.kind} draft": config.correction is not None},
         shifted_labels=config.shifted_labels,
         attention_bias=config.attention_bias,
         target_hidden_size=config.target_hidden_size,

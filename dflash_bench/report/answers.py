@@ -96,7 +96,7 @@ MOST_PADDING = 1200
 """How many characters of the padding before a prompt are shown."""
 COLUMNS = (
     "suite", "prompt_id", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
-    "decode_s", "drafted", "drafted_ids", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
+    "decode_s", "drafted", "drafted_ids", "verified", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
     "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
     "audit", "audit_index", "audit_gap", "audit_tolerance", *NAMES,
 )  # fmt: skip
@@ -189,12 +189,13 @@ def _references(stored: Sequence[dict[str, Any]], info: RunInfo) -> dict[tuple[s
 
 
 def _rejected(decoder: Any, row: dict[str, Any]) -> list[str]:
-    """What a chain's draft said beyond what was accepted, for each round; empty if it was not stored, or for trees."""
+    """What a chain's draft said that was verified and not accepted, by round; empty for trees and if not stored."""
     if row["drafted_ids"] is None or is_tree(row["method"]):
         return []
     said, at = [], 0
-    for drafted, accepted in zip(row["drafted"], row["accepted"], strict=True):
-        ids = [int(token) for token in row["drafted_ids"][at + accepted : at + drafted]]
+    verified = row["drafted"] if row["verified"] is None else row["verified"]
+    for drafted, read, accepted in zip(row["drafted"], verified, row["accepted"], strict=True):
+        ids = [int(token) for token in row["drafted_ids"][at + accepted : at + read]]
         try:
             said.append(decoder.decode(ids, skip_special_tokens=False) if ids else "")
         except OverflowError:  # an id that no tokenizer has

@@ -31,9 +31,11 @@ VERDICTS = {
 }
 """For each verdict the columns of where the answer departs, by how much, and what rounding explains."""
 COLUMNS = (
-    "method", "token_ids", "drafted_ids", "drafted_parents", "start_s", "end_s", "temperature", "concurrency", "rate",
-    "counted_by", "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "error", "order",
-    *CLOCK, *COUNTS, *SECONDS, *VERDICTS, *(name for names in VERDICTS.values() for name in names), *TOKENS, *TOTALS,
+    "method", "token_ids", "drafted_ids", "drafted_parents", "verified", "start_s", "end_s", "temperature",
+    "concurrency", "rate", "counted_by", "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s",
+    "draft_prefill_s", "error",
+    "order", *CLOCK, *COUNTS, *SECONDS, *VERDICTS,
+    *(name for names in VERDICTS.values() for name in names), *TOKENS, *TOTALS,
 )  # fmt: skip
 """The columns that the laws need."""
 SHARE, AT_LEAST_S = 1e-3, 1e-4
@@ -94,6 +96,14 @@ def _accepts_too_much(rows: RowArrays) -> Any:
     def broken(rows: RowArrays) -> Any:
         drafted, accepted = rows.flat("drafted"), rows.flat("accepted")
         return rows.owning("accepted", (accepted > drafted) | (accepted < 0))
+
+    return rows.among(rows.is_counted, broken)
+
+
+def _verifies_another_number(rows: RowArrays) -> Any:
+    def broken(rows: RowArrays) -> Any:
+        drafted, verified, accepted = rows.flat("drafted"), rows.verified, rows.flat("accepted")
+        return rows.owning("drafted", (verified > drafted) | (verified < accepted))
 
     return rows.among(rows.is_counted, broken)
 
@@ -358,8 +368,12 @@ LAWS = (
             RowLaw(f"{name} contradicts its gap and tolerance", _contradicted(name), FORM),
         )
     ),
-    *(RowLaw(f"{name} has more or fewer entries than accepted", _uneven(name), FORM) for name in (*COUNTS, *SECONDS)),
+    *(
+        RowLaw(f"{name} has more or fewer entries than accepted", _uneven(name), FORM)
+        for name in (*COUNTS, *SECONDS, "verified")
+    ),
     RowLaw("a round accepts more tokens than it drafts, or fewer than 0", _accepts_too_much, VALUES),
+    RowLaw("a round verifies more tokens than it drafts, or fewer than it accepts", _verifies_another_number, VALUES),
     RowLaw("a round does not emit one token more than it accepts", _emits_another_number, VALUES),
     *(RowLaw(f"{name} is {NO_TIME}", _no_round_time(name), VALUES) for name in SECONDS),
     RowLaw("its rounds do not add up to its tokens", _rounds_off_tokens, VALUES),

@@ -21,7 +21,7 @@ from dflash_bench.core.types import Answer
 from dflash_bench.results import checksums
 from dflash_bench.results.identity import Identity
 from dflash_bench.results.run_info import MEASURE_AGAIN, SCHEMA, UNRELEASED, differences, refuse_other_schema
-from dflash_bench.results.schema import COLUMNS, leaf, record_of, schema
+from dflash_bench.results.schema import COLUMNS, is_of_run, leaf, record_of, with_added
 
 PARTS = "part-*.parquet"
 NAME = re.compile(r"part-([0-9]{6,})(?:-([0-9]{6,}))?\.parquet")
@@ -79,8 +79,9 @@ def batches(
     before = 0
     with _opened(part, identity) as file:
         for group in range(file.num_row_groups):
-            table = file.read_row_group(group, list(columns), use_threads=False).combine_chunks()
-            for batch in table.select(columns).to_batches():
+            stored = [name for name in columns if name in file.schema_arrow.names]
+            table = file.read_row_group(group, stored, use_threads=False)
+            for batch in with_added(table, columns).combine_chunks().to_batches():
                 yield batch if left_out is None else without(batch, left_out[before : before + len(batch)])
                 before += len(batch)
 
@@ -120,7 +121,7 @@ def _opened(path: Path, identity: Identity | None = None, as_written: bool = Tru
             metadata = file.schema_arrow.metadata or {}
             if versions := _versions(metadata):
                 refuse_other_schema(path, versions, MEASURE_AGAIN)
-            if not versions or not file.schema_arrow.equals(schema()):
+            if not versions or not is_of_run(file.schema_arrow):
                 raise DamagedError(f"cannot read {path}: its columns are not those of a run")
             if not file.metadata.num_rows:
                 raise DamagedError(f"cannot read {path}: it holds no answers")
@@ -149,7 +150,7 @@ def _refuse_other(path: Path, then: Any, now: Identity) -> None:
 
 def read(part: Path, identity: Identity | None = None, as_written: bool = True) -> Any:
     with _opened(part, identity, as_written) as file:
-        return file.read()
+        return with_added(file.read(), list(COLUMNS))
 
 
 def records(stored: Sequence[Path], identity: Identity) -> list[Answer]:

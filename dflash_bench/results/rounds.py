@@ -188,7 +188,7 @@ def bin_name(number: int) -> str:
 # The lists that rows hold about their rounds, summed per answer or per stretch of an answer.
 
 
-LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "round_s")
+LISTS = ("drafted", "verified", "accepted", "emitted", "draft_s", "verify_s", "round_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +235,7 @@ class RoundTable:
         sums = {
             "num_rounds": self._filled(np.diff(self.starts, append=len(accepted))),
             "num_drafted": self._sum(drafted),
+            "num_verified": self._sum(self.values["verified"]),
             "num_accepted": self._sum(accepted),
             "num_emitted": self._sum(self.values["emitted"]),
             "num_drafting": self._sum(drafting),

@@ -156,6 +156,14 @@ class RowArrays:
         return np.where(first > 0, tokens - first, np.maximum(self.round_sum("emitted"), tokens - 1))
 
     @cached_property
+    def verified(self) -> Any:
+        """How many drafted tokens of each round were verified, [rounds]: all, where a row does not say."""
+        counts = self.flat("drafted").astype(np.int32)
+        stored = np.repeat(self.lengths("verified") >= 0, np.maximum(self.lengths("drafted"), 0))
+        counts[stored] = self.flat("verified")
+        return counts
+
+    @cached_property
     def has_ids(self) -> Any:
         """Rows that name their rounds and all that was drafted in them, [rows]."""
         return self.is_counted & (self.lengths("drafted_ids") >= 0)
@@ -179,6 +187,7 @@ class RowArrays:
         kept = drafts.kept[drafts.round]
         other = in_chain & (drafts.place < kept) & ~same
         more = in_chain & (drafts.place == kept) & drafts.is_uncut[drafts.round] & same
+        more &= drafts.place < drafts.verified[drafts.round]
         owners = drafts.owner[drafts.round]
         other, more = self.per_row(other, owners), self.per_row(more, owners)
         if drafts.parents is not None:
@@ -200,6 +209,8 @@ class Drafts:
     """How many of its drafted tokens were emitted: all that were accepted, unless the round was cut, [rounds]."""
     is_uncut: Any
     """Was all of it emitted, the target's own token at the end too? [rounds]"""
+    verified: Any
+    """How many of its drafted tokens were verified, [rounds]."""
     round: Any
     """The round of each drafted token, [drafted]."""
     place: Any
@@ -233,6 +244,7 @@ class Drafts:
             owner=at[of_round],
             kept=np.minimum(accepted, emitted),
             is_uncut=emitted == accepted + 1,
+            verified=chosen.verified,
             round=of_token,
             place=place,
             ids=chosen.flat("drafted_ids"),

@@ -47,8 +47,11 @@ COLUMNS = {
     "clock_s": "double", "clock_prefill_s": "double", "clock_decode_s": "double", "clock_slack_s": "double",
     "clock_rounds": "int32", "clock_passes": "int32",
     "settings_id": "string",
+    "verified": "list of int16",
 }
 # fmt: on
+ADDED = ("verified",)
+"""Columns that were added since version 1, and are null in runs from before."""
 PLACES = {
     "divergence": {"index": "first_divergence", "gap": "divergence_gap", "tolerance": "divergence_tolerance"},
     "departure": {"index": "audit_index", "gap": "audit_gap", "tolerance": "audit_tolerance"},
@@ -68,6 +71,26 @@ def schema() -> Any:
         if kind.startswith("list")
     }
     return pa.schema(columns | lists, metadata={SCHEMA: str(SCHEMA_VERSION)})
+
+
+def is_of_run(stored: Any) -> bool:
+    """Has a part with this Arrow schema the columns of a run, now or before some were added?"""
+    wanted = schema()
+    for name in ADDED:
+        if name not in stored.names:
+            wanted = wanted.remove(wanted.get_field_index(name))
+    return bool(stored.equals(wanted))
+
+
+def with_added(table: Any, columns: Sequence[str]) -> Any:
+    """Return a table of these columns, null where a part has none because it is older."""
+    import pyarrow as pa
+
+    for name in columns:
+        if name not in table.schema.names:
+            field = schema().field(name)
+            table = table.append_column(field, pa.nulls(len(table), field.type))
+    return table.select(columns)
 
 
 def leaf(name: str) -> str:

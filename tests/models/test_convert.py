@@ -89,7 +89,12 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(model: Path,
     dflash, eagle3, out = str(model / "dflash"), str(model / "eagle3"), tmp_path / "out"
     refusals = [
         (dflash, "zlab", None, "is already in the zlab format"),
-        (dflash, "safeailab", None, "unknown format for a draft of kind dflash: 'safeailab'; known: deepspec, spec"),
+        (
+            dflash,
+            "safeailab",
+            None,
+            "unknown format for a draft of kind dflash: 'safeailab'; known: deepspec, nvidia, spec",
+        ),
         (dflash, "speculators", None, r"includes embed_tokens\.weight, .* give --target"),
         (dflash, "deepspec", str(model), "infill_labels"),
         (eagle3, "deepspec", str(model), "draft_vocab_size = 64"),

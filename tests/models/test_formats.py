@@ -512,7 +512,7 @@ def test_a_value_of_the_wrong_type_is_refused(change: dict[str, Any], saved: Pat
     [
         ({"causal": True}, "causal = True"),
         ({"use_swa": True, "swa_window_size": 64}, "use_swa = True"),
-        ({"projector_type": "domino"}, "projector_type = 'domino'"),
+        ({"projector_type": "eagle"}, "projector_type = 'eagle'"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding-window layers"),
     ],
 )
@@ -537,12 +537,8 @@ def test_an_unknown_format_says_what_was_looked_for(config: dict[str, Any], save
 KNOWN = {
     "candidate_selector.hidden_projection.weight": "is DFlash 2",
     "layers.0.mlp_conv.base_kernel": "is DFlash 2",
-    "prefix_gru.weight_ih_l0": "is Domino",
-    "logit_head.embed_proj.0.weight": "is Domino",
     "layer_fusion_weights": "is DFlare",
     "layers.1.self_attn.k_proj_target.weight": "is DFlare",
-    "markov_head.markov_w1.weight": "is DSpark",
-    "confidence_head.proj.weight": "is DSpark",
     "mask_hidden": "is P-EAGLE",
 }
 
@@ -554,15 +550,33 @@ def test_what_is_known_but_not_supported_is_named(name: str, saved: Path) -> Non
         load(saved)
 
 
+HEADS = {
+    "prefix_gru.weight_ih_l0": "Domino",
+    "logit_head.embed_proj.0.weight": "Domino",
+    "markov_head.markov_w1.weight": "DSpark",
+    "confidence_head.proj.weight": "DSpark",
+    "refiner_head.mix_l": "XPress",
+    "lilicorr.same_slot_bias": "LiLiCorr",
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_tensor_of_a_head_that_the_config_does_not_describe_is_named_with_its_kind(name: str, saved: Path) -> None:
+    edit_tensors(saved, lambda t: t.update({name: torch.zeros(2)}))
+    message = f"tensor {name} is of a draft of kind {HEADS[name]}, but config.json describes (DFlash|EAGLE-3)"
+    with pytest.raises(UserError, match=message):
+        load(saved)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"architectures": ["DFlash2DraftModel"]}, "is DFlash 2"),
-        ({"architectures": ["Gemma4DSparkModel"]}, "DFlash for Gemma 4"),
-        ({"markov_rank": 256}, "is DSpark"),
+        ({"architectures": ["Gemma4DSparkModel"]}, "DSpark for Gemma 4"),
+        ({"markov_rank": 256}, "markov_rank = 256 in config.json is not supported: DSpark"),
         (
             {"speculators_model_type": "peagle"},
-            "speculators draft of type 'peagle' is not supported; only dflash, eagle3",
+            "speculators draft of type 'peagle' is not supported; only dflash, dspark, xpress, eagle3",
         ),
     ],
 )

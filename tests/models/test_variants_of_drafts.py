@@ -37,7 +37,7 @@ def edit(folder: Path, inner: str | None, changes: dict[str, Any]) -> None:
 REFUSED: dict[str, Any] = {
     "causal_head": True, "causal": True, "is_causal": True, "use_swa": True, "attention_sink_bias": True,
     "attention_value_scale": 0.5, "attention_mode": "mla", "input_embedding_scale": 64, "embedding_multiplier": 12.0,
-    "output_multiplier": 0.2, "final_logit_softcapping": 30.0, "projector_type": "domino", "shift_label": True,
+    "output_multiplier": 0.2, "final_logit_softcapping": 30.0, "projector_type": "eagle", "shift_label": True,
     "conv_kernel_size": 2, "selector_rank": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 0,
     "markov_head_type ": "gated", "lilicorr_num_layers": 2, "an_unknown_key": None,
 }  # fmt: skip
@@ -119,11 +119,8 @@ def test_what_a_target_left_there_is_let_pass(model: Path) -> None:
 # What publishers' own code drafts otherwise than we would: each of these must be refused, and by its name.
 
 NAMED = {
-    "angelslim-dflare": "DFlare", "deepspec-dspark-rnn-cut": "DSpark", "deepspec-dspark-vanilla": "DSpark",
-    "jetspec-causal-head": "causal_head = True", "nvidia-lilicorr": "LiLiCorr", "specforge-domino-in-place": "Domino",
-    "specforge-domino-shifted": "Domino", "specforge-dspark-gated": "DSpark", "specforge-p-eagle": "P-EAGLE",
-    "speculators-dspark": "DSpark", "speculators-xpress": "XPress", "zlab-causal-full": "is_causal = True",
-    "zlab-dflash2": "DFlash 2", "zlab-dflash2-sliding": "DFlash 2",
+    "angelslim-dflare": "DFlare", "jetspec-causal-head": "causal_head = True", "specforge-p-eagle": "P-EAGLE",
+    "zlab-causal-full": "is_causal = True", "zlab-dflash2": "DFlash 2", "zlab-dflash2-sliding": "DFlash 2",
     "zlab-embedding-scale": "input_embedding_scale = 8.0", "zlab-sliding-default": "sliding-window layers",
     "zlab-sliding-noncausal": "sliding-window layers",
 }  # fmt: skip

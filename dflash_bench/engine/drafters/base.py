@@ -190,21 +190,46 @@ class DraftSampler:
         self.samples, self.target_ids, self.num_ids = rule == "rejection", target_ids, num_ids
         self.sampler: Sampler | None = None
 
+    @property
+    def draws(self) -> bool:
+        """Are tokens drawn, and not chosen?"""
+        return self.samples and not (self.sampler is not None and self.sampler.greedy)
+
     def sample(self, logits: Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
         """Return target ids [B, N] for draft logits [B, N, Vd], and the distributions [B, N, V] if they were drawn.
 
         `first` is the index of the drafted token that logits[:, 0] predict: 0 follows the anchor. The distributions are
         over the target's vocabulary.
         """
-        sampler = self.sampler
-        if not self.samples or (sampler is not None and sampler.greedy):
+        if not self.draws:
             return self.target_ids(likeliest(logits)), None
-        assert sampler is not None, "rejection draws tokens, and needs the run's sampler"
+        sampler = self._sampler
         # Tokens drafted before a place count as unseen there: q may be anything, as long as tokens are drawn from q.
         probs = sampler.probabilities(sampler.penalise(self._spread(logits, sampler.vocab_size)))
         places = sampler.places(first + logits.shape[1])
         assert places is not None
         return inverse_cdf(probs, sampler.numbers("draft", places[:, first:])), probs
+
+    def sample_among(self, ids: Tensor, scores: Tensor, place: int) -> tuple[Tensor, Tensor | None]:
+        """Return the index [B] of a candidate, given target ids [B, C] and scores [B, C], and q [B, 1, V] if drawn.
+
+        The temperature applies to the scores; filters and penalty apply to the target's distribution alone.
+        """
+        if not self.draws:
+            return likeliest(scores), None
+        sampler = self._sampler
+        scores = scores.float().masked_fill(ids >= sampler.vocab_size, -torch.inf)
+        shares = torch.softmax(scores / sampler.sampling.temperature, dim=-1)
+        places = sampler.places(place + 1)
+        assert places is not None
+        index = inverse_cdf(shares, sampler.numbers("draft", places[:, place:])[:, 0])
+        probs = shares.new_zeros(len(ids), sampler.vocab_size)
+        return index, probs.scatter_add_(1, ids.clamp(max=sampler.vocab_size - 1), shares)[:, None]
+
+    @property
+    def _sampler(self) -> Sampler:
+        assert self.sampler is not None, "rejection draws tokens, and needs the run's sampler"
+        return self.sampler
 
     def _spread(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Return logits over the target's vocabulary: -inf for ids that the draft lacks; ids beyond it are dropped."""

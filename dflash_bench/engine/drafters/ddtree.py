@@ -25,8 +25,13 @@ from dflash_bench.models.nets.dflash import DFlashDraft
 
 
 def build(models: Models, target: Target, method: Method) -> DDTreeDrafter:
-    """Raises UserError for more nodes than a tree can have."""
+    """Raises UserError for a draft that offers no tree, and for more nodes than a tree can have."""
     draft: DFlashDraft = models.draft_of(method)
+    if draft.config.correction is not None:
+        raise UserError(
+            f"method '{method.label}': the head of a {draft.config.kind} draft picks one token after another, which "
+            "is no tree; use dflash"
+        )
     top_k, block_size = (None if method.option(name) is None else method.number(name) for name in ("top_k", "block"))
     if method.option("nodes") == "auto":
         return AutoDDTreeDrafter(draft, target.embedding, target.head, MOST_NODES, top_k, block_size)

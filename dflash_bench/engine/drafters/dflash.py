@@ -8,17 +8,19 @@ which is strictly before the anchor, as in training: the anchor's own features d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.adaptive import AdaptiveLength
 from dflash_bench.engine.cache import rotations
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler
+from dflash_bench.engine.drafters.corrections import BlockCorrector
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native import Product
 from dflash_bench.engine.forward.native_drafts import DFlashNetwork, NativeDFlash
@@ -27,23 +29,59 @@ from dflash_bench.engine.masks import block_mask
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
+from dflash_bench.models.nets.corrections.base import Corrected
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.weights import lay_out
 
 
 def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
+    """Raises UserError for options that this kind of draft does not have."""
     draft: DFlashDraft = models.draft_of(method)
-    steps, rule = method.number("steps"), str(method.option("rule"))
+    steps, rule, cut = method.number("steps"), str(method.option("rule")), method.option("cut")
+    _refuse(draft, method)
+    own: tuple[Any, ...] = (draft, target.embedding, target.head)
     if method.option("block") == "auto":
-        return AutoDFlashDrafter(draft, target.embedding, target.head, rule=rule, steps=steps)
-    return DFlashDrafter(draft, target.embedding, target.head, block_size(draft, method), rule, steps)
+        return AutoDFlashDrafter(*own, rule=rule, steps=steps)
+    size = block_size(draft, method)
+    if cut == "auto":
+        return AutoCutDFlashDrafter(*own, block_size=size, rule=rule)
+    if cut != "off":
+        return CutDFlashDrafter(*own, block_size=size, rule=rule, threshold=method.real("cut"))
+    return DFlashDrafter(*own, block_size=size, rule=rule, steps=steps)
+
+
+def _refuse(draft: DFlashDraft, method: Method) -> None:
+    """Raises UserError for options that this kind of draft does not have, or that contradict each other."""
+    correction, where = draft.config.correction, f"method '{method.label}'"
+    if correction is not None and method.number("steps") > 1:
+        raise UserError(f"{where}: the head of a {draft.config.kind} draft corrects a single pass; leave steps out")
+    if (cut := method.option("cut")) == "off":
+        return
+    if correction is None or not correction.has_confidence:
+        raise UserError(f"{where}: this {draft.config.kind} draft has no confidence head to cut by; leave cut out")
+    if method.option("block") == "auto":
+        raise UserError(f"{where}: block=auto and cut both say how much is verified; give one of them")
+    if cut == "auto" and method.option("rule") == "rejection":
+        raise UserError(
+            f"{where}: cut=auto looks at all drawn tokens, and tokens selected by their own value do not follow q any "
+            "more; give a threshold"
+        )
 
 
 def block_size(draft: DFlashDraft, method: Method) -> int:
-    """Return the block size by the options `n` or `block`, or the size that the draft was trained with."""
+    """Return the block size by the options `n` or `block`, or the size that the draft was trained with.
+
+    Raises UserError for a larger block than the weights of its head have room for.
+    """
+    config = draft.config
     if method.option("n") is not None:
-        return draft.config.block_for(method.number("n"))
-    return draft.config.block_size if method.option("block") is None else method.number("block")
+        size = config.block_for(method.number("n"))
+    else:
+        size = config.block_size if method.option("block") is None else method.number("block")
+    if config.correction is not None and config.correction.is_of_slots and size > config.block_size:
+        most = config.num_drafts(config.block_size)
+        raise UserError(f"method '{method.label}': the head of this {config.kind} draft drafts at most {most} tokens")
+    return size
 
 
 class DFlashDrafter(CachedDrafter):
@@ -64,13 +102,14 @@ class DFlashDrafter(CachedDrafter):
     ) -> None:
         self.block_size = block_size or draft.config.block_size
         self.steps = steps
-        self.num_predicted = draft.config.num_drafts(self.block_size)
+        self.num_predicted, self.slots = draft.config.num_drafts(self.block_size), draft.config.slots(self.block_size)
         super().__init__(draft, self.block_size)
         self.network: DFlashNetwork = NativeDFlash(self.draft)
         self.embedding: Callable[[Tensor], Tensor] = draft.embed_tokens if self.config.own_embedding else embedding
         self.head: Product = lay_out(draft.lm_head) if self.config.own_head else head
         self.num_drafts = self.num_predicted
         self.draft_sampler = DraftSampler(rule, draft.target_ids, self.config.draft_vocab_size)
+        self.corrector = BlockCorrector.of(draft, self.draft_sampler)
 
     def compile(self) -> None:
         network, head = self.network, self.head
@@ -86,6 +125,8 @@ class DFlashDrafter(CachedDrafter):
     def allocate(self, num_rows: int, capacity: int) -> None:
         self.block = torch.full((num_rows, self.block_size), self.config.mask_token_id, device=self.device)
         self.columns = torch.arange(capacity, device=self.device)
+        if self.corrector is not None:
+            self.corrector.begin(num_rows)
 
     def observe(self, committed: Committed) -> None:
         """Store keys and values of the committed tokens' features [B, M, K * H], and put the anchor into the block."""
@@ -96,11 +137,23 @@ class DFlashDrafter(CachedDrafter):
         self.cache.write_all(self.network.context(committed.hidden, tables))
         if committed.anchor is not None:
             self.block[committed.row_slice, 0] = committed.anchor
+        if self.corrector is not None:
+            self.corrector.observe(committed)
         self.advance(committed)
 
     def propose(self) -> Draft:
-        tokens, probs = self.draft_sampler.sample(self.block_logits())
-        return Draft(tokens, probs=probs)
+        corrected, probs = self.draft_tokens(self.block_logits())
+        return Draft(corrected.tokens, probs=probs)
+
+    def draft_tokens(self, logits: Tensor) -> tuple[Corrected, Tensor | None]:
+        """Return the drafted tokens for logits [B, num_predicted, Vd], and their q [B, num_predicted, V] if drawn.
+
+        The logits are those of the last pass: a correction head reads its hidden states, too.
+        """
+        if self.corrector is None:
+            tokens, probs = self.draft_sampler.sample(logits)
+            return Corrected(tokens), probs
+        return self.corrector.correct(self.hidden, logits, self.slots, self.block[:, 0], self.embedding)
 
     def block_logits(self) -> Tensor:
         """Return the logits [B, num_predicted, Vd] of the tokens that the block predicts."""
@@ -133,7 +186,8 @@ class DFlashDrafter(CachedDrafter):
             # The block is written behind the context and covers whatever stale context lies there.
             self.cache.place(self.starts, self.block_size)
             hidden = self._through(self.block)
-        return self.head(hidden[:, -self.num_predicted :])
+        self.hidden = hidden
+        return self.head(hidden[:, self.slots])
 
     def _steady(self, num_places: int, block: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
         """As `_through`, placed by tensors alone, so that it can be captured."""
@@ -161,9 +215,13 @@ class AdaptiveDrafter(DFlashDrafter):
     margin = 0.0
     """By which share a wider draft may seem slower than the best width and still be preferred."""
 
+    may_be_none = False
+    """Is verifying nothing of a draft a choice, too?"""
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.adaptive = AdaptiveLength(self.num_drafts, lags=self.device.type != "cpu", margin=self.margin)
+        lags = self.device.type != "cpu"
+        self.adaptive = AdaptiveLength(self.num_drafts, lags=lags, margin=self.margin, may_be_none=self.may_be_none)
 
     def begin(self, num_rows: int, capacity: int) -> None:
         super().begin(num_rows, capacity)
@@ -175,6 +233,57 @@ class AdaptiveDrafter(DFlashDrafter):
             self.adaptive.add_rows(committed.rows)
         else:
             self.adaptive.learn(committed.counts)
+
+
+class CutDFlashDrafter(DFlashDrafter):
+    """Verifies a row's draft up to its first token whose own confidence is below the threshold, as DeepSpec does.
+
+    That may be none of it: the target then reads the anchor alone. A confidence is about the tokens before, and never
+    about the token itself, so drawn tokens still follow their q.
+    """
+
+    def __init__(self, *args: Any, threshold: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.threshold = threshold
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        super().begin(num_rows, capacity)
+        self.alive = [False] * num_rows
+
+    def observe(self, committed: Committed) -> None:
+        super().observe(committed)
+        for row, count in zip(committed.rows, committed.counts, strict=True):
+            self.alive[row] = count > 0 and committed.anchor is not None
+
+    def propose(self) -> Draft:
+        corrected, probs = self.draft_tokens(self.block_logits())
+        assert corrected.confidence is not None
+        # How wide the pass of the target is must be known on the host.
+        sure = (corrected.confidence >= self.threshold).cumprod(dim=1).sum(dim=1).tolist()
+        lengths = [length * alive for length, alive in zip(sure, self.alive, strict=True)]
+        return verified_in_part(corrected.tokens, probs, max(lengths), lengths)
+
+
+class AutoCutDFlashDrafter(AdaptiveDrafter):
+    """Verifies as much of a draft as pays, by the product of the confidences, which may be none of it.
+
+    Its width is that of all rows.
+    """
+
+    may_be_none = True
+
+    def propose(self) -> Draft:
+        self.adaptive.start()
+        corrected, probs = self.draft_tokens(self.block_logits())
+        assert corrected.confidence is not None
+        width = self.adaptive.choose(corrected.confidence.log().cumsum(dim=-1))
+        return verified_in_part(corrected.tokens, probs, width)
+
+
+def verified_in_part(tokens: Tensor, probs: Tensor | None, width: int, lengths: Sequence[int] | None = None) -> Draft:
+    """Return a draft of tokens [B, N], with q [B, N, V], of which at most the first `width` are verified."""
+    probs = None if probs is None else probs[:, :width]
+    return Draft(tokens[:, :width], probs=probs, lengths=lengths, drafted=tokens)
 
 
 class AutoDFlashDrafter(AdaptiveDrafter):
@@ -191,7 +300,7 @@ class AutoDFlashDrafter(AdaptiveDrafter):
     def propose(self) -> Draft:
         self.adaptive.start()
         logits = self.block_logits()
-        tokens, probs = self.draft_sampler.sample(logits)
+        corrected, probs = self.draft_tokens(logits)
         surest = logits.log_softmax(dim=-1).amax(dim=-1)
         width = self.adaptive.choose(surest.cumsum(dim=-1))
-        return Draft(tokens[:, :width], probs=None if probs is None else probs[:, :width])
+        return Draft(corrected.tokens[:, :width], probs=None if probs is None else probs[:, :width])

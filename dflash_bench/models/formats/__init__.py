@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash_bench.core.errors import DraftProblem, UserError, unknown
 from dflash_bench.models import weights
-from dflash_bench.models.formats import base, deepspec, safeailab, speculators, zlab
+from dflash_bench.models.formats import base, deepspec, heads, projectors, safeailab, speculators, zlab
 from dflash_bench.models.formats.base import Checkpoint, DraftModel, Format, Json, TargetShape
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashDraft
@@ -38,9 +38,15 @@ FORMATS = {
     (form.name, form.kind): form
     for form in (
         zlab.DFLASH, speculators.DFLASH, speculators.EAGLE3, deepspec.DFLASH, deepspec.EAGLE3, safeailab.EAGLE3,
+        projectors.SPECFORGE, projectors.NVIDIA,
     )
 }  # fmt: skip
-SPECULATORS = {"dflash": speculators.DFLASH, "eagle3": speculators.EAGLE3}
+SPECULATORS = {
+    "dflash": speculators.DFLASH,
+    "dspark": speculators.DFLASH,
+    "xpress": speculators.DFLASH,
+    "eagle3": speculators.EAGLE3,
+}
 ARCHITECTURES = {
     "DFlashDraftModel": zlab.DFLASH,
     "Qwen3DSparkModel": deepspec.DFLASH,
@@ -48,24 +54,16 @@ ARCHITECTURES = {
 }
 UNSUPPORTED_ARCHITECTURES = {
     "DFlash2DraftModel": "DFlash 2",
-    "DominoDraftModel": "Domino",
-    "DSparkDraftModel": "DSpark",
     "QwenDFlareDraftModel": "DFlare",
-    "LiLiCorrDraftModel": "LiLiCorr",
     "XPressDraftModel": "XPress",
     "PEagleDraftModel": "P-EAGLE",
-    "Gemma4DSparkModel": "DeepSpec's DFlash for Gemma 4",
+    "Gemma4DSparkModel": "DeepSpec's DSpark for Gemma 4",
     "MuseGlimmerAssistantModel": "an assistant for transformers' own DFlash",
 }
 UNSUPPORTED_TENSORS = {
     r"candidate_selector\.|.*(attention|mlp)_conv\.": "DFlash 2",
-    r"(logit_head\.)?(prefix_gru|embed_proj)\.": "Domino",
     r"layer_fusion_weights|.*\.[kv]_proj_target\.": "DFlare",
-    r"markov_head\.": "DSpark",
-    r"confidence_head\.": "DSpark with a confidence head",
     r"mask_hidden$": "P-EAGLE",
-    r"lilicorr\.": "LiLiCorr",
-    r"refiner_head\.": "XPress",
     r"encoder\.fc\.": "an assistant for transformers' own DFlash",
     r"\d+\.\d+\.linear\.": "Medusa",
 }
@@ -82,6 +80,8 @@ def detect(folder: Path, config: Json, names: Iterable[str]) -> Format:
     _refuse_unsupported(folder, config, architectures, names)
     if "speculators_model_type" in config:
         return _speculators(folder, config)
+    if (projector := projectors.projector_of(config)) is not None:
+        return projectors.BY_PROJECTOR[projector]
     for name in architectures:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
@@ -110,8 +110,6 @@ def _refuse_unsupported(folder: Path, config: Json, architectures: Iterable[str]
         for pattern, what in UNSUPPORTED_TENSORS.items():
             if re.match(pattern, name):
                 raise UserError(f"{folder} is {what} (tensor {name}), which is not supported")
-    if config.get("markov_rank"):
-        raise UserError(f"{folder} is DSpark (markov_rank {config['markov_rank']}), which is not supported")
     if (folder / "mask_embedding.pt").exists():
         raise UserError(f"{folder} has its mask's embedding in mask_embedding.pt, which is not supported")
 
@@ -141,14 +139,28 @@ def load_draft(
 
 
 def save_draft(draft: DraftModel, folder: Path, format_name: str | None = None, slim: bool = False) -> None:
-    """Write a draft in a format, by default z-lab's or SafeAILab's. Raises UserError if that cannot hold the draft.
+    """Write a draft, by default in the format of the publisher whose drafts it resembles.
+
+    Raises UserError if the format cannot hold the draft.
 
     With `slim` the head is left out, which must be rows of the target's.
     """
     kind = "dflash" if isinstance(draft, DFlashDraft) else "eagle3"
-    form = format_named(format_name or {"dflash": "zlab", "eagle3": "safeailab"}[kind], kind)
+    form = format_named(format_name or _usual_format(draft), kind)
     checkpoint = Checkpoint(draft.config, draft.state_dict())
     weights.write_checkpoint(folder, *form.write(checkpoint.without_head() if slim else checkpoint))
+
+
+def _usual_format(draft: DraftModel) -> str:
+    """Return the format of the publisher whose drafts this one resembles."""
+    if not isinstance(draft, DFlashDraft):
+        return "safeailab"
+    usual = {"Domino": "specforge", "LiLiCorr": "nvidia", "XPress": "speculators"}
+    if draft.config.kind == "DSpark":
+        if draft.config.draft_vocab_size is not None:
+            return "speculators"
+        return "deepspec" if draft.config.own_head else "specforge"
+    return usual.get(draft.config.kind, "zlab")
 
 
 def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool = False) -> tuple[Format, Checkpoint]:
@@ -159,6 +171,7 @@ def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool
     try:
         form = detect(folder, config, tensors)
         checkpoint = form.read(config, tensors, target.num_layers if target else None)
+        heads.refuse_other_heads(checkpoint.config, tensors)
     except UserError as error:
         raise error if str(folder) in str(error) else UserError(f"{path}: {error}") from error
     except KeyError as error:

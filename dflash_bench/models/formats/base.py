@@ -266,15 +266,13 @@ LARGEST_OTHER = 1 << 24
 """More than in any existing network: a damaged number must not make us allocate huge memory or loop forever."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
-FLAGS = ("attention_bias", "shifted_labels", "own_embedding", "own_head", "qk_norm", *EAGLE3_FLAGS)
+FLAGS = ("attention_bias", "shifted_labels", "last_slot_idle", "own_embedding", "own_head", "qk_norm", *EAGLE3_FLAGS)
 
 
 def check_values(where: str, config: DraftConfig) -> None:
     """Raises UserError for the first value that no network can have."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if not _is_sound(field.name, field.type, value):
-            raise UserError(f"{where}: {field.name} cannot be {value!r}")
+    for name, value in _unsound(config):
+        raise UserError(f"{where}: {name} cannot be {value!r}")
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise UserError(
             f"{where}: {config.num_heads} heads of {config.head_dim} on {config.num_kv_heads} key-value heads "
@@ -286,6 +284,15 @@ def check_values(where: str, config: DraftConfig) -> None:
         raise UserError(f"{where}: norm_before_fc and fc_norm cannot both be set")
     if config.rope_scaling is not None:
         _check_scaling(where, config)
+
+
+def _unsound(config: DraftConfig) -> Iterator[tuple[str, object]]:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name != "correction" and not _is_sound(field.name, field.type, value):
+            yield field.name, value
+    if isinstance(config, DFlashConfig) and config.correction is not None:
+        yield from config.correction.unsound(config.head_sizes)
 
 
 def _is_sound(name: str, kind: object, value: object) -> bool:

@@ -1,7 +1,7 @@
 """DFlash and EAGLE-3 as DeepSpec publishes them: flat configs based on the target's, with its embedding and head.
 
-DFlash has shifted labels, though nothing in the file says so. EAGLE-3 taps five layers and norms queries and keys.
-Layers are named by their output; -1 is the output of the embedding.
+DFlash has shifted labels, though nothing in the file says so, and with a `markov_rank` the head of DSpark. EAGLE-3 taps
+five layers and norms queries and keys. Layers are named by their output; -1 is the output of the embedding.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.models.formats import base, variants, zlab
+from dflash_bench.models.formats import base, heads, variants, zlab
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
+from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config
 
@@ -18,6 +19,13 @@ LAYER = "layers.0."
 
 
 def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+    if not config.get("markov_rank"):
+        return _body(config, tensors, depth)
+    tensors = heads.newer_names(tensors)
+    return heads.with_head(_body(heads.without(config, MarkovConfig), tensors, depth), heads.markov(config, tensors))
+
+
+def _body(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     return zlab.checkpoint(
         config,
         tensors,
@@ -59,15 +67,16 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
         draft_vocab_size=config.draft_vocab_size,
         target_hidden_size=config.target_hidden_size,
     )
+    heads.cannot_hold("deepspec", config, MarkovConfig)
     base.needs_vocabulary("deepspec", checkpoint)
+    none = {"enable_confidence_head": False, "markov_rank": 0}
     header = {
         "architectures": ["Qwen3DSparkModel"],
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "num_hidden_layers": config.num_layers,
         "layer_types": ["full_attention"] * config.num_layers,
-        "enable_confidence_head": False,
-        "markov_rank": 0,
+        **(none if config.correction is None else heads.json_of(config.correction)),
     }
     return header | _rest(config, checkpoint), dict(checkpoint.tensors)
 

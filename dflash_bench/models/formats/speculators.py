@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.models.formats import base, safeailab, variants, zlab
+from dflash_bench.models.formats import base, heads, safeailab, variants, zlab
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
+from dflash_bench.models.nets.corrections.markov import MarkovConfig
+from dflash_bench.models.nets.corrections.xpress import XPressConfig
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config, default_target_layers
 
@@ -21,6 +23,35 @@ NO_FLAG = "norm_before_residual is absent: read as False, the library's default;
 
 
 def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+    kind = config["speculators_model_type"]
+    if kind == "dspark":
+        # Nobody has published one whose slots predict themselves.
+        if (shifted := config.get("sample_from_anchor", True)) is not True:
+            raise UserError(f"a DSpark draft with sample_from_anchor = {shifted!r} is not supported")
+        body = {**heads.without(config, MarkovConfig), "sample_from_anchor": True}
+        return heads.with_head(_dflash(body, tensors, depth), heads.markov(_flat(config), tensors))
+    if kind == "xpress":
+        tensors = _refiner_names(tensors)
+        return heads.with_head(_dflash(heads.without(config, XPressConfig), tensors, depth), heads.xpress(config))
+    return _dflash(config, tensors, depth)
+
+
+def _flat(config: Json) -> Json:
+    """Return the config with the body's width beside its head's keys."""
+    return {**config, "hidden_size": config["transformer_layer_config"]["hidden_size"]}
+
+
+REFINER = (
+    "down_h", "down_g", "token_embed", "in_proj", "mix_l", "mlp_gate", "mlp_up", "mlp_down", "readout",
+)  # fmt: skip
+"""XPress's tensors, which some files have without their module's name."""
+
+
+def _refiner_names(tensors: Tensors) -> Tensors:
+    return {f"refiner_head.{name}" if name.split(".")[0] in REFINER else name: t for name, t in tensors.items()}
+
+
+def _dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     body = _body(config)
     variants.refuse(config, zlab.WHAT)
     taps = config.get("aux_hidden_state_layer_ids")
@@ -81,20 +112,29 @@ def _verifier(config: Json) -> str | None:
 def write_dflash(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, DFlashConfig)
+    heads.cannot_hold("speculators", config, MarkovConfig, XPressConfig)
+    if isinstance(config.correction, MarkovConfig) and not config.shifted_labels:
+        raise UserError("the speculators format cannot hold this draft's infill_labels")
     base.needs_vocabulary("speculators", checkpoint)
+    name = "DFlash" if config.correction is None else config.kind
     header = {
-        "architectures": ["DFlashSpeculator"],
-        "auto_map": {"": "config.DFlashSpeculatorConfig"},
-        "speculators_model_type": "dflash",
+        "architectures": [f"{name}Speculator"],
+        "auto_map": {"": f"config.{name}SpeculatorConfig"},
+        "speculators_model_type": name.lower(),
+        **({} if config.correction is None else heads.json_of(config.correction)),
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": list(base.shift_ids(config.target_layer_ids, 1)),
         "sample_from_anchor": config.shifted_labels,
     }
-    layers = {"num_hidden_layers": config.num_layers, "layer_types": ["full_attention"] * config.num_layers}
+    layers: dict[str, Any] = {
+        "num_hidden_layers": config.num_layers,
+        "layer_types": ["full_attention"] * config.num_layers,
+    }
     num_drafts = config.num_drafts(config.block_size)
-    return header | _rest(checkpoint, "dflash", num_drafts, {"model_type": "qwen3", **layers}), dict(checkpoint.tensors)
+    layers |= {"model_type": "qwen3"}
+    return header | _rest(checkpoint, name.lower(), num_drafts, layers), dict(checkpoint.tensors)
 
 
 def write_eagle3(checkpoint: Checkpoint) -> Stored:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.models.formats import base, variants
+from dflash_bench.models.formats import base, heads, variants
 from dflash_bench.models.formats.base import TARGET_HEAD, Checkpoint, Format, Json, Stored, Tensors
 from dflash_bench.models.nets.dflash import DFlashConfig, default_target_layers
 
@@ -129,6 +129,7 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
             "the zlab format leaves embedding and head to the target, but this draft includes its own; "
             "if they are copies, give --target, and they are left out"
         )
+    heads.cannot_hold("zlab", config)
     depth = {} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}
     written = {
         "architectures": ["DFlashDraftModel"],

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dflash_bench.models.nets.corrections.base import CorrectionConfig, CorrectionHead, HeadSizes
 from dflash_bench.models.nets.layers import DraftLayer, DraftNetwork, DraftShape, RMSNorm, Tables
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -30,17 +31,44 @@ class DFlashConfig(DraftShape):
     mask_token_id: int
     shifted_labels: bool = False
     """Slot k predicts the token after slot k, so all slots draft; otherwise the one at slot k, and slot 0 is idle."""
+    last_slot_idle: bool = False
+    """With shifted labels: the last slot is read by the others, and drafts nothing itself."""
     own_head: bool = False
     draft_vocab_size: int | None = None
     """Number of rows of a reduced head; None means the target's whole vocabulary."""
+    correction: CorrectionConfig | None = None
+    """A head that corrects the block's own predictions; None: their likeliest tokens are drafted."""
+
+    @property
+    def kind(self) -> str:
+        """Return what drafts like this one are called by their publishers."""
+        return "DFlash" if self.correction is None else self.correction.kind
+
+    @property
+    def num_idle(self) -> int:
+        """Return how many slots of a block draft nothing."""
+        return 0 if self.shifted_labels and not self.last_slot_idle else 1
 
     def num_drafts(self, block_size: int) -> int:
         """Return how many tokens a block of this size proposes."""
-        return block_size if self.shifted_labels else block_size - 1
+        return block_size - self.num_idle
 
     def block_for(self, num_drafts: int) -> int:
         """Return the block size that proposes this many tokens."""
-        return num_drafts if self.shifted_labels else num_drafts + 1
+        return num_drafts + self.num_idle
+
+    def slots(self, block_size: int) -> slice:
+        """Return the slots of a block that draft."""
+        first = 0 if self.shifted_labels else 1
+        return slice(first, first + self.num_drafts(block_size))
+
+    @property
+    def head_sizes(self) -> HeadSizes:
+        """Return the sizes that a correction head must fit."""
+        return HeadSizes(
+            self.hidden_size, self.vocab_size, self.draft_vocab_size or self.vocab_size, self.block_size,
+            self.shifted_labels, self.rms_norm_eps,
+        )  # fmt: skip
 
 
 class DFlashLayer(DraftLayer):
@@ -75,6 +103,14 @@ class DFlashDraft(DraftNetwork):
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size or config.vocab_size, bias=False)
         if config.draft_vocab_size is not None:
             self.add_vocabulary_map(config.draft_vocab_size, config.vocab_size)
+        if config.correction is not None:
+            for name, module in config.correction.modules(config.head_sizes).items():
+                self.add_module(name, module)
+
+    @property
+    def correction(self) -> CorrectionHead | None:
+        """Return the head that corrects its predictions, or None if it has none."""
+        return None if self.config.correction is None else self.config.correction.head(self)
 
     def context(self, features: Tensor, tables: Tables) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values per layer [B, kv_heads, N, D] of committed tokens' features [B, N, K * Ht]."""

@@ -1,0 +1,68 @@
+"""DFlash 2's candidate selector: it scores each slot's likeliest tokens by the token that was chosen before.
+
+Of the logits U, scaled and capped as the draft's are, the `selector_top_k` best tokens of a slot are its candidates. A
+candidate b scores U(b) + sum_r A[a]_r (W h)_r C[b]_r, where a is the token of the slot before (the anchor first), h the
+slot's hidden state, and A and C the codebooks of predecessors and successors, of `selector_rank` numbers per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dflash_bench.models.nets.corrections.base import (
+    BlockPass,
+    Corrected,
+    CorrectionConfig,
+    CorrectionHead,
+    HeadSizes,
+    Pick,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectorConfig(CorrectionConfig):
+    kind: ClassVar[str] = "DFlash 2"
+    selector_rank: int
+    selector_top_k: int = 16
+
+    def modules(self, sizes: HeadSizes) -> dict[str, nn.Module]:
+        return {"candidate_selector": CandidateSelector(self, sizes)}
+
+    def head(self, draft: Any) -> CorrectionHead:
+        head: CandidateSelector = draft.candidate_selector
+        return head
+
+    def unsound(self, sizes: HeadSizes) -> Iterator[tuple[str, object]]:
+        yield from CorrectionConfig.unsound(self, sizes)
+        if self.selector_top_k > sizes.num_ids:
+            yield "selector_top_k", self.selector_top_k
+
+
+class CandidateSelector(nn.Module):
+    """Predecessors are looked up by target id; successors by the id of the draft's head, which may be reduced."""
+
+    def __init__(self, config: SelectorConfig, sizes: HeadSizes) -> None:
+        super().__init__()
+        self.top_k = config.selector_top_k
+        self.hidden_projection = nn.Linear(sizes.hidden_size, config.selector_rank, bias=False)
+        # In files these are bare parameters, without `.weight`.
+        self.predecessor_codebook = nn.Parameter(torch.zeros(sizes.vocab_size, config.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(sizes.num_ids, config.selector_rank))
+
+    def correct(self, block: BlockPass, pick: Pick) -> Corrected:
+        values, ids = block.logits.topk(self.top_k, dim=-1)
+        projected = self.hidden_projection(block.drafting)
+        successors = self.successor_codebook[ids] * projected[:, :, None]
+        candidates, last = block.to_target(ids), block.anchor
+        chosen: list[Tensor] = []
+        for slot in range(block.num_drafts):
+            gains = torch.bmm(successors[:, slot], self.predecessor_codebook[last][..., None])[..., 0]
+            index = pick.among(candidates[:, slot], values[:, slot] + gains, slot)
+            last = candidates[:, slot].gather(1, index[:, None])[:, 0]
+            chosen.append(last)
+        return Corrected(torch.stack(chosen, dim=1))

@@ -1,0 +1,92 @@
+"""XPress's refiner: all slots of a block are guessed again, a few times, each given the guesses before it (2608.02438).
+
+Per slot k, with h its hidden state, g the mean of h over the block and t the guess before it:
+
+    x = In [Dh h; Dg g; T[t]],   x_k += sum over j <= k of L[:, k, j] * x_j,   x += SwiGLU(x),   bias = R x
+
+A pass takes the guesses of the pass before (first the body's own) and gives logits + bias in all slots at once. What
+stands before the anchor enters slot 0, and through L all later slots.
+
+Each pass guesses the likeliest tokens; only those of the last one are drawn, where tokens are drawn. So the last pass's
+logits depend on no drawn token: given the context, drafts are independent of each other, and each was drawn from its q.
+If earlier passes drew their guesses, too, by the same random numbers, q would say nothing about the token that it is
+compared with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from dflash_bench.models.nets.corrections.base import (
+    BlockPass,
+    Corrected,
+    CorrectionConfig,
+    CorrectionHead,
+    HeadSizes,
+    Pick,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class XPressConfig(CorrectionConfig):
+    kind: ClassVar[str] = "XPress"
+    reads_before: ClassVar[bool] = True
+    is_of_slots: ClassVar[bool] = True
+    xpress_rank: int
+    xpress_mlp_ratio: int
+    num_jacobi_passes: int
+
+    def modules(self, sizes: HeadSizes) -> dict[str, nn.Module]:
+        return {"refiner_head": RefinerHead(self, sizes)}
+
+    def head(self, draft: Any) -> CorrectionHead:
+        head: RefinerHead = draft.refiner_head
+        return head
+
+
+class RefinerHead(nn.Module):
+    """Guesses are looked up by target id; `readout` has a row per id of the draft's head."""
+
+    def __init__(self, config: XPressConfig, sizes: HeadSizes) -> None:
+        super().__init__()
+        rank, inner = config.xpress_rank, config.xpress_rank * config.xpress_mlp_ratio
+        self.num_passes, self.is_shifted = config.num_jacobi_passes, sizes.shifted_labels
+        self.down_h = nn.Linear(sizes.hidden_size, rank, bias=False)
+        self.down_g = nn.Linear(sizes.hidden_size, rank, bias=False)
+        self.token_embed = nn.Embedding(sizes.vocab_size, rank)
+        self.in_proj = nn.Linear(3 * rank, rank, bias=False)
+        self.mix_l = nn.Parameter(torch.zeros(rank, sizes.block_size, sizes.block_size))
+        self.mlp_gate = nn.Linear(rank, inner, bias=False)
+        self.mlp_up = nn.Linear(rank, inner, bias=False)
+        self.mlp_down = nn.Linear(inner, rank, bias=False)
+        self.readout = nn.Linear(rank, sizes.num_ids, bias=False)
+
+    def correct(self, block: BlockPass, pick: Pick) -> Corrected:
+        hidden = block.hidden
+        parts = [self.down_h(hidden), self.down_g(hidden.mean(dim=1, keepdim=True)).expand(-1, hidden.shape[1], -1)]
+        guesses = pick.best(block.logits)
+        for _ in range(self.num_passes - 1):
+            guesses = pick.best(self._again(block, parts, guesses))
+        return Corrected(pick(self._again(block, parts, guesses), 0))
+
+    def _again(self, block: BlockPass, parts: list[Tensor], guesses: Tensor) -> Tensor:
+        """Return logits [B, N, Vd] given the guesses [B, N] of the pass before."""
+        x = self.in_proj(torch.cat([*parts, self.token_embed(self._previous(block, guesses))], dim=-1))
+        size = x.shape[1]
+        x = x + torch.einsum("rkj,bjr->bkr", self.mix_l[:, :size, :size].tril(), x)
+        x = x + self.mlp_down(silu(self.mlp_gate(x)) * self.mlp_up(x))
+        logits: Tensor = block.logits + self.readout(x[:, block.slots])
+        return logits
+
+    def _previous(self, block: BlockPass, guesses: Tensor) -> Tensor:
+        """Return the token [B, K] before what each slot stands for; in a fill-in block slot 0 stands for the anchor."""
+        anchor = block.anchor[:, None]
+        if self.is_shifted:
+            return torch.cat([anchor, guesses[:, :-1]], dim=1)
+        assert block.before is not None
+        return torch.cat([block.before[:, None], anchor, guesses[:, :-1]], dim=1)
