@@ -7,12 +7,12 @@ answer afterwards. So a round's drafts are compared as far as the publisher's go
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dflash_bench.diagnose.golden_cases import CaseRound, GoldenCase, GoldenPrompt, WrongReading
 
-Part = Literal["drafted", "accepted", "rounds", "tokens", "counts"]
+Part = Literal["drafted", "verified", "accepted", "rounds", "tokens", "counts"]
 How = Literal["rounds", "counts", "totals"]
 
 
@@ -64,6 +64,8 @@ def _is_same(case: GoldenCase, prompt: GoldenPrompt, theirs: CaseRound, ours: Ca
         return "rounds"
     if ours.drafted[: len(theirs.drafted)] != theirs.drafted:
         return "drafted"
+    if theirs.verified is not None and ours.verified != theirs.verified:
+        return "verified"
     return "accepted" if min(ours.accepted, room_of(case, prompt, ours)) != theirs.accepted else None
 
 
@@ -74,8 +76,9 @@ def difference_of(case: GoldenCase, number: int, decoded: DecodedPrompt) -> Roun
         part = _is_same(case, prompt, theirs, ours)
         if part == "drafted":
             return RoundDifference(number, place, theirs.anchor_at, part, theirs.drafted, ours.drafted)
-        if part == "accepted":
-            return RoundDifference(number, place, theirs.anchor_at, part, (theirs.accepted,), (ours.accepted,))
+        if part is not None and part != "rounds":
+            due, own = (theirs.verified, ours.verified) if part == "verified" else (theirs.accepted, ours.accepted)
+            return RoundDifference(number, place, theirs.anchor_at, part, _known(due), _known(own))
         if part is not None:
             return RoundDifference(number, place, theirs.anchor_at, part, (theirs.anchor_at,), (ours.anchor_at,))
     if len(prompt.rounds) != len(decoded.rounds):
@@ -83,6 +86,10 @@ def difference_of(case: GoldenCase, number: int, decoded: DecodedPrompt) -> Roun
     if prompt.tokens != decoded.tokens:
         return RoundDifference(number, None, None, "tokens", prompt.tokens, decoded.tokens)
     return None
+
+
+def _known(count: int | None) -> tuple[int, ...]:
+    return () if count is None else (count,)
 
 
 def differences_of(case: GoldenCase, decoded: Sequence[DecodedPrompt]) -> Iterator[RoundDifference]:
@@ -113,20 +120,30 @@ def accepted_per_round(case: GoldenCase, decoded: Sequence[DecodedPrompt]) -> fl
     return sum(counts) / len(counts) if counts else None
 
 
+def published_figure(case: GoldenCase, decoded: Sequence[DecodedPrompt]) -> float | None:
+    """Return accepted drafts per round as the figures of misreadings count: over the prompts that no stop ends."""
+    kept = [at for at, prompt in enumerate(case.prompts) if not prompt.stop_ids]
+    part = replace(case, prompts=tuple(case.prompts[at] for at in kept))
+    return accepted_per_round(part, [decoded[at] for at in kept])
+
+
 def same_figure(accepted: float | None, reading: WrongReading) -> bool:
     """Compare to the four digits that a case gives."""
     return accepted is not None and f"{accepted:.4g}" == f"{reading.accepted_per_round:.4g}"
 
 
 def explanations(
-    case: GoldenCase, decoded: Sequence[DecodedPrompt], under: Callable[[WrongReading], Sequence[DecodedPrompt] | None]
+    case: GoldenCase,
+    decoded: Sequence[DecodedPrompt],
+    accepted: float | None,
+    under: Callable[[WrongReading], Sequence[DecodedPrompt] | None],
 ) -> tuple[Explanation, ...]:
-    """Return the misreadings that give these rounds; `under` decodes the case with one, or returns None if it cannot.
+    """Return the misreadings that give these rounds, which accept so much as the publisher's loop counts.
 
-    A misreading that both our engine and the publisher's figures confirm is named alone.
+    `under` decodes the case with a misreading, or returns None if it cannot. One that both our engine and the
+    publisher's figures confirm is named alone.
     """
     num_prompts = sum(1 for _ in differences_of(case, decoded))
-    accepted = accepted_per_round(case, decoded)
     # One that changes no round of the case explains none.
     readings = [reading for reading in case.readings if reading.num_prompts]
     alike = [one for one in readings if one.num_prompts == num_prompts and same_figure(accepted, one)]

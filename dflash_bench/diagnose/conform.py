@@ -25,6 +25,7 @@ from dflash_bench.diagnose.compare_rounds import (
     differences_of,
     explanations,
     num_equal_rounds,
+    published_figure,
 )
 from dflash_bench.diagnose.golden_cases import CaseRound, GoldenCase, GoldenPrompt, WrongReading, edited_copy
 from dflash_bench.engine.backend import RequestTrace, build_drafter, capture_passes
@@ -175,7 +176,8 @@ def _of_trace(trace: RequestTrace) -> DecodedPrompt:
     done, found = 1, []
     for row, step in trace.rounds[1:]:
         anchor_at = len(trace.prompt) + done - 1
-        found.append(CaseRound(anchor_at, tuple(step.drafted_ids[row]), step.accepted[row]))
+        verified = step.drafted if step.verified is None else step.verified
+        found.append(CaseRound(anchor_at, tuple(step.drafted_ids[row]), step.accepted[row], verified[row]))
         done += len(step.emitted[row] or ())
     return DecodedPrompt(trace.tokens, tuple(found))
 
@@ -242,7 +244,26 @@ class _Checked:
         )  # fmt: skip
         if difference is None or difference.together:
             return found
-        return replace(found, explanations=explanations(case, decoded, lambda reading: self._under(target, reading)))
+        accepted = self._accepted(target, drafter, decoded)
+        named = explanations(case, decoded, accepted, lambda reading: self._under(target, reading))
+        return replace(found, explanations=named)
+
+    def _accepted(self, target: Target, drafter: Drafter, decoded: Sequence[DecodedPrompt]) -> float | None:
+        """Return accepted drafts per round, with the round behind the last token that some publishers' loops make."""
+        case = self.subject.case
+        if not case.overruns:
+            return published_figure(case, decoded)
+        longer = [
+            replace(one, max_new_tokens=one.max_new_tokens + case.num_drafts + 2, stop_ids=frozenset())
+            for one in case.prompts
+        ]
+        whole = [
+            replace(
+                one, rounds=tuple(step for step in one.rounds if step.anchor_at < len(asked.prompt) + len(asked.tokens))
+            )
+            for one, asked in zip(decode_prompts(target, drafter, longer), case.prompts, strict=True)
+        ]
+        return published_figure(case, whole)
 
     def _under(self, target: Target, reading: WrongReading) -> list[DecodedPrompt] | None:
         self.tell(f"{self.subject.case.name}: {self.forward.name}, {reading.name}")

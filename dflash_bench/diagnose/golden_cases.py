@@ -43,6 +43,8 @@ class GoldenPrompt:
     stop_ids: frozenset[int]
     tokens: tuple[int, ...]
     rounds: tuple[CaseRound, ...]
+    overruns: bool = False
+    """The publisher's loop drafts once more behind the last token, which is not among the rounds here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,6 @@ class GoldenCase:
     method: str
     """The method that drafts so, as a user types it."""
     num_drafts: int
-    accepted_per_round: float
     prompts: tuple[GoldenPrompt, ...]
     readings: tuple[WrongReading, ...]
 
@@ -91,8 +92,17 @@ class GoldenCase:
         return any(len(one.drafted) < self.num_drafts for prompt in self.prompts for one in prompt.rounds)
 
     @property
+    def overruns(self) -> bool:
+        """Whether the publisher's loop drafts once more behind the last token of an answer."""
+        return any(prompt.overruns for prompt in self.prompts)
+
+    @property
     def num_rounds(self) -> int:
         return sum(len(prompt.rounds) for prompt in self.prompts)
+
+    @property
+    def accepted_per_round(self) -> float:
+        return sum(one.accepted for prompt in self.prompts for one in prompt.rounds) / self.num_rounds
 
 
 def known_cases() -> list[str]:
@@ -117,8 +127,7 @@ def read_case(name: str) -> GoldenCase:
     return GoldenCase(
         name, kind, stored["what"], stored["source"]["repository"], (folder / stored["target"]).resolve(),
         draft if draft.is_dir() else None, method_of(kind, settings), settings["drafts_per_round"],
-        stored["accepted_per_round"], tuple(map(_prompt, stored["cases"])),
-        tuple(map(_reading, stored["wrong_readings"])),
+        tuple(map(_prompt, stored["cases"])), tuple(map(_reading, stored["wrong_readings"])),
     )  # fmt: skip
 
 
@@ -132,14 +141,15 @@ def method_of(kind: str, settings: Mapping[str, Any]) -> str:
 
 
 def _prompt(stored: Mapping[str, Any]) -> GoldenPrompt:
-    rounds = (
+    prompt, tokens = tuple(stored["prompt"]), tuple(stored["tokens"])
+    last = len(prompt) + len(tokens) - 1
+    rounds = [
         CaseRound(one["anchor_at"], tuple(one["drafted"]), one["accepted"], one.get("verified"))
         for one in stored["rounds"]
-    )
-    return GoldenPrompt(
-        tuple(stored["prompt"]), stored["max_new_tokens"], frozenset(stored.get("stop_token_ids") or ()),
-        tuple(stored["tokens"]), tuple(rounds),
-    )  # fmt: skip
+    ]
+    within = tuple(one for one in rounds if one.anchor_at < last)
+    stop_ids = frozenset(stored.get("stop_token_ids") or ())
+    return GoldenPrompt(prompt, stored["max_new_tokens"], stop_ids, tokens, within, len(within) < len(rounds))
 
 
 def _reading(stored: Mapping[str, Any]) -> WrongReading:

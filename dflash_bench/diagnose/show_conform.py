@@ -101,8 +101,8 @@ def difference_text(difference: RoundDifference) -> str:
         return f"{place}: drafts {_ids(own)}, and the publisher's code {_ids(due)}"
     if difference.part == "counts":
         return f"{place}: {_counted(own)}, and the publisher's code {_counted(due)}"
-    what = {"accepted": "accepted drafts", "rounds": "rounds"}[difference.part]
-    return f"{place}: {own[0] if own else 'no'} {what}, and {due[0]} by the publisher's code"
+    what = {"accepted": "accepted drafts", "verified": "verified drafts", "rounds": "rounds"}[difference.part]
+    return f"{place}: {own[0] if own else 'no'} {what}, and {due[0] if due else 'no'} by the publisher's code"
 
 
 def _ids(tokens: Sequence[int]) -> str:
