@@ -18,6 +18,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "methods": ("dflash-bench methods", "dflash-bench methods dflash"),
     "doctor": ("dflash-bench doctor --draft dflash=./draft --suite gsm8k --limit 8",),
     "crosscheck": ("dflash-bench crosscheck --model qwen3-8b --server dflash=http://localhost:8000 --suite gsm8k",),
+    "conform": (
+        "dflash-bench conform",
+        "dflash-bench conform zlab-dflash2 --server http://localhost:8000",
+    ),
     "profile": (
         "dflash-bench profile --method dflash,eagle3",
         "dflash-bench profile --model qwen3-8b --random-weights --layers 2",
