@@ -130,8 +130,9 @@ class CaseSubject:
         method = methods.parse(self.case.method if reading is None or reading.method is None else reading.method)
         models, draft = self.models, self._draft(reading)
         preset = Preset(str(self.case.target), {})
-        if method.draft is not None and draft is not None:
-            preset = replace(preset, drafts={method.draft: str(draft)})
+        if method.draft is not None:
+            # Without a folder of its own it is in the target's checkpoint.
+            preset = replace(preset, drafts={} if draft is None else {method.draft: str(draft)})
             models = with_draft(models, preset, method.draft)
         drafter = build_drafter(models, target, method, preset)
         compile_like(target, [drafter])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.models.formats import base, heads, variants, zlab
+from dflash_bench.models.formats import base, heads, known, variants, zlab
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
 from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.dflash import DFlashConfig
@@ -26,6 +26,7 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
 
 
 def _body(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+    known.refuse_flat(config, zlab.WHAT, zlab.READ)
     return zlab.checkpoint(
         config,
         tensors,

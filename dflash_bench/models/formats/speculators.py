@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.models.formats import base, heads, safeailab, variants, zlab
+from dflash_bench.models.formats import base, heads, known, safeailab, variants, zlab
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
 from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.corrections.xpress import XPressConfig
@@ -54,6 +54,7 @@ def _refiner_names(tensors: Tensors) -> Tensors:
 def _dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     body = _body(config)
     variants.refuse(config, zlab.WHAT)
+    known.refuse_flat(config, zlab.WHAT, zlab.READ)
     taps = config.get("aux_hidden_state_layer_ids")
     reduced = base.none_if_usual(config.get("draft_vocab_size", 32000), body["vocab_size"])
     checkpoint = zlab.checkpoint(
