@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-from traced import traced
+from traced import changed, leaves, traced
 
 from dflash_bench.engine.graphs import Replay
 
@@ -165,15 +165,15 @@ class Device(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        leaves = tree_leaves((args, kwargs))
-        ours = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
-        made_here = any(isinstance(leaf, torch.device) and leaf.type == CUDA.type for leaf in leaves)
+        given = leaves((args, kwargs))
+        ours = [leaf for leaf in given if isinstance(leaf, DeviceTensor)]
+        made_here = any(isinstance(leaf, torch.device) and leaf.type == CUDA.type for leaf in given)
         if not ours and not made_here:
             return func(*args, **kwargs)
-        if func not in WHOLE and func._can_decompose():
+        if func not in WHOLE and _can_decompose(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        foreign = [leaf for leaf in leaves if type(leaf) is Tensor and leaf.ndim]
+        foreign = [leaf for leaf in given if type(leaf) is Tensor and leaf.ndim]
         self._notice(func, args, kwargs, ours, foreign)
         stays = not ("device" in kwargs and kwargs["device"] is not None and not made_here)
         if made_here:
@@ -182,9 +182,9 @@ class Device(TorchDispatchMode):
         result = _computed(func, _inner(args), _inner(kwargs))
         if not stays:
             # A copy of its own, even where nothing had to be converted.
-            return tree_map_only(Tensor, Tensor.clone, result)
+            return changed(result, Tensor, Tensor.clone)
         # What is written in place stays the same tensor.
-        return tree_map_only(Tensor, lambda one: inner[id(one)] if id(one) in inner else DeviceTensor(one), result)
+        return changed(result, Tensor, lambda one: inner[id(one)] if id(one) in inner else DeviceTensor(one))
 
     def _notice(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ours: Sequence[Tensor],
@@ -219,6 +219,11 @@ class Device(TorchDispatchMode):
             raise RuntimeError(f"{name}: tensors are on two devices")
 
 
+@cache
+def _can_decompose(func: Any) -> bool:
+    return bool(func._can_decompose())
+
+
 def _computed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if func is aten.histc.default and not args[0].is_floating_point():
         # On a CPU torch counts floating point numbers only.
@@ -227,7 +232,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 
 
 def _inner(tree: Any) -> Any:
-    return tree_map_only(DeviceTensor, lambda one: one.inner, tree)
+    return changed(tree, DeviceTensor, lambda one: one.inner)
 
 
 def _item(x: Tensor, index: Any) -> Tensor:

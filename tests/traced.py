@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dflash_bench.engine.graphs import Replay
 
@@ -29,19 +28,46 @@ def traced(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
     return replay
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """An operation; where a place is given, its argument is a tensor that was made in the pass or is an input."""
+def leaves(tree: Any) -> list[Any]:
+    """What is in lists, tuples and dicts; torch's own function, made for any class, takes most of a pass."""
+    if isinstance(tree, (list, tuple)):
+        return [leaf for part in tree for leaf in leaves(part)]
+    return [leaf for part in tree.values() for leaf in leaves(part)] if isinstance(tree, dict) else [tree]
 
-    operation: Any
-    leaves: list[Any]
-    places: list[int | None]
-    spec: Any
+
+def changed(tree: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
+    """A tree of the same shape; leaves of the kind are changed."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([changed(part, kind, change) for part in tree])
+    if isinstance(tree, dict):
+        return {name: changed(part, kind, change) for name, part in tree.items()}
+    return tree
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Stands for a tensor that was made in the pass or is an input."""
+
+    number: int
+
+
+class _Call:
+    """An operation; its arguments hold places, of which most are arguments themselves."""
+
+    def __init__(self, operation: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
+        self.operation, self.args, self.options = operation, args, options
+        self.places = [(at, arg.number) for at, arg in enumerate(args) if isinstance(arg, _Place)]
+        self.is_nested = sum(isinstance(leaf, _Place) for leaf in leaves((args, options))) > len(self.places)
 
     def __call__(self, values: Sequence[Tensor]) -> list[Any]:
-        now = [one if at is None else values[at] for one, at in zip(self.leaves, self.places, strict=True)]
-        args, options = tree_unflatten(now, self.spec)
-        return tree_leaves(self.operation(*args, **options))
+        args, options = list(self.args), self.options
+        for at, number in self.places:
+            args[at] = values[number]
+        if self.is_nested:
+            args, options = changed((args, options), _Place, lambda place: values[place.number])
+        return leaves(self.operation(*args, **options))
 
 
 class _Recorder(TorchDispatchMode):
@@ -55,12 +81,13 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[_Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves, spec = tree_flatten((args, kwargs or {}))
-        places = [self.place_of.get(id(one)) if isinstance(one, Tensor) else None for one in leaves]
-        kept = [None if place is not None else one for one, place in zip(leaves, places, strict=True)]
-        self.calls.append(_Call(func, kept, places, spec))
+        def placed(one: Tensor) -> Any:
+            place = self.place_of.get(id(one))
+            return one if place is None else _Place(place)
+
+        self.calls.append(_Call(func, *changed((args, kwargs or {}), Tensor, placed)))
         result = func(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
+        for one in leaves(result):
             self.place_of[id(one)] = len(self.made)
             self.made.append(one)
         return result

@@ -174,7 +174,7 @@ class Run:
     def report(self, path: str | Path, answers: int | None = None, tokenizer: str | Path | None = None) -> Path:
         """Write an HTML page with tables, plots and answers, all in one file, and return its path.
 
-        It shows at most `answers` answers (default 300). `tokenizer` is the target's tokenizer.json or its folder, to
+        It shows at most `answers` answers (default 2,000). `tokenizer` is the target's tokenizer.json or its folder, to
         colour tokens (default: where the run found it). Raises UserError if the file cannot be written.
         """
         from dflash_bench.report import MOST_ANSWERS, write_page

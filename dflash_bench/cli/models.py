@@ -86,7 +86,11 @@ def convert(
         Path, Argument(metavar="DST", help="A folder that does not exist yet; for gguf a file, NAME.gguf.")
     ],
     to: Annotated[
-        str, Option(metavar="FORMAT", help="The format to write: zlab, speculators, deepspec, safeailab or gguf.")
+        str,
+        Option(
+            metavar="FORMAT",
+            help="The format to write: zlab, speculators, deepspec, specforge, nvidia, safeailab or gguf.",
+        ),
     ],
     target: Annotated[
         str | None,

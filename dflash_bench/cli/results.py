@@ -243,7 +243,7 @@ def report(
         Path | None, Option(metavar="FILE", help="Write a page with tables, plots and answers, all in a single file.")
     ] = None,
     answers: Annotated[
-        int | None, Option(metavar="N", min=1, help="With --html: show at most N answers. Default: 300.")
+        int | None, Option(metavar="N", min=1, help="With --html: show at most N answers. Default: 2,000.")
     ] = None,
     tokenizer: Annotated[
         Path | None,

@@ -158,6 +158,10 @@ _RULE = Option(
     "their own distribution and compares probabilities with the target's", "match",
     words=("match", "rejection"), kind=str,
 )  # fmt: skip
+_SHIFT = Option(
+    "shift", "each slot predicts the token after it: for JetSpec's heads, whose files do not say; by default no",
+    words=("no", "yes"), kind=str,
+)  # fmt: skip
 _PACED = "auto chooses by costs measured during the run, so that counts differ from run to run"
 
 _SEED = Option("seed", "random seed", 0, 0, 999_999)
@@ -184,6 +188,7 @@ _OWN: dict[str, MethodSpec] = {
                 _RULE,
                 Option("cut", "for drafts with a confidence head: nothing is verified from the first token below this "
                        f"confidence on; {_PACED}", "off", 0, 1, words=("off", "auto"), kind=float),
+                _SHIFT,
             ),
             count="n", alternatives=(frozenset({"block", "n"}),),
         ),
@@ -194,7 +199,7 @@ _OWN: dict[str, MethodSpec] = {
                        "nodes", ("auto",)),
                 Option("top_k", "candidate tokens at each position of the block; by default as many as nodes", None,
                        1, 255, "tokens"),
-                _BLOCK,
+                _BLOCK, _SHIFT,
             ),
             count="nodes",
         ),

@@ -41,7 +41,7 @@ def change_draft(draft: Draft, tensors: Mapping[str, Tensor] | None = None, **co
 
     If the config asks for a tensor that the draft does not have, `tensors` must hold it.
     """
-    weight = draft.fc.weight
+    weight = draft.norm.weight
     with torch.device("meta"):
         network: Any = type(draft)
         copy = network(replace(draft.config, **config))
@@ -164,7 +164,7 @@ class Probe:
 
 def probes(subject: DraftUnderTest) -> Iterator[Probe]:
     """Yield all probes that apply to this draft."""
-    for group in (_taps, _labels, _masks, _positions, _rotary, _norms, _embedding, _head, _variants):
+    for group in (_taps, _labels, _masks, _positions, _rotary, _norms, _embedding, _head, _body, _variants):
         yield from group(subject)
 
 
@@ -343,6 +343,30 @@ def _head(subject: DraftUnderTest) -> Iterator[Probe]:
     if bool((draft.d2t >= 0).all()) and bool((draft.d2t < subject.target.vocab_size).all()):
         cause = "d2t holds ids of the target, and not offsets to add to the draft's ids"
         yield _probe(subject, "head", "d2t as ids", cause, "subtract 0, 1, 2, ... from d2t", {"d2t": absolute})
+
+
+def _body(subject: DraftUnderTest) -> Iterator[Probe]:
+    """What slots see, and how embeddings are scaled: the tensors are the same, and a config may have lost the keys."""
+    if not isinstance(subject.draft, DFlashDraft):
+        return
+    body, num_layers = subject.draft.config.body, subject.draft.config.num_layers
+    views = tuple(map(body.view, range(num_layers)))
+    for name, changed, cause, remedy in (
+        ("every layer causal", [replace(view, is_causal=True) for view in views],
+         "its slots see only those before them, as a causal head's do", "set is_causal to true in config.json"),
+        ("no layer causal", [replace(view, is_causal=False) for view in views],
+         "its slots see the whole block, and not only those before them", "set is_causal to false in config.json"),
+        ("sliding layers run as full", [replace(view, window=None) for view in views],
+         "its layers see the whole context, and no window of it", "correct layer_types in config.json"),
+    ):  # fmt: skip
+        if tuple(changed) != views:
+            yield _probe(subject, "network", name, cause, remedy, body=replace(body, views=tuple(changed)))
+    if body.embedding_scale != 1:
+        cause = f"its embeddings are not scaled by {body.embedding_scale:g}"
+        plain = replace(body, embedding_scale=1.0)
+        yield _probe(
+            subject, "embedding", "embedding scale left out", cause, "leave out input_embedding_scale", body=plain
+        )
 
 
 def _variants(subject: DraftUnderTest) -> Iterator[Probe]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_bench.engine.cache import KVCache
+from dflash_bench.models.nets.bodies import WHOLE, BlockView
 
 Masks = Tensor | Mapping[str, Tensor]
 """One mask for all layers, or one for each kind of layer."""
@@ -180,16 +181,25 @@ def seen_by(mask: Tensor | None, stored: Tensor) -> Tensor:
     return stored if mask is None or mask.shape[-1] == stored.shape[-2] else stored[..., -mask.shape[-1] :, :]
 
 
-def block_mask(cache: KVCache, columns: Tensor) -> Tensor | None:
-    """Return the mask of a DFlash block just placed [B, 1, 1, visible], or None if all rows see everything.
+def block_mask(cache: KVCache, columns: Tensor, view: BlockView = WHOLE) -> Tensor | None:
+    """Return the mask of a DFlash block just placed [B or 1, 1, N or 1, visible], or None if all rows see everything.
 
-    Every slot sees its row's whole context and the whole block (DFlash, section 4.1), so only rows of different lengths
-    need telling apart. `columns` are the places of the cache, 0, 1, 2, ... on its device.
+    By default every slot sees its row's whole context and the whole block (DFlash, section 4.1), so only rows of
+    different lengths need telling apart. `columns` are the places of the cache, 0, 1, 2, ... on its device.
     """
+    places, slots = columns[: cache.visible], cache.positions[..., None]
+    if view == WHOLE:
+        return (places <= slots[:, -1:])[:, None] if cache.is_ragged else None
     if not cache.is_ragged:
-        return None
-    ends = cache.positions[:, -1:]
-    return (columns[: cache.visible] <= ends)[:, None, None]
+        slots = slots[:1]
+    seen = places <= (slots if view.is_causal else slots[:, -1:])
+    if view.window is not None and view.from_anchor:
+        seen = seen & (places >= slots[:, :1] - view.window)
+    elif view.window is not None:
+        seen = seen & (places > slots - view.window)
+        if not view.is_causal:
+            seen = seen & (places < slots + view.window)
+    return seen[:, None]
 
 
 class FrontierMask:

@@ -18,6 +18,7 @@ from dflash_bench.models import formats, gguf, gguf_tokenizer, hub, presets, tar
 from dflash_bench.models.formats import Checkpoint, base
 from dflash_bench.models.gguf_tokenizer import PREFIX
 from dflash_bench.models.hub import read_config
+from dflash_bench.models.nets.bodies import PLAIN
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config
 from dflash_bench.models.nets.layers import frequencies
@@ -177,6 +178,7 @@ def _dflash(config: DFlashConfig, tensors: dict[str, Tensor]) -> GgufNetwork:
     _refuse(
         config,
         **{f"the head of a {config.kind} draft": config.correction is not None},
+        **{f"the body of a {config.body.kind} draft, or its windows and scales": config.body != PLAIN},
         shifted_labels=config.shifted_labels,
         attention_bias=config.attention_bias,
         target_hidden_size=config.target_hidden_size,

@@ -188,6 +188,8 @@ def round_of(method: Method, config: DFlashConfig | Eagle3Config | Mapping[str, 
     number = {name: value for name, value in given.items() if isinstance(value, int)}
     nodes = MOST_NODES if given.get("nodes") == "auto" else number.get("nodes")
     if isinstance(config, DFlashConfig):
+        if given.get("shift") is not None:
+            config = replace(config, shifted_labels=given["shift"] == "yes")
         block = config.block_for(number["n"]) if "n" in number else number.get("block", config.block_size)
         return nodes or max(config.num_drafts(block), number.get("copy", 0)), block
     if isinstance(config, Mapping):
@@ -211,17 +213,31 @@ def demand_of(
     dtype: torch.dtype | None,
     trusted: bool = False,
     quantize: str | None = None,
+    in_kernels: bool = False,
 ) -> MemoryDemand:
     """Return the demand of checkpoints in these folders; `dtype` None is the target's own. Drafts are never quantised.
 
-    Raises UserError for a checkpoint that cannot be read.
+    `in_kernels` says that a CPU's compiled kernels will compute them, which keep layouts and types of their own. Raises
+    UserError for a checkpoint that cannot be read.
     """
     if dtype is None:
         stored = getattr(targets.config_of(target, trusted), "dtype", None)
         dtype = stored if isinstance(stored, torch.dtype) else torch.float32
     shape = targets.shape_of(target)
     footprints = {name: _of_draft(name, folder, shape, dtype) for name, folder in drafts.items()}
-    return MemoryDemand(footprint_of(target, dtype, trusted, quantize), footprints, methods)
+    whole = footprint_of(target, dtype, trusted, quantize)
+    if in_kernels:
+        # The head stays beside its packed copy; layers of a target are let go, those of drafts are not.
+        head = shape.vocab_size * shape.hidden_size * (1 if quantize == "int8" else dtype.itemsize)
+        whole = _in_kernels(whole, head, dtype)
+        footprints = {name: _in_kernels(draft, draft.weights_bytes, dtype) for name, draft in footprints.items()}
+    return MemoryDemand(whole, footprints, methods)
+
+
+def _in_kernels(footprint: Footprint, twice: int, dtype: torch.dtype) -> Footprint:
+    """Return what a model takes of whose weights so many bytes are held twice; keys and values are float32 there."""
+    places = footprint.place_bytes * torch.float32.itemsize // dtype.itemsize
+    return replace(footprint, weights_bytes=footprint.weights_bytes + twice, place_bytes=places)
 
 
 def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.dtype) -> Footprint:

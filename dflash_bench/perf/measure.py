@@ -151,19 +151,41 @@ def draft_passes(draft: Any, target: Any, num_drafts: int, kept: int) -> tuple[D
 def _dflash_passes(draft: DFlashDraft, target: Any, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
     head = draft.lm_head if draft.config.own_head else target.get_output_embeddings()
     layers: Any = draft.layers
-    taking_in = [draft.fc, *(part for layer in layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj))]
+    own = "_target" if draft.config.body.own_context_weights else ""
+    projections = [getattr(layer.self_attn, f"{name}_proj{own}") for layer in layers for name in "kv"]
+    taking_in = [*([draft.fc] if hasattr(draft, "fc") else []), *projections]
     return (
         DraftPass(
             _part_size([*layers, draft.norm], draft, draft.config.num_layers), draft.config.block_for(num_drafts)
         ),
         DraftPass(_part_size([head], draft), num_drafts),
         DraftPass(_part_size(taking_in, draft), kept),
+        *_correcting_passes(draft, num_drafts),
     )
+
+
+def _correcting_passes(draft: DFlashDraft, num_drafts: int) -> tuple[DraftPass, ...]:
+    """Return the passes of the head that corrects a block, if it has one."""
+    correction = draft.config.correction
+    if correction is None:
+        return ()
+    with torch.device("meta"):
+        names = list(correction.modules(draft.config.head_sizes))
+    weights = [
+        weight
+        for name in names
+        for own, weight in draft.get_submodule(name).named_parameters()
+        if own not in correction.lookups
+    ]
+    width, times = correction.passes(num_drafts)
+    itemsize = draft.fc.weight.element_size()
+    size = Size(memory.bytes_of(weights), memory.matrix_elements(weights), itemsize=itemsize)
+    return (DraftPass(size, width, times),)
 
 
 def _part_size(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) -> Size:
     """The size of these modules of a draft, with so many layers of attention."""
-    itemsize = draft.fc.weight.element_size()
+    itemsize = draft.norm.weight.element_size()
     weights = [weight for module in modules for weight in module.parameters()]
     attention = (memory.draft_attention(draft.config, num_layers, itemsize),) if num_layers else ()
     return Size(memory.bytes_of(weights), memory.matrix_elements(weights), attention=attention, itemsize=itemsize)

@@ -24,7 +24,7 @@ from dflash_bench.report.tables import Section, number
 from dflash_bench.report.words import bandwidth_note, facts, sentences, speedups, tally
 from dflash_bench.results.rounds import RunRounds, read_rounds
 
-MOST_ANSWERS = 300
+MOST_ANSWERS = 2000
 
 
 def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS, tokenizer: Path | None = None) -> None:

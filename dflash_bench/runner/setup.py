@@ -26,6 +26,8 @@ from dflash_bench.tasks.padding import Contexts
 from dflash_bench.tasks.suites import chats
 
 if TYPE_CHECKING:
+    import torch
+
     from dflash_bench.engine.backend import LocalBackend
     from dflash_bench.engine.witness import Witness
     from dflash_bench.servers.address import Address
@@ -329,7 +331,8 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
     counts = model.num_drafts or {}
     methods = [one if one.tag else one.with_count(counts.get(one.name)) for one in resolved.methods]
     kind = None if dtype == "auto" else getattr(torch, dtype)
-    demand = memory.demand_of(folder, drafts, methods, kind, trusted, wanted.quantize)
+    in_kernels = _expects_kernels(wanted, device, config, kind)
+    demand = memory.demand_of(folder, drafts, methods, kind, trusted, wanted.quantize, in_kernels)
     demand = replace(demand, rows=max(resolved.request.concurrency, default=1))
     # How much is free on the machines of a cluster is not known here.
     free = None if elsewhere else _free_bytes(device, spread)
@@ -350,6 +353,14 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
         raise _too_little(footprint.total, free, where, with_drafts or 0, without or 0, rows)
     found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": without}
     return PreparedRun(padded, asdict(footprint) | found, commits)
+
+
+def _expects_kernels(wanted: MachineConfig, device: str, config: Any, dtype: torch.dtype | None) -> bool:
+    """Return True if numba's kernels will compute this target, as `engine/selection.py` chooses."""
+    from dflash_bench.engine.forward.choice import expects_kernels
+
+    others = wanted.engine == "transformers" or wanted.kernels == "torch" or wanted.capture == "inductor"
+    return device == "cpu" and not others and expects_kernels(config, dtype or config.dtype)
 
 
 def _free_bytes(device: str, spread: bool) -> int | None:

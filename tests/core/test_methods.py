@@ -158,7 +158,7 @@ def test_an_unknown_name_lists_the_known_ones(text: str) -> None:
 
 
 REFUSED = {
-    "dflash:blok=8": "unknown option of method dflash 'blok' (did you mean 'block'?); known: block, n",
+    "dflash:blok=8": "unknown option of method dflash 'blok' (did you mean 'block'?); known: block, ",
     "dflash:Block=8": "unknown option of method dflash 'Block'",
     "dflash:": "nothing follows the colon; omit it, or write dflash:N or dflash:KEY=VALUE,... with block, n",
     "dflash:block=8,": "'' is not KEY=VALUE; write dflash:N or",

@@ -39,7 +39,9 @@ def assert_drafts_as_published(name: str, method: str, draft: Path | None = None
             rounds = [step for step in expected["rounds"] if step["anchor_at"] < end]
             assert len(answer.rounds) == len(rounds)
             for ours, theirs in zip(answer.rounds, rounds, strict=True):
-                # The publishers' last blocks may be cut at the limit.
-                drafted = list(ours.drafted)[: len(theirs["drafted"])]
-                assert (drafted, ours.accepted) == (theirs["drafted"], theirs["accepted"]), theirs["anchor_at"]
+                if len(theirs["drafted"]) < len(ours.drafted):
+                    # z-lab's last blocks shrink to what the limit leaves: a smaller block may draft other tokens.
+                    assert min(ours.accepted, len(theirs["drafted"])) == theirs["accepted"], theirs["anchor_at"]
+                    continue
+                assert (list(ours.drafted), ours.accepted) == (theirs["drafted"], theirs["accepted"])
                 assert ours.verified == theirs.get("verified", len(ours.drafted)), theirs["anchor_at"]

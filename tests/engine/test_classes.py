@@ -50,8 +50,7 @@ def test_plain_decoding_in_our_loop_is_what_transformers_generates(kind: str) ->
         assert run(target, NoDrafter(), PROMPTS[:num_rows], NEW).tokens == expected[:num_rows]
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8])
-@pytest.mark.parametrize("num_drafts", [1, 2, 5, 16])
+@pytest.mark.parametrize(("num_drafts", "num_rows"), [(1, 8), (2, 3), (5, 1), (5, 8), (16, 1), (16, 3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_right_and_wrong_give_the_plain_tokens(kind: str, num_drafts: int, num_rows: int) -> None:
     target, expected = Target(made(kind)), answers(kind)[-num_rows:]

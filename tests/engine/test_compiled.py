@@ -75,10 +75,15 @@ def test_products_are_those_of_the_weights_for_every_number_of_tokens(
 @pytest.mark.usefixtures("three_threads")
 def test_several_threads_say_the_same_as_one(kind: str) -> None:
     model = copy.deepcopy(KINDS[kind]())
+    # Layers of both kinds, one after the other. Threads that share a core wait long for each other in every layer.
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[:2]
     network = CompiledForward(NativeForward(model))
-    several = passes(Target(model, network=network), 3)
+    several = passes(Target(model, network=network), 3, (1, 0))
     torch.set_num_threads(1)
-    for ours, theirs in zip(several, passes(Target(model, network=network), 3), strict=True):
+    for ours, theirs in zip(several, passes(Target(model, network=network), 3, (1, 0)), strict=True):
         assert torch.equal(ours.logits, theirs.logits)
         assert ours.hidden is not None and theirs.hidden is not None and torch.equal(ours.hidden, theirs.hidden)
 
@@ -201,6 +206,15 @@ def test_code_of_other_versions_is_kept_only_so_long(home: Path) -> None:
     assert str(folder / own) == numba.config.CACHE_DIR
     (folder / own / "kernels.run_layers-1.nbi").touch()
     assert choice.compile_note() is None
+
+
+def test_code_of_other_sources_is_not_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {*choice.SOURCES} == {path.name for path in Path(choice.__file__).parent.glob("*.py") if "@njit" in (
+        text := path.read_text(encoding="utf-8")) or "@kernel" in text or "@intrinsic" in text}  # fmt: skip
+    ours = choice.code_folder()
+    monkeypatch.setattr(choice, "SOURCES", choice.SOURCES[:1])
+    choice.code_folder.cache_clear()
+    assert ours is not None and choice.code_folder() not in (None, ours)
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(home: Path) -> None:

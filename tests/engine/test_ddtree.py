@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_answers import plain_answers
 from test_decoding import PROMPTS as RAGGED
 from test_decoding import STOP, answers, table, texts
 from test_drafters import DFLASH, PROMPTS, dflash_drafter, enlarged
 from torch import Tensor
-from toy import Scripted, plain, run, tiny
+from toy import Scripted, run, tiny
 
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.ddtree import DDTreeDrafter, Levels, Nodes, best_nodes
@@ -101,7 +102,7 @@ def ddtree_drafter(
 def test_trees_give_the_plain_tokens(kind: str, nodes: int, top_k: int | None, block_size: int, num_rows: int) -> None:
     target, prompts = Target(tiny(kind)), RAGGED[:num_rows]
     out = run(target, ddtree_drafter(target, nodes, top_k, block_size), prompts, 12)
-    assert out.tokens == plain(target, prompts, 12)
+    assert out.tokens == plain_answers(target, prompts, 12)
     assert out.rounds[0].drafted == [nodes] * num_rows
 
 
@@ -109,7 +110,7 @@ def test_equal_seeds_draw_equal_tokens_with_and_without_a_tree() -> None:
     target, sampling = Target(tiny("qwen3")), Sampling(0.8, seed=5)
     alone = run(target, NoDrafter(), PROMPTS, 12, sampling=sampling)
     assert run(target, ddtree_drafter(target), PROMPTS, 12, sampling=sampling).tokens == alone.tokens
-    assert alone.tokens != plain(target, PROMPTS, 12)
+    assert alone.tokens != plain_answers(target, PROMPTS, 12)
 
 
 def test_one_candidate_a_slot_is_the_chain_and_is_sent_as_one() -> None:

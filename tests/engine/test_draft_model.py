@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from classes import HYBRID, made
+from plain_answers import plain_answers
 from toy import generated, plain, run, tiny
 
 from dflash_bench.core.errors import UserError
@@ -74,11 +75,11 @@ class Recording:
 @pytest.mark.parametrize("num_drafts", [1, 5])
 def test_the_output_is_the_plain_one_whoever_drafts(kind: str, num_drafts: int) -> None:
     target = Target(tiny("qwen3"))
-    expected = plain(target, PROMPTS, NEW)
+    expected = plain_answers(target, PROMPTS, NEW)
     assert run(target, drafter(MODELS[kind](), num_drafts), PROMPTS, NEW).tokens == expected
     # Rows that stop in the middle of a block, at different rounds.
     stops = frozenset({expected[0][9], expected[2][14]})
-    assert run(target, drafter(MODELS[kind](), num_drafts), PROMPTS, NEW, stops).tokens == plain(
+    assert run(target, drafter(MODELS[kind](), num_drafts), PROMPTS, NEW, stops).tokens == plain_answers(
         target, PROMPTS, NEW, stops
     )
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from plain_answers import plain_answers
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from toy import Decoded, Scripted, Watching, plain, run, sometimes_wrong, tiny
+from toy import Decoded, Scripted, Watching, run, sometimes_wrong, tiny
 
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
@@ -92,9 +93,9 @@ class Recorded(Watching):
 
 def record(inner: Any, module: nn.Module, target: Target, prompts: Sequence[Sequence[int]]) -> Recorded:
     """A whole generation, ragged rows ending at different rounds, with about two drafts in three accepted."""
-    answers = plain(target, prompts, 40)
-    known = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-    recorded = Recorded(inner, module, Scripted(known, inner.num_drafts, sometimes_wrong(0.7, 97)))
+    answers = plain_answers(target, prompts, 40)
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    recorded = Recorded(inner, module, Scripted(texts, inner.num_drafts, sometimes_wrong(0.7, 97)))
     stop_ids = frozenset({answers[0][9]}) if len(prompts) > 1 else frozenset()
     out = run(target, recorded, prompts, 40, stop_ids=stop_ids)
     recorded.hook.remove()
@@ -192,7 +193,7 @@ def test_dflash_proposes_one_token_less_than_its_block_the_trained_one_if_not_to
 def test_dflash_gives_the_plain_tokens(block_size: int, num_rows: int) -> None:
     target = Target(tiny("qwen3"))
     out = run(target, dflash_drafter(target, block_size), PROMPTS[:num_rows], 20)
-    assert out.tokens == plain(target, PROMPTS[:num_rows], 20)
+    assert out.tokens == plain_answers(target, PROMPTS[:num_rows], 20)
     assert out.rounds[0].drafted == [block_size - 1] * num_rows
 
 
@@ -278,7 +279,7 @@ def test_the_vocabulary_map_keeps_the_most_frequent_tokens() -> None:
 def test_eagle3_gives_the_plain_tokens(num_drafts: int, num_rows: int) -> None:
     target = Target(tiny("qwen3"))
     out = run(target, eagle3_drafter(target, num_drafts), PROMPTS[:num_rows], 20)
-    assert out.tokens == plain(target, PROMPTS[:num_rows], 20)
+    assert out.tokens == plain_answers(target, PROMPTS[:num_rows], 20)
     assert out.rounds[0].drafted == [num_drafts] * num_rows
 
 
@@ -292,7 +293,7 @@ def test_a_draft_with_broken_weights_costs_speed_and_not_exactness(make: Any) ->
     with torch.no_grad():
         next(drafter.draft.parameters()).fill_(torch.nan)
     out = run(target, drafter, PROMPTS, 12)
-    assert out.tokens == plain(target, PROMPTS, 12)
+    assert out.tokens == plain_answers(target, PROMPTS, 12)
 
 
 @pytest.mark.parametrize("make", [dflash_drafter, eagle3_drafter, eagle3_tree_drafter])
@@ -361,11 +362,12 @@ def trained(models: loading.Models, name: str, target: Target, num_drafts: int) 
 def test_trained_drafts_give_the_plain_tokens_and_are_often_right(name: str, nano: loading.Models) -> None:
     target, prompts = Target(nano.target), encoded(nano)
     stop_ids = frozenset({nano.tokenizer.eos_token_id})
-    expected = plain(target, prompts, 24, stop_ids)
-    for num_drafts in (1, 2, 5, 16):
-        for rows in (prompts[:1], prompts, (prompts * 3)[:8]):
-            out = run(target, trained(nano, name, target, num_drafts), rows, 24, stop_ids)
-            assert out.tokens == (expected * 3)[: len(rows)]
+    expected = plain_answers(target, prompts, 24, stop_ids)
+    # Short drafts in many rows, long ones in any number; random drafts above take all lengths in few rows.
+    for num_drafts, num_rows in ((1, 8), (2, 3), (5, 1), (16, 1), (16, 3), (16, 8)):
+        rows = (prompts * 3)[:num_rows]
+        out = run(target, trained(nano, name, target, num_drafts), rows, 24, stop_ids)
+        assert out.tokens == (expected * 3)[:num_rows]
     assert sum(sum(step.accepted) for step in out.rounds) > len(out.rounds)
 
 
@@ -373,7 +375,7 @@ def test_the_trees_of_the_paper_give_the_plain_tokens_and_one_of_one_child_keeps
     nano: loading.Models,
 ) -> None:
     target, prompts, draft = Target(nano.target), encoded(nano), nano.drafts["eagle3"]
-    expected = plain(target, prompts, 24)
+    expected = plain_answers(target, prompts, 24)
     for num_drafts in (15, 59):
         out = run(target, trained(nano, "eagle3-tree", target, num_drafts), prompts, 24)
         assert out.tokens == expected
@@ -467,7 +469,7 @@ def test_several_steps_give_the_plain_tokens_and_other_drafts_than_one(steps: in
     drafts = []
     for count in (1, steps):
         drafter = DFlashDrafter(draft, target.embedding, target.head, steps=count)
-        assert run(target, drafter, PROMPTS, 20).tokens == plain(target, PROMPTS, 20)
+        assert run(target, drafter, PROMPTS, 20).tokens == plain_answers(target, PROMPTS, 20)
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(2, 9, 96, generator=generator)
         drafts.append(propose(drafter, hidden, torch.randint(0, 96, (2, 9), generator=generator), [6, 9]))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_answers import plain_answers
 from test_decoding import PROMPTS as RAGGED
 from test_drafters import (
     EAGLE3,
@@ -19,7 +20,7 @@ from test_drafters import (
 )
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from toy import Scripted, Watching, plain, run, sometimes_wrong, tiny
+from toy import Scripted, Watching, run, sometimes_wrong, tiny
 
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
@@ -106,8 +107,8 @@ class Recorded(Watching):
 
 def record(drafter: Eagle3TreeDrafter, target: Target, prompts: Sequence[Sequence[int]], length: int = 20) -> Recorded:
     """A generation of ragged rows in which the target accepts many and few tokens in turn."""
-    known = [[*prompt, *answer] for prompt, answer in zip(prompts, plain(target, prompts, length), strict=True)]
-    recorded = Recorded(drafter, Scripted(known, drafter.num_drafts, sometimes_wrong(0.7, 97)))
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain_answers(target, prompts, length), strict=True)]
+    recorded = Recorded(drafter, Scripted(texts, drafter.num_drafts, sometimes_wrong(0.7, 97)))
     out = run(target, recorded, prompts, length)
     # What is drafted for a row that has ended is thrown away, and may be anything.
     recorded.alive = [[row for row, new in enumerate(step.emitted) if new is not None] for step in out.rounds]
@@ -157,7 +158,7 @@ def test_few_nodes_or_a_small_vocabulary_make_a_small_tree() -> None:
         drafter = eagle3_tree_drafter(target, *given)
         assert (drafter.num_drafts, drafter.top_k, drafter.steps) == made
         out = run(target, drafter, PROMPTS, 8)
-        assert out.tokens == plain(target, PROMPTS, 8)
+        assert out.tokens == plain_answers(target, PROMPTS, 8)
         assert out.rounds[0].drafted == [made[0]] * 3
 
 
@@ -165,10 +166,10 @@ def test_few_nodes_or_a_small_vocabulary_make_a_small_tree() -> None:
 @pytest.mark.parametrize("length", [1, 2, 6])
 def test_a_tree_with_one_child_per_node_is_the_chain(length: int, num_rows: int) -> None:
     target, prompts = Target(tiny("llama")), RAGGED[:num_rows]
-    known = [[*prompt, *answer] for prompt, answer in zip(prompts, plain(target, prompts, 20), strict=True)]
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain_answers(target, prompts, 20), strict=True)]
     proposed = []
     for drafter in (eagle3_drafter(target, length), eagle3_tree_drafter(target, length, 1, length - 1)):
-        recorded = Recorded(drafter, Scripted(known, length, sometimes_wrong(0.7, 97)))
+        recorded = Recorded(drafter, Scripted(texts, length, sometimes_wrong(0.7, 97)))
         run(target, recorded, prompts, 20)
         proposed.append([draft.tokens.tolist() for draft, *_ in recorded.proposed])
         for draft, *_ in recorded.proposed:
@@ -198,7 +199,7 @@ def test_a_level_is_one_pass_of_the_network(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_trees_give_the_plain_tokens(kind: str, total_tokens: int, num_rows: int) -> None:
     target, prompts = Target(tiny(kind)), RAGGED[:num_rows]
-    expected = plain(target, prompts, 12)
+    expected = plain_answers(target, prompts, 12)
     for top_k in (1, 2, 10):
         out = run(target, eagle3_tree_drafter(target, total_tokens - 1, top_k, 7), prompts, 12)
         assert out.tokens == expected
@@ -209,4 +210,4 @@ def test_equal_seeds_draw_equal_tokens_with_and_without_a_tree() -> None:
     alone = run(target, NoDrafter(), PROMPTS, 12, sampling=sampling)
     out = run(target, eagle3_tree_drafter(target), PROMPTS, 12, sampling=sampling)
     assert out.tokens == alone.tokens
-    assert out.tokens != plain(target, PROMPTS, 12)
+    assert out.tokens != plain_answers(target, PROMPTS, 12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -85,10 +86,10 @@ KINDS: dict[str, Any] = {
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], list(range(2, 40)), [90, 1, 90]]
 
 
-def passes(target: Target, num_rows: int) -> list[Output]:
+def passes(target: Target, num_rows: int, taps: tuple[int, ...] = (4, 0)) -> list[Output]:
     """A prefill, one token, a block, a tree and a whole block."""
     prompts = PROMPTS[-num_rows:] if num_rows > 1 else PROMPTS[2:3]
-    target.tap((4, 0))
+    target.tap(taps)
     target.begin(num_rows, 64)
     starts = [len(prompt) for prompt in prompts]
     block = torch.tensor([[7, 8, 9, 10, 11]] * num_rows)
@@ -117,10 +118,15 @@ def test_every_pass_says_what_the_publishers_code_says(kernels: str, kind: str, 
         assert torch.allclose(ours.hidden, theirs.hidden, rtol=1e-4, atol=1e-4 * float(theirs.hidden.abs().max()))
 
 
+@cache
+def generated_by(kind: str) -> list[list[int]]:
+    model = KINDS[kind]()
+    return [generated(model, prompt, 20) for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize(("kernels", "kind"), OF_KERNELS)
 def test_decoding_gives_what_transformers_generates(kernels: str, kind: str) -> None:
-    model = copy.deepcopy(KINDS[kind]())
-    expected = [generated(model, prompt, 20) for prompt in PROMPTS]
+    model, expected = copy.deepcopy(KINDS[kind]()), generated_by(kind)
     assert len({token for answer in expected for token in answer}) > 6
     target = target_of(model, "native", kernels)
     assert plain(target, PROMPTS, 20) == expected and run(target, NoDrafter(), PROMPTS, 20).tokens == expected

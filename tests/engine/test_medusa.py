@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_answers import plain_answers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from toy import plain, run, tiny
@@ -74,10 +75,12 @@ def last_states(model: Any, text: list[int]) -> Tensor:
 def test_the_output_is_the_plain_one_whatever_the_heads_say(kind: str, nodes: int, top_k: int) -> None:
     target = Target(tiny(kind))
     prompts = [prompt[:30] for prompt in PROMPTS]
-    expected = plain(target, prompts, NEW)
+    expected = plain_answers(target, prompts, NEW)
     assert run(target, drafter(target, nodes, top_k), prompts, NEW).tokens == expected
     stops = frozenset({expected[0][9], expected[2][14]})
-    assert run(target, drafter(target, nodes, top_k), prompts, NEW, stops).tokens == plain(target, prompts, NEW, stops)
+    assert run(target, drafter(target, nodes, top_k), prompts, NEW, stops).tokens == plain_answers(
+        target, prompts, NEW, stops
+    )
 
 
 def test_sampled_tokens_are_those_of_plain_decoding() -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
 import torch
+from heads import HEADS, draft_of
 from pretend import Device, DeviceTensor, WaitError, moved
 from test_drafters import DFLASH, EAGLE3, PROMPTS, enlarged
 from test_lean import KINDS
@@ -65,6 +66,10 @@ def dflash(target: Target, place: Place, kind: Any = DFlashDrafter, **options: A
     return kind(place(enlarged(DFlashDraft(DFLASH))), target.embedding, target.head, **options)
 
 
+def corrected(target: Target, place: Place, head: str, rule: str = "match") -> Any:
+    return DFlashDrafter(place(draft_of(head)), target.embedding, target.head, rule=rule)
+
+
 def eagle3(target: Target, place: Place) -> Any:
     return Eagle3Drafter(place(enlarged(Eagle3Draft(EAGLE3))), target.embedding, 5)
 
@@ -96,6 +101,8 @@ METHODS: dict[str, Callable[[Target, Place], Any]] = {
     "ngram": lambda target, _place: NGramDrafter(4, 3, 1, target.device),
     "draft-model": draft_model,
     "draft-model, drawn": lambda target, place: draft_model(target, place, "rejection"),
+    **{f"dflash, {head}": partial(corrected, head=head) for head in HEADS},
+    **{f"dflash, {head}, drawn": partial(corrected, head=head, rule="rejection") for head in HEADS},
 }
 DRAWN = {label for label in METHODS if label.endswith("drawn")}
 
@@ -202,7 +209,7 @@ def test_a_round_waits_once_and_says_what_it_says_on_the_cpu(
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("label", ["ar", "dflash", "ddtree", "eagle3", "draft-model"])
+@pytest.mark.parametrize("label", ["ar", "dflash", "ddtree", "eagle3", "draft-model", "dflash, lilicorr"])
 def test_captured_passes_exchange_nothing_with_the_host(device: Device, label: str, num_rows: int) -> None:
     expected = on_the_cpu(num_rows, Sampling())
     there = decoded(label, moved, num_rows, Sampling(), texts_of(expected), device.capture)

@@ -43,7 +43,9 @@ class Decoded:
     kept: list[int] = field(default_factory=list)
 
 
-def theirs(target: Any, draft: DFlashDraft, prompt: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> Decoded:
+def theirs(
+    target: Any, draft: DFlashDraft, prompt: Sequence[int], monkeypatch: pytest.MonkeyPatch, most: int = MAX_NEW_TOKENS
+) -> Decoded:
     out = Decoded()
     lengths: list[int] = []
     inner = candidate_generator.DFlashTokenCandidateGenerator.get_candidates
@@ -63,7 +65,7 @@ def theirs(target: Any, draft: DFlashDraft, prompt: Sequence[int], monkeypatch: 
         attention_mask=torch.ones_like(ids),
         assistant_model=assistant(draft),
         speculation_type="dflash",
-        max_new_tokens=MAX_NEW_TOKENS,
+        max_new_tokens=most,
         do_sample=False,
     )[0].tolist()
     out.tokens = whole[len(prompt) :]
@@ -83,9 +85,11 @@ class Recording(Watching):
         return draft
 
 
-def ours(target: Target, draft: DFlashDraft, prompt: Sequence[int], stops: frozenset[int]) -> Decoded:
+def ours(
+    target: Target, draft: DFlashDraft, prompt: Sequence[int], stops: frozenset[int], most: int = MAX_NEW_TOKENS
+) -> Decoded:
     drafter = Recording(DFlashDrafter(draft, target.embedding, target.head))
-    out = run(target, drafter, [prompt], MAX_NEW_TOKENS, stop_ids=stops)
+    out = run(target, drafter, [prompt], most, stop_ids=stops)
     kept = [len(step.emitted[0] or ()) - 1 for step in out.rounds]
     # All that was accepted became part of the answer, but for what lies past its end.
     assert kept[:-1] == [step.accepted[0] for step in out.rounds[:-1]]
@@ -130,8 +134,8 @@ def test_random_weights_over_seven_tokens_too(block_size: int, monkeypatch: pyte
         model = random_target(stop)
         stops = frozenset() if stop is None else frozenset({stop})
         for prompt in ([5], [1, 2, 4, 5, 0, 1], [i * 5 % 7 for i in range(33)]):
-            mine = ours(Target(model), draft, prompt, stops)
-            assert_same(mine, theirs(model, draft, prompt, monkeypatch))
+            mine = ours(Target(model), draft, prompt, stops, 24)
+            assert_same(mine, theirs(model, draft, prompt, monkeypatch, 24))
             kept += mine.kept
     assert 0 in kept and max(kept) > 0
 

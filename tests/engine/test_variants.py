@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from plain_answers import plain_answers
 from test_drafters import DFLASH, EAGLE3, PROMPTS, eagle3_from_scratch, enlarged, record
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
-from toy import plain, run, tiny
+from toy import run, tiny
 
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
@@ -88,7 +89,7 @@ def test_shifted_labels_draft_from_every_slot(block_size: int) -> None:
     hook = target.head.register_forward_hook(lambda _module, _inputs, out: logits.append(out))
     out = run(target, shifted, PROMPTS, 12)
     hook.remove()
-    assert out.tokens == plain(target, PROMPTS, 12) and out.rounds[0].drafted == [block_size] * 3
+    assert out.tokens == plain_answers(target, PROMPTS, 12) and out.rounds[0].drafted == [block_size] * 3
     # What the head scores is as wide as what is drafted: no slot is idle.
     assert {scored.shape[1] for scored in logits} >= {block_size}
 
@@ -135,7 +136,7 @@ def test_a_reduced_head_proposes_only_tokens_it_knows() -> None:
     recorded = record(drafter, drafter.head, target, PROMPTS)
     proposed = {token for tokens, *_ in recorded.proposed for token in tokens.flatten().tolist()}
     assert len(proposed) > 3 and proposed <= known
-    assert run(target, drafter, PROMPTS, 12).tokens == plain(target, PROMPTS, 12)
+    assert run(target, drafter, PROMPTS, 12).tokens == plain_answers(target, PROMPTS, 12)
 
 
 # EAGLE-3.

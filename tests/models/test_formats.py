@@ -510,10 +510,8 @@ def test_a_value_of_the_wrong_type_is_refused(change: dict[str, Any], saved: Pat
 @pytest.mark.parametrize(
     ("inner", "message"),
     [
-        ({"causal": True}, "causal = True"),
-        ({"use_swa": True, "swa_window_size": 64}, "use_swa = True"),
         ({"projector_type": "eagle"}, "projector_type = 'eagle'"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding-window layers"),
+        ({"attention_sink_bias": True}, "attention_sink_bias = True"),
     ],
 )
 def test_variants_of_dflash_that_would_draft_badly_are_refused(
@@ -535,10 +533,6 @@ def test_an_unknown_format_says_what_was_looked_for(config: dict[str, Any], save
 
 
 KNOWN = {
-    "candidate_selector.hidden_projection.weight": "is DFlash 2",
-    "layers.0.mlp_conv.base_kernel": "is DFlash 2",
-    "layer_fusion_weights": "is DFlare",
-    "layers.1.self_attn.k_proj_target.weight": "is DFlare",
     "mask_hidden": "is P-EAGLE",
 }
 
@@ -551,6 +545,7 @@ def test_what_is_known_but_not_supported_is_named(name: str, saved: Path) -> Non
 
 
 HEADS = {
+    "candidate_selector.hidden_projection.weight": "DFlash 2",
     "prefix_gru.weight_ih_l0": "Domino",
     "logit_head.embed_proj.0.weight": "Domino",
     "markov_head.markov_w1.weight": "DSpark",
@@ -568,15 +563,29 @@ def test_a_tensor_of_a_head_that_the_config_does_not_describe_is_named_with_its_
         load(saved)
 
 
+BODIES = {
+    "layers.0.mlp_conv.base_kernel": "tensor layers.0.mlp_conv.base_kernel is of a draft of kind DFlash 2",
+    "layers.1.self_attn.k_proj_target.weight": "k_proj_target.weight is of a draft of kind DFlare",
+    "layer_fusion_weights": "config.json says DFlashDraftModel, but .* are those of DFlare",
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_tensor_of_another_body_is_named_with_its_kind(name: str, saved_dflash: Path) -> None:
+    edit_tensors(saved_dflash, lambda t: t.update({name: torch.zeros(2)}))
+    with pytest.raises(UserError, match=BODIES[name]):
+        load(saved_dflash)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "is DFlash 2"),
+        ({"architectures": ["DFlash2DraftModel"]}, "says DFlash2DraftModel, but has no selector_rank"),
         ({"architectures": ["Gemma4DSparkModel"]}, "DSpark for Gemma 4"),
         ({"markov_rank": 256}, "markov_rank = 256 in config.json is not supported: DSpark"),
         (
             {"speculators_model_type": "peagle"},
-            "speculators draft of type 'peagle' is not supported; only dflash, dspark, xpress, eagle3",
+            "speculators draft of type 'peagle' is not supported; only dflash, dspark, xpress, dflare, dflash2, eagle3",
         ),
     ],
 )
@@ -586,9 +595,26 @@ def test_kinds_are_also_told_by_the_config(change: dict[str, Any], message: str,
         load(saved)
 
 
-def test_a_mask_with_an_embedding_of_its_own_is_refused(saved_dflash: Path) -> None:
-    (saved_dflash / "mask_embedding.pt").touch()
-    with pytest.raises(UserError, match=r"mask_embedding\.pt"):
+def test_a_mask_with_an_embedding_of_its_own_is_read(saved_dflash: Path) -> None:
+    plain = load(saved_dflash)
+    torch.save(torch.ones(plain.config.hidden_size), saved_dflash / "mask_embedding.pt")
+    own = load(saved_dflash)
+    block, mask = torch.tensor([[1, own.config.mask_token_id]]), own.config.mask_token_id
+    rows = torch.arange(float(mask + 1))[:, None].expand(-1, own.config.hidden_size)
+    assert own.embed_block(block, lambda ids: rows[ids])[0, :, 0].tolist() == [1.0, 1.0]
+    assert plain.embed_block(block, lambda ids: rows[ids])[0, :, 0].tolist() == [1.0, float(mask)]
+
+
+@pytest.mark.parametrize(("stored", "told"), [([1.0], "holds a list"), (torch.ones(3), "mask_embedding is")])
+def test_a_mask_embedding_that_is_none_is_named(stored: Any, told: str, saved_dflash: Path) -> None:
+    torch.save(stored, saved_dflash / "mask_embedding.pt")
+    with pytest.raises(UserError, match=told):
+        load(saved_dflash)
+
+
+def test_a_mask_embedding_with_code_in_it_is_not_run(saved_dflash: Path) -> None:
+    (saved_dflash / "mask_embedding.pt").write_bytes(b"\x80\x04\x95")
+    with pytest.raises(UserError, match=r"cannot read .*mask_embedding\.pt"):
         load(saved_dflash)
 
 

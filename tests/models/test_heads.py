@@ -255,3 +255,12 @@ def test_half_a_head_is_refused_by_the_name_of_what_is_missing(name: str, draft_
 
 def test_every_format_of_a_head_is_in_the_table() -> None:
     assert {form for form, _, _ in KINDS.values()} <= {name for name, kind in formats.FORMATS if kind == "dflash"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_that_are_no_numbers_are_refused(name: str, value: float, draft_of: Callable[[str], Path]) -> None:
+    folder = draft_of(name)
+    edit_tensors(folder, lambda tensors: tensors["fc.weight"].view(-1)[7:8].fill_(value))
+    with pytest.raises(UserError, match=r"fc\.weight holds NaN or infinite weights; copy the checkpoint again"):
+        load(folder)

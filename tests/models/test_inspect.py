@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,6 @@ def copied(model: Path, tmp_path: Path) -> Path:
 def edit(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    code = "from dflash_bench.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
 
 
 def test_nanos_dflash_draft_is_described() -> None:
@@ -130,15 +126,17 @@ def test_weights_are_not_read(copied: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert {tensor.ndim for tensor in seen if not tensor.is_meta} == {1} and any(tensor.is_meta for tensor in seen)
 
 
-def test_the_command_exits_1_where_something_does_not_fit_and_2_where_nothing_can_be_said(copied: Path) -> None:
-    assert command("inspect", str(copied / "dflash"), "--target", str(copied)).returncode == 0
-    told = command("inspect", str(copied / "dflash"), "--target", "nano", "--json")
-    assert (
-        told.returncode == 1
-        and "hidden size 32, but the target's is 128" in json.loads(told.stdout)["problems"][0]["what"]
-    )
+def test_the_command_exits_1_where_something_does_not_fit_and_2_where_nothing_can_be_said(
+    copied: Path, main: Callable[..., tuple[int, str, str]]
+) -> None:
+    assert main("inspect", copied / "dflash", "--target", copied)[0] == 0
+    status, said, _ = main("inspect", copied / "dflash", "--target", "nano", "--json")
+    assert status == 1 and "hidden size 32, but the target's is 128" in json.loads(said)["problems"][0]["what"]
     edit(copied / "target", architectures=["SomethingElse"])
-    foreign = command("inspect", str(copied / "target"))
+    # In a process of its own: what it loads says nothing of its own either.
+    code = "from dflash_bench.cli import main; main()"
+    words = [sys.executable, "-c", code, "inspect", str(copied / "target")]
+    foreign = subprocess.run(words, capture_output=True, text=True, check=False)
     assert foreign.returncode == 2 and foreign.stdout == "" and len(foreign.stderr.splitlines()) == 1
     assert "looked for config.json with speculators_model_type" in foreign.stderr
 

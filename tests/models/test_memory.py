@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -132,6 +133,33 @@ def test_caches_are_as_large_as_predicted(label: str, opened: tuple[Models, Loca
     drafter: Any = backend.drafters[label]
     cache = drafter.model.cache if label == "draft-model" else getattr(drafter, "cache", None)
     assert held.draft_cache_bytes == (stored_in(cache) if cache else 0)
+
+
+def test_what_kernels_hold_twice_and_in_float32_is_predicted() -> None:
+    some = chosen("ar", "dflash")
+    models = load("nano", ["dflash"], "cpu", torch.bfloat16)
+    backend = open_backend(models, NANO, some, max_new_tokens=8, lets_go=True)
+    prompt = backend.encode([Message("user", "Add 3 and 4.")])
+    assert not backend.generate_ids("dflash", [prompt])[0].error
+    predicted = demand_of(
+        Path(NANO.target), {"dflash": Path(NANO.drafts["dflash"])}, some, torch.bfloat16, in_kernels=True
+    )
+    held, drafter = predicted.held(len(prompt) + 8), backend.drafters["dflash"]
+    assert held.target_cache_bytes == stored_in(backend.target.cache)
+    assert held.draft_cache_bytes == stored_in(drafter.cache)  # type: ignore[attr-defined]
+    for network, model, weights_bytes in (
+        (backend.target.network, models.target, held.target_weights_bytes),
+        (drafter.network, models.drafts["dflash"], held.draft_weights_bytes),  # type: ignore[attr-defined]
+    ):
+        kept = {weight.data_ptr(): weight.nbytes for weight in model.parameters() if not weight.is_meta}
+        arrays = [num for part in {id(part): part for part in vars(network).values()}.values() for num in _arrays(part)]
+        assert weights_bytes == pytest.approx(sum(kept.values()) + sum(arrays), rel=0.02)
+
+
+def _arrays(owner: Any) -> list[int]:
+    """The bytes of what kernels read of a part of a network."""
+    packed = getattr(owner, "decoder", owner)
+    return [packed.weights.nbytes] if isinstance(getattr(packed, "weights", None), np.ndarray) else []
 
 
 def stored_in(cache: KVCache) -> int:

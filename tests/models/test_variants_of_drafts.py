@@ -12,7 +12,8 @@ import tiny
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import inspect
-from dflash_bench.models.formats import TargetShape, read_checkpoint, variants
+from dflash_bench.models.formats import TargetShape, read_checkpoint, variants, zlab
+from dflash_bench.models.formats import bodies as formats_bodies
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 GOLDEN = Path(os.environ.get("DFLASH_BENCH_GOLDEN", Path(__file__).resolve().parents[3] / "shared/data/golden"))
@@ -35,10 +36,8 @@ def edit(folder: Path, inner: str | None, changes: dict[str, Any]) -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "causal_head": True, "causal": True, "is_causal": True, "use_swa": True, "attention_sink_bias": True,
-    "attention_value_scale": 0.5, "attention_mode": "mla", "input_embedding_scale": 64, "embedding_multiplier": 12.0,
-    "output_multiplier": 0.2, "final_logit_softcapping": 30.0, "projector_type": "eagle", "shift_label": True,
-    "conv_kernel_size": 2, "selector_rank": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 0,
+    "attention_sink_bias": True, "attention_value_scale": 0.5, "attention_mode": "mla", "embedding_multiplier": 12.0,
+    "projector_type": "eagle", "shift_label": True, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 0,
     "markov_head_type ": "gated", "lilicorr_num_layers": 2, "an_unknown_key": None,
 }  # fmt: skip
 
@@ -52,10 +51,74 @@ def test_a_key_of_dflash_config_that_changes_or_may_change_the_network_is_refuse
         read(model / "dflash")
 
 
-@pytest.mark.parametrize("key", variants.VARIANTS)
+@pytest.mark.parametrize("key", sorted(zlab.UNREAD_BESIDE.keys() - {"selector_rank", "selector_top_k"}))
 def test_the_same_keys_are_refused_beside_it(key: str, model: Path) -> None:
     edit(model / "dflash", None, {key: 7.5})
     with pytest.raises(UserError, match="not supported"):
+        read(model / "dflash")
+
+
+READ: dict[str, Any] = {
+    "causal_head": True, "causal": True, "is_causal": True, "use_swa": True, "swa_window_size": 7,
+    "input_embedding_scale": 64, "output_multiplier": 0.2, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+
+
+def test_what_changes_a_body_is_read(model: Path) -> None:
+    before = read(model / "dflash")
+    for keys in ({"use_swa", "swa_window_size"}, *({key} for key in READ.keys() - {"use_swa", "swa_window_size"})):
+        path = model / "dflash/config.json"
+        whole = path.read_text()
+        edit(model / "dflash", "dflash_config", {key: READ[key] for key in keys})
+        assert read(model / "dflash").body != before.body, keys
+        path.write_text(whole)
+
+
+UNSOUND: dict[str, dict[str, Any]] = {
+    "sliding_window cannot be 0": {"use_swa": True, "swa_window_size": 0},
+    "sliding_window cannot be -3": {"use_swa": True, "swa_window_size": -3},
+    "sliding_window cannot be 2.5": {"use_swa": True, "swa_window_size": 2.5},
+    "lacks 'swa_window_size'": {"use_swa": True},
+    "is_causal cannot be 'yes'": {"is_causal": "yes"},
+    "embedding_scale cannot be -1": {"input_embedding_scale": -1},
+    "logit_softcap cannot be 'x'": {"final_logit_softcapping": "x"},
+    "layer_types names 3 layers": {"layer_types": ["full_attention"] * 3},
+    "layers of 'chunked_attention'": {"layer_types": ["chunked_attention"]},
+}
+
+
+@pytest.mark.parametrize("told", UNSOUND)
+def test_a_body_that_cannot_be_is_one_line(told: str, model: Path) -> None:
+    edit(model / "dflash", "dflash_config", UNSOUND[told])
+    with pytest.raises(UserError, match=told):
+        read(model / "dflash")
+
+
+SECOND: dict[str, dict[str, Any]] = {
+    "says DFlashDraftModel, and has selector_rank": {"selector_rank": 8},
+    "says DFlashDraftModel, and has conv_kernel_size": {"conv_kernel_size": 2},
+}
+
+
+@pytest.mark.parametrize("told", SECOND)
+def test_keys_of_another_kind_than_the_architecture_are_refused(told: str, model: Path) -> None:
+    edit(model / "dflash", "dflash_config", SECOND[told])
+    with pytest.raises(UserError, match=told):
+        read(model / "dflash")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"conv_kernel_size": 2, "conv_group_size": 7, "selector_rank": 8}, "conv_group_size cannot be 7"),
+        ({"conv_kernel_size": 0, "selector_rank": 8, "selector_top_k": 10**6}, "selector_top_k cannot be 1000000"),
+        ({"conv_kernel_size": 2}, "says DFlash2DraftModel, but has no selector_rank"),
+    ],
+)
+def test_half_of_dflash_2_is_refused(changes: dict[str, Any], told: str, model: Path) -> None:
+    edit(model / "dflash", None, {"architectures": ["DFlash2DraftModel"]})
+    edit(model / "dflash", "dflash_config", changes)
+    with pytest.raises(UserError, match=told):
         read(model / "dflash")
 
 
@@ -71,7 +134,8 @@ def test_values_that_change_nothing_pass(key: str, model: Path) -> None:
     before = read(model / "dflash")
     for value in variants.VARIANTS[key][1]:
         edit(model / "dflash", "dflash_config", {key: value})
-        edit(model / "dflash", None, {key: value})
+        if key not in formats_bodies.CAUSAL or value is None:
+            edit(model / "dflash", None, {key: value})
         assert read(model / "dflash") == before
 
 
@@ -90,10 +154,17 @@ def test_an_adapter_for_a_target_of_another_width_is_refused(model: Path) -> Non
         read(model / "dflash")
 
 
-def test_an_inner_key_does_not_take_back_what_stands_beside_it(model: Path) -> None:
+def test_what_stands_beside_it_decides_on_causality(model: Path) -> None:
+    """z-lab's code reads nothing else."""
     edit(model / "dflash", None, {"is_causal": True})
     edit(model / "dflash", "dflash_config", {"is_causal": False})
-    with pytest.raises(UserError, match="is_causal = True"):
+    assert read(model / "dflash").kind == "JetSpec"
+
+
+def test_an_inner_key_does_not_take_back_what_stands_beside_it(model: Path) -> None:
+    edit(model / "dflash", None, {"attention_value_scale": 0.5})
+    edit(model / "dflash", "dflash_config", {"attention_value_scale": 1})
+    with pytest.raises(UserError, match=r"attention_value_scale = 0\.5"):
         read(model / "dflash")
 
 
@@ -118,12 +189,7 @@ def test_what_a_target_left_there_is_let_pass(model: Path) -> None:
 
 # What publishers' own code drafts otherwise than we would: each of these must be refused, and by its name.
 
-NAMED = {
-    "angelslim-dflare": "DFlare", "jetspec-causal-head": "causal_head = True", "specforge-p-eagle": "P-EAGLE",
-    "zlab-causal-full": "is_causal = True", "zlab-dflash2": "DFlash 2", "zlab-dflash2-sliding": "DFlash 2",
-    "zlab-embedding-scale": "input_embedding_scale = 8.0", "zlab-sliding-default": "sliding-window layers",
-    "zlab-sliding-noncausal": "sliding-window layers",
-}  # fmt: skip
+NAMED = {"specforge-p-eagle": "P-EAGLE"}
 
 
 @pytest.mark.parametrize("case", NAMED)

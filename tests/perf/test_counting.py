@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import toy
@@ -9,6 +11,7 @@ import transformers
 
 from dflash_bench.core.forwards import AttentionCost
 from dflash_bench.models.memory import size_of
+from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.perf.measure import draft_passes
@@ -69,6 +72,15 @@ def test_a_block_is_one_pass_and_takes_in_features_through_keys_and_values_alone
     assert (head.size.matrix_elements, head.width) == (TABLE, 7)
     assert (context.size.matrix_elements, context.width) == (3 * 32 * 32 + 2 * 2 * 16 * 32, 4)
     assert not context.size.attention
+
+
+def test_a_head_that_corrects_a_block_is_read_again_for_each_token() -> None:
+    correction = MarkovConfig(markov_rank=6, enable_confidence_head=True)
+    config = DFlashConfig(**DRAFT, num_layers=2, block_size=7, mask_token_id=96, shifted_labels=True)  # type: ignore[arg-type]
+    *body, head = draft_passes(DFlashDraft(replace(config, correction=correction)), toy.tiny("llama"), 7, kept=4)
+    assert body == list(draft_passes(DFlashDraft(config), toy.tiny("llama"), 7, kept=4))
+    # W2 and the confidence's weights; of W1 a token reads a row.
+    assert (head.size.matrix_elements, head.width, head.times) == (97 * 6 + 38, 1, 7)
 
 
 @pytest.mark.parametrize("num_drafts", [1, 5])

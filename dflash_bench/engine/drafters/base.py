@@ -29,7 +29,7 @@ class CachedDrafter:
         self.draft, self.config = draft.eval(), draft.config
         self.num_scratch = num_scratch
         self.taps = self.config.target_layer_ids
-        self.weight, self.device = draft.fc.weight, draft.fc.weight.device
+        self.weight, self.device = draft.norm.weight, draft.norm.weight.device
         self.cache = KVCache(0, 0, self.device)
         self.graph_cache: GraphCache | None = None
         self.starts: list[int] = []

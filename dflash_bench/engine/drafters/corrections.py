@@ -59,7 +59,7 @@ class BlockCorrector:
         config: Any = draft.config.correction
         self.draft, self.head, self.sampler = draft, head, sampler
         self.reads_before, self.reads_context = config.reads_before, config.reads_context
-        self.weight = draft.fc.weight
+        self.weight = draft.norm.weight
 
     @classmethod
     def of(cls, draft: DFlashDraft, sampler: DraftSampler) -> BlockCorrector | None:
@@ -86,7 +86,7 @@ class BlockCorrector:
         counts = to_device(committed.counts, self.weight.device)[:, None]
         last = (counts - 1).clamp(min=0)[..., None].expand(-1, 1, committed.hidden.shape[-1])
         features = committed.hidden.gather(1, last)[:, 0].to(self.weight.dtype)
-        fused = self.draft.hidden_norm(self.draft.fc(features))
+        fused = self.draft.contexts(features)[0]
         rows = committed.row_slice
         self.context[rows] = torch.where(counts > 0, fused, self.context[rows])
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
-from dflash_bench.engine.drafters.dflash import AdaptiveDrafter, DFlashDrafter
+from dflash_bench.engine.drafters.dflash import AdaptiveDrafter, DFlashDrafter, with_labels
 from dflash_bench.engine.forward.native import Product
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -26,7 +26,7 @@ from dflash_bench.models.nets.dflash import DFlashDraft
 
 def build(models: Models, target: Target, method: Method) -> DDTreeDrafter:
     """Raises UserError for a draft that offers no tree, and for more nodes than a tree can have."""
-    draft: DFlashDraft = models.draft_of(method)
+    draft = with_labels(models.draft_of(method), method)
     if draft.config.correction is not None:
         raise UserError(
             f"method '{method.label}': the head of a {draft.config.kind} draft picks one token after another, which "

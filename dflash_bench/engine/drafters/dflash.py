@@ -8,7 +8,9 @@ which is strictly before the anchor, as in training: the anchor's own features d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from dflash_bench.engine.drafters.corrections import BlockCorrector
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native import Product
 from dflash_bench.engine.forward.native_drafts import DFlashNetwork, NativeDFlash
-from dflash_bench.engine.lengths import Seen, placed_lengths
+from dflash_bench.engine.lengths import Seen, block_lengths
 from dflash_bench.engine.masks import block_mask
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -36,18 +38,18 @@ from dflash_bench.models.weights import lay_out
 
 def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
     """Raises UserError for options that this kind of draft does not have."""
-    draft: DFlashDraft = models.draft_of(method)
+    draft = with_labels(models.draft_of(method), method)
     steps, rule, cut = method.number("steps"), str(method.option("rule")), method.option("cut")
     _refuse(draft, method)
-    own: tuple[Any, ...] = (draft, target.embedding, target.head)
+    embedding, head = target.embedding, target.head
     if method.option("block") == "auto":
-        return AutoDFlashDrafter(*own, rule=rule, steps=steps)
+        return AutoDFlashDrafter(draft, embedding, head, rule=rule, steps=steps)
     size = block_size(draft, method)
     if cut == "auto":
-        return AutoCutDFlashDrafter(*own, block_size=size, rule=rule)
+        return AutoCutDFlashDrafter(draft, embedding, head, size, rule)
     if cut != "off":
-        return CutDFlashDrafter(*own, block_size=size, rule=rule, threshold=method.real("cut"))
-    return DFlashDrafter(*own, block_size=size, rule=rule, steps=steps)
+        return CutDFlashDrafter(draft, embedding, head, size, rule, threshold=method.real("cut"))
+    return DFlashDrafter(draft, embedding, head, size, rule, steps)
 
 
 def _refuse(draft: DFlashDraft, method: Method) -> None:
@@ -66,6 +68,23 @@ def _refuse(draft: DFlashDraft, method: Method) -> None:
             f"{where}: cut=auto looks at all drawn tokens, and tokens selected by their own value do not follow q any "
             "more; give a threshold"
         )
+
+
+def with_labels(draft: DFlashDraft, method: Method) -> DFlashDraft:
+    """Return the draft with the labels that the option `shift` names, for kinds whose files leave them open.
+
+    The copy shares the weights. Raises UserError for other kinds.
+    """
+    shift = method.option("shift")
+    if shift is None:
+        return draft
+    if not draft.config.body.is_causal_head:
+        raise UserError(
+            f"method '{method.label}': the labels of a {draft.config.kind} draft are known; leave shift out"
+        )
+    shifted = copy.copy(draft)
+    shifted.config = replace(draft.config, shifted_labels=shift == "yes")
+    return shifted
 
 
 def block_size(draft: DFlashDraft, method: Method) -> int:
@@ -105,7 +124,7 @@ class DFlashDrafter(CachedDrafter):
         self.num_predicted, self.slots = draft.config.num_drafts(self.block_size), draft.config.slots(self.block_size)
         super().__init__(draft, self.block_size)
         self.network: DFlashNetwork = NativeDFlash(self.draft)
-        self.embedding: Callable[[Tensor], Tensor] = draft.embed_tokens if self.config.own_embedding else embedding
+        self.embedding = raw_rows(draft.embed_tokens if self.config.own_embedding else embedding)
         self.head: Product = lay_out(draft.lm_head) if self.config.own_head else head
         self.num_drafts = self.num_predicted
         self.draft_sampler = DraftSampler(rule, draft.target_ids, self.config.draft_vocab_size)
@@ -113,7 +132,9 @@ class DFlashDrafter(CachedDrafter):
 
     def compile(self) -> None:
         network, head = self.network, self.head
-        if not isinstance(network, NativeDFlash) or why_not_layers(network.layers):
+        if not isinstance(network, NativeDFlash) or not self.config.body.has_plain_layers:
+            return
+        if why_not_layers(network.plain_layers):
             return
         from dflash_bench.engine.forward.compiled import CompiledDFlash, CompiledLinear, compiled_once, lookup_of
 
@@ -125,6 +146,9 @@ class DFlashDrafter(CachedDrafter):
     def allocate(self, num_rows: int, capacity: int) -> None:
         self.block = torch.full((num_rows, self.block_size), self.config.mask_token_id, device=self.device)
         self.columns = torch.arange(capacity, device=self.device)
+        views = {view.name: view for view in map(self.config.body.view, range(self.config.num_layers))}
+        self.views = views
+        self.by_lengths = self.by_lengths and not any(view.from_anchor for view in views.values())
         if self.corrector is not None:
             self.corrector.begin(num_rows)
 
@@ -187,7 +211,7 @@ class DFlashDrafter(CachedDrafter):
             self.cache.place(self.starts, self.block_size)
             hidden = self._through(self.block)
         self.hidden = hidden
-        return self.head(hidden[:, self.slots])
+        return self.config.body.logits(self.head(hidden[:, self.slots]))
 
     def _steady(self, num_places: int, block: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
         """As `_through`, placed by tensors alone, so that it can be captured."""
@@ -197,13 +221,22 @@ class DFlashDrafter(CachedDrafter):
     def _through(self, block: Tensor) -> Tensor:
         """Read the block [B, N] where it was placed; returns the last layer's normed output [B, N, H]."""
         tables = rotations(self.rotary, self.cache)
-        return self.network.forward(self.embedding(block), tables, self._seen(), self.cache)
+        embedded = self.draft.embed_block(block, self.embedding)
+        return self.network.forward(embedded, tables, self._seen(), self.cache)
 
-    def _seen(self) -> Seen:
-        """Return what every slot of the block just placed sees: its row's context, and the whole block."""
+    def _seen(self) -> Mapping[str, Seen]:
+        """Return what the slots of the block just placed see in each kind of layer, by the names of their views."""
         if self.by_lengths:
-            return placed_lengths(self.cache, whole_block=True)
-        return block_mask(self.cache, self.columns)
+            return {name: block_lengths(self.cache, view) for name, view in self.views.items()}
+        return {name: block_mask(self.cache, self.columns, view) for name, view in self.views.items()}
+
+
+def raw_rows(embedding: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return what looks up an embedding's rows as they are stored: some targets' own modules scale them (Gemma)."""
+    if type(embedding) is nn.Embedding or not isinstance(getattr(embedding, "weight", None), Tensor):
+        return embedding
+    weight: Tensor = embedding.weight  # type: ignore[assignment]
+    return lambda tokens: torch.embedding(weight, tokens)
 
 
 class AdaptiveDrafter(DFlashDrafter):

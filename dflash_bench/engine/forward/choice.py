@@ -7,6 +7,7 @@ import platform
 import shutil
 from collections.abc import Sequence
 from functools import cache
+from hashlib import sha256
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +17,13 @@ import torch
 from torch import nn
 
 from dflash_bench import __version__
-from dflash_bench.engine.forward.native import Gated, Layer, NativeForward
+from dflash_bench.engine.forward.native import COVERED, Gated, Layer, NativeForward
 from dflash_bench.models.architecture import decoder_layers
 from dflash_bench.models.presets import cache_folder
 from dflash_bench.models.quantization import Int8Linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+SOURCES = ("kernels.py", "tiles.py")
 MOST_FOLDERS = 3
 """Folders of compiled code, of one version each, that are kept."""
 
@@ -50,6 +52,15 @@ def why_not_layers(layers: Sequence[Layer]) -> str | None:
     return None
 
 
+def expects_kernels(config: Any, dtype: torch.dtype) -> bool:
+    """Return True if compiled kernels will compute a target of this config on a CPU, as far as that can be foretold."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    fits = head_dim % 8 == 0 and heads * head_dim % 16 == 0
+    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+    return config.model_type in COVERED and dtype in DTYPES and fits and not experts and has_numba()
+
+
 @cache
 def has_numba() -> bool:
     """Return True if numba can be loaded; it keeps its compiled code in our folder from now on."""
@@ -68,7 +79,7 @@ def has_numba() -> bool:
 @cache
 def code_folder() -> Path | None:
     """Return the folder of this version's compiled code, or None if it cannot be written: then nothing is kept."""
-    versions = [__version__, metadata.version("numba"), platform.python_version(), platform.machine()]
+    versions = [__version__, metadata.version("numba"), platform.python_version(), platform.machine(), _sources()]
     folder = cache_folder() / "kernels" / "-".join(versions)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,6 +90,12 @@ def code_folder() -> Path | None:
     for old in others[MOST_FOLDERS:]:
         shutil.rmtree(old, ignore_errors=True)
     return folder if os.access(folder, os.W_OK) else None
+
+
+def _sources() -> str:
+    """Return a mark of the kernels' sources: numba itself does not notice a change in a file that another one uses."""
+    texts = [Path(__file__).with_name(name).read_bytes() for name in SOURCES]
+    return sha256(b"".join(texts)).hexdigest()[:8]
 
 
 def compile_note() -> str | None:

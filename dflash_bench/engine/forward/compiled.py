@@ -33,7 +33,7 @@ from dflash_bench.engine.forward.native import (
     linear_of,
     rotary_tables,
 )
-from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
+from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3, Views, views_by_kind
 from dflash_bench.engine.forward.tiles import LANES
 from dflash_bench.engine.lengths import Seen
 from dflash_bench.engine.masks import PassMask, ancestors
@@ -375,20 +375,29 @@ class CompiledForward:
         return logits, [torch.from_numpy(tapped).view(rows, num, -1).to(self.embedding.weight.dtype)]
 
 
-def _seen_by(mask: Seen, kv: KVCache, shape: tuple[int, int]) -> Placed:
-    """Return what the tokens of a draft's pass see, given a mask [B or 1, 1, N or 1, visible], or None for all."""
+def _seen_by(views: Sequence[Seen], kv: KVCache, shape: tuple[int, int]) -> Placed:
+    """Return what the tokens of a draft's pass see in each kind of layer: masks [B or 1, 1, N or 1, visible] or all."""
     rows, num = shape
     starts = np.array(kv.starts, np.int64)
-    lows, steps = _zeros(1, rows, num), _steps(rows * num)
-    if mask is None:
+    lows, steps = _zeros(len(views), rows, num), _steps(rows * num)
+    if all(view is None for view in views):
         # All rows start together, and see their past and the whole block.
-        seen, _ = _plain(rows, num, (None,), True)
+        seen, _ = _plain(rows, num, (None,) * len(views), True)
         return Placed(steps, starts, starts, starts, seen, lows, kv.first_row)
+    zero = _zeros(rows)
+    some = [_bools(view, num, kv.visible) for view in views]
+    most = max(map(len, some))
+    seen = np.stack([np.broadcast_to(one, (most, *one.shape[1:])) for one in some])
+    return Placed(steps, starts, zero, zero, seen, lows, kv.first_row)
+
+
+def _bools(mask: Seen, num: int, visible: int) -> np.ndarray:
+    """Return [B or 1, N, visible], 1 where a place is seen."""
+    if mask is None:
+        return np.ones((1, num, visible), np.uint8)
     assert isinstance(mask, Tensor), "lengths are for GPUs"
     bools = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
-    some = bools.expand(-1, num, -1).numpy().astype(np.uint8)
-    zero = _zeros(rows)
-    return Placed(steps, starts, zero, zero, some[None], lows, kv.first_row)
+    return bools.expand(-1, num, -1).numpy().astype(np.uint8)
 
 
 def _tables_of(tables: Tables, shape: tuple[int, int]) -> list[np.ndarray]:
@@ -419,7 +428,7 @@ class CompiledDFlash:
 
     def __init__(self, native: NativeDFlash) -> None:
         self.fc, self.context_norm = CompiledLinear(native.fc), CompiledNorm(native.context_norm)
-        self.layers = CompiledLayers(native.layers, native.norm)
+        self.layers = CompiledLayers(native.plain_layers, native.norm)
 
     def context(self, features: Tensor, tables: Tables) -> Tensor:
         """As `NativeDFlash.context`: features [B, N, K * Ht] -> [layers, 2, B, kv_heads, N, D]."""
@@ -428,17 +437,23 @@ class CompiledDFlash:
         inputs = self.context_norm(self.fc(features))
         width = round_up(2 * decoder.num_kv * decoder.head_dim, LANES)
         out = np.empty((len(decoder.layers), len(inputs), width), np.float32)
-        cos, sin = _tables_of(tables, (rows, num))
+        cos, sin = self._tables(tables, (rows, num))
         run(kernels.run_context, decoder, inputs.reshape(-1), rows * num, cos, sin, out)
         both = torch.from_numpy(out)[:, : rows * num].view(len(out), rows, num, 2, -1, decoder.head_dim)
         return both.permute(0, 3, 1, 4, 2, 5)
 
-    def forward(self, embedded: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
+    def _tables(self, tables: Tables, shape: tuple[int, int]) -> list[np.ndarray]:
+        """Return cosines and sines [kinds, T, D] of the tokens: angles are the same in all kinds of layers."""
+        made, num_kinds = _tables_of(tables, shape), len(self.layers.kinds)
+        return made if num_kinds == 1 else [np.repeat(table, num_kinds, axis=0) for table in made]
+
+    def forward(self, embedded: Tensor, tables: Tables, seen: Views, cache: KVCache) -> Tensor:
         """As `NativeDFlash.forward`, [B, N, H] -> [B, N, H]."""
-        shape = embedded.shape[0], embedded.shape[1]
+        shape, kinds = (embedded.shape[0], embedded.shape[1]), self.layers.kinds
         x = embedded.flatten(0, 1).to(torch.float32, copy=True)
-        store = self.layers.store(cache, *_tables_of(tables, shape))
-        work, _ = self.layers.through(x, shape, _seen_by(seen, cache, shape), store)
+        store = self.layers.store(cache, *self._tables(tables, shape))
+        views = views_by_kind(seen, kinds)
+        work, _ = self.layers.through(x, shape, _seen_by([views[kind] for kind in kinds], cache, shape), store)
         return torch.from_numpy(work.normed)[: x.numel()].view(embedded.shape).clone()
 
 
@@ -462,7 +477,7 @@ class CompiledEagle3:
         """As `NativeEagle3.forward` [B, N, H] -> [B, N, H]."""
         shape = hidden.shape[0], hidden.shape[1]
         x = torch.empty(shape[0] * shape[1], self.layers.decoder.width)
-        store, placed = self.layers.store(cache, *_tables_of(tables, shape)), _seen_by(seen, cache, shape)
+        store, placed = self.layers.store(cache, *_tables_of(tables, shape)), _seen_by([seen], cache, shape)
         work = self.layers.work(len(x), store.capacity + placed.seen.shape[3])
         run(
             kernels.join_inputs, _flat(embedded), _flat(hidden), self.norms, self.eps,

@@ -5,19 +5,24 @@ They give the same results as the networks they are made from (`models/nets`), u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.forward.native import Linear, Norm, Product, Tables, layer_of, linear_of, norm_of, turn
+from dflash_bench.engine.forward.native import Layer, Linear, Norm, Product, Tables, layer_of, linear_of, norm_of, turn
 from dflash_bench.engine.lengths import Seen
 from dflash_bench.engine.masks import fold_heads
+from dflash_bench.models.nets.bodies import BlockConvolution, Mixing, filtered
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.weights import join_weights, lay_out
+
+Views = Seen | Mapping[str, Seen]
+"""What the tokens of a pass see in all layers, or in each kind of layer."""
 
 
 class DFlashNetwork(Protocol):
@@ -25,7 +30,7 @@ class DFlashNetwork(Protocol):
 
     def context(self, features: Tensor, tables: Tables) -> Tensor: ...
 
-    def forward(self, embedded: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor: ...
+    def forward(self, embedded: Tensor, tables: Tables, seen: Views, cache: KVCache) -> Tensor: ...
 
 
 class Eagle3Network(Protocol):
@@ -38,11 +43,45 @@ class Eagle3Network(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class FilteredLayer:
+    """A layer whose sublayers' inputs and outputs are filtered over the slots of a block (DFlash 2)."""
+
+    layer: Layer
+    attention_conv: BlockConvolution
+    mlp_conv: BlockConvolution
+
+    @property
+    def kind(self) -> str:
+        return self.layer.kind
+
+    def __call__(self, index: int, x: Tensor, shape: torch.Size, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
+        """Return the residual stream [B * N, H] after this layer; arguments as in `Attention`."""
+        layer = self.layer
+
+        def attended(read: Tensor) -> Tensor:
+            return layer.attention.output(layer.attention(index, read, shape, tables, seen, cache))
+
+        x = x + self._through(self.attention_conv, layer.input_norm(x), shape, attended)
+        return x + self._through(self.mlp_conv, layer.feed_norm(x), shape, layer.feed)
+
+    @staticmethod
+    def _through(
+        conv: BlockConvolution, normed: Tensor, shape: torch.Size, sublayer: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return what a sublayer adds [B * N, H], given its normed input."""
+        normed = normed.view(*shape, -1)
+        before, after = conv.coefficients(normed)
+        added = sublayer(filtered(normed, before).flatten(0, 1))
+        return filtered(added.view(*shape, -1), after).flatten(0, 1)
+
+
 class NativeDFlash:
-    """A DFlash draft: `context` for the target's features, `forward` for a block."""
+    """A draft of the DFlash family: `context` for the target's features, `forward` for a block."""
 
     def __init__(self, draft: DFlashDraft) -> None:
         config, layers = draft.config, list[Any](draft.layers)
+        self.draft = draft
         self.num_layers, self.head_dim = config.num_layers, config.head_dim
         attention = [layer.self_attn for layer in layers]
         # Keys and values of the context are one product for all layers, so their weights lie behind one another.
@@ -56,18 +95,33 @@ class NativeDFlash:
             self.kv_bias, biases = joined_biases[:, None, num_queries:], list(joined_biases)
         k_norms = torch.stack([a.k_norm.weight for a in attention])[:, None, None, None]
         self.key_norm = Norm(k_norms, config.rms_norm_eps, k_norms.dtype)
-        self.fc = linear_of(draft.fc)
-        self.context_norm, self.norm = norm_of(draft.hidden_norm), norm_of(draft.norm)
-        self.layers = [
-            layer_of(layer, "full", config.num_heads, config.num_kv_heads, "silu", qkv=Linear(weight.t(), bias))
-            for layer, weight, bias in zip(layers, weights, biases, strict=True)
-        ]
+        self.is_joined = config.body.mixing is Mixing.JOINED and not config.body.own_context_weights
+        if self.is_joined:
+            self.fc, self.context_norm = linear_of(draft.fc), norm_of(draft.hidden_norm)
+        self.norm = norm_of(draft.norm)
+        self.plain_layers = [
+            layer_of(
+                layer, config.body.view(index).name, config.num_heads, config.num_kv_heads, "silu",
+                qkv=Linear(weight.t(), bias),
+            )
+            for index, (layer, weight, bias) in enumerate(zip(layers, weights, biases, strict=True))
+        ]  # fmt: skip
+        self.layers: list[Layer | FilteredLayer] = [*self.plain_layers]
+        if config.body.conv_kernel_size is not None:
+            self.layers = [
+                FilteredLayer(plain, layer.attention_conv, layer.mlp_conv)
+                for plain, layer in zip(self.plain_layers, layers, strict=True)
+            ]
 
     def context(self, features: Tensor, tables: Tables) -> Tensor:
         """Return keys and values of features [B, N, K * Ht] as the cache stores them [layers, 2, B, kv_heads, N, D].
 
         As `DFlashDraft.context`: c = norm(fc(features)), and per layer k = RoPE(norm(W_k c)), v = W_v c (paper, 4.1).
         """
+        if not self.is_joined:
+            cos, sin = tables
+            pairs = self.draft.context(features, (cos.transpose(1, 2), sin.transpose(1, 2)))
+            return torch.stack([torch.stack(pair) for pair in pairs])
         rows, width = features.shape[:2]
         context = self.context_norm(self.fc(features.flatten(0, 1))).expand(self.num_layers, -1, -1)
         bias, weight = self.kv_bias, self.kv_weight
@@ -76,14 +130,20 @@ class NativeDFlash:
         turn(both[:, :, :, 0], self.key_norm, tables)
         return both.permute(0, 3, 1, 4, 2, 5)
 
-    def forward(self, embedded: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
-        """As `DFlashDraft.forward`, [B, N, H] -> [B, N, H], over a cache; a mask is [B, 1, N or 1, visible]."""
+    def forward(self, embedded: Tensor, tables: Tables, seen: Views, cache: KVCache) -> Tensor:
+        """As `DFlashDraft.forward`, [B, N, H] -> [B, N, H], over a cache; masks are [B or 1, 1, N or 1, visible]."""
         shape, x = embedded.shape[:2], embedded.flatten(0, 1)
-        if isinstance(seen, Tensor):
-            seen = fold_heads(seen, self.layers[0].attention.group)
+        views = views_by_kind(seen, (layer.kind for layer in self.layers))
+        group = self.plain_layers[0].attention.group
+        folded = {kind: fold_heads(view, group) if isinstance(view, Tensor) else view for kind, view in views.items()}
         for index, layer in enumerate(self.layers):
-            x = layer(index, x, shape, tables, seen, cache)
+            x = layer(index, x, shape, tables, folded[layer.kind], cache)
         return self.norm(x).view(embedded.shape)
+
+
+def views_by_kind(seen: Views, kinds: Iterable[str]) -> Mapping[str, Seen]:
+    """Return what is seen in each kind of layer, given that or what is seen in all of them."""
+    return seen if isinstance(seen, Mapping) else dict.fromkeys(kinds, seen)
 
 
 class NativeEagle3:

@@ -12,10 +12,20 @@ from torch import Tensor
 
 from dflash_bench.core.errors import DraftProblem, UserError, unknown
 from dflash_bench.models import weights
-from dflash_bench.models.formats import base, deepspec, heads, known, projectors, safeailab, speculators, zlab
+from dflash_bench.models.formats import (
+    base,
+    bodies,
+    deepspec,
+    heads,
+    known,
+    projectors,
+    safeailab,
+    speculators,
+    zlab,
+)
 from dflash_bench.models.formats.base import Checkpoint, DraftModel, Format, Json, TargetShape
-from dflash_bench.models.hub import read_config
-from dflash_bench.models.nets.dflash import DFlashDraft
+from dflash_bench.models.hub import first_line, read_config
+from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 
 __all__ = [
     "FORMATS",
@@ -45,28 +55,29 @@ SPECULATORS = {
     "dflash": speculators.DFLASH,
     "dspark": speculators.DFLASH,
     "xpress": speculators.DFLASH,
+    "dflare": speculators.DFLASH,
+    "dflash2": speculators.DFLASH,
     "eagle3": speculators.EAGLE3,
 }
 ARCHITECTURES = {
     "DFlashDraftModel": zlab.DFLASH,
+    "DFlash2DraftModel": zlab.DFLASH,
+    "QwenDFlareDraftModel": zlab.DFLASH,
     "Qwen3DSparkModel": deepspec.DFLASH,
     "Qwen3Eagle3Model": deepspec.EAGLE3,
 }
 UNSUPPORTED_ARCHITECTURES = {
-    "DFlash2DraftModel": "DFlash 2",
-    "QwenDFlareDraftModel": "DFlare",
     "XPressDraftModel": "XPress",
     "PEagleDraftModel": "P-EAGLE",
     "Gemma4DSparkModel": "DeepSpec's DSpark for Gemma 4",
     "MuseGlimmerAssistantModel": "an assistant for transformers' own DFlash",
 }
 UNSUPPORTED_TENSORS = {
-    r"candidate_selector\.|.*(attention|mlp)_conv\.": "DFlash 2",
-    r"layer_fusion_weights|.*\.[kv]_proj_target\.": "DFlare",
     r"mask_hidden$": "P-EAGLE",
     r"encoder\.fc\.": "an assistant for transformers' own DFlash",
     r"\d+\.\d+\.linear\.": "Medusa",
 }
+MASK_FILE = "mask_embedding.pt"
 LOOKED_FOR = (
     "config.json with speculators_model_type, dflash_config, draft_vocab_size or the architectures "
     f"{', '.join(ARCHITECTURES)}; tensors midlayer.* or d2t"
@@ -110,15 +121,13 @@ def _speculators(folder: Path, config: Json) -> Format:
 
 def _refuse_unsupported(folder: Path, config: Json, architectures: Iterable[str], names: Iterable[str]) -> None:
     for architecture in architectures:
-        if architecture in UNSUPPORTED_ARCHITECTURES:
+        if architecture in UNSUPPORTED_ARCHITECTURES and "speculators_model_type" not in config:
             what = UNSUPPORTED_ARCHITECTURES[architecture]
             raise UserError(f"{folder} is {what} (architecture {architecture}), which is not supported")
     for name in names:
         for pattern, what in UNSUPPORTED_TENSORS.items():
             if re.match(pattern, name):
                 raise UserError(f"{folder} is {what} (tensor {name}), which is not supported")
-    if (folder / "mask_embedding.pt").exists():
-        raise UserError(f"{folder} has its mask's embedding in mask_embedding.pt, which is not supported")
 
 
 # Reading, checking and writing checkpoints.
@@ -132,7 +141,8 @@ def load_draft(
 ) -> DraftModel:
     """Load a draft; `head` [V, H] is the target's, for a draft whose file leaves it out.
 
-    Raises UserError for a folder without a known kind of draft, a damaged file, or a draft for another target.
+    Raises UserError for a folder without a known kind of draft, a damaged file, weights that are no numbers, or a draft
+    for another target.
     """
     form, checkpoint = read_checkpoint(folder, target)
     for problem in problems(form, checkpoint, target):
@@ -140,6 +150,7 @@ def load_draft(
     if checkpoint.target_head:
         assert head is not None
         checkpoint = checkpoint.with_head(head)
+    base.refuse_broken(str(folder), checkpoint.tensors)
     draft = base.skeleton(checkpoint.config).to(dtype).to_empty(device=device)
     draft.load_state_dict(dict(checkpoint.tensors))
     return draft.eval()
@@ -174,11 +185,14 @@ def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool
     """Return a folder's format and description. Call `problems` to check that it is complete and fits."""
     config, path = read_config(folder), folder / "config.json"
     tensors = weights.read_tensors(folder, weights.only_maps if headers_only else weights.everything)
+    tensors |= _mask_embedding(folder)
     base.check_map(str(folder), tensors)
     try:
         form = detect(folder, config, tensors)
         checkpoint = form.read(config, tensors, target.num_layers if target else None)
         heads.refuse_other_heads(checkpoint.config, tensors)
+        if isinstance(checkpoint.config, DFlashConfig):
+            bodies.refuse_other_kinds(config, checkpoint.config, tensors)
     except UserError as error:
         raise error if str(folder) in str(error) else UserError(f"{path}: {error}") from error
     except KeyError as error:
@@ -189,6 +203,20 @@ def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool
         raise UserError(f"{path} holds a value of the wrong type ({error})") from error
     base.check_values(str(path), checkpoint.config)
     return form, replace(checkpoint, tensors=base.with_whole_map(checkpoint.config, checkpoint.tensors))
+
+
+def _mask_embedding(folder: Path) -> dict[str, Tensor]:
+    """Return the mask's own embedding [H] where a publisher keeps it in a file beside the draft."""
+    path = folder / MASK_FILE
+    if not path.exists():
+        return {}
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise UserError(f"cannot read {path}: {first_line(error)}; copy the checkpoint again") from error
+    if not isinstance(stored, Tensor):
+        raise UserError(f"{path} holds a {type(stored).__name__}, and not the embedding of the mask")
+    return {bodies.MASK: stored.detach().flatten()}
 
 
 def problems(form: Format, checkpoint: Checkpoint, target: TargetShape | None) -> Iterator[DraftProblem]:

@@ -115,10 +115,11 @@ def refuse(config: Json, what: str, *variants: str) -> None:
             raise UserError(f"{what} with {name} = {config[name]!r} in config.json is not supported")
 
 
-def body(config: Json, what: str, head_dim: int | None = None) -> dict[str, Any]:
+def body(config: Json, what: str, head_dim: int | None = None, may_slide: bool = False) -> dict[str, Any]:
     """Return the fields that both kinds of draft share. Raises KeyError for a missing key, UserError for a variant."""
     refuse(config, what, "quantization_config")
-    _refuse_sliding(config, what)
+    if not may_slide:
+        _refuse_sliding(config, what)
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"{what} with hidden_act = {config['hidden_act']!r} is not supported; only silu is")
     return {
@@ -139,7 +140,7 @@ def _refuse_sliding(config: Json, what: str) -> None:
     types = config.get("layer_types")
     own = isinstance(types, list | tuple) and len(types) == config.get("num_hidden_layers")
     if own and "sliding_attention" in types:  # type: ignore[operator]
-        raise UserError(f"{what} with sliding-window layers is not supported: implementations disagree on them")
+        raise UserError(f"{what} with sliding-window layers is not supported: no publisher's code computes one")
 
 
 def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
@@ -158,7 +159,7 @@ def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
         **scaling,
         "max_position_embeddings": config.max_positions,
         "vocab_size": config.vocab_size,
-        "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
+        "torch_dtype": str(tensors["norm.weight"].dtype).removeprefix("torch."),
     }
 
 
@@ -289,8 +290,10 @@ def check_values(where: str, config: DraftConfig) -> None:
 def _unsound(config: DraftConfig) -> Iterator[tuple[str, object]]:
     for field in fields(config):
         value = getattr(config, field.name)
-        if field.name != "correction" and not _is_sound(field.name, field.type, value):
+        if field.name not in ("correction", "body") and not _is_sound(field.name, field.type, value):
             yield field.name, value
+    if isinstance(config, DFlashConfig):
+        yield from config.body.unsound(config.num_layers, config.hidden_size)
     if isinstance(config, DFlashConfig) and config.correction is not None:
         yield from config.correction.unsound(config.head_sizes)
 
@@ -331,6 +334,13 @@ def check_map(where: str, tensors: Mapping[str, Tensor]) -> None:
     if d2t is not None and (d2t.ndim != 1 or d2t.dtype not in SIGNED):
         kind = str(d2t.dtype).removeprefix("torch.")
         raise UserError(f"{where}: d2t is {kind} {list(d2t.shape)}, not one integer offset per token of the draft")
+
+
+def refuse_broken(where: str, tensors: Tensors) -> None:
+    """Raises UserError for the first tensor with NaN or infinite weights."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise UserError(f"{where}: {name} holds NaN or infinite weights; {COPY}")
 
 
 def skeleton(config: DraftConfig) -> DraftModel:

@@ -11,6 +11,7 @@ from typing import Any
 from dflash_bench.core.errors import UserError
 from dflash_bench.models.formats import base, heads, known, variants, zlab
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
+from dflash_bench.models.nets.bodies import PLAIN
 from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config
@@ -69,6 +70,7 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
         target_hidden_size=config.target_hidden_size,
     )
     heads.cannot_hold("deepspec", config, MarkovConfig)
+    base.cannot_hold("deepspec", body=config.body != PLAIN and config.body.kind)
     base.needs_vocabulary("deepspec", checkpoint)
     none = {"enable_confidence_head": False, "markov_rank": 0}
     header = {

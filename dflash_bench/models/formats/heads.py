@@ -20,6 +20,7 @@ from dflash_bench.models.nets.corrections.base import CorrectionConfig
 from dflash_bench.models.nets.corrections.domino import DominoConfig
 from dflash_bench.models.nets.corrections.lilicorr import LiLiCorrConfig
 from dflash_bench.models.nets.corrections.markov import MarkovConfig
+from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.nets.corrections.xpress import XPressConfig
 from dflash_bench.models.nets.dflash import DFlashConfig
 
@@ -29,9 +30,11 @@ OTHER_KEYS: dict[type[CorrectionConfig], tuple[str, ...]] = {
     DominoConfig: ("projector_type", "shift_label"),
     XPressConfig: ("xpress_num_passes",),
     LiLiCorrConfig: ("projector_type", "lilicorr_enabled"),
+    SelectorConfig: (),
 }
 """Keys that belong to a head and are no fields of it."""
 TENSORS = {
+    r"candidate_selector\.": "DFlash 2",
     r"markov_head\.": "DSpark",
     r"confidence_head\.": "DSpark",
     r"prefix_gru\.|embed_proj\.": "Domino",
@@ -41,6 +44,8 @@ TENSORS = {
 """Names that only tensors of these kinds have, at their beginning."""
 OLDER = "logit_head."
 """SpecForge's older files have its heads' tensors below this name."""
+NUM_CANDIDATES = 16
+"""Candidates of DFlash 2 where a file does not say how many."""
 NUM_PASSES = 6
 """Passes of XPress where a file does not say how many."""
 
@@ -88,6 +93,15 @@ def markov(config: Json, tensors: Tensors) -> MarkovConfig:
         markov_head_type=keys.get("markov_head_type") or "vanilla",
         enable_confidence_head=weight is not None if enabled is None else enabled,
         confidence_head_with_markov=with_markov,
+    )
+
+
+def selector(config: Json) -> SelectorConfig:
+    """Read DFlash 2's selector."""
+    keys = both_levels(config)
+    top_k = keys.get("selector_top_k")
+    return SelectorConfig(
+        selector_rank=keys["selector_rank"], selector_top_k=NUM_CANDIDATES if top_k is None else top_k
     )
 
 

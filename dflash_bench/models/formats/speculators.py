@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.models.formats import base, heads, known, safeailab, variants, zlab
+from dflash_bench.models.formats import base, bodies, heads, known, safeailab, variants, zlab
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
+from dflash_bench.models.nets.bodies import PLAIN
 from dflash_bench.models.nets.corrections.markov import MarkovConfig
+from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.nets.corrections.xpress import XPressConfig
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config, default_target_layers
@@ -33,6 +35,9 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     if kind == "xpress":
         tensors = _refiner_names(tensors)
         return heads.with_head(_dflash(heads.without(config, XPressConfig), tensors, depth), heads.xpress(config))
+    if kind == "dflash2":
+        rest = heads.without(config, SelectorConfig)
+        return heads.with_head(_dflash(rest, tensors, depth, non_causal=True), heads.selector(_flat(config)))
     return _dflash(config, tensors, depth)
 
 
@@ -51,9 +56,18 @@ def _refiner_names(tensors: Tensors) -> Tensors:
     return {f"refiner_head.{name}" if name.split(".")[0] in REFINER else name: t for name, t in tensors.items()}
 
 
-def _dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
-    body = _body(config)
-    variants.refuse(config, zlab.WHAT)
+UNREAD: variants.Variants = {
+    name: told
+    for name, told in variants.VARIANTS.items()
+    if name not in (*bodies.CONVOLUTION, *bodies.SCALES.values(), "use_heterogeneous_kv")
+}
+"""Keys that change what is computed, and are not read."""
+
+
+def _dflash(config: Json, tensors: Tensors, depth: int | None, non_causal: bool = False) -> Checkpoint:
+    """Read a draft without its head; `non_causal` is what sliding layers are if the file does not say."""
+    body, tensors = _body(config), bodies.usual_names(tensors)
+    variants.refuse(config, zlab.WHAT, UNREAD)
     known.refuse_flat(config, zlab.WHAT, zlab.READ)
     taps = config.get("aux_hidden_state_layer_ids")
     reduced = base.none_if_usual(config.get("draft_vocab_size", 32000), body["vocab_size"])
@@ -65,6 +79,7 @@ def _dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
         target_layer_ids=base.shift_ids(taps, -1) if taps else default_target_layers(depth or zlab.UNKNOWN_DEPTH),
         shifted_labels=config.get("sample_from_anchor") or False,
         draft_vocab_size=reduced,
+        body=bodies.read_speculators(config, body, tensors, non_causal),
     )
     return checkpoint if taps or depth else replace(checkpoint, derived_taps=safeailab.FORMULA)
 
@@ -114,6 +129,7 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, DFlashConfig)
     heads.cannot_hold("speculators", config, MarkovConfig, XPressConfig)
+    base.cannot_hold("speculators", body=config.body != PLAIN and config.kind)
     if isinstance(config.correction, MarkovConfig) and not config.shifted_labels:
         raise UserError("the speculators format cannot hold this draft's infill_labels")
     base.needs_vocabulary("speculators", checkpoint)

@@ -8,14 +8,23 @@ from typing import Any
 from torch import Tensor
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.models.formats import base, heads, variants
+from dflash_bench.models.formats import base, bodies, heads, variants
 from dflash_bench.models.formats.base import TARGET_HEAD, Checkpoint, Format, Json, Stored, Tensors
+from dflash_bench.models.nets.bodies import Mixing
+from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.nets.dflash import DFlashConfig, default_target_layers
 
 # Shared by all DFlash formats: reading a flat config, and renaming tensors to our names.
 
 
 WHAT = "a DFlash draft"
+UNREAD: variants.Variants = {
+    name: told for name, told in variants.VARIANTS.items() if name not in bodies.READ_INSIDE
+}  # fmt: skip
+UNREAD_BESIDE: variants.Variants = {
+    name: told for name, told in variants.VARIANTS.items() if name not in bodies.READ_BESIDE
+}  # fmt: skip
+"""Keys that change what is computed, and are not read, in `dflash_config` and beside it."""
 FORMULA = "round(1 + i * (n - 4) / (K - 1)) of K layers"
 UNKNOWN_DEPTH = 36
 """A stand-in depth, if only the number of tapped layers matters; `derived_taps` then says that they are unknown."""
@@ -26,11 +35,11 @@ def checkpoint(
 ) -> Checkpoint:
     """Return a checkpoint; `differences` are fields that the format stores in its own way. Raises KeyError.
 
-    `depth` is that of the user's target; a depth that the file declares takes precedence.
+    `depth` is that of the user's target; a depth that the file declares takes precedence. Bodies are read by z-lab's
+    rule, unless `differences` has one.
     """
-    variants.refuse(config, WHAT)
-    _refuse_sliding(config)
-    unfused = _unfused(config, tensors)
+    variants.refuse(config, WHAT, UNREAD)
+    unfused = _unfused(config, bodies.usual_names(tensors))
     values: dict[str, Any] = {
         "num_layers": config["num_hidden_layers"],
         "block_size": config["block_size"],
@@ -40,26 +49,17 @@ def checkpoint(
         "own_embedding": "embed_tokens.weight" in unfused,
         # A reduced vocabulary needs its own head: if that is absent, it is reported as a missing tensor.
         "own_head": "lm_head.weight" in unfused or differences.get("draft_vocab_size") is not None,
-        **base.body(config, WHAT),
+        **base.body(config, WHAT, may_slide=True),
         **differences,
     }
+    if "body" not in values:
+        values["body"] = bodies.read(config, unfused)
     formula = None
     if not values["target_layer_ids"]:
         depth = values["num_target_layers"] or depth
         formula = None if depth else FORMULA
         values["target_layer_ids"] = default_target_layers(depth or UNKNOWN_DEPTH, _num_taps(values, unfused))
     return Checkpoint(DFlashConfig(**values), unfused, trained_for, derived_taps=formula)
-
-
-def _refuse_sliding(config: Json) -> None:
-    """Raises UserError for sliding layers: a config lists them, or they begin at `max_window_layers`."""
-    types, count = config.get("layer_types"), config["num_hidden_layers"]
-    if types is None and config.get("use_sliding_window") and config.get("sliding_window"):
-        types = ["sliding_attention"] if config.get("max_window_layers", 28) < count else None
-    elif types is not None and len(types) != count:
-        raise UserError(f"layer_types names {len(types)} layers, num_hidden_layers {count}")
-    if set(types or ()) - {"full_attention"}:
-        raise UserError("a DFlash draft with sliding-window layers is not supported: implementations disagree on them")
 
 
 def _num_taps(values: dict[str, Any], tensors: Tensors) -> int:
@@ -96,23 +96,41 @@ def _unfused(config: Json, tensors: Tensors) -> dict[str, Tensor]:
 
 READ = (
     *base.READ, "mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "draft_vocab_size",
-    TARGET_HEAD, "sample_from_anchor",
+    TARGET_HEAD, "sample_from_anchor", *bodies.READ_INSIDE,
 )  # fmt: skip
 """Keys of `dflash_config` that are read here."""
+SECOND = "DFlash2DraftModel"
 
 
 def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+    selector = _selector(config)
+    config = config if selector is None else heads.without(config, SelectorConfig)
     inner = config.get("dflash_config") or {}
     both = {**config, **inner}
-    variants.refuse(config, WHAT)  # an inner one counts, but does not take back what stands beside it
+    # An inner one counts, but does not take back what stands beside it.
+    variants.refuse(config, WHAT, UNREAD_BESIDE)
     variants.refuse_unknown(inner, "dflash_config", WHAT, READ)
     base.refuse(both, WHAT, "sample_from_anchor")
     if inner.get("target_hidden_size") not in (None, config.get("hidden_size")):
         raise UserError(f"{WHAT} with an adapter for targets of another width is not supported")
     reduced = {"draft_vocab_size": both["draft_vocab_size"]} if base.leaves_head(both, tensors) else {}
     taps = tuple(both.get("target_layer_ids") or ())
-    read = checkpoint(both, tensors, depth, target_layer_ids=taps, **reduced)
+    body = bodies.read(config, bodies.usual_names(tensors))
+    read = checkpoint(both, tensors, depth, target_layer_ids=taps, body=body, **reduced)
+    read = read if selector is None else heads.with_head(read, selector)
     return replace(read, target_head=bool(reduced))
+
+
+def _selector(config: Json) -> SelectorConfig | None:
+    """Return DFlash 2's head, or None. Raises UserError for a config that says one kind and has keys of another."""
+    named, keys = config.get("architectures") or (), heads.both_levels(config)
+    is_second, has_selector = bodies.is_second(keys), bool(keys.get("selector_rank"))
+    if SECOND in named and not has_selector:
+        raise UserError(f"config.json says {SECOND}, but has no selector_rank; copy the checkpoint again")
+    if "DFlashDraftModel" in named and is_second:
+        key = "selector_rank" if has_selector else "conv_kernel_size"
+        raise UserError(f"config.json says DFlashDraftModel, and has {key}, which only {SECOND} has")
+    return heads.selector(config) if has_selector else None
 
 
 def write_dflash(checkpoint: Checkpoint) -> Stored:
@@ -129,20 +147,27 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
             "the zlab format leaves embedding and head to the target, but this draft includes its own; "
             "if they are copies, give --target, and they are left out"
         )
-    heads.cannot_hold("zlab", config)
+    heads.cannot_hold("zlab", config, SelectorConfig)
+    beside, inside = bodies.keys_of(config.body, config.num_layers)
+    if config.correction is not None:
+        inside |= heads.json_of(config.correction)
+    architecture = {"DFlash 2": SECOND, "DFlare": "QwenDFlareDraftModel"}.get(config.kind, "DFlashDraftModel")
+    if config.body.mixing is Mixing.BY_LAYER_NORMED:
+        raise UserError("the zlab format cannot hold a DFlare draft with a norm for each layer's context")
     depth = {} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}
     written = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [architecture],
         "model_type": "qwen3",
         "block_size": config.block_size,
         "dflash_config": {
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
+            **inside,
         },
         **depth,
         **base.head_json(checkpoint),
         "num_hidden_layers": config.num_layers,
-        "layer_types": ["full_attention"] * config.num_layers,
+        **beside,
         **base.body_json(config, checkpoint.tensors),
     }
     return written, dict(checkpoint.tensors)

@@ -9,14 +9,25 @@ attention over context and block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dflash_bench.models.nets.bodies import PLAIN, BlockConvolution, DraftBody, Mixing, filtered, mixed_features
 from dflash_bench.models.nets.corrections.base import CorrectionConfig, CorrectionHead, HeadSizes
-from dflash_bench.models.nets.layers import DraftLayer, DraftNetwork, DraftShape, RMSNorm, Tables
+from dflash_bench.models.nets.layers import (
+    DraftLayer,
+    DraftNetwork,
+    DraftShape,
+    RMSNorm,
+    Tables,
+    merge_heads,
+    rotate,
+    split_heads,
+)
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [B, heads, N, D], k [B, kv_heads, N, D], v like k) -> [B, heads, N, D]"""
@@ -36,13 +47,15 @@ class DFlashConfig(DraftShape):
     own_head: bool = False
     draft_vocab_size: int | None = None
     """Number of rows of a reduced head; None means the target's whole vocabulary."""
+    body: DraftBody = PLAIN
+    """How the body differs from that of the first DFlash drafts."""
     correction: CorrectionConfig | None = None
     """A head that corrects the block's own predictions; None: their likeliest tokens are drafted."""
 
     @property
     def kind(self) -> str:
         """Return what drafts like this one are called by their publishers."""
-        return "DFlash" if self.correction is None else self.correction.kind
+        return self.body.kind if self.correction is None else self.correction.kind
 
     @property
     def num_idle(self) -> int:
@@ -72,14 +85,55 @@ class DFlashConfig(DraftShape):
 
 
 class DFlashLayer(DraftLayer):
-    """A layer over the block; context and block go through the same key and value weights (paper, section 4.1)."""
+    """A layer over the block; context and block go through the same key and value weights (paper, section 4.1).
+
+    DFlare's context has key and value weights of its own, and DFlash 2 filters what attention and feed-forward read of
+    the block, and what they add.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config, config.hidden_size, qk_norm=True)
+        body, attention = config.body, self.self_attn
+        if body.own_context_weights:
+            keys = config.num_kv_heads * config.head_dim
+            width = config.target_hidden_size or config.hidden_size
+            attention.k_proj_target = nn.Linear(width, keys, bias=config.attention_bias)
+            attention.v_proj_target = nn.Linear(width, keys, bias=config.attention_bias)
+        self.is_filtered = body.conv_kernel_size is not None
+        if body.conv_kernel_size is not None:
+            for name in ("attention_conv", "mlp_conv"):
+                conv = BlockConvolution(config.hidden_size, body.conv_kernel_size, body.conv_group_size)
+                self.add_module(name, conv)
+
+    def context(self, features: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, kv_heads, N, D] of this layer's context [B, N, H]."""
+        attention: Any = self.self_attn
+        if not hasattr(attention, "k_proj_target"):
+            return self.self_attn.key_value(features, tables)
+        heads = split_heads(attention.k_proj_target(features), attention.head_dim)
+        key = rotate(attention.k_norm(heads), tables)
+        return key, split_heads(attention.v_proj_target(features), attention.head_dim)
 
     def forward(self, index: int, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
         """Return the residual stream [B, N, H] after this layer, given the stream x [B, N, H]."""
+        if self.is_filtered:
+            return self._filtered(index, x, tables, attend)
         normed = self.input_layernorm(x)
         key, value = self.self_attn.key_value(normed, tables)
         mixed = attend(index, self.self_attn.query(normed, tables), key, value)
         return self.add_outputs(x, mixed)
+
+    def _filtered(self, index: int, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
+        convolutions: Any = (self.attention_conv, self.mlp_conv)
+        normed = self.input_layernorm(x)
+        before, after = convolutions[0].coefficients(normed)
+        read = filtered(normed, before)
+        mixed = attend(index, self.self_attn.query(read, tables), *self.self_attn.key_value(read, tables))
+        x = x + filtered(self.self_attn.o_proj(merge_heads(mixed)), after)
+        normed = self.post_attention_layernorm(x)
+        before, after = convolutions[1].coefficients(normed)
+        out: Tensor = x + filtered(self.mlp(filtered(normed, before)), after)
+        return out
 
 
 class DFlashDraft(DraftNetwork):
@@ -91,11 +145,21 @@ class DFlashDraft(DraftNetwork):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(
-            DFlashLayer(config, config.hidden_size, qk_norm=True) for _ in range(config.num_layers)
-        )
+        body, width = config.body, config.target_hidden_size or config.hidden_size
+        if body.mixing is Mixing.JOINED:
+            self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
+            self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        else:
+            weights = torch.zeros(config.num_layers, len(config.target_layer_ids))
+            self.layer_fusion_weights = nn.Parameter(weights)
+            if body.mixing is Mixing.BY_LAYER:
+                self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
+            else:
+                norms = (RMSNorm(width, config.rms_norm_eps) for _ in range(config.num_layers))
+                self.fusion_norms = nn.ModuleList(norms)
+        if body.own_mask:
+            self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
+        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -114,8 +178,29 @@ class DFlashDraft(DraftNetwork):
 
     def context(self, features: Tensor, tables: Tables) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values per layer [B, kv_heads, N, D] of committed tokens' features [B, N, K * Ht]."""
-        context = self.hidden_norm(self.fc(features))
-        return [layer.self_attn.key_value(context, tables) for layer in self.layers]  # type: ignore[union-attr, operator]
+        layers: list[Any] = [*self.layers]
+        return [layer.context(own, tables) for layer, own in zip(layers, self.contexts(features), strict=True)]
+
+    def contexts(self, features: Tensor) -> Sequence[Tensor]:
+        """Return what each layer takes in [B, N, H] of features [B, N, K * Ht]."""
+        mixing = self.config.body.mixing
+        if mixing is Mixing.JOINED:
+            return [self.hidden_norm(self.fc(features))] * self.config.num_layers
+        mixed = mixed_features(self.layer_fusion_weights, features)
+        if mixing is Mixing.BY_LAYER:
+            return [self.hidden_norm(own) for own in mixed]
+        return [norm(own) for norm, own in zip(self.fusion_norms, mixed, strict=True)]
+
+    def embed_block(self, block: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what the layers read [B, N, H] of a block of token ids [B, N]; `embed` looks up raw embedding rows."""
+        body = self.config.body
+        embedded = embed(block)
+        if body.embedding_scale != 1:
+            embedded = embedded * body.embedding_scale
+        if body.own_mask:
+            is_mask = (block == self.config.mask_token_id)[..., None]
+            embedded = torch.where(is_mask, self.mask_embedding.to(embedded.dtype), embedded)
+        return embedded
 
     def forward(self, embedded: Tensor, tables: Tables, attend: Attend) -> Tensor:
         """Return normed hidden states [B, N, H] for the head, given embeddings [B, N, H] of [anchor, mask, ...]."""

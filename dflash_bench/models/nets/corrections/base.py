@@ -96,6 +96,9 @@ class CorrectionConfig:
     is_of_slots: ClassVar[bool] = False
     """Do its weights belong to slots? Then no block may be larger than the one that it was trained with."""
 
+    lookups: ClassVar[tuple[str, ...]] = ()
+    """Parameters that are tables, of which a token reads a row, by their names in their module."""
+
     def modules(self, sizes: HeadSizes) -> dict[str, nn.Module]:
         """Return the head's modules, by the names that their tensors begin with in the publisher's files."""
         raise NotImplementedError
@@ -103,6 +106,10 @@ class CorrectionConfig:
     def head(self, draft: Any) -> CorrectionHead:
         """Return the head of a draft that has these modules."""
         raise NotImplementedError
+
+    def passes(self, num_drafts: int) -> tuple[int, int]:
+        """Return how many tokens of a row a pass of the head reads, and how many passes it takes for so many drafts."""
+        return 1, num_drafts
 
     @property
     def has_confidence(self) -> bool:

@@ -38,6 +38,7 @@ NUM_FEATURES = 5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiLiCorrConfig(CorrectionConfig):
     kind: ClassVar[str] = "LiLiCorr"
+    lookups: ClassVar[tuple[str, ...]] = ("slot_embedding", "rank_embedding", "relative_slot_bias")
     reads_context: ClassVar[bool] = True
     is_of_slots: ClassVar[bool] = True
     lilicorr_candidate_topk: int
@@ -51,6 +52,9 @@ class LiLiCorrConfig(CorrectionConfig):
 
     def modules(self, sizes: HeadSizes) -> dict[str, nn.Module]:
         return {"lilicorr": LiLiCorrHead(self, sizes)}
+
+    def passes(self, num_drafts: int) -> tuple[int, int]:
+        return num_drafts * self.lilicorr_candidate_topk, 1
 
     def head(self, draft: Any) -> CorrectionHead:
         head: LiLiCorrHead = draft.lilicorr

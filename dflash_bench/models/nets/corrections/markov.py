@@ -35,6 +35,7 @@ MARKOV_HEADS = ("vanilla", "gated", "rnn")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkovConfig(CorrectionConfig):
     kind: ClassVar[str] = "DSpark"
+    lookups: ClassVar[tuple[str, ...]] = ("markov_w1.weight",)
     markov_rank: int
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = False

@@ -27,6 +27,7 @@ from dflash_bench.models.nets.corrections.base import (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectorConfig(CorrectionConfig):
     kind: ClassVar[str] = "DFlash 2"
+    lookups: ClassVar[tuple[str, ...]] = ("predecessor_codebook", "successor_codebook")
     selector_rank: int
     selector_top_k: int = 16
 

@@ -35,6 +35,7 @@ from dflash_bench.models.nets.corrections.base import (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XPressConfig(CorrectionConfig):
     kind: ClassVar[str] = "XPress"
+    lookups: ClassVar[tuple[str, ...]] = ("token_embed.weight",)
     reads_before: ClassVar[bool] = True
     is_of_slots: ClassVar[bool] = True
     xpress_rank: int
@@ -43,6 +44,9 @@ class XPressConfig(CorrectionConfig):
 
     def modules(self, sizes: HeadSizes) -> dict[str, nn.Module]:
         return {"refiner_head": RefinerHead(self, sizes)}
+
+    def passes(self, num_drafts: int) -> tuple[int, int]:
+        return num_drafts + 1, self.num_jacobi_passes
 
     def head(self, draft: Any) -> CorrectionHead:
         head: RefinerHead = draft.refiner_head

@@ -1,0 +1,164 @@
+"""Bodies of block drafts in files: the keys of what slots see, of scales, convolutions and mixed contexts.
+
+Keys stand in `dflash_config` or beside it; if in both places, the inner value counts, except for `is_causal`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.models.formats.base import Json, Tensors, rename_tensors
+from dflash_bench.models.formats.variants import ABSENT
+from dflash_bench.models.nets.bodies import WHOLE, BlockView, DraftBody, Mixing
+from dflash_bench.models.nets.dflash import DFlashConfig
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+CAUSAL = ("is_causal", "causal", "causal_head")
+"""Keys of `dflash_config`, of z-lab's, NeMo's and JetSpec's own, of which the first that is given counts."""
+SCALES = {
+    "embedding_scale": "input_embedding_scale", "output_multiplier": "output_multiplier",
+    "logit_softcap": "final_logit_softcapping",
+}  # fmt: skip
+"""Fields of `DraftBody`, and their keys."""
+CONVOLUTION = ("conv_kernel_size", "conv_group_size")
+READ_INSIDE = (*CAUSAL, "use_swa", "swa_window_size", *SCALES.values(), *CONVOLUTION)
+"""Keys of `dflash_config` that are read here."""
+READ_BESIDE = ("is_causal", *SCALES.values(), *CONVOLUTION)
+"""Keys beside it that are read here."""
+MASK = "mask_embedding"
+MIX, OTHER_MIX = "layer_fusion_weights", "fusion_weights"
+"""The weights of a context's features by layer, as DFlare's authors and as the speculators library call them."""
+
+
+def read(config: Json, tensors: Tensors) -> DraftBody:
+    """Read a body by the rule of z-lab's code and vLLM's. Raises UserError for layers of an unknown kind."""
+    inner: Json = config.get("dflash_config") or {}
+    both = {**config, **inner}
+    window = both.get("sliding_window") if both.get("use_sliding_window") else None
+    if inner.get("use_swa"):
+        window = inner["swa_window_size"]
+    given = [config.get("is_causal"), *map(inner.get, CAUSAL)]
+    causal = next((value for value in given if value is not None), None)
+    views = []
+    for kind in layer_types(both):
+        slides = kind == SLIDING or bool(inner.get("use_swa"))
+        views.append(BlockView(window if slides else None, kind == SLIDING if causal is None else causal))
+    return _body(both, tensors, views)
+
+
+def read_speculators(config: Json, layers: Json, tensors: Tensors, non_causal: bool) -> DraftBody:
+    """Read a body as the speculators library computes it: its windows end at the anchor, and full layers never differ.
+
+    `layers` is the nested config; `non_causal` is what its sliding layers are if the file does not say.
+    """
+    given = config.get("sliding_window_non_causal")
+    is_causal = not (non_causal if given is None else given)
+    window = layers.get("sliding_window") if layers.get("use_sliding_window") else None
+    sliding = BlockView(window, is_causal, from_anchor=window is not None)
+    views = [sliding if kind == SLIDING else WHOLE for kind in layer_types(layers)]
+    return _body(config, tensors, views)
+
+
+def layer_types(config: Json) -> list[str]:
+    """Return the kind of each layer. Raises UserError for an unknown kind, or a list of another length."""
+    count, types = config["num_hidden_layers"], config.get("layer_types")
+    if types is None:
+        first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else count
+        return [SLIDING if layer >= first else FULL for layer in range(count)]
+    if len(types) != count:
+        raise UserError(f"layer_types names {len(types)} layers, num_hidden_layers {count}")
+    for kind in types:
+        if kind not in (FULL, SLIDING):
+            raise UserError(f"a draft with layers of {kind!r} is not supported; only {FULL} and {SLIDING} are")
+    return list(types)
+
+
+def _body(keys: Json, tensors: Tensors, views: Iterable[BlockView]) -> DraftBody:
+    views = tuple(views)
+    scales = {field: keys[key] for field, key in SCALES.items() if not any(keys.get(key) is off for off in ABSENT)}
+    if scales.get("logit_softcap") == 0:
+        scales["logit_softcap"] = None
+    convolution = {key: keys[key] for key in CONVOLUTION if keys.get(key)}
+    mixing = Mixing.BY_LAYER if MIX in tensors else Mixing.JOINED
+    if any(name.startswith("fusion_norms.") for name in tensors):
+        mixing = Mixing.BY_LAYER_NORMED
+    return DraftBody(
+        views=() if all(view == WHOLE for view in views) else views,
+        own_mask=MASK in tensors,
+        mixing=mixing,
+        own_context_weights=any(".k_proj_target." in name for name in tensors),
+        **scales,
+        **(convolution if "conv_kernel_size" in convolution else {}),
+    )
+
+
+def usual_names(tensors: Tensors) -> dict[str, Any]:
+    """Return tensors by the names that our network has."""
+    return rename_tensors(tensors, OTHER_MIX, MIX) if OTHER_MIX in tensors else dict(tensors)
+
+
+def keys_of(body: DraftBody, num_layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a body's keys beside `dflash_config` and in it, as z-lab's code reads them.
+
+    Raises UserError for a body that these keys cannot describe.
+    """
+    views = [body.view(layer) for layer in range(num_layers)]
+    types = [FULL if view.window is None else SLIDING for view in views]
+    windows = {view.window for view in views if view.window is not None}
+    beside: dict[str, Any] = {"layer_types": types}
+    if windows:
+        beside |= {"sliding_window": min(windows), "use_sliding_window": True, "max_window_layers": num_layers}
+    causal = {view.is_causal for view in views}
+    usual = all(view.is_causal == (kind == SLIDING) for view, kind in zip(views, types, strict=True))
+    if len(windows) > 1 or any(view.from_anchor for view in views) or (len(causal) > 1 and not usual):
+        raise UserError("the zlab format cannot hold what this draft's layers see of a block")
+    if not usual:
+        beside["is_causal"] = causal.pop()
+    inner = {key: getattr(body, field) for field, key in SCALES.items()}
+    inner |= {key: getattr(body, key) for key in CONVOLUTION if body.conv_kernel_size is not None}
+    return beside, {key: value for key, value in inner.items() if value not in (None, 1.0)}
+
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "DFlashDraftModel": ("DFlash", "JetSpec", "DSpark", "Domino", "LiLiCorr"),
+    "DFlash2DraftModel": ("DFlash 2",), "QwenDFlareDraftModel": ("DFlare",), "DSparkDraftModel": ("DSpark",),
+    "DominoDraftModel": ("Domino",), "LiLiCorrDraftModel": ("LiLiCorr",),
+    "dflash": ("DFlash",), "dflash2": ("DFlash 2",), "dflare": ("DFlare",), "dspark": ("DSpark",),
+    "xpress": ("XPress",),
+}  # fmt: skip
+"""By architecture, or `speculators_model_type`, the kinds of drafts that say so; older heads are `DFlashDraftModel`."""
+
+
+def refuse_other_kinds(config: Json, draft: DFlashConfig, names: Iterable[str]) -> None:
+    """Raises UserError for a draft that is not of the kind that its config names, or has tensors of another body."""
+    named = [config.get("speculators_model_type"), *(config.get("architectures") or ())]
+    for name in named:
+        if name in KINDS and draft.kind not in KINDS[name]:
+            raise UserError(
+                f"config.json says {name}, but its other keys and its tensors are those of {draft.kind}: "
+                "they do not belong together; copy the checkpoint again"
+            )
+    for name in names:
+        for pattern, (kind, has_it) in TENSORS.items():
+            if re.match(pattern, name) and not has_it(draft.body):
+                raise UserError(
+                    f"tensor {name} is of a draft of kind {kind}, but config.json describes {draft.kind}: "
+                    "they do not belong together; copy the checkpoint again"
+                )
+
+
+TENSORS: Mapping[str, tuple[str, Callable[[DraftBody], bool]]] = {
+    r".*\.(attention|mlp)_conv\.": ("DFlash 2", lambda body: body.conv_kernel_size is not None),
+    r"(layer_)?fusion_weights$|fusion_norms\.|.*\.[kv]_proj_target\.": (
+        "DFlare", lambda body: body.mixing is not Mixing.JOINED,
+    ),
+}  # fmt: skip
+"""Names that only tensors of these kinds have, and which bodies have such tensors."""
+
+
+def is_second(config: Mapping[str, Any]) -> bool:
+    """Return True if a config's keys are those of DFlash 2."""
+    return bool(config.get("selector_rank")) or bool(config.get("conv_kernel_size"))
