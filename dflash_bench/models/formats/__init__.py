@@ -97,7 +97,7 @@ def detect(folder: Path, config: Json, names: Iterable[str]) -> Format:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
     if "dflash_config" in config:
-        if isinstance(config["dflash_config"], Mapping):
+        if config["dflash_config"] and isinstance(config["dflash_config"], Mapping):
             known.refuse_architectures(folder, architectures)
         return zlab.DFLASH
     if "draft_vocab_size" in config or any(name == "d2t" or name.startswith("midlayer.") for name in names):
