@@ -26,6 +26,7 @@ from dflash_bench.diagnose.compare_rounds import (
     explanations,
     num_equal_rounds,
     published_figure,
+    room_of,
 )
 from dflash_bench.diagnose.golden_cases import CaseRound, GoldenCase, GoldenPrompt, WrongReading, edited_copy
 from dflash_bench.engine.backend import RequestTrace, build_drafter, capture_passes
@@ -125,9 +126,10 @@ class CaseSubject:
     def close(self) -> None:
         self._copies.cleanup()
 
-    def drafter(self, target: Target, reading: WrongReading | None = None) -> Drafter:
+    def drafter(self, target: Target, reading: WrongReading | None = None, block: int | None = None) -> Drafter:
         """Build the case's drafter, or one that reads its draft wrongly. Raises UserError for a refused draft."""
         method = methods.parse(self.case.method if reading is None or reading.method is None else reading.method)
+        method = method if block is None else method.with_option("block", block)
         models, draft = self.models, self._draft(reading)
         preset = Preset(str(self.case.target), {})
         if method.draft is not None:
@@ -159,6 +161,33 @@ def decode_prompts(
                 traces[request].add(row, step)
         found |= {place: _of_trace(trace) for place, trace in zip(places, traces, strict=True)}
     return [found[place] for place in range(len(prompts))]
+
+
+def shrunk(
+    subject: CaseSubject, target: Target, reading: WrongReading | None, decoded: Sequence[DecodedPrompt]
+) -> list[DecodedPrompt]:
+    """Return the rounds as a loop drafts them whose last blocks are as narrow as the limit leaves room for.
+
+    In such a block other tokens may be drafted, where slots see those behind them.
+    """
+    case = subject.case
+    if not case.shrinks:
+        return list(decoded)
+    drafters: dict[int, Drafter] = {}
+    narrowed = []
+    for prompt, one in zip(case.prompts, decoded, strict=True):
+        rounds = []
+        for step in one.rounds:
+            room = room_of(case, prompt, step)
+            if 0 < room < case.num_drafts:
+                if room not in drafters:
+                    drafters[room] = subject.drafter(target, reading, room + 1)
+                text = (*prompt.prompt, *one.tokens)[: step.anchor_at]
+                alone = replace(prompt, prompt=text, max_new_tokens=room + 2, stop_ids=frozenset())
+                step = decode_prompts(target, drafters[room], [alone])[0].rounds[0]
+            rounds.append(step)
+        narrowed.append(replace(one, rounds=tuple(rounds)))
+    return narrowed
 
 
 def _groups(prompts: Sequence[GoldenPrompt], together: bool) -> Iterator[tuple[Limits, list[int]]]:
@@ -231,11 +260,13 @@ class _Checked:
 
     def _compared(self, target: Target, drafter: Drafter) -> Conformance:
         case = self.subject.case
-        decoded = decode_prompts(target, drafter, case.prompts)
+        whole = decode_prompts(target, drafter, case.prompts)
+        decoded = shrunk(self.subject, target, None, whole)
         difference = next(differences_of(case, decoded), None)
         if difference is None:
             # Rows of a batch share passes, whose masks, windows and states differ by row.
-            together = decode_prompts(target, drafter, case.prompts, together=True)
+            several = decode_prompts(target, drafter, case.prompts, together=True)
+            together = [kept if one == other else one for one, other, kept in zip(several, whole, decoded, strict=True)]
             if (difference := next(differences_of(case, together), None)) is not None:
                 decoded, difference = together, replace(difference, together=True)
         found = Conformance(
@@ -269,7 +300,8 @@ class _Checked:
     def _under(self, target: Target, reading: WrongReading) -> list[DecodedPrompt] | None:
         self.tell(f"{self.subject.case.name}: {self.forward.name}, {reading.name}")
         try:
-            return decode_prompts(target, self.subject.drafter(target, reading), self.subject.case.prompts)
+            whole = decode_prompts(target, self.subject.drafter(target, reading), self.subject.case.prompts)
+            return shrunk(self.subject, target, reading, whole)
         except UserError:
             return None
 
