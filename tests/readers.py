@@ -23,10 +23,12 @@ from dflash_bench import report
 from dflash_bench.analysis.gate import baselines
 from dflash_bench.analysis.peers import vllm
 from dflash_bench.core.errors import UserError
-from dflash_bench.models import convert, datastore, gguf, presets, targets, weights
+from dflash_bench.models import convert, datastore, gguf, mtp_heads, presets, targets, weights
 from dflash_bench.models.formats import TargetShape, medusa, problems, read_checkpoint, save_draft
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
+from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
+from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
 from dflash_bench.report import answers
 from dflash_bench.results import run_info, table
 from dflash_bench.tasks import prompts, suites
@@ -95,7 +97,8 @@ def _read_run(folder: Path) -> None:
 
 
 def _prompts_of_run(folder: Path) -> None:
-    row = {"suite": "s", "prompt_id": "p", "turns": ["Hi"], "opening": [], "paddings": []}
+    row: dict[str, Any] = {name: [] for name in ("opening", "closing", "alternatives", "slices", "paddings")}
+    row |= {"suite": "s", "prompt_id": "p", "turns": ["Hi"]}
     run_info.write_prompts(folder, [{name: row.get(name, "x") for name in run_info.PROMPTS_COLUMNS}])
 
 
@@ -130,6 +133,34 @@ def _model() -> Path:
 def _read_draft(folder: Path) -> None:
     for headers_only in (True, False):
         list(problems(*read_checkpoint(folder / "draft", TARGET, headers_only), TARGET))
+
+
+def _p_eagle(form: str) -> Callable[[Path], object]:
+    config = PEagleConfig(
+        head_dim=16, draft_vocab_size=64, target_layer_ids=(0, 1, 2), num_layers=2, mask_token_id=3,
+        own_embedding=True, **tiny.BODY,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+    def make(folder: Path) -> None:
+        draft = PEagleDraft(config)
+        initialise(draft, 0)
+        save_draft(draft, folder / "draft", form)
+
+    return make
+
+
+def _mtp_heads(folder: Path) -> None:
+    config = targets.config_of(_model() / "target")
+    draft = MTPDraft(MTPConfig.of(config)).to_empty(device="cpu")
+    initialise(draft, 0)
+    stored = json.loads((_model() / "target/config.json").read_text())
+    mtp_heads.save(draft, folder / "draft", stored)
+
+
+def _read_mtp_heads(folder: Path) -> None:
+    for headers_only in (True, False):
+        config, _ = mtp_heads.read(folder / "draft", headers_only)
+        list(mtp_heads.misfits(config, TARGET))
 
 
 def _medusa(folder: Path) -> None:
@@ -190,6 +221,19 @@ PROMPTS = [
     {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
     {"turns": ["Where?"], "reference": [["here", "there"]]},
 ]
+TALK = [
+    {"role": "user", "content": "Is it warm?"},
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}},
+    ]},
+    {"role": "tool", "tool_call_id": "c", "content": "31"},
+]  # fmt: skip
+TALKS = [
+    {"messages": TALK, "tools": [{"type": "function", "function": {"name": "look"}}], "level": 1},
+    {"custom_id": "b", "body": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]},
+    {"prompt": json.dumps(TALK), "answer": "Yes."},
+]
 GSM8K = [{"question": "1 + 1?", "answer": "Two.\n#### 2"}, {"question": "2 + 2?", "answer": "Four.\n#### 4"}]
 TABLE = """
 [one]
@@ -230,6 +274,13 @@ def _parquet(folder: Path) -> None:
     parquet.write_table(pa.Table.from_pylist(GSM8K), folder / "gsm8k/test.parquet")
 
 
+def _prompts_in_parquet(folder: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist([{"messages": TALK, "level": 1}]), folder / "p.parquet")
+
+
 def _gguf(folder: Path) -> None:
     config = LlamaConfig(
         vocab_size=tiny.VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -268,6 +319,13 @@ READERS: dict[str, Reader] = {
     "scored prompts": Reader(
         _lines("p.jsonl", PROMPTS[:1]), "p.jsonl", lambda f: prompts.load(f / "p.jsonl", scorer="gsm8k_number")
     ),
+    "conversations": Reader(_lines("p.jsonl", TALKS), "p.jsonl", lambda f: prompts.load(f / "p.jsonl")),
+    "prompts in an array": Reader(
+        _text("p.json", json.dumps([*PROMPTS, *TALKS])), "p.json", lambda f: prompts.load(f / "p.json")
+    ),
+    "prompts in Parquet": Reader(
+        _prompts_in_parquet, "p.parquet", lambda f: prompts.load(f / "p.parquet"), is_json=False
+    ),
     "rows of a suite": Reader(_lines("gsm8k/test.jsonl", GSM8K), "gsm8k/test.jsonl", _read_suite),
     "rows in Parquet": Reader(_parquet, "gsm8k/test.parquet", _read_suite, is_json=False),
     "suite": Reader(_text("suite.toml", SUITE), "suite.toml", _read_toml_of_suite, is_json=False),
@@ -284,6 +342,10 @@ READERS: dict[str, Reader] = {
     "draft by DeepSpec": Reader(_draft("dflash", "deepspec"), "draft/config.json", _read_draft),
     "EAGLE-3 by SafeAILab": Reader(_draft("eagle3"), "draft/config.json", _read_draft),
     "EAGLE-3 by speculators": Reader(_draft("eagle3", "speculators"), "draft/config.json", _read_draft),
+    "P-EAGLE by SpecForge": Reader(_p_eagle("specforge"), "draft/config.json", _read_draft),
+    "P-EAGLE by speculators": Reader(_p_eagle("speculators"), "draft/config.json", _read_draft),
+    "MTP heads": Reader(_mtp_heads, "draft/config.json", _read_mtp_heads),
+    "tensors of MTP heads": Reader(_mtp_heads, "draft/model.safetensors", _read_mtp_heads, is_json=False),
     "Medusa heads": Reader(_medusa, "draft/config.json", _read_medusa),
     "target": Reader(_copied("config.json"), "config.json", targets.config_of),
     "weights": Reader(_weights, "model.safetensors", weights.read_tensors, is_json=False),

@@ -39,6 +39,7 @@ class Options(TypedDict, total=False):
     data: str | Path
     thinking: str
     context: Sequence[int | None] | int
+    balance: str
     budget: str
     """--for"""
     target: str | Path

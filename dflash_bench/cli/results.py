@@ -109,7 +109,9 @@ def compare(
     by: Annotated[
         str,
         Option(
-            metavar="WHAT", help="Split the figures by suite, category, turn, prompt-length, output-position or part."
+            metavar="WHAT",
+            help="Split the figures by suite, category, turn, prompt-length, output-position, part, or a column of the "
+            "prompts, such as language.",
         ),
     ] = "suite",
     against: Annotated[
@@ -257,7 +259,8 @@ def report(
         str | None,
         Option(
             metavar="WHAT",
-            help="Split the table by category, turn, prompt-length, output-position or part.",
+            help="Split the table by category, turn, prompt-length, output-position, part, or a column of the prompts, "
+            "such as language.",
         ),
     ] = None,
     full: Annotated[

@@ -9,6 +9,7 @@ import stat
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,6 +59,26 @@ def text_of(path: Path) -> str:
         raise io_error("read", path, error) from error
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {path}: not UTF-8 (byte {error.start})") from error
+
+
+def lines_of(path: Path, longest: int) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file one by one. Raises UserError if that fails, and for one above `longest` bytes."""
+    require_file(path)
+    start = 0
+    try:
+        with path.open("rb") as file:
+            for number in count(1):
+                line = file.readline(longest + 1)
+                if not line:
+                    return
+                if len(line) > longest:
+                    raise UserError(f"{path} line {number}: longer than {longest >> 20} MiB; give shorter rows")
+                yield line.decode("utf-8" if start else "utf-8-sig").removesuffix("\n")
+                start += len(line)
+    except OSError as error:
+        raise io_error("read", path, error) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path}: not UTF-8 (byte {start + error.start})") from error
 
 
 def json_of(path: Path) -> Any:

@@ -218,6 +218,21 @@ _OWN: dict[str, MethodSpec] = {
             ),
         ),
         MethodSpec(
+            "p-eagle", "P-EAGLE: an EAGLE-3 draft that fills masks, all tokens of a round in one pass", "p-eagle",
+            "chain", True,
+            (
+                Option("n", "tokens drafted per round, the same as p-eagle:N; by default the draft's own number, or 5",
+                       None, 1, MAX_DRAFTS, "tokens"),
+                _RULE,
+            ),
+            count="n",
+        ),
+        MethodSpec(
+            "mtp", "multi-token prediction: heads from the target's own checkpoint draft token by token", "mtp",
+            "chain", True,
+            (Option("n", "tokens drafted per round, the same as mtp:N", 3, 1, 6, "tokens"), _RULE), count="n",
+        ),
+        MethodSpec(
             "ngram", "prompt lookup: what followed the last tokens where they occurred before", None, "chain", True,
             (
                 _drafted("ngram", 10), Option("max", "longest n-gram looked up", 3, 1, 32, "tokens"),

@@ -105,12 +105,36 @@ def context_name(tokens: int | None) -> str:
     return str(tokens) if tokens % 1024 else f"{tokens // 1024}k"
 
 
+NO_VALUE = "none"
+"""The slice of prompts without a value in a column."""
+TOOLS = "tools"
+"""The role of a chat's first message if it says which tools may be called, as a JSON list in OpenAI's form."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message; `role` is system, user or assistant."""
+    """One chat message; `role` is system, user, assistant, tool or `TOOLS`."""
 
     role: str
     content: str
+    more: str = ""
+    """What chat templates read besides, as a JSON object: tool_calls, tool_call_id, name or reasoning_content."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Can a role and a text say all of it?"""
+        return not self.more and self.role != TOOLS
+
+
+def template_input(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Return a chat as chat templates take it: its messages, and its tools if it has any."""
+    tools = [tool for message in messages if message.role == TOOLS for tool in json.loads(message.content)]
+    chat = [
+        {"role": message.role, "content": message.content, **(json.loads(message.more) if message.more else {})}
+        for message in messages
+        if message.role != TOOLS
+    ]
+    return chat, tools or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +149,16 @@ class Prompt:
     reference: str | None = None
     row: Mapping[str, Any] = field(default_factory=dict)
     """The source row in the hub's columns, from which scorers take their tests."""
+    closing: tuple[Message, ...] = ()
+    """Messages between the only turn and its answer: tool calls of the assistant, and what the tools returned."""
+    alternatives: tuple[str, ...] = ()
+    """Other references that are as right as `reference`."""
+    slices: Mapping[str, str] = field(default_factory=dict)
+    """The row's columns by which answers can be split, as text."""
+
+    def chat(self, padding: str = "") -> tuple[Message, ...]:
+        """Return the messages up to the answer of the first turn, which has this text before it."""
+        return (*self.opening, Message("user", padding + self.turns[0]), *self.closing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,9 +105,7 @@ def crosscheck(request: CrosscheckRequest, tell: Tell) -> list[CrosscheckResult]
         settings = Settings(thinking=modes_of(reference, model, local.has_thinking)[0])
         prompts = list(chain.from_iterable(loaded.prompts for loaded in resolved.suites))
         # Only the first of several turns: later ones depend on answers that two engines need not share.
-        named_chats = [
-            (f"{one.prompt_id} of suite {one.suite}", [*one.opening, Message("user", one.turns[0])]) for one in prompts
-        ]
+        named_chats = [(f"{one.prompt_id} of suite {one.suite}", one.chat()) for one in prompts]
         # A server that renders chats is told a mode of thinking only if the user chose one.
         chat_settings = settings if reference.thinking is not None else Settings()
         servers.check_chats(named_chats, [chat_settings])

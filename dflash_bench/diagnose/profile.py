@@ -163,8 +163,7 @@ def _preset(request: ProfileRequest, drafting: Sequence[Method]) -> Preset:
 
 def _subject(request: ProfileRequest, preset: Preset, drafting: Sequence[Method], dtype: Any) -> _Subject:
     from dflash_bench.models import loading, random_weights, targets
-    from dflash_bench.models.formats import TargetShape, read_checkpoint
-    from dflash_bench.models.formats.base import skeleton
+    from dflash_bench.models.formats import TargetShape
     from dflash_bench.models.memory import size_of
 
     kinds = drafts_of(drafting)
@@ -181,11 +180,8 @@ def _subject(request: ProfileRequest, preset: Preset, drafting: Sequence[Method]
         folder = targets.find_target(preset.target)
         whole = config = targets.config_of(folder)
         shape = TargetShape(config.hidden_size, config.vocab_size, config.num_hidden_layers)
-        folders = {name: loading.fetch(name, preset.drafts[name]).folder for name in kinds}
-        drafts = {
-            name: skeleton(read_checkpoint(folder, shape, headers_only=True)[1].config)
-            for name, folder in folders.items()
-        }
+        folders = {name: loading.fetch(name, preset.reference(name)).folder for name in kinds}
+        drafts = {name: loading.empty_network(name, folder, shape) for name, folder in folders.items()}
     kind = dtype or config.dtype
     target = random_weights.empty_target(config, kind, request.of_run.attention)
     full = target if config is whole or request.layers is None else random_weights.empty_target(whole, kind)

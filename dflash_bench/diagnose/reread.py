@@ -7,7 +7,7 @@ the model wrote is run only if the user asks for it, in a sandbox.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,6 +179,11 @@ def _prompts(folder: Path) -> dict[tuple[str, str], Prompt]:
 def _prompt(row: Mapping[str, Any]) -> Prompt:
     return Prompt(
         suite=row["suite"], prompt_id=row["prompt_id"], turns=tuple(row["turns"]),
-        opening=tuple(Message(one["role"], one["content"]) for one in row["opening"] or ()),
-        category=row["category"], reference=row["reference"], row=json.loads(row["row"]) if row["row"] else {},
+        opening=_messages(row["opening"]), closing=_messages(row["closing"]), category=row["category"],
+        reference=row["reference"], alternatives=tuple(row["alternatives"] or ()),
+        row=json.loads(row["row"]) if row["row"] else {},
     )  # fmt: skip
+
+
+def _messages(stored: Sequence[Mapping[str, Any]] | None) -> tuple[Message, ...]:
+    return tuple(Message(one["role"], one["content"], one.get("more") or "") for one in stored or ())

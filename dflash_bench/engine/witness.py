@@ -20,7 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.types import OWN_WEIGHTS, SHARED_WEIGHTS, STREAMED_WEIGHTS, Divergence, Message, Settings
+from dflash_bench.core.types import (
+    OWN_WEIGHTS,
+    SHARED_WEIGHTS,
+    STREAMED_WEIGHTS,
+    Divergence,
+    Message,
+    Settings,
+    template_input,
+)
 from dflash_bench.engine.judge import Judge
 from dflash_bench.models import memory, quantization
 from dflash_bench.models.hub import UNREADABLE, cannot_load
@@ -82,10 +90,11 @@ class Witness:
         if tokenizer.chat_template is None:
             ids: list[int] = tokenizer("\n".join(message.content for message in messages))["input_ids"]
             return ids
-        chat = [{"role": message.role, "content": message.content} for message in messages]
+        chat, tools = template_input(messages)
         rendered = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=True, return_dict=True, enable_thinking=bool(settings.thinking)
-        )
+            chat, add_generation_prompt=True, tokenize=True, return_dict=True, enable_thinking=bool(settings.thinking),
+            **({"tools": tools} if tools else {}),
+        )  # fmt: skip
         return list(rendered["input_ids"])
 
     def audit(

@@ -8,7 +8,7 @@ import select
 import signal
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.types import Message
+from dflash_bench.core.types import Message, template_input
 from dflash_bench.models import gguf, hub, targets
 
 # Rendering a chat by the model's own template.
@@ -42,10 +42,12 @@ Chat = tuple[str, Sequence[Message]]
 
 
 def render(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> str:
-    """Return the text of a chat. Raises UserError if the template fails."""
-    chat = [{"role": message.role, "content": message.content} for message in messages]
+    """Return the text of a chat. Raises UserError if the template fails, or knows no tools and the chat has some."""
+    chat, tools = template_input(messages)
+    _refuse_left_out(tokenizer, chat, tools)
+    given = {"add_generation_prompt": True, "enable_thinking": thinking, **({"tools": tools} if tools else {})}
     try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=thinking)
+        text = tokenizer.apply_chat_template(chat, tokenize=False, **given)
         text.encode()
     except FAILURES as error:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -53,9 +55,22 @@ def render(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> str:
     return str(text)
 
 
+def _refuse_left_out(tokenizer: Any, chat: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> None:
+    """Raise UserError for tools or their calls if the template would leave them out: the model would not be told."""
+    template = str(tokenizer.chat_template)
+    parts = {"tools": tools is not None, "tool_calls": any(message.get("tool_calls") for message in chat)}
+    for name, is_there in parts.items():
+        if is_there and name not in template:
+            raise UserError(
+                f"the chat has {name}, and the target's chat template leaves them out; use a target that can call "
+                "tools, or leave such prompts out"
+            )
+
+
 def encode(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> list[int]:
     """Return a chat's token ids; without a template, those of its messages, a line each. Raises as `render`."""
     if tokenizer.chat_template is None:
+        _refuse_left_out(tokenizer, *template_input(messages))
         return list(tokenizer.encode("\n".join(message.content for message in messages)))
     return list(tokenizer.encode(render(tokenizer, messages, thinking), add_special_tokens=False))
 
@@ -85,6 +100,11 @@ def thinking_tokens(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]
 def check(tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> None:
     """Raises UserError unless the template renders all chats within the limits; never waits longer than LIMIT_S."""
     if tokenizer.chat_template is None:
+        for name, messages in chats:
+            try:
+                _refuse_left_out(tokenizer, *template_input(messages))
+            except UserError as error:
+                raise UserError(f"prompt {name}: {error}") from error
         return
     ours, theirs = os.pipe()
     child = os.fork()

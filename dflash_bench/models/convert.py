@@ -20,8 +20,8 @@ from dflash_bench.models.formats.base import Checkpoint, Format
 
 GGUF = "gguf"
 """The name of llama.cpp's format: a single file, for targets too."""
-SHARED = {"dflash": (base.EMBEDDING, base.HEAD), "eagle3": (base.EMBEDDING,)}
-"""Tensors that a draft may take from its target; EAGLE-3 always has its own head."""
+SHARED = {"dflash": (base.EMBEDDING, base.HEAD), "eagle3": (base.EMBEDDING,), "p-eagle": (base.EMBEDDING,)}
+"""Tensors that a draft may take from its target; EAGLE-3 and P-EAGLE always have their own head."""
 
 
 WANTS_DEPTH = ("zlab",)

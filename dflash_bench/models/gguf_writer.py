@@ -22,6 +22,7 @@ from dflash_bench.models.nets.bodies import PLAIN
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config
 from dflash_bench.models.nets.layers import frequencies
+from dflash_bench.models.nets.p_eagle import PEagleConfig
 
 # A network in a GGUF file: settings and tensors, by llama.cpp's names.
 
@@ -202,6 +203,7 @@ def _eagle3(config: Eagle3Config, tensors: dict[str, Tensor]) -> GgufNetwork:
         norm_before_fc=config.norm_before_fc,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
+        **{"P-EAGLE's masks": isinstance(config, PEagleConfig)},
     )
     if len(config.target_layer_ids) != NUM_EAGLE3_TAPS:
         raise UserError(f"it taps {len(config.target_layer_ids)} layers, and llama.cpp only takes {NUM_EAGLE3_TAPS}")

@@ -12,11 +12,12 @@ from torch import Tensor
 from dflash_bench.core.draft_kinds import with_kind
 from dflash_bench.core.errors import DraftProblem, UserError
 from dflash_bench.core.methods import users_of
-from dflash_bench.models import formats, loading, targets, weights
+from dflash_bench.models import formats, loading, mtp_heads, presets, targets, weights
 from dflash_bench.models.formats import TargetShape, base, medusa
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
+from dflash_bench.models.nets.mtp import MTPConfig
 
 MOST_OF_A_KIND = 3
 LABELS = {
@@ -69,6 +70,9 @@ def inspect(reference: str, target: str | None = None) -> Inspection:
     shape = targets.shape_of(home) if home else None
     if medusa.is_medusa(folder):
         return _of_heads(folder, shape, target)
+    names = weights.read_tensors(folder, weights.only_maps) if any(folder.glob("*.safetensors")) else {}
+    if mtp_heads.are_apart(names):
+        return _of_mtp_heads(folder, shape, target)
     if loading.is_language_model(folder):
         return _of_language_model(folder, home, shape, target)
     return _of_draft(folder, home, shape, target)
@@ -83,6 +87,7 @@ def _of_draft(folder: Path, home: Path | None, shape: TargetShape | None, target
     form, checkpoint = formats.read_checkpoint(folder, shape, headers_only=True)
     config = checkpoint.config
     dflash = config if isinstance(config, DFlashConfig) else None
+    num_drafts = dflash.num_drafts(dflash.block_size) if dflash else getattr(config, "trained_drafts", None)
     taps_are_known = checkpoint.derived_taps is None
     return Inspection(
         format=form.name,
@@ -90,11 +95,11 @@ def _of_draft(folder: Path, home: Path | None, shape: TargetShape | None, target
         kind=kind_of(config),
         used_by=tuple(users_of(form.kind)),
         block_size=dflash.block_size if dflash else None,
-        num_drafts=dflash.num_drafts(dflash.block_size) if dflash else None,
+        num_drafts=num_drafts,
         tapped_outputs=config.target_layer_ids if taps_are_known else None,
         tapped_inputs=tuple(i + 1 for i in config.target_layer_ids) if taps_are_known else None,
         tapped_formula=checkpoint.derived_taps,
-        mask_token_id=dflash.mask_token_id if dflash else None,
+        mask_token_id=getattr(config, "mask_token_id", None),
         labels=LABELS[dflash.shifted_labels] if dflash else None,
         vocab_size=config.vocab_size,
         draft_vocab_size=config.draft_vocab_size or config.vocab_size,
@@ -121,6 +126,17 @@ def _of_heads(folder: Path, shape: TargetShape | None, target: str | None) -> In
     )  # fmt: skip
 
 
+def _of_mtp_heads(folder: Path, shape: TargetShape | None, target: str | None) -> Inspection:
+    config, tensors = mtp_heads.read(folder, headers_only=True)
+    return Inspection(
+        format=f"MTP heads ({config.text.model_type})", method=presets.MTP, used_by=tuple(users_of(presets.MTP)),
+        vocab_size=config.vocab_size, draft_vocab_size=config.vocab_size,
+        own_embedding=False, own_head=False, layers=_layers(config), target=target, **_size(tensors),
+        trained_for=f"a target of {config.num_target_layers} layers",
+        problems=() if shape is None else tuple(mtp_heads.misfits(config, shape)),
+    )  # fmt: skip
+
+
 def _of_language_model(folder: Path, home: Path | None, shape: TargetShape | None, target: str | None) -> Inspection:
     config, blocks = targets.config_of(folder), read_config(folder).get("block_diffusion")
     if blocks is not None:
@@ -130,12 +146,14 @@ def _of_language_model(folder: Path, home: Path | None, shape: TargetShape | Non
         [] if shape is None else [*loading.other_vocabulary(folder, rows, shape), *_other_tokenizer(folder, home)]
     )
     method = "block-diffusion" if blocks else "draft-model"
+    tensors = weights.read_tensors(folder, weights.only_maps)
+    note = mtp_heads.note(folder, tensors)
     return Inspection(
         format=f"language model ({config.model_type})", method=method, used_by=tuple(users_of(method)),
         block_size=blocks and blocks["block_size"], mask_token_id=blocks and blocks["mask_token_id"],
         vocab_size=rows, draft_vocab_size=rows, own_embedding=True, target=target, problems=tuple(problems),
         layers=f"{config.num_hidden_layers} of {config.hidden_size}/{getattr(config, 'intermediate_size', '?')}",
-        **_size(weights.read_tensors(folder, weights.only_maps)),
+        notes=(note,) if note else (), **_size(tensors),
     )  # fmt: skip
 
 
@@ -175,8 +193,8 @@ def _problems(form: Format, checkpoint: Checkpoint, shape: formats.TargetShape |
     return problems
 
 
-def _layers(config: DraftConfig) -> str:
-    count = config.num_layers if isinstance(config, DFlashConfig) else 1
+def _layers(config: DraftConfig | MTPConfig) -> str:
+    count = getattr(config, "num_layers", 1)
     heads = f"{config.num_heads} heads on {config.num_kv_heads} of {config.head_dim}"
     variants = [
         name
@@ -227,7 +245,7 @@ def text(inspection: Inspection) -> str:
 def _block(inspection: Inspection) -> str | None:
     drafts = f"drafts {inspection.num_drafts} tokens per round"
     if inspection.block_size is None:
-        return drafts if inspection.method == "medusa" else None
+        return None if inspection.num_drafts is None else drafts
     return str(inspection.block_size) if inspection.num_drafts is None else f"{inspection.block_size}, {drafts}"
 
 

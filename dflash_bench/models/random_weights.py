@@ -17,17 +17,20 @@ from torch import nn
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.forwards import Size
-from dflash_bench.models import presets, targets
+from dflash_bench.models import mtp_heads, presets, targets
 from dflash_bench.models.formats.base import skeleton
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.dflash import default_target_layers as dflash_layers
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.eagle3 import default_target_layers as eagle3_layers
+from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
+from dflash_bench.models.nets.p_eagle import PEagleConfig
 from dflash_bench.models.presets import Preset
 
 TABLE = Path(__file__).parent / "shapes.toml"
 NUM_TAPS, NUM_LAYERS, BLOCK_SIZE = 5, 5, 16
 """The usual shape of a DFlash draft by z-lab."""
+NUM_P_EAGLE_LAYERS = 4
 DRAFT_VOCABULARY = 32_000
 """Rows of an EAGLE-3 draft's head, as most publishers choose it."""
 TILE = 1_000_003
@@ -110,11 +113,18 @@ def fill(model: nn.Module, std: float = 0.02, seed: int = 0) -> None:
             flat[start : start + TILE] = tile[: len(flat) - start]
 
 
-def empty_draft(kind: str, target: str, config: Any, num_layers: int, preset: Preset) -> DFlashDraft | Eagle3Draft:
+def empty_draft(
+    kind: str, target: str, config: Any, num_layers: int, preset: Preset
+) -> DFlashDraft | Eagle3Draft | MTPDraft:
     """Return a draft of the usual shape, on `meta`, for a target with this config; `num_layers` is its full depth.
 
-    A target that was cut to fewer layers is tapped as often as the full one, at some layers twice.
+    A target that was cut to fewer layers is tapped as often as the full one, at some layers twice. Raises UserError for
+    MTP heads of a target whose layer they cannot have.
     """
+    if kind == presets.MTP:
+        if config.model_type not in mtp_heads.KINDS:
+            raise UserError(f"{target}: MTP heads of a {config.model_type} target are not supported")
+        return MTPDraft(MTPConfig.of(config))
     heads = config.num_attention_heads
     shape: dict[str, Any] = {
         "hidden_size": config.hidden_size,
@@ -133,8 +143,10 @@ def empty_draft(kind: str, target: str, config: Any, num_layers: int, preset: Pr
         taps = dflash_layers(num_layers, NUM_TAPS)
         return skeleton(DFlashConfig(**shape, target_layer_ids=_kept(taps, config)))
     shape["draft_vocab_size"] = min(DRAFT_VOCABULARY, config.vocab_size)
-    taps = eagle3_layers(num_layers)
-    return skeleton(Eagle3Config(**shape, target_layer_ids=_kept(taps, config)))
+    shape["target_layer_ids"] = _kept(eagle3_layers(num_layers), config)
+    if kind == "p-eagle":
+        return skeleton(PEagleConfig(**shape, mask_token_id=config.vocab_size - 1, num_layers=NUM_P_EAGLE_LAYERS))
+    return skeleton(Eagle3Config(**shape))
 
 
 def _published_draft(target: str) -> Mapping[str, Any]:
@@ -147,9 +159,9 @@ def _kept(taps: tuple[int, ...], config: Any) -> tuple[int, ...]:
     return tuple(min(max(tap, 0), config.num_hidden_layers - 1) for tap in taps)
 
 
-def filled_draft(empty: DFlashDraft | Eagle3Draft, device: str, dtype: torch.dtype) -> Any:
+def filled_draft(empty: DFlashDraft | Eagle3Draft | MTPDraft, device: str, dtype: torch.dtype) -> Any:
     draft = empty.to(dtype).to_empty(device=device)
-    if (size := draft.config.draft_vocab_size) is not None:
+    if not isinstance(draft, MTPDraft) and (size := draft.config.draft_vocab_size) is not None:
         draft.d2t.zero_()
         draft.t2d.copy_(torch.arange(len(draft.t2d), device=device) < size)
     fill(draft)

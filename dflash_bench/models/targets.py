@@ -263,8 +263,9 @@ def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placeme
     unfit = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
     if unfit:
         raise UserError(f"{folder}: {min(unfit)} is missing or not as config.json says; copy the weights again")
-    # And these it would ignore, except those that it knows to belong to other uses of the same checkpoint.
-    if surplus := report["unexpected_keys"]:
+    # And these it would ignore, except those that it knows to belong to other uses of the same checkpoint; so do MTP
+    # heads, which not every architecture of transformers knows.
+    if surplus := [name for name in report["unexpected_keys"] if not name.startswith("mtp.")]:
         raise UserError(
             f"{folder}: config.json has no place for {min(surplus)} ({len(surplus)} such tensors); "
             "config.json belongs to other weights, or these tensors must be removed"

@@ -17,7 +17,7 @@ from dflash_bench.core.forwards import DraftPass, DraftTiming, ForwardTiming, Ho
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.backend import capture_passes
 from dflash_bench.engine.drafter import Committed, NoDrafter
-from dflash_bench.engine.drafters import dflash, eagle3
+from dflash_bench.engine.drafters import dflash, eagle3, mtp, p_eagle
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.rows import Limits, clock_for
 from dflash_bench.engine.sampling import Sampling
@@ -27,6 +27,8 @@ from dflash_bench.models import memory
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
+from dflash_bench.models.nets.mtp import MTPDraft
+from dflash_bench.models.nets.p_eagle import PEagleDraft
 
 # The device's rates: bytes copied per second, and operations of matrix products per second.
 
@@ -137,11 +139,15 @@ def _quickest_s(calls: Sequence[Callable[[], object]], device: torch.device, bud
 def draft_passes(draft: Any, target: Any, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
     """Return the passes of drafting `num_drafts` tokens, and of reading `kept` tokens of the round before.
 
-    `draft` is a DFlash draft in one step, or an EAGLE-3 draft that drafts a chain.
+    `draft` is a DFlash draft in one step, a P-EAGLE draft, MTP heads, or an EAGLE-3 draft that drafts a chain.
     """
     if isinstance(draft, DFlashDraft):
         return _dflash_passes(draft, target, num_drafts, kept)
+    if isinstance(draft, MTPDraft):
+        return _mtp_passes(draft, target, num_drafts, kept)
     assert isinstance(draft, Eagle3Draft)
+    if isinstance(draft, PEagleDraft):
+        return _p_eagle_passes(draft, num_drafts, kept)
     layer = _part_size([draft.midlayer, draft.norm], draft, 1)
     head, fusing = _part_size([draft.lm_head], draft), _part_size([draft.fc], draft)
     passes = [DraftPass(layer, kept), DraftPass(fusing, kept), DraftPass(head, 1, num_drafts)]
@@ -178,9 +184,33 @@ def _correcting_passes(draft: DFlashDraft, num_drafts: int) -> tuple[DraftPass, 
         if own not in correction.lookups
     ]
     width, times = correction.passes(num_drafts)
-    itemsize = draft.fc.weight.element_size()
+    itemsize = draft.norm.weight.element_size()
     size = Size(memory.bytes_of(weights), memory.matrix_elements(weights), itemsize=itemsize)
     return (DraftPass(size, width, times),)
+
+
+def _p_eagle_passes(draft: PEagleDraft, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
+    layers = [draft.midlayer, *draft.further_layers, draft.norm]
+    return (
+        DraftPass(_part_size(layers, draft, draft.config.num_layers), kept + num_drafts - 1),
+        DraftPass(_part_size([draft.fc], draft), kept),
+        DraftPass(_part_size([draft.lm_head], draft), num_drafts),
+    )
+
+
+def _mtp_passes(draft: MTPDraft, target: Any, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
+    step = _part_size([draft.fc, draft.layers, draft.norm], draft, 1)
+    if draft.has_experts:
+        experts = [weight for name, weight in draft.named_parameters() if "experts" in name.split(".")]
+        text, stored = draft.config.text, memory.bytes_of(experts)
+        step = replace(
+            step, weight_bytes=step.weight_bytes - stored, num_experts=text.num_experts,
+            experts_per_token=text.num_experts_per_tok, expert_bytes=stored // text.num_experts,
+            expert_elements=sum(weight.numel() for weight in experts) // text.num_experts,
+        )  # fmt: skip
+    head = _part_size([target.get_output_embeddings()], draft)
+    passes = (DraftPass(step, kept), DraftPass(head, 1, num_drafts))
+    return (*passes, DraftPass(step, 1, num_drafts - 1)) if num_drafts > 1 else passes
 
 
 def _part_size(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) -> Size:
@@ -296,7 +326,9 @@ def forward_curve(target: Target) -> dict[str, Any]:
 # The costs of passes, drafts and the loop itself on this device, without meaningful prompts or answers.
 
 
-BUILDERS: Mapping[str, Callable[[Models, Target, Method], Any]] = {"dflash": dflash.build, "eagle3": eagle3.build}
+BUILDERS: Mapping[str, Callable[[Models, Target, Method], Any]] = {
+    "dflash": dflash.build, "eagle3": eagle3.build, "p-eagle": p_eagle.build, "mtp": mtp.build,
+}  # fmt: skip
 """The methods whose drafts can be timed without a text."""
 KEPT = 4
 """Tokens of the round before that a draft reads, or fewer if it cannot keep so many."""
@@ -321,7 +353,7 @@ def check(methods: Sequence[Method]) -> None:
             raise unknown("method to profile", method.name, list(BUILDERS))
         if method.name == "dflash" and method.option("block") == "auto":
             raise UserError(f"--method {method.label}: a profile needs one width; leave out block=auto")
-        if method.name == "dflash" and method.option("rule") != "match":
+        if method.options.get("rule", "match") != "match":
             raise UserError(f"--method {method.label}: a profile draws no tokens; leave out rule=")
 
 
@@ -329,6 +361,8 @@ def num_drafts(method: Method, draft: Any) -> int:
     """Return how many tokens a round drafts; the draft may be on the `meta` device."""
     if method.name == "dflash":
         return int(draft.config.num_drafts(dflash.block_size(draft, method)))
+    if method.name == "p-eagle":
+        return int(draft.config.num_drafts(method.option("n")))
     return method.number("n")
 
 

@@ -12,7 +12,7 @@ from dflash_bench.core import files, labels
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import shortened
 from dflash_bench.core.methods import is_tree
-from dflash_bench.core.types import CODE_SCORERS, Settings
+from dflash_bench.core.types import CODE_SCORERS, TOOLS, Settings
 from dflash_bench.report.document import Document
 from dflash_bench.results import run_info
 from dflash_bench.results.identity import NAMES, short_names
@@ -164,18 +164,25 @@ def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer
 
 
 def _asked(stored: Sequence[dict[str, Any]]) -> dict[tuple[str, str, int, int | None], str]:
-    """The user's message in each turn of each prompt, after the messages that open it.
+    """The user's message in each turn of each prompt, in a first turn with the messages around it.
 
     In a first turn, for each context, also with the padding before it, shortened.
     """
     return {
         (prompt["suite"], prompt["prompt_id"], turn, context): "\n\n".join(
-            [*(message["content"] for message in (prompt["opening"] or ()) if turn == 0), padding + text]
+            [*_texts(prompt["opening"], turn), padding + text, *_texts(prompt["closing"], turn)]
         )
         for prompt in stored
         for turn, text in enumerate(prompt["turns"] or ())
         for context, padding in [(None, ""), *(_paddings(prompt) if turn == 0 else ())]
     }
+
+
+def _texts(messages: Sequence[dict[str, Any]] | None, turn: int) -> Iterator[str]:
+    """The texts of a prompt's other messages, in its first turn alone; tool calls have none."""
+    for message in messages or () if turn == 0 else ():
+        if message["role"] != TOOLS and message["content"]:
+            yield message["content"]
 
 
 def _references(stored: Sequence[dict[str, Any]], info: RunInfo) -> dict[tuple[str, str], str]:

@@ -21,7 +21,7 @@ METHODS = {
     BASELINE: "plain decoding", "dflash": "DFlash", "eagle3": "EAGLE-3", "eagle3-tree": "EAGLE-3 (tree)",
     "ddtree": "DDTree", "dflash+ngram": "DFlash + n-gram", "medusa": "Medusa", "block-diffusion": "block diffusion",
     "draft-model": "draft model", "ngram": "n-gram", "suffix": "suffix decoding", "lookahead": "lookahead",
-    "rest": "REST",
+    "rest": "REST", "mtp": "MTP", "p-eagle": "P-EAGLE",
 }  # fmt: skip
 AXES = {
     "speedup.decode": "speed-up over plain decoding", "al.pooled": "acceptance length (tokens per round)",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflash_bench.core.methods import is_tree
-from dflash_bench.core.types import CellKey, Settings
+from dflash_bench.core.types import NO_VALUE, CellKey, Settings
 from dflash_bench.results import parts
 from dflash_bench.results.identity import checked_settings, needed_for
 from dflash_bench.results.plan import BASELINE
@@ -135,7 +135,8 @@ def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
     ]
 
 
-# How a run is sliced: by category, turn, prompt length, position in the answer, or thinking and answer.
+# How a run is sliced: by category, turn, prompt length, position in the answer, thinking and answer, or a column of its
+# prompts.
 
 
 SLICES = ("suite", "category", "turn", "prompt-length", "output-position", "part")
@@ -146,16 +147,25 @@ FIRST_EDGE = 32
 """Lengths and positions are sliced at this number of tokens, twice it, four times it and so on."""
 
 
-def sliced(frame: Any, by: str) -> Any:
-    """Add the column `slice`, whose categories are in reading order."""
+def sliced(frame: Any, by: str, values: Mapping[tuple[str, str], str] | None = None) -> Any:
+    """Add the column `slice`, whose categories are in reading order.
+
+    `values` holds those of a column of the prompts, by suite and id, for a `by` that is not among `SLICES`.
+    """
     import pandas as pd
 
     match by:
+        case _ if values is not None:
+            names = [values.get(place, NO_VALUE) for place in zip(frame["suite"], frame["prompt_id"], strict=True)]
+            frame["slice"] = pd.Categorical(names, sorted(set(names), key=_reading_order))
+            return frame.drop(columns="stretch")
         case "suite":
             labels, codes = [""], np.zeros(len(frame), dtype=np.int64)
         case "category":
-            named = frame["category"].cat.add_categories("none").fillna("none")
-            frame["slice"] = named.cat.remove_unused_categories()
+            named = frame["category"]
+            if NO_VALUE not in named.cat.categories:
+                named = named.cat.add_categories(NO_VALUE)
+            frame["slice"] = named.fillna(NO_VALUE).cat.remove_unused_categories()
             return frame.drop(columns="stretch")
         case "turn":
             turns, codes = np.unique(frame["turn"], return_inverse=True)
@@ -169,6 +179,12 @@ def sliced(frame: Any, by: str) -> Any:
             labels = [bin_name(int(number)) for number in numbers]
     frame["slice"] = pd.Categorical.from_codes(codes, labels)
     return frame.drop(columns="stretch")
+
+
+def _reading_order(value: str) -> tuple[bool, bool, int, str]:
+    """Numbers by their size, then names, then `NO_VALUE`."""
+    is_number = value.isascii() and value.isdigit() and len(value) < 20
+    return value == NO_VALUE, not is_number, int(value) if is_number else 0, value
 
 
 def position_bin(lengths: Any) -> Any:

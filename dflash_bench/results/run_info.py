@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from dflash_bench.core import environment, files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, require_file, write_text, write_whole
+from dflash_bench.core.labels import visible
 from dflash_bench.core.types import SCHEMA_VERSION, Settings
 
 SCHEMA = "schema"
@@ -193,7 +194,7 @@ class RunIdentity(StoredModel):
     why_torch: str | None = None
 
     def source_of(self, suite: str) -> str:
-        """Return "embedded", "hub ID@COMMIT", "folder PATH" or "file PATH"; empty for an unknown suite."""
+        """Return "embedded", "shipped", "hub ID@COMMIT", "folder PATH" or "file PATH"; empty for an unknown suite."""
         return self.suites[suite].source if suite in self.suites else ""
 
 
@@ -438,9 +439,14 @@ def _are_lists_of_objects(*values: Any) -> bool:
 
 
 PROMPTS_FILE = "prompts.parquet"
-PROMPTS_COLUMNS = ("suite", "prompt_id", "prompt_hash", "category", "opening", "turns", "reference", "paddings", "row")
-"""`opening` holds the messages before the first turn, with their roles; `turns` what the user says; `row` what a scorer
-reads besides the reference, such as tests, as JSON.
+PROMPTS_COLUMNS = (
+    "suite", "prompt_id", "prompt_hash", "category", "opening", "turns", "closing", "reference", "alternatives",
+    "slices", "paddings", "row",
+)  # fmt: skip
+"""`opening` holds the messages before the first turn, with their roles, and in `more` what else a chat template reads,
+as JSON; `turns` what the user says; `closing` the messages between the only turn and its answer; `alternatives` what is
+as right as the reference; `slices` the columns by which answers can be split; `row` what a scorer reads besides the
+reference, such as tests, as JSON.
 
 `paddings` holds, for each context that the prompt was padded to, the text that stood before its first turn.
 """
@@ -450,16 +456,38 @@ def write_prompts(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    padding = pa.struct([("context", pa.int32()), ("text", pa.string())])
-    kinds = {"opening": pa.list_(message), "turns": pa.list_(pa.string()), "paddings": pa.list_(padding)}
+    text = pa.string()
+    messages, texts = pa.list_(pa.struct([("role", text), ("content", text), ("more", text)])), pa.list_(text)
+    kinds = {
+        "opening": messages, "turns": texts, "closing": messages, "alternatives": texts,
+        "slices": pa.list_(pa.struct([("column", text), ("value", text)])),
+        "paddings": pa.list_(pa.struct([("context", pa.int32()), ("text", text)])),
+    }  # fmt: skip
     schema = pa.schema([(name, kinds.get(name, pa.string())) for name in PROMPTS_COLUMNS])
     table = pa.Table.from_pylist([dict(row) for row in rows], schema)
     write_whole(folder / PROMPTS_FILE, lambda file: parquet.write_table(table, file, compression="zstd"))
 
 
 def read_prompts(folder: Path) -> list[dict[str, Any]]:
-    """Empty for a run that stored no prompts. Raises UserError for a file that cannot be read."""
+    """Empty for a run that stored no prompts; columns that its version did not have are None.
+
+    Raises UserError for a file that cannot be read.
+    """
+    return _read_prompts(folder, PROMPTS_COLUMNS)
+
+
+def read_slices(folder: Path) -> dict[str, dict[tuple[str, str], str]]:
+    """Return by column the values of a run's prompts, each by suite and id. Raises as `read_prompts`."""
+    slices: dict[str, dict[tuple[str, str], str]] = {}
+    for row in _read_prompts(folder, ("suite", "prompt_id", "slices")):
+        for one in row["slices"] or ():
+            if one["column"] and one["value"]:
+                values = slices.setdefault(visible(one["column"]), {})
+                values[row["suite"], row["prompt_id"]] = visible(one["value"])
+    return slices
+
+
+def _read_prompts(folder: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -468,7 +496,8 @@ def read_prompts(folder: Path) -> list[dict[str, Any]]:
         return []
     require_file(path)
     try:
-        rows: list[dict[str, Any]] = parquet.read_table(path, columns=list(PROMPTS_COLUMNS)).to_pylist()
+        known = [name for name in columns if name in parquet.read_schema(path).names]
+        rows: list[dict[str, Any]] = parquet.read_table(path, columns=known).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(str(io_error("read", path, error))) from error
-    return rows
+    return [{name: row.get(name) for name in columns} for row in rows]

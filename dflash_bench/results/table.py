@@ -22,7 +22,7 @@ from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, RoundTable, StoredRows, lengths_of, sliced
 from dflash_bench.results.row_arrays import Facts
-from dflash_bench.results.run_info import FILE, RunIdentity, RunInfo, carried, read_info
+from dflash_bench.results.run_info import FILE, RunIdentity, RunInfo, carried, read_info, read_slices
 
 # Answers that end in a loop: the same words over and over until the token limit.
 #
@@ -123,9 +123,8 @@ def read_run(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judg
 
     With `judging`, a finished run is returned even with problems, which are then in `problems`.
     """
-    if by not in SLICES:
-        raise unknown("slice", by, list(SLICES))
     info = read_info(folder)
+    values = None if by in SLICES else _column(folder, by)
     if info.state != "complete" and "unfinished" not in allow:
         raise UserError(
             f"{folder} is still being written, or was stopped: finish it with --resume, or add --allow unfinished"
@@ -149,8 +148,16 @@ def read_run(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judg
         sizes[part] = len(dropped) - int(dropped.sum())
     if not sum(map(len, tables)) and not (judging and found.problems):
         raise UserError(none + (" that show their rounds" if by in STRETCHES else ""))
-    frame = sliced(_frame(tables, run_settings, info), by)
+    frame = sliced(_frame(tables, run_settings, info), by, values)
     return RunTable(str(folder), info, frame, tuple(damaged), found.problems, StoredRows(run_settings, sizes, left_out))
+
+
+def _column(folder: Path, name: str) -> dict[tuple[str, str], str]:
+    """Return the values of a column of the run's prompts, by suite and id. Raises UserError if there is none."""
+    slices = read_slices(folder)
+    if name not in slices:
+        raise unknown("slice", name, [*SLICES, *slices])
+    return slices[name]
 
 
 def _read_parts(

@@ -170,9 +170,9 @@ class PromptOptions:
         has_commas=True,
     )
     prompts: Path | None = _prompts(
-        "Your own prompts: a file with one JSON object per line, with prompt, turns or messages; Spec-Bench "
-        "files work, too.",
-        metavar="FILE",
+        "Your own prompts: JSON lines, a JSON array, Parquet, or a folder of such files, with prompt, turns, messages "
+        "or a log of requests in each row; files of Spec-Bench, SPEED-Bench and ShareGPT work as they are.",
+        metavar="FILE|FOLDER",
     )
     score: str | None = _prompts(
         "How to score the answers to --prompts: a scorer from 'dflash-bench suites', such as gsm8k_number or math.",
@@ -194,6 +194,16 @@ class PromptOptions:
     )
     limit: int | None = _prompts(
         "Use at most N prompts of each suite, the same ones on every machine.", metavar="N", minimum=1, most=10**7
+    )
+    balance: str | None = _prompts(
+        "Draw equally many prompts of each value of a column, such as category or language.",
+        metavar="COLUMN",
+        needs=(
+            condition(
+                lambda options: options.limit is not None or options.budget is not None,
+                "without --limit or --for: all prompts are measured",
+            ),
+        ),
     )
     budget: str | None = _prompts(
         "Measure for this long, such as 90s, 5m or 1h, and choose prompts where intervals are widest, at most "

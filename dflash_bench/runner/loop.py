@@ -118,7 +118,7 @@ class Conversation:
             answer = self._baseline_answer(number)
             if number < turn and answer is not None:
                 messages.append(Message("assistant", answer.text))
-        return tuple(messages)
+        return (*messages, *self.item.prompt.closing)
 
     def judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:
         """Return the record with its verdicts and score; `first` is the first method's answer."""
@@ -291,6 +291,6 @@ def execute(
 
 def _warm_up(plan: WorkPlan, backend: Backend, item: WorkItem) -> WarmUp:
     """Run the loop on the item's prompt and keep only the baseline answer."""
-    messages = (*item.prompt.opening, Message("user", item.turns[0]))
+    messages = item.prompt.chat(item.padding)
     answers = [backend.generate(method, messages, item.settings, 0, NOBODY) for method in plan.methods]
     return WarmUp(item.suite, item.prompt.prompt_id, item.settings, answers[0])

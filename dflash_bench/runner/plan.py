@@ -198,14 +198,14 @@ def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Ru
     scorers.require({one.suite.scorer for one in loaded})
     for one in loaded:
         scorers.check_references(one.suite.scorer, one.prompts)
-    _refuse_too_few(loaded, max(request.concurrency, default=1))
+    refuse_too_few(loaded, max(request.concurrency, default=1))
     _refuse_shared_memory(request, chosen)
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
     return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded))
 
 
-def _refuse_too_few(loaded: Sequence[Loaded], concurrency: int) -> None:
+def refuse_too_few(loaded: Sequence[Loaded], concurrency: int) -> None:
     """Refuse fewer prompts than slots: they would be measured at a lower concurrency than the one reported."""
     for one in loaded:
         if len(one.prompts) < concurrency:
@@ -294,10 +294,12 @@ def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
     known = suites.expand(request.suites)
     # `datasets` reads this when it is imported; its bars would tear ours.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    loaded = [suites.load_prompts(suite, request.data or model.data, request.limit) for suite in known]
+    data, limit, balance = request.data or model.data, request.limit, request.balance
+    loaded = [suites.load_prompts(suite, data, limit, balance) for suite in known]
     if request.prompts is not None:
         scorer = request.score or "none"
-        loaded.append(prompts.load(request.prompts, request.limit, scorer, list(scorers.COLUMNS.get(scorer, ()))))
+        columns = list(scorers.COLUMNS.get(scorer, ()))
+        loaded.append(prompts.load(request.prompts, limit, scorer, columns, balance))
     return loaded
 
 

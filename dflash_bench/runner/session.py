@@ -277,6 +277,7 @@ def _run(
     begun: Callable[[], object] = lambda: None,
 ) -> None:
     """`begun` is called when the run's folder exists."""
+    resolved = prepared.fitted(resolved)
     request, model, tell = resolved.request, resolved.model, caller.tell
     settings = settings_of(request, modes_of(request, model, backend.has_thinking))
     backend.check_chats([chat for loaded in resolved.suites for chat in chats(loaded)], settings)
@@ -419,6 +420,7 @@ def _info(
         "forwards": forwards,
         "memory": prepared.memory,
         "contexts": prepared.contexts.about,
+        **({"left_out": left_out} if (left_out := prepared.contexts.left_out) else {}),
     }
 
 

@@ -19,11 +19,11 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.results.identity import full_names
 from dflash_bench.runner import config
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.plan import RunPlan, drafts_of, modes_of
+from dflash_bench.runner.plan import RunPlan, drafts_of, modes_of, refuse_too_few
 from dflash_bench.runner.work import Backend, Witnessed
 from dflash_bench.tasks import padding
 from dflash_bench.tasks.padding import Contexts
-from dflash_bench.tasks.suites import chats
+from dflash_bench.tasks.suites import chats, without
 
 if TYPE_CHECKING:
     import torch
@@ -288,13 +288,26 @@ class PreparedRun:
         found = replace(model, target=commits.get("target", model.target), drafts=drafts)
         return replace(resolved, model=found, cache_bytes=self.cache_bytes)
 
+    def fitted(self, resolved: RunPlan) -> RunPlan:
+        """Return the plan without the prompts that the target's context cannot hold, and without suites of such only.
+
+        Raises UserError if fewer are left than are answered at the same time.
+        """
+        left_out = self.contexts.left_out
+        if not left_out:
+            return resolved
+        kept = [without(loaded, left_out.get(loaded.suite.name, ())) for loaded in resolved.suites]
+        kept = [loaded for loaded in kept if loaded.prompts]
+        refuse_too_few(kept, max(resolved.request.concurrency, default=1))
+        return replace(resolved, suites=tuple(kept))
+
     def unpinned(self, resolved: RunPlan) -> list[str]:
         """Return the parts whose ids named no commit."""
         return [part for part in self.commits if not hub.is_pinned(_reference(resolved, part))]
 
 
 def _reference(resolved: RunPlan, part: str) -> str:
-    return resolved.model.target if part == "target" else resolved.model.drafts[part]
+    return resolved.model.target if part == "target" else resolved.model.reference(part)
 
 
 def check_fits(resolved: RunPlan) -> PreparedRun:
@@ -310,7 +323,7 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
     wanted, elsewhere = machine_of(resolved.request), resolved.request.ray_address is not None
     device, dtype = device_and_dtype(wanted, 1 if elsewhere else torch.cuda.device_count())
     model, trusted = resolved.model, wanted.trust_remote_code
-    fetched = {name: loading.fetch(name, model.drafts[name]) for name in resolved.drafts}
+    fetched = {name: loading.fetch(name, model.reference(name)) for name in resolved.drafts}
     drafts = {name: draft.folder for name, draft in fetched.items()}
     place = str(gguf.converted_folder(Path(model.target))) if gguf.is_file(model.target) else model.target
     target = hub.fetch(place, code=trusted)

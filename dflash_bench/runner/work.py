@@ -180,7 +180,9 @@ def prompt_rows(plan: WorkPlan) -> list[dict[str, Any]]:
         {
             "suite": loaded.suite.name, "prompt_id": prompt.prompt_id, "prompt_hash": prompt_hash(prompt),
             "category": prompt.category, "opening": list(map(asdict, prompt.opening)), "turns": list(prompt.turns),
-            "reference": prompt.reference,
+            "closing": list(map(asdict, prompt.closing)),
+            "reference": prompt.reference, "alternatives": list(prompt.alternatives),
+            "slices": [{"column": column, "value": value} for column, value in prompt.slices.items()],
             "paddings": [
                 {"context": settings.context, "text": plan.paddings[place]}
                 for settings in plan.settings

@@ -149,7 +149,7 @@ def _jobs(plan: WorkPlan, run: RunStore) -> Iterator[Job]:
     for place, record in run.stored.items():
         stored.setdefault(place[:2], {})[place] = record
     for prompt, items in groupby(plan.items(), key=lambda item: (item.suite, item.prompt.prompt_id)):
-        light = tuple(replace(item, loaded=replace(item.loaded, prompts=(), pool=())) for item in items)
+        light = tuple(replace(item, loaded=replace(item.loaded, prompts=(), pool=(), order=())) for item in items)
         if not all(item.is_stored(run) for item in light):
             yield Job(bare, light, stored.get(prompt, {}))
 

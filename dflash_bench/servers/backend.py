@@ -131,8 +131,15 @@ class ServerBackend:
         """Raises UserError for chats that cannot be rendered, and for settings that a dialect cannot express."""
         if self.local is not None:
             self.local.check_chats(chats, settings)
+        rendered = next((name for name, chat in chats if not all(message.is_plain for message in chat)), None)
         usual = asdict(Settings())
         for server in self.servers.values():
+            if rendered is not None and not self._sends_ids(server):
+                raise UserError(
+                    f"--server {server.method.label}: prompt {rendered} has tools, tool calls or reasoning, which "
+                    "servers that get chats render each in their own way; give --model or --target too, so that a "
+                    "server that takes token ids gets those, or leave such prompts out"
+                )
             for name in server.dialect.unsupported:
                 if any(getattr(one, name) != usual[name] for one in settings):
                     raise UserError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from string import Formatter
@@ -17,8 +17,8 @@ from typing import Any
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.terminal import with_bar
-from dflash_bench.core.types import Message, Prompt, context_name
-from dflash_bench.tasks.suites import Loaded, Suite, chats
+from dflash_bench.core.types import TOOLS, Message, Prompt, context_name
+from dflash_bench.tasks.suites import Loaded, Suite, chats, without
 
 BETWEEN = "\n\n---\n\n"
 """Separates examples from each other and from the prompt."""
@@ -121,9 +121,12 @@ def _others(loaded: Loaded, prompt: Prompt) -> list[Prompt]:
 
 def example(suite: Suite, prompt: Prompt) -> str:
     """Return the text of a prompt and, if the row has one, its answer."""
-    opening = [message.content for message in prompt.opening if message.role != "system"]
+    opening, closing = (
+        [message.content for message in several if message.role not in ("system", TOOLS) and message.content]
+        for several in (prompt.opening, prompt.closing)
+    )
     answer = _worked(suite, prompt) or prompt.reference
-    return "\n\n".join(text.strip() for text in [*opening, *prompt.turns, *([answer] if answer else [])])
+    return "\n\n".join(text.strip() for text in [*opening, *prompt.turns, *closing, *([answer] if answer else [])])
 
 
 def _worked(suite: Suite, prompt: Prompt) -> str | None:
@@ -156,6 +159,8 @@ class Contexts:
     about: dict[str, dict[str, dict[str, list[str]]]] = field(default_factory=dict)
     """Prompts that were `longer` already and are not padded, and prompts with `repeated` padding."""
     notes: tuple[str, ...] = ()
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+    """By suite the ids of prompts that are longer than the target's context, and are not asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,19 +176,37 @@ class _Sized:
 def padded(
     suites: Sequence[Loaded], contexts: Sequence[int | None], size: Size, context_length: int, max_new_tokens: int
 ) -> Contexts:
-    """Pad prompts. Raises UserError for a context that leaves no room for answers, naming the largest that does."""
+    """Pad the prompts that the target's context can hold.
+
+    Raises UserError if it holds none of them, and for a context that leaves no room for answers, naming the largest
+    that does.
+    """
     wanted = [context for context in contexts if context is not None]
-    sized = [
+    everything = [
         _sized(loaded, prompt, whole, size, max_new_tokens)
         for loaded in suites
         for prompt, (_, whole) in zip(loaded.prompts, chats(loaded), strict=True)
+    ]
+    sized = [one for one in everything if one.bare < context_length]
+    left_out = _ids_of(one for one in everything if one.bare >= context_length)
+    if not sized:
+        shortest = min(one.bare for one in everything)
+        raise UserError(
+            f"all {len(everything)} prompts are longer than the target's context of {context_length} tokens (the "
+            f"shortest has {shortest}); give shorter ones, or a target with a longer context"
+        )
+    suites = [without(loaded, left_out.get(loaded.suite.name, ())) for loaded in suites]
+    cut = _ids_of(one for one in sized if one.bare + max_new_tokens > context_length)
+    told = [
+        *_named(left_out, f"longer than the target's context of {context_length} tokens, and are left out"),
+        *_named(cut, f"so long that their answers may end early, at the end of a context of {context_length} tokens"),
     ]
     most_rest = max(one.rest for one in sized)
     _refuse_too_long(wanted, context_length, most_rest)
     bare = max(one.bare + one.rest for one in sized)
     longest = min(context_length, max([bare, *(context + most_rest for context in wanted)]))
     if not wanted:
-        return Contexts(longest, most_rest)
+        return Contexts(longest, most_rest, notes=tuple(told), left_out=left_out)
     paddings: dict[tuple[str, str, int | None], str] = {}
     about: dict[str, Any] = {}
     jobs = [(one, context) for one in sized for context in wanted]
@@ -198,20 +221,33 @@ def padded(
         loaded.suite.name: {context_name(context): _sha256(paddings, loaded, context) for context in wanted}
         for loaded in suites
     }
-    return Contexts(longest, most_rest, paddings, sha256, about, tuple(_notes(about)))
+    return Contexts(longest, most_rest, paddings, sha256, about, (*told, *_notes(about)), left_out)
+
+
+def _ids_of(several: Iterable[_Sized]) -> dict[str, list[str]]:
+    ids: dict[str, list[str]] = {}
+    for one in several:
+        ids.setdefault(one.loaded.suite.name, []).append(one.prompt.prompt_id)
+    return ids
+
+
+def _named(ids: Mapping[str, Sequence[str]], what: str) -> Iterator[str]:
+    for suite, some in ids.items():
+        yield f"{len(some)} prompts of {suite} are {what}, such as {', '.join(some[:MOST_NAMED])}"
 
 
 def _sized(loaded: Loaded, prompt: Prompt, whole: Sequence[Message], size: Size, max_new_tokens: int) -> _Sized:
     """Measure a prompt; `whole` has all its turns, with a word in place of each answer."""
-    bare = size(whole[: len(prompt.opening) + 1])
-    return _Sized(loaded, prompt, bare, size(whole) - bare + max_new_tokens * len(prompt.turns))
+    bare = size(prompt.chat())
+    later = size(whole) - bare if len(prompt.turns) > 1 else 0
+    return _Sized(loaded, prompt, bare, later + max_new_tokens * len(prompt.turns))
 
 
 def _pad(one: _Sized, context: int, size: Size) -> Padding:
     prompt = one.prompt
 
     def counted(text: str) -> int:
-        return size([*prompt.opening, Message("user", text + prompt.turns[0])]) if text else one.bare
+        return size(prompt.chat(text)) if text else one.bare
 
     return pad(one.loaded, prompt, context, counted)
 

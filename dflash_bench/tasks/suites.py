@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from itertools import count, zip_longest
 from pathlib import Path
 from string import Formatter
 from typing import Any, TypeGuard
@@ -15,12 +16,16 @@ from typing import Any, TypeGuard
 from dflash_bench.core import files as core_files
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.labels import shortened, visible
-from dflash_bench.core.types import Message, Prompt
+from dflash_bench.core.types import NO_VALUE, Message, Prompt
 
 # The rows of a data set, each with its place for error messages.
 
 
 HUB_TIMEOUT_S = 10.0
+LONGEST_LINE = 1 << 26
+"""Bytes of a row, several times what the longest contexts hold."""
+ROWS_AT_A_TIME = 1000
+"""Rows of a Parquet file, of which sessions of agents may have gigabytes."""
 
 Row = Mapping[str, Any]
 Rows = Iterator[tuple[str, Row]]
@@ -39,28 +44,41 @@ class DataSet:
 
 
 def from_folder(data: DataSet, folder: Path) -> Rows:
-    """Read rows from NAME/SPLIT.jsonl or .parquet. Raises UserError if there is no such file."""
-    lines, parquet = (folder / data.name / f"{data.split}.{kind}" for kind in ("jsonl", "parquet"))
+    """Read rows from NAME/SPLIT.jsonl, .parquet or .json, an array. Raises UserError if there is no such file."""
+    lines, parquet, array = (folder / data.name / f"{data.split}.{kind}" for kind in ("jsonl", "parquet", "json"))
     if os.path.exists(lines):
         return json_lines(lines)
     if os.path.exists(parquet):
         return parquet_rows(parquet)
+    if os.path.exists(array):
+        return json_rows(array)
     raise UserError(f"no rows for suite '{data.name}': looked for {lines} and {parquet}")
 
 
 def json_lines(path: Path) -> Rows:
     """Read rows from a file of JSON lines. Raises UserError for a line that is not a JSON object."""
-    # Not splitlines(): it would also split at U+2028 and the like, which may stand inside a JSON string.
-    for number, line in enumerate(core_files.text_of(path).split("\n"), start=1):
+    for number, line in enumerate(core_files.lines_of(path, LONGEST_LINE), start=1):
         if line.strip():
             yield f"{path} line {number}", _json_object(f"{path} line {number}", line)
 
 
 def _json_object(where: str, line: str) -> Row:
-    row = core_files.parse_json(where, line)
+    return _as_row(where, core_files.parse_json(where, line))
+
+
+def _as_row(where: str, row: Any) -> Row:
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
     return row
+
+
+def json_rows(path: Path) -> Rows:
+    """Read rows from a JSON array. Raises UserError for anything else."""
+    value = core_files.json_of(path)
+    if not isinstance(value, list):
+        raise UserError(f"{path}: must be an array of rows, not {type(value).__name__}")
+    for number, row in enumerate(value, start=1):
+        yield f"{path} row {number}", _as_row(f"{path} row {number}", row)
 
 
 def parquet_rows(path: Path) -> Rows:
@@ -69,11 +87,13 @@ def parquet_rows(path: Path) -> Rows:
     from pyarrow import parquet
 
     core_files.require_file(path)
+    numbers = count(1)
     try:
-        rows = parquet.read_table(path).to_pylist()
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(ROWS_AT_A_TIME):
+                yield from ((f"{path} row {next(numbers)}", row) for row in batch.to_pylist())
     except (OSError, ValueError, ArithmeticError, pa.ArrowException) as error:
         raise UserError(f"cannot read {path}: {_first_line(error)}") from error
-    yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def from_hub(data: DataSet) -> tuple[Rows, str]:
@@ -126,6 +146,9 @@ def _first_line(error: BaseException) -> str:
 
 
 LONGEST_NAME = 200
+HOMES = ("hub", "shipped", "folder")
+"""A suite's rows are on the hub, and a sample of our own is embedded; or all of them are shipped with this project; or
+users have them in a folder of their own."""
 _PLACEHOLDER = re.compile(
     r"^[ \t]*FULL BENCHMARK DATA SHOULD BE FETCHED.*|^[^\"'`\n]*\{(question|article)\}[ \t]*$",
     re.IGNORECASE | re.MULTILINE,
@@ -155,6 +178,8 @@ class Suite:
     reference: str | None = None
     turns: tuple[str, ...] = ()
     turns_column: str | None = None
+    home: str = "hub"
+    """Where its rows are: one of `HOMES`."""
     worked: str | None = None
     """Template of a worked answer, of columns that not every source has; used to pad prompts with examples."""
 
@@ -178,6 +203,8 @@ class Loaded:
     """Notes for the user, such as ignored columns."""
     pool: tuple[Prompt, ...] = field(default=(), repr=False)
     """All prompts of the source, which others can be padded with."""
+    order: tuple[str, ...] = field(default=(), repr=False)
+    """The ids of `prompts` in the order in which they were drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +249,8 @@ def _parse(path: Path) -> Suite:
         if not (is_texts_of or is_one):
             raise UserError(f"{path}: {key} cannot be {shortened(repr(value), 40)}")
         entry[key] = tuple(value) if isinstance(value, list) else value
+    if (home := entry.get("home", HOMES[0])) not in HOMES:
+        raise unknown(f"home in {path}:", home, list(HOMES))
     suite = Suite(name=path.stem, **entry)
     _check_columns(path, suite)
     return suite
@@ -240,6 +269,10 @@ def _check_columns(path: Path, suite: Suite) -> None:
         for _, name, spec, conversion in gaps:
             if name not in suite.columns or spec or conversion:
                 raise UserError(f"{path}: a template uses '{shortened(str(name), 40)}', which is not a column")
+
+
+def _columns_in(*templates: str) -> set[str]:
+    return {name for template in templates for _, name, _, _ in Formatter().parse(template) if name}
 
 
 def expand(names: Sequence[str]) -> list[Suite]:
@@ -263,16 +296,28 @@ def listings() -> list[SuiteListing]:
     return lines
 
 
-def load_prompts(suite: Suite, data: str | Path = "embedded", limit: int | None = None) -> Loaded:
-    """Load prompts from `data`: `embedded`, `hub`, or a folder of NAME/SPLIT.jsonl or .parquet in the hub's columns."""
-    if data == "embedded":
-        placed_rows, source = from_folder(suite.data, data_folder() / "embedded"), "embedded"
+def load_prompts(
+    suite: Suite, data: str | Path = "embedded", limit: int | None = None, balance: str | None = None
+) -> Loaded:
+    """Load prompts from `data`: `embedded`, `hub`, or a folder of NAME/SPLIT.jsonl or .parquet in the hub's columns.
+
+    `limit` and `balance` are for `draw`.
+    """
+    if suite.home == "folder" and data in ("embedded", "hub"):
+        raise UserError(
+            f"suite '{suite.name}' is neither embedded nor on the hub: get {suite.source}, and give --data FOLDER with "
+            f"{suite.name}/{suite.split}.jsonl"
+        )
+    if data == "embedded" or (data == "hub" and suite.home == "shipped"):
+        source = "shipped" if suite.home == "shipped" else "embedded"
+        placed_rows = from_folder(suite.data, data_folder() / "embedded")
     elif data == "hub":
         placed_rows, source = from_hub(suite.data)
     else:
         placed_rows, source = from_folder(suite.data, Path(data)), f"folder {data}"
     prompts = [to_prompt(suite, where, index, row) for index, (where, row) in enumerate(placed_rows)]
-    return draw(suite, prompts, source, limit)
+    read = {suite.id, suite.turns_column, *_columns_in(*suite.turns, suite.reference or "")}
+    return draw(suite, with_slices(prompts, read), source, limit, balance=balance)
 
 
 def chats(loaded: Loaded) -> Iterator[tuple[str, list[Message]]]:
@@ -280,12 +325,16 @@ def chats(loaded: Loaded) -> Iterator[tuple[str, list[Message]]]:
     for prompt in loaded.prompts:
         *earlier, last = (Message("user", turn) for turn in prompt.turns)
         answered = [message for turn in earlier for message in (turn, Message("assistant", "Yes."))]
-        yield f"{prompt.prompt_id} of suite {prompt.suite}", [*prompt.opening, *answered, last]
+        yield f"{prompt.prompt_id} of suite {prompt.suite}", [*prompt.opening, *answered, last, *prompt.closing]
 
 
 def prompt_hash(prompt: Prompt) -> str:
     """Return a hash that two prompts share exactly if they send the model the same messages."""
-    return _sha256([[[message.role, message.content] for message in prompt.opening], prompt.turns])[:16]
+    opening, closing = (
+        [[message.role, message.content, *filter(None, [message.more])] for message in several]
+        for several in (prompt.opening, prompt.closing)
+    )
+    return _sha256([opening, prompt.turns, *filter(None, [closing])])[:16]
 
 
 def _sha256(value: object) -> str:
@@ -295,11 +344,17 @@ def _sha256(value: object) -> str:
 
 
 def draw(
-    suite: Suite, prompts: Sequence[Prompt], source: str, limit: int | None, notes: tuple[str, ...] = ()
+    suite: Suite,
+    prompts: Sequence[Prompt],
+    source: str,
+    limit: int | None,
+    notes: tuple[str, ...] = (),
+    balance: str | None = None,
 ) -> Loaded:
     """Take the `limit` prompts whose hashed ids come first, in file order; a larger limit only adds prompts.
 
-    Raises UserError if there are none, or if two share an id.
+    With `balance`, which is `category` or a column in their slices, take equally many of each of its values, as far as
+    there are so many. Raises UserError if there are no prompts, if two share an id, and if none has that column.
     """
     if limit is not None and limit < 1:
         raise UserError(f"--limit must be at least 1, not {limit}")
@@ -310,20 +365,75 @@ def draw(
         first = row_numbers.setdefault(prompt.prompt_id, number)
         if first != number:
             raise UserError(f"{source}: rows {first} and {number} share the id '{prompt.prompt_id}'")
-    drawn_ids = set(sorted(row_numbers, key=lambda prompt_id: _rank(suite, prompt_id))[:limit])
+    order = sorted(row_numbers, key=lambda prompt_id: _rank(suite, prompt_id))
+    if balance is not None:
+        order = _in_turns(suite, order, _values_of(suite, prompts, balance))
+    drawn_ids = set(order[:limit])
     drawn = tuple(prompt for prompt in prompts if prompt.prompt_id in drawn_ids)
     sha256 = _sha256([prompt.row for prompt in drawn])
-    return Loaded(suite, drawn, source, sha256, len(prompts), notes, tuple(prompts))
+    return Loaded(suite, drawn, source, sha256, len(prompts), notes, tuple(prompts), tuple(order[:limit]))
 
 
 def _rank(suite: Suite, prompt_id: str) -> bytes:
     return hashlib.sha256(f"{suite.seed}:{prompt_id}".encode()).digest()
 
 
+def _in_turns(suite: Suite, order: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """Return the ids so that each value, in an order drawn like prompts, has its turn in every round."""
+    groups: dict[str, list[str]] = {}
+    for prompt_id in order:
+        groups.setdefault(values[prompt_id], []).append(prompt_id)
+    rounds = zip_longest(*(groups[value] for value in sorted(groups, key=lambda value: _rank(suite, value))))
+    return [prompt_id for some in rounds for prompt_id in some if prompt_id is not None]
+
+
+def _values_of(suite: Suite, prompts: Sequence[Prompt], column: str) -> dict[str, str]:
+    """Return the value of each prompt in a column, by id. Raises UserError if no prompt has the column."""
+    if column == "category":
+        found = {prompt.prompt_id: prompt.category for prompt in prompts}
+    else:
+        found = {prompt.prompt_id: prompt.slices.get(column) for prompt in prompts}
+    if not any(found.values()):
+        known = dict.fromkeys(name for prompt in prompts for name in prompt.slices)
+        has_category = any(prompt.category for prompt in prompts)
+        raise unknown(f"--balance column of {suite.name}", column, [*known, *(["category"] if has_category else [])])
+    return {prompt_id: value or NO_VALUE for prompt_id, value in found.items()}
+
+
 def as_drawn(loaded: Loaded) -> Loaded:
     """Sort prompts so that those that a smaller limit would draw come first."""
-    ranked = sorted(loaded.prompts, key=lambda prompt: _rank(loaded.suite, prompt.prompt_id))
-    return replace(loaded, prompts=tuple(ranked))
+    places = {prompt_id: place for place, prompt_id in enumerate(loaded.order)}
+    return replace(loaded, prompts=tuple(sorted(loaded.prompts, key=lambda prompt: places[prompt.prompt_id])))
+
+
+def without(loaded: Loaded, prompt_ids: Collection[str]) -> Loaded:
+    """Leave prompts out, as if they had not been drawn."""
+    kept = tuple(prompt for prompt in loaded.prompts if prompt.prompt_id not in prompt_ids)
+    return replace(loaded, prompts=kept, sha256=_sha256([prompt.row for prompt in kept]))
+
+
+def with_slices(prompts: Sequence[Prompt], read: Collection[str | None]) -> list[Prompt]:
+    """Add the slices of prompts: the columns of their rows, apart from those in `read`, whose values are all names."""
+    columns = dict.fromkeys(name for prompt in prompts for name in prompt.row if name not in read and is_name(name))
+    for column in list(columns):
+        values = (prompt.row.get(column) for prompt in prompts)
+        if column == "category" or not all(value in (None, "") or is_name(value) for value in values):
+            del columns[column]
+    return [
+        replace(
+            prompt,
+            slices={name: str(value) for name in columns if (value := prompt.row.get(name)) not in (None, "")},
+        )
+        for prompt in prompts
+    ]
+
+
+def is_name(value: object) -> bool:
+    """Return True for a text, number or truth value that tables, files and terminals can show."""
+    if not isinstance(value, str | int):
+        return False
+    text = str(value)
+    return len(text) <= LONGEST_NAME and bool(text.strip()) and visible(text) == text
 
 
 def to_prompt(suite: Suite, where: str, index: int, row: Row) -> Prompt:
@@ -356,7 +466,7 @@ def text_of(where: str, column: str, row: Row, is_list: bool = False) -> str:
 
 def name_of(where: str, column: str, text: str) -> str:
     """Return an id or a category. Raises UserError for one that tables, files and terminals could not show."""
-    if not text.strip() or len(text) > LONGEST_NAME or visible(text) != text:
+    if not is_name(text):
         expected = f"a name of 1 to {LONGEST_NAME} visible characters"
         raise UserError(f"{where}: '{column}' must be {expected}, not '{shortened(visible(text), 40)}'")
     return text

@@ -130,7 +130,8 @@ def _has_rows(folder: Path, split: str) -> bool:
 
 def _suites(against: Path | None) -> Iterable[suites.Loaded]:
     for suite in suites.known_suites().values():
-        yield suites.load_prompts(suite)
+        if suite.home != "folder":
+            yield suites.load_prompts(suite)
         if against is not None and _has_rows(against / suite.name, suite.split):
             yield suites.load_prompts(suite, against)
 

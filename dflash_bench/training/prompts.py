@@ -120,8 +120,7 @@ def _of_suite(suite: suites.Suite, path: Path) -> Iterator[Prompt]:
 
 
 def _chat(source: str, prompt: Prompt) -> Chat:
-    first, *later = prompt.turns
-    return Chat(source, (*prompt.opening, Message("user", first)), tuple(later))
+    return Chat(source, prompt.chat(), prompt.turns[1:])
 
 
 def written(count: int, seed: int) -> Iterator[Chat]:

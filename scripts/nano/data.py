@@ -23,7 +23,8 @@ from nano.corpus.task import Task, boxed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SUITES = known_suites()
+SUITES = {name: suite for name, suite in known_suites().items() if suite.home == "hub"}
+"""The suites of which samples are written, and that nano is trained for."""
 FIRST_OF = {"aime": "aime24"}
 
 

@@ -31,6 +31,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "score": ("math", "math"),
     "data": ("embedded", "embedded"),
     "limit": (4, 4),
+    "balance": ("category", "category"),
     "budget": ("5m", "5m"),
     "thinking": ("both", "both"),
     "context": (["none", "4k"], (None, 4096)),

@@ -11,6 +11,9 @@ import tiny
 from fake import main
 
 from dflash_bench.core import environment
+from dflash_bench.models import mtp_heads, targets
+from dflash_bench.models.nets.dflash import initialise
+from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
 
 SMALL = ("--context", "16", "--width", "1,2,4")
 
@@ -67,6 +70,28 @@ def test_random_weights_of_some_layers_are_estimated_for_all(
     assert "An estimate, not a measurement" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("method", ["mtp:2", "p-eagle:3"])
+def test_mtp_and_p_eagle_are_profiled_with_random_weights(
+    method: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--target", model / "target", "--random-weights", "--method", method, *SMALL)
+    (place,) = shown(monkeypatch, capsys, *words)["places"]
+    # One token, and all of them: both are measured, as a shorter draft is cheaper.
+    assert [(one["method"], one["width"]) for one in place["rounds"]] == [(method, 2), (method, int(method[-1]) + 1)]
+    assert all(one["draft_s"] > 0 for one in place["rounds"])
+
+
+def test_heads_of_its_own_are_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny.build(tmp_path / "model")
+    draft = MTPDraft(MTPConfig.of(targets.config_of(model / "target"))).to_empty(device="cpu")
+    initialise(draft, 0)
+    mtp_heads.save(draft, model / "mtp", json.loads((model / "target/config.json").read_text()))
+    (place,) = shown(monkeypatch, capsys, "--model", model, "--method", "mtp", *SMALL)["places"]
+    assert [(one["method"], one["width"]) for one in place["rounds"]] == [("mtp", 2), ("mtp", 4)]
+
+
 def test_bytes_and_operations_of_a_tiny_model(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,7 +116,7 @@ def test_bytes_and_operations_of_a_tiny_model(
         (("--batch", "0"), "--batch takes numbers from 1 up, not 0"),
         (("--context", "a"), "--context takes a whole number"),
         (("--context", "9999999"), "leaves no room for 4 tokens: the target's context is"),
-        (("--method", "ngram"), "unknown method to profile 'ngram'; known: dflash, eagle3"),
+        (("--method", "ngram"), "unknown method to profile 'ngram'; known: dflash, eagle3, mtp, p-eagle"),
         (("--method", "dflash:block=auto"), "leave out block=auto"),
         (("--method", "dflash:rule=rejection"), "leave out rule="),
         (("--engine", "slow"), "unknown engine"),

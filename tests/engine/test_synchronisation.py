@@ -17,6 +17,8 @@ from pretend import Device, DeviceTensor, WaitError, moved
 from test_drafters import DFLASH, EAGLE3, PROMPTS, enlarged
 from test_lean import KINDS
 from test_medusa import heads
+from test_mtp import heads as mtp_heads
+from test_p_eagle import made
 from torch import Tensor
 from toy import Decoded, Scripted, run, sometimes_wrong, tiny
 from varlen import varlen_attn
@@ -33,7 +35,9 @@ from dflash_bench.engine.drafters.draft_model import ModelDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.drafters.eagle3_tree import Eagle3TreeDrafter
 from dflash_bench.engine.drafters.medusa import MedusaDrafter
+from dflash_bench.engine.drafters.mtp import MTPDrafter
 from dflash_bench.engine.drafters.ngram import NGramDrafter
+from dflash_bench.engine.drafters.p_eagle import PEagleDrafter
 from dflash_bench.engine.forward import native as native_module
 from dflash_bench.engine.forward.fused import FusedGated, fuse
 from dflash_bench.engine.forward.native import NativeForward
@@ -82,6 +86,15 @@ def medusa(target: Target, place: Place, nodes: int = 12, top_k: int = 3) -> Any
     return MedusaDrafter(place(heads()), final_norm(target.model), 5, 3, nodes, top_k)
 
 
+def mtp(target: Target, place: Place, rule: str = "match") -> Any:
+    norm = final_norm(target.model)
+    return MTPDrafter(place(mtp_heads(tiny("qwen3"))), target.embedding, norm, target.head, 4, rule)
+
+
+def p_eagle(target: Target, place: Place, rule: str = "match") -> Any:
+    return PEagleDrafter(place(made()), target.embedding, 5, rule)
+
+
 def draft_model(_target: Target, place: Place, rule: str = "match") -> Any:
     return ModelDrafter(native(tiny("llama"), place), 97, 3, rule)
 
@@ -94,6 +107,10 @@ METHODS: dict[str, Callable[[Target, Place], Any]] = {
     "ddtree": lambda target, place: dflash(target, place, DDTreeDrafter, nodes=12, top_k=4),
     "eagle3": eagle3,
     "eagle3-tree": eagle3_tree,
+    "p-eagle": p_eagle,
+    "p-eagle, drawn": lambda target, place: p_eagle(target, place, "rejection"),
+    "mtp": mtp,
+    "mtp, drawn": lambda target, place: mtp(target, place, "rejection"),
     "medusa": medusa,
     "medusa, a chain": lambda target, place: medusa(target, place, 3, 1),
     "dflash, as much as pays": lambda target, place: dflash(target, place, AutoDFlashDrafter),

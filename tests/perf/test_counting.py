@@ -8,12 +8,15 @@ import pytest
 import torch
 import toy
 import transformers
+from classes import made
 
 from dflash_bench.core.forwards import AttentionCost
 from dflash_bench.models.memory import size_of
 from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
+from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
+from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
 from dflash_bench.perf.measure import draft_passes
 
 # Of `toy.tiny`: 97 tokens, hidden 32, feed-forward 48, 6 layers, 4 heads of 8, 2 of keys and values.
@@ -91,3 +94,30 @@ def test_a_chain_reads_its_layer_and_head_again_for_each_token(num_drafts: int) 
     counted = [(one.size.matrix_elements, one.width, one.times) for one in passes]
     first = [(wide, 2, 1), (3 * 32 * 32, 2, 1), (50 * 32, 1, num_drafts)]
     assert counted == first + ([(wide, 1, num_drafts - 1)] if num_drafts > 1 else [])
+
+
+def test_p_eagle_reads_pairs_and_masks_in_one_pass_of_all_its_layers() -> None:
+    with torch.device("meta"):
+        draft = PEagleDraft(PEagleConfig(**DRAFT, draft_vocab_size=97, mask_token_id=96, num_layers=3))  # type: ignore[arg-type]
+    layers, fusing, head = draft_passes(draft, toy.tiny("llama"), 5, 2)
+    # The first layer's attention reads embedding and feature side by side.
+    assert layers.size.matrix_elements == 3 * LAYER + (32 + 2 * 16) * 32
+    assert (layers.size.attention[0].num_layers, layers.width, layers.times) == (3, 2 + 4, 1)
+    assert (fusing.size.matrix_elements, fusing.width) == (3 * 32 * 32, 2)
+    assert (head.size.matrix_elements, head.width, head.times) == (TABLE, 5, 1)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_mtp_reads_its_layer_and_the_targets_head_again_for_each_token(num_drafts: int) -> None:
+    target = toy.tiny("llama")
+    first, head, *later = draft_passes(MTPDraft(MTPConfig.of(target.config)), target, num_drafts, 4)
+    assert first.size.matrix_elements == LAYER + 2 * 32 * 32
+    assert (first.width, first.times, head.times, head.size.matrix_elements) == (4, 1, num_drafts, TABLE)
+    assert [(one.size, one.width, one.times) for one in later] == [(first.size, 1, num_drafts - 1)][: num_drafts - 1]
+
+
+def test_mtp_reads_some_of_its_experts() -> None:
+    target = made("qwen3-next")
+    first, *_ = draft_passes(MTPDraft(MTPConfig.of(target.config)), target, 3, 4)
+    assert (first.size.num_experts, first.size.experts_per_token) == (4, 2)
+    assert first.size.expert_elements == 3 * 32 * 16 and first.size.expert_bytes == 4 * 3 * 32 * 16

@@ -120,6 +120,43 @@ def test_slices(tmp_path: Path, main: Main, by: str, slices: list[str | None]) -
     assert any("belong to no stretch" in note for note in shown["notes"]) == (by == "output-position")
 
 
+def sliced_run(folder: Path, **slices: dict[str, str]) -> Path:
+    rows = [row for prompt in "abcd" for row in pair(prompt, [4] * 8, category="none" if prompt == "a" else None)]
+    stored(folder, rows)
+    prompts = []
+    for prompt in "abcd":
+        own = [{"column": name, "value": values[prompt]} for name, values in slices.items() if prompt in values]
+        place = {"suite": "gsm8k", "prompt_id": prompt, "slices": own}
+        prompts.append(dict.fromkeys(run_info.PROMPTS_COLUMNS) | place)
+    run_info.write_prompts(folder, prompts)
+    return folder
+
+
+def test_a_column_of_the_prompts_is_a_slice(tmp_path: Path, main: Main) -> None:
+    languages, levels = {"a": "sw", "b": "da", "c": "sw"}, {"a": "10", "b": "9", "c": "x", "d": "100"}
+    sliced_run(tmp_path / "run", language=languages, level=levels)
+    shown = found(main, "run", "--by", "language")
+    sizes = {cell["slice"]: cell["num_prompts"] for cell in shown["cells"] if cell["method"] == "dflash"}
+    assert sizes == {"da": 1, "sw": 2, "none": 1}
+    assert list(sizes) == ["da", "sw", "none"]
+    shown = found(main, "run", "--by", "level")
+    assert list(dict.fromkeys(cell["slice"] for cell in shown["cells"])) == ["9", "10", "100", "x"]
+    code, out, _ = main("report", "run", "--by", "language")
+    assert code == 0 and "gsm8k" in out and "sw" in out
+    line = told(main, "run", "--by", "langauge")
+    assert "unknown slice 'langauge' (did you mean 'language'?); known: category, language, level, output" in line
+    # A category may have the name of those that have none.
+    assert [cell["slice"] for cell in found(main, "run", "--by", "category")["cells"]] == ["none", "none"]
+
+
+def test_slices_of_a_prompts_file_that_was_edited_are_safe_to_show(tmp_path: Path, main: Main) -> None:
+    sliced_run(tmp_path / "run", language={"a": "\x1b[31m", "b": "\u202e"})
+    out = main("compare", "run", "--by", "language")[1]
+    assert "\\u001b[31m" in out and "\x1b" not in out and "\u202e" not in out
+    stored(tmp_path / "bare", pair("a", [4] * 8))
+    assert "unknown slice 'language'; known: category, output-position" in told(main, "bare", "--by", "language")
+
+
 def test_a_round_belongs_to_the_stretch_in_which_it_begins() -> None:
     # Rounds begin after 1, 6, ... 31 and 36 tokens; the eighth is the first beyond 32.
     rows = frame_of(pair("a", [4] * 8), by="output-position")

@@ -19,6 +19,7 @@ from dflash_bench.analysis import metrics
 from dflash_bench.core import methods
 from dflash_bench.core.methods import MethodSpec
 from dflash_bench.core.types import Answer, Divergence, Listener, Message, Settings
+from dflash_bench.diagnose import reread
 from dflash_bench.models import chat
 from dflash_bench.report import plots, read_document
 from dflash_bench.report.compare import compared
@@ -172,15 +173,22 @@ def test_rows_of_many_runs_are_one_table_in_which_no_query_mixes_two_of_them(tmp
 def test_prompts_stand_once_beside_the_parts(tmp_path: Path) -> None:
     from dflash_bench.runner import work
 
-    opening = (Message("system", "be brief"),)
-    plan = WorkPlan((loaded(*prompts(2, 2, opening=opening, reference="42", category="maths")),), ("ar",))
+    opening = (Message("tools", "[]"), Message("system", "be brief", '{"name": "x"}'))
+    closing, slices = (Message("tool", "31 degrees", '{"tool_call_id": "c1"}'),), {"language": "da"}
+    right = {"reference": "42", "alternatives": ("43",)}
+    some = prompts(2, 2, opening=opening, closing=closing, slices=slices, category="maths", **right)
+    plan = WorkPlan((loaded(*some),), ("ar",))
     rows = work.prompt_rows(plan)
     with store.create(tmp_path / "run", bare()) as run:
         run.keep_prompts(rows)
         run.keep_prompts(rows[:1])  # what is there stays
     assert run_info.read_prompts(tmp_path / "run") == rows
     assert rows[1]["turns"] == ["question 1", "and then? 1"]
-    assert rows[1]["opening"] == [{"role": "system", "content": "be brief"}]
+    assert rows[1]["opening"][1] == {"role": "system", "content": "be brief", "more": '{"name": "x"}'}
+    assert rows[1]["slices"] == [{"column": "language", "value": "da"}]
+    assert run_info.read_slices(tmp_path / "run") == {"language": {("gsm8k", f"p{n}"): "da" for n in range(2)}}
+    read_again = reread._prompt(run_info.read_prompts(tmp_path / "run")[1])
+    assert read_again == replace(some[1], slices={}), "what is scored again is what was asked"
     (tmp_path / "run" / "prompts.parquet").write_bytes(b"PAR1")
     with pytest.raises(Exception, match=r"cannot read .*prompts\.parquet"):
         run_info.read_prompts(tmp_path / "run")

@@ -11,6 +11,7 @@ import pytest
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Message
 from dflash_bench.tasks import prompts
+from dflash_bench.tasks.conversations import MESSAGES
 
 
 def refusal(path: Path, **options: Any) -> str:
@@ -45,23 +46,21 @@ def test_own_prompts_come_in_three_forms(tmp_path: Path) -> None:
     assert len(prompts.load(path, limit=2).prompts) == 2
 
 
-MESSAGES = "a list of {role, content} that ends with role user; roles: system, user, assistant"
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "Hi"}, "needs one of prompt, turns, messages; has none"),
-        ({"prompt": "Hi", "turns": ["Hi"]}, "needs one of prompt, turns, messages; has prompt and turns"),
-        ({"prompt": ["Hi", 1]}, "prompt must be a string, or a list of strings, one per turn"),
+        ({"text": "Hi"}, f"needs one of {', '.join(prompts.FORMS)}; has none"),
+        ({"prompt": "Hi", "turns": ["Hi"]}, f"needs one of {', '.join(prompts.FORMS)}; has prompt and turns"),
+        ({"prompt": ["Hi", 1]}, f"prompt must be a string, a list of strings, one per turn, or {MESSAGES}"),
         ({"turns": "Hi"}, "turns must be a list of strings"),
         ({"messages": []}, f"messages must be {MESSAGES}"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, f"messages must be {MESSAGES}"),
         (
             {"messages": [{"role": "tool", "content": ""}, {"role": "user", "content": ""}]},
-            f"messages must be {MESSAGES}",
+            "message 1 of messages has no tool_call_id, which says what call it answers; "
+            "write it as OpenAI's API has it",
         ),
-        ({"messages": [{"role": "user"}]}, f"messages must be {MESSAGES}"),
+        ({"messages": [{"role": "user"}]}, "message 1 of messages has no content: a text, or a list of texts"),
         ({"prompt": " "}, "a prompt needs at least one turn, and no turn may be blank"),
         ({"prompt": "Hi", "id": 1.5}, "'id' must be a string or an integer, not float"),
     ],
@@ -112,8 +111,15 @@ def test_files_of_other_benchmarks_are_read_as_they_are(name: str, tmp_path: Pat
 
 
 def test_keys_that_nothing_reads_are_named_once_and_a_slip_is_told(tmp_path: Path) -> None:
-    path = own(tmp_path, {"prompt": "a", "refernce": "1", "source": "x"}, {"prompt": "b", "source": "y", "level": 2})
-    known = "prompt, turns, messages, id, question_id, task_id, prompt_id, category, reference"
+    path = own(
+        tmp_path, {"prompt": "a", "refernce": "1", "source": "x"}, {"prompt": "b", "sub_category": "y", "tag": []}
+    )
+    assert prompts.load(path).notes == (f"{path}: refernce: did you mean reference?",)
+    path = own(tmp_path, {"prompt": "a", "refernce": ["1"], "source": {}}, {"prompt": "b", "level": 0.5})
+    known = (
+        "prompt, turns, messages, body, conversations, conversation, messages_json, trajectory, id, question_id, "
+        "task_id, prompt_id, custom_id, category, reference, answer, tools"
+    )
     told = f"{path}: ignored refernce, source, level (known: {known}) refernce: did you mean reference?"
     assert prompts.load(path).notes == (told,)
 
@@ -124,9 +130,9 @@ def test_what_a_scorer_reads_is_not_unread(tmp_path: Path) -> None:
 
 
 def test_a_list_of_references_has_one_a_turn_where_they_are_scored(tmp_path: Path) -> None:
-    path = own(tmp_path, {"turns": ["1?"], "reference": ["1", "one"]})
+    path = own(tmp_path, {"turns": ["1?", "2?"], "reference": ["1", "one", "2"]})
     assert prompts.load(path).prompts[0].reference is None
-    expected = f"{path} line 1: 'reference' lists 2 texts for 1 turns; give one per turn"
+    expected = f"{path} line 1: 'reference' lists 3 texts for 2 turns; give one per turn"
     assert refusal(path, scorer="math") == expected
 
 
@@ -166,7 +172,7 @@ LONG = {
         "a number in its JSON has too many digits",
     ),
     "lists in lists": (f'{{"prompt": "Hi", "x": {"[" * 120 + "]" * 120}}}', "nested more than 100 levels deep"),
-    "very many of them": ("[" * 100_000, "nested more than 100 levels deep"),
+    "very many of them": (f'{{"prompt": "Hi", "x": {"[" * 100_000}', "nested more than 100 levels deep"),
 }
 
 
@@ -176,3 +182,5 @@ def test_json_that_python_cannot_hold_is_refused(what: str, tmp_path: Path) -> N
     path = tmp_path / "mine.jsonl"
     path.write_text(text)
     assert refusal(path) == f"{path} line 1: {message}"
+    path.write_text(f"[{text}]")
+    assert refusal(path) == f"cannot read {path}: {message}"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.tasks import prompts, suites
+from dflash_bench.tasks import prompts, scorers, suites
 
 SPEC_BENCH = [
     {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Rewrite it."], "reference": []},
@@ -32,15 +32,19 @@ def own(folder: Path, *rows: Any) -> Path:
 def test_spec_benchs_own_file_loads(tmp_path: Path) -> None:
     loaded = prompts.load(own(tmp_path, *SPEC_BENCH))
     assert [prompt.prompt_id for prompt in loaded.prompts] == ["81", "101", "161", "241", "401", "402"]
-    assert [prompt.reference for prompt in loaded.prompts] == [None, "Because.", "Done.", "1999", None, "this"]
+    assert [prompt.reference for prompt in loaded.prompts] == [None, "Because.", "Done.", "1999", "here", "this"]
+    assert [prompt.alternatives for prompt in loaded.prompts] == [(), (), (), (), ("there",), ()]
     assert loaded.notes == ()
 
 
-def test_several_right_answers_are_not_scored_as_one(tmp_path: Path) -> None:
-    said = "'reference' lists 2 answers for one turn, and --score compares with one; give one"
-    with pytest.raises(UserError, match=said):
-        prompts.load(own(tmp_path, SPEC_BENCH[4]), scorer="gsm8k_number")
-    assert prompts.load(own(tmp_path, SPEC_BENCH[5]), scorer="gsm8k_number").prompts[0].reference == "this"
+def test_any_of_several_right_answers_is_right(tmp_path: Path) -> None:
+    row = {"turns": ["What?"], "reference": [["7", "#### 8"]]}
+    (prompt,) = prompts.load(own(tmp_path, row), scorer="gsm8k_number").prompts
+    found = [scorers.score("gsm8k_number", prompt, text) for text in ("It is 7.", "8", "so it is 9")]
+    assert [(score.answer, score.passed) for score in found] == [("7", True), ("8", True), ("9", False)]
+    (prompt,) = prompts.load(own(tmp_path, row | {"reference": [["7", "eight"]]}), scorer="gsm8k_number").prompts
+    with pytest.raises(UserError, match="its reference 'eight' contains no number"):
+        scorers.check_references("gsm8k_number", [prompt])
 
 
 @pytest.mark.parametrize("reference", [[["a", 1], ["b"]], [{"a": 1}], [[["a"]]], {"a": 1}, 1.5, [None]])

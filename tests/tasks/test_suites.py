@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 import string
+import unicodedata
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,75 @@ def test_the_draw_does_not_depend_on_the_order_of_the_file(orders: tuple[list[st
     assert set(ids_drawn(orders[0], limit)) == set(ids_drawn(orders[1], limit))
 
 
+def by_category(sizes: dict[str | None, int]) -> list[Prompt]:
+    return [
+        Prompt("toy", f"{name}{number}", ("?",), category=name, slices={"level": str(number % 3)})
+        for name, size in sizes.items()
+        for number in range(size)
+    ]
+
+
+def drawn_by(prompts: list[Prompt], limit: int, balance: str | None) -> list[Prompt]:
+    return list(suites.draw(TOY, prompts, "here", limit, balance=balance).prompts)
+
+
+sizes = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9), min_size=1)
+
+
+@given(sizes, st.integers(1, 60), st.integers(0, 9), st.randoms())
+def test_a_balanced_draw_takes_equally_many_of_each_value(
+    sizes: dict[str | None, int], limit: int, more: int, random: Any
+) -> None:
+    prompts = by_category(sizes)
+    drawn = drawn_by(prompts, limit, "category")
+    counts = {name: sum(prompt.category == name for prompt in drawn) for name in sizes}
+    most = max(counts.values())
+    assert sum(counts.values()) == min(limit, sum(sizes.values()))
+    # One fewer than others only where it was not its turn yet, or there are no more.
+    assert all(count >= min(most - 1, sizes[name]) for name, count in counts.items())
+    assert set(map(id, drawn)) <= set(map(id, drawn_by(prompts, limit + more, "category")))
+    random.shuffle(prompts)
+    again = drawn_by(prompts, limit, "category")
+    assert {prompt.prompt_id for prompt in again} == {prompt.prompt_id for prompt in drawn}
+
+
+def test_a_balanced_draw_differs_from_one_of_all_prompts_alike() -> None:
+    prompts = by_category({"rare": 4, "common": 96})
+    rare = {
+        balance: sum(one.category == "rare" for one in drawn_by(prompts, 8, balance)) for balance in (None, "category")
+    }
+    assert rare == {None: 1, "category": 4}
+    assert {prompt.slices["level"] for prompt in drawn_by(prompts, 3, "level")} == {"0", "1", "2"}
+    loaded = suites.draw(TOY, prompts, "here", 8, balance="category")
+    assert [prompt.prompt_id for prompt in suites.as_drawn(loaded).prompts] == list(loaded.order)
+    assert {prompt.category for prompt in suites.as_drawn(loaded).prompts[:2]} == {"rare", "common"}
+
+
+def test_prompts_without_a_value_are_a_group_of_their_own_and_a_column_that_nobody_has_is_refused() -> None:
+    prompts = by_category({None: 3, "a": 30})
+    assert sum(prompt.category is None for prompt in drawn_by(prompts, 4, "category")) == 2
+    told = "unknown --balance column of toy 'levle' (did you mean 'level'?); known: category, level"
+    assert refusal(drawn_by, prompts, 4, "levle") == told
+    assert refusal(drawn_by, by_category({None: 3}), 4, "category").endswith("'category'; known: level")
+
+
+def test_prompts_can_be_left_out_as_if_they_had_not_been_drawn(tmp_path: Path) -> None:
+    write(tmp_path, lines(*ROWS))
+    loaded = suites.load_prompts(TOY, tmp_path)
+    left = suites.without(loaded, {"a"})
+    assert [prompt.prompt_id for prompt in left.prompts] == ["b", "3"]
+    write(tmp_path, lines(*ROWS[1:]))
+    assert left.sha256 == suites.load_prompts(TOY, tmp_path).sha256 != loaded.sha256
+
+
+def test_columns_that_make_no_text_of_a_prompt_are_its_slices(tmp_path: Path) -> None:
+    write(tmp_path, lines(*(row | {"level": number, "solution": "x" * 300} for number, row in enumerate(ROWS))))
+    loaded = suites.load_prompts(TOY, tmp_path)
+    assert [prompt.slices for prompt in loaded.prompts] == [{"level": "0"}, {"level": "1"}, {"level": "2"}]
+    (math,) = suites.expand(["math500"])
+    assert set(suites.load_prompts(math).prompts[0].slices) >= {"subject", "level"}
+
+
 def test_each_suite_draws_with_a_seed_of_its_own() -> None:
     ids = [str(n) for n in range(100)]
     assert ids_drawn(ids, 5, seed=7) != ids_drawn(ids, 5, seed=8)
@@ -166,6 +237,16 @@ def test_the_hash_of_a_prompt_covers_its_opening_and_turns_only() -> None:
     canonical = b'[[["system","Be brief."]],["Hi","Why?"]]'
     assert suites.prompt_hash(opened) == hashlib.sha256(canonical).hexdigest()[:16]
     assert suites.prompt_hash(replace(prompt, turns=("Hi",))) != suites.prompt_hash(prompt)
+    hashes = {
+        suites.prompt_hash(one)
+        for one in (
+            opened,
+            replace(prompt, opening=(Message("system", "Be brief.", '{"name": "x"}'),)),
+            replace(prompt, closing=(Message("system", "Be brief."),)),
+            replace(opened, closing=(Message("system", "Be brief."),)),
+        )
+    }
+    assert len(hashes) == 4
 
 
 # Refusals
@@ -212,11 +293,15 @@ def test_groups_expand_in_order_and_each_suite_comes_once() -> None:
     assert [suite.name for suite in suites.expand(["code", "gsm8k", "humaneval", "math"])] == [
         "humaneval", "mbpp", "gsm8k", "math500", "aime24", "aime25",
     ]  # fmt: skip
-    assert {suite.name for suite in suites.expand(["paper"])} == set(suites.known_suites()) == set(REAL_ROWS)
+    of_hub = {suite.name for suite in suites.known_suites().values() if suite.home == "hub"}
+    assert {suite.name for suite in suites.expand(["paper"])} == of_hub == set(REAL_ROWS)
 
 
 def test_an_unknown_name_lists_suites_and_groups() -> None:
-    known = "aime24, aime25, chat, code, gsm8k, humaneval, math, math500, mbpp, mt_bench, paper"
+    known = (
+        "aime24, aime25, chat, code, gsm8k, humaneval, longbench_v2, math, math500, mbpp, mt_bench, multilingual, "
+        "paper, spec_bench"
+    )
     assert refusal(suites.expand, ["math", "gsm8"]) == f"unknown suite 'gsm8' (did you mean 'gsm8k'?); known: {known}"
 
 
@@ -227,8 +312,9 @@ def test_a_shipped_suite_is_pinned_and_uses_only_columns_it_requires(suite: Suit
     named = {suite.id, suite.category, suite.turns_column, *suite.list_columns} - {None}
     assert fields | named <= set(suite.columns)
     assert bool(suite.turns) != bool(suite.turns_column)
-    assert len(suite.revision) == 40
-    assert set(suite.revision) <= set("0123456789abcdef")
+    if suite.home == "hub":
+        assert len(suite.revision) == 40
+        assert set(suite.revision) <= set("0123456789abcdef")
     assert suite.licence != "unknown"
 
 
@@ -241,6 +327,83 @@ def test_the_table_lists_groups_and_counts_the_shipped_rows(tmp_path: Path, monk
     found = {listing.suite.name: (listing.groups, listing.num_embedded) for listing in suites.listings()}
     assert found == {"bare": (("all",), 0), "toy": (("all", "few"), 3)}
     assert suites.load_prompts(TOY).source == "embedded"
+
+
+SCRIPTS = {
+    "Arabic": "ARABIC", "Hindi": "DEVANAGARI", "Russian": "CYRILLIC", "Chinese": "CJK", "Japanese": "HIRAGANA",
+    "Korean": "HANGUL",
+}  # fmt: skip
+"""Languages that are not written in Latin letters."""
+
+
+def test_the_multilingual_suite_is_balanced_and_shipped_whole() -> None:
+    (suite,) = suites.expand(["multilingual"])
+    loaded = suites.load_prompts(suite, "hub")  # and no network
+    assert (loaded.source, len(loaded.prompts)) == ("shipped", 192)
+    places = Counter((prompt.slices["language"], prompt.category) for prompt in loaded.prompts)
+    assert len(places) == 16 * 3 and set(places.values()) == {4}
+    assert {category for _, category in places} == {"chat", "mathematics", "translation"}
+    assert len({prompt.turns for prompt in loaded.prompts}) == 192
+    drawn = suites.load_prompts(suite, limit=16, balance="language").prompts
+    assert {prompt.slices["language"] for prompt in drawn} == {language for language, _ in places}
+
+
+@pytest.mark.parametrize("prompt", suites.load_prompts(suites.known_suites()["multilingual"]).prompts)
+def test_a_prompt_is_in_the_script_of_its_language(prompt: Prompt) -> None:
+    (text,) = prompt.turns
+    script = SCRIPTS.get(prompt.slices["language"], "LATIN")
+    letters = [unicodedata.name(letter, "").split()[0] for letter in text if letter.isalpha()]
+    # The sentence to translate is in English.
+    own = letters[: letters.index("LATIN")] if prompt.category == "translation" and script != "LATIN" else letters
+    assert sum(name == script for name in own) > (0.2 if script == "HIRAGANA" else 0.9) * len(own), text
+    assert text == text.strip() and "  " not in text
+
+
+def test_a_suite_of_the_users_own_folder_says_where_to_get_it(tmp_path: Path) -> None:
+    (suite,) = suites.expand(["spec_bench"])
+    for data in ("embedded", "hub"):
+        told = refusal(suites.load_prompts, suite, data)
+        assert told.startswith(
+            "suite 'spec_bench' is neither embedded nor on the hub: get data/spec_bench/question.jsonl"
+        )
+        assert told.endswith("give --data FOLDER with spec_bench/question.jsonl")
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Again."], "reference": []},
+        {"question_id": 401, "category": "rag", "turns": ["Where?"], "reference": [["here", "there"]]},
+    ]
+    (tmp_path / "spec_bench").mkdir()
+    (tmp_path / "spec_bench/question.jsonl").write_text(lines(*rows))
+    loaded = suites.load_prompts(suite, tmp_path)
+    assert [(one.prompt_id, one.category, len(one.turns)) for one in loaded.prompts] == [
+        ("81", "writing", 2),
+        ("401", "rag", 1),
+    ]
+    listed = {one.suite.name: one.num_embedded for one in suites.listings()}
+    assert (listed["spec_bench"], listed["multilingual"]) == (0, 192)
+
+
+def test_longbench_is_read_from_its_one_json_file(tmp_path: Path) -> None:
+    (suite,) = suites.expand(["longbench_v2"])
+    about = {"domain": "Code", "sub_domain": "x", "difficulty": "easy", "length": "short", "answer": "B"}
+    choices = {f"choice_{letter}": letter.lower() for letter in "ABCD"}
+    row = about | choices | {"_id": "66f", "question": "What does {f} do?", "context": "def f(): ...\n" * 50}
+    (tmp_path / "longbench_v2").mkdir()
+    path = tmp_path / "longbench_v2/data.json"
+    path.write_text(json.dumps([row]))
+    (prompt,) = suites.load_prompts(suite, tmp_path).prompts
+    assert prompt.turns[0].startswith("Read this document.\n\ndef f(): ...\n")
+    assert "Question: What does {f} do?\nA) a\nB) b\nC) c\nD) d\n" in prompt.turns[0]
+    assert prompt.slices == about
+    path.write_text(json.dumps(row))
+    assert refusal(suites.load_prompts, suite, tmp_path) == f"{path}: must be an array of rows, not dict"
+    path.write_text(json.dumps([row, 1]))
+    assert refusal(suites.load_prompts, suite, tmp_path) == f"{path} row 2: a row must be a JSON object, not int"
+
+
+def test_a_home_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "toy.toml"
+    path.write_text('version = 1\ntitle = "t"\nsource = "n/t"\nscorer = "none"\nhome = "cloud"\n')
+    assert refusal(suites._parse, path) == f"unknown home in {path}: 'cloud'; known: folder, hub, shipped"
 
 
 def test_an_installed_package_reads_the_copy_inside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

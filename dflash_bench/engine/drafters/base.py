@@ -46,9 +46,7 @@ class CachedDrafter:
         self.cache = KVCache(num_rows, capacity, self.device, like=self.cache)
         if self.graph_cache is not None:
             self.graph_cache.reset(capacity)
-        self.rotary = Rotary(
-            config.head_dim, config.rope_theta, capacity, self.device, self.weight.dtype, config.rope_scaling
-        )
+        self.rotary = self.rotary_of(capacity)
         self.by_lengths = attends_by_lengths(
             self.device, self.weight.dtype, config.head_dim, config.num_heads, config.num_kv_heads
         )
@@ -67,6 +65,11 @@ class CachedDrafter:
             return None
         key, num_places = tuple(value.shape[1:] for value in inputs), max(starts) + inputs[0].shape[1]
         return self.graph_cache.replay(key, function, num_places, *inputs, on_host(starts, self.device))
+
+    def rotary_of(self, length: int) -> Rotary:
+        """Return the rotary tables of so many positions."""
+        config = self.config
+        return Rotary(config.head_dim, config.rope_theta, length, self.device, self.weight.dtype, config.rope_scaling)
 
     def allocate(self, num_rows: int, capacity: int) -> None:
         """Allocate the drafter's own tensors, for as many rows and places as the cache has."""

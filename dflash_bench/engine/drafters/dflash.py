@@ -211,7 +211,8 @@ class DFlashDrafter(CachedDrafter):
             self.cache.place(self.starts, self.block_size)
             hidden = self._through(self.block)
         self.hidden = hidden
-        return self.config.body.logits(self.head(hidden[:, self.slots]))
+        logits: Tensor = self.config.body.logits(self.head(hidden[:, self.slots]))
+        return logits
 
     def _steady(self, num_places: int, block: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
         """As `_through`, placed by tensors alone, so that it can be captured."""

@@ -7,6 +7,7 @@ features that it made up itself, then proposes `num_drafts` tokens greedily.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from dflash_bench.engine.cache import rotations, to_device
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import CachedDrafter
 from dflash_bench.engine.forward.choice import why_not_layers
-from dflash_bench.engine.forward.native_drafts import Eagle3Network, NativeEagle3
+from dflash_bench.engine.forward.native_drafts import Eagle3Network, NativeEagle3, StepNetwork
 from dflash_bench.engine.lengths import Seen, placed_lengths
 from dflash_bench.engine.masks import causal_mask
 from dflash_bench.engine.sampling import likeliest
@@ -30,23 +31,22 @@ def build(models: Models, target: Target, method: Method) -> Eagle3Drafter:
     return Eagle3Drafter(models.draft_of(method), target.embedding, method.number("n"))
 
 
-class Eagle3Drafter(CachedDrafter):
-    """`embedding` is the target's, unless the draft brings one; the head is the draft's."""
+class StepDrafter(CachedDrafter):
+    """A drafter whose network reads pairs of a token and a feature, and steps on its own output.
 
-    def __init__(self, draft: Eagle3Draft, embedding: nn.Module, num_drafts: int) -> None:
-        super().__init__(draft, num_drafts)
-        self.network: Eagle3Network = NativeEagle3(draft)
-        self.embedding: Callable[[Tensor], Tensor] = draft.embed_tokens if self.config.own_embedding else embedding
+    Subclasses set `network` and `embedding`, and say how the target's features become the network's (`fuse`).
+    """
+
+    network: StepNetwork
+    embedding: Callable[[Tensor], Tensor]
+
+    def __init__(self, draft: Any, num_drafts: int, num_scratch: int) -> None:
+        super().__init__(draft, num_scratch)
         self.num_drafts = num_drafts
 
-    def compile(self) -> None:
-        network = self.network
-        if not isinstance(network, NativeEagle3) or why_not_layers([network.layer]):
-            return
-        from dflash_bench.engine.forward.compiled import CompiledEagle3, compiled_once, lookup_of
-
-        self.network = compiled_once(self.draft, lambda: CompiledEagle3(network))
-        self.embedding = lookup_of(self.embedding)
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return what the network reads [B, N, H] for the target's features [B, N, K * Ht]."""
+        raise NotImplementedError
 
     def allocate(self, num_rows: int, capacity: int) -> None:
         self.rows = torch.arange(num_rows, device=self.device)
@@ -55,7 +55,7 @@ class Eagle3Drafter(CachedDrafter):
 
     def observe(self, committed: Committed) -> None:
         """Read the committed tokens with the target's features [B, M, K * H]; keep the last output of each row."""
-        read = self._read_committed(committed)
+        read = self.read_committed(committed)
         last = [max(count, 1) - 1 for count in committed.counts]
         if min(last) == max(last):  # one row above all: a view, and nothing goes to the device
             hidden = read[:, last[0] : last[0] + 1]
@@ -67,14 +67,14 @@ class Eagle3Drafter(CachedDrafter):
             self.hidden[committed.row_slice] = hidden
         self.advance(committed)
 
-    def _read_committed(self, committed: Committed) -> Tensor:
+    def read_committed(self, committed: Committed) -> Tensor:
         """Return the network's output [B, M, H] for all committed tokens, of which it reads a part at a time."""
         assert committed.hidden is not None
         size = part_size(self.device)
         outputs = [
-            self._step(
+            self.step(
                 committed.tokens[:, at : at + size],
-                self.network.fuse(committed.hidden[:, at : at + size]),
+                self.fuse(committed.hidden[:, at : at + size]),
                 [start + at for start in committed.starts],
                 committed.first,
             )
@@ -82,25 +82,15 @@ class Eagle3Drafter(CachedDrafter):
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def propose(self) -> Draft:
-        hidden = self.hidden
-        for i in range(self.num_drafts):
-            if i:
-                starts = [start + i - 1 for start in self.starts]
-                hidden = self._step(self.tokens[:, i - 1 : i], hidden, starts)
-            best = likeliest(self.network.logits(hidden))
-            self.tokens[:, i : i + 1] = self.draft.target_ids(best)
-        return Draft(self.tokens)
-
-    def _step(self, tokens: Tensor, hidden: Tensor, starts: list[int], first: int = 0) -> Tensor:
+    def step(self, tokens: Tensor, hidden: Tensor, starts: list[int], first: int = 0) -> Tensor:
         """Read tokens [B, N] and features [B, N, H], x_{t+1} with feature of t at position t; returns [B, N, H]."""
-        if tokens.shape[1] == 1 and (results := self.replayed(self._steady, starts, tokens, hidden)) is not None:
+        if tokens.shape[1] == 1 and (results := self.replayed(self.steady, starts, tokens, hidden)) is not None:
             return results[0]
         self.cache.place(starts, tokens.shape[1], first)
         return self._through(tokens, hidden)
 
-    def _steady(self, num_places: int, tokens: Tensor, hidden: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
-        """As `_through`, placed by tensors alone, so that it can be captured."""
+    def steady(self, num_places: int, tokens: Tensor, hidden: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
+        """As `step`, placed by tensors alone, so that it can be captured."""
         self.cache.place_at(starts, tokens.shape[1], num_places)
         return (self._through(tokens, hidden),)
 
@@ -115,3 +105,38 @@ class Eagle3Drafter(CachedDrafter):
             return placed_lengths(self.cache)
         alone = self.cache.positions.shape[1] == 1 and not self.cache.is_ragged
         return None if alone else causal_mask(self.cache, self.weight.dtype)
+
+
+class Eagle3Drafter(StepDrafter):
+    """`embedding` is the target's, unless the draft brings one; the head is the draft's."""
+
+    network: Eagle3Network
+
+    def __init__(
+        self, draft: Eagle3Draft, embedding: nn.Module, num_drafts: int, num_scratch: int | None = None
+    ) -> None:
+        super().__init__(draft, num_drafts, num_drafts if num_scratch is None else num_scratch)
+        self.network = NativeEagle3(draft)
+        self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
+
+    def compile(self) -> None:
+        network = self.network
+        if not isinstance(network, NativeEagle3) or why_not_layers([network.layer, *network.further]):
+            return
+        from dflash_bench.engine.forward.compiled import CompiledEagle3, compiled_once, lookup_of
+
+        self.network = compiled_once(self.draft, lambda: CompiledEagle3(network))
+        self.embedding = lookup_of(self.embedding)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.network.fuse(features)
+
+    def propose(self) -> Draft:
+        hidden = self.hidden
+        for i in range(self.num_drafts):
+            if i:
+                starts = [start + i - 1 for start in self.starts]
+                hidden = self.step(self.tokens[:, i - 1 : i], hidden, starts)
+            best = likeliest(self.network.logits(hidden))
+            self.tokens[:, i : i + 1] = self.draft.target_ids(best)
+        return Draft(self.tokens)

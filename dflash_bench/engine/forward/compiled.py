@@ -1,4 +1,4 @@
-"""Forward passes on a CPU by compiled kernels (`kernels.py`): of targets, and of DFlash, EAGLE-3 and Medusa drafts.
+"""Forward passes on a CPU by compiled kernels (`kernels.py`): of targets, and of drafts (DFlash, EAGLE-3, MTP, Medusa).
 
 They read the layers that `native.py` lays out, but from one array of packed weights, and write to the same cache.
 Activations are float32, whatever the weights are.
@@ -21,6 +21,7 @@ from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward import kernels
 from dflash_bench.engine.forward.hf import PassInputs
 from dflash_bench.engine.forward.kernels import LAYER, Decoder, Placed, Store, Team, Workspace
+from dflash_bench.engine.forward.mtp import NativeMTP
 from dflash_bench.engine.forward.native import (
     ACTIVATIONS,
     Gated,
@@ -37,6 +38,7 @@ from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
 from dflash_bench.engine.forward.tiles import LANES
 from dflash_bench.engine.lengths import Seen
 from dflash_bench.engine.masks import PassMask, ancestors
+from dflash_bench.models.nets.layers import Rotary
 from dflash_bench.models.nets.medusa import MedusaHeads
 from dflash_bench.models.quantization import Int8Linear
 
@@ -465,7 +467,7 @@ class CompiledEagle3:
         self.fc, self.norm = CompiledLinear(native.fc), CompiledNorm(native.norm)
         joined = torch.cat([native.layer.input_norm.weight, native.hidden_norm.weight])
         self.norms, self.eps = joined.float().numpy(), np.float32(native.hidden_norm.eps)
-        self.layers = CompiledLayers([native.layer], native.norm)
+        self.layers = CompiledLayers([native.layer, *native.further], native.norm)
         head: Any = native.head
         self.head = CompiledLinear.of(head)
 
@@ -493,6 +495,29 @@ class CompiledEagle3:
         if self.config.norm_output:
             return self.head(hidden)
         return self.head.project(self.norm(hidden), hidden.numel() // self.head.size).view(*hidden.shape[:-1], -1)
+
+
+class CompiledMTP:
+    """As `NativeMTP`, by compiled kernels."""
+
+    is_steady = True
+
+    def __init__(self, native: NativeMTP) -> None:
+        self.native, self.fc = native, CompiledLinear(native.fc)
+        self.embedding_norm, self.hidden_norm = CompiledNorm(native.embedding_norm), CompiledNorm(native.hidden_norm)
+        self.layers = CompiledLayers([native.layer], native.norm)
+
+    def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
+        return self.native.tables(length, dtype, device)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
+        """As `NativeMTP.forward` [B, N, H] -> [B, N, H]."""
+        shape = hidden.shape[0], hidden.shape[1]
+        pair = np.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=1)
+        x = self.fc.project(pair, shape[0] * shape[1]).contiguous()
+        store, placed = self.layers.store(cache, *_tables_of(tables, shape)), _seen_by([seen], cache, shape)
+        work, _ = self.layers.through(x, shape, placed, store)
+        return torch.from_numpy(work.normed)[: x.numel()].clone().view(hidden.shape)
 
 
 class CompiledMedusa:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_bench.engine.forward.mtp import NativeMTP
 from dflash_bench.engine.forward.native import Gated, Layer, NativeForward, Norm, Tables
 from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
 from dflash_bench.engine.graphs import TOLERANCES
@@ -99,10 +100,18 @@ def _any_number(x: Tensor) -> Tensor:
 def fuse(network: object, compile_function: Compile = torch.compile) -> list[Layer]:
     """Fuse the operations of a target's or a draft's network, if it is ours; returns the layers that it had."""
     if isinstance(network, NativeEagle3):
+        usual = [network.layer, *network.further]
+        network.layer, *network.further = fused_layers(usual, compile_function)
+        return usual
+    if isinstance(network, NativeMTP):
         usual = [network.layer]
         (network.layer,) = fused_layers(usual, compile_function)
         return usual
-    if isinstance(network, NativeForward | NativeDFlash):
+    if isinstance(network, NativeDFlash):
+        usual = network.plain_layers
+        network.use(fused_layers(usual, compile_function))
+        return usual
+    if isinstance(network, NativeForward):
         usual, network.layers = network.layers, fused_layers(network.layers, compile_function)
         return usual
     return []

@@ -74,7 +74,7 @@ class HFForward:
     def serve(self, cache: KVCache, device: torch.device) -> None:
         """Write into this cache from now on."""
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or [""] * len(self._layers)
-        layers: list[Any] = [_Layer(cache, i, kind) for i, kind in enumerate(kinds)]
+        layers: list[Any] = [CachedLayer(cache, i, kind) for i, kind in enumerate(kinds)]
         if self._recurrent:
             self._recurrence = Recurrence(self._layers, self._recurrent, device)
             for index, state in self._recurrence.states.items():
@@ -93,7 +93,7 @@ class HFForward:
         width, recurrence = inputs.tokens.shape[1], self._recurrence
         masks = inputs.mask.build()
         for layer in self._cache.layers:
-            if isinstance(layer, _Layer):
+            if isinstance(layer, CachedLayer):
                 layer.mask = masks if isinstance(masks, Tensor) else masks[layer.kind]
         begins = not any(inputs.mask.starts)
         with recurrence.reading(width, inputs.counts, inputs.rows, begins) if recurrence else nullcontext():
@@ -109,7 +109,7 @@ class HFForward:
             self._recurrence.commit(counts)
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
+class CachedLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of our cache in the form that transformers expects; it writes where the tokens were placed.
 
     It returns as many places as the pass's mask for this kind of layer has columns.

@@ -33,12 +33,16 @@ class DFlashNetwork(Protocol):
     def forward(self, embedded: Tensor, tables: Tables, seen: Views, cache: KVCache) -> Tensor: ...
 
 
-class Eagle3Network(Protocol):
+class StepNetwork(Protocol):
+    """A network that reads pairs of a token and a feature: embeddings and features [B, N, H] -> [B, N, H]."""
+
+    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor: ...
+
+
+class Eagle3Network(StepNetwork, Protocol):
     """An EAGLE-3 draft's passes, as `NativeEagle3` describes them."""
 
     def fuse(self, features: Tensor) -> Tensor: ...
-
-    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -99,18 +103,23 @@ class NativeDFlash:
         if self.is_joined:
             self.fc, self.context_norm = linear_of(draft.fc), norm_of(draft.hidden_norm)
         self.norm = norm_of(draft.norm)
-        self.plain_layers = [
+        plain = [
             layer_of(
                 layer, config.body.view(index).name, config.num_heads, config.num_kv_heads, "silu",
                 qkv=Linear(weight.t(), bias),
             )
             for index, (layer, weight, bias) in enumerate(zip(layers, weights, biases, strict=True))
         ]  # fmt: skip
-        self.layers: list[Layer | FilteredLayer] = [*self.plain_layers]
-        if config.body.conv_kernel_size is not None:
+        self.use(plain)
+
+    def use(self, plain: list[Layer]) -> None:
+        """Compute with these layers, whose sublayers are filtered where the draft's are."""
+        self.plain_layers, self.layers = plain, list[Layer | FilteredLayer](plain)
+        if self.draft.config.body.conv_kernel_size is not None:
+            modules: list[Any] = [*self.draft.layers]
             self.layers = [
-                FilteredLayer(plain, layer.attention_conv, layer.mlp_conv)
-                for plain, layer in zip(self.plain_layers, layers, strict=True)
+                FilteredLayer(layer, module.attention_conv, module.mlp_conv)
+                for layer, module in zip(plain, modules, strict=True)
             ]
 
     def context(self, features: Tensor, tables: Tables) -> Tensor:
@@ -147,11 +156,16 @@ def views_by_kind(seen: Views, kinds: Iterable[str]) -> Mapping[str, Seen]:
 
 
 class NativeEagle3:
-    """An EAGLE-3 draft: `fuse` for the target's features, `forward` for a step, `logits` for its head."""
+    """An EAGLE-3 draft: `fuse` for the target's features, `forward` for a step, `logits` for its head.
+
+    P-EAGLE's is one with `further` layers above the first.
+    """
 
     def __init__(self, draft: Eagle3Draft) -> None:
         self.config = config = draft.config
-        self.layer = layer_of(draft.midlayer, "full", config.num_heads, config.num_kv_heads, "silu")
+        heads = config.num_heads, config.num_kv_heads
+        self.layer = layer_of(draft.midlayer, "full", *heads, "silu")
+        self.further = [layer_of(layer, "full", *heads, "silu") for layer in draft.further_layers]
         self.hidden_norm, self.norm = norm_of(draft.midlayer.hidden_norm), norm_of(draft.norm)
         self.head: Product = lay_out(draft.lm_head)
         self.fc = linear_of(draft.fc)
@@ -173,12 +187,14 @@ class NativeEagle3:
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
         """As `Eagle3Draft.forward` [B, N, H] -> [B, N, H], over a cache; a mask is [B, 1, N, visible]."""
-        layer = self.layer
+        layer, shape = self.layer, hidden.shape[:2]
         x, pair = self.inputs(embedded, hidden)
         if isinstance(seen, Tensor):
             seen = fold_heads(seen, layer.attention.group)
-        attended = layer.attention(0, pair, hidden.shape[:2], tables, seen, cache)
+        attended = layer.attention(0, pair, shape, tables, seen, cache)
         x = layer.fed(layer.mixed(x, attended))
+        for index, further in enumerate(self.further, start=1):
+            x = further(index, x, shape, tables, seen, cache)
         return (self.norm(x) if self.config.norm_output else x).view(hidden.shape)
 
     def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from dflash_bench.models.formats import (
     deepspec,
     heads,
     known,
+    p_eagle,
     projectors,
     safeailab,
     speculators,
@@ -26,6 +27,7 @@ from dflash_bench.models.formats import (
 from dflash_bench.models.formats.base import Checkpoint, DraftModel, Format, Json, TargetShape
 from dflash_bench.models.hub import first_line, read_config
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
+from dflash_bench.models.nets.p_eagle import PEagleDraft
 
 __all__ = [
     "FORMATS",
@@ -48,7 +50,7 @@ FORMATS = {
     (form.name, form.kind): form
     for form in (
         zlab.DFLASH, speculators.DFLASH, speculators.EAGLE3, deepspec.DFLASH, deepspec.EAGLE3, safeailab.EAGLE3,
-        projectors.SPECFORGE, projectors.NVIDIA,
+        projectors.SPECFORGE, projectors.NVIDIA, p_eagle.SPECFORGE, p_eagle.SPECULATORS,
     )
 }  # fmt: skip
 SPECULATORS = {
@@ -58,6 +60,7 @@ SPECULATORS = {
     "dflare": speculators.DFLASH,
     "dflash2": speculators.DFLASH,
     "eagle3": speculators.EAGLE3,
+    "peagle": p_eagle.SPECULATORS,
 }
 ARCHITECTURES = {
     "DFlashDraftModel": zlab.DFLASH,
@@ -65,15 +68,14 @@ ARCHITECTURES = {
     "QwenDFlareDraftModel": zlab.DFLASH,
     "Qwen3DSparkModel": deepspec.DFLASH,
     "Qwen3Eagle3Model": deepspec.EAGLE3,
+    "PEagleDraftModel": p_eagle.SPECFORGE,
 }
 UNSUPPORTED_ARCHITECTURES = {
     "XPressDraftModel": "XPress",
-    "PEagleDraftModel": "P-EAGLE",
     "Gemma4DSparkModel": "DeepSpec's DSpark for Gemma 4",
     "MuseGlimmerAssistantModel": "an assistant for transformers' own DFlash",
 }
 UNSUPPORTED_TENSORS = {
-    r"mask_hidden$": "P-EAGLE",
     r"encoder\.fc\.": "an assistant for transformers' own DFlash",
     r"\d+\.\d+\.linear\.": "Medusa",
 }
@@ -89,6 +91,16 @@ def detect(folder: Path, config: Json, names: Iterable[str]) -> Format:
     names = list(names)
     architectures = config.get("architectures") or ()
     _refuse_unsupported(folder, config, architectures, names)
+    form = _detected(folder, config, architectures, names)
+    if p_eagle.MASK in names and form.kind != "p-eagle":
+        raise UserError(
+            f"{folder} is P-EAGLE by its tensor {p_eagle.MASK}, but its config.json describes a draft for {form.kind}; "
+            "copy config.json and weights again"
+        )
+    return form
+
+
+def _detected(folder: Path, config: Json, architectures: Iterable[str], names: Iterable[str]) -> Format:
     if "speculators_model_type" in config:
         return _speculators(folder, config)
     if (projector := projectors.projector_of(config)) is not None:
@@ -128,6 +140,8 @@ def _refuse_unsupported(folder: Path, config: Json, architectures: Iterable[str]
         for pattern, what in UNSUPPORTED_TENSORS.items():
             if re.match(pattern, name):
                 raise UserError(f"{folder} is {what} (tensor {name}), which is not supported")
+        if name.startswith("mtp."):
+            raise UserError(f"{folder} holds MTP heads (tensor {name}); give it as --draft mtp=PATH")
 
 
 # Reading, checking and writing checkpoints.
@@ -159,11 +173,10 @@ def load_draft(
 def save_draft(draft: DraftModel, folder: Path, format_name: str | None = None, slim: bool = False) -> None:
     """Write a draft, by default in the format of the publisher whose drafts it resembles.
 
-    Raises UserError if the format cannot hold the draft.
-
+    Raises UserError if that cannot hold the draft.
     With `slim` the head is left out, which must be rows of the target's.
     """
-    kind = "dflash" if isinstance(draft, DFlashDraft) else "eagle3"
+    kind = "dflash" if isinstance(draft, DFlashDraft) else "p-eagle" if isinstance(draft, PEagleDraft) else "eagle3"
     form = format_named(format_name or _usual_format(draft), kind)
     checkpoint = Checkpoint(draft.config, draft.state_dict())
     weights.write_checkpoint(folder, *form.write(checkpoint.without_head() if slim else checkpoint))
@@ -172,7 +185,7 @@ def save_draft(draft: DraftModel, folder: Path, format_name: str | None = None, 
 def _usual_format(draft: DraftModel) -> str:
     """Return the format of the publisher whose drafts this one resembles."""
     if not isinstance(draft, DFlashDraft):
-        return "safeailab"
+        return "specforge" if isinstance(draft, PEagleDraft) else "safeailab"
     usual = {"Domino": "specforge", "LiLiCorr": "nvidia", "XPress": "speculators"}
     if draft.config.kind == "DSpark":
         if draft.config.draft_vocab_size is not None:

@@ -15,6 +15,7 @@ from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.layers import frequencies
+from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 TARGET_HEAD = "target_head"
@@ -346,6 +347,8 @@ def refuse_broken(where: str, tensors: Tensors) -> None:
 def skeleton(config: DraftConfig) -> DraftModel:
     """Return the network on the `meta` device, where its parameters take no memory."""
     with torch.device("meta"):
+        if isinstance(config, PEagleConfig):
+            return PEagleDraft(config)
         return DFlashDraft(config) if isinstance(config, DFlashConfig) else Eagle3Draft(config)
 
 
@@ -421,7 +424,7 @@ def misfits(config: DraftConfig, target: TargetShape) -> Iterator[DraftProblem]:
     if config.num_target_layers not in (None, target.num_layers):
         what = f"made for a target of {config.num_target_layers} layers, but this one has {target.num_layers}"
         yield DraftProblem("target_depth", what, ANOTHER_DRAFT)
-    if isinstance(config, DFlashConfig) and config.mask_token_id >= target.vocab_size:
+    if isinstance(config, DFlashConfig | PEagleConfig) and config.mask_token_id >= target.vocab_size:
         what = f"mask id {config.mask_token_id} is outside the target's embedding of {target.vocab_size} rows"
         yield DraftProblem("mask_id", what, "use a target whose embedding is padded")
 

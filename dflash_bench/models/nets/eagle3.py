@@ -69,6 +69,11 @@ class Eagle3Draft(DraftNetwork):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.add_vocabulary_map(config.draft_vocab_size, config.vocab_size)
 
+    @property
+    def further_layers(self) -> list[nn.Module]:
+        """Return the layers above the first; EAGLE-3 has none."""
+        return []
+
     def fuse(self, features: Tensor) -> Tensor:
         """Return the first step's `hidden` [B, N, H] for the target's features [B, N, K * Ht]."""
         if self.config.norm_before_fc:

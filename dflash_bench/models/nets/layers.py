@@ -149,6 +149,13 @@ class Rotary:
         # The first half has the minus sign of (left, right) -> (-right, left), so that `rotate` needs three operations.
         self.sin = (torch.cat([-angles, angles], dim=-1).sin() * amplitude).to(dtype)
 
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor) -> Rotary:
+        """Return tables [length, D] that were computed elsewhere."""
+        rotary = cls.__new__(cls)
+        rotary.cos, rotary.sin = cos, sin
+        return rotary
+
     def between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return tables of positions start to stop, the same in all rows: views [1, 1, N, D], without a gather."""
         return self.cos[None, None, start:stop], self.sin[None, None, start:stop]

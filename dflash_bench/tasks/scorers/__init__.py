@@ -6,7 +6,8 @@ around an answer: prose, code fences, units, several boxes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from dflash_bench.core import plugins
@@ -33,7 +34,8 @@ def check_references(name: str, prompts: Iterable[Prompt]) -> None:
     """Raise UserError for a prompt without a reference, or with one that no answer can equal."""
     for prompt in prompts:
         if name in NUMBER_SCORERS:
-            numbers.right_number(prompt)
+            for one in (prompt, *_otherwise_right(prompt)):
+                numbers.right_number(one)
         elif name in _TEXT_SCORERS:
             reference(prompt)
         for column, kind in COLUMNS.get(name, {}).items():
@@ -43,10 +45,22 @@ def check_references(name: str, prompts: Iterable[Prompt]) -> None:
 
 
 def score(name: str, prompt: Prompt, text: str, cage: Isolation | None = None) -> Score:
-    """Score an answer. Code runs in `cage`; without one it is not run and stays unscored."""
+    """Score an answer by its prompt's reference and alternatives, any of which makes it right.
+
+    Code runs in `cage`; without one it is not run and stays unscored.
+    """
     if name not in SCORERS:
         raise unknown("scorer", name, list(SCORERS))
-    return SCORERS[name](prompt, text, cage) if name in CODE_SCORERS else SCORERS[name](prompt, text)
+    if name in CODE_SCORERS:
+        return SCORERS[name](prompt, text, cage)
+    found = SCORERS[name](prompt, text)
+    others = _otherwise_right(prompt) if found.passed is False else ()
+    return next((again for other in others if (again := SCORERS[name](other, text)).passed), found)
+
+
+def _otherwise_right(prompt: Prompt) -> Iterator[Prompt]:
+    """Return the prompt with each of its alternatives as its reference."""
+    return (replace(prompt, reference=right, alternatives=()) for right in prompt.alternatives)
 
 
 def _score_nothing(_prompt: Prompt, _text: str) -> Score:

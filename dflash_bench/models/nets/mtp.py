@@ -1,0 +1,117 @@
+"""Heads for multi-token prediction: a decoder layer of the target's own kind, over pairs of a token and a state.
+
+The target's state of position t, after its final norm, is paired with token x_{t+1}:
+
+    x = fc([norm(embedding of x_{t+1}); norm(state of t)])
+
+goes through one full-attention layer at position t and a norm, and the target's own head then predicts x_{t+2}. For the
+token after that, the same is done with the layer's own normed output in place of the state. The layer is built by
+transformers from the target's config, so it has that model's norms, gates, rotary positions and experts.
+(DeepSeek-V3, arXiv 2412.19437, section 2.2, with a single module for all depths, as Qwen3-Next and Qwen3.5 have it.)
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash_bench.models.architecture import cache_argument, decoder_layers, final_norm
+from dflash_bench.models.nets.layers import DraftShape
+
+FULL = "full_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPConfig(DraftShape):
+    """The heads' shape. `text` is transformers' config of their one layer: the target's text config, cut to it."""
+
+    text: Any = field(hash=False)
+
+    @classmethod
+    def of(cls, config: Any, is_dense: bool = False) -> MTPConfig:
+        """Return the config of heads for a target with this text config.
+
+        `is_dense` gives the layer a plain feed-forward where the target's layers have experts.
+        """
+        text, heads = copy.deepcopy(config), config.num_attention_heads
+        text.num_hidden_layers = 1
+        if getattr(text, "layer_types", None):
+            text.layer_types = [FULL]
+        if getattr(text, "mlp_only_layers", None) is not None:
+            text.mlp_only_layers, text.decoder_sparse_step = [0] if is_dense else [], 1
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=getattr(config, "intermediate_size", None) or config.moe_intermediate_size,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab_size=config.vocab_size,
+            target_layer_ids=(config.num_hidden_layers - 1,),
+            num_target_layers=config.num_hidden_layers,
+            rms_norm_eps=config.rms_norm_eps,
+            max_positions=config.max_position_embeddings,
+            text=text,
+        )
+
+
+class MTPDraft(nn.Module):
+    """Parameter names are those of published checkpoints behind `mtp.`."""
+
+    def __init__(self, config: MTPConfig) -> None:
+        super().__init__()
+        self.config = config
+        model = _shell(config.text)
+        norm, size = final_norm(model), config.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=False, device="meta")
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = copy.deepcopy(norm), copy.deepcopy(norm)
+        self.layers = decoder_layers(model)
+        self.norm = norm
+        # Has no weights: made anew where it is needed, as moving to a device would lose its angles.
+        self._rotary_type = type(model.get_decoder().rotary_emb)
+
+    @property
+    def layer(self) -> Any:
+        return self.layers[0]
+
+    @property
+    def has_experts(self) -> bool:
+        return not hasattr(self.layer.mlp, "gate_proj")
+
+    def rotary(self) -> nn.Module:
+        """Return the module of the layer's rotary angles, on the CPU."""
+        with torch.device("cpu"):
+            module: nn.Module = self._rotary_type(config=self.config.text)
+        return module
+
+    def pair(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Return the layer's input [B, N, H], for the tokens' embeddings and the states before them [B, N, H]."""
+        both = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
+        out: Tensor = self.fc(torch.cat(both, dim=-1))
+        return out
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any = None
+    ) -> Tensor:
+        """Return what the target's head reads, and the next step's states [B, N, H].
+
+        `angles` are cosines and sines [B or 1, N, D] of the positions, `mask` is additive [B, 1, N, visible], or None
+        for a single token that sees everything, and `cache` one of transformers', or None.
+        """
+        out = self.layer(
+            self.pair(embedded, hidden), position_embeddings=angles, attention_mask=mask,
+            **{cache_argument(self.layer): cache},
+        )  # fmt: skip
+        normed: Tensor = self.norm(out[0] if isinstance(out, tuple) else out)
+        return normed
+
+
+def _shell(text: Any) -> Any:
+    """Return a causal LM with this config on the `meta` device, for its parts."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(text, dtype=torch.float32, attn_implementation="sdpa")

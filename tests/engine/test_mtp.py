@@ -1,0 +1,317 @@
+"""MTP: the published case token for token, each kind of head against a loop without cache, answers as plain ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from classes import made
+from golden_drafts import CASES, assert_drafts_as_published
+from test_drafters import PROMPTS
+from torch import Tensor
+from torch.nn.functional import linear, silu
+from toy import Scripted, Watching, follows, plain, run, sometimes_wrong, tiny
+
+import dflash_bench as db
+from dflash_bench.core.errors import UserError
+from dflash_bench.engine.backend import LocalBackend
+from dflash_bench.engine.drafter import Committed
+from dflash_bench.engine.drafters.mtp import MTPDrafter
+from dflash_bench.engine.forward.choice import has_numba
+from dflash_bench.engine.forward.compiled import CompiledMTP
+from dflash_bench.engine.forward.mtp import NativeMTP, PublishedMTP
+from dflash_bench.engine.rows import Limits
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.selection import compile_like, target_of
+from dflash_bench.engine.target import Target
+from dflash_bench.engine.verify import Draft
+from dflash_bench.models.architecture import final_norm
+from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
+
+TARGETS: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: tiny("qwen3", head_dim=8),
+    "llama": lambda: tiny("llama"),
+    "qwen3, experts": lambda: made("mixture of experts"),
+    "qwen3.5": lambda: made("qwen3.5"),
+    "qwen3.5, experts": lambda: made("qwen3.5, experts"),
+    "qwen3-next": lambda: made("qwen3-next"),
+}
+OURS = {"qwen3", "llama", "qwen3, experts"}
+"""Targets whose heads are computed by our own code."""
+SHORT = [prompt[:25] for prompt in PROMPTS]
+
+
+def heads(model: Any, seed: int = 0) -> MTPDraft:
+    """Random heads for this target; every weight matters, norms too."""
+    draft = MTPDraft(MTPConfig.of(model.config.get_text_config())).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + ("norm" in name) * 0.7)
+    return draft.eval()
+
+
+def drafter(target: Target, num_drafts: int = 3, rule: str = "match", draft: MTPDraft | None = None) -> MTPDrafter:
+    norm = final_norm(target.model)
+    return MTPDrafter(draft or heads(target.model), target.embedding, norm, target.head, num_drafts, rule)
+
+
+# Published heads.
+
+
+@pytest.mark.parametrize("settings", [{}, {"engine": "transformers"}], ids=str)
+def test_the_golden_case_is_drafted_token_for_token(settings: dict[str, Any]) -> None:
+    assert_drafts_as_published("mtp-qwen3.5-hybrid", "mtp:3", **settings)
+
+
+def test_three_tokens_are_drafted_where_nobody_says_how_many() -> None:
+    with db.Engine(target=CASES / "mtp-qwen3.5-hybrid/target") as engine:
+        drafted = [
+            {len(step.drafted) for step in engine.generate([40, 129, 288], method=method, max_new_tokens=12).rounds}
+            for method in ("mtp", "mtp:1", "mtp:6")
+        ]
+    assert drafted == [{3}, {1}, {6}]
+
+
+# Each kind of layer, written out from its weights, read anew for every token.
+
+
+class Formula:
+    """The heads of one target, for a single row: no cache, no module of theirs, all products in sight."""
+
+    def __init__(self, draft: MTPDraft, model: Any) -> None:
+        self.w, self.text, self.model = draft.state_dict(), draft.config.text, model
+        self.is_centred = self.text.model_type.startswith(("qwen3_5", "qwen3_next"))
+        self.size = draft.config.head_dim
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self.w[f"{name}.weight"] + (1 if self.is_centred else 0)
+        return x / (x.square().mean(dim=-1, keepdim=True) + self.text.rms_norm_eps).sqrt() * weight
+
+    def project(self, x: Tensor, name: str) -> Tensor:
+        return linear(x, self.w[f"layers.0.{name}.weight"])
+
+    def turned(self, x: Tensor) -> Tensor:
+        """x [N, heads, D] with its first values rotated by their position."""
+        share = self.text.rope_parameters.get("partial_rotary_factor", 1.0)
+        width, theta = int(self.size * share), self.text.rope_parameters["rope_theta"]
+        angle = torch.arange(len(x))[:, None] * theta ** -(torch.arange(0, width, 2) / width)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        left, right = x[..., :width].chunk(2, dim=-1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin, x[..., width:]], dim=-1)
+
+    def attention(self, x: Tensor) -> Tensor:
+        heads, groups, size = self.text.num_attention_heads, self.text.num_key_value_heads, self.size
+        query, gate = self.project(x, "self_attn.q_proj").view(len(x), heads, -1), None
+        if self.is_centred:
+            query, gate = query[..., :size], query[..., size:]
+        key, value = (self.project(x, f"self_attn.{part}_proj").view(len(x), groups, size) for part in "kv")
+        if "layers.0.self_attn.q_norm.weight" in self.w:
+            query, key = self.norm(query, "layers.0.self_attn.q_norm"), self.norm(key, "layers.0.self_attn.k_norm")
+        query, key = self.turned(query), self.turned(key)
+        out = torch.zeros_like(query)
+        for t in range(len(x)):
+            for head in range(heads):
+                group = head // (heads // groups)
+                share = (key[: t + 1, group] @ query[t, head] / size**0.5).softmax(dim=0)
+                out[t, head] = share @ value[: t + 1, group]
+        if gate is not None:
+            out = out * gate.sigmoid()
+        return self.project(out.flatten(1), "self_attn.o_proj")
+
+    def feed(self, x: Tensor) -> Tensor:
+        if "layers.0.mlp.gate_proj.weight" in self.w:
+            return self.expert(x, *(self.w[f"layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")))
+        shares = self.project(x, "mlp.gate").softmax(dim=-1)
+        rows = []
+        for row, share in zip(x, shares, strict=True):
+            best = share.topk(self.text.num_experts_per_tok)
+            total = best.values.sum() if getattr(self.text, "norm_topk_prob", True) else 1
+            out = torch.zeros_like(row)
+            for value, index in zip(best.values, best.indices, strict=True):
+                gate, up = self.w["layers.0.mlp.experts.gate_up_proj"][index].chunk(2)
+                out += value / total * self.expert(row, gate, up, self.w["layers.0.mlp.experts.down_proj"][index])
+            rows.append(out)
+        mixed = torch.stack(rows)
+        if "layers.0.mlp.shared_expert_gate.weight" not in self.w:
+            return mixed
+        names = (f"layers.0.mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down"))
+        shared = self.expert(x, *(self.w[name] for name in names))
+        return mixed + self.project(x, "mlp.shared_expert_gate").sigmoid() * shared
+
+    @staticmethod
+    def expert(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return linear(silu(linear(x, gate)) * linear(x, up), down)
+
+    def states(self, tokens: Sequence[int], hidden: Tensor) -> Tensor:
+        """What the head reads [N, H], for the tokens behind states [N, H]."""
+        embedded = self.model.get_input_embeddings().weight[torch.tensor(tokens)]
+        pair = [self.norm(embedded, "pre_fc_norm_embedding"), self.norm(hidden, "pre_fc_norm_hidden")]
+        x = torch.cat(pair, dim=-1) @ self.w["fc.weight"].T
+        x = x + self.attention(self.norm(x, "layers.0.input_layernorm"))
+        x = x + self.feed(self.norm(x, "layers.0.post_attention_layernorm"))
+        return self.norm(x, "norm")
+
+    @torch.inference_mode()
+    def drafts(self, text: Sequence[int], num_drafts: int) -> tuple[list[int], Tensor]:
+        """The tokens drafted behind a text, whose last token the target has not read, and their logits [N, V]."""
+        decoder = self.model.get_decoder()
+        hidden = decoder(torch.tensor([list(text[:-1])])).last_hidden_state[0]
+        tokens, logits = list(text[1:]), []
+        for _ in range(num_drafts):
+            out = self.states(tokens, hidden)[-1:]
+            logits.append(linear(out, self.model.get_output_embeddings().weight)[0])
+            tokens, hidden = [*tokens, int(logits[-1].argmax())], torch.cat([hidden, out])
+        return tokens[-num_drafts:], torch.stack(logits)
+
+
+class Proposing(Watching):
+    """Keeps what is drafted behind which text, and hands on what a scripted drafter makes of the right text."""
+
+    def __init__(self, inner: MTPDrafter, texts: Sequence[Sequence[int]]) -> None:
+        super().__init__(inner)
+        self.scripted = Scripted(texts, inner.num_drafts, sometimes_wrong(0.5, 97))
+        self.kept: list[tuple[list[list[int]], list[int], Tensor]] = []
+
+    def observe(self, committed: Committed) -> None:
+        super().observe(committed)
+        self.scripted.observe(committed)
+        self.texts, self.counts = [list(text) for text in committed.texts], committed.counts
+
+    def propose(self) -> Draft:
+        draft = super().propose()
+        assert draft is not None
+        self.kept.append((self.texts, self.counts, draft.tokens.clone()))
+        return self.scripted.propose()
+
+
+@pytest.mark.parametrize("rows", [[1], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("kind", TARGETS)
+def test_cached_drafts_are_those_of_a_loop_without_a_cache(kind: str, rows: list[int]) -> None:
+    model = TARGETS[kind]()
+    target, prompts = Target(model), [SHORT[row] for row in rows]
+    tested = drafter(target, 4)
+    assert isinstance(tested.network, NativeMTP if kind in OURS else PublishedMTP)
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain(target, prompts, 24), strict=True)]
+    watched = Proposing(tested, texts)
+    run(target, watched, prompts, 24)
+    formula, num_compared = Formula(tested.draft, model), 0
+    for written, counts, tokens in watched.kept:
+        for row, (text, count) in enumerate(zip(written, counts, strict=True)):
+            expected, logits = formula.drafts(text, 4) if count else ([], torch.zeros(0))
+            # Two tokens within rounding of each other are no disagreement.
+            for drafted, best, scores in zip(tokens[row].tolist(), expected, logits, strict=False):
+                assert drafted == best or scores[best] - scores[drafted] < 1e-3
+                num_compared += 1
+                if drafted != best:
+                    break
+    assert num_compared > 20 * len(rows) and len({tuple(tokens[0].tolist()) for _, _, tokens in watched.kept}) > 2
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_answers_are_the_plain_ones_to_limits_and_stops(kind: str, num_rows: int) -> None:
+    target, prompts = Target(TARGETS[kind]()), SHORT[:num_rows]
+    expected = plain(target, prompts, 14)
+    for num_drafts in (1, 3, 6):
+        assert run(target, drafter(target, num_drafts), prompts, 14).tokens == expected
+    assert run(target, drafter(target), prompts, 2).tokens == [answer[:2] for answer in expected]
+    stops = frozenset({expected[-1][6]})
+    assert run(target, drafter(target), prompts, 14, stops).tokens == plain(target, prompts, 14, stops)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3.5", "qwen3-next"])
+def test_slots_that_are_filled_again_draft_as_alone(kind: str) -> None:
+    target = Target(TARGETS[kind]())
+    prompts = [*SHORT, [9, 8, 7], [50] * 5, [*range(2, 20)]]
+    alone = [run(target, drafter(target), [prompt], 10) for prompt in prompts]
+    for num_rows in (2, 3):
+        backend = LocalBackend(target, None, {"mtp": drafter(target)}, Limits(10, frozenset()))
+        backend.decode = lambda _ids: ""  # type: ignore[method-assign]
+        together = backend.generate_ids("mtp", prompts, num_rows=num_rows)
+        for answer, one in zip(together, alone, strict=True):
+            assert list(answer.token_ids) == one.tokens[0]
+            assert list(answer.accepted) == [step.accepted[0] for step in one.rounds]
+
+
+def test_it_runs_beside_other_drafts_on_one_target() -> None:
+    """Each asks the target for other layers' outputs; what one asked for does not stay for the next."""
+    from test_drafters import dflash_drafter
+
+    target = Target(tiny("llama"))
+    alone = run(target, drafter(target), SHORT, 12)
+    assert run(target, dflash_drafter(target), SHORT, 12).tokens == alone.tokens
+    again = run(target, drafter(target), SHORT, 12)
+    assert [step.accepted for step in again.rounds] == [step.accepted for step in alone.rounds]
+
+
+@pytest.mark.skipif(not has_numba(), reason="numba is not installed")
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_transformers_our_own_and_compiled_code_draft_the_same(kind: str) -> None:
+    model = copy.deepcopy(TARGETS[kind]())
+    draft = heads(model)
+    drafted, states = [], []
+    for engine, kernels in (("transformers", None), ("native", "torch"), ("native", "numba")):
+        target = target_of(model, engine, kernels)
+        tested = drafter(target, 4, draft=draft)
+        if engine == "transformers":
+            tested.network = PublishedMTP(draft)
+        compile_like(target, [tested])
+        assert isinstance(tested.network, CompiledMTP) == (kernels == "numba")
+        watched = Proposing(tested, [[*prompt, *range(60, 90)] for prompt in SHORT])
+        run(target, watched, SHORT, 12)
+        drafted.append([tokens.tolist() for _, _, tokens in watched.kept])
+        states.append(tested.hidden.float())
+    assert drafted[0] == drafted[1] == drafted[2]
+    for other in states[1:]:
+        torch.testing.assert_close(other, states[0], rtol=1e-3, atol=1e-3)
+
+
+def test_heads_of_a_bfloat16_hybrid_are_read_in_its_type() -> None:
+    model = copy.deepcopy(made("qwen3.5")).to(torch.bfloat16)
+    target = Target(model)
+    tested = drafter(target, 3, draft=heads(model).to(torch.bfloat16))
+    out = run(target, tested, SHORT[:2], 8)
+    assert tested.hidden.dtype == torch.bfloat16 and all(len(tokens) == 8 for tokens in out.tokens)
+
+
+def test_the_states_are_taken_behind_the_targets_final_norm() -> None:
+    target = Target(made("qwen3.5"))
+    tested = drafter(target)
+    hidden = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        assert torch.equal(tested.fuse(hidden), target.model.model.norm(hidden))
+    assert tested.taps == (3,)
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_drawn_answers_follow_the_targets_distribution(rule: str) -> None:
+    """The first two tokens behind a prompt, drawn often: as plain decoding draws them."""
+    target, prompts = Target(tiny("llama")), [[5, 6, 7]] * 400
+    sampling, seeds = Sampling(1.0, seed=3), list(range(400))
+    drawn = run(target, drafter(target, 2, rule), prompts, 3, sampling=sampling, seeds=seeds)
+    first, second = (torch.tensor([tokens[place] for tokens in drawn.tokens]) for place in (0, 1))
+    with torch.inference_mode():
+        logits = target.model(torch.tensor([[5, 6, 7, token] for token in range(97)])).logits
+        p = logits[0, 2].softmax(-1)
+        assert follows(first, p) and follows(second, (p[:, None] * logits[:, 3].softmax(-1)).sum(0))
+    assert any(step.accepted[row] for step in drawn.rounds for row in range(len(prompts)))
+
+
+def test_broken_heads_cost_speed_and_not_exactness() -> None:
+    target = Target(tiny("qwen3", head_dim=8))
+    draft = heads(target.model)
+    with torch.no_grad():
+        draft.fc.weight.fill_(torch.nan)
+    assert run(target, drafter(target, draft=draft), SHORT, 12).tokens == plain(target, SHORT, 12)
+
+
+def test_a_target_without_heads_says_what_was_expected() -> None:
+    with (
+        db.Engine(target=CASES / "_targets/small") as engine,
+        pytest.raises(UserError, match=r"small has no MTP heads: expected tensors mtp\.\* .*--draft mtp=PATH$"),
+    ):
+        engine.generate([4, 5], method="mtp")

@@ -1,0 +1,226 @@
+"""A user's own prompts on their way through a run: tools in the template, what is too long, what is drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+from fake import FakeBackend
+from test_runner import Runs, loaded
+
+from dflash_bench.core import methods
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import GREEDY, TOOLS, Message, Prompt, template_input
+from dflash_bench.models import chat, targets
+from dflash_bench.results import run_info, store
+from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.plan import methods_and_model, plan_run
+from dflash_bench.runner.setup import PreparedRun
+from dflash_bench.runner.work import WorkPlan
+from dflash_bench.servers.address import Access
+from dflash_bench.servers.backend import ServerBackend
+from dflash_bench.servers.dialects import openai
+from dflash_bench.tasks import padding, prompts
+from dflash_bench.tasks.padding import example
+from dflash_bench.tasks.suites import chats
+from dflash_bench.training import prompts as training_prompts
+
+Main = Callable[..., tuple[int, str, str]]
+TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }})"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
+)
+TOOL = {"type": "function", "function": {"name": "weather"}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+SESSION = [
+    {"role": "user", "content": "Is it warm?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "31"},
+    {"role": "assistant", "content": "Yes."},
+]
+RENDERED = (
+    '<|im_start|>system\n{"type": "function", "function": {"name": "weather"}}<|im_end|>\n'
+    "<|im_start|>user\nIs it warm?<|im_end|>\n<|im_start|>assistant\nweather(Rome)<|im_end|>\n"
+    "<|im_start|>tool\n31<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose template can call tools."""
+    folder = tiny.build(tmp_path_factory.mktemp("model"))
+    (folder / "target/chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def write(*rows: Any) -> Path:
+    path = Path("p.jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def session(folder: Path) -> Prompt:
+    path = folder / "session.jsonl"
+    path.write_text(json.dumps({"messages": SESSION, "tools": [TOOL]}))
+    (prompt,) = prompts.load(path).prompts
+    return prompt
+
+
+# Tools
+
+
+def test_the_template_renders_calls_and_tools(model: Path, tmp_path: Path) -> None:
+    tokenizer = targets.tokenizer_of(model / "target", False)
+    messages = session(tmp_path).chat()
+    assert chat.render(tokenizer, messages, False) == RENDERED
+    assert tokenizer.decode(chat.encode(tokenizer, messages, False)) == RENDERED
+    plain, tools = template_input([Message("user", "Hi")])
+    assert (plain, tools) == ([{"role": "user", "content": "Hi"}], None)
+
+
+@pytest.mark.parametrize("template", ["{% for m in messages %}{{ m.content }}{% endfor %}", None])
+def test_a_template_that_would_leave_tools_out_is_refused(model: Path, tmp_path: Path, template: str | None) -> None:
+    tokenizer = targets.tokenizer_of(model / "target", False)
+    tokenizer.chat_template = template
+    tools, *rest = session(tmp_path).chat()
+    for chats_of, what in (((tools, rest[0]), "tools"), (rest, "tool_calls")):
+        told = f"the chat has {what}, and the target's chat template leaves them out; use a target that can call tools"
+        for refused in (chat.encode, lambda *given: chat.check(given[0], [("p", given[1])], given[2])):
+            with pytest.raises(UserError, match=told):
+                refused(tokenizer, chats_of, False)
+    chat.check(tokenizer, [("p", rest[:1])], False)
+
+
+def test_a_session_is_answered_after_its_tools_by_all_methods_and_judged(model: Path, main: Main) -> None:
+    write({"messages": SESSION, "tools": [TOOL], "language": "en"}, {"prompt": "Hi", "language": "da"})
+    words = ["run", "--model", model, "--prompts", "p.jsonl", "--method", "dflash", "--max-new-tokens", "6"]
+    status, _, err = main(*words, "--out", "new")
+    assert status == 0, err
+    _, records = store.load(Path("new"))
+    tokenizer = targets.tokenizer_of(model / "target", False)
+    asked = len(tokenizer.encode(RENDERED, add_special_tokens=False))
+    rows = [row for row in records if row.prompt_id == "0"]
+    assert {(row.method, row.exactness, row.audit) for row in rows} == {
+        ("ar", "exact", "exact"), ("dflash", "exact", "exact"),
+    }  # fmt: skip
+    assert {row.generation.num_prompt_tokens for row in rows} == {asked}
+    kept = run_info.read_prompts(Path("new"))[0]
+    assert [message["role"] for message in kept["closing"]] == ["assistant", "tool"]
+    assert kept["reference"] == "Yes." and kept["slices"] == [{"column": "language", "value": "en"}]
+    shown = json.loads(main("compare", "new", "--by", "language", "--json")[1])
+    assert list(dict.fromkeys(cell["slice"] for cell in shown["cells"])) == ["da", "en"]
+    page = main("report", "new", "--html", "page.html")
+    assert page[0] == 0 and "31" in Path("page.html").read_text()
+
+
+def test_the_runner_asks_a_session_with_its_tools_and_a_server_that_renders_chats_is_refused(tmp_path: Path) -> None:
+    prompt = replace(session(tmp_path), suite="gsm8k")
+    backend = FakeBackend(text_of=lambda question: "31 degrees")
+    Runs(tmp_path / "run")(WorkPlan((loaded(prompt),), ("ar", "dflash")), backend)
+    assert {messages for _, messages in backend.calls} == {prompt.chat()}
+    assert [list(messages) for _, messages in chats(loaded(prompt))] == [list(prompt.chat())]
+    servers = ServerBackend((), Access(), 8)
+    try:
+        servers.servers["plain"] = SimpleNamespace(method=methods.parse("ar"), dialect=openai.DIALECT)  # type: ignore[assignment]
+        servers.check_chats([("p", [Message("user", "Hi")])], [GREEDY])
+        with pytest.raises(
+            UserError, match="prompt p0 of suite gsm8k has tools, tool calls or reasoning, which servers"
+        ):
+            servers.check_chats([("p0 of suite gsm8k", prompt.chat())], [GREEDY])
+    finally:
+        servers.servers.clear()
+        servers.close()
+
+
+def test_padding_and_training_take_a_session_whole(tmp_path: Path) -> None:
+    prompt = session(tmp_path)
+    found = prompts.load(tmp_path / "session.jsonl")
+    assert example(found.suite, prompt) == "Is it warm?\n\n31\n\nYes."
+    (made,) = training_prompts.from_files([str(tmp_path / "session.jsonl")])
+    assert (made.messages, made.later) == (prompt.chat(), ())
+    assert [message.role for message in made.messages] == [TOOLS, "user", "assistant", "tool"]
+    one = padding.padded([found], (), lambda messages: 10 * len(messages), 100, 5)
+    assert one.longest == 45
+
+
+# What does not fit
+
+
+def test_prompts_longer_than_the_context_are_left_out_counted_and_named(model: Path, main: Main) -> None:
+    tokenizer, long, close = targets.tokenizer_of(model / "target", False), "word " * 3000, "a"
+    while len(chat.encode(tokenizer, [Message("user", close)], False)) < 2020:
+        close += " a"
+    write({"prompt": "Hi"}, {"prompt": long, "id": "long"}, {"prompt": close, "id": "close"}, {"turns": [long, "Why?"]})
+    words = ["run", "--model", model, "--prompts", "p.jsonl", "--method", "dflash", "--max-new-tokens", "30"]
+    words += ["--audit", "none", "--out", "new"]
+    status, _, err = main(*words)
+    assert status == 0, err
+    told = "longer than the target's context of 2048 tokens, and are left out, such as long, 3"
+    assert f"note: 2 prompts of prompts are {told}\n" in err
+    assert "note: 1 prompts of prompts are so long that their answers may end early" in err
+    info, records = store.load(Path("new"))
+    assert (
+        {row.prompt_id for row in records}
+        == {"0", "close"}
+        == {row["prompt_id"] for row in run_info.read_prompts(Path("new"))}
+    )
+    assert all(row.generation.error is None for row in records)
+    assert json.loads(Path("new/run.json").read_text())["left_out"] == {"prompts": ["long", "3"]}
+    assert info.identity.suites["prompts"].prompts == 2
+    assert main(*words, "--resume")[0] == 0
+    write({"prompt": long}, {"prompt": long + "more"})
+    status, _, err = main(*words[:-1], "other")
+    assert status == 2 and "all 2 prompts are longer than the target's context of 2048 tokens (the shortest has" in err
+    assert err.count("\n") == 1 and not Path("other").exists()
+
+
+def test_a_plan_is_cut_to_what_fits_and_refused_if_too_few_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(*({"prompt": f"Hi {n}"} for n in range(4)))
+    request = RunRequest(prompts=path, suites=("gsm8k",), limit=4, concurrency=(3,))
+    plan = plan_run(*methods_and_model(request))
+
+    def fitted(*ids: str, suite: str = "prompts") -> Any:
+        return PreparedRun(padding.Contexts(0, 0, left_out={suite: list(ids)}), None).fitted(plan)
+
+    assert [prompt.prompt_id for prompt in fitted("1").suites[1].prompts] == ["0", "2", "3"]
+    assert [one.suite.name for one in fitted("0", "1", "2", "3").suites] == ["gsm8k"]
+    with pytest.raises(UserError, match="--concurrency 3 is more than the 2 prompts of prompts"):
+        fitted("0", "1")
+    assert PreparedRun(padding.Contexts(0, 0), None).fitted(plan) is plan
+
+
+# What is drawn
+
+
+def test_a_limit_is_balanced_over_a_column(main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(*({"prompt": f"Hi {n}", "language": "da" if n == 7 else "en"} for n in range(40)))
+
+    def drawn(**options: Any) -> list[str]:
+        plan = plan_run(*methods_and_model(RunRequest(prompts=path, **options)))
+        return [prompt.slices["language"] for prompt in plan.suites[0].prompts]
+
+    assert sorted(drawn(limit=2, balance="language")) == ["da", "en"]
+    assert drawn(budget="1s", balance="language")[:2].count("da") == 1
+    assert len(drawn()) == 40
+    for words, told in (
+        (("--balance", "language"), "--balance has no effect without --limit or --for: all prompts are measured"),
+        (("--balance", "lang", "--limit", "2"), "unknown --balance column of prompts 'lang'; known: language"),
+        (("--balance", "", "--limit", "2"), "--balance is empty; omit it, or give it a value"),
+    ):
+        status, out, err = main("run", "--prompts", path, *words, "--out", "new")
+        assert (status, out, err) == (2, "", f"dflash-bench: {told}\n")
+    status, _, err = main("run", "--suite", "gsm8k", "--balance", "category", "--limit", "2", "--out", "new")
+    assert status == 2 and err.startswith("dflash-bench: unknown --balance column of gsm8k 'category'")
