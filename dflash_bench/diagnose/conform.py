@@ -176,16 +176,17 @@ def shrunk(
     drafters: dict[int, Drafter] = {}
     narrowed = []
     for prompt, one in zip(case.prompts, decoded, strict=True):
-        rounds = []
-        for step in one.rounds:
-            room = room_of(case, prompt, step)
-            if 0 < room < case.num_drafts:
-                if room not in drafters:
-                    drafters[room] = subject.drafter(target, reading, room + 1)
-                text = (*prompt.prompt, *one.tokens)[: step.anchor_at]
-                alone = replace(prompt, prompt=text, max_new_tokens=room + 2, stop_ids=frozenset())
-                step = decode_prompts(target, drafters[room], [alone])[0].rounds[0]
-            rounds.append(step)
+        rounds = [step for step in one.rounds if room_of(case, prompt, step) == case.num_drafts]
+        at = one.rounds[len(rounds)].anchor_at if len(rounds) < len(one.rounds) else None
+        # What a narrow block accepts decides where the next one begins.
+        while at is not None and at < len(prompt.prompt) + len(one.tokens) - 1:
+            room = room_of(case, prompt, CaseRound(at, (), 0))
+            if room not in drafters:
+                drafters[room] = subject.drafter(target, reading, room + 1)
+            text = (*prompt.prompt, *one.tokens)[:at]
+            alone = replace(prompt, prompt=text, max_new_tokens=room + 2, stop_ids=frozenset())
+            rounds.append(decode_prompts(target, drafters[room], [alone])[0].rounds[0])
+            at += rounds[-1].accepted + 1
         narrowed.append(replace(one, rounds=tuple(rounds)))
     return narrowed
 

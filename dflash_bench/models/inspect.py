@@ -78,11 +78,6 @@ def inspect(reference: str, target: str | None = None) -> Inspection:
     return _of_draft(folder, home, shape, target)
 
 
-def kind_of(config: object) -> str | None:
-    """Return the kind of a draft of the DFlash family, as its publisher calls it; None for other drafts."""
-    return config.kind if isinstance(config, DFlashConfig) else None
-
-
 def _of_draft(folder: Path, home: Path | None, shape: TargetShape | None, target: str | None) -> Inspection:
     form, checkpoint = formats.read_checkpoint(folder, shape, headers_only=True)
     config = checkpoint.config
@@ -92,7 +87,7 @@ def _of_draft(folder: Path, home: Path | None, shape: TargetShape | None, target
     return Inspection(
         format=form.name,
         method=form.kind,
-        kind=kind_of(config),
+        kind=loading.kind_of(config),
         used_by=tuple(users_of(form.kind)),
         block_size=dflash.block_size if dflash else None,
         num_drafts=num_drafts,

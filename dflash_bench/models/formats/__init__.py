@@ -110,7 +110,7 @@ def _detected(folder: Path, config: Json, architectures: Iterable[str], names: I
             return ARCHITECTURES[name]
     if "dflash_config" in config:
         if config["dflash_config"] and isinstance(config["dflash_config"], Mapping):
-            known.refuse_architectures(folder, architectures)
+            known.refuse_architectures(folder, list(architectures))
         return zlab.DFLASH
     if "draft_vocab_size" in config or any(name == "d2t" or name.startswith("midlayer.") for name in names):
         return safeailab.EAGLE3
