@@ -200,6 +200,8 @@ _OWN: dict[str, MethodSpec] = {
                 Option("top_k", "candidate tokens at each position of the block; by default as many as nodes", None,
                        1, 255, "tokens"),
                 _BLOCK, _SHIFT,
+                Option("tree", "best: the likeliest nodes; expanded: in turn all top_k children, by default 7, of the "
+                       "likeliest node that has none, as JetSpec does", "best", words=("best", "expanded"), kind=str),
             ),
             count="nodes",
         ),

@@ -194,7 +194,7 @@ def _about_blocks(side: ReferenceSide, draft: DFlashDraft) -> Iterator[Hypothesi
     target, config, count = side.backend.target, draft.config, side.num_drafts
     block = config.block_for(count)
 
-    def first_of(network: DFlashDraft, wide: int) -> Drafter:
+    def first_of(network: Any, wide: int) -> Drafter:
         return FirstOf(network, target.embedding, target.head, wide, num_drafts=count)
 
     options = (draft, target.embedding, target.head, block)
@@ -203,13 +203,17 @@ def _about_blocks(side: ReferenceSide, draft: DFlashDraft) -> Iterator[Hypothesi
     if config.num_layers > 1:
         effect = "it norms the draft's context keys of all layers with the weights of the first"
         yield _hypothesis(side, "the first layer's norm for all", effect, partial(OneNorm, *options))
-    moved = change_draft(draft, shifted_labels=not config.shifted_labels)
-    assert isinstance(moved, DFlashDraft)
-    # As many tokens as it drafts: the block is one wider where a slot is left out.
-    enough = block if moved.config.num_drafts(block) >= count else block + 1
-    effect = f"it takes a slot of the block for the token {'at' if config.shifted_labels else 'after'} its place"
-    yield _hypothesis(side, "labels moved by one", effect, partial(first_of, moved, enough))
-    for wide in sorted({block + 1, config.block_size}):
+    if config.correction is not None:
+        effect = f"it drafts the block's own tokens, and leaves out the head of a {config.kind} draft"
+        yield _hypothesis(side, "no head", effect, partial(first_of, change_draft(draft, correction=None), block))
+    if not config.has_fixed_slots:
+        moved = change_draft(draft, shifted_labels=not config.shifted_labels)
+        assert isinstance(moved, DFlashDraft)
+        # As many tokens as it drafts: the block is one wider where a slot is left out.
+        enough = block if moved.config.num_drafts(block) >= count else block + 1
+        effect = f"it takes a slot of the block for the token {'at' if config.shifted_labels else 'after'} its place"
+        yield _hypothesis(side, "labels moved by one", effect, partial(first_of, moved, enough))
+    for wide in sorted({config.block_size} if config.has_fixed_slots else {block + 1, config.block_size}):
         if wide > block:
             effect = f"it drafts {count} tokens as the first of a block of {wide}, where our engine's block is {block}"
             yield _hypothesis(side, f"a block of {wide}", effect, partial(first_of, draft, wide))

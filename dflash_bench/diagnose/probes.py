@@ -206,7 +206,7 @@ def _list(numbers: tuple[int, ...]) -> str:
 
 def _labels(subject: DraftUnderTest) -> Iterator[Probe]:
     draft = subject.draft
-    if not isinstance(draft, DFlashDraft):
+    if not isinstance(draft, DFlashDraft) or draft.config.has_fixed_slots:
         return
     shifted = draft.config.shifted_labels
     means = ("the token at its own place", "the token after it")

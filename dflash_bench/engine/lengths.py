@@ -18,7 +18,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.masks import PassMask, causal_mask
-from dflash_bench.models.nets.bodies import BlockView
 
 try:
     from torch.nn.attention.varlen import varlen_attn as _varlen_attn
@@ -104,13 +103,6 @@ def pass_lengths(mask: PassMask) -> Mapping[str, Lengths]:
         kind: lengths if window is None else replace(lengths, window=(window - 1, lengths.window[1]))
         for kind, window in mask.windows.items()
     }
-
-
-def block_lengths(cache: KVCache, view: BlockView) -> Lengths:
-    """Return what the slots of a block just placed see in layers with this view, whose window is not the anchor's."""
-    lengths = placed_lengths(cache, view.window, whole_block=True)
-    after = NONE if view.is_causal else ALL if view.window is None else view.window - 1
-    return replace(lengths, window=(lengths.window[0], after))
 
 
 Seen = Tensor | Lengths | None

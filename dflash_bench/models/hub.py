@@ -57,8 +57,8 @@ def require_files(folder: Path) -> None:
 # Getting files on this disk for a folder or a hub id, with a revision that identifies them.
 
 
-FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken")
-"""Configuration, weights without code in them, and tokenizers."""
+FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken", "mask_embedding.pt")
+"""Configuration, weights without code in them (of the last, torch reads nothing but tensors), and tokenizers."""
 PICKLES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json", "medusa_lm_head.pt")
 ANSWER_WITHIN_S = 4.0
 """If the hub does not answer within this time, we take it as unreachable; a download may take as long as it needs."""

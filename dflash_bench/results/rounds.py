@@ -246,12 +246,13 @@ class RoundTable:
         return cls(values, starts, places, owners[starts], np.zeros(len(starts), dtype=bool), bins[starts])
 
     def sums(self) -> dict[str, Any]:
-        drafted, accepted = self.values["drafted"], self.values["accepted"]
-        drafting = drafted > 0
+        drafted, verified, accepted = (self.values[name] for name in ("drafted", "verified", "accepted"))
+        # A draft that was cut before its first token says nothing about its tokens.
+        drafting = np.where(np.isnan(verified), drafted, verified) > 0
         sums = {
             "num_rounds": self._filled(np.diff(self.starts, append=len(accepted))),
             "num_drafted": self._sum(drafted),
-            "num_verified": self._sum(self.values["verified"]),
+            "num_verified": self._sum(verified),
             "num_accepted": self._sum(accepted),
             "num_emitted": self._sum(self.values["emitted"]),
             "num_drafting": self._sum(drafting),

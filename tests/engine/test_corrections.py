@@ -18,8 +18,10 @@ from toy import plain, run, tiny
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
-from dflash_bench.engine.drafters import ddtree, dflash
+from dflash_bench.engine.drafters import ddtree, dflash, dflash_ngram
 from dflash_bench.engine.drafters.dflash import AutoCutDFlashDrafter, AutoDFlashDrafter, CutDFlashDrafter, DFlashDrafter
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import HostClock, Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
@@ -71,12 +73,18 @@ def test_a_head_changes_what_is_drafted_and_never_what_is_said(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_row_is_drafted_as_it_would_be_alone(kind: str) -> None:
-    """Also where it takes the slot of an answer that has ended, and among rows that stand still."""
-    target = Target(tiny("qwen3"))
-    together = run(target, drafter_of(target, kind), PROMPTS, 20)
-    for row, prompt in enumerate(PROMPTS):
-        alone = run(target, drafter_of(target, kind), [prompt], 20)
-        assert [step.drafted_ids[row] for step in together.own(row)] == [step.drafted_ids[0] for step in alone.rounds]
+    """Also where it takes the slot of an answer that has ended, and beside rows that read their prompts."""
+    target, prompts = Target(tiny("qwen3")), [*PROMPTS, [7, 8, 9], [11] * 20]
+    stop_ids = frozenset({plain(target, prompts[:1], 20)[0][4]})
+    limits = Limits(20, stop_ids)
+    drafted: dict[int, list[list[int]]] = defaultdict(list)
+    for step in decode(target, drafter_of(target, kind), prompts, limits, Sampling(), HostClock(), num_rows=2):
+        for row, request in enumerate(step.requests):
+            if step.emitted[row] is not None and step.drafted[row]:
+                drafted[request].append(step.drafted_ids[row])
+    for request, prompt in enumerate(prompts):
+        alone = run(target, drafter_of(target, kind), [prompt], 20, stop_ids=stop_ids)
+        assert drafted[request] == [step.drafted_ids[0] for step in alone.rounds]
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -251,6 +259,13 @@ def test_auto_stops_verifying_where_the_target_reads_slowly_and_the_draft_is_uns
     assert out.tokens == plain(target, PROMPTS[1:2], 40)
     # Rounds of 8 and 3 tokens are measured first, and then it goes down.
     assert [step.verified for step in out.rounds[24:34]] == [[0]] * 10
+
+
+def test_a_head_drafts_beside_prompt_lookup() -> None:
+    target = Target(tiny("llama"))
+    models = Models(None, None, {"dflash": draft_of("selector")}, {})
+    drafter = dflash_ngram.build(models, target, methods.parse("dflash+ngram:match=2"))
+    assert run(target, drafter, PROMPTS, 24).tokens == plain(target, PROMPTS, 24)
 
 
 def test_the_whole_block_is_drafted_where_auto_shortens_it() -> None:

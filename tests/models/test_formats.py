@@ -511,7 +511,7 @@ def test_a_value_of_the_wrong_type_is_refused(change: dict[str, Any], saved: Pat
     ("inner", "message"),
     [
         ({"projector_type": "eagle"}, "projector_type = 'eagle'"),
-        ({"attention_sink_bias": True}, "attention_sink_bias = True"),
+        ({"attention_mode": "mla"}, "attention_mode = 'mla'"),
     ],
 )
 def test_variants_of_dflash_that_would_draft_badly_are_refused(
@@ -600,7 +600,31 @@ def test_a_mask_with_an_embedding_of_its_own_is_read(saved_dflash: Path) -> None
     assert plain.embed_block(block, lambda ids: rows[ids])[0, :, 0].tolist() == [1.0, float(mask)]
 
 
-@pytest.mark.parametrize(("stored", "told"), [([1.0], "holds a list"), (torch.ones(3), "mask_embedding is")])
+@pytest.mark.parametrize("named", [{}, {"mask_token_id": 59}])
+def test_a_mask_embedding_may_be_in_a_dictionary_that_names_its_token(
+    named: dict[str, int], saved_dflash: Path
+) -> None:
+    torch.save({**named, "embedding": torch.ones(1, 16)}, saved_dflash / "mask_embedding.pt")
+    own = load(saved_dflash)
+    assert own.config.body.own_mask and own.state_dict()["mask_embedding"].tolist() == [1.0] * 16
+
+
+def test_the_masks_own_embedding_is_scaled_as_the_others_are(saved_dflash: Path) -> None:
+    edit(saved_dflash, lambda config: config["dflash_config"].update(input_embedding_scale=4.0))
+    torch.save(torch.ones(16), saved_dflash / "mask_embedding.pt")
+    embedded = load(saved_dflash).embed_block(torch.tensor([[1, 59]]), lambda ids: torch.full((*ids.shape, 16), 2.0))
+    assert embedded[0, :, 0].tolist() == [8.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("stored", "told"),
+    [
+        ([1.0], "holds a list"),
+        (torch.ones(3), "mask_embedding is"),
+        ({"mask_token_id": 7, "embedding": torch.ones(16)}, "is for token 7, but the draft's mask is 59"),
+        ({"mask_token_id": 59}, "holds a dict"),
+    ],
+)
 def test_a_mask_embedding_that_is_none_is_named(stored: Any, told: str, saved_dflash: Path) -> None:
     torch.save(stored, saved_dflash / "mask_embedding.pt")
     with pytest.raises(UserError, match=told):

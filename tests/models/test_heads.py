@@ -22,8 +22,8 @@ from dflash_bench.models.inspect import inspect
 from dflash_bench.models.presets import NANO
 
 CASES = Path(dflash_bench.__file__).parent / "conformance"
-TARGET = TargetShape(48, 320, 4)
 KINDS = {
+    "zlab-dflash2": ("zlab", "DFlash 2", 7),
     "deepspec-dspark-rnn-cut": ("deepspec", "DSpark", 6),
     "deepspec-dspark-vanilla": ("deepspec", "DSpark", 7),
     "specforge-dspark-gated": ("specforge", "DSpark", 7),
@@ -60,13 +60,20 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) ->
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
+def target_of(folder: Path) -> TargetShape:
+    """The shape of the target that a draft was made for."""
+    config = json.loads((folder / "config.json").read_text())
+    body = config.get("transformer_layer_config", config)
+    return TargetShape(body["hidden_size"], body["vocab_size"], 4)
+
+
 def load(folder: Path) -> Any:
-    return load_draft(folder, TARGET, torch.float32, "cpu")
+    return load_draft(folder, target_of(folder), torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_kind_and_the_number_of_drafts_are_read_from_the_file(name: str) -> None:
-    form, checkpoint = read_checkpoint(CASES / name / "draft", TARGET)
+    form, checkpoint = read_checkpoint(CASES / name / "draft", target_of(CASES / name / "draft"))
     config: Any = checkpoint.config
     assert (form.name, config.kind, config.num_drafts(config.block_size)) == KINDS[name]
     shown = inspect(str(CASES / name / "draft"))
@@ -77,7 +84,7 @@ def test_the_kind_and_the_number_of_drafts_are_read_from_the_file(name: str) -> 
 def test_a_draft_is_written_as_it_was_read(name: str, tmp_path: Path) -> None:
     draft = load(CASES / name / "draft")
     save_draft(draft, tmp_path / "again")
-    form, checkpoint = read_checkpoint(tmp_path / "again", TARGET)
+    form, checkpoint = read_checkpoint(tmp_path / "again", target_of(CASES / name / "draft"))
     assert form.name == KINDS[name][0] and checkpoint.config == draft.config
     again = load(tmp_path / "again").state_dict()
     assert again.keys() == draft.state_dict().keys()
@@ -91,8 +98,8 @@ def test_dspark_changes_its_format_and_stays_what_it_is(name: str, to: str, tmp_
     target = CASES / json.loads((CASES / name / "golden.json").read_text())["target"].removeprefix("../")
     notes = convert(str(CASES / name / "draft"), tmp_path / "out", to, str(target))
     assert not any("correction" in note or "shifted" in note for note in notes)
-    form, checkpoint = read_checkpoint(tmp_path / "out", TARGET)
-    was = read_checkpoint(CASES / name / "draft", TARGET)[1].config
+    form, checkpoint = read_checkpoint(tmp_path / "out", None)
+    was = read_checkpoint(CASES / name / "draft", target_of(CASES / name / "draft"))[1].config
     assert form.name == to and checkpoint.config.correction == was.correction  # type: ignore[union-attr]
 
 
@@ -113,7 +120,7 @@ def test_a_format_that_has_no_place_for_a_head_says_so(name: str, to: str, messa
 
 
 def test_llamacpp_is_given_no_draft_whose_head_it_would_leave_out() -> None:
-    _, checkpoint = read_checkpoint(CASES / "nvidia-lilicorr" / "draft", TARGET)
+    _, checkpoint = read_checkpoint(CASES / "nvidia-lilicorr" / "draft", None)
     with pytest.raises(UserError, match=r"llama\.cpp cannot run a draft with the head of a LiLiCorr draft"):
         gguf_writer.describe(checkpoint, 4)
 
@@ -166,7 +173,7 @@ def test_what_a_config_does_not_say_of_a_confidence_head_its_tensors_do(draft_of
 def test_a_lilicorr_head_without_a_width_is_as_wide_as_its_body(draft_of: Callable[[str], Path]) -> None:
     folder = draft_of("nvidia-lilicorr")
     edit(folder, lilicorr_hidden_size=0, lilicorr_enabled=True)
-    config = read_checkpoint(folder, TARGET)[1].config
+    config = read_checkpoint(folder, None)[1].config
     assert config.correction.lilicorr_hidden_size == 48  # type: ignore[union-attr]
 
 
@@ -219,6 +226,9 @@ def test_a_lilicorr_head_without_a_width_is_as_wide_as_its_body(draft_of: Callab
         ),
         ("speculators-xpress", {"xpress_mlp_ratio": 1.5}, "xpress_mlp_ratio cannot be 1.5"),
         ("speculators-xpress", {"num_jacobi_passes": 0}, "num_jacobi_passes cannot be 0"),
+        ("zlab-dflash2", {"selector_rank": 8}, r"candidate_selector\.hidden_projection\.weight is \[16, 64\]"),
+        ("zlab-dflash2", {"selector_top_k": 0}, "selector_top_k cannot be 0"),
+        ("zlab-dflash2", {"vocab_size": 256}, r"candidate_selector\.predecessor_codebook is \[512, 16\]"),
         ("nvidia-lilicorr", {"lilicorr_logit_scale": ...}, "lacks 'lilicorr_logit_scale'"),
         ("nvidia-lilicorr", {"lilicorr_vector_eps": ...}, "lacks 'lilicorr_vector_eps'"),
         ("nvidia-lilicorr", {"lilicorr_candidate_topk": 8}, r"lilicorr\.rank_embedding is \[1, 1, 1, 4, 32\]"),

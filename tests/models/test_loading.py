@@ -339,9 +339,9 @@ def test_drafts_are_checked_before_the_target_is_fetched(model: Path, monkeypatc
     fetch = loading.hub.fetch
     monkeypatch.setattr(loading.hub, "fetch", lambda ref, **how: fetched.append(Path(ref).name) or fetch(ref, **how))
     for change, message in (
-        ({"layer_types": ["sliding_attention"]}, "sliding-window layers"),
+        ({"layer_types": ["chunked_attention"]}, "layers of 'chunked_attention'"),
         ({"intermediate_size": 40}, "config.json says"),
-        ({"architectures": ["DFlash2DraftModel"]}, "is DFlash 2"),
+        ({"architectures": ["DFlash2DraftModel"]}, "says DFlash2DraftModel, but has no selector_rank"),
     ):
         (model / "dflash" / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(UserError, match=message):

@@ -33,7 +33,7 @@ def edit(folder: Path, inner: str | None, changes: dict[str, Any]) -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "attention_sink_bias": True, "attention_value_scale": 0.5, "attention_mode": "mla", "embedding_multiplier": 12.0,
+    "attention_mode": "mla", "embedding_multiplier": 12.0,
     "projector_type": "eagle", "shift_label": True, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 0,
     "markov_head_type ": "gated", "lilicorr_num_layers": 2, "an_unknown_key": None,
 }  # fmt: skip
@@ -57,7 +57,8 @@ def test_the_same_keys_are_refused_beside_it(key: str, model: Path) -> None:
 
 READ: dict[str, Any] = {
     "causal_head": True, "causal": True, "is_causal": True, "use_swa": True, "swa_window_size": 7,
-    "input_embedding_scale": 64, "output_multiplier": 0.2, "final_logit_softcapping": 30.0,
+    "input_embedding_scale": 64, "output_multiplier": 0.2, "final_logit_softcapping": 30.0, "attention_sink_bias": True,
+    "attention_value_scale": 0.5, "rope_is_neox_style": False,
 }  # fmt: skip
 
 
@@ -78,6 +79,11 @@ UNSOUND: dict[str, dict[str, Any]] = {
     "lacks 'swa_window_size'": {"use_swa": True},
     "is_causal cannot be 'yes'": {"is_causal": "yes"},
     "embedding_scale cannot be -1": {"input_embedding_scale": -1},
+    "value_scale cannot be 0": {"attention_value_scale": 0},
+    "has_sinks cannot be 1": {"attention_sink_bias": 1},
+    "turns_neighbours cannot be 'gptj'": {"rope_is_neox_style": "gptj"},
+    "num_layers cannot be 1000000000000": {"num_hidden_layers": 10**12, "layer_types": None},
+    "a window of 99999 is more than its context of": {"use_swa": True, "swa_window_size": 99999},
     "logit_softcap cannot be 'x'": {"final_logit_softcapping": "x"},
     "layer_types names 3 layers": {"layer_types": ["full_attention"] * 3},
     "layers of 'chunked_attention'": {"layer_types": ["chunked_attention"]},
@@ -159,9 +165,9 @@ def test_what_stands_beside_it_decides_on_causality(model: Path) -> None:
 
 
 def test_an_inner_key_does_not_take_back_what_stands_beside_it(model: Path) -> None:
-    edit(model / "dflash", None, {"attention_value_scale": 0.5})
-    edit(model / "dflash", "dflash_config", {"attention_value_scale": 1})
-    with pytest.raises(UserError, match=r"attention_value_scale = 0\.5"):
+    edit(model / "dflash", None, {"embedding_multiplier": 0.5})
+    edit(model / "dflash", "dflash_config", {"embedding_multiplier": 1})
+    with pytest.raises(UserError, match=r"embedding_multiplier = 0\.5"):
         read(model / "dflash")
 
 

@@ -77,11 +77,6 @@ DAMAGES: dict[str, tuple[str, Change, str]] = {
     "a factor that is text": ("dflash", scaled(factor="4"), "factor of its rotary scaling cannot be '4'"),
     "a speed that is text": ("dflash", scaled(beta_fast="x"), "beta_fast of its rotary scaling cannot be 'x'"),
     "a factor of nothing": ("dflash", scaled(factor=0), r"rotary scaling .* gives no valid angles"),
-    "sliding by the older keys": (
-        "dflash",
-        config(layer_types=None, use_sliding_window=True, sliding_window=64, max_window_layers=0),
-        "sliding-window layers is not supported",
-    ),
     "a type for too few layers": (
         "dflash", config(layer_types=["full_attention"] * 2), "layer_types names 2 layers, num_hidden_layers 1",
     ),
@@ -110,6 +105,9 @@ def test_damage_is_refused_in_one_line_whoever_reads_it(what: str, changed: Call
 
 
 HARMLESS: dict[str, Change] = {
+    "a window by the older keys": config(
+        layer_types=None, use_sliding_window=True, sliding_window=64, max_window_layers=0
+    ),
     "no share of rotary positions": config(partial_rotary_factor=None),
     "a window that nothing uses": config(layer_types=None, use_sliding_window=True, sliding_window=64),
     "a window that is off": config(layer_types=None, use_sliding_window=False, sliding_window=64, max_window_layers=0),

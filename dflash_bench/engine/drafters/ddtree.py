@@ -3,6 +3,9 @@
 The slots of a block are predicted independently, so a node at depth d is a choice of tokens for the first d slots, and
 its score is the sum of their log-probabilities. The paper pops the best nodes from a heap; here they are sorted level
 by level on the device, which gives the same nodes in the same order, as no node scores above its parent.
+
+JetSpec's own tree (arXiv 2606.18394) is another one: in turn it expands the likeliest node that is not expanded yet,
+and takes in all of its `top_k` children.
 """
 
 from __future__ import annotations
@@ -33,11 +36,26 @@ def build(models: Models, target: Target, method: Method) -> DDTreeDrafter:
             "is no tree; use dflash"
         )
     top_k, block_size = (None if method.option(name) is None else method.number(name) for name in ("top_k", "block"))
+    if method.option("tree") == "expanded":
+        return _expanded(draft, target, method, block_size)
     if method.option("nodes") == "auto":
         return AutoDDTreeDrafter(draft, target.embedding, target.head, MOST_NODES, top_k, block_size)
     nodes = method.number("nodes")
     drafter = DDTreeDrafter(draft, target.embedding, target.head, nodes, top_k, block_size)
-    if "nodes" in method.options and drafter.num_drafts < nodes:
+    return _of_its_size(drafter, method)
+
+
+def _expanded(draft: DFlashDraft, target: Target, method: Method, block_size: int | None) -> DDTreeDrafter:
+    """Raises UserError as `build` does."""
+    if method.option("nodes") == "auto":
+        raise UserError(f"method '{method.label}': nodes=auto needs the likeliest nodes first; leave tree=expanded out")
+    top_k = TOP_K if method.option("top_k") is None else method.number("top_k")
+    drafter = ExpandedTreeDrafter(draft, target.embedding, target.head, method.number("nodes"), top_k, block_size)
+    return _of_its_size(drafter, method)
+
+
+def _of_its_size(drafter: DDTreeDrafter, method: Method) -> DDTreeDrafter:
+    if "nodes" in method.options and drafter.num_drafts < method.number("nodes"):
         raise UserError(
             f"method '{method.label}': with top_k {drafter.top_k} and block {drafter.block_size} the tree has at most "
             f"{drafter.num_drafts} nodes; give fewer nodes, or a greater top_k or block"
@@ -75,6 +93,15 @@ class DDTreeDrafter(DFlashDrafter):
         return nodes, self.draft.target_ids(tokens)
 
 
+class ExpandedTreeDrafter(DDTreeDrafter):
+    """JetSpec's tree; `top_k` is its width, and its budget is one more than `nodes`, as it counts the anchor."""
+
+    def whole_tree(self) -> tuple[Nodes, Tensor]:
+        best, ids = self.block_logits().float().log_softmax(dim=-1).topk(self.top_k)
+        nodes = expanded_nodes(best, self.num_drafts)
+        return nodes, self.draft.target_ids(ids.flatten(1).gather(1, nodes.choices))
+
+
 class AutoDDTreeDrafter(AdaptiveDrafter, DDTreeDrafter):
     """CaDDTree (arXiv 2606.01813): of the best `nodes`, submits as many, best first, as pay (`engine/adaptive.py`)."""
 
@@ -86,6 +113,12 @@ class AutoDDTreeDrafter(AdaptiveDrafter, DDTreeDrafter):
         # Few nodes often form a chain. Only on a CPU can this be checked at no cost.
         is_chain = self.top_k == 1 or (not self.adaptive.lags and bool((parents == self.chain[:width]).all()))
         return Draft(tokens, None if is_chain else parents)
+
+
+TOP_K = 7
+"""Children of a node that JetSpec's tree takes in where nothing else is said."""
+LEAST = -1e30
+"""A log-probability below any other: a broken one must not stop a tree from growing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +179,32 @@ def best_tree(logits: Tensor, top_k: int, levels: Levels) -> tuple[Nodes, Tensor
     # The order relies on no node scoring above its parent, whether by rounding or by a broken weight.
     nodes = best_nodes(log_q.clamp_(max=0).nan_to_num_(nan=-torch.inf), levels)
     return nodes, ids.flatten(1).gather(1, nodes.choices)
+
+
+def expanded_nodes(log_q: Tensor, num_nodes: int) -> Nodes:
+    """Return the nodes in the order in which they are taken in, given log_q [B, L, K] of each slot's K best tokens.
+
+    There must be so many nodes: at most K + K^2 + ... + K^L.
+    """
+    log_q = log_q.nan_to_num(nan=LEAST).clamp(LEAST, 0)
+    num_rows, num_slots, width = log_q.shape
+    scores = log_q[:, 0, :num_nodes]
+    ranks = torch.arange(width, device=log_q.device).expand(num_rows, -1)
+    choices, parents = ranks[:, :num_nodes], torch.full_like(ranks[:, :num_nodes], -1)
+    depths, is_open = torch.ones_like(choices), torch.ones_like(choices, dtype=torch.bool)
+    while (count := scores.shape[1]) < num_nodes:
+        may_grow = is_open & (depths < num_slots)
+        chosen = scores.masked_fill(~may_grow, -torch.inf).argmax(dim=1, keepdim=True)
+        is_open = is_open.scatter(1, chosen, False)
+        depth = depths.gather(1, chosen)
+        new = min(width, num_nodes - count)
+        children = log_q.gather(1, depth[..., None].expand(-1, -1, width))[:, 0, :new] + scores.gather(1, chosen)
+        scores = torch.cat([scores, children], dim=1)
+        choices = torch.cat([choices, depth * width + ranks[:, :new]], dim=1)
+        parents = torch.cat([parents, chosen.expand(-1, new)], dim=1)
+        depths = torch.cat([depths, (depth + 1).expand(-1, new)], dim=1)
+        is_open = torch.cat([is_open, torch.ones_like(is_open[:, :new])], dim=1)
+    return Nodes(choices, parents, scores)
 
 
 def best_nodes(log_q: Tensor, levels: Levels) -> Nodes:

@@ -26,11 +26,12 @@ from dflash_bench.engine.drafters.corrections import BlockCorrector
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native import Product
 from dflash_bench.engine.forward.native_drafts import DFlashNetwork, NativeDFlash
-from dflash_bench.engine.lengths import Seen, block_lengths
+from dflash_bench.engine.lengths import Seen, placed_lengths
 from dflash_bench.engine.masks import block_mask
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
+from dflash_bench.models.nets.bodies import WHOLE
 from dflash_bench.models.nets.corrections.base import Corrected
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.weights import lay_out
@@ -97,7 +98,7 @@ def block_size(draft: DFlashDraft, method: Method) -> int:
         size = config.block_for(method.number("n"))
     else:
         size = config.block_size if method.option("block") is None else method.number("block")
-    if config.correction is not None and config.correction.is_of_slots and size > config.block_size:
+    if config.has_fixed_slots and size > config.block_size:
         most = config.num_drafts(config.block_size)
         raise UserError(f"method '{method.label}': the head of this {config.kind} draft drafts at most {most} tokens")
     return size
@@ -148,7 +149,8 @@ class DFlashDrafter(CachedDrafter):
         self.columns = torch.arange(capacity, device=self.device)
         views = {view.name: view for view in map(self.config.body.view, range(self.config.num_layers))}
         self.views = views
-        self.by_lengths = self.by_lengths and not any(view.from_anchor for view in views.values())
+        # Without masks only what has been tried on this device is computed (`lengths.is_right`).
+        self.by_lengths = self.by_lengths and {*views.values()} == {WHOLE} and not self.config.body.has_sinks
         if self.corrector is not None:
             self.corrector.begin(num_rows)
 
@@ -228,7 +230,7 @@ class DFlashDrafter(CachedDrafter):
     def _seen(self) -> Mapping[str, Seen]:
         """Return what the slots of the block just placed see in each kind of layer, by the names of their views."""
         if self.by_lengths:
-            return {name: block_lengths(self.cache, view) for name, view in self.views.items()}
+            return dict.fromkeys(self.views, placed_lengths(self.cache, whole_block=True))
         return {name: block_mask(self.cache, self.columns, view) for name, view in self.views.items()}
 
 

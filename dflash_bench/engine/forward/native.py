@@ -148,6 +148,9 @@ class Attention:
     head_dim: int
     scale: float
     turn: Turn = turn
+    sinks: Tensor | None = None
+    """[heads], scores that join the sum of each head's softmax, and stand for no value."""
+    value_scale: float = 1.0
 
     def __call__(
         self, index: int, normed: Tensor, shape: torch.Size, tables: Tables, seen: Seen, cache: KVCache
@@ -162,13 +165,19 @@ class Attention:
         self.turn(mixed[:, :, : self.num_heads + self.num_kv], self.head_norm, tables)
         queries = mixed[:, :, : self.num_heads].view(rows, width, self.num_kv, -1, self.head_dim)
         pair = mixed[:, :, self.num_heads :].view(rows, width, 2, self.num_kv, self.head_dim)
+        if self.value_scale != 1:
+            pair[:, :, 1] *= self.value_scale
         keys, values = cache.write_pair(index, pair.permute(2, 0, 3, 1, 4))
         if isinstance(seen, Lengths):
             return seen.attend(mixed[:, :, : self.num_heads].flatten(0, 1), keys, values, self.scale).flatten(1)
         # [B, KV, G * N, D]: the heads of a group are rows of one problem.
         problem = queries.permute(0, 2, 3, 1, 4).reshape(rows, self.num_kv, -1, self.head_dim)
         keys, values = seen_by(seen, keys), seen_by(seen, values)
-        attended = scaled_dot_product_attention(problem, keys, values, seen, scale=self.scale)
+        if self.sinks is None:
+            attended = scaled_dot_product_attention(problem, keys, values, seen, scale=self.scale)
+        else:
+            sinks = self.sinks.view(self.num_kv, -1, 1).expand(-1, -1, width).reshape(self.num_kv, -1, 1)
+            attended = attend_beside(sinks, problem, keys, values, seen, self.scale)
         attended = attended.view(rows, self.num_kv, -1, width, self.head_dim).permute(0, 3, 1, 2, 4)
         return attended.reshape(rows * width, -1)
 
@@ -179,6 +188,20 @@ class Attention:
     def group(self) -> int:
         """How many query heads share a key head."""
         return self.num_heads // self.num_kv
+
+
+def attend_beside(
+    sinks: Tensor, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Return attention [B, KV, N, D] where sinks [KV, N, 1] join the sum of each query's softmax.
+
+    `queries` are [B, KV, N, D], keys and values [B, KV, M, D], a mask [B or 1, 1, N or 1, M] boolean or additive.
+    """
+    scores = (queries @ keys.mT).float() * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    beside = torch.cat([scores, sinks.float().expand(len(scores), -1, -1, -1)], dim=-1)
+    return beside.softmax(dim=-1)[..., :-1].to(values.dtype) @ values
 
 
 @dataclass(frozen=True, slots=True)

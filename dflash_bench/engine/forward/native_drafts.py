@@ -6,7 +6,7 @@ They give the same results as the networks they are made from (`models/nets`), u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -102,12 +102,12 @@ class NativeDFlash:
         self.is_joined = config.body.mixing is Mixing.JOINED and not config.body.own_context_weights
         if self.is_joined:
             self.fc, self.context_norm = linear_of(draft.fc), norm_of(draft.hidden_norm)
-        self.norm = norm_of(draft.norm)
+        self.norm, self.value_scale = norm_of(draft.norm), config.body.value_scale
         plain = [
-            layer_of(
+            with_sinks(layer_of(
                 layer, config.body.view(index).name, config.num_heads, config.num_kv_heads, "silu",
                 qkv=Linear(weight.t(), bias),
-            )
+            ), layer, self.value_scale)
             for index, (layer, weight, bias) in enumerate(zip(layers, weights, biases, strict=True))
         ]  # fmt: skip
         self.use(plain)
@@ -137,6 +137,8 @@ class NativeDFlash:
         both = torch.bmm(context, weight) if bias is None else torch.baddbmm(bias, context, weight)
         both = both.view(self.num_layers, rows, width, 2, -1, self.head_dim)
         turn(both[:, :, :, 0], self.key_norm, tables)
+        if self.value_scale != 1:
+            both[:, :, :, 1] *= self.value_scale
         return both.permute(0, 3, 1, 4, 2, 5)
 
     def forward(self, embedded: Tensor, tables: Tables, seen: Views, cache: KVCache) -> Tensor:
@@ -148,6 +150,13 @@ class NativeDFlash:
         for index, layer in enumerate(self.layers):
             x = layer(index, x, shape, tables, folded[layer.kind], cache)
         return self.norm(x).view(embedded.shape)
+
+
+def with_sinks(usual: Layer, module: Any, value_scale: float) -> Layer:
+    """Return a layer whose attention has the sinks of a draft's layer, and scales values."""
+    sinks = getattr(module.self_attn, "attention_sink_bias", None)
+    own = None if sinks is None else sinks.detach()
+    return replace(usual, attention=replace(usual.attention, sinks=own, value_scale=value_scale))
 
 
 def views_by_kind(seen: Views, kinds: Iterable[str]) -> Mapping[str, Seen]:

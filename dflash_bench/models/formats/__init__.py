@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,7 +100,7 @@ def detect(folder: Path, config: Json, names: Iterable[str]) -> Format:
     return form
 
 
-def _detected(folder: Path, config: Json, architectures: Iterable[str], names: Iterable[str]) -> Format:
+def _detected(folder: Path, config: Json, architectures: Sequence[str], names: Iterable[str]) -> Format:
     if "speculators_model_type" in config:
         return _speculators(folder, config)
     if (projector := projectors.projector_of(config)) is not None:
@@ -165,8 +165,11 @@ def load_draft(
         assert head is not None
         checkpoint = checkpoint.with_head(head)
     base.refuse_broken(str(folder), checkpoint.tensors)
-    draft = base.skeleton(checkpoint.config).to(dtype).to_empty(device=device)
-    draft.load_state_dict(dict(checkpoint.tensors))
+    config, tensors = checkpoint.config, checkpoint.tensors
+    if isinstance(config, DFlashConfig):
+        config, tensors = bodies.in_halves(config, tensors)
+    draft = base.skeleton(config).to(dtype).to_empty(device=device)
+    draft.load_state_dict(dict(tensors))
     return draft.eval()
 
 
@@ -198,7 +201,7 @@ def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool
     """Return a folder's format and description. Call `problems` to check that it is complete and fits."""
     config, path = read_config(folder), folder / "config.json"
     tensors = weights.read_tensors(folder, weights.only_maps if headers_only else weights.everything)
-    tensors |= _mask_embedding(folder)
+    tensors |= _mask_embedding(folder, config)
     base.check_map(str(folder), tensors)
     try:
         form = detect(folder, config, tensors)
@@ -218,8 +221,11 @@ def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool
     return form, replace(checkpoint, tensors=base.with_whole_map(checkpoint.config, checkpoint.tensors))
 
 
-def _mask_embedding(folder: Path) -> dict[str, Tensor]:
-    """Return the mask's own embedding [H] where a publisher keeps it in a file beside the draft."""
+def _mask_embedding(folder: Path, config: Json) -> dict[str, Tensor]:
+    """Return the mask's own embedding [H] where a publisher keeps it in a file beside the draft.
+
+    It is a tensor, or one in a dictionary, which may name the token that it is for.
+    """
     path = folder / MASK_FILE
     if not path.exists():
         return {}
@@ -227,6 +233,13 @@ def _mask_embedding(folder: Path) -> dict[str, Tensor]:
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise UserError(f"cannot read {path}: {first_line(error)}; copy the checkpoint again") from error
+    if isinstance(stored, dict):
+        inner = config.get("dflash_config")
+        mask = {**config, **(inner if isinstance(inner, dict) else {})}.get("mask_token_id")
+        if stored.get("mask_token_id", mask) != mask:
+            raise UserError(f"{path} is for token {stored['mask_token_id']!r}, but the draft's mask is {mask!r}")
+        tensors = [value for value in stored.values() if isinstance(value, Tensor)]
+        stored = tensors[0] if len(tensors) == 1 else stored
     if not isinstance(stored, Tensor):
         raise UserError(f"{path} holds a {type(stored).__name__}, and not the embedding of the mask")
     return {bodies.MASK: stored.detach().flatten()}

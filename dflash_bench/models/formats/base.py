@@ -120,7 +120,7 @@ def body(config: Json, what: str, head_dim: int | None = None, may_slide: bool =
     """Return the fields that both kinds of draft share. Raises KeyError for a missing key, UserError for a variant."""
     refuse(config, what, "quantization_config")
     if not may_slide:
-        _refuse_sliding(config, what)
+        refuse_sliding(config, what)
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"{what} with hidden_act = {config['hidden_act']!r} is not supported; only silu is")
     return {
@@ -136,7 +136,7 @@ def body(config: Json, what: str, head_dim: int | None = None, may_slide: bool =
     }
 
 
-def _refuse_sliding(config: Json, what: str) -> None:
+def refuse_sliding(config: Json, what: str) -> None:
     """Raises UserError for sliding layers of the draft itself; publishers also leave their target's list there."""
     types = config.get("layer_types")
     own = isinstance(types, list | tuple) and len(types) == config.get("num_hidden_layers")
@@ -280,12 +280,24 @@ def check_values(where: str, config: DraftConfig) -> None:
             f"{where}: {config.num_heads} heads of {config.head_dim} on {config.num_kv_heads} key-value heads "
             "do not add up"
         )
+    if isinstance(config, DFlashConfig):
+        _check_windows(where, config)
     if isinstance(config, DFlashConfig) and config.num_drafts(config.block_size) < 1:
         raise UserError(f"{where}: a block of {config.block_size} drafts nothing")
     if isinstance(config, Eagle3Config) and config.norm_before_fc and config.fc_norm:
         raise UserError(f"{where}: norm_before_fc and fc_norm cannot both be set")
     if config.rope_scaling is not None:
         _check_scaling(where, config)
+
+
+def _check_windows(where: str, config: DFlashConfig) -> None:
+    """Raises UserError for a window that no text can fill."""
+    for view in config.body.views:
+        if view.window is not None and view.window > config.max_positions:
+            raise UserError(
+                f"{where}: a window of {view.window} is more than its context of {config.max_positions} "
+                "(max_position_embeddings)"
+            )
 
 
 def _unsound(config: DraftConfig) -> Iterator[tuple[str, object]]:

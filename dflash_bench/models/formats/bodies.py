@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from dflash_bench.core.errors import UserError
-from dflash_bench.models.formats.base import Json, Tensors, rename_tensors
+from dflash_bench.models.formats.base import LARGEST, Json, Tensors, rename_tensors
 from dflash_bench.models.formats.variants import ABSENT
 from dflash_bench.models.nets.bodies import WHOLE, BlockView, DraftBody, Mixing
 from dflash_bench.models.nets.dflash import DFlashConfig
@@ -24,9 +27,14 @@ SCALES = {
 }  # fmt: skip
 """Fields of `DraftBody`, and their keys."""
 CONVOLUTION = ("conv_kernel_size", "conv_group_size")
-READ_INSIDE = (*CAUSAL, "use_swa", "swa_window_size", *SCALES.values(), *CONVOLUTION)
+SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias")
+VALUE_SCALE = "attention_value_scale"
+ORDER = ("rope_is_neox_style", "is_neox_style")
+"""False where rotary pairs are neighbouring rows."""
+IN_ATTENTION = (*SINKS, VALUE_SCALE, *ORDER)
+READ_INSIDE = (*CAUSAL, "use_swa", "swa_window_size", *SCALES.values(), *CONVOLUTION, *IN_ATTENTION)
 """Keys of `dflash_config` that are read here."""
-READ_BESIDE = ("is_causal", *SCALES.values(), *CONVOLUTION)
+READ_BESIDE = ("is_causal", *SCALES.values(), *CONVOLUTION, *IN_ATTENTION)
 """Keys beside it that are read here."""
 MASK = "mask_embedding"
 MIX, OTHER_MIX = "layer_fusion_weights", "fusion_weights"
@@ -39,14 +47,28 @@ def read(config: Json, tensors: Tensors) -> DraftBody:
     both = {**config, **inner}
     window = both.get("sliding_window") if both.get("use_sliding_window") else None
     if inner.get("use_swa"):
-        window = inner["swa_window_size"]
+        window = inner["swa_window_size"] if window is None else inner.get("swa_window_size", window)
     given = [config.get("is_causal"), *map(inner.get, CAUSAL)]
     causal = next((value for value in given if value is not None), None)
     views = []
     for kind in layer_types(both):
         slides = kind == SLIDING or bool(inner.get("use_swa"))
         views.append(BlockView(window if slides else None, kind == SLIDING if causal is None else causal))
-    return _body(both, tensors, views)
+    return replace(_body(both, tensors, views), **_attention(both))
+
+
+def _attention(both: Json) -> dict[str, Any]:
+    """Return the fields of what a layer's attention does otherwise; a key that is null or absent says nothing."""
+    sinks, orders = ([both[key] for key in keys if both.get(key) is not None] for keys in (SINKS, ORDER))
+    scale = both.get(VALUE_SCALE)
+    turned: object = False
+    if orders:
+        turned = not orders[0] if type(orders[0]) is bool else orders[0]
+    return {
+        "has_sinks": sinks[0] if sinks else False,
+        "value_scale": 1.0 if scale is None or scale is False else scale,
+        "turns_neighbours": turned,
+    }
 
 
 def read_speculators(config: Json, layers: Json, tensors: Tensors, non_causal: bool) -> DraftBody:
@@ -57,7 +79,8 @@ def read_speculators(config: Json, layers: Json, tensors: Tensors, non_causal: b
     given = config.get("sliding_window_non_causal")
     is_causal = not (non_causal if given is None else given)
     window = layers.get("sliding_window") if layers.get("use_sliding_window") else None
-    sliding = BlockView(window, is_causal, from_anchor=window is not None)
+    # Without a window its sliding layers are full ones.
+    sliding = WHOLE if window is None else BlockView(window, is_causal, from_anchor=True)
     views = [sliding if kind == SLIDING else WHOLE for kind in layer_types(layers)]
     return _body(config, tensors, views)
 
@@ -65,9 +88,12 @@ def read_speculators(config: Json, layers: Json, tensors: Tensors, non_causal: b
 def layer_types(config: Json) -> list[str]:
     """Return the kind of each layer. Raises UserError for an unknown kind, or a list of another length."""
     count, types = config["num_hidden_layers"], config.get("layer_types")
+    if type(count) is int and count > LARGEST["num_layers"]:
+        raise UserError(f"num_layers cannot be {count!r}")  # before a list of so many is made
     if types is None:
         first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else count
-        return [SLIDING if layer >= first else FULL for layer in range(count)]
+        # A damaged number is reported later, and must not take memory here.
+        return [SLIDING if layer >= first else FULL for layer in range(min(count, LARGEST["num_layers"]))]
     if len(types) != count:
         raise UserError(f"layer_types names {len(types)} layers, num_hidden_layers {count}")
     for kind in types:
@@ -119,7 +145,29 @@ def keys_of(body: DraftBody, num_layers: int) -> tuple[dict[str, Any], dict[str,
         beside["is_causal"] = causal.pop()
     inner = {key: getattr(body, field) for field, key in SCALES.items()}
     inner |= {key: getattr(body, key) for key in CONVOLUTION if body.conv_kernel_size is not None}
-    return beside, {key: value for key, value in inner.items() if value not in (None, 1.0)}
+    inner |= {SINKS[0]: body.has_sinks or None, VALUE_SCALE: body.value_scale}
+    beside |= {ORDER[0]: False} if body.turns_neighbours else {}
+    return beside, {key: value for key, value in inner.items() if (value is not None and value != 1.0) or value is True}
+
+
+def in_halves(config: DFlashConfig, tensors: Tensors) -> tuple[DFlashConfig, Tensors]:
+    """Return a draft whose rotary pairs are rows i and i + D / 2 of a head, as our network has them.
+
+    Rows of queries and keys, and of the norms of both, move together, so that scores stay the same.
+    """
+    if not config.body.turns_neighbours:
+        return config, tensors
+    size = config.head_dim
+    order = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])
+    moved = {
+        name: tensor.unflatten(0, (-1, size))[:, order].flatten(0, 1) if re.search(TURNED, name) else tensor
+        for name, tensor in tensors.items()
+    }
+    return replace(config, body=replace(config.body, turns_neighbours=False)), moved
+
+
+TURNED = r"\.self_attn\.([qk]_proj|k_proj_target|[qk]_norm)\.(weight|bias)$"
+"""Tensors whose first axis goes through the rows of heads that are turned."""
 
 
 KINDS: Mapping[str, tuple[str, ...]] = {

@@ -27,6 +27,9 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
 
 
 def _body(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+    # Its code reads none of the keys by which others vary what a body computes.
+    variants.refuse(config, zlab.WHAT, {key: variants.VARIANTS[key] for key in zlab.OF_BODIES})
+    base.refuse_sliding(config, zlab.WHAT)
     known.refuse_flat(config, zlab.WHAT, zlab.READ)
     return zlab.checkpoint(
         config,

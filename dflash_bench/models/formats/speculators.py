@@ -36,9 +36,14 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
         tensors = _refiner_names(tensors)
         return heads.with_head(_dflash(heads.without(config, XPressConfig), tensors, depth), heads.xpress(config))
     if kind == "dflash2":
+        config = {**SECOND_DEFAULTS, **config}
         rest = heads.without(config, SelectorConfig)
         return heads.with_head(_dflash(rest, tensors, depth, non_causal=True), heads.selector(_flat(config)))
     return _dflash(config, tensors, depth)
+
+
+SECOND_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+"""The library's values for DFlash 2 where a file leaves them out."""
 
 
 def _flat(config: Json) -> Json:

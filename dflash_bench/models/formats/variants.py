@@ -29,6 +29,9 @@ OF_BLOCKS: Variants = {
 """Variants of how a block sees itself; other drafts are causal anyway."""
 OF_LAYERS: Variants = {
     "attention_sink_bias": ("a learned value joins each softmax of attention", ABSENT),
+    "add_swa_attention_sink_bias": ("a learned value joins each softmax of attention", ABSENT),
+    "rope_is_neox_style": ("rotary pairs are neighbouring rows", (None, True)),
+    "is_neox_style": ("rotary pairs are neighbouring rows", (None, True)),
     "attention_value_scale": ("values of attention are scaled", (*ABSENT, 1)),
     "attention_mode": ("attention of another kind", (*ABSENT, "gqa", "mha")),
     "input_embedding_scale": ("the block's embeddings are scaled, as Gemma's are", (*ABSENT, 1)),

@@ -25,6 +25,7 @@ UNREAD_BESIDE: variants.Variants = {
     name: told for name, told in variants.VARIANTS.items() if name not in bodies.READ_BESIDE
 }  # fmt: skip
 """Keys that change what is computed, and are not read, in `dflash_config` and beside it."""
+OF_BODIES = tuple(name for name in variants.VARIANTS if name in bodies.READ_INSIDE)
 FORMULA = "round(1 + i * (n - 4) / (K - 1)) of K layers"
 UNKNOWN_DEPTH = 36
 """A stand-in depth, if only the number of tapped layers matters; `derived_taps` then says that they are unknown."""
@@ -103,6 +104,8 @@ SECOND = "DFlash2DraftModel"
 
 
 def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
+    if "dflare_config" in config:
+        config = {**config, "dflash_config": {**config["dflare_config"], **(config.get("dflash_config") or {})}}
     selector = _selector(config)
     config = config if selector is None else heads.without(config, SelectorConfig)
     inner = config.get("dflash_config") or {}

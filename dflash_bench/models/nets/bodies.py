@@ -62,7 +62,13 @@ class DraftBody:
     logit_softcap: float | None = None
     """c of c * tanh(logits / c), after the factor."""
     own_mask: bool = False
-    """The mask has an embedding of its own, which is not scaled."""
+    """The mask has an embedding of its own, in place of the target's row, which is scaled as that would be."""
+    has_sinks: bool = False
+    """Each head has a learned score that joins the sum of its softmax, and stands for no value (MiMo)."""
+    value_scale: float = 1.0
+    """Factor of attention's values."""
+    turns_neighbours: bool = False
+    """Rotary pairs are neighbouring rows, as in GPT-J; only in files, as weights are put in order when loaded."""
     conv_kernel_size: int | None = None
     """Taps of the convolutions around attention and feed-forward; None: there are none."""
     conv_group_size: int = 16
@@ -88,7 +94,9 @@ class DraftBody:
     @property
     def has_plain_layers(self) -> bool:
         """Return True if its layers are usual ones, whatever they see: then compiled kernels compute them."""
-        return self.conv_kernel_size is None and self.mixing is Mixing.JOINED and not self.own_context_weights
+        has_usual_attention = not self.has_sinks and self.value_scale == 1
+        is_usual = self.mixing is Mixing.JOINED and not self.own_context_weights
+        return self.conv_kernel_size is None and is_usual and has_usual_attention
 
     def view(self, layer: int) -> BlockView:
         return self.views[layer] if self.views else WHOLE
@@ -109,7 +117,10 @@ class DraftBody:
                 yield "sliding_window", view.window
             if type(view.is_causal) is not bool:
                 yield "is_causal", view.is_causal
-        for name in ("embedding_scale", "output_multiplier", "logit_softcap"):
+        for name in ("has_sinks", "turns_neighbours"):
+            if type(getattr(self, name)) is not bool:
+                yield name, getattr(self, name)
+        for name in ("embedding_scale", "output_multiplier", "logit_softcap", "value_scale"):
             value = getattr(self, name)
             if value is not None and not (type(value) in (int, float) and 0 < value < 1e30):
                 yield name, value

@@ -30,7 +30,7 @@ from dflash_bench.models.nets.layers import (
 )
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [B, heads, N, D], k [B, kv_heads, N, D], v like k) -> [B, heads, N, D]"""
+"""(layer, q [B, heads, N, D], k [B, kv_heads, N, D], v like k) -> [B, heads, N, D]; it adds the layer's sinks, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,11 @@ class DFlashConfig(DraftShape):
         return slice(first, first + self.num_drafts(block_size))
 
     @property
+    def has_fixed_slots(self) -> bool:
+        """Has it a head with weights of their own for each slot, which fit no larger block and no other labels?"""
+        return self.correction is not None and self.correction.is_of_slots
+
+    @property
     def head_sizes(self) -> HeadSizes:
         """Return the sizes that a correction head must fit."""
         return HeadSizes(
@@ -99,6 +104,9 @@ class DFlashLayer(DraftLayer):
             width = config.target_hidden_size or config.hidden_size
             attention.k_proj_target = nn.Linear(width, keys, bias=config.attention_bias)
             attention.v_proj_target = nn.Linear(width, keys, bias=config.attention_bias)
+        self.value_scale = body.value_scale
+        if body.has_sinks:
+            attention.attention_sink_bias = nn.Parameter(torch.zeros(config.num_heads))
         self.is_filtered = body.conv_kernel_size is not None
         if body.conv_kernel_size is not None:
             for name in ("attention_conv", "mlp_conv"):
@@ -109,17 +117,24 @@ class DFlashLayer(DraftLayer):
         """Return keys and values [B, kv_heads, N, D] of this layer's context [B, N, H]."""
         attention: Any = self.self_attn
         if not hasattr(attention, "k_proj_target"):
-            return self.self_attn.key_value(features, tables)
+            return self._key_value(features, tables)
         heads = split_heads(attention.k_proj_target(features), attention.head_dim)
         key = rotate(attention.k_norm(heads), tables)
-        return key, split_heads(attention.v_proj_target(features), attention.head_dim)
+        return key, self._scaled(split_heads(attention.v_proj_target(features), attention.head_dim))
+
+    def _key_value(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+        key, value = self.self_attn.key_value(x, tables)
+        return key, self._scaled(value)
+
+    def _scaled(self, value: Tensor) -> Tensor:
+        return value if self.value_scale == 1 else value * self.value_scale
 
     def forward(self, index: int, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
         """Return the residual stream [B, N, H] after this layer, given the stream x [B, N, H]."""
         if self.is_filtered:
             return self._filtered(index, x, tables, attend)
         normed = self.input_layernorm(x)
-        key, value = self.self_attn.key_value(normed, tables)
+        key, value = self._key_value(normed, tables)
         mixed = attend(index, self.self_attn.query(normed, tables), key, value)
         return self.add_outputs(x, mixed)
 
@@ -128,7 +143,7 @@ class DFlashLayer(DraftLayer):
         normed = self.input_layernorm(x)
         before, after = convolutions[0].coefficients(normed)
         read = filtered(normed, before)
-        mixed = attend(index, self.self_attn.query(read, tables), *self.self_attn.key_value(read, tables))
+        mixed = attend(index, self.self_attn.query(read, tables), *self._key_value(read, tables))
         x = x + filtered(self.self_attn.o_proj(merge_heads(mixed)), after)
         normed = self.post_attention_layernorm(x)
         before, after = convolutions[1].coefficients(normed)
@@ -195,12 +210,10 @@ class DFlashDraft(DraftNetwork):
         """Return what the layers read [B, N, H] of a block of token ids [B, N]; `embed` looks up raw embedding rows."""
         body = self.config.body
         embedded = embed(block)
-        if body.embedding_scale != 1:
-            embedded = embedded * body.embedding_scale
         if body.own_mask:
             is_mask = (block == self.config.mask_token_id)[..., None]
             embedded = torch.where(is_mask, self.mask_embedding.to(embedded.dtype), embedded)
-        return embedded
+        return embedded if body.embedding_scale == 1 else embedded * body.embedding_scale
 
     def forward(self, embedded: Tensor, tables: Tables, attend: Attend) -> Tensor:
         """Return normed hidden states [B, N, H] for the head, given embeddings [B, N, H] of [anchor, mask, ...]."""

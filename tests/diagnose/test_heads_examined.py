@@ -1,0 +1,44 @@
+"""Drafts with a head are examined like others: each change of one decodes, and leaving the head out is a cause."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from heads import HEADS, draft_of
+from test_drafters import PROMPTS
+from toy import plain, run, tiny
+
+from dflash_bench.diagnose.causes import _about_blocks
+from dflash_bench.diagnose.probes import DraftUnderTest, _labels, _positions
+from dflash_bench.engine.target import Target
+
+
+def causes(kind: str, target: Target, num_drafts: int) -> dict[str, Any]:
+    side: Any = SimpleNamespace(backend=SimpleNamespace(target=target), num_drafts=num_drafts, prompts=PROMPTS)
+    return {one.cause.name: one.build()[1] for one in _about_blocks(side, draft_of(kind))}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_each_cause_that_a_cross_check_tries_decodes(kind: str) -> None:
+    target = Target(tiny("llama"))
+    found = causes(kind, target, num_drafts=4)
+    assert "no head" in found and ("labels moved by one" in found) != HEADS[kind].has_fixed_slots
+    expected = plain(target, PROMPTS, 10)
+    own = run(target, causes(kind, target, 4)["a block of 8"], PROMPTS, 10)
+    for name, drafter in found.items():
+        out = run(target, drafter, PROMPTS, 10)
+        assert out.tokens == expected, name
+        if name == "no head":
+            assert out.rounds[0].drafted_ids != own.rounds[0].drafted_ids
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_each_change_that_the_doctor_tries_decodes(kind: str) -> None:
+    target, draft = Target(tiny("llama")), draft_of(kind)
+    subject = DraftUnderTest(draft, target, None, draft.config.num_drafts(draft.config.block_size))
+    probes = [*_labels(subject), *_positions(subject)]
+    assert len(probes) == (2 if draft.config.has_fixed_slots else 3)
+    for probe in probes:
+        assert run(target, probe.build(), PROMPTS, 10).tokens == plain(target, PROMPTS, 10)

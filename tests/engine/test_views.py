@@ -1,0 +1,156 @@
+"""What slots see of a block and its context: masks by their rule, kernels by masks, and JetSpec's trees and labels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from golden_drafts import CASES, golden
+from test_drafters import DFLASH, PROMPTS, enlarged
+from test_variants import randomised
+from toy import plain, run, tiny
+
+import dflash_bench as db
+from dflash_bench.core.errors import UserError
+from dflash_bench.engine.cache import KVCache, rotations
+from dflash_bench.engine.drafters.ddtree import ExpandedTreeDrafter, expanded_nodes
+from dflash_bench.engine.forward.compiled import CompiledDFlash
+from dflash_bench.engine.forward.native_drafts import NativeDFlash
+from dflash_bench.engine.masks import block_mask
+from dflash_bench.engine.target import Target
+from dflash_bench.models.nets.bodies import WHOLE, BlockView, DraftBody
+from dflash_bench.models.nets.dflash import DFlashDraft
+from dflash_bench.models.nets.layers import Rotary
+
+CPU, CAPACITY, WIDTH = torch.device("cpu"), 20, 6
+VIEWS = tuple(
+    BlockView(window, is_causal, from_anchor)
+    for window in (None, 1, 3, 6, 50)
+    for is_causal in (False, True)
+    for from_anchor in ((False, True) if window else (False,))
+)
+
+
+def sees(view: BlockView, anchor: int, query: int, key: int) -> bool:
+    """The rule, for places of one row whose block begins at `anchor`."""
+    if not 0 <= key < anchor + WIDTH or (view.is_causal and key > query):
+        return False
+    if view.window is None:
+        return True
+    if view.from_anchor:
+        return key >= anchor - view.window
+    return query - key < view.window and (view.is_causal or key - query < view.window)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("starts", [[0], [9], [5, 5], [9, 2, 0]])
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
+def test_a_mask_is_its_rule(view: BlockView, starts: list[int], is_captured: bool) -> None:
+    cache = KVCache(len(starts), CAPACITY, CPU)
+    if is_captured:
+        cache.place_at(torch.tensor(starts), WIDTH, CAPACITY)
+    else:
+        cache.place(starts, WIDTH)
+    mask = block_mask(cache, torch.arange(CAPACITY), view)
+    if mask is None:
+        assert view == WHOLE and len({*starts}) == 1
+        return
+    mask = mask.expand(len(starts), 1, WIDTH, cache.visible)
+    for row, start in enumerate(starts):
+        for slot in range(WIDTH):
+            expected = [sees(view, start, start + slot, key) for key in range(cache.visible)]
+            assert mask[row, 0, slot].tolist() == expected
+
+
+@pytest.mark.parametrize("starts", [[7], [7, 7], [9, 2]])
+@pytest.mark.parametrize("views", list(pairwise(VIEWS)), ids=lambda views: " + ".join(view.name for view in views))
+@torch.inference_mode()
+def test_kernels_see_what_masks_say(views: tuple[BlockView, BlockView], starts: list[int]) -> None:
+    draft = randomised(DFlashDraft(replace(DFLASH, body=DraftBody(views=views))))
+    native = NativeDFlash(draft)
+    said, embedded = [], torch.randn(len(starts), WIDTH, 32)
+    features = torch.randn(len(starts), 9, 96)
+    for network in (native, CompiledDFlash(native)):
+        cache, rotary = KVCache(len(starts), CAPACITY, CPU), Rotary(8, 10000.0, CAPACITY, CPU, torch.float32)
+        cache.place([0] * len(starts), 9)
+        cache.write_all(network.context(features, rotations(rotary, cache)))
+        cache.place(starts, WIDTH)
+        masks = {view.name: block_mask(cache, torch.arange(CAPACITY), view) for view in views}
+        said.append(network.forward(embedded, rotations(rotary, cache), masks, cache))
+    assert torch.allclose(*said, rtol=1e-3, atol=1e-3)
+
+
+# JetSpec.
+
+JETSPEC = "jetspec-causal-head"
+
+
+def opened(name: str) -> db.Engine:
+    target = (CASES / name / golden(name)["target"]).resolve()
+    return db.Engine(target=target, drafts={"dflash": CASES / name / "draft"}, dtype="float32")
+
+
+def paths(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
+    made: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        made.append((*(made[parent] if parent >= 0 else ()), token))
+    return {*made}
+
+
+def test_a_tree_of_accumulated_log_probabilities_is_jetspecs() -> None:
+    """Its budget counts the anchor, which is its node 0."""
+    tree = golden(JETSPEC)["tree"]
+    method = f"ddtree:nodes={tree['budget'] - 1},top_k={tree['tree_width']},tree=expanded"
+    with opened(JETSPEC) as engine:
+        for case in tree["cases"]:
+            prompt = golden(JETSPEC)["cases"][case["prompt_index"]]["prompt"]
+            first = engine.generate(prompt, method=method, max_new_tokens=2).rounds[0]
+            theirs = case["first_tree"]
+            parents = [parent - 1 for parent in theirs["parent_indices"][1:]]
+            assert paths(list(first.drafted), list(first.parents)) == paths(theirs["token_ids"][1:], parents)
+
+
+@pytest.mark.parametrize(("nodes", "top_k"), [(1, 1), (4, 1), (2, 5), (11, 3), (40, 2)])
+def test_a_tree_grown_by_expansion_leaves_answers_exact(nodes: int, top_k: int) -> None:
+    target = Target(tiny("llama"))
+    drafter = ExpandedTreeDrafter(enlarged(DFlashDraft(DFLASH)), target.embedding, target.head, nodes, top_k)
+    out = run(target, drafter, PROMPTS, 16)
+    assert out.tokens == plain(target, PROMPTS, 16)
+    assert {width for step in out.rounds for width in step.drafted} == {drafter.num_drafts}
+    assert drafter.num_drafts == min(nodes, sum(top_k**depth for depth in range(1, 8)))
+
+
+def test_a_broken_draft_grows_a_tree_all_the_same() -> None:
+    log_q = torch.full((1, 2, 2), torch.nan)
+    log_q[0, 1] = -torch.inf
+    nodes = expanded_nodes(log_q, 6)
+    assert nodes.parents.tolist() == [[-1, -1, 0, 0, 1, 1]]
+
+
+def test_labels_that_no_file_of_jetspec_tells_are_an_option() -> None:
+    """Shifted where they are not, nearly nothing is accepted: as much as the publisher's code would accept."""
+    case: dict[str, Any] = golden(JETSPEC)
+    (wrong,) = [one for one in case["wrong_readings"] if "draft_shift True" in one["reading"]]
+    method = "dflash:shift=yes"
+    with opened(JETSPEC) as engine:
+        answers = [
+            engine.generate(one["prompt"], method=method, max_new_tokens=one["max_new_tokens"],
+                            stop_ids=one.get("stop_token_ids") or ())
+            for one in case["cases"]
+        ]  # fmt: skip
+    for answer, one in zip(answers, case["cases"], strict=True):
+        assert list(answer.token_ids) == one["tokens"]
+        assert all(len(step.drafted) == 8 for step in answer.rounds)
+    rounds = [step.accepted for answer in answers for step in answer.rounds]
+    assert sum(rounds) / len(rounds) == pytest.approx(wrong["accepted_per_round"], abs=0.005)
+
+
+def test_other_kinds_know_their_labels() -> None:
+    with (
+        opened("zlab-sliding-default") as engine,
+        pytest.raises(UserError, match="DFlash draft are known; leave shift"),
+    ):
+        engine.generate([1, 2, 3], method="dflash:shift=yes", max_new_tokens=2)
