@@ -64,7 +64,6 @@ OF_LAYERS: Variants = {
     "num_jacobi_passes": ("XPress", (*ABSENT, 0)),
     "xpress_rank": ("XPress", (*ABSENT, 0)),
     "use_heterogeneous_kv": ("DFlare", ABSENT),
-    "dflare_config": ("DFlare", ABSENT),
     "attention_k_eq_v": ("values are the keys", ABSENT),
     "use_input_layernorm_in_first_layer": ("its first layer norms nothing", (None, True)),
     "use_last_layernorm": ("nothing is normed before its head", (None, True)),
