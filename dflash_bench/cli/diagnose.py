@@ -1,4 +1,4 @@
-"""Diagnosis: the commands verify-distribution, profile, doctor and crosscheck."""
+"""Diagnosis: the commands verify-distribution, profile, doctor, crosscheck and conform."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp
@@ -247,4 +247,64 @@ def crosscheck(
     if out is not None:
         note(f"wrote {out}")
     if code := max((STATUS[one.verdict] for one in checked), key=[0, 2, 1].index):
+        sys.exit(code)
+
+
+@app.command(cls=GroupedHelp)
+@options.with_options(
+    "cases", "forward", "server", "dialect", "served_model", "api_key_env", "timeout", "env_proxy", "device", "threads",
+    "out", "as_json", helps={"device": "cpu or cuda. Default: cpu."},
+)  # fmt: skip
+def conform(
+    request: RunRequest,
+    cases: Annotated[
+        list[str] | None,
+        Argument(metavar="[CASE]...", help="Golden cases, as the package ships them. Default: all."),
+    ] = None,
+    forward: Annotated[
+        list[str] | None,
+        under("Machine")(metavar="NAME", help="numba, torch or transformers; may be repeated. Default: all three."),
+    ] = None,
+    server: Annotated[
+        str | None,
+        under("Servers")(metavar="URL", help="Ask this server, which has loaded the CASE's target and draft."),
+    ] = None,
+    out: Annotated[
+        Path | None, under("Results")("-o", "--out", metavar="FILE", help="Also write a page of Markdown to FILE.")
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Check that drafts are computed as their publishers compute them.
+
+    Decodes small drafts in publishers' formats, in float32, and compares every round with what the publishers' own
+    code drafted and accepted. A difference is named by its first round, and by the misreading that gives it.
+
+    Exit status 1: a case differs, or is not read. Exit status 2: a server does not tell.
+    """
+    from dflash_bench.core.terminal import status
+    from dflash_bench.diagnose import conform, conform_server, golden_cases
+    from dflash_bench.diagnose import show_conform as report
+
+    if out is not None and not out.parent.is_dir():
+        raise UserError(f"the folder {out.parent} for {out.name} does not exist; create it, or give another --out")
+    chosen, forwards = golden_cases.read_cases(cases or ()), conform.forwards_named(forward or ())
+    if server is not None:
+        if forward:
+            raise UserError("--forward has no effect with --server; leave it out")
+        if len(chosen) != 1:
+            raise UserError(
+                "--server takes the one CASE whose target and draft it has loaded, as in conform zlab-dflash2"
+            )
+    with status() as tell:
+        found = (
+            [conform_server.check_server(chosen[0], request, server, tell)]
+            if server is not None
+            else conform.check_engine(chosen, forwards, request, tell)
+        )
+    if out is not None:
+        write_text(out, report.conform_page(found, command(sys.argv[1:])))
+    say(json.dumps(report.conform_as_json(found), indent=1, allow_nan=False) if as_json else report.conform_text(found))
+    if out is not None:
+        note(f"wrote {out}")
+    if code := conform.exit_status(found):
         sys.exit(code)

@@ -18,12 +18,16 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "methods": ("dflash-bench methods", "dflash-bench methods dflash"),
     "doctor": ("dflash-bench doctor --draft dflash=./draft --suite gsm8k --limit 8",),
     "crosscheck": ("dflash-bench crosscheck --model qwen3-8b --server dflash=http://localhost:8000 --suite gsm8k",),
+    "conform": (
+        "dflash-bench conform",
+        "dflash-bench conform zlab-dflash2 --server http://localhost:8000",
+    ),
     "profile": (
         "dflash-bench profile --method dflash,eagle3",
         "dflash-bench profile --model qwen3-8b --random-weights --layers 2",
     ),
     "verify-distribution": ("dflash-bench verify-distribution --method dflash:rule=rejection",),
-    "models": ("dflash-bench models",),
+    "models": ("dflash-bench models", "dflash-bench models --kind dflash2"),
     "fetch": ("dflash-bench fetch smollm2",),
     "inspect": ("dflash-bench inspect ./draft --target nano",),
     "convert": (

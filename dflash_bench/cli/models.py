@@ -19,14 +19,23 @@ app = typer.Typer()
 
 
 @app.command(cls=Command)
-def models(as_json: options.AsJson = False) -> None:
+def models(
+    kind: Annotated[
+        str | None,
+        Option(
+            metavar="KIND",
+            help="Only models with such a draft: dflash, dflash2, dspark, jetspec, eagle3, mtp and others.",
+        ),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
     """List the models and their drafts.
 
     Shows how drafts were trained, what is already on this disk, and what fits this machine.
     """
     from dflash_bench.models import catalogue
 
-    listings, machine = catalogue.list_presets(), catalogue.machine()
+    listings, machine = catalogue.list_presets(kind), catalogue.machine()
     if as_json:
         say(json.dumps(catalogue.as_json(listings, machine), indent=1, allow_nan=False))
     else:

@@ -120,7 +120,11 @@ def compare(
     ] = None,
     compat: Annotated[
         str | None,
-        Option(metavar="zlab", help="Show what the official harness would have printed for the same answers."),
+        Option(
+            metavar="NAME",
+            help="Show what the official harness would have printed for the same answers: zlab (that of April 2026) or "
+            "zlab-2026-08.",
+        ),
     ] = None,
     html: Annotated[Path | None, Option("--html", metavar="FILE", help="Write a page instead.")] = None,
     allow: options.Allow = None,

@@ -269,13 +269,15 @@ NOBODY = Nobody()
 class TimedGeneration:
     """A generation with its start and end in seconds, on a clock or since the first of several began.
 
-    `accepted_at` holds by position in the draft how many rounds accepted it, where a server reports that.
+    `accepted_at` holds by position in the draft how many rounds accepted it, where a server reports that, and `pieces`
+    the number of tokens in each piece of a server's stream.
     """
 
     generation: Generation
     start_s: float
     end_s: float
     accepted_at: tuple[int, ...] | None = None
+    pieces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from dflash_bench.engine.selection import compile_like, network_name, target_of
 from dflash_bench.engine.target import Steady, Target
 from dflash_bench.engine.witness import Witness, witness_of, witness_of_model
 from dflash_bench.models import chat, presets
-from dflash_bench.models.loading import Models
+from dflash_bench.models.loading import Models, kind_of
 from dflash_bench.models.presets import Preset, cache_folder
 
 
@@ -271,8 +271,9 @@ def _about(
             "name": presets.name(preset.drafts[draft]) if draft in preset.drafts else None,
             "trained_thinking": preset.trained_thinking.get(draft),
             "verifier": models.verifiers.get(draft),
+            "kind": kind_of(getattr(network, "config", None)),
         }
-        for draft in models.drafts
+        for draft, network in models.drafts.items()
     }
     return {
         "engine": "local",

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
-from dflash_bench.core import environment
+from dflash_bench.core import draft_kinds, environment
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.models import gguf, hub, presets
 from dflash_bench.models.presets import Package, Preset
@@ -24,8 +24,8 @@ from dflash_bench.models.presets import Package, Preset
 
 GB = 1e9
 PRINTED = (
-    "target", "drafts", "revision", "num_drafts", "thinking", "trained_thinking", "unsupported", "max_new_tokens",
-    "billions", "source",
+    "target", "drafts", "kinds", "revision", "num_drafts", "thinking", "trained_thinking", "unsupported",
+    "max_new_tokens", "billions", "source",
 )  # fmt: skip
 """Fields of a preset that `--json` prints as they are."""
 
@@ -61,13 +61,19 @@ def machine() -> Machine:
     return Machine(memory, tuple(gpus))
 
 
-def list_presets() -> list[Listing]:
-    """Return all presets, without using the network or torch."""
+def list_presets(kind: str | None = None) -> list[Listing]:
+    """Return all presets, or those with a draft of a kind, without using the network or torch.
+
+    Raises UserError for an unknown kind.
+    """
+    if kind is not None:
+        draft_kinds.check_kind(kind, "kind of draft")
     return [
         Listing(
             name, preset, {"target": hub.is_here(preset.target)} | {m: hub.is_here(d) for m, d in preset.drafts.items()}
         )
         for name, preset in presets.table().items()
+        if kind is None or kind in map(preset.kind, preset.drafts)
     ]
 
 
@@ -112,7 +118,9 @@ def _lines(listing: Listing) -> list[str]:
     notes = {"target": ["thinking on"] if preset.thinking else []}
     for method in preset.drafts:
         number, trained = (preset.num_drafts or {}).get(method), preset.trained_thinking.get(method)
-        notes[method] = [f"{number} tokens per round"] if number else []
+        kind = preset.kind(method)
+        notes[method] = [draft_kinds.name_of_kind(kind)] if kind != method else []
+        notes[method] += [f"{number} tokens per round"] if number else []
         notes[method] += [] if trained is None else [f"trained with thinking {'on' if trained else 'off'}"]
         notes[method] += [f"not supported: {preset.unsupported[method]}"] if method in preset.unsupported else []
     references = {"target": preset.target, **preset.drafts}
@@ -135,6 +143,7 @@ def as_json(listings: Sequence[Listing], machine: Machine) -> list[dict[str, Any
         {
             "model": listing.name,
             **{name: getattr(listing.preset, name) for name in PRINTED},
+            "kinds": {draft: listing.preset.kind(draft) for draft in listing.preset.drafts},
             "num_drafts": listing.preset.num_drafts or {},
             "cached": listing.is_here,
             "fits": fits(listing.preset, machine)[0],

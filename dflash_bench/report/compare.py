@@ -28,6 +28,7 @@ from dflash_bench.analysis.compare import (
 from dflash_bench.analysis.findings import MIN_PROMPTS, last_part
 from dflash_bench.analysis.metrics import METRICS, Cell, mismatched
 from dflash_bench.analysis.peers import paper, vllm, zlab
+from dflash_bench.analysis.peers.zlab import HarnessVersion
 from dflash_bench.analysis.stats import FEWEST, Interval
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError, unknown
@@ -325,7 +326,7 @@ def compared(
     if against is not None:
         return _with_notes(runs, [], _against(runs[0], against), width)
     if compat is not None:
-        return _with_notes(runs, [], _compat(runs[0]), width)
+        return _with_notes(runs, [], _compat(runs[0], zlab.VERSIONS[compat]), width)
     if served:
         return _with_notes(runs, [], _beside_served(runs, served), width)
     unlike = [difference for after in runs[1:] for difference in require_comparable(runs[0], after, allow)]
@@ -356,8 +357,8 @@ def compared(
 def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | None, compat: str | None) -> None:
     if against is not None and against.partition(":")[0] not in paper.SOURCES:
         raise unknown("source", against, ["paper", "paper:TARGET"])
-    if compat is not None and compat != "zlab":
-        raise unknown("harness", compat, ["zlab"])
+    if compat is not None and compat not in zlab.VERSIONS:
+        raise unknown("harness", compat, list(zlab.VERSIONS))
     alone = [name for name, value in (("--against", against), ("--compat", compat)) if value is not None]
     if len(alone) == 2:
         raise UserError("--against already recomputes the run as the official harness does; leave out --compat")
@@ -454,21 +455,22 @@ def _heading(text: str) -> Section:
     return Section("heading", sentences=[text])
 
 
-def _compat(run: RunTable) -> _Found:
+def _compat(run: RunTable, version: HarnessVersion) -> _Found:
     cells = {cell.key: cell for cell in comparable_cells(run)}
     ids = ("al.pooled", "tps.decode", "speedup.decode")
     rows: list[list[Value]] = []
     figures = []
-    for printed in zlab.official(run.rows):
+    for printed in zlab.official(run.rows, version):
         cell = cells[CellKey(printed.suite, "", printed.settings_id, printed.method)]
         ours = [cell.value(name) for name in ids]
         pairs = zip((printed.al, printed.tps, printed.speedup), ours, strict=True)
         values = [value for pair in pairs for value in pair]
         rows.append([cell.heading, printed.method, str(printed.num_responses), *values])
         figures.append(asdict(printed) | {"source": cell.source} | dict(zip(ids, ours, strict=True)))
-    heads = ["suite", "method", "responses", *(head for name in ids for head in (f"{name.split('.')[0]}.zlab", name))]
-    table = Section("zlab", table=ReportTable.of(heads, rows, left=2), terms=zlab.FORMULAS)
-    return _Found([table], {"compat": "zlab", "cells": figures}, list(zlab.notes(run.rows)))
+    both = (head for name in ids for head in (f"{name.partition('.')[0]}.{version.name}", name))
+    heads = ["suite", "method", "responses", *both]
+    table = Section("zlab", table=ReportTable.of(heads, rows, left=2), terms=version.formulas)
+    return _Found([table], {"compat": version.name, "cells": figures}, list(zlab.notes(run.rows, version)))
 
 
 def _against(run: RunTable, against: str) -> _Found:

@@ -9,6 +9,7 @@ from dflash_bench.analysis.findings import base
 from dflash_bench.analysis.metrics import BASELINE, COLUMN, Share
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
+from dflash_bench.core.draft_kinds import DFLASH, with_kind
 from dflash_bench.core.methods import draft_of
 from dflash_bench.core.types import OWN_WEIGHTS, Settings
 from dflash_bench.report.document import Document, MethodLine
@@ -161,12 +162,13 @@ def _drafting(identity: RunIdentity) -> Sequence[tuple[str, MethodEntry]]:
 def _draft(label: str, method: MethodEntry, identity: RunIdentity) -> str:
     """With the draft's name where that says more than the label, and its revision."""
     draft = draft_of(label) or ""
-    name = identity.drafts.get(draft, DraftEntry()).name or draft
+    entry = identity.drafts.get(draft, DraftEntry())
+    name, kind = entry.name or draft, entry.kind if entry.kind != DFLASH else None
     source = f" from {name}" if name != draft else ""
     revision = _revision(identity.revisions.get(draft))
     if method.num_drafts is None:
         return f"{label}, as its server was started"
-    return f"{label} with {method.num_drafts} tokens per round{source}{revision}"
+    return f"{with_kind(label, kind)} with {method.num_drafts} tokens per round{source}{revision}"
 
 
 def _server(label: str, server: ServerEntry) -> str:

@@ -96,12 +96,14 @@ def columns_of_method(identity: Identity, label: str) -> dict[str, Any]:
     if method is None:
         return {}
     options = {**method.get("options", {}), "num_drafts": method["num_drafts"]}
-    draft = identity.get("drafts", {}).get(method.get("draft"), {}).get("name")
+    described = identity.get("drafts", {}).get(method.get("draft"), {})
+    draft = described.get("name")
     revision = identity.get("revisions", {}).get(method.get("draft"))
     return {
         "method_name": method["name"],
         "method_options": json.dumps(options, sort_keys=True),
         "draft": f"{draft}@{revision}" if draft and revision else draft,
+        "draft_kind": described.get("kind"),
     }
 
 

@@ -119,6 +119,8 @@ class DraftEntry(StoredModel):
     name: str | None = None
     trained_thinking: bool | None = None
     verifier: str | None = None
+    kind: str | None = None
+    """For the method dflash, what its publisher calls such a draft; None for others, and in runs from before."""
 
 
 class SuiteEntry(StoredModel):

@@ -47,10 +47,10 @@ COLUMNS = {
     "clock_s": "double", "clock_prefill_s": "double", "clock_decode_s": "double", "clock_slack_s": "double",
     "clock_rounds": "int32", "clock_passes": "int32",
     "settings_id": "string",
-    "verified": "list of int16",
+    "verified": "list of int16", "draft_kind": "string",
 }
 # fmt: on
-ADDED = ("verified",)
+ADDED = ("verified", "draft_kind")
 """Columns that were added since version 1, and are null in runs from before."""
 PLACES = {
     "divergence": {"index": "first_divergence", "gap": "divergence_gap", "tolerance": "divergence_tolerance"},

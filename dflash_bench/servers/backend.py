@@ -166,6 +166,21 @@ class ServerBackend:
         request = self._request(server, messages, settings, repeat)
         return self._with_text(self._runner.run(sequential(server, request, self.clock)), request)
 
+    def answer_ids(self, method: str, prompt: Sequence[int], max_new_tokens: int) -> TimedGeneration:
+        """Ask for one greedy answer to token ids, which need no target here.
+
+        Raises UserError for a server that accepts none.
+        """
+        server = self.servers[method]
+        if not server.dialect.takes_ids:
+            raise UserError(
+                f"--server: the {server.dialect.name} dialect has no prompts of token ids, and these have no text; "
+                "give the server's own dialect with --dialect"
+            )
+        salt = f"{self._salt}-{next(self._number)}"
+        request = ServerRequest(server.model, (), tuple(prompt), GREEDY, max_new_tokens, self.seed, salt)
+        return self._runner.run(sequential(server, request, self.clock))
+
     def serve(
         self,
         method: str,

@@ -44,7 +44,8 @@ async def ask(server: Server, request: ServerRequest, clock: Clock) -> TimedGene
     try:
         await _read_answer(server, request, state)
         generation = state.generation(num_prompt)
-        timed = _count(TimedGeneration(generation, state.start_s, state.now_s), state.acceptance or CONCURRENT)
+        whole = TimedGeneration(generation, state.start_s, state.now_s, pieces=tuple(state.pieces))
+        timed = _count(whole, state.acceptance or CONCURRENT)
         server.has_answered = True
     except AnswerError as error:
         _refuse_wrong_dialect(server, error)

@@ -41,6 +41,8 @@ class StreamState:
     last_s: float | None = None
     num_first: int = 0
     num_deltas: int = 0
+    pieces: list[int] = field(default_factory=list)
+    """Tokens of each piece, as far as it names them."""
 
     def start(self) -> None:
         self.start_s = self.clock()
@@ -86,6 +88,7 @@ class StreamState:
 
     def _count_delta(self, num: int) -> None:
         self.num_deltas += 1
+        self.pieces.append(num)
         self.last_s = self.now_s
         if self.first_s is None:
             self.first_s = self.now_s

@@ -66,14 +66,14 @@ def test_the_list_names_every_model_and_draft_in_100_columns(
     ]
     assert blocks[1].splitlines()[1] == "    target  'dflash-bench fetch smollm2' gets it (93 MB)"
     assert blocks[1].splitlines()[2].startswith("  * dflash  in this package")
-    assert blocks[3].splitlines() == [
+    assert blocks[3].splitlines()[:3] == [
         "qwen3-8b: needs about 16 GB, has 24 GB",
-        "    target  Qwen/Qwen3-8B",
-        "    dflash  z-lab/Qwen3-8B-DFlash-b16, 15 tokens per round, trained with thinking off",
-        "    eagle3  AngelSlim/Qwen3-8B_eagle3, 7 tokens per round",
+        "    target             Qwen/Qwen3-8B",
+        "    dflash             z-lab/Qwen3-8B-DFlash-b16, 15 tokens per round, trained with thinking off",
     ]
+    assert "    dflash@2           RedHatAI/Qwen3-8B-speculator.dflash2, DFlash 2\n" in blocks[3]
     assert "    target  Qwen/Qwen3.5-9B, thinking on\n" in out
-    assert "    dflash  z-lab/Qwen3.6-27B-DFlash, not supported: sliding-window layers\n" in out
+    assert "lightseekorg/kimi-k3-dflash2, DFlash 2, 7 tokens per round, not supported: MLA\n" in out
     assert "here (1 x GPU, bfloat16)" in blocks[-1]
 
 
@@ -88,7 +88,7 @@ def test_what_is_in_the_cache_is_marked(
     for name in ("config.json", "model.safetensors"):
         (snapshot / name).write_text("{}")
     assert main(monkeypatch, "models") == 0
-    assert "  * target  Qwen/Qwen3-8B\n    dflash  z-lab/" in capsys.readouterr().out
+    assert "  * target             Qwen/Qwen3-8B\n    dflash             z-lab/" in capsys.readouterr().out
 
 
 def test_the_json_of_the_list_has_the_promised_keys(
@@ -98,15 +98,32 @@ def test_the_json_of_the_list_has_the_promised_keys(
     listed = json.loads(capsys.readouterr().out)
     assert [one["model"] for one in listed] == list(presets.table())
     promised = (
-        "model target drafts revision num_drafts thinking trained_thinking unsupported max_new_tokens billions source "
-        "cached fits needs"
+        "model target drafts kinds revision num_drafts thinking trained_thinking unsupported max_new_tokens billions "
+        "source cached fits needs"
     )
     assert {tuple(one) for one in listed} == {tuple(promised.split())}
+    assert listed[3]["kinds"]["dflash@dspark"] == "dspark" and listed[3]["kinds"]["dflash"] == "dflash"
     assert [one["cached"] for one in listed[:3]] == [
         dict.fromkeys(("target", "dflash", "eagle3", "draft-model", "medusa", "block-diffusion"), True),
         {"target": False} | dict.fromkeys(presets.preset("smollm2").drafts, True),
-        {"target": False, "dflash": False, "eagle3": False},
+        dict.fromkeys(("target", *presets.preset("qwen3-4b").drafts), False),
     ]
+
+
+def test_only_models_with_a_draft_of_a_kind_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, "models", "--kind", "jetspec", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {"qwen3-8b", "step-3.7-flash"} <= {one["model"] for one in listed} and len(listed) < len(presets.table())
+    assert all("jetspec" in one["kinds"].values() for one in listed)
+    assert main(monkeypatch, "models", "--kind", "dflash") == 0
+    assert capsys.readouterr().out.startswith("nano: ")
+    assert main(monkeypatch, "models", "--kind", "jetspeck") == 2
+    assert (
+        "unknown kind of draft 'jetspeck' (did you mean 'jetspec'?); known: block-diffusion, dflare, dflash, dflash2"
+        in (capsys.readouterr().err)
+    )
 
 
 def test_the_machine_is_what_the_environment_says() -> None:

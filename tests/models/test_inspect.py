@@ -43,6 +43,7 @@ def test_nanos_dflash_draft_is_described() -> None:
     count = sum(tensor.numel() for tensor in stored.values())
     assert lines == [
         "format         zlab (dflash)",
+        "kind           dflash (DFlash)",
         f"used by        {', '.join(kind.name for kind in METHODS.values() if kind.weights == 'dflash')}",
         "block size     16, drafts 15 tokens per round",
         "tapped layers  outputs of 1 4 7 10 13 (inputs of 2 5 8 11 14)",

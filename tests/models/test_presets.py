@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from dflash_bench.core.draft_kinds import KINDS
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import MAX_DRAFTS, WEIGHTS
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 
 HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
+OF_UNKNOWN_SIZE = {"glm-5.3-flash", "minimax-m3"}
+"""No public page that was read gives the size of these targets."""
 
 
 @pytest.mark.parametrize("name", presets.table())
@@ -21,13 +24,15 @@ def test_every_preset_is_well_formed(name: str) -> None:
     references = [*([] if one.package else [one.target]), *one.drafts.values()]
     shipped = presets.PACKAGE / name
     assert all(Path(r).parent == shipped if shipped.exists() else HUB_ID.fullmatch(r) for r in references)
-    assert (one.drafts or one.package) and one.drafts.keys() <= set(WEIGHTS)
+    assert (one.drafts or one.package) and {draft.partition("@")[0] for draft in one.drafts} <= set(WEIGHTS)
     numbers = one.num_drafts or {}
     assert numbers.keys() <= one.drafts.keys() and all(1 <= n <= MAX_DRAFTS for n in numbers.values())
     assert one.trained_thinking.keys() | one.unsupported.keys() <= one.drafts.keys()
     # What a run does by itself is what the drafts were trained for.
     assert all(trained == one.thinking for trained in one.trained_thinking.values())
-    assert one.source and one.billions is not None and one.billions > 0
+    assert one.source and (name in OF_UNKNOWN_SIZE) == (one.billions is None)
+    assert one.billions is None or one.billions > 0
+    assert one.kinds.keys() <= one.drafts.keys() and set(map(one.kind, one.drafts)) <= KINDS.keys()
     usual = {"nano": ("embedded", 192), "smollm2": ("hub", 256)}
     assert (one.data, one.max_new_tokens) == usual.get(name, ("hub", 2048))
 
@@ -50,6 +55,9 @@ BAD = {
     'target = "a/b"\ndrafts = {}\nsource = ""\nblocksize = 8': "unknown key in .*, mine: 'blocksize'; known: billions,",
     'target = "a/b"\nsource = ""': "mine: drafts is missing",
     'target = "a/b"\nsource = ""\ndrafts = { dflesh = "c/d" }': r"unknown draft 'dflesh' .did you mean 'dflash'",
+    'target = "a/b"\nsource = ""\ndrafts = { dflash = "c/d" }\nkinds = { dflash = "dflesh" }': "unknown kind in ",
+    'target = "a/b"\nsource = ""\ndrafts = { dflash = "c/d" }\nkinds = { eagle3 = "eagle3" }': "unknown draft in kinds",
+    'target = "a/b"\nsource = ""\ndrafts = { eagle3 = "c/d" }\nkinds = { eagle3 = "dspark" }': "cannot be of kind d",
     'target = "a/b"\nsource = ""\ndrafts = {}\nnum_drafts = { dflash = 99 }': "n must be 1 to 63 tokens, not '99'",
     'target = "a/b"\nsource = ""\ndrafts = {}\nnum_drafts = { dflesh = 9 }': r"unknown method 'dflesh' .did you",
     "drafts = {}\nsource = ''": "mine: target is missing",
@@ -68,11 +76,12 @@ def test_a_table_with_an_unknown_or_a_missing_key_is_refused(content: str, tmp_p
 def test_a_draft_of_ones_own_brings_none_of_the_settings_of_the_one_it_replaces() -> None:
     one = presets.combine("qwen3-8b", None, {"eagle3": "me/mine@v2"})
     assert one.target == "Qwen/Qwen3-8B"
-    assert one.drafts == {"dflash": "z-lab/Qwen3-8B-DFlash-b16", "eagle3": "me/mine@v2"}
+    assert one.drafts | {"dflash": "z-lab/Qwen3-8B-DFlash-b16", "eagle3": "me/mine@v2"} == one.drafts
     assert one.num_drafts == {"dflash": 15}
     two = presets.combine("qwen3.5-9b", None, {"dflash": "me/mine"})
     assert (two.thinking, two.trained_thinking, two.num_drafts) == (True, {}, {})
-    assert presets.combine("qwen3.6-27b", None, {"dflash": "me/mine"}).unsupported == {}
+    assert presets.combine("kimi-k3", None, {"dflash": "me/mine"}).unsupported == {"dflash@dspark": "MLA"}
+    assert presets.combine("kimi-k3", None, {"dflash": "me/mine"}).kind("dflash") == "dflash"
 
 
 def test_a_target_alone_is_a_model_without_drafts_and_beside_a_model_is_in_the_place_of_its_own() -> None:
@@ -85,7 +94,9 @@ def test_a_target_alone_is_a_model_without_drafts_and_beside_a_model_is_in_the_p
 
 
 def test_a_method_without_a_draft_says_what_to_give() -> None:
-    with pytest.raises(UserError, match=r"no draft for eagle3 \(it has one for dflash\); give --draft eagle3=PATH or "):
+    with pytest.raises(
+        UserError, match=r"no draft for eagle3 \(it has one for dflash, mtp\); give --draft eagle3=PATH or "
+    ):
         presets.require_drafts(presets.preset("qwen3.5-9b"), ["dflash", "eagle3"])
     with pytest.raises(UserError, match=r"target a/b comes with no draft for dflash \(it has none\)"):
         presets.require_drafts(Preset("a/b", {}), ["dflash"])

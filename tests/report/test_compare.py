@@ -245,7 +245,7 @@ def test_words_that_mean_nothing_are_refused(tmp_path: Path, main: Main) -> None
     for words, text in [
         (["--by", "colour"], "unknown slice 'colour'; known: category, output-position"),
         (["--against", "blog"], "unknown source 'blog'"),
-        (["--compat", "vllm"], "unknown harness 'vllm'; known: zlab"),
+        (["--compat", "vllm"], "unknown harness 'vllm'; known: zlab, zlab-2026-08"),
         (["--allow", "all"], "unknown difference 'all'; known: damaged"),
         (["--compat", "zlab", "--by", "turn"], "--compat takes one run, and no --by"),
         (["--compat", "zlab", "--against", "paper"], "leave out --compat"),
@@ -356,11 +356,24 @@ def test_rounds_past_the_stop_token_count_for_the_official_harness() -> None:
     assert zlab.official(frame_of(cut))[1].al == 5
 
 
+def test_the_newer_harness_cuts_rounds_at_the_end_and_times_the_first_draft() -> None:
+    cut = {"emitted": (5, 1), "token_ids": tuple(range(7)), "decode_s": 0.055, "draft_prefill_s": 0.015}
+    rows = [plain("a", 6), drafted("a", [4, 4], changes=cut)]
+    ar, dflash = zlab.official(frame_of(rows), zlab.AUGUST)
+    assert dflash.al == pytest.approx((5 + 1) / 2)
+    assert dflash.tps == pytest.approx(7 / 0.055) and dflash.tps < zlab.official(frame_of(rows))[1].tps
+    assert dflash.speedup == pytest.approx((0.06 / 7) / (0.055 / 7)) and ar.speedup == 1
+
+
 def test_compat_shows_both(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers())
-    shown = found(main, "run", "--compat", "zlab")["cells"][1]
-    assert shown["speedup"] > shown["speedup.decode"] > 1
-    assert_golden("compare_zlab.txt", main("compare", "run", "--compat", "zlab")[1])
+    for name, golden in (("zlab", "compare_zlab.txt"), ("zlab-2026-08", "compare_zlab_2026_08.txt")):
+        printed = found(main, "run", "--compat", name)
+        shown = printed["cells"][1]
+        assert printed["compat"] == name and shown["speedup"] > 1 and shown["speedup.decode"] > 1
+        # Only the older one leaves the first draft out of its time.
+        assert name == "zlab-2026-08" or shown["speedup"] > shown["speedup.decode"]
+        assert_golden(golden, main("compare", "run", "--compat", name)[1])
 
 
 def test_compat_says_where_the_official_harness_would_have_printed_something_else(tmp_path: Path, main: Main) -> None:
@@ -373,6 +386,8 @@ def test_compat_says_where_the_official_harness_would_have_printed_something_els
     assert [note.partition(":")[0] for note in zlab.notes(frame_of(rows))] == [
         "the official harness has no eagle3-tree", "3 of 48 answers reach the token limit exactly",
     ]  # fmt: skip
+    newer = list(zlab.notes(frame_of(rows), zlab.AUGUST))
+    assert [note.partition(":")[0] for note in newer] == ["the official harness has no eagle3-tree"]
 
 
 def test_published_figures_stand_beside_the_run_formula_by_formula(tmp_path: Path, main: Main) -> None:

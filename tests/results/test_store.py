@@ -182,7 +182,7 @@ def test_any_records_come_back_in_order(parts: list[list[Answer]]) -> None:
 def test_every_field_of_the_records_has_a_column_and_every_column_a_field() -> None:
     names = {field.name for kind in (Answer, Generation, Settings) for field in fields(kind)}
     places = {column for of_place in results_schema.PLACES.values() for column in of_place.values()}
-    of_run = {*OF_RUN, "method_name", "method_options", "draft", "source", "settings_id"}
+    of_run = {*OF_RUN, "method_name", "method_options", "draft", "draft_kind", "source", "settings_id"}
     assert set(results_schema.COLUMNS) == names - {"generation", "settings", *results_schema.PLACES} | places | of_run
 
 

@@ -153,7 +153,9 @@ def test_a_run_remembers_what_it_was_made_with(
     assert {name: len(sha) for name, sha in identity["revisions"].items()} == {"target": 64, "dflash": 64}
     assert (identity["model"], identity["target"]) == (str(model), model.name)
     assert identity["settings"] == settings_to_json([Settings(thinking=False)])
-    assert identity["drafts"] == {"dflash": {"name": "dflash", "trained_thinking": None, "verifier": None}}
+    assert identity["drafts"] == {
+        "dflash": {"name": "dflash", "trained_thinking": None, "verifier": None, "kind": "DFlash"}
+    }
     assert (identity["attention"], identity["device_map"]) == ("sdpa", None)
     assert identity["suites"]["mbpp"]["source"] == "embedded"
     assert (identity["device"], identity["dtype"], identity["threads"]) == ("cpu", "float32", 1)

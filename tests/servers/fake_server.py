@@ -220,7 +220,7 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         tokens = list(does.answer(prompt, most))
         hits = len(prompt) if does.keeps_prompts and prompt in self.cached and "cache_salt" not in body else 0
         self.cached.add(prompt)
-        rounds = self._rounds(len(tokens))
+        rounds = self._rounds(len(tokens)) if does.rounds is None else list(does.rounds(prompt))
         ends = list(accumulate((kept + 1 for kept in rounds), initial=1))
         pieces = [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         finish = "stop" if tokens[-1:] and tokens[-1] in does.ends else "length"

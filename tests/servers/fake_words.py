@@ -63,6 +63,8 @@ class Behaviour:
     accepts: Sequence[int] = (0,)
     counts: Callable[[str], Count] | None = None
     """Of the answer to a prompt, in place of what `accepts` comes to."""
+    rounds: Callable[[str], Sequence[int]] | None = None
+    """What the rounds of the answer to a prompt accept, in place of `accepts`."""
     block: int = 0
     """Tokens drafted a round; 0 is a server that does not speculate."""
     waits_for: int = 0

@@ -1,15 +1,17 @@
 """Metrics as the official harness (z-lab/dflash, Transformers backend) computes them, for the rows of a run.
 
-That harness takes the mean over responses of each response's mean over rounds, also counts tokens accepted after the
-stop token, starts the clock of a drafting method only after its first draft, divides by all tokens of the response, and
-takes the ratio of the mean times per token. It spends one more round on a response whose first token is a stop, and on
-one that reaches the token limit exactly, because its loop continues until the last token is in the cache (z-lab/dflash
-of April 2026; later versions do not). The rows of a run have no such rounds.
+Both versions take the mean over responses of each response's mean over rounds, divide by all tokens of the response,
+and take the ratio of the mean times per token. That of April 2026 also counts tokens accepted after the stop token, and
+starts the clock of a drafting method only after its first draft. It spends one more round on a response whose first
+token is a stop, and on one that reaches the token limit exactly, because its loop continues until the last token is in
+the cache; the rows of a run have no such rounds. That of August 2026 counts the tokens that a round adds to the
+response, cut at a stop token and at the limit, and starts every clock at the first target token; its last block shrinks
+to what the limit leaves, which changes what is drafted, and not what is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,30 @@ FORMULAS = {
 
 
 @dataclass(frozen=True, slots=True)
+class HarnessVersion:
+    """A version of the official harness: what it counts and times, and the formulas of its metrics."""
+
+    name: str
+    """As in `compare --compat NAME`, and at the end of its formulas' ids."""
+    cuts: bool
+    """It counts what a round adds to the response, and not all that the round accepts."""
+    times_first_draft: bool
+    formulas: Mapping[str, str]
+
+
+APRIL = HarnessVersion("zlab", cuts=False, times_first_draft=False, formulas=FORMULAS)
+AUGUST = HarnessVersion(
+    "zlab-2026-08", cuts=True, times_first_draft=True,
+    formulas={
+        "al.zlab-2026-08": "mean over responses of the mean over rounds of e_i, cut at a stop token and at the limit",
+        "tps.zlab-2026-08": "1 / mean over responses of (seconds since the first token / T), the first draft included",
+        "speedup.zlab-2026-08": "mean seconds per token, plain / the method's, the first draft included",
+    },
+)  # fmt: skip
+VERSIONS = {version.name: version for version in (APRIL, AUGUST)}
+
+
+@dataclass(frozen=True, slots=True)
 class Official:
     suite: str
     settings_id: str
@@ -36,15 +62,14 @@ class Official:
     speedup: float | None
 
 
-def official(rows: Any) -> list[Official]:
+def official(rows: Any, version: HarnessVersion = APRIL) -> list[Official]:
     """Return the metrics of each suite, settings and method, in the order of the rows."""
     good = without_errors(rows)
     good = good[good["num_tokens"] > 0]
-    drafts = good["method"] != BASELINE
-    untimed = (good["draft_prefill_s"].fillna(0) + good["first_draft_s"].fillna(0)).where(drafts, 0)
+    per_round = good["num_emitted" if version.cuts else "num_accepted"] / good["num_rounds"]
     good = good.assign(
-        tpot=(good["decode_s"] - untimed) / good["num_tokens"],
-        al=(good["num_accepted"] / good["num_rounds"] + 1).where(good["num_rounds"] > 0),
+        tpot=(good["decode_s"] - _untimed(good, version)) / good["num_tokens"],
+        al=(per_round if version.cuts else per_round + 1).where(good["num_rounds"] > 0),
     )
     places = ["suite", "settings_id", "method"]
     means = good.groupby(places, observed=True, sort=False)[["tpot", "al"]].agg(["mean", "size"])
@@ -62,7 +87,15 @@ def official(rows: Any) -> list[Official]:
     return figures
 
 
-def notes(rows: Any) -> Iterator[str]:
+def _untimed(rows: Any, version: HarnessVersion) -> Any:
+    """Return the seconds of each row's decoding that the version leaves out, [rows]; or 0 for all of them."""
+    if version.times_first_draft:
+        return 0
+    first = rows["draft_prefill_s"].fillna(0) + rows["first_draft_s"].fillna(0)
+    return first.where(rows["method"] != BASELINE, 0)
+
+
+def notes(rows: Any, version: HarnessVersion = APRIL) -> Iterator[str]:
     """Yield where and why these metrics differ from those that the official harness would have printed."""
     methods = [method for method in rows["method"].drop_duplicates() if name_of(method) not in KNOWN]
     if methods:
@@ -70,6 +103,8 @@ def notes(rows: Any) -> Iterator[str]:
             f"the official harness has no {', '.join(methods)}: its formulas are applied to these rows, "
             "but it never printed such figures"
         )
+    if version is AUGUST:
+        return
     good = without_errors(rows)
     if (good["counted_by"].notna() | good["uncounted"].notna()).any():
         yield "servers do not report the time of the first draft, so tps.zlab and speedup.zlab include it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,18 @@ from torch import Tensor
 
 from dflash_bench.core.errors import DraftProblem, UserError, unknown
 from dflash_bench.models import weights
-from dflash_bench.models.formats import base, bodies, deepspec, heads, p_eagle, projectors, safeailab, speculators, zlab
+from dflash_bench.models.formats import (
+    base,
+    bodies,
+    deepspec,
+    heads,
+    known,
+    p_eagle,
+    projectors,
+    safeailab,
+    speculators,
+    zlab,
+)
 from dflash_bench.models.formats.base import Checkpoint, DraftModel, Format, Json, TargetShape
 from dflash_bench.models.hub import first_line, read_config
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
@@ -98,6 +109,8 @@ def _detected(folder: Path, config: Json, architectures: Sequence[str], names: I
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
     if "dflash_config" in config:
+        if config["dflash_config"] and isinstance(config["dflash_config"], Mapping):
+            known.refuse_architectures(folder, list(architectures))
         return zlab.DFLASH
     if "draft_vocab_size" in config or any(name == "d2t" or name.startswith("midlayer.") for name in names):
         return safeailab.EAGLE3
@@ -107,9 +120,14 @@ def _detected(folder: Path, config: Json, architectures: Sequence[str], names: I
 def _speculators(folder: Path, config: Json) -> Format:
     kind = config["speculators_model_type"]
     if kind not in SPECULATORS:
+        named = f" is {known.SPECULATORS[kind]}" if kind in known.SPECULATORS else ""
+        others = "" if named else f" ({known.KNOWN_TYPES})"
         raise UserError(
-            f"{folder}: a speculators draft of type {kind!r} is not supported; only {', '.join(SPECULATORS)} are"
+            f"{folder}{named}: a speculators draft of type {kind!r} is not supported; only {', '.join(SPECULATORS)} "
+            f"are{others}"
         )
+    if SPECULATORS[kind] is speculators.DFLASH:
+        known.refuse_architectures(folder, config.get("architectures") or ())
     return SPECULATORS[kind]
 
 
@@ -194,7 +212,9 @@ def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool
     except UserError as error:
         raise error if str(folder) in str(error) else UserError(f"{path}: {error}") from error
     except KeyError as error:
-        raise UserError(f"{path} lacks {error}") from error
+        kind = known.named_kind(config)
+        of = f", the config of a {kind} draft," if kind is not None else ""
+        raise UserError(f"{path}{of} lacks {error}") from error
     except (AttributeError, TypeError, ValueError, IndexError, ArithmeticError) as error:
         raise UserError(f"{path} holds a value of the wrong type ({error})") from error
     base.check_values(str(path), checkpoint.config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.models.formats import base, heads, variants, zlab
+from dflash_bench.models.formats import base, heads, known, variants, zlab
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
 from dflash_bench.models.nets.bodies import PLAIN
 from dflash_bench.models.nets.corrections.markov import MarkovConfig
@@ -30,6 +30,7 @@ def _body(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     # Its code reads none of the keys by which others vary what a body computes.
     variants.refuse(config, zlab.WHAT, {key: variants.VARIANTS[key] for key in zlab.OF_BODIES})
     base.refuse_sliding(config, zlab.WHAT)
+    known.refuse_flat(config, zlab.WHAT, zlab.READ)
     return zlab.checkpoint(
         config,
         tensors,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.models.formats import base, bodies, heads, safeailab, variants, zlab
+from dflash_bench.models.formats import base, bodies, heads, known, safeailab, variants, zlab
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format, Json, Stored, Tensors
 from dflash_bench.models.nets.bodies import PLAIN
 from dflash_bench.models.nets.corrections.markov import MarkovConfig
@@ -73,6 +73,7 @@ def _dflash(config: Json, tensors: Tensors, depth: int | None, non_causal: bool 
     """Read a draft without its head; `non_causal` is what sliding layers are if the file does not say."""
     body, tensors = _body(config), bodies.usual_names(tensors)
     variants.refuse(config, zlab.WHAT, UNREAD)
+    known.refuse_flat(config, zlab.WHAT, zlab.READ)
     taps = config.get("aux_hidden_state_layer_ids")
     reduced = base.none_if_usual(config.get("draft_vocab_size", 32000), body["vocab_size"])
     checkpoint = zlab.checkpoint(

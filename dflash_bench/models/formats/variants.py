@@ -46,7 +46,10 @@ OF_LAYERS: Variants = {
     "logit_scale": ("its logits are scaled, which changes what is drawn", (*ABSENT, 1)),
     "logits_scaling": ("its logits are scaled, which changes what is drawn", (*ABSENT, 1)),
     "final_logit_softcapping": ("its logits are capped, which changes what is drawn", (*ABSENT, 0)),
-    "projector_type": ("a head of another kind corrects its drafts", (*ABSENT, "none", "dflash")),
+    "projector_type": (
+        "a head of a kind that is not known corrects its drafts (known are Domino, DSpark and LiLiCorr)",
+        (*ABSENT, "none", "dflash"),
+    ),
     "conv_kernel_size": (DFLASH2, (*ABSENT, 0)),
     "conv_group_size": (DFLASH2, (*ABSENT, 0)),
     "selector_rank": (DFLASH2, (*ABSENT, 0)),

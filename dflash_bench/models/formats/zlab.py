@@ -121,6 +121,7 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     body = bodies.read(config, bodies.usual_names(tensors))
     read = checkpoint(both, tensors, depth, target_layer_ids=taps, body=body, **reduced)
     read = read if selector is None else heads.with_head(read, selector)
+    _refuse_another(config, read)
     return replace(read, target_head=bool(reduced))
 
 
@@ -134,6 +135,16 @@ def _selector(config: Json) -> SelectorConfig | None:
         key = "selector_rank" if has_selector else "conv_kernel_size"
         raise UserError(f"config.json says DFlashDraftModel, and has {key}, which only {SECOND} has")
     return heads.selector(config) if has_selector else None
+
+
+def _refuse_another(config: Json, read: Checkpoint) -> None:
+    """Raises UserError for a key of DFlare beside the tensors of another kind."""
+    kind = getattr(read.config, "kind", None)
+    if "dflare_config" in config and kind != "DFlare":
+        raise UserError(
+            f"config.json has dflare_config, which only DFlare has, but its tensors are those of {kind}: "
+            "they do not belong together; copy the checkpoint again"
+        )
 
 
 def write_dflash(checkpoint: Checkpoint) -> Stored:

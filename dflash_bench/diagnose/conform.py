@@ -1,0 +1,323 @@
+"""`conform`: the golden cases, decoded by our own engine under each of its forwards, or by a live server.
+
+Ours must draft what the publisher's code drafts, token for token in every round. A server names the tokens of its
+answer, and counts: its totals are compared, and its rounds where the pieces of its stream are those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+
+from dflash_bench.core import methods
+from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.option import check_options
+from dflash_bench.diagnose.compare_rounds import (
+    DecodedPrompt,
+    Explanation,
+    RoundDifference,
+    accepted_per_round,
+    differences_of,
+    explanations,
+    num_equal_rounds,
+    published_figure,
+    room_of,
+)
+from dflash_bench.diagnose.golden_cases import CaseRound, GoldenCase, GoldenPrompt, WrongReading, edited_copy
+from dflash_bench.engine.backend import RequestTrace, build_drafter, capture_passes
+from dflash_bench.engine.drafter import Drafter
+from dflash_bench.engine.forward.choice import why_not_compiled
+from dflash_bench.engine.forward.native import NativeForward, why_not
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import Limits, clock_for
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.selection import compile_like, target_of
+from dflash_bench.engine.target import Target
+from dflash_bench.models.loading import Models, load, with_draft
+from dflash_bench.models.presets import Preset
+from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.setup import configure_torch, machine_of
+
+Tell = Callable[[str], object]
+State = Literal["equal", "differs", "unread", "failed", "inapplicable", "untold"]
+"""`inapplicable`: this forward computes no such target. `untold`: a server does not say what it accepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The code that computes target and draft, as `--engine` and `--kernels` name it."""
+
+    name: str
+    engine: str
+    kernels: str | None
+
+
+FORWARDS = {
+    one.name: one
+    for one in (
+        Forward("numba", "native", "numba"), Forward("torch", "native", "torch"),
+        Forward("transformers", "transformers", None),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Conformance:
+    """A case, as a forward of ours or a server decodes it."""
+
+    case: GoldenCase
+    reader: str
+    """The forward, or the server's dialect and version."""
+    state: State
+    why: str = ""
+    """Why it was not decoded, or not compared."""
+    num_equal: int | None = None
+    """Rounds that are as the publisher's; None where they are not known."""
+    num_rounds: int = 0
+    accepted: float | None = None
+    """Accepted drafts per round, beside `expected`."""
+    expected: float | None = None
+    difference: RoundDifference | None = None
+    explanations: tuple[Explanation, ...] = ()
+    compared: tuple[str, ...] = ()
+    """Of a server, what it tells: rounds, counts, tokens."""
+
+
+def forwards_named(names: Sequence[str]) -> list[Forward]:
+    """Return these forwards, by default all. Raises UserError for an unknown one."""
+    for name in names:
+        if name not in FORWARDS:
+            raise unknown("forward", name, list(FORWARDS))
+    return [FORWARDS[name] for name in dict.fromkeys(names or FORWARDS)]
+
+
+def exit_status(found: Sequence[Conformance]) -> int:
+    """Return 0 if all cases conform, 1 if one differs or is read by no forward, 2 if a server does not tell."""
+    equal = {one.case.name for one in found if one.state == "equal"}
+    if any(one.state in ("differs", "unread", "failed") for one in found):
+        return 1
+    if any(one.state == "untold" for one in found):
+        return 2
+    return 0 if all(one.case.name in equal for one in found) else 1
+
+
+# Our own engine.
+
+
+@dataclass(slots=True)
+class CaseSubject:
+    """A case's target, loaded, and the drafts that were read for it. Close it for its copies of drafts."""
+
+    case: GoldenCase
+    models: Models
+    _copies: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory)
+
+    @classmethod
+    def load(cls, case: GoldenCase, device: str) -> CaseSubject:
+        """Raises UserError for a target that cannot be read."""
+        models = load(Preset(str(case.target), {}), [], device, torch.float32, needs_tokenizer=False)
+        return cls(case, models)
+
+    def close(self) -> None:
+        self._copies.cleanup()
+
+    def drafter(self, target: Target, reading: WrongReading | None = None, block: int | None = None) -> Drafter:
+        """Build the case's drafter, or one that reads its draft wrongly. Raises UserError for a refused draft."""
+        method = methods.parse(self.case.method if reading is None or reading.method is None else reading.method)
+        method = method if block is None else method.with_option("block", block)
+        models, draft = self.models, self._draft(reading)
+        preset = Preset(str(self.case.target), {})
+        if method.draft is not None:
+            # Without a folder of its own it is in the target's checkpoint.
+            preset = replace(preset, drafts={} if draft is None else {method.draft: str(draft)})
+            models = with_draft(models, preset, method.draft)
+        drafter = build_drafter(models, target, method, preset)
+        compile_like(target, [drafter])
+        capture_passes(target, [drafter], None)
+        return drafter
+
+    def _draft(self, reading: WrongReading | None) -> Path | None:
+        if self.case.draft is None or reading is None or reading.edit is None:
+            return self.case.draft
+        folder = Path(self._copies.name) / str(self.case.readings.index(reading))
+        return folder if folder.exists() else edited_copy(self.case.draft, reading.edit, folder)
+
+
+def decode_prompts(
+    target: Target, drafter: Drafter, prompts: Sequence[GoldenPrompt], together: bool = False
+) -> list[DecodedPrompt]:
+    """Decode prompts one by one, or those with the same limit together. Raises DecodingError as `decode`."""
+    found: dict[int, DecodedPrompt] = {}
+    for limits, places in _groups(prompts, together):
+        traces = [RequestTrace(prompts[place].prompt) for place in places]
+        read = [list(trace.prompt) for trace in traces]
+        for step in decode(target, drafter, read, limits, Sampling(), clock_for(target.device)):
+            for row, request in enumerate(step.requests):
+                traces[request].add(row, step)
+        found |= {place: _of_trace(trace) for place, trace in zip(places, traces, strict=True)}
+    return [found[place] for place in range(len(prompts))]
+
+
+def shrunk(
+    subject: CaseSubject, target: Target, reading: WrongReading | None, decoded: Sequence[DecodedPrompt]
+) -> list[DecodedPrompt]:
+    """Return the rounds as a loop drafts them whose last blocks are as narrow as the limit leaves room for.
+
+    In such a block other tokens may be drafted, where slots see those behind them.
+    """
+    case = subject.case
+    if not case.shrinks:
+        return list(decoded)
+    drafters: dict[int, Drafter] = {}
+    narrowed = []
+    for prompt, one in zip(case.prompts, decoded, strict=True):
+        rounds = [step for step in one.rounds if room_of(case, prompt, step) == case.num_drafts]
+        at = one.rounds[len(rounds)].anchor_at if len(rounds) < len(one.rounds) else None
+        # What a narrow block accepts decides where the next one begins.
+        while at is not None and at < len(prompt.prompt) + len(one.tokens) - 1:
+            room = room_of(case, prompt, CaseRound(at, (), 0))
+            if room not in drafters:
+                drafters[room] = subject.drafter(target, reading, room + 1)
+            text = (*prompt.prompt, *one.tokens)[:at]
+            alone = replace(prompt, prompt=text, max_new_tokens=room + 2, stop_ids=frozenset())
+            rounds.append(decode_prompts(target, drafters[room], [alone])[0].rounds[0])
+            at += rounds[-1].accepted + 1
+        narrowed.append(replace(one, rounds=tuple(rounds)))
+    return narrowed
+
+
+def _groups(prompts: Sequence[GoldenPrompt], together: bool) -> Iterator[tuple[Limits, list[int]]]:
+    by_limits: dict[Limits, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        limits = Limits(prompt.max_new_tokens, prompt.stop_ids)
+        if together:
+            by_limits.setdefault(limits, []).append(place)
+        else:
+            yield limits, [place]
+    yield from by_limits.items()
+
+
+def _of_trace(trace: RequestTrace) -> DecodedPrompt:
+    """Return an answer's tokens and rounds; the first of the trace is its prefill."""
+    done, found = 1, []
+    for row, step in trace.rounds[1:]:
+        anchor_at = len(trace.prompt) + done - 1
+        verified = step.drafted if step.verified is None else step.verified
+        found.append(CaseRound(anchor_at, tuple(step.drafted_ids[row]), step.accepted[row], verified[row]))
+        done += len(step.emitted[row] or ())
+    return DecodedPrompt(trace.tokens, tuple(found))
+
+
+def check_engine(
+    cases: Sequence[GoldenCase], forwards: Sequence[Forward], request: RunRequest, tell: Tell
+) -> list[Conformance]:
+    """Decode cases under each forward, prompt by prompt and then together. Raises UserError for an unknown device."""
+    check_options(request)
+    wanted = replace(machine_of(request), device=request.device or "cpu", dtype="float32")
+    device, _, _ = configure_torch(wanted)
+    return [found for case in cases for found in _check_case(case, forwards, device, tell)]
+
+
+def _check_case(case: GoldenCase, forwards: Sequence[Forward], device: str, tell: Tell) -> list[Conformance]:
+    try:
+        subject = CaseSubject.load(case, device)
+    except UserError as error:
+        return [Conformance(case, one.name, "unread", _reason(case, error)) for one in forwards]
+    try:
+        return [_Checked(subject, one, tell).conformance() for one in forwards]
+    finally:
+        subject.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    subject: CaseSubject
+    forward: Forward
+    tell: Tell
+
+    def conformance(self) -> Conformance:
+        case, forward = self.subject.case, self.forward
+        self.tell(f"{case.name}: {forward.name}")
+        model = self.subject.models.target
+        if (why := why_inapplicable(model, forward)) is not None:
+            return Conformance(case, forward.name, "inapplicable", why)
+        try:
+            target = target_of(model, forward.engine, forward.kernels)
+        except UserError as error:
+            return Conformance(case, forward.name, "failed", _reason(case, error))
+        try:
+            drafter = self.subject.drafter(target)
+        except UserError as error:
+            return Conformance(case, forward.name, "unread", _reason(case, error))
+        try:
+            return self._compared(target, drafter)
+        except UserError as error:
+            return Conformance(case, forward.name, "failed", _reason(case, error))
+
+    def _compared(self, target: Target, drafter: Drafter) -> Conformance:
+        case = self.subject.case
+        whole = decode_prompts(target, drafter, case.prompts)
+        decoded = shrunk(self.subject, target, None, whole)
+        difference = next(differences_of(case, decoded), None)
+        if difference is None:
+            # Rows of a batch share passes, whose masks, windows and states differ by row.
+            several = decode_prompts(target, drafter, case.prompts, together=True)
+            together = [kept if one == other else one for one, other, kept in zip(several, whole, decoded, strict=True)]
+            if (difference := next(differences_of(case, together), None)) is not None:
+                decoded, difference = together, replace(difference, together=True)
+        found = Conformance(
+            case, self.forward.name, "equal" if difference is None else "differs",
+            num_equal=num_equal_rounds(case, decoded), num_rounds=case.num_rounds,
+            accepted=accepted_per_round(case, decoded), expected=case.accepted_per_round, difference=difference,
+        )  # fmt: skip
+        if difference is None or difference.together:
+            return found
+        accepted = self._accepted(target, drafter, decoded)
+        named = explanations(case, decoded, accepted, lambda reading: self._under(target, reading))
+        return replace(found, explanations=named)
+
+    def _accepted(self, target: Target, drafter: Drafter, decoded: Sequence[DecodedPrompt]) -> float | None:
+        """Return accepted drafts per round, with the round behind the last token that some publishers' loops make."""
+        case = self.subject.case
+        if not case.overruns:
+            return published_figure(case, decoded)
+        longer = [
+            replace(one, max_new_tokens=one.max_new_tokens + case.num_drafts + 2, stop_ids=frozenset())
+            for one in case.prompts
+        ]
+        whole = [
+            replace(
+                one, rounds=tuple(step for step in one.rounds if step.anchor_at < len(asked.prompt) + len(asked.tokens))
+            )
+            for one, asked in zip(decode_prompts(target, drafter, longer), case.prompts, strict=True)
+        ]
+        return published_figure(case, whole)
+
+    def _under(self, target: Target, reading: WrongReading) -> list[DecodedPrompt] | None:
+        self.tell(f"{self.subject.case.name}: {self.forward.name}, {reading.name}")
+        try:
+            whole = decode_prompts(target, self.subject.drafter(target, reading), self.subject.case.prompts)
+            return shrunk(self.subject, target, reading, whole)
+        except UserError:
+            return None
+
+
+def why_inapplicable(model: Any, forward: Forward) -> str | None:
+    """Return why a forward is not made for a target, or None: some shapes are left to another one."""
+    if forward.engine != "native":
+        return None
+    reason = why_not(model)
+    return reason if reason is not None or forward.kernels != "numba" else why_not_compiled(NativeForward(model))
+
+
+def _reason(case: GoldenCase, error: UserError) -> str:
+    """Return an error's text without the folder of the case, which is known, in one line."""
+    text = " ".join(str(error).split())
+    for folder in (case.draft, case.target):
+        text = text.removeprefix(f"{folder}/config.json: ").removeprefix(f"{folder}: ").replace(f"{folder} is", "it is")
+    return text

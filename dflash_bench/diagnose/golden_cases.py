@@ -1,0 +1,177 @@
+"""The golden cases: small drafts in publishers' formats, and what the publishers' own code drafts with them.
+
+They lie in `conformance/`, whose README describes every key. Here they are read, and a wrong reading that is an edit of
+the draft's config.json is applied to a copy.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.core.errors import unknown
+
+CASES = Path(__file__).parents[1] / "conformance"
+GOLDEN = "golden.json"
+CHAINS = ("mtp", "p-eagle")
+"""Kinds that are methods of their own, which take the number of drafted tokens; all others are kinds of dflash."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaseRound:
+    """A round, the publisher's or ours; some publishers' loops draft no more than the limit leaves room for."""
+
+    anchor_at: int
+    """Place of the anchor in prompt and answer together."""
+    drafted: tuple[int, ...]
+    accepted: int
+    """Leading drafts that are the target's own choice, also beyond the end of the answer."""
+    verified: int | None = None
+    """Drafts left after a cut by confidence, where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenPrompt:
+    """A prompt, its answer (which is plain greedy decoding's) and the rounds after the first token."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    tokens: tuple[int, ...]
+    rounds: tuple[CaseRound, ...]
+    overruns: bool = False
+    """The publisher's loop drafts once more behind the last token, which is not among the rounds here."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrongReading:
+    """A misreading, and what the publisher's code gives under it.
+
+    `edit` maps keys of config.json ("dflash_config.causal_head") to other values (None: no such key), and `method` is
+    the method that drafts so with the checkpoint as it is; both are None where neither says it.
+    """
+
+    name: str
+    num_prompts: int
+    """Prompts whose rounds differ from the right ones."""
+    accepted_per_round: float
+    """Four significant digits."""
+    edit: Mapping[str, Any] | None = None
+    method: str | None = None
+
+    @property
+    def can_be_tried(self) -> bool:
+        return self.edit is not None or self.method is not None
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenCase:
+    name: str
+    kind: str
+    """As `golden.json` names it: dflash, dflash2, mtp, ..."""
+    what: str
+    """What it pins down, in words."""
+    source: str
+    """The repository of the code that drafted."""
+    target: Path
+    draft: Path | None
+    """None if the draft is in the target's checkpoint."""
+    method: str
+    """The method that drafts so, as a user types it."""
+    num_drafts: int
+    prompts: tuple[GoldenPrompt, ...]
+    readings: tuple[WrongReading, ...]
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether the publisher's loop drafts no more than may still be emitted."""
+        return any(len(one.drafted) < self.num_drafts for prompt in self.prompts for one in prompt.rounds)
+
+    @property
+    def overruns(self) -> bool:
+        """Whether the publisher's loop drafts once more behind the last token of an answer."""
+        return any(prompt.overruns for prompt in self.prompts)
+
+    @property
+    def num_rounds(self) -> int:
+        return sum(len(prompt.rounds) for prompt in self.prompts)
+
+    @property
+    def accepted_per_round(self) -> float:
+        return sum(one.accepted for prompt in self.prompts for one in prompt.rounds) / self.num_rounds
+
+
+def known_cases() -> list[str]:
+    """Return the names of all cases, sorted."""
+    return sorted(path.parent.name for path in CASES.glob(f"*/{GOLDEN}"))
+
+
+def read_cases(names: Sequence[str] = ()) -> list[GoldenCase]:
+    """Return the named cases, each once; by default all. Raises UserError for an unknown name."""
+    known = known_cases()
+    for name in names:
+        if name not in known:
+            raise unknown("golden case", name, known)
+    return [read_case(name) for name in dict.fromkeys(names or known)]
+
+
+def read_case(name: str) -> GoldenCase:
+    folder = CASES / name
+    stored = json.loads((folder / GOLDEN).read_text(encoding="utf-8"))
+    kind, settings = stored["kind"], stored["settings"]
+    draft = folder / "draft"
+    return GoldenCase(
+        name, kind, stored["what"], stored["source"]["repository"], (folder / stored["target"]).resolve(),
+        draft if draft.is_dir() else None, method_of(kind, settings), settings["drafts_per_round"],
+        tuple(map(_prompt, stored["cases"])), tuple(map(_reading, stored["wrong_readings"])),
+    )  # fmt: skip
+
+
+def method_of(kind: str, settings: Mapping[str, Any]) -> str:
+    """Return the method that drafts as a case's settings say; 0 as a threshold cuts nothing."""
+    if kind in CHAINS:
+        return f"{kind}:{settings['drafts_per_round']}"
+    threshold, shifted = settings.get("confidence_threshold"), settings.get("draft_shift")
+    options = [*([f"cut={threshold:g}"] if threshold else []), *(["shift=yes"] if shifted else [])]
+    return ":".join(["dflash", *([",".join(options)] if options else [])])
+
+
+def _prompt(stored: Mapping[str, Any]) -> GoldenPrompt:
+    prompt, tokens = tuple(stored["prompt"]), tuple(stored["tokens"])
+    last = len(prompt) + len(tokens) - 1
+    rounds = [
+        CaseRound(one["anchor_at"], tuple(one["drafted"]), one["accepted"], one.get("verified"))
+        for one in stored["rounds"]
+    ]
+    within = tuple(one for one in rounds if one.anchor_at < last)
+    stop_ids = frozenset(stored.get("stop_token_ids") or ())
+    return GoldenPrompt(prompt, stored["max_new_tokens"], stop_ids, tokens, within, len(within) < len(rounds))
+
+
+def _reading(stored: Mapping[str, Any]) -> WrongReading:
+    return WrongReading(
+        stored["reading"], stored["prompts_with_other_rounds"], stored["accepted_per_round"], stored.get("edit"),
+        stored.get("method"),
+    )  # fmt: skip
+
+
+def edited_copy(draft: Path, edit: Mapping[str, Any], folder: Path) -> Path:
+    """Copy a draft to a folder that does not exist yet, with these keys of its config.json changed."""
+    shutil.copytree(draft, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for key, value in edit.items():
+        *outer, last = key.split(".")
+        inner = config
+        for name in outer:
+            inner = inner[name]
+        if value is None:
+            inner.pop(last, None)
+        else:
+            inner[last] = value
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return folder

@@ -1,0 +1,99 @@
+"""Which published kind a config names, and which of its keys change nothing: what is neither is refused by its name.
+
+Architectures and the types of speculators checkpoints say what a draft is. One that is not known here may be any
+network with a body like DFlash's, so it is never read as DFlash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cache
+from typing import Any
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.models.formats import variants
+from dflash_bench.models.formats.base import Json
+
+ARCHITECTURES = {
+    "DFlashDraftModel": "DFlash", "DFlashSpeculator": "DFlash", "DFlash2DraftModel": "DFlash 2",
+    "DFlash2Speculator": "DFlash 2", "DominoDraftModel": "Domino", "DSparkDraftModel": "DSpark",
+    "DSparkSpeculator": "DSpark", "Qwen3DSparkModel": "DSpark", "Gemma4DSparkModel": "DSpark",
+    "QwenDFlareDraftModel": "DFlare", "DFlareSpeculator": "DFlare", "LiLiCorrDraftModel": "LiLiCorr",
+    "XPressSpeculator": "XPress", "XPressDraftModel": "XPress", "PEagleDraftModel": "P-EAGLE",
+    "PEagleSpeculator": "P-EAGLE", "MuseGlimmerAssistantModel": "an assistant for transformers' own DFlash",
+    "Eagle3Speculator": "EAGLE-3", "Eagle3DraftModel": "EAGLE-3", "Qwen3Eagle3Model": "EAGLE-3",
+}  # fmt: skip
+SPECULATORS = {
+    "dflash": "DFlash", "dflash2": "DFlash 2", "dspark": "DSpark", "dflare": "DFlare", "xpress": "XPress",
+    "peagle": "P-EAGLE", "eagle3": "EAGLE-3", "jetspec": "JetSpec", "dels_spec": "DeLS-Spec", "pard2": "PARD-2",
+    "mtp": "MTP",
+}  # fmt: skip
+PROJECTORS = {"domino": "Domino", "dspark": "DSpark", "lilicorr": "LiLiCorr"}
+DESCRIBING = (
+    "architectures", "auto_map", "model_type", "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings",
+    "speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config",
+    "aux_hidden_state_layer_ids", "sliding_window_non_causal", "num_jacobi_passes", "eval_jacobi_passes",
+    "embed_requires_grad", "has_no_defaults_at_init", "max_anchors", "loss_config", "layer_types",
+)  # fmt: skip
+"""Keys of flat configs that say what a checkpoint is, or how it was trained."""
+OF_TRANSFORMERS_4 = (
+    "add_cross_attention", "attention_dropout", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label", "initializer_range", "is_decoder",
+    "is_encoder_decoder", "label2id", "length_penalty", "max_length", "min_length", "mlp_bias", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
+    "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "pruned_heads",
+    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id",
+    "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder",
+    "tokenizer_class", "top_k", "top_p", "torchscript", "typical_p", "use_bfloat16", "use_cache",
+)  # fmt: skip
+"""Keys that every config of transformers 4 has; none changes a draft."""
+
+
+def named_kind(config: Json) -> str | None:
+    """Return the published kind that a config names by its type, its projector or its architecture, if any."""
+    inner = config.get("dflash_config")
+    projector = inner.get("projector_type") if isinstance(inner, dict) else config.get("projector_type")
+    named = [SPECULATORS.get(str(config.get("speculators_model_type"))), PROJECTORS.get(str(projector))]
+    named += [ARCHITECTURES.get(str(name)) for name in config.get("architectures") or ()]
+    return next((name for name in named if name is not None), None)
+
+
+def refuse_architectures(where: object, architectures: Sequence[Any]) -> None:
+    """Raises UserError for architectures of which none is known; no architecture at all says nothing."""
+    if architectures and not any(name in ARCHITECTURES for name in architectures):
+        raise UserError(
+            f"{where} has the architecture {', '.join(map(str, architectures))}, which is not supported: {KNOWN}"
+        )
+
+
+def _listed(names: dict[str, str]) -> str:
+    by_kind: dict[str, list[str]] = {}
+    for name, kind in names.items():
+        by_kind.setdefault(kind, []).append(name)
+    return ", ".join(f"{kind} ({' or '.join(several)})" for kind, several in by_kind.items())
+
+
+KNOWN = f"known are {_listed(ARCHITECTURES)}"
+KNOWN_TYPES = f"known are {_listed(SPECULATORS)}"
+KNOWN_PROJECTORS = f"known are {_listed(PROJECTORS)}"
+
+
+def refuse_flat(config: Json, what: str, read: Collection[str]) -> None:
+    """Raises UserError for a key of a flat config that is neither read nor known to change nothing."""
+    for key in config:
+        known = key in read or key in DESCRIBING or key in OF_TRANSFORMERS_4 or key in _of_transformers()
+        if not (known or key.startswith("_") or key in variants.HARMLESS or key in variants.VARIANTS):
+            raise UserError(
+                f"{what} with {key!r} in config.json is not supported: its effect is unknown; if it changes nothing, "
+                "remove it from the file"
+            )
+
+
+@cache
+def _of_transformers() -> frozenset[str]:
+    """Return the keys that the installed transformers writes for any target that drafts are made from."""
+    from transformers import Qwen3Config
+
+    return frozenset(Qwen3Config().to_dict())
