@@ -94,7 +94,7 @@ def test_sinks_and_scaled_values_change_drafts_and_leave_answers_exact() -> None
             layer.self_attn.attention_sink_bias.data.fill_(3.0)
         drafter = DFlashDrafter(draft, target.embedding, target.head)
         drafter.compile()
-        assert isinstance(drafter.network, NativeDFlash) == (not body.has_plain_layers)
+        assert isinstance(drafter.network, NativeDFlash) == (not body.has_usual_attention)
         alone = [run(target, drafter, [prompt], 12) for prompt in PROMPTS]
         several = run(target, drafter, PROMPTS, 12)
         assert several.tokens == [out.tokens[0] for out in alone] == plain(target, PROMPTS, 12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -21,7 +22,7 @@ from dflash_bench.engine.forward.compiled import CompiledDFlash
 from dflash_bench.engine.forward.native_drafts import NativeDFlash
 from dflash_bench.engine.masks import block_mask
 from dflash_bench.engine.target import Target
-from dflash_bench.models.nets.bodies import WHOLE, BlockView, DraftBody
+from dflash_bench.models.nets.bodies import WHOLE, BlockView, DraftBody, Mixing
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.layers import Rotary
 
@@ -81,6 +82,44 @@ def test_kernels_see_what_masks_say(views: tuple[BlockView, BlockView], starts: 
         masks = {view.name: block_mask(cache, torch.arange(CAPACITY), view) for view in views}
         said.append(network.forward(embedded, rotations(rotary, cache), masks, cache))
     assert torch.allclose(*said, rtol=1e-3, atol=1e-3)
+
+
+MIXED = BlockView(3, is_causal=True), WHOLE
+BODIES = {
+    "convolutions": DraftBody(views=MIXED, conv_kernel_size=2, conv_group_size=16),
+    "three taps": DraftBody(conv_kernel_size=3, conv_group_size=4),
+    "one tap, one channel a group": DraftBody(conv_kernel_size=1, conv_group_size=1),
+    "mixed contexts": DraftBody(mixing=Mixing.BY_LAYER, own_context_weights=True),
+    "mixed contexts, normed apart": DraftBody(views=MIXED, mixing=Mixing.BY_LAYER_NORMED),
+}
+
+
+IN_HALF = [(name, torch.bfloat16) for name, body in BODIES.items() if body.mixing is Mixing.JOINED]
+"""Mixed contexts are computed by torch, which rounds them."""
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("starts", [[7], [9, 2]])
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in BODIES), *IN_HALF])
+def test_kernels_compute_what_torch_does(name: str, starts: list[int], dtype: torch.dtype, threads: int) -> None:
+    """Blocks beside each other, of which no convolution may read the one before."""
+    draft = randomised(DFlashDraft(replace(DFLASH, body=BODIES[name]))).to(dtype)
+    # Weights are rounded, and nothing else is.
+    compiled, draft = CompiledDFlash(NativeDFlash(draft)), copy.deepcopy(draft).float()
+    said, embedded = [], torch.randn(len(starts), WIDTH, 32)
+    features, before = torch.randn(len(starts), 9, 96), torch.get_num_threads()
+    for network in (compiled, NativeDFlash(draft)):
+        torch.set_num_threads(threads)
+        with torch.inference_mode():
+            cache, rotary = KVCache(len(starts), CAPACITY, CPU), Rotary(8, 10000.0, CAPACITY, CPU, torch.float32)
+            cache.place([0] * len(starts), 9)
+            cache.write_all(network.context(features, rotations(rotary, cache)))
+            cache.place(starts, WIDTH)
+            views = {view.name: view for view in map(BODIES[name].view, range(2))}
+            masks = {key: block_mask(cache, torch.arange(CAPACITY), view) for key, view in views.items()}
+            said.append(network.forward(embedded, rotations(rotary, cache), masks, cache))
+        torch.set_num_threads(before)
+    assert torch.allclose(*said, rtol=1e-3, atol=2e-3)
 
 
 # JetSpec.

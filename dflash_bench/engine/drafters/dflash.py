@@ -133,7 +133,7 @@ class DFlashDrafter(CachedDrafter):
 
     def compile(self) -> None:
         network, head = self.network, self.head
-        if not isinstance(network, NativeDFlash) or not self.config.body.has_plain_layers:
+        if not isinstance(network, NativeDFlash) or not self.config.body.has_usual_attention:
             return
         if why_not_layers(network.plain_layers):
             return

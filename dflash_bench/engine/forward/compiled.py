@@ -34,10 +34,11 @@ from dflash_bench.engine.forward.native import (
     linear_of,
     rotary_tables,
 )
-from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3, Views, views_by_kind
+from dflash_bench.engine.forward.native_drafts import FilteredLayer, NativeDFlash, NativeEagle3, Views, views_by_kind
 from dflash_bench.engine.forward.tiles import LANES
 from dflash_bench.engine.lengths import Seen
 from dflash_bench.engine.masks import PassMask, ancestors
+from dflash_bench.models.nets.bodies import BlockConvolution
 from dflash_bench.models.nets.layers import Rotary
 from dflash_bench.models.nets.medusa import MedusaHeads
 from dflash_bench.models.quantization import Int8Linear
@@ -180,7 +181,10 @@ def run(function: Callable[..., None], *arguments: Any) -> None:
 class CompiledLayers:
     """Decoder layers over a cache; the first one's attention may read more than the stream (EAGLE-3's does)."""
 
-    def __init__(self, layers: Sequence[Layer], final: Norm | None) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], final: Norm | None, convolutions: Sequence[Sequence[BlockConvolution]] = ()
+    ) -> None:
+        """`convolutions` are those around each layer's attention and feed-forward, if it has them (DFlash 2)."""
         packing = Packing(layers[0].attention.qkv.weight.dtype)
         kinds = dict.fromkeys(layer.kind for layer in layers)
         self.kinds = tuple(kinds)
@@ -188,6 +192,13 @@ class CompiledLayers:
         for row, layer in zip(rows, layers, strict=True):
             self._lay_out(row, layer, packing)
             row["kind"] = self.kinds.index(layer.kind)
+        for row, pair in zip(rows, convolutions, strict=False):
+            for name, conv in zip(("attention", "feed"), pair, strict=True):
+                row[f"{name}_conv"] = packing.weight(linear_of(conv.kernel_projection))
+                row[f"{name}_base"] = packing.number(conv.base_kernel)
+        taps, group_size = (
+            (convolutions[0][0].base_kernel.shape[1], convolutions[0][0].group_size) if convolutions else (0, 1)
+        )
         last = packing.number(None if final is None else final.weight)
         attention, feed = layers[0].attention, layers[0].feed
         assert isinstance(feed, Gated)
@@ -196,7 +207,7 @@ class CompiledLayers:
         self.decoder = Decoder(
             weights, numbers, rows, width, input_width, attention.num_heads, attention.num_kv, attention.head_dim,
             feed.down.weight.shape[0], np.float32(layers[0].input_norm.eps), np.float32(attention.scale),
-            CODES[feed.activation], last,
+            CODES[feed.activation], last, taps, group_size,
         )  # fmt: skip
         self._work: Workspace | None = None
         self._room = (0, 0, 0)
@@ -234,7 +245,11 @@ class CompiledLayers:
             )
             queries = np.zeros(3 * threads * shape.head_dim * LANES, np.float32)
             scores = np.zeros(threads * places * LANES, np.float32)
-            self._work = Workspace(normed, others[0], attended, wide, gated, others[1], queries, scores)
+            number = round_up(2 * shape.taps * (shape.width // shape.group_size), LANES)
+            coefficients = np.zeros(tokens * number, np.float32)
+            self._work = Workspace(
+                normed, others[0], attended, wide, gated, others[1], queries, scores, coefficients
+            )  # fmt: skip
         return self._work
 
     def store(self, kv: KVCache, cos: np.ndarray, sin: np.ndarray) -> Store:
@@ -429,11 +444,18 @@ class CompiledDFlash:
     """As `NativeDFlash`, by compiled kernels."""
 
     def __init__(self, native: NativeDFlash) -> None:
-        self.fc, self.context_norm = CompiledLinear(native.fc), CompiledNorm(native.context_norm)
-        self.layers = CompiledLayers(native.plain_layers, native.norm)
+        self.native = native
+        if native.is_joined:
+            self.fc, self.context_norm = CompiledLinear(native.fc), CompiledNorm(native.context_norm)
+        filtered = [layer for layer in native.layers if isinstance(layer, FilteredLayer)]
+        self.layers = CompiledLayers(
+            native.plain_layers, native.norm, [(layer.attention_conv, layer.mlp_conv) for layer in filtered]
+        )
 
     def context(self, features: Tensor, tables: Tables) -> Tensor:
         """As `NativeDFlash.context`: features [B, N, K * Ht] -> [layers, 2, B, kv_heads, N, D]."""
+        if not self.native.is_joined:
+            return self.native.context(features, tables).float()
         rows, num = features.shape[:2]
         decoder = self.layers.decoder
         inputs = self.context_norm(self.fc(features))

@@ -69,6 +69,7 @@ LAYER = np.dtype(
             "qkv_bias", "output_bias", "gate_up_bias", "down_bias",
             "qkv_scale", "output_scale", "gate_up_scale", "down_scale",
             "input_norm", "head_norm", "after_attention", "feed_norm", "after_feed", "kind",
+            "attention_conv", "attention_base", "feed_conv", "feed_base",
         )
     ]
 )  # fmt: skip
@@ -96,6 +97,10 @@ class Decoder(NamedTuple):
     activation: int
     final_norm: int
     """Of the last layer's output; -1 if there is none."""
+    taps: int
+    """Of convolutions over a block's tokens (DFlash 2); 0 if there are none."""
+    group_size: int
+    """Channels that share the part of a convolution's coefficients that depends on the token."""
 
 
 class Placed(NamedTuple):
@@ -141,6 +146,8 @@ class Workspace(NamedTuple):
     """[threads, 3, D, LANES]: queries, and sums of values of the past and of the block."""
     scores: np.ndarray
     """[threads, places, LANES]"""
+    coefficients: np.ndarray
+    """[T, padded 2 * taps * groups], of one sublayer's convolutions at a time"""
 
 
 class Team(NamedTuple):
@@ -512,6 +519,46 @@ def add(
 
 
 @kernel
+def read_coefficients(decoder: Decoder, at: int, num_tokens: int, work: Workspace, team: Team) -> None:
+    """Write the coefficients of both sides of a sublayer's convolution, of the normed input that it reads."""
+    number = 2 * decoder.taps * (decoder.width // decoder.group_size)
+    project(
+        decoder.weights, decoder.numbers, at, -1, -1, decoder.width, work.normed, num_tokens, work.coefficients,
+        number, team,
+    )  # fmt: skip
+
+
+@kernel
+def filter_block(
+    decoder: Decoder, x: np.ndarray, stride: int, num_rows: int, num: int, base_at: int, side: int, work: Workspace,
+    team: Team,
+) -> None:  # fmt: skip
+    """Filter x [T, stride] over the `num` tokens of each row, in place, this thread its share of the channels.
+
+    Side 0 is of a sublayer's input, side 1 of its output. Tap t is the t-th token before, of which row 0 has none.
+    """
+    taps, size, width = decoder.taps, decoder.group_size, decoder.width
+    groups = width // size
+    first, last = groups * team.number // team.size, groups * (team.number + 1) // team.size
+    # Backwards, so that the tokens before are still what they were.
+    for token in range(num_rows * num - 1, -1, -1):
+        own = token * padded(2 * taps * groups) + side * taps * groups
+        for group in range(first, last):
+            channel = group * size
+            target = part(x, token * stride + channel, size)
+            base = part(decoder.numbers, base_at + side * taps * width + channel, size)
+            of_token = work.coefficients[own + group]
+            for i in range(size):
+                target[i] *= base[i] + of_token
+            for tap in range(1, min(taps, token % num + 1)):
+                source = part(x, (token - tap) * stride + channel, size)
+                base = part(decoder.numbers, base_at + (side * taps + tap) * width + channel, size)
+                of_token = work.coefficients[own + tap * groups + group]
+                for i in range(size):
+                    target[i] += (base[i] + of_token) * source[i]
+
+
+@kernel
 def run_layers(
     decoder: Decoder, x: np.ndarray, num_rows: int, num: int, is_normed: bool, placed: Placed, store: Store,
     work: Workspace, taps: np.ndarray, tapped: np.ndarray, team: Team,
@@ -531,6 +578,11 @@ def run_layers(
     for index in range(len(decoder.layers)):
         layer = decoder.layers[index]
         meet(team)
+        if layer.attention_conv >= 0:
+            read_coefficients(decoder, layer.attention_conv, num_tokens, work, team)
+            meet(team)
+            filter_block(decoder, work.normed, width, num_rows, num, layer.attention_base, 0, work, team)
+            meet(team)
         reads = decoder.input_width if index == 0 else width
         project(
             decoder.weights,
@@ -565,8 +617,16 @@ def run_layers(
             team,
         )
         meet(team)
+        if layer.attention_conv >= 0:
+            filter_block(decoder, work.update, padded(width), num_rows, num, layer.attention_base, 1, work, team)
+            meet(team)
         add(decoder, x, num_tokens, layer.after_attention, layer.feed_norm, work, team)
         meet(team)
+        if layer.feed_conv >= 0:
+            read_coefficients(decoder, layer.feed_conv, num_tokens, work, team)
+            meet(team)
+            filter_block(decoder, work.normed, width, num_rows, num, layer.feed_base, 0, work, team)
+            meet(team)
         project(
             decoder.weights,
             decoder.numbers,
@@ -597,6 +657,9 @@ def run_layers(
             team,
         )
         meet(team)
+        if layer.feed_conv >= 0:
+            filter_block(decoder, work.update, padded(width), num_rows, num, layer.feed_base, 1, work, team)
+            meet(team)
         following = decoder.layers[index + 1].input_norm if index + 1 < len(decoder.layers) else decoder.final_norm
         add(decoder, x, num_tokens, layer.after_feed, following, work, team)
         for place in range(len(taps)):

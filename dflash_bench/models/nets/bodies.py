@@ -92,11 +92,9 @@ class DraftBody:
         return bool(self.views) and all(view == BlockView(is_causal=True) for view in self.views)
 
     @property
-    def has_plain_layers(self) -> bool:
-        """Return True if its layers are usual ones, whatever they see: then compiled kernels compute them."""
-        has_usual_attention = not self.has_sinks and self.value_scale == 1
-        is_usual = self.mixing is Mixing.JOINED and not self.own_context_weights
-        return self.conv_kernel_size is None and is_usual and has_usual_attention
+    def has_usual_attention(self) -> bool:
+        """Return True if its layers attend as usual to what they see: then compiled kernels compute them."""
+        return not self.has_sinks and self.value_scale == 1
 
     def view(self, layer: int) -> BlockView:
         return self.views[layer] if self.views else WHOLE

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-LARGEST = 1 << 24
+LARGEST = 1 << 16
 """More than any size of a head; a damaged number must not make us allocate huge memory."""
 
 

@@ -33,6 +33,7 @@ from dflash_bench.models.nets.corrections.base import (
 from dflash_bench.models.nets.layers import RMSNorm
 
 NUM_FEATURES = 5
+MOST_LAYERS = 1 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,8 @@ class LiLiCorrConfig(CorrectionConfig):
             # A single candidate has no rank, and leaves nothing to choose.
             if not 2 <= self.lilicorr_candidate_topk <= sizes.num_ids:
                 yield "lilicorr_candidate_topk", self.lilicorr_candidate_topk
+            if self.lilicorr_num_layers > MOST_LAYERS:
+                yield "lilicorr_num_layers", self.lilicorr_num_layers
             if self.lilicorr_hidden_size % self.lilicorr_num_heads:
                 yield "lilicorr_num_heads", self.lilicorr_num_heads
 

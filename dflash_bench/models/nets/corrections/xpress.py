@@ -15,6 +15,7 @@ compared with.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +32,9 @@ from dflash_bench.models.nets.corrections.base import (
     Pick,
 )
 
+MOST_SLOTS = 1 << 12
+"""There is a weight for each pair of a block's slots."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XPressConfig(CorrectionConfig):
@@ -44,6 +48,11 @@ class XPressConfig(CorrectionConfig):
 
     def modules(self, sizes: HeadSizes) -> dict[str, nn.Module]:
         return {"refiner_head": RefinerHead(self, sizes)}
+
+    def unsound(self, sizes: HeadSizes) -> Iterator[tuple[str, object]]:
+        yield from CorrectionConfig.unsound(self, sizes)
+        if sizes.block_size > MOST_SLOTS:
+            yield "block_size", sizes.block_size
 
     def passes(self, num_drafts: int) -> tuple[int, int]:
         return num_drafts + 1, self.num_jacobi_passes
