@@ -118,12 +118,13 @@ class Served:
         hidden = all(one.hides_tokens for one in generations)
         known = [one for one in counts if one is not None]
         conversion = self._conversion(counts)
+        due = [self._expected(one, conversion) for one in self.asked]
         difference = next(self._differences(counts, conversion), None)
         told = [name for name, is_told in (("rounds", any(map(self._tells_rounds, self.answers))),
                                            ("counts", bool(known)), ("tokens", not hidden)) if is_told]  # fmt: skip
         found = Conformance(
             self.case, self.reader, "equal", num_rounds=sum(len(one.prompt.rounds) for one in self.asked),
-            expected=_mean([len(one.prompt.rounds) for one in self.asked], [_accepted(one) for one in self.asked]),
+            expected=_mean([one.rounds for one in due], [one.accepted for one in due]),
             accepted=_mean([one.rounds for one in known], [one.accepted for one in known]), compared=tuple(told),
             num_equal=self._num_equal(counts, conversion) if known else None, difference=difference,
         )  # fmt: skip
@@ -237,10 +238,6 @@ def _counts(answer: TimedGeneration) -> AcceptanceCounts | None:
     return AcceptanceCounts(
         one.total_rounds, one.total_accepted, one.total_drafted, answer.accepted_at, one.counted_by or ""
     )
-
-
-def _accepted(one: AskedPrompt) -> int:
-    return sum(step.accepted for step in one.prompt.rounds)
 
 
 def _mean(rounds: Sequence[int], accepted: Sequence[int]) -> float | None:

@@ -1,0 +1,129 @@
+"""`conform` against a real llama.cpp server: a golden draft with full layers alone, which its GGUF form can hold.
+
+Our engine, which computes the case as published, says what a sound server counts; a server whose draft taps other
+layers differs, and the misreading is named.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_bench.diagnose import conform, golden_cases
+from dflash_bench.diagnose.conform import CaseSubject
+from dflash_bench.engine.selection import target_of
+from dflash_bench.models import formats, gguf_writer, targets
+
+pytestmark = pytest.mark.llamacpp
+Main = Callable[..., tuple[int, str, str]]
+NAME, LENGTH, NUM_LAYERS = "zlab-sliding-noncausal", 40, 3
+PLAIN = {
+    "layer_types": ["full_attention"] * NUM_LAYERS, "sliding_window": None, "use_sliding_window": False,
+    "is_causal": False,
+}  # fmt: skip
+OTHER_TAPS = "other layers tapped"
+PROGRAM = Path(__file__).parent / "servers" / "llama_server_here.py"
+EXACT = "--flash-attn off --cache-type-k f32 --cache-type-v f32 --cache-type-k-draft f32 --cache-type-v-draft f32"
+START_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The case, and beside it a target and two drafts as GGUF: one as it is, and one that taps other layers."""
+    folder = tmp_path_factory.mktemp("golden")
+    shutil.copytree(golden_cases.CASES / "_targets", folder / "_targets")
+    case = golden_cases.read_case(NAME)
+    assert case.draft is not None
+    (folder / NAME).mkdir()
+    case = replace(case, draft=golden_cases.edited_copy(case.draft, PLAIN, folder / NAME / "draft"))
+    subject = CaseSubject.load(case, "cpu")
+    target = target_of(subject.models.target, "transformers")
+    asked = [replace(one, max_new_tokens=LENGTH, stop_ids=frozenset()) for one in case.prompts]
+    decoded = conform.decode_prompts(target, subject.drafter(target), asked)
+    subject.close()
+    stored: dict[str, Any] = json.loads((golden_cases.CASES / NAME / golden_cases.GOLDEN).read_text())
+    stored["cases"] = [
+        {
+            "prompt": list(prompt.prompt), "max_new_tokens": LENGTH, "tokens": list(one.tokens),
+            "rounds": [
+                {"anchor_at": step.anchor_at, "drafted": list(step.drafted), "accepted": step.accepted}
+                for step in one.rounds
+            ],
+        }
+        for prompt, one in zip(asked, decoded, strict=True)
+    ]  # fmt: skip
+    stored["wrong_readings"] = [
+        {"reading": OTHER_TAPS, "edit": {"dflash_config.target_layer_ids": [1, 2]}, "prompts_with_other_rounds": 6,
+         "accepted_per_round": 0.0}
+    ]  # fmt: skip
+    (folder / NAME / golden_cases.GOLDEN).write_text(json.dumps(stored))
+    used = {token for one in decoded for token in one.tokens}
+    shape = targets.shape_of(case.target)
+    words = vocabulary(shape.vocab_size, next(token for token in range(shape.vocab_size) if token not in used))
+    gguf_writer.write(folder / "target.gguf", gguf_writer.read(case.target), "target", words)
+    network = gguf_writer.describe(formats.read_checkpoint(folder / NAME / "draft", shape)[1], shape.num_layers)
+    gguf_writer.write(folder / "draft.gguf", network, "draft", words)
+    faulty = replace(network, settings={**network.settings, "target_layers": [2, 3]})
+    gguf_writer.write(folder / "faulty.gguf", faulty, "draft", words)
+    return folder
+
+
+def vocabulary(size: int, end: int) -> dict[str, Any]:
+    """A tokenizer in name only: prompts are ids. Its end of text is a token that no answer has."""
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [f"t{number}" for number in range(size)], "tokenizer.ggml.token_type": [1] * size,
+        "tokenizer.ggml.merges": ["t 1"], "tokenizer.ggml.eos_token_id": end, "tokenizer.ggml.bos_token_id": end,
+        "tokenizer.ggml.add_bos_token": False,
+    }  # fmt: skip
+
+
+@contextmanager
+def serving(python: Path, target: Path, draft: Path, num_drafts: int, log: Path) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = f"--alias case --host 127.0.0.1 --port {port} --ctx-size 512 --parallel 1 --metrics {EXACT} "
+    words += f"--spec-type draft-dflash --spec-draft-n-max {num_drafts}"
+    command = [str(python), str(PROGRAM), "--model", str(target), "--model-draft", str(draft), *words.split()]
+    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process:
+        try:
+            until = time.monotonic() + START_S
+            while "listening at" not in log.read_text():
+                assert process.poll() is None and time.monotonic() < until, log.read_text()[-2000:]
+                time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(("draft", "state"), [("draft.gguf", "equal"), ("faulty.gguf", "differs")])
+def test_a_draft_that_taps_other_layers_is_named(
+    draft: str,
+    state: str,
+    cases: Path,
+    tmp_path: Path,
+    main: Main,
+    monkeypatch: pytest.MonkeyPatch,
+    server_environment: Callable[[str], Path],
+) -> None:
+    monkeypatch.setattr(golden_cases, "CASES", cases)
+    python = server_environment("llamacpp") / "bin" / "python"
+    num_drafts = golden_cases.read_case(NAME).num_drafts
+    with serving(python, cases / "target.gguf", cases / draft, num_drafts, tmp_path / "log") as url:
+        code, out, err = main("conform", NAME, "--server", url, "--json")
+    (found,) = json.loads(out)
+    assert (code, found["state"]) == (int(state == "differs"), state), err
+    assert found["compared"] == ["counts", "tokens"]
+    assert [one["reading"] for one in found["named"]] == ([OTHER_TAPS] if state == "differs" else [])
+    assert (found["num_equal_rounds"] == found["num_rounds"]) == (state == "equal")
