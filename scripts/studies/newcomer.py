@@ -38,7 +38,9 @@ processor, once.
 
 {source}
 """
-LOCAL = "On this machine, pip finds most packages on its own disk; elsewhere they are downloaded, about 400 MB on a CPU."
+LOCAL = (
+    "On this machine, pip finds most packages on its own disk; elsewhere they are downloaded, about 400 MB on a CPU."
+)
 REMOTE = "The set-up downloads the packages, about 400 MB on a CPU."
 
 
