@@ -212,6 +212,8 @@ def _labels(subject: DraftUnderTest) -> Iterator[Probe]:
     means = ("the token at its own place", "the token after it")
     cause = f"a slot predicts {means[not shifted]}, and not {means[shifted]}: labels are shifted by one"
     remedy = "say so in config.json (speculators: sample_from_anchor), or convert it from the format it was trained in"
+    if draft.config.body.is_causal_head:
+        remedy = f"give shift={'no' if shifted else 'yes'} with --method: its file does not say"
     other = change_draft(draft, shifted_labels=not shifted)
     assert isinstance(other, DFlashDraft)
     # The block stays as wide as it was trained, so it drafts one token more, or one less.

@@ -34,9 +34,11 @@ HEAD = """# From a bare clone to the first answer
 {table}
 
 The first answer came {first:.0f} seconds after the clone began. With the first run, kernels are compiled for the
-processor, once. {source}
+processor, once.
+
+{source}
 """
-LOCAL = "On this machine pip finds most packages on its own disk; elsewhere they are downloaded, about 400 MB on a CPU."
+LOCAL = "On this machine, pip finds most packages on its own disk; elsewhere they are downloaded, about 400 MB on a CPU."
 REMOTE = "The set-up downloads the packages, about 400 MB on a CPU."
 
 

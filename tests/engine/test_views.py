@@ -74,14 +74,16 @@ def test_kernels_see_what_masks_say(views: tuple[BlockView, BlockView], starts: 
     native = NativeDFlash(draft)
     said, embedded = [], torch.randn(len(starts), WIDTH, 32)
     features = torch.randn(len(starts), 9, 96)
-    for network in (native, CompiledDFlash(native)):
+    compiled = CompiledDFlash(native)
+    for network, by_views in ((native, False), (compiled, False), (compiled, True)):
         cache, rotary = KVCache(len(starts), CAPACITY, CPU), Rotary(8, 10000.0, CAPACITY, CPU, torch.float32)
         cache.place([0] * len(starts), 9)
         cache.write_all(network.context(features, rotations(rotary, cache)))
         cache.place(starts, WIDTH)
         masks = {view.name: block_mask(cache, torch.arange(CAPACITY), view) for view in views}
-        said.append(network.forward(embedded, rotations(rotary, cache), masks, cache))
-    assert torch.allclose(*said, rtol=1e-3, atol=1e-3)
+        seen: Any = {view.name: view for view in views} if by_views else masks
+        said.append(network.forward(embedded, rotations(rotary, cache), seen, cache))
+    assert all(torch.allclose(said[0], other, rtol=1e-3, atol=1e-3) for other in said[1:])
 
 
 MIXED = BlockView(3, is_causal=True), WHOLE

@@ -31,7 +31,7 @@ from dflash_bench.engine.masks import block_mask
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
-from dflash_bench.models.nets.bodies import WHOLE
+from dflash_bench.models.nets.bodies import WHOLE, BlockView
 from dflash_bench.models.nets.corrections.base import Corrected
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.weights import lay_out
@@ -227,8 +227,10 @@ class DFlashDrafter(CachedDrafter):
         embedded = self.draft.embed_block(block, self.embedding)
         return self.network.forward(embedded, tables, self._seen(), self.cache)
 
-    def _seen(self) -> Mapping[str, Seen]:
+    def _seen(self) -> Mapping[str, Seen | BlockView]:
         """Return what the slots of the block just placed see in each kind of layer, by the names of their views."""
+        if self.network.reads_views:
+            return self.views
         if self.by_lengths:
             return dict.fromkeys(self.views, placed_lengths(self.cache, whole_block=True))
         return {name: block_mask(self.cache, self.columns, view) for name, view in self.views.items()}

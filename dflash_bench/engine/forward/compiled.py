@@ -38,7 +38,7 @@ from dflash_bench.engine.forward.native_drafts import FilteredLayer, NativeDFlas
 from dflash_bench.engine.forward.tiles import LANES
 from dflash_bench.engine.lengths import Seen
 from dflash_bench.engine.masks import PassMask, ancestors
-from dflash_bench.models.nets.bodies import BlockConvolution
+from dflash_bench.models.nets.bodies import BlockConvolution, BlockView
 from dflash_bench.models.nets.layers import Rotary
 from dflash_bench.models.nets.medusa import MedusaHeads
 from dflash_bench.models.quantization import Int8Linear
@@ -408,6 +408,31 @@ def _seen_by(views: Sequence[Seen], kv: KVCache, shape: tuple[int, int]) -> Plac
     return Placed(steps, starts, zero, zero, seen, lows, kv.first_row)
 
 
+def _blocks_by(views: Sequence[BlockView], kv: KVCache, shape: tuple[int, int]) -> Placed:
+    """Return what the slots of blocks see in each kind of layer; what lies before all windows is not even read."""
+    rows, num = shape
+    starts = np.array(kv.starts, np.int64)
+    seen, lows = _blocks(rows, num, tuple(views))
+    lows = np.maximum(lows + starts[None, :, None], 0)
+    return Placed(_steps(rows * num), starts, starts, starts, seen, lows, kv.first_row)
+
+
+@lru_cache(maxsize=256)
+def _blocks(rows: int, num: int, views: tuple[BlockView, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return `Placed.seen` of blocks, and how far back each slot sees, counted from the anchor."""
+    slots = np.arange(num)
+    distance = slots[:, None] - slots
+    seen, lows = [], []
+    for view in views:
+        within = distance >= 0 if view.is_causal else np.full((num, num), True)
+        if view.window is not None and not view.from_anchor:
+            within = within & (abs(distance) < view.window)
+        seen.append(within.astype(np.uint8)[None])
+        back = ALL_BACK if view.window is None else -view.window if view.from_anchor else 1 - view.window
+        lows.append(np.full(num, back) if view.window is None or view.from_anchor else slots + back)
+    return np.stack(seen), np.broadcast_to(np.stack(lows)[:, None], (len(views), rows, num))
+
+
 def _bools(mask: Seen, num: int, visible: int) -> np.ndarray:
     """Return [B or 1, N, visible], 1 where a place is seen."""
     if mask is None:
@@ -441,7 +466,9 @@ def compiled_once(draft: nn.Module, make: Callable[[], Made]) -> Made:
 
 
 class CompiledDFlash:
-    """As `NativeDFlash`, by compiled kernels."""
+    """As `NativeDFlash`, by compiled kernels, which need no masks but the views of the layers."""
+
+    reads_views = True
 
     def __init__(self, native: NativeDFlash) -> None:
         self.native = native
@@ -476,8 +503,15 @@ class CompiledDFlash:
         shape, kinds = (embedded.shape[0], embedded.shape[1]), self.layers.kinds
         x = embedded.flatten(0, 1).to(torch.float32, copy=True)
         store = self.layers.store(cache, *self._tables(tables, shape))
-        views = views_by_kind(seen, kinds)
-        work, _ = self.layers.through(x, shape, _seen_by([views[kind] for kind in kinds], cache, shape), store)
+        by_kind = views_by_kind(seen, kinds)
+        views = [view for kind in kinds if isinstance(view := by_kind[kind], BlockView)]
+        if views:
+            placed = _blocks_by(views, cache, shape)
+        else:
+            placed = _seen_by(
+                [mask for kind in kinds if not isinstance(mask := by_kind[kind], BlockView)], cache, shape
+            )
+        work, _ = self.layers.through(x, shape, placed, store)
         return torch.from_numpy(work.normed)[: x.numel()].view(embedded.shape).clone()
 
 

@@ -16,17 +16,20 @@ from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward.native import Layer, Linear, Norm, Product, Tables, layer_of, linear_of, norm_of, turn
 from dflash_bench.engine.lengths import Seen
 from dflash_bench.engine.masks import fold_heads
-from dflash_bench.models.nets.bodies import BlockConvolution, Mixing, filtered
+from dflash_bench.models.nets.bodies import BlockConvolution, BlockView, Mixing, filtered
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.weights import join_weights, lay_out
 
-Views = Seen | Mapping[str, Seen]
+Views = Seen | Mapping[str, Seen | BlockView]
 """What the tokens of a pass see in all layers, or in each kind of layer."""
 
 
 class DFlashNetwork(Protocol):
     """A DFlash draft's passes, as `NativeDFlash` describes them."""
+
+    reads_views: bool
+    """Does it take views for masks?"""
 
     def context(self, features: Tensor, tables: Tables) -> Tensor: ...
 
@@ -82,6 +85,8 @@ class FilteredLayer:
 
 class NativeDFlash:
     """A draft of the DFlash family: `context` for the target's features, `forward` for a block."""
+
+    reads_views = False
 
     def __init__(self, draft: DFlashDraft) -> None:
         config, layers = draft.config, list[Any](draft.layers)
@@ -146,7 +151,7 @@ class NativeDFlash:
         shape, x = embedded.shape[:2], embedded.flatten(0, 1)
         views = views_by_kind(seen, (layer.kind for layer in self.layers))
         group = self.plain_layers[0].attention.group
-        folded = {kind: fold_heads(view, group) if isinstance(view, Tensor) else view for kind, view in views.items()}
+        folded = {kind: folded_mask(view, group) for kind, view in views.items()}
         for index, layer in enumerate(self.layers):
             x = layer(index, x, shape, tables, folded[layer.kind], cache)
         return self.norm(x).view(embedded.shape)
@@ -159,7 +164,12 @@ def with_sinks(usual: Layer, module: Any, value_scale: float) -> Layer:
     return replace(usual, attention=replace(usual.attention, sinks=own, value_scale=value_scale))
 
 
-def views_by_kind(seen: Views, kinds: Iterable[str]) -> Mapping[str, Seen]:
+def folded_mask(view: Seen | BlockView, group: int) -> Seen:
+    assert not isinstance(view, BlockView), "views are for kernels"
+    return fold_heads(view, group) if isinstance(view, Tensor) else view
+
+
+def views_by_kind(seen: Views, kinds: Iterable[str]) -> Mapping[str, Seen | BlockView]:
     """Return what is seen in each kind of layer, given that or what is seen in all of them."""
     return seen if isinstance(seen, Mapping) else dict.fromkeys(kinds, seen)
 
