@@ -1,0 +1,27 @@
+"""What kind of draft a method used is named where the draft is: in the facts of a report, and in every row."""
+
+from __future__ import annotations
+
+from runs import about
+
+from dflash_bench.report import words
+from dflash_bench.results.identity import columns_of_method
+
+METHODS = {"dflash": {"name": "dflash", "num_drafts": 7, "draft": "dflash"}}
+
+
+def facts_with(kind: str | None) -> str:
+    drafts = {"dflash": {"name": "org/draft", "kind": kind}}
+    return words.facts(about(identity={"methods": METHODS, "drafts": drafts}))["draft"]
+
+
+def test_the_facts_of_a_report_name_it_where_the_method_does_not() -> None:
+    assert facts_with("DFlash 2") == "dflash (DFlash 2) with 7 tokens per round from org/draft"
+    assert facts_with("DFlash") == facts_with(None) == "dflash with 7 tokens per round from org/draft"
+
+
+def test_rows_carry_it_and_those_of_older_runs_none() -> None:
+    drafts = {"dflash": {"name": "org/draft", "kind": "DSpark"}}
+    assert columns_of_method({"methods": METHODS, "drafts": drafts}, "dflash")["draft_kind"] == "DSpark"
+    older = {"methods": METHODS, "drafts": {"dflash": {"name": "org/draft"}}}
+    assert columns_of_method(older, "dflash")["draft_kind"] is None
