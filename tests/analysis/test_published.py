@@ -227,7 +227,7 @@ def test_deepspec_dflash_drafts_from_every_slot_and_brings_its_vocabulary(tmp_pa
     [
         ({"target_layer_ids": [-1, 5, 9]}, "taps the embedding's output"),
         ({"enable_confidence_head": True}, "enable_confidence_head = True"),
-        ({"markov_rank": 256}, "is DSpark"),
+        ({"markov_rank": 256}, "missing tensor markov_head"),
     ],
 )
 def test_what_deepspec_can_do_and_we_cannot_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:

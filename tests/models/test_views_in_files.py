@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.models.formats import TargetShape, load_draft, read_checkpoint
-from dflash_bench.models.nets.bodies import WHOLE, BlockView, Mixing
+from dflash_bench.models.nets.bodies import WHOLE, BlockView, DraftBody, Mixing
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.models.nets.layers import Rotary
 from dflash_bench.models.weights import write_checkpoint
@@ -148,7 +149,9 @@ def test_deepspecs_code_reads_no_such_keys(key: str, tmp_path: Path) -> None:
 
 
 def test_keys_of_dflare_may_have_a_name_of_their_own(tmp_path: Path) -> None:
-    config = z_lab({})
+    config = z_lab({}) | {"architectures": ["QwenDFlareDraftModel"]}
     named = json.loads(json.dumps(config).replace("dflash_config", "dflare_config"))
-    write_checkpoint(tmp_path, named, NETWORK.state_dict())
-    assert read_checkpoint(tmp_path, TARGET)[1].config.target_layer_ids == (0, 2)
+    mixed = DFlashDraft(replace(NETWORK.config, body=DraftBody(mixing=Mixing.BY_LAYER, own_context_weights=True)))
+    write_checkpoint(tmp_path, named, mixed.state_dict())
+    read = read_checkpoint(tmp_path, TARGET)[1].config
+    assert (read.target_layer_ids, read.kind) == ((0, 2), "DFlare")  # type: ignore[union-attr]

@@ -30,8 +30,8 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A driver with the page of 5 prompts of two suites open; the fourth wrong, the last hostile."""
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str]]:
+    """A driver, and the address of a page of 5 prompts of two suites; the fourth wrong, the last hostile."""
     folder = tmp_path_factory.mktemp("page")
     rows = [
         row
@@ -46,9 +46,17 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.get((folder / "page.html").as_uri())
-    yield driver
+    yield driver, (folder / "page.html").as_uri()
     driver.quit()
+
+
+@pytest.fixture
+def opened(browser: tuple[Any, str]) -> Any:
+    """The driver with that page just opened, whatever was chosen there before."""
+    driver, address = browser
+    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    driver.get(address)
+    return driver
 
 
 def column(driver: Any, place: int) -> list[str]:

@@ -364,7 +364,7 @@ def test_a_suite_of_the_users_own_folder_says_where_to_get_it(tmp_path: Path) ->
     for data in ("embedded", "hub"):
         told = refusal(suites.load_prompts, suite, data)
         assert told.startswith(
-            "suite 'spec_bench' is neither embedded nor on the hub: get data/spec_bench/question.jsonl"
+            "suite 'spec_bench' is neither embedded nor on the hub: get question.jsonl of hemingkx/Spec-Bench"
         )
         assert told.endswith("give --data FOLDER with spec_bench/question.jsonl")
     rows = [
