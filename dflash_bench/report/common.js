@@ -45,6 +45,10 @@ const showScope = () => {
   for (const group of document.querySelectorAll("tbody:has([data-method])")) {
     group.hidden = !group.querySelector("[data-method]:not([hidden])");
   }
+  // Drawings of the whole run would contradict what is chosen.
+  const narrowed = Object.values(scope).some(Boolean);
+  for (const element of document.querySelectorAll("[data-whole]")) element.hidden = narrowed;
+  for (const element of document.querySelectorAll("[data-narrowed]")) element.hidden = !narrowed;
   document.dispatchEvent(new Event("scoped"));
 };
 at("scope").hidden = !at("scope").querySelector("select:not([hidden])");

@@ -179,6 +179,8 @@ def test_filters_move_tables_charts_and_answers_together(opened: Any) -> None:
     before = opened.execute_script(painted)
     choose(opened, "suite", "gsm8k")
     assert suites() == [{"gsm8k"}] * 3 and set(column(opened, 0)) == {"p0", "p1", "p2", "p3"}
+    assert not opened.find_element("css selector", "#plots svg").is_displayed()
+    assert opened.find_element("css selector", "#plots [data-narrowed]").is_displayed()
     assert all(now < then for now, then in zip(opened.execute_script(painted), before, strict=True))
     choose(opened, "method", "dflash")
     assert {method for _, method in visible_rows(opened, "#results .figures")} == {"dflash"}
@@ -190,6 +192,7 @@ def test_filters_move_tables_charts_and_answers_together(opened: Any) -> None:
     choose(opened, "suite", "")
     choose(opened, "method", "")
     assert suites()[0] == {"", "gsm8k", "humaneval"}
+    assert opened.find_element("css selector", "#plots svg").is_displayed()
 
 
 def test_the_answers_to_a_prompt_stand_side_by_side_and_are_typed_again(opened: Any) -> None:
