@@ -44,7 +44,7 @@ def against_server(session: nox.Session, *packages: str, unwanted: tuple[str, ..
 def package(session: nox.Session) -> None:
     """The wheel and the sdist: built, checked, and the wheel installed and tried in an empty folder (three minutes)."""
     session.install("build", "twine")
-    folder = Path(session.create_tmp())
+    folder = Path(session.create_tmp()).resolve()
     built = folder / "dist"
     for old in built.glob("*"):
         old.unlink()
