@@ -56,7 +56,7 @@ Measured on the loaded models, with scales, and with the embedding, which is not
 - `lost, gained`: prompts answered right only with plain, only with quantised weights; p is McNemar's.
 {formulas}
 """
-RUN = """## {title}
+SECTION = """## {title}
 
 Answers are cut at {tokens} tokens; one that had not ended by then counts as wrong.
 
@@ -172,7 +172,7 @@ def section(name: str, known: dict[Any, Document]) -> str:
         "lost, gained",
         "p",
     ]
-    return RUN.format(
+    return SECTION.format(
         title=title, tokens=tokens, figures=markdown(heads, figures, left=3), against=markdown(beside, against, left=3)
     )  # fmt: skip
 
