@@ -108,7 +108,7 @@ def page(work: Work, known: dict[Any, Document]) -> str:
         {name for name, _, _ in known}, key=lambda name: (name.startswith("smollm2"), "embedded" not in name)
     )
     first = next(iter(known.values())).results.info
-    packages = first.environment.packages
+    packages = known[sections[0], DTYPES[0], "nf4"].results.info.environment.packages
     versions = ", ".join(f"{name} {packages[name]}" for name in ("transformers", "bitsandbytes"))
     head = HEAD.format(
         command=work.command, machine=first.environment.one_line(), packages=versions,

@@ -21,7 +21,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
 from dflash_bench.engine import selection
 from dflash_bench.engine.backend import LocalBackend, open_backend
-from dflash_bench.engine.forward import choice
+from dflash_bench.engine.forward import choice, kernels
 from dflash_bench.engine.forward.compiled import CompiledForward, CompiledLinear
 from dflash_bench.engine.forward.native import NativeForward
 from dflash_bench.engine.rows import DecodingError
@@ -35,10 +35,10 @@ LABELS = ("ar", "dflash", "ddtree:nodes=20", "dflash+ngram", "eagle3", "eagle3-t
 PROMPTS = [[5, 17, 100, 9], [*range(30, 70)], [7, 7, 8, 300, 12, 90, 91]]
 
 
-def opened(kernels: str | None, **how: Any) -> LocalBackend:
+def opened(kind: str | None, **how: Any) -> LocalBackend:
     dtype, placement = how.pop("dtype", torch.float32), Placement(quantize=how.pop("quantize", None))
     models = loading.load("nano", ["dflash", "eagle3", "draft-model"], "cpu", dtype, placement)
-    return open_backend(models, presets.preset("nano"), [parse(label) for label in LABELS], 24, kernels=kernels, **how)
+    return open_backend(models, presets.preset("nano"), [parse(label) for label in LABELS], 24, kernels=kind, **how)
 
 
 @pytest.fixture
@@ -96,6 +96,10 @@ def test_every_method_gives_the_tokens_and_counts_of_torchs_kernels() -> None:
             said, expected = ours.generate_ids(label, prompts), theirs.generate_ids(label, prompts)
             assert [one.token_ids for one in said] == [one.token_ids for one in expected], label
             assert [one.accepted for one in said] == [one.accepted for one in expected], label
+    compiled: list[Any] = [kernels.run_layers, kernels.run_context]
+    for kernel in compiled:
+        decoders = [arguments[0] for arguments in kernel.signatures]
+        assert len(set(decoders)) == len(decoders), "compiled twice for the same weights: the second time under a clock"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

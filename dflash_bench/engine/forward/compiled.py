@@ -443,11 +443,14 @@ def _bools(mask: Seen, num: int, visible: int) -> np.ndarray:
 
 
 def _tables_of(tables: Tables, shape: tuple[int, int]) -> list[np.ndarray]:
-    """Return cosines and sines [1, T, D] of the tokens, given [B or 1, N or 1, 1, D]."""
+    """Return cosines and sines [1, T, D] of the tokens, given [B or 1, N or 1, 1, D].
+
+    They are contiguous: for a view with a stride of 0, kernels would be compiled once more, while a clock runs.
+    """
     rows, num = shape
     if tables[0].shape[:2] != shape:
         tables = tables[0].expand(rows, num, 1, -1), tables[1].expand(rows, num, 1, -1)
-    return [table.reshape(1, rows * num, -1).float().numpy() for table in tables]
+    return [table.reshape(1, rows * num, -1).float().contiguous().numpy() for table in tables]
 
 
 Made = TypeVar("Made")
