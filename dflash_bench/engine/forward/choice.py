@@ -23,7 +23,7 @@ from dflash_bench.models.presets import cache_folder
 from dflash_bench.models.quantization import Int8Linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
-SOURCES = ("kernels.py", "tiles.py")
+SOURCES = ("arrays.py", "attention.py", "kernels.py", "tiles.py")
 MOST_FOLDERS = 3
 """Folders of compiled code, of one version each, that are kept."""
 

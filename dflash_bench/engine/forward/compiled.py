@@ -19,8 +19,8 @@ from torch.nn.functional import silu
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward import kernels
+from dflash_bench.engine.forward.arrays import LAYER, Decoder, Placed, Store, Team, Workspace
 from dflash_bench.engine.forward.hf import PassInputs
-from dflash_bench.engine.forward.kernels import LAYER, Decoder, Placed, Store, Team, Workspace
 from dflash_bench.engine.forward.mtp import NativeMTP
 from dflash_bench.engine.forward.native import (
     ACTIVATIONS,
