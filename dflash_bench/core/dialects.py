@@ -246,6 +246,10 @@ class LaunchSpec:
     memory_share: float
     """The fraction of a GPU's memory that it may use."""
     trust_remote_code: bool = False
+    kind: str = ""
+    """What the draft is, as its checkpoint says: DFlash, DFlash 2, DSpark ..."""
+    shifted: bool = False
+    """Slots of its block predict the token after them, so that the anchor's drafts, too."""
 
 
 @dataclass(frozen=True, slots=True)

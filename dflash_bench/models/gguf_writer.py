@@ -1,4 +1,4 @@
-"""Writes a target or a DFlash draft as llama.cpp's GGUF."""
+"""Writes a target, or a draft of the kinds that llama.cpp runs (DFlash, DFlash 2, DSpark, EAGLE-3), as its GGUF."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from dflash_bench.models.formats import Checkpoint, base
 from dflash_bench.models.gguf_tokenizer import PREFIX
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.bodies import PLAIN
+from dflash_bench.models.nets.corrections.markov import MarkovConfig
+from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config
 from dflash_bench.models.nets.layers import frequencies
@@ -40,9 +42,21 @@ LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
-OUTSIDE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output", "fc": "fc"}
-_IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+OUTSIDE = {
+    "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output", "fc": "fc",
+    "markov_head.markov_w1": "markov_w1", "markov_head.markov_w2": "markov_w2", "confidence_head.proj": "conf_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
+}  # fmt: skip
+BARE = {
+    "attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+}  # fmt: skip
+"""Parameters that our files have without `.weight`; llama.cpp reads those of layers without it, too."""
+_IN_LAYER = re.compile(r"layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -61,11 +75,15 @@ def name_of(tensor: str) -> str:
     """Return llama.cpp's name of a tensor. Raises UserError if it has none."""
     if match := _IN_LAYER.fullmatch(tensor):
         number, part, kind = match.groups()
-        if part in LAYER:
+        if part in LAYER and kind:
             return f"blk.{number}.{LAYER[part]}.{kind}"
+        if part in BARE and not kind:
+            return f"blk.{number}.{BARE[part]}"
     stem, _, kind = tensor.rpartition(".")
-    if stem in OUTSIDE and kind == "weight":
+    if stem in OUTSIDE and (kind == "weight" or stem == "confidence_head.proj"):
         return f"{OUTSIDE[stem]}.{kind}"
+    if tensor in BARE:
+        return BARE[tensor]
     raise UserError(f"llama.cpp has no place for tensor {tensor}")
 
 
@@ -79,13 +97,13 @@ def interleaved(rows: Tensor, num_heads: int) -> Tensor:
 
 
 def in_gguf_types(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield matrices in their stored type, and vectors (norms and biases) in float32, as llama.cpp requires."""
+    """Yield matrices in their stored type; vectors (norms and biases) and kernels in float32, as llama.cpp requires."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.dtype not in DTYPES:
             raise UserError(
                 f"tensor {name} holds {tensor.dtype}; only float32, float16 and bfloat16 are written as GGUF"
             )
-        yield name, tensor.float() if tensor.ndim == 1 and tensor.is_floating_point() else tensor
+        yield name, tensor.float() if tensor.ndim in (1, 3) and tensor.is_floating_point() else tensor
 
 
 # Writing a GGUF file: complete or not at all.
@@ -177,22 +195,77 @@ def describe(checkpoint: Checkpoint, num_target_layers: int) -> GgufNetwork:
 
 def _dflash(config: DFlashConfig, tensors: dict[str, Tensor]) -> GgufNetwork:
     _refuse(
-        config,
-        **{f"the head of a {config.kind} draft": config.correction is not None},
-        **{f"the body of a {config.body.kind} draft, or its windows and scales": config.body != PLAIN},
-        shifted_labels=config.shifted_labels,
-        attention_bias=config.attention_bias,
-        target_hidden_size=config.target_hidden_size,
+        config, **_unheld(config), attention_bias=config.attention_bias, target_hidden_size=config.target_hidden_size
     )
     renamed = {"hidden_norm.weight": "enc.output_norm.weight"}
     settings = {
         "block_count": config.num_layers,
         "block_size": config.block_size,
-        "attention.causal": False,
-        "sample_from_anchor": False,
+        "attention.causal": config.body.view(0).is_causal,
+        "sample_from_anchor": config.shifted_labels,
+        **_windows(config),
     }
+    if isinstance(config.correction, SelectorConfig):
+        settings |= {name: getattr(config.body, name) for name in ("conv_kernel_size", "conv_group_size")}
+        settings |= {name: getattr(config.correction, name) for name in ("selector_rank", "selector_top_k")}
+        # It scales and caps the logits to which the selector adds its scores, and for other drafts none.
+        settings |= {"logit_scale": float(config.body.output_multiplier)}
+        settings |= {"final_logit_softcapping": float(config.body.logit_softcap or 0)}
     named = {renamed.get(name) or name_of(name): tensor for name, tensor in tensors.items()}
     return GgufNetwork("dflash", settings, named, {"mask": config.mask_token_id})
+
+
+def _unheld(config: DFlashConfig) -> dict[str, object]:
+    """Return what llama.cpp cannot compute of a block draft, by what to call it, and whether this draft has it."""
+    return {**_unheld_of_head(config), **_unheld_of_views(config), **_unheld_of_body(config)}
+
+
+def _unheld_of_head(config: DFlashConfig) -> dict[str, object]:
+    head, width = config.correction, config.hidden_size
+    if isinstance(head, MarkovConfig):
+        return {
+            "a Markov head of type": head.markov_head_type != "vanilla" and head.markov_head_type,
+            "a confidence head that reads no Markov row": head.has_confidence and not head.confidence_head_with_markov,
+            "a Markov head whose slots predict themselves": not config.shifted_labels,
+        }
+    if isinstance(head, SelectorConfig):
+        needed = head.selector_top_k * (head.selector_top_k + 1)
+        return {
+            f"{head.selector_top_k} candidates and a hidden size of {width} (it needs {needed})": width < needed,
+            "a selector over a reduced vocabulary": config.draft_vocab_size,
+            "a selector whose slots predict the token after them": config.shifted_labels,
+            "a selector and no convolutions": config.body.conv_kernel_size is None,
+        }
+    return {f"the head of a {config.kind} draft": head is not None}
+
+
+def _unheld_of_views(config: DFlashConfig) -> dict[str, object]:
+    """It has one flag of causality for all layers, one window, and none for what comes after a slot."""
+    views = [config.body.view(layer) for layer in range(config.num_layers)]
+    narrow = [view.window for view in views if view.window and not view.is_causal and view.window < config.block_size]
+    return {
+        "layers of which only some are causal in the block": len({view.is_causal for view in views}) > 1,
+        "windows of several widths": len({view.window for view in views} - {None}) > 1,
+        "windows that end at the anchor": any(view.from_anchor for view in views),
+        "a window that is not causal and is narrower than the block": narrow and narrow[0],
+    }
+
+
+def _unheld_of_body(config: DFlashConfig) -> dict[str, object]:
+    body, held = config.body, replace(PLAIN, views=config.body.views)
+    if isinstance(config.correction, SelectorConfig):
+        names = ("output_multiplier", "logit_softcap", "conv_kernel_size", "conv_group_size")
+        held = replace(held, **{name: getattr(body, name) for name in names})
+    return {f"the body of a {body.kind} draft, or its scales": body != held}
+
+
+def _windows(config: DFlashConfig) -> dict[str, object]:
+    views = [config.body.view(layer) for layer in range(config.num_layers)]
+    windows = [view.window for view in views if view.window is not None]
+    if not windows:
+        return {}
+    sliding = [view.window is not None for view in views]
+    return {"attention.sliding_window": windows[0], "attention.sliding_window_pattern": sliding}
 
 
 def _eagle3(config: Eagle3Config, tensors: dict[str, Tensor]) -> GgufNetwork:

@@ -16,6 +16,7 @@ from dflash_bench.core.methods import Method
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.models import formats, gguf, memory, presets, targets
 from dflash_bench.models.convert import GGUF, convert
+from dflash_bench.models.formats.base import DraftConfig
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import RunPlan
 from dflash_bench.runner.setup import device_and_dtype, machine_of
@@ -93,19 +94,25 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
     for method in resolved.methods[1:]:
         assert method.draft is not None
         draft = drafts[method.draft]
-        number = _num_drafts(method, resolved, draft, home)
+        config = _draft_config(draft, home)
         weights = _as_gguf(str(draft), home, tell) if program.wants_gguf else draft
-        specs.append(replace(plain, method=method, draft=str(weights), num_drafts=number))
+        specs.append(replace(
+            plain, method=method, draft=str(weights), num_drafts=_num_drafts(method, resolved, config),
+            kind=getattr(config, "kind", ""), shifted=getattr(config, "shifted_labels", False),
+        ))  # fmt: skip
     return specs
 
 
-def _num_drafts(method: Method, resolved: RunPlan, draft: Path, home: str) -> int:
+def _draft_config(draft: Path, home: str) -> DraftConfig:
+    shape = None if gguf.is_file(home) else targets.shape_of(Path(home))
+    return formats.read_checkpoint(draft, shape, headers_only=True)[1].config
+
+
+def _num_drafts(method: Method, resolved: RunPlan, config: DraftConfig) -> int:
     """Return as many drafted tokens as our engine would use."""
     counts = resolved.model.num_drafts or {}
     known = method if method.tag else method.with_count(counts.get(method.name))
-    shape = None if gguf.is_file(home) else targets.shape_of(Path(home))
-    _, checkpoint = formats.read_checkpoint(draft, shape, headers_only=True)
-    return memory.round_of(known, checkpoint.config)[0]
+    return memory.round_of(known, config)[0]
 
 
 def _length(resolved: RunPlan, home: str) -> int:

@@ -18,9 +18,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from dflash_bench.core.errors import UserError
+from dflash_bench.models import targets
 from dflash_bench.models.convert import convert
 from dflash_bench.models.formats import TargetShape, load_draft, save_draft
 from dflash_bench.models.hub import WHOLE
+from dflash_bench.models.nets.bodies import PLAIN, BlockView, DraftBody
+from dflash_bench.models.nets.bodies import WHOLE as WHOLE_BLOCK
+from dflash_bench.models.nets.corrections.markov import MarkovConfig
+from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.presets import NANO
 
 KINDS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -327,6 +332,100 @@ def test_a_dflash_draft_is_written_as_llama_cpp_reads_it(tmp_path: Path) -> None
         assert torch.equal(stored[f"{ours}.weight"].float(), written[f"{theirs}.weight"].float()), ours
 
 
+NARROW = BlockView(24)
+
+
+def nano_draft(folder: Path, form: str | None = None, **changes: Any) -> Path:
+    """nano's draft with another body or head of random weights; an embedding and a head of its own are the target's."""
+    shape, home = TargetShape(128, 1024, 16), targets.find_target("nano")
+    draft: Any = load_draft(NANO / "dflash", shape, torch.float32, "cpu")
+    config = replace(draft.config, **changes)
+    other = type(draft)(config)
+    other.load_state_dict({
+        **{name: torch.randn_like(tensor) for name, tensor in other.state_dict().items()},
+        **(targets.vocabulary_of(home) if config.own_head else {}), **draft.state_dict(),
+    })  # fmt: skip
+    save_draft(other, folder, form)
+    return folder
+
+
+def body(**changes: Any) -> DraftBody:
+    return replace(PLAIN, **changes)
+
+
+SECOND = body(conv_kernel_size=2, conv_group_size=16, output_multiplier=0.5, logit_softcap=6.0)
+OWN = {"shifted_labels": True, "own_embedding": True, "own_head": True}
+
+
+def test_a_selector_and_its_convolutions_are_written_as_llama_cpp_reads_them(tmp_path: Path) -> None:
+    folder = nano_draft(tmp_path / "a", body=SECOND, correction=SelectorConfig(selector_rank=4, selector_top_k=8))
+    convert(str(folder), tmp_path / "a.gguf", "gguf", "nano")
+    got, stored, written = values(tmp_path / "a.gguf"), load_file(folder / WHOLE), tensors(tmp_path / "a.gguf")
+    expected = {
+        "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 4, "selector_top_k": 8, "logit_scale": 0.5,
+        "final_logit_softcapping": 6.0, "sample_from_anchor": False,
+    }  # fmt: skip
+    assert {name: got[f"dflash.{name}"] for name in expected} == expected
+    assert len(stored) == len(written)
+    for ours, theirs in (
+        ("layers.1.attention_conv.base_kernel", "blk.1.attn_conv_base"),
+        ("layers.0.mlp_conv.kernel_projection.weight", "blk.0.ffn_conv_proj.weight"),
+        ("candidate_selector.hidden_projection.weight", "selector_hidden.weight"),
+        ("candidate_selector.predecessor_codebook", "selector_predecessor.weight"),
+        ("candidate_selector.successor_codebook", "selector_successor.weight"),
+    ):
+        assert torch.equal(stored[ours].float(), written[theirs].float()), ours
+
+
+def test_a_markov_head_is_written_as_llama_cpp_reads_it(tmp_path: Path) -> None:
+    head = MarkovConfig(markov_rank=4, enable_confidence_head=True)
+    folder = nano_draft(tmp_path / "a", "deepspec", correction=head, **OWN)
+    convert(str(folder), tmp_path / "a.gguf", "gguf", "nano")
+    stored, written = load_file(folder / WHOLE), tensors(tmp_path / "a.gguf")
+    assert values(tmp_path / "a.gguf")["dflash.sample_from_anchor"] is True
+    for ours, theirs in (
+        ("markov_head.markov_w1", "markov_w1"), ("markov_head.markov_w2", "markov_w2"),
+        ("confidence_head.proj", "conf_proj"),
+    ):  # fmt: skip
+        assert torch.equal(stored[f"{ours}.weight"].float(), written[f"{theirs}.weight"].float()), ours
+    assert torch.equal(stored["confidence_head.proj.bias"].float(), written["conf_proj.bias"])
+
+
+@pytest.mark.parametrize(
+    ("views", "expected"),
+    [
+        ((NARROW, WHOLE_BLOCK), (False, 24, [True, False])),
+        ((BlockView(24, True), BlockView(None, True)), (True, 24, [True, False])),
+        ((BlockView(None, True),) * 2, (True, None, None)),
+    ],
+)
+def test_windows_and_causality_are_declared(views: Any, expected: tuple[Any, ...], tmp_path: Path) -> None:
+    convert(str(nano_draft(tmp_path / "a", body=body(views=views))), tmp_path / "a.gguf", "gguf", "nano")
+    got = values(tmp_path / "a.gguf")
+    names = ("attention.causal", "attention.sliding_window", "attention.sliding_window_pattern")
+    assert tuple(got.get(f"dflash.{name}") for name in names) == expected
+
+
+REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"body": body(views=(BlockView(24, True), WHOLE_BLOCK))}, None, "layers of which only some are causal"),
+    ({"body": body(views=(BlockView(8), WHOLE_BLOCK))}, None, "narrower than the block = 8"),
+    ({"body": body(embedding_scale=2.0)}, None, "or its scales"),
+    ({"correction": SelectorConfig(selector_rank=4, selector_top_k=11), "body": SECOND}, None, r"11 .* needs 132"),
+    ({"correction": SelectorConfig(selector_rank=4, selector_top_k=8)}, None, "a selector and no convolutions"),
+    ({"correction": MarkovConfig(markov_rank=4, markov_head_type="rnn"), **OWN}, "deepspec", "of type = rnn"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "form", "message"), REFUSED)
+def test_what_llama_cpp_would_compute_otherwise_is_refused_by_name(
+    changes: dict[str, Any], form: str | None, message: str, tmp_path: Path
+) -> None:
+    folder = nano_draft(tmp_path / "a", form, **changes)
+    with pytest.raises(UserError, match=message):
+        convert(str(folder), tmp_path / "a.gguf", "gguf", "nano")
+    assert not (tmp_path / "a.gguf").exists()
+
+
 def test_an_eagle3_draft_is_written_as_llama_cpp_reads_it(tmp_path: Path) -> None:
     convert(str(NANO / "eagle3"), tmp_path / "draft.gguf", "gguf", "nano")
     got = values(tmp_path / "draft.gguf")
@@ -367,7 +466,6 @@ def test_a_head_that_is_left_to_the_target_is_written_out(kind: str, model: Path
 
 
 DRAFTS: list[tuple[str, dict[str, Any], str]] = [
-    ("dflash", {"shifted_labels": True}, "a draft with shifted_labels"),
     ("dflash", {"attention_bias": True}, "a draft with attention_bias"),
     ("dflash", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "a draft with rotary scaling = linear"),
     ("eagle3", {"qk_norm": True}, "a draft with qk_norm"),

@@ -85,6 +85,18 @@ def test_vllm_is_asked_for_what_is_documented() -> None:
     assert not {"--speculative-config", "--per-request-spec-decode-metrics"} & {*plain}
 
 
+def test_a_kind_that_a_server_calls_a_method_of_its_own_is_asked_for_by_that_name() -> None:
+    words = program_named("vllm").argv(spec("dflash", kind="DSpark", shifted=True), 81)
+    assert json.loads(words[words.index("--speculative-config") + 1])["method"] == "dspark"
+    for kind, shifted, expected in (
+        ("DSpark", True, "dspark"),
+        ("DFlash", True, "dspark"),
+        ("DFlash 2", False, "dflash"),
+    ):
+        words = program_named("llama.cpp").argv(spec("dflash", kind=kind, shifted=shifted), 81)
+        assert words[words.index("--spec-type") + 1] == f"draft-{expected}"
+
+
 def test_llama_cpp_computes_in_float32_only_where_that_is_asked_for() -> None:
     words = program_named("llama.cpp").argv(spec("eagle3"), 81)
     assert words[words.index("--spec-type") + 1] == "draft-eagle3"

@@ -115,8 +115,11 @@ def argv(spec: LaunchSpec, port: int) -> list[str]:
 
 
 def _speculation(spec: LaunchSpec) -> list[str]:
+    # Its `draft-dflash` leaves out the anchor's slot, whatever the file says; `draft-dspark` is for those that use it,
+    # with a Markov head or without one.
+    name = "dspark" if spec.shifted else spec.method.name
     return [
-        "--model-draft", str(spec.draft), "--spec-type", f"draft-{spec.method.name}",
+        "--model-draft", str(spec.draft), "--spec-type", f"draft-{name}",
         "--spec-draft-n-max", str(spec.num_drafts),
     ]  # fmt: skip
 

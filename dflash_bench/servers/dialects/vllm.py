@@ -64,12 +64,17 @@ def argv(spec: LaunchSpec, port: int) -> list[str]:
     ]  # fmt: skip
 
 
+METHODS = {"DSpark": "dspark"}
+"""Kinds of drafts that it calls methods of their own; it reads the others' kind from their files, as `dflash`."""
+
+
 def _speculation(spec: LaunchSpec) -> list[str]:
     if spec.draft is None:
         return []
     # Its number counts drafted tokens, without the anchor that a block has besides.
     speculation = {
-        "method": spec.method.name, "model": spec.draft, "num_speculative_tokens": spec.num_drafts,
+        "method": METHODS.get(spec.kind, spec.method.name), "model": spec.draft,
+        "num_speculative_tokens": spec.num_drafts,
     }  # fmt: skip
     # Its counters cannot tell concurrent answers apart; its answers can report their own rounds.
     return ["--speculative-config", json.dumps(speculation), "--per-request-spec-decode-metrics", "summary"]
