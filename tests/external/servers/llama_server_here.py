@@ -14,6 +14,8 @@ def main() -> None:
     params.model.path, params.model_alias = options.model, {options.alias}
     params.hostnames, params.port = [options.host], options.port
     params.n_ctx, params.n_parallel = options.ctx_size, options.parallel
+    params.n_batch = options.batch_size or params.n_batch
+    params.n_ubatch = options.ubatch_size or params.n_ubatch
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
     params.endpoint_metrics = options.metrics
     flash = xllamacpp.llama_flash_attn_type
@@ -41,7 +43,7 @@ def parsed() -> argparse.Namespace:
     for name in ("--model", "--alias", "--host", "--flash-attn", "--cache-type-k", "--cache-type-v", "--model-draft",
                  "--spec-type", "--cache-type-k-draft", "--cache-type-v-draft"):  # fmt: skip
         parser.add_argument(name)
-    for name in ("--port", "--ctx-size", "--parallel", "--spec-draft-n-max"):
+    for name in ("--port", "--ctx-size", "--parallel", "--spec-draft-n-max", "--batch-size", "--ubatch-size"):
         parser.add_argument(name, type=int)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--metrics", action="store_true")
