@@ -171,7 +171,7 @@ def page(made_by: str, table: str) -> list[str]:
     return [
         "# llama.cpp with several answers at a time: nano, on the CPU, slot by slot",
         f"`{made_by}` makes this page. Float32, temperature 0, {NUM_PROMPTS} prompts of gsm8k (embedded), or those\n"
-        f"that have the commonest length; {LENGTH} new tokens at most, one thread. Acceptance is what the server counts,\n"
+        f"that have the commonest length; {LENGTH} new tokens at most, one thread. Acceptance is the server's count,\n"
         "and no times are told. In all rows with the same prompts the answers are the same tokens.",
         table,
         READING,
