@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from toy import plain, run
 
 from dflash_bench.core.errors import UserError
+from dflash_bench.diagnose import golden_cases
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.target import Target
-from dflash_bench.models import loading
+from dflash_bench.models import formats, loading, weights
 from dflash_bench.models.convert import convert
 from dflash_bench.models.formats import TargetShape, load_draft, save_draft
 from dflash_bench.models.nets.dflash import DFlashDraft
@@ -118,6 +119,50 @@ def test_an_embedding_is_left_out_only_where_it_is_the_targets(model: Path, tmp_
     other = tiny.build(tmp_path / "other", seed=1)
     with pytest.raises(UserError, match="this draft includes its own"):
         convert(str(tmp_path / "a"), tmp_path / "c", "zlab", str(other))
+
+
+# The golden checkpoints, as their publishers' code reads them.
+
+
+DRAFTS = [name for name in golden_cases.known_cases() if golden_cases.read_case(name).draft is not None]
+GOES = {
+    "deepspec-dspark-rnn-cut": {"specforge", "speculators"},
+    "deepspec-dspark-vanilla": {"specforge", "speculators"},
+    "specforge-dspark-gated": {"deepspec", "speculators"},
+    "specforge-p-eagle": {"speculators"},
+    "zlab-dflash2": {"speculators"},
+}
+"""The formats, besides its own, that can hold a golden draft; all others say what they cannot hold."""
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_golden_draft_is_written_in_its_own_format_as_it_was_read(name: str, tmp_path: Path) -> None:
+    case = golden_cases.read_case(name)
+    assert case.draft is not None
+    form, before = formats.read_checkpoint(case.draft, None)
+    weights.write_checkpoint(tmp_path / "a", *form.write(before))
+    again, after = formats.read_checkpoint(tmp_path / "a", None)
+    assert (again, after.config, after.notes) == (form, before.config, before.notes)
+    assert bits(tmp_path / "a") == bits(case.draft)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_golden_draft_goes_where_it_can_be_held_and_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    case = golden_cases.read_case(name)
+    assert case.draft is not None
+    home, before = formats.read_checkpoint(case.draft, None)
+    for to in {form for form, kind in formats.FORMATS if kind == home.kind} - {home.name}:
+        if to not in GOES.get(name, ()):
+            with pytest.raises(UserError, match=r"the \w+ format (cannot hold|holds drafts with)"):
+                convert(str(case.draft), tmp_path / to, to, str(case.target))
+            assert not (tmp_path / to).exists()
+            continue
+        convert(str(case.draft), tmp_path / to, to, str(case.target))
+        convert(str(tmp_path / to), tmp_path / f"{to}-back", home.name, str(case.target))
+        assert bits(tmp_path / f"{to}-back") == bits(case.draft)
+        after = formats.read_checkpoint(tmp_path / f"{to}-back", None)[1]
+        # Only `num_target_layers` has no place everywhere, and is told.
+        assert replace(after.config, num_target_layers=before.config.num_target_layers) == before.config
 
 
 # Through the engine.

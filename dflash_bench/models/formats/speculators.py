@@ -133,16 +133,17 @@ def _verifier(config: Json) -> str | None:
 def write_dflash(checkpoint: Checkpoint) -> Stored:
     config = checkpoint.config
     assert isinstance(config, DFlashConfig)
-    heads.cannot_hold("speculators", config, MarkovConfig, XPressConfig)
-    base.cannot_hold("speculators", body=config.body != PLAIN and config.kind)
+    heads.cannot_hold("speculators", config, MarkovConfig, XPressConfig, SelectorConfig)
+    keys = _body_keys(config)
     if isinstance(config.correction, MarkovConfig) and not config.shifted_labels:
         raise UserError("the speculators format cannot hold this draft's infill_labels")
     base.needs_vocabulary("speculators", checkpoint)
-    name = "DFlash" if config.correction is None else config.kind
+    name = "DFlash" if config.correction is None else config.kind.replace(" ", "")
     header = {
         "architectures": [f"{name}Speculator"],
         "auto_map": {"": f"config.{name}SpeculatorConfig"},
         "speculators_model_type": name.lower(),
+        **keys,
         **({} if config.correction is None else heads.json_of(config.correction)),
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "block_size": config.block_size,
@@ -157,6 +158,16 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
     num_drafts = config.num_drafts(config.block_size)
     layers |= {"model_type": "qwen3"}
     return header | _rest(checkpoint, name.lower(), num_drafts, layers), dict(checkpoint.tensors)
+
+
+def _body_keys(config: DFlashConfig) -> dict[str, Any]:
+    """Return the keys of DFlash 2's convolutions. Raises UserError for any other body that is not DFlash's first."""
+    names = bodies.CONVOLUTION if isinstance(config.correction, SelectorConfig) else ()
+    keys = {name: getattr(config.body, name) for name in names}
+    base.cannot_hold("speculators", body=config.body != replace(PLAIN, **keys) and config.body.kind)
+    if names and config.body.conv_kernel_size is None:
+        raise UserError("the speculators format cannot hold a selector without convolutions")
+    return keys
 
 
 def write_eagle3(checkpoint: Checkpoint) -> Stored:
