@@ -92,6 +92,7 @@ class Device(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: Counter[str] = Counter()
         self.calls: list[tuple[str, tuple[Any, ...], Mapping[str, Any]]] = []
+        self.launches_of_rounds: list[Counter[str]] = []
         self.num_copies = self.num_reads = 0
         self.pinned: dict[int, Tensor] = {}
         self.is_watched = self.is_capturing = self.is_reading = False
@@ -117,11 +118,12 @@ class Device(TorchDispatchMode):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        self.is_watched = True
+        self.is_watched, before = True, self.launches.copy()
         try:
             yield
         finally:
             self.is_watched = False
+            self.launches_of_rounds.append(self.launches - before)
 
     def may_read(self, read: Callable[..., Any]) -> Callable[..., Any]:
         """Allow the function a single read."""

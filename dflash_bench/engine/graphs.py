@@ -25,6 +25,8 @@ from dflash_bench.core.errors import UserError
 
 BUCKET = 256
 """Attention goes over a multiple of so many places."""
+ANY = 0
+"""In place of a bucket, for passes that do not read the KV cache."""
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """By how much two ways to compute the same pass may differ, relative to the largest value."""
 
@@ -46,10 +48,14 @@ def bucket_of(num_places: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A pass that has been run; `examples` are its inputs at that time."""
+    """A pass that has been run; `examples` are its inputs at that time.
+
+    One that does not read the KV cache is the same for any number of places.
+    """
 
     function: Function
     examples: tuple[Tensor, ...]
+    reads_cache: bool
 
 
 class _CapturedPass:
@@ -87,19 +93,26 @@ class GraphCache:
         self.spent_s = 0.0
         self.why_not: str | None = None
 
-    def replay(self, key: Hashable, function: Function, num_places: int, *inputs: Tensor) -> tuple[Tensor, ...] | None:
+    @property
+    def captures_small(self) -> bool:
+        """Return True if short passes are captured, too, of which launching is most: what lies around the long ones."""
+        return not self.is_whole
+
+    def replay(
+        self, key: Hashable, function: Function, num_places: int | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...] | None:
         """Return the results, valid until the next call, or None if this pass has not been captured.
 
-        `key` identifies the pass up to its number of rows.
+        `key` identifies the pass up to its number of rows; `num_places` is None if it does not read the KV cache.
         """
-        captured = self._captured.get((key, self._bucket(num_places)))
+        captured = self._captured.get((key, ANY if num_places is None else self._bucket(num_places)))
         if captured is not None:
             self.num_replayed += 1
             return captured(inputs)
         if key not in self._known:
             device = inputs[0].device
             examples = tuple(value.to(device, non_blocking=True, copy=True) for value in inputs)
-            self._known[key] = _Pass(function, examples)
+            self._known[key] = _Pass(function, examples, num_places is not None)
         return None
 
     def reset(self, capacity: int) -> None:
@@ -120,9 +133,9 @@ class GraphCache:
         """
         missing = [
             (key, places)
-            for key in self._known
+            for key, known in self._known.items()
             if wanted(key)
-            for places in self._buckets(shortest, longest)
+            for places in (self._buckets(shortest, longest) if known.reads_cache else [ANY])
             if (key, places) not in self._captured
         ]
         for key, places in missing:
@@ -156,6 +169,10 @@ class GraphCache:
 
 
 def _refuse_unlike(usual: Tensor, replayed: Tensor) -> None:
+    if not usual.is_floating_point():
+        if not torch.equal(usual, replayed):
+            raise ValueError("replayed results differ")
+        return
     scale = usual.abs().max().clamp(min=torch.finfo(usual.dtype).tiny)
     difference = float((usual.float() - replayed.float()).abs().max() / scale)
     if not difference <= TOLERANCES.get(usual.dtype, TOLERANCES[torch.float32]):

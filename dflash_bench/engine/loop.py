@@ -18,10 +18,13 @@ from dflash_bench.core.types import NOBODY, Listener
 from dflash_bench.engine.drafter import Captures, Committed, Drafter, StandAlone
 from dflash_bench.engine.rows import Clock, DecodingError, HostClock, Limits, Lists, Round, Slot, to_host
 from dflash_bench.engine.sampling import Sampler, Sampling
-from dflash_bench.engine.target import Target
+from dflash_bench.engine.target import Rule, Target
 from dflash_bench.engine.verify import (
     Draft,
+    Outcome,
     Verdict,
+    broken_places,
+    greedy_outcome,
     take_unverified,
     verify_chain,
     verify_children,
@@ -182,7 +185,7 @@ class _State:
         self.sampler.begin([slot.prompt for slot in slots], [slot.seed for slot in slots], logits.shape[-1], first)
         tokens = self.sampler.first_tokens(logits, first)
         self.anchor[first : first + len(slots)] = tokens
-        host = to_host({"tokens": tokens[:, None], "broken": _broken(logits)})
+        host = to_host({"tokens": tokens[:, None], "broken": broken_places(logits)})
         _refuse_broken(slots, host["broken"], [0] * len(slots), first)
         return [slot.emit(new, self.stop_ids) for slot, new in zip(slots, host["tokens"], strict=True)]
 
@@ -217,11 +220,15 @@ class _State:
         drafted = self.clock.mark()
         block = self.anchor[:, None] if draft is None else torch.cat([self.anchor[:, None], draft.tokens], dim=1)
         tree = draft.parents if draft else None
-        output = self.target.forward(block, self.starts, tree)
-        verdict = self._verify(draft, self.sampler.penalise(output.logits, block, tree))
-        tokens = following_tokens(block, verdict)
+        output = self.target.forward(block, self.starts, tree, rule=self._rule(draft))
+        if output.ruled is not None:
+            outcome = Outcome.opened(output.ruled, block.shape[1])
+        else:
+            verdict = self._verify(draft, self.sampler.penalise(output.logits, block, tree))
+            outcome = Outcome.of(verdict, block, output.logits)
+        verdict, tokens = outcome.verdict, outcome.tokens
         self.sampler.commit(tokens, verdict.num_accepted)
-        host = to_host(_parts(draft, verdict, tokens, output.logits))
+        host = to_host(_parts(draft, outcome))
         kept = [count for (count,) in host["accepted"]]
         alive = [slot.is_decoding for slot in self.slots]
         _refuse_broken(self.slots, host["broken"], kept)
@@ -249,6 +256,14 @@ class _State:
         parents = _first(host["parents"], drafts) if "parents" in host else None
         marks = (begin, drafted, verified, observing, end)
         return Round(emitted, drafts, accepted, ids, parents, marks, *self._whose(), cut)
+
+    def _rule(self, draft: Draft | None) -> Rule | None:
+        """Return the verify rule as a captured pass may apply it, or None if it needs more than the logits."""
+        if not self.sampler.greedy or self.sampler.penalises:
+            return None
+        if draft is not None and (draft.following is not None or draft.is_padded):
+            return None
+        return greedy_outcome
 
     def _verify(self, draft: Draft | None, logits: Tensor) -> Verdict:
         """Apply the verify rule that fits the draft, to penalised logits [B, N + 1, V] (`verify.py`)."""
@@ -310,13 +325,10 @@ def _refuse_broken(slots: Sequence[Slot], broken: Lists, accepted: list[int], fi
             raise DecodingError(f"NaN or infinite logits after {len(slot.tokens)} tokens (row {place})")
 
 
-def _parts(draft: Draft | None, verdict: Verdict, tokens: Tensor, logits: Tensor) -> dict[str, Tensor]:
+def _parts(draft: Draft | None, outcome: Outcome) -> dict[str, Tensor]:
     """Return what the host needs to know about a round, each [B, n]."""
-    parts = {
-        "accepted": verdict.num_accepted[:, None],
-        "tokens": tokens,
-        "broken": _broken(logits, verdict.path),
-    }
+    verdict = outcome.verdict
+    parts = {"accepted": verdict.num_accepted[:, None], "tokens": outcome.tokens, "broken": outcome.broken}
     if verdict.path is not None:
         parts["last"] = verdict.last[:, None]
     if draft is not None:
@@ -335,23 +347,6 @@ def _of_living(counts: list[int], alive: Sequence[bool]) -> list[int]:
 def _first(rows: Lists, counts: list[int]) -> Lists:
     """Return the first counts[b] values of row b, without padding."""
     return [values[:count] for values, count in zip(rows, counts, strict=True)]
-
-
-def following_tokens(block: Tensor, verdict: Verdict) -> Tensor:
-    """Return [B, N + 1]: the token that follows each place of the accepted path, the last being the next token."""
-    path, last = verdict.path, verdict.next_token[:, None]
-    if block.shape[1] == 1:
-        return last
-    tokens = torch.cat([block[:, 1:] if path is None else block.gather(1, path[:, 1:]), last], dim=1)
-    return tokens.scatter(1, verdict.num_accepted[:, None], last)
-
-
-def _broken(logits: Tensor, path: Tensor | None = None) -> Tensor:
-    """Return [B, N], true where along the path the best logit is NaN or infinite; a maximum propagates NaN."""
-    best = logits.amax(dim=-1)
-    # x - x is 0 for finite numbers only.
-    broken = (best - best).ne(0)
-    return broken if path is None else broken.gather(1, path)
 
 
 # How much of a drafter's proposals a target accepts: prompts decoded together at temperature 0, without timing.

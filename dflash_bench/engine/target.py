@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -35,10 +36,18 @@ def part_size(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """`logits` [B, N, V] (prefill: [B, 1, V], at each prompt's end), and the K taps' outputs `hidden` [B, N, K * H]."""
+    """`logits` [B, N, V] (prefill: [B, 1, V], at each prompt's end), and the K taps' outputs `hidden` [B, N, K * H].
+
+    `ruled` [B, n] is what a rule made of the logits, where it was captured with the head.
+    """
 
     logits: Tensor
     hidden: Tensor | None
+    ruled: Tensor | None = None
+
+
+Rule = Callable[..., Tensor]
+"""(logits [B, N, V], tokens [B, N], parents [B, N - 1] of a tree) -> [B, n], by operations of the device alone."""
 
 
 class Network(Protocol):
@@ -221,6 +230,7 @@ class Target:
         counts: Sequence[int] | None = None,
         whole_block: bool = False,
         first: int = 0,
+        rule: Rule | None = None,
     ) -> Output:
         """Read tokens [B, N] from each row's start on; with `parents` [B, N - 1] these are an anchor and a tree.
 
@@ -228,14 +238,14 @@ class Target:
 
         Row b keeps the first counts[b] tokens. If that is not known yet, call `commit` before the next pass; otherwise
         all tokens are kept. With `whole_block` every token sees all tokens of its row, not only those before it, as
-        block diffusion needs.
+        block diffusion needs. With a `rule`, a captured pass also returns what it makes of the logits.
         """
         assert parents is None or self.reads_trees, "open_backend refuses these"
         self.listener.passed()
         cache, width = self.cache, tokens.shape[1]
         is_block = counts is None and keep_logits is ALL and not whole_block and len(starts) == cache.num_rows
         if self.graph_cache is not None and is_block:
-            output = self._replayed(self.graph_cache, tokens, starts, parents)
+            output = self._replayed(self.graph_cache, tokens, starts, parents, rule)
             if output is not None:
                 return output
         cache.place(starts, width, first)
@@ -246,7 +256,7 @@ class Target:
         return Output(logits.to(self.device), concat_taps(tapped, self.device))
 
     def _replayed(
-        self, graphs: GraphCache, tokens: Tensor, starts: Sequence[int], parents: Tensor | None
+        self, graphs: GraphCache, tokens: Tensor, starts: Sequence[int], parents: Tensor | None, rule: Rule | None
     ) -> Output | None:
         """Return the output of a captured pass over all rows, or None if it has not been captured."""
         assert isinstance(self.network, Steady)
@@ -255,7 +265,22 @@ class Target:
         results = graphs.replay(key, self._steady, max(starts) + tokens.shape[1], *inputs)
         if results is None:
             return None
-        return Output(self.network.logits(results[0]), concat_taps(results[1:], self.device))
+        hidden = concat_taps(results[1:], self.device)
+        if rule is not None and graphs.captures_small:
+            inputs = [results[0], tokens, *([] if parents is None else [parents])]
+            ruled = graphs.replay((rule, *key), partial(self._ruled, rule), None, *inputs)
+            if ruled is not None:
+                # A copy: another replay may write over it before the next round reads its anchor.
+                return Output(ruled[0], hidden, ruled[1].clone())
+        return Output(self.network.logits(results[0]), hidden)
+
+    def _ruled(
+        self, rule: Rule, _num_places: int, x: Tensor, tokens: Tensor, parents: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return logits [B, N, V] for outputs x [B, N, H] of the last layer, and what the rule makes of them."""
+        assert isinstance(self.network, Steady)
+        logits = self.network.logits(x)
+        return logits, rule(logits, tokens, *([] if parents is None else [parents]))
 
     def _steady(
         self, num_places: int, tokens: Tensor, starts: Tensor, parents: Tensor | None = None

@@ -16,7 +16,7 @@ from torch.nn.functional import one_hot
 
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.masks import ancestors
-from dflash_bench.engine.sampling import inverse_cdf
+from dflash_bench.engine.sampling import inverse_cdf, likeliest
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,15 @@ class Draft:
         return self.num_verified() if self.drafted is None else [self.drafted.shape[1]] * len(self.tokens)
 
     @property
+    def is_padded(self) -> bool:
+        return self.lengths is not None and min(self.lengths) < self.width
+
+    @property
     def padding(self) -> Tensor | None:
         """Return [B, N], true where a token is padding, or None if all tokens are real."""
-        if self.lengths is None or min(self.lengths) == self.width:
+        if not self.is_padded:
             return None
+        assert self.lengths is not None
         ends = to_device(self.lengths, self.tokens.device)[:, None]
         return torch.arange(self.width, device=self.tokens.device) >= ends
 
@@ -85,6 +90,62 @@ class Verdict:
     def last(self) -> Tensor:
         """Return the place [B] of the block that is kept last: num_accepted, unless a tree skips places before it."""
         return self.num_accepted if self.path is None else self.path.gather(1, self.num_accepted[:, None])[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a round of a block [B, N + 1] came to.
+
+    `tokens` [B, N + 1] follow each place of the accepted path, the last of them being the next token; `broken`
+    [B, N + 1] is true where the logits at a place of the path are NaN or infinite.
+    """
+
+    verdict: Verdict
+    tokens: Tensor
+    broken: Tensor
+
+    @classmethod
+    def of(cls, verdict: Verdict, block: Tensor, logits: Tensor) -> Outcome:
+        """Return the outcome for a block [B, N + 1] and the target's logits [B, N + 1, V]."""
+        return cls(verdict, following_tokens(block, verdict), broken_places(logits, verdict.path))
+
+    @classmethod
+    def opened(cls, packed: Tensor, width: int) -> Outcome:
+        """Return the outcome that `greedy_outcome` packed, for a block [B, width]."""
+        accepted, following, choices, tokens, broken, *path = packed.split(
+            [1, 1, width, width, width, *[width] * (packed.shape[1] > 2 + 3 * width)], dim=1
+        )
+        return cls(Verdict(path[0] if path else None, accepted[:, 0], following[:, 0], choices), tokens, broken)
+
+
+def greedy_outcome(logits: Tensor, block: Tensor, parents: Tensor | None = None) -> Tensor:
+    """Return the outcome at temperature 0, as a single tensor of integers [B, n] that can be captured (`graphs.py`).
+
+    `block` [B, N + 1] is an anchor with a chain, or with a tree of `parents` [B, N].
+    """
+    choices = likeliest(logits)
+    verdict = verify_chain(block[:, 1:], choices) if parents is None else verify_tree(block[:, 1:], parents, choices)
+    made = Outcome.of(verdict, block, logits)
+    path = [] if verdict.path is None else [verdict.path]
+    counts = [verdict.num_accepted[:, None], verdict.next_token[:, None]]
+    return torch.cat([*counts, choices, made.tokens, made.broken.long(), *path], dim=1)
+
+
+def following_tokens(block: Tensor, verdict: Verdict) -> Tensor:
+    """Return [B, N + 1]: the token that follows each place of the accepted path, the last being the next token."""
+    path, last = verdict.path, verdict.next_token[:, None]
+    if block.shape[1] == 1:
+        return last
+    tokens = torch.cat([block[:, 1:] if path is None else block.gather(1, path[:, 1:]), last], dim=1)
+    return tokens.scatter(1, verdict.num_accepted[:, None], last)
+
+
+def broken_places(logits: Tensor, path: Tensor | None = None) -> Tensor:
+    """Return [B, N], true where along the path the best logit is NaN or infinite; a maximum propagates NaN."""
+    best = logits.amax(dim=-1)
+    # x - x is 0 for finite numbers only.
+    broken = (best - best).ne(0)
+    return broken if path is None else broken.gather(1, path)
 
 
 def verify_chain(tokens: Tensor, choices: Tensor, padding: Tensor | None = None) -> Verdict:

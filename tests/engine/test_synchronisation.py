@@ -6,6 +6,7 @@ Decoding runs on a pretended device (`tests/pretend.py`), and gives the tokens t
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -29,6 +30,7 @@ from dflash_bench.engine.backend import capture_passes, capture_stats
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Captures, Committed, NoDrafter
 from dflash_bench.engine.drafters import base
+from dflash_bench.engine.drafters import dflash as dflash_module
 from dflash_bench.engine.drafters.ddtree import AutoDDTreeDrafter, DDTreeDrafter
 from dflash_bench.engine.drafters.dflash import AutoDFlashDrafter, DFlashDrafter
 from dflash_bench.engine.drafters.draft_model import ModelDrafter
@@ -41,7 +43,7 @@ from dflash_bench.engine.drafters.p_eagle import PEagleDrafter
 from dflash_bench.engine.forward import native as native_module
 from dflash_bench.engine.forward.fused import FusedGated, fuse
 from dflash_bench.engine.forward.native import NativeForward
-from dflash_bench.engine.graphs import Capture, GraphCache
+from dflash_bench.engine.graphs import Capture, GraphCache, Replay
 from dflash_bench.engine.masks import depths
 from dflash_bench.engine.rows import to_host
 from dflash_bench.engine.sampling import Sampling
@@ -198,7 +200,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
     monkeypatch.setattr(loop._State, "round", watched)
     monkeypatch.setattr(loop, "to_host", made.may_read(to_host))
-    for module in (cache, base, target_module):
+    for module in (cache, base, dflash_module, target_module):
         monkeypatch.setattr(module, "on_host", made.on_host)
     with made.entered(), torch.inference_mode():
         yield made
@@ -245,6 +247,37 @@ def test_captured_passes_of_chains_need_no_mask(
     there = decoded(label, moved, num_rows, Sampling(), texts_of(expected), device.capture)
     assert there.tokens == expected
     assert device.launches["scaled_dot_product_attention"] == 0
+
+
+class Launches:
+    """Captures as the device does, and counts a replay as the single launch that it is."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def __call__(self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
+        replay = self.device.capture(function, inputs)
+
+        def replayed() -> tuple[Tensor, ...]:
+            before = self.device.launches.copy()
+            results = replay()
+            self.device.launches = before + Counter(graph=self.device.is_watched)
+            return results
+
+        return replayed
+
+
+LAUNCHES = {"ar": 8, "dflash": 22, "ddtree": 95, "eagle3": 89}
+"""The most launches of a round of one row whose passes are captured, copies to the host and the device included."""
+
+
+@pytest.mark.parametrize("label", LAUNCHES)
+def test_a_captured_round_has_few_launches(device: Device, label: str) -> None:
+    expected = on_the_cpu(1, Sampling())
+    there = decoded(label, moved, 1, Sampling(), texts_of(expected), Launches(device))
+    assert there.tokens == expected
+    last = device.launches_of_rounds[-len(there.rounds) :]
+    assert max(one.total() for one in last) <= LAUNCHES[label]
 
 
 @pytest.mark.parametrize("label", ["ar", "dflash", "eagle3", "draft-model"])

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 
+import pytest
 import torch
 from torch import Tensor
 from toy import follows
 
-from dflash_bench.engine.sampling import inverse_cdf
-from dflash_bench.engine.verify import Verdict, verify_chain, verify_children, verify_sampled, verify_tree
+from dflash_bench.engine.sampling import inverse_cdf, likeliest
+from dflash_bench.engine.verify import (
+    Outcome,
+    Verdict,
+    greedy_outcome,
+    verify_chain,
+    verify_children,
+    verify_sampled,
+    verify_tree,
+)
 
 NUM_DRAWS = 20_000
 P = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05, 0.0])
@@ -290,3 +299,22 @@ def test_a_second_child_is_kept_where_the_first_was_refused() -> None:
     verdict, _ = tried(tokens, q)
     by_child = torch.bincount(verdict.path[verdict.num_accepted == 1, 1], minlength=3)
     assert by_child[1] > 1000 and by_child[2] > 1000
+
+
+@pytest.mark.parametrize("parents", [None, [[-1, 0, 0, 2], [-1, -1, 1, 1]]])
+def test_a_packed_outcome_is_what_was_packed(parents: list[list[int]] | None) -> None:
+    numbers = torch.Generator().manual_seed(5)
+    logits = torch.randn(2, 5, 7, generator=numbers)
+    block = torch.cat([torch.zeros(2, 1, dtype=torch.long), logits.argmax(dim=-1)[:, :-1]], dim=1)
+    block[1, 2] = 0
+    logits[0, 2, 3] = torch.nan
+    tree = None if parents is None else torch.tensor(parents)
+    choices = likeliest(logits)
+    verdict = verify_chain(block[:, 1:], choices) if tree is None else verify_tree(block[:, 1:], tree, choices)
+    expected = Outcome.of(verdict, block, logits)
+    opened = Outcome.opened(greedy_outcome(logits, block, tree), 5)
+    assert opened.tokens.equal(expected.tokens) and opened.broken.bool().equal(expected.broken)
+    assert expected.broken.any()
+    for field in ("num_accepted", "next_token", "choices", "last"):
+        assert getattr(opened.verdict, field).equal(getattr(verdict, field))
+    assert (opened.verdict.path is None) == (tree is None)

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.adaptive import AdaptiveLength
-from dflash_bench.engine.cache import rotations
+from dflash_bench.engine.cache import on_host, rotations
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler
 from dflash_bench.engine.drafters.corrections import BlockCorrector
@@ -158,14 +159,37 @@ class DFlashDrafter(CachedDrafter):
         """Store keys and values of the committed tokens' features [B, M, K * H], and put the anchor into the block."""
         assert committed.hidden is not None
         self.draft_sampler.sampler = committed.sampler
-        self.cache.place(committed.starts, committed.hidden.shape[1], committed.first)
-        tables = rotations(self.rotary, self.cache)
-        self.cache.write_all(self.network.context(committed.hidden, tables))
+        if committed.is_prompt or not self._keep_captured(committed.starts, committed.hidden):
+            self.cache.place(committed.starts, committed.hidden.shape[1], committed.first)
+            self._keep(committed.hidden)
         if committed.anchor is not None:
             self.block[committed.row_slice, 0] = committed.anchor
         if self.corrector is not None:
             self.corrector.observe(committed)
         self.advance(committed)
+
+    def _keep(self, features: Tensor) -> Tensor:
+        """Store keys and values of features [B, M, K * H] where they were placed, and return them."""
+        context = self.network.context(features, rotations(self.rotary, self.cache))
+        self.cache.write_all(context)
+        return context
+
+    def _keep_captured(self, starts: Sequence[int], features: Tensor) -> bool:
+        """As `_keep`, by a captured pass; returns False if there is none.
+
+        Its width is that of the longest round, so that one pass fits all: what is written behind a row's end is not
+        seen, and overwritten.
+        """
+        if self.graph_cache is None or not self.graph_cache.captures_small:
+            return False
+        whole = pad(features, (0, 0, 0, self.num_drafts + 1 - features.shape[1]))
+        inputs = (whole, on_host(starts, self.device))
+        return self.graph_cache.replay(("keep", *whole.shape[1:]), self._steady_keep, None, *inputs) is not None
+
+    def _steady_keep(self, _num_places: int, features: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
+        """As `_keep`, placed by tensors alone, so that it can be captured."""
+        self.cache.place_at(starts, features.shape[1], self.cache.capacity)
+        return (self._keep(features),)
 
     def propose(self) -> Draft:
         corrected, probs = self.draft_tokens(self.block_logits())
