@@ -100,16 +100,22 @@ COLUMNS = (
     "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
     "audit", "audit_index", "audit_gap", "audit_tolerance", *NAMES,
 )  # fmt: skip
+NUL, REPLACED = "\0", "\ufffd"
 COUNTS = ["num_tokens", "decode_tokens", "num_rounds", "num_accepted"]
 """Columns of the run's table, which has them of servers that hide rounds, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageAnswers:
-    """`rows` and `texts` as the page's script reads them; a row names its text by number."""
+    """As the page's script reads it, packed: ten thousand answers have millions of tokens and rounds."""
 
     rows: Sequence[dict[str, Any]]
-    texts: Sequence[str | list[str]]
+    """With `counts`: of each round the tokens drafted, accepted and emitted, one after the other; with `times` in us, of
+    drafting and verifying; with `rejected`, the texts of all rounds, joined by `NUL`."""
+    texts: Sequence[str]
+    """A row names its text by number."""
+    lengths: Sequence[list[int] | None]
+    """Of each text those of its tokens, in UTF-16 units; None if it is not split."""
     prompts: Sequence[str]
     """The user's messages; empty for a run that kept no prompts. A row names its message by number."""
     num_all: int
@@ -141,7 +147,7 @@ def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer
     questions = [asked.get(_turn(row), asked.get((*_turn(row)[:3], None))) for row in stored]
     prompts = list(dict.fromkeys(text for text in questions if text is not None))
     texts: dict[tuple[Any, ...], int] = {}
-    shown: list[str | list[str]] = []
+    shown: list[list[str] | str] = []
     rows = []
     for row, question in zip(stored, questions, strict=True):
         key = (*row["token_ids"], row["text"])
@@ -155,12 +161,17 @@ def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer
         page_row |= {"bare": row["suite"], "settings": _settings(row).id} | (
             {} if reference is None else {"expected": reference}
         )
-        if decoder and "by_round" in page_row and (said := _rejected(decoder, row)):
-            page_row["rejected"] = said
+        if decoder and "counts" in page_row and (said := _rejected(decoder, row)):
+            page_row["rejected"] = NUL.join(text.replace(NUL, REPLACED) for text in said)
         rows.append(page_row)
     is_plain = any(isinstance(text, str) and text for text in shown)
     why = "" if not is_plain else OTHER if decoder else NOT_AT_HAND
-    return PageAnswers(rows, shown, prompts, len(document.results.rows), why)
+    lengths = [None if isinstance(text, str) else [*map(_utf16_length, text)] for text in shown]
+    return PageAnswers(rows, ["".join(text) for text in shown], lengths, prompts, len(document.results.rows), why)
+
+
+def _utf16_length(text: str) -> int:
+    return len(text) + sum(letter > "\uffff" for letter in text)
 
 
 def _asked(stored: Sequence[dict[str, Any]]) -> dict[tuple[str, str, int, int | None], str]:
@@ -253,12 +264,11 @@ def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
         ),
     }
     if any(row["drafted"] or ()):
-        # Per round: drafted, accepted, emitted, and the milliseconds of drafting and verifying.
-        times = [row[name] or [None] * len(accepted) for name in ("draft_s", "verify_s")]
-        page_row["by_round"] = [
-            [drafted, kept, emitted, *(_short(1000 * s if s is not None else None) for s in seconds)]
-            for drafted, kept, emitted, *seconds in zip(row["drafted"], accepted, row["emitted"], *times, strict=True)
-        ]
+        by_round = zip(row["drafted"], accepted, row["emitted"], strict=True)
+        page_row["counts"] = [count for counts in by_round for count in counts]
+        if row["draft_s"] and row["verify_s"]:
+            by_round = zip(row["draft_s"], row["verify_s"], strict=True)
+            page_row["times"] = [round(1e6 * (seconds or 0.0)) for both in by_round for seconds in both]
     return {name: value for name, value in page_row.items() if value is not None}
 
 

@@ -1,6 +1,12 @@
 // The answers of a run.
-(() => {
-  const { rows, texts, prompts } = JSON.parse(at("data").textContent);
+const showAnswers = ({ rows, texts, lengths, prompts }) => {
+  // What is packed: the tokens of a text, and the rounds of a row as [drafted, accepted, emitted, draft ms, verify ms].
+  const piecesOf = (row) => {
+    let end = 0;
+    return lengths[row.text].map((length) => texts[row.text].slice(end, end += length));
+  };
+  const roundsOf = ({ counts, times }) => Array.from({ length: counts.length / 3 }, (_, place) =>
+    [...counts.slice(3 * place, 3 * place + 3), ...(times ?? []).slice(2 * place, 2 * place + 2).map((us) => us / 1000)]);
 
   // The list
 
@@ -33,10 +39,11 @@
   const orders = {
     "not exact first": (row) => (row.error !== undefined ? 0 : isOther(row) ? 1 : 2),
     "wrong first": (row) => (row.passed === false ? 0 : row.passed === undefined ? 2 : 1),
-    "fewest accepted first": (row) => row.al !== undefined && row.by_round ? row.al : Infinity,
+    "fewest accepted first": (row) => row.al !== undefined && row.counts ? row.al : Infinity,
     "least speed-up first": (row) => row.speedup ?? Infinity,
   };
-  const whole = (row) => { const text = texts[row.text]; return Array.isArray(text) ? text.join("") : text; };
+  const whole = (row) => texts[row.text];
+  const isSplit = (row) => Boolean(lengths[row.text]);
   const question = (row) => prompts[row.asked] ?? "";
 
   const mood = (text) => ({ right: "fine", exact: "fine", wrong: "bad", mismatch: "bad", failed: "bad" })[text] || "";
@@ -150,7 +157,7 @@
   let mapped = [];
   const lineHeight = () => mapped.length > 150 ? 3 : mapped.length > 50 ? 5 : 9;
   const drawMap = () => {
-    mapped = listed.filter(({ row }) => row.by_round).slice(0, MOST_LINES);
+    mapped = listed.filter(({ row }) => row.counts).slice(0, MOST_LINES);
     at("map").hidden = !mapped.length;
     if (!mapped.length) return;
     const canvas = at("map").querySelector("canvas");
@@ -175,7 +182,7 @@
       paint.fillRect(0, place * tall, row.tokens * step, tall - 1);
       paint.fillStyle = dark;
       let token = 1;
-      for (const [drafted, kept, emitted] of row.by_round) {
+      for (const [drafted, kept, emitted] of roundsOf(row)) {
         const share = drafted ? (drafted - kept) / drafted : 0;
         if (share) {
           paint.globalAlpha = 0.15 + 0.85 * share;
@@ -199,7 +206,7 @@
 
   const describeRound = (round, place, said) => {
     const [drafted, kept, emitted, draft, verify] = round;
-    const times = verify === null || verify === undefined ? "" : `; draft ${draft} ms, verify ${verify} ms`;
+    const times = verify === undefined ? "" : `; draft ${draft} ms, verify ${verify} ms`;
     return `round ${place + 1}: ${drafted} drafted, ${kept} accepted, ${drafted - kept} rejected, ${emitted} out${times}${said ? `; the draft went on: ${said}` : ""}`;
   };
   const legend = (row, box) => {
@@ -282,21 +289,18 @@
   const told = (row) => {
     const box = make("article", "told");
     const figures = [row.speedup === undefined ? "" : `${row.speedup.toFixed(2)}x`, row.ms === undefined ? "" : `${row.ms.toFixed(2)} ms a token`,
-      row.al === undefined || !row.by_round ? "" : `${row.al.toFixed(2)} tokens a round`];
+      row.al === undefined || !row.counts ? "" : `${row.al.toFixed(2)} tokens a round`];
     const title = make("h4", "", row.method);
     title.append(make("span", "sub", ` ${figures.filter(Boolean).join(", ")}`));
     box.append(title);
     if (remarks(row)) box.append(make("p", "sub", remarks(row)));
     if (row.error !== undefined) box.append(make("p", "wrong-text", row.error));
-    const text = texts[row.text];
-    if (Array.isArray(text) && row.by_round) {
-      const pre = coloured(text, row.by_round, row.leaves, row.rejected);
-      box.append(strip(row.by_round, pre), pre);
-    } else {
-      const pre = Array.isArray(text) ? plainTokens(text, row.leaves) : make("pre", "text", whole(row));
-      if (row.by_round) box.append(strip(row.by_round, pre));
-      box.append(pre);
-    }
+    const rounds = row.counts && roundsOf(row);
+    const pre = !isSplit(row) ? make("pre", "text", whole(row))
+      : rounds ? coloured(piecesOf(row), rounds, row.leaves, row.rejected?.split("\0"))
+      : plainTokens(piecesOf(row), row.leaves);
+    if (rounds) box.append(strip(rounds, pre));
+    box.append(pre);
     return box;
   };
 
@@ -307,14 +311,15 @@
   // When each token was out, in ms; rounds without times of their own are taken as equally long.
   const clock = (row) => {
     const total = (row.ms ?? 0) * Math.max(0, row.tokens - 1);
-    if (!row.by_round) return Array.from({ length: row.tokens }, (_, place) => row.ms * place);
-    const spent = row.by_round.map(([, , , draft, verify]) => (draft ?? 0) + (verify ?? 0) || 1);
+    if (!row.counts) return Array.from({ length: row.tokens }, (_, place) => row.ms * place);
+    const rounds = roundsOf(row);
+    const spent = rounds.map(([, , , draft, verify]) => (draft ?? 0) + (verify ?? 0) || 1);
     const all = spent.reduce((sum, one) => sum + one, 0);
     let now = 0;
-    return [0, ...row.by_round.flatMap(([, , emitted], place) => { now += total * spent[place] / all; return Array(emitted).fill(now); })];
+    return [0, ...rounds.flatMap(([, , emitted], place) => { now += total * spent[place] / all; return Array(emitted).fill(now); })];
   };
   const play = (shown, button) => {
-    const runs = shown.filter(({ row }) => row.ms !== undefined && Array.isArray(texts[row.text]))
+    const runs = shown.filter(({ row }) => row.ms !== undefined && isSplit(row))
       .map(({ row, box }) => ({ tokens: [...box.querySelectorAll("pre.text .t")], times: clock(row), cuts: [...box.querySelectorAll("pre.text .cut")] }));
     if (!runs.length) return;
     const longest = Math.max(...runs.map(({ times }) => times[times.length - 1]), 1e-3);
@@ -361,8 +366,8 @@
     const shown = [row, ...others].map((one) => ({ row: one, box: told(one) }));
     const side = make("div", "side");
     side.append(...shown.map((one) => one.box));
-    const tools = row.by_round || others.some((other) => other.by_round) ? legend([row, ...others].find((one) => one.rejected) ?? row, side) : make("div", "key");
-    if (shown.some(({ row: one }) => one.ms !== undefined && Array.isArray(texts[one.text]))) {
+    const tools = [row, ...others].some((one) => one.counts) ? legend([row, ...others].find((one) => one.rejected) ?? row, side) : make("div", "key");
+    if (shown.some(({ row: one }) => one.ms !== undefined && isSplit(one))) {
       const button = make("button", "play", "▶ play as measured");
       button.type = "button";
       button.addEventListener("click", () => play(shown, button));
@@ -415,4 +420,25 @@
   window.addEventListener("hashchange", follow);
   show();
   follow();
-})();
+  at("list").removeAttribute("aria-busy");
+};
+
+// They come deflated, in base64; unpacked once, their text is not kept.
+const unpacked = async () => {
+  const packed = atob(at("data").textContent);
+  const bytes = new Uint8Array(packed.length);
+  for (let place = 0; place < packed.length; place += 1) bytes[place] = packed.charCodeAt(place);
+  at("data").remove();
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
+};
+const showWhy = (text) => {
+  at("packed").textContent = `${text} The tables, charts and findings above are whole.`;
+  at("packed").hidden = false;
+  at("filter").hidden = true;
+  at("list").hidden = true;
+};
+if ("DecompressionStream" in window) {
+  unpacked().then(showAnswers, () => showWhy("The answers in this file cannot be unpacked: it may have been cut off or changed on its way."));
+} else {
+  showWhy("This browser cannot unpack the answers: Chrome and Edge 80, Firefox 113 and Safari 16.4 or newer can.");
+}

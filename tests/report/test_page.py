@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from base64 import b64encode
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +68,20 @@ def told(prompt: str = "p0", text: str = TEXT, **place: Any) -> list[Answer]:
 
 
 def data(page: str) -> dict[str, Any]:
-    (found,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
-    loaded: dict[str, Any] = json.loads(found)
+    """What the page's script unpacks, with the texts cut as it cuts them."""
+    (found,) = re.findall(r'<script id="data" type="application/octet-stream">(.*?)</script>', page, re.DOTALL)
+    loaded: dict[str, Any] = json.loads(zlib.decompress(b64decode(found, validate=True)))
+    loaded["pieces"] = [
+        None if lengths is None else cut(text, lengths)
+        for text, lengths in zip(loaded["texts"], loaded["lengths"], strict=True)
+    ]
     return loaded
+
+
+def cut(text: str, lengths: list[int]) -> list[str]:
+    units, ends = text.encode("utf-16-le"), [0, *accumulate(lengths)]
+    assert 2 * ends[-1] == len(units)
+    return [units[2 * begin : 2 * end].decode("utf-16-le") for begin, end in pairwise(ends)]
 
 
 def page_of(folder: Path, **options: Any) -> str:
@@ -168,12 +181,20 @@ def test_an_answer_stands_below_what_was_asked_in_its_turn(tmp_path: Path) -> No
 def test_an_answer_is_cut_into_its_tokens_and_said_with_its_rounds(tmp_path: Path) -> None:
     stored_page = data(page_of(stored(tmp_path / "run", told())))
     plain, drafted = stored_page["rows"]
-    (pieces,) = stored_page["texts"]
+    (pieces,) = stored_page["pieces"]
     assert "".join(pieces) == TEXT
-    assert len(pieces) == drafted["tokens"] == 1 + sum(emitted for _, _, emitted, *_ in drafted["by_round"])
-    assert drafted["by_round"][0] == [4, 2, 3, 5.0, 12.0]
-    assert "by_round" not in plain
+    assert len(pieces) == drafted["tokens"] == 1 + sum(drafted["counts"][2::3])
+    assert (drafted["counts"][:3], drafted["times"][:2]) == ([4, 2, 3], [5000, 12000])
+    assert len(drafted["counts"]) // 3 == len(drafted["times"]) // 2
+    assert not {"counts", "times"} & plain.keys()
     assert drafted["speedup"] == pytest.approx(plain["ms"] / drafted["ms"], rel=1e-3)
+
+
+def test_tokens_are_cut_where_a_browser_counts_two_units_for_a_letter(tmp_path: Path) -> None:
+    text = "So \U0001f600 it is \u05e9\u05dc\u05d5\u05dd."
+    stored_page = data(page_of(stored(tmp_path / "run", told(text=text))))
+    assert "".join(stored_page["pieces"][0]) == text
+    assert sum(stored_page["lengths"][0]) == len(text) + 1
 
 
 def test_without_the_tokenizer_the_text_is_whole_and_the_page_says_why(tmp_path: Path) -> None:
@@ -181,7 +202,7 @@ def test_without_the_tokenizer_the_text_is_whole_and_the_page_says_why(tmp_path:
     assert data(page)["texts"] == [NANO.decode(NANO.encode(TEXT).ids, skip_special_tokens=True)]
     assert "give --tokenizer FOLDER" in page
     given = page_of(tmp_path / "run", tokenizer=report_answers.NANO)
-    assert "".join(data(given)["texts"][0]) == TEXT
+    assert "".join(data(given)["pieces"][0]) == TEXT
 
 
 def test_a_tokenizer_that_gives_another_text_is_not_believed(tmp_path: Path) -> None:
@@ -231,8 +252,9 @@ def test_what_was_rejected_and_expected_is_there(tmp_path: Path) -> None:
     folder = stored(tmp_path / "run", [replace(row, passed=False) for row in told()])
     (plain, drafted) = data(page_of(folder))["rows"]
     assert "rejected" not in plain
-    assert set(drafted["rejected"][:-1]) == {SAID}
-    assert len(drafted["rejected"]) == len(drafted["by_round"])
+    said = drafted["rejected"].split("\0")
+    assert set(said[:-1]) == {SAID}
+    assert len(said) == len(drafted["counts"]) // 3
     assert "expected" not in drafted, "this run stored no prompts"
     prompt = dict.fromkeys(run_info.PROMPTS_COLUMNS) | {"suite": "gsm8k", "prompt_id": "p0", "turns": ["3 + 4?"]}
     run_info.write_prompts(folder, [prompt | {"reference": "3 + 4 = 7\n#### 7"}])
