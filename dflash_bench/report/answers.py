@@ -110,8 +110,8 @@ class PageAnswers:
     """As the page's script reads it, packed: ten thousand answers have millions of tokens and rounds."""
 
     rows: Sequence[dict[str, Any]]
-    """With `counts`: of each round the tokens drafted, accepted and emitted, one after the other; with `times` in us, of
-    drafting and verifying; with `rejected`, the texts of all rounds, joined by `NUL`."""
+    """`counts`: of each round the tokens drafted, accepted and emitted, one after the other; `times`: of each round the
+    microseconds of drafting and verifying; `rejected`: the texts of all rounds, joined by `NUL`."""
     texts: Sequence[str]
     """A row names its text by number."""
     lengths: Sequence[list[int] | None]
@@ -267,8 +267,8 @@ def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
         by_round = zip(row["drafted"], accepted, row["emitted"], strict=True)
         page_row["counts"] = [count for counts in by_round for count in counts]
         if row["draft_s"] and row["verify_s"]:
-            by_round = zip(row["draft_s"], row["verify_s"], strict=True)
-            page_row["times"] = [round(1e6 * (seconds or 0.0)) for both in by_round for seconds in both]
+            spent = zip(row["draft_s"], row["verify_s"], strict=True)
+            page_row["times"] = [round(1e6 * (seconds or 0.0)) for both in spent for seconds in both]
     return {name: value for name, value in page_row.items() if value is not None}
 
 

@@ -13,6 +13,7 @@ import pytest
 from fake_server import FakeServer
 from rows import drafted
 from runs import answers, listed, stored
+from test_page import data
 
 from dflash_bench.analysis.compare import Difference
 from dflash_bench.analysis.metrics import summarise
@@ -117,7 +118,7 @@ def test_the_card_and_the_page_tell_them_apart(run: Path, main: Main) -> None:
     assert main("report", "run", "--html", "page.html")[0] == 0
     page = Path("page.html").read_text()
     assert apart(page) and "temperature 0.7 and 0.7000001" in page
-    shown = json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    shown = data(page)
     assert len({row["suite"] for row in shown["rows"]}) == 2
 
 
