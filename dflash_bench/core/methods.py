@@ -72,6 +72,8 @@ class MethodSpec:
     """Sets of options that mean the same thing, so that only one of each may be given."""
     is_probe: bool = False
     """Does it measure the engine regardless of a draft's quality? Then its acceptance is not judged."""
+    is_recorded: bool = False
+    """Does it draft as many tokens in every round, by the committed text alone, whatever the rounds before were?"""
     module: str | None = None
     """Module of its `build(models, target, method)`; None: the file of its name in `engine/drafters/`."""
 
@@ -190,7 +192,7 @@ _OWN: dict[str, MethodSpec] = {
                        f"confidence on; {_PACED}", "off", 0, 1, words=("off", "auto"), kind=float),
                 _SHIFT,
             ),
-            count="n", alternatives=(frozenset({"block", "n"}),),
+            count="n", alternatives=(frozenset({"block", "n"}),), is_recorded=True,
         ),
         MethodSpec(
             "ddtree", "a tree of the likeliest paths through one DFlash block (DDTree)", "dflash", "tree", True,
@@ -209,6 +211,7 @@ _OWN: dict[str, MethodSpec] = {
             "eagle3", "a chain, drafted token by token from the target's features (arXiv 2503.01840)", "eagle3",
             "chain", True,
             (Option("n", "tokens drafted per round, the same as eagle3:N", 7, 1, MAX_DRAFTS, "tokens"),), count="n",
+            is_recorded=True,
         ),
         MethodSpec(
             "eagle3-tree", "EAGLE-3 as a tree that grows where the draft is confident (arXiv 2406.16858)", "eagle3",
@@ -227,12 +230,13 @@ _OWN: dict[str, MethodSpec] = {
                        None, 1, MAX_DRAFTS, "tokens"),
                 _RULE,
             ),
-            count="n",
+            count="n", is_recorded=True,
         ),
         MethodSpec(
             "mtp", "multi-token prediction: heads from the target's own checkpoint draft token by token", "mtp",
             "chain", True,
             (Option("n", "tokens drafted per round, the same as mtp:N", 3, 1, 6, "tokens"), _RULE), count="n",
+            is_recorded=True,
         ),
         MethodSpec(
             "ngram", "prompt lookup: what followed the last tokens where they occurred before", None, "chain", True,
@@ -306,7 +310,7 @@ _OWN: dict[str, MethodSpec] = {
                 Option("n", "tokens drafted per round, the same as draft-model:N", 7, 1, MAX_DRAFTS, "tokens"),
                 _RULE,
             ),
-            count="n",
+            count="n", is_recorded=True,
         ),
         MethodSpec(
             "medusa", "heads on the target's last hidden state guess the next tokens, as a tree (arXiv 2401.10774)",
@@ -468,6 +472,16 @@ def is_probe(label: str) -> bool:
     """Does the method of this label measure the engine rather than a draft?"""
     kind = METHODS.get(name_of(label))
     return kind is not None and kind.is_probe
+
+
+def require_recorded(method: Method) -> None:
+    """Raises UserError for a method whose draft at a position depends on more than the text that is committed there."""
+    known = ", ".join(kind.name for kind in METHODS.values() if kind.is_recorded)
+    if not method.kind.is_recorded:
+        why = "trees" if method.kind.shape == "tree" else "not the same number of tokens by the text alone"
+        raise UserError(f"--record: {method.label} drafts {why}; methods that can be recorded: {known}")
+    if "auto" in method.options.values():
+        raise UserError(f"--record: {method.label} chooses by times of earlier rounds; give it a number")
 
 
 def has_draft(label: str) -> bool:

@@ -208,6 +208,12 @@ class Generation:
     """Why there are no totals although rounds are hidden."""
     verified: tuple[int, ...] | None = None
     """[S] How many of a round's drafted tokens the target read, for drafts that are cut before; None if all."""
+    recorded_ids: tuple[int, ...] | None = None
+    """[(T - 1) * N] What would be drafted after each token but the last; None if that was not recorded."""
+    recorded_accepted: tuple[int, ...] | None = None
+    """[T - 1] How many of these N tokens in a row are the target's own, beyond the end of the answer, too."""
+    recorded_scores: tuple[float, ...] | None = None
+    """[(T - 1) * N] How likely the draft holds each to be accepted if all before it are; None if it does not say."""
 
     @property
     def hides_tokens(self) -> bool:

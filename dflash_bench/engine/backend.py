@@ -32,6 +32,7 @@ from dflash_bench.engine.forward.fused import fuse, unfuse
 from dflash_bench.engine.graphs import GraphCache, cuda_graph, inductor, keep_compiled, why_no_compiler
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.loop import decode
+from dflash_bench.engine.recording import record_positions
 from dflash_bench.engine.rows import Clock, DecodingError, Limits, Round, clock_for
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.selection import compile_like, network_name, target_of
@@ -474,6 +475,18 @@ class LocalBackend:
             return generation
         count = chat.thinking_tokens(self.tokenizer, list(prompt), generation.token_ids)
         return replace(generation, num_thinking_tokens=count)
+
+    def with_positions(
+        self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation
+    ) -> Generation:
+        """Return a greedy answer with what the method drafts at each of its positions (`recording.py`)."""
+        prompt, sampling = self.encode(messages, settings), Sampling.of(settings)
+        found = record_positions(self.target, self.drafters[method], prompt, generation.token_ids, sampling)
+        if found is None:
+            return generation
+        return replace(
+            generation, recorded_ids=found.ids, recorded_accepted=found.accepted, recorded_scores=found.scores
+        )
 
     def divergence(
         self,

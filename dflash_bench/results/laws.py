@@ -31,7 +31,7 @@ VERDICTS = {
 }
 """For each verdict the columns of where the answer departs, by how much, and what rounding explains."""
 COLUMNS = (
-    "method", "token_ids", "drafted_ids", "drafted_parents", "verified", "start_s", "end_s", "temperature",
+    "method", "token_ids", "drafted_ids", "drafted_parents", "verified", "recorded_ids", "recorded_accepted", "start_s", "end_s", "temperature",
     "concurrency", "rate", "counted_by", "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s",
     "draft_prefill_s", "error",
     "order", *CLOCK, *COUNTS, *SECONDS, *VERDICTS,
@@ -274,6 +274,31 @@ def _kept_too_little(rows: RowArrays) -> Any:
     return rows.along_the_drafts[1] & greedy & ~rows.by_method(is_lossy)
 
 
+def _recorded_something_else(rows: RowArrays) -> Any:
+    """A draft is recorded for each token but the last, and as many of it are right as the answer's own tokens say."""
+    broken = np.zeros(rows.num, dtype=bool)
+    for row in np.flatnonzero(rows.is_known("recorded_accepted")).tolist():
+        ids, accepted, tokens = (
+            rows.batch.column(name)[row].values.to_numpy() for name in ("recorded_ids", "recorded_accepted", "token_ids")
+        )
+        broken[row] = not _follows(ids, accepted, tokens)
+    return broken
+
+
+def _follows(ids: Any, accepted: Any, tokens: Any) -> bool:
+    num = len(accepted)
+    if num != len(tokens) - 1 or not num or len(ids) % num or not len(ids):
+        return False
+    drafts = ids.reshape(num, -1)
+    width = drafts.shape[1]
+    places = np.arange(num)[:, None] + 1 + np.arange(width)
+    is_same = drafts == tokens[np.minimum(places, num)]
+    is_inside, place = places <= num, np.arange(width)
+    is_kept = place < accepted[:, None]
+    ends = is_inside & (place == accepted[:, None]) & is_same
+    return bool(((accepted >= 0) & (accepted <= width)).all() and is_same[is_inside & is_kept].all() and not ends.any())
+
+
 # Ends
 
 
@@ -398,6 +423,7 @@ LAWS = (
     RowLaw("a round drafts less than its method's block", _less_than_a_block, PHYSICS),
     RowLaw("what a round accepted is not what it drafted", _kept_what_was_not_drafted, PHYSICS),
     RowLaw("a round accepted less than was right", _kept_too_little, PHYSICS),
+    RowLaw("its recorded drafts are not those of its tokens", _recorded_something_else, PHYSICS),
     RowLaw("it does not end at its first stop token", _wrong_end, PHYSICS),
     RowLaw("it is longer than allowed, or was cut off before that", _wrong_length, PHYSICS),
     RowLaw("a verdict excuses more than rounding can", _excused_too_much, PHYSICS),

@@ -186,6 +186,7 @@ class RunIdentity(StoredModel):
     threads: Whole | None = None
     workers: WorkersEntry | None = None
     audit: str | None = None
+    record: str | None = None
     code: str | None = None
     plan: str | None = None
     """The SHA-256 of the plan."""

@@ -48,9 +48,10 @@ COLUMNS = {
     "clock_rounds": "int32", "clock_passes": "int32",
     "settings_id": "string",
     "verified": "list of int16", "draft_kind": "string",
+    "recorded_ids": "list of int32", "recorded_accepted": "list of int16", "recorded_scores": "list of float",
 }
 # fmt: on
-ADDED = ("verified", "draft_kind")
+ADDED = ("verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores")
 """Columns that were added since version 1, and are null in runs from before."""
 PLACES = {
     "divergence": {"index": "first_divergence", "gap": "divergence_gap", "tolerance": "divergence_tolerance"},

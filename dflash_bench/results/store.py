@@ -319,7 +319,8 @@ def without_rounds(record: Answer) -> Answer:
     """Return a record without what its generation says of each round: most of the memory that it takes."""
     bare = replace(
         record.generation, drafted=None, drafted_ids=None, drafted_parents=None, accepted=None, emitted=None,
-        draft_s=None, verify_s=None, round_s=None, verified=None,
+        draft_s=None, verify_s=None, round_s=None, verified=None, recorded_ids=None, recorded_accepted=None,
+        recorded_scores=None,
     )  # fmt: skip
     return replace(record, generation=bare)
 

@@ -467,6 +467,21 @@ class DecodingOptions:
         ),
         conflicts=(SERVED_ALONE,),
     )
+    record: str | None = _measuring(
+        "every-position: after each answer, outside the clock, also draft once at each of its positions, for exact "
+        "'replay' of other draft lengths, cuts and controllers. At temperature 0, with dflash, eagle3, mtp, p-eagle "
+        "and draft-model.",
+        metavar="WHAT",
+        choices=lambda: ("every-position",),
+        needs=(
+            condition(
+                lambda options: any(map(is_greedy, options.temperature)),
+                "above temperature 0: another draft length draws other tokens",
+                is_of_sweep=True,
+            ),
+        ),
+        conflicts=(SERVED, ENGINE_HERE),
+    )
     unsafe_code: bool = _measuring(
         "Run model-written code even where it cannot be sandboxed. Without it, such code is not run there.",
         default=False,

@@ -14,7 +14,7 @@ from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner import stopwatch
 from dflash_bench.runner.canaries import Canaries
 from dflash_bench.runner.stopwatch import Stopwatch
-from dflash_bench.runner.work import AnswerStore, Backend, ProgressListener, WorkItem, WorkPlan
+from dflash_bench.runner.work import AnswerStore, Backend, ProgressListener, RecordsPositions, WorkItem, WorkPlan
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.scorers.base import Score
 
@@ -122,10 +122,19 @@ class Conversation:
 
     def judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:
         """Return the record with its verdicts and score; `first` is the first method's answer."""
-        record = self._scored(self._judged(record, first, messages))
+        record = self._recorded(self._scored(self._judged(record, first, messages)), messages)
         if not is_lossy(record.method):
             self.canaries.judged(record, lambda tokens: self.backend.audit(messages, tokens, self.item.settings))
         return record
+
+    def _recorded(self, record: Answer, messages: Sequence[Message]) -> Answer:
+        """Add the drafts at every position, if the run records them: drafting and times are over by now."""
+        is_drafted = record.method != BASELINE and record.generation.error is None
+        if not self.plan.records or not is_drafted or not self.item.settings.greedy:
+            return record
+        assert isinstance(self.backend, RecordsPositions)
+        settings, generation = self.item.settings, record.generation
+        return replace(record, generation=self.backend.with_positions(record.method, messages, settings, generation))
 
     def _judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:
         """Compare a method with the baseline, the baseline with another baseline answer, and audit each."""

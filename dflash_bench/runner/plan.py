@@ -17,6 +17,7 @@ from dflash_bench.core.option import OptionSpec, check_options, options_of, refu
 from dflash_bench.core.types import CODE_SCORERS, Audit, Settings, is_greedy
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
+from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner import config
 from dflash_bench.runner.config import THINKING, RunRequest, require_prompts
 from dflash_bench.tasks import prompts, sandbox, scorers, suites
@@ -200,6 +201,10 @@ def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Ru
         scorers.check_references(one.suite.scorer, one.prompts)
     refuse_too_few(loaded, max(request.concurrency, default=1))
     _refuse_shared_memory(request, chosen)
+    if request.record is not None:
+        for method in chosen:
+            if method.name != BASELINE:
+                methods.require_recorded(method)
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
     return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded))

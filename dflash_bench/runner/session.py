@@ -324,7 +324,8 @@ def _run(
 def _plan(resolved: RunPlan, settings: Sequence[Settings], prepared: PreparedRun) -> WorkPlan:
     labels = tuple(method.label for method in resolved.methods)
     repeats, paddings = resolved.request.repeats, prepared.contexts.paddings
-    return WorkPlan(resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.cage, paddings)
+    records = resolved.request.record is not None
+    return WorkPlan(resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.cage, paddings, records)
 
 
 def _refuse_other_order(stored: RunInfo, plan: Mapping[str, Any], folder: Path) -> None:
@@ -436,6 +437,7 @@ def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described, prepared: P
         "audit": plan.audit,
         "code": sandbox.how_run(resolved.cage) if resolved.has_code else None,
         **({"unpinned": unpinned} if (unpinned := prepared.unpinned(resolved)) else {}),
+        **({"record": resolved.request.record} if resolved.request.record else {}),
         **({"slo": objectives(resolved.request.slo)} if resolved.request.slo else {}),
         **backend.describe(),
     }

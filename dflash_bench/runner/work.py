@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from dflash_bench.core.types import (
     GREEDY,
@@ -91,6 +91,15 @@ class Backend(Described, Protocol):
         ...
 
 
+@runtime_checkable
+class RecordsPositions(Protocol):
+    """A backend that can say what a method drafts at each position of a finished answer."""
+
+    def with_positions(
+        self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation
+    ) -> Generation: ...
+
+
 class AnswerStore(Protocol):
     """Where answers are stored: the run on disk, or a worker's answers until it hands them back."""
 
@@ -133,6 +142,8 @@ class WorkPlan:
     """The sandbox for code written by the model; without one it is not run, and not scored."""
     paddings: Paddings = field(default_factory=dict)
     """The padding of prompts under settings with a context."""
+    records: bool = False
+    """Whether drafts at every position of greedy answers are recorded."""
 
     @property
     def first(self) -> str:

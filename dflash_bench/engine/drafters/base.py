@@ -192,6 +192,12 @@ class DraftSampler:
         assert rule in RULES
         self.samples, self.target_ids, self.num_ids = rule == "rejection", target_ids, num_ids
         self.sampler: Sampler | None = None
+        self.heard: list[Tensor] | None = None
+
+    def listen(self) -> list[Tensor]:
+        """Return a list that gets the probabilities [B, n] of the tokens chosen from now on, in order."""
+        self.heard = []
+        return self.heard
 
     @property
     def draws(self) -> bool:
@@ -205,6 +211,8 @@ class DraftSampler:
         over the target's vocabulary.
         """
         if not self.draws:
+            if self.heard is not None:
+                self.heard.append(torch.softmax(logits.float(), dim=-1).amax(dim=-1))
             return self.target_ids(likeliest(logits)), None
         sampler = self._sampler
         # Tokens drafted before a place count as unseen there: q may be anything, as long as tokens are drawn from q.
@@ -219,6 +227,8 @@ class DraftSampler:
         The temperature applies to the scores; filters and penalty apply to the target's distribution alone.
         """
         if not self.draws:
+            if self.heard is not None:
+                self.heard.append(torch.softmax(scores.float(), dim=-1).amax(dim=-1, keepdim=True))
             return likeliest(scores), None
         sampler = self._sampler
         scores = scores.float().masked_fill(ids >= sampler.vocab_size, -torch.inf)

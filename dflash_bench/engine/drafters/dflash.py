@@ -203,7 +203,10 @@ class DFlashDrafter(CachedDrafter):
         if self.corrector is None:
             tokens, probs = self.draft_sampler.sample(logits)
             return Corrected(tokens), probs
-        return self.corrector.correct(self.hidden, logits, self.slots, self.block[:, 0], self.embedding)
+        corrected, probs = self.corrector.correct(self.hidden, logits, self.slots, self.block[:, 0], self.embedding)
+        if self.draft_sampler.heard is not None and corrected.confidence is not None:
+            self.draft_sampler.heard[:] = [corrected.confidence]
+        return corrected, probs
 
     def block_logits(self) -> Tensor:
         """Return the logits [B, num_predicted, Vd] of the tokens that the block predicts."""

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import rotations, to_device
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.base import CachedDrafter
+from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native_drafts import Eagle3Network, NativeEagle3, StepNetwork
 from dflash_bench.engine.lengths import Seen, placed_lengths
 from dflash_bench.engine.masks import causal_mask
-from dflash_bench.engine.sampling import likeliest
 from dflash_bench.engine.target import Target, part_size
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
@@ -117,6 +116,7 @@ class Eagle3Drafter(StepDrafter):
     ) -> None:
         super().__init__(draft, num_drafts, num_drafts if num_scratch is None else num_scratch)
         self.network = NativeEagle3(draft)
+        self.draft_sampler = DraftSampler("match", draft.target_ids)
         self.embedding = draft.embed_tokens if self.config.own_embedding else embedding
 
     def compile(self) -> None:
@@ -137,6 +137,5 @@ class Eagle3Drafter(StepDrafter):
             if i:
                 starts = [start + i - 1 for start in self.starts]
                 hidden = self.step(self.tokens[:, i - 1 : i], hidden, starts)
-            best = likeliest(self.network.logits(hidden))
-            self.tokens[:, i : i + 1] = self.draft.target_ids(best)
+            self.tokens[:, i : i + 1], _ = self.draft_sampler.sample(self.network.logits(hidden))
         return Draft(self.tokens)
