@@ -16,6 +16,7 @@ from dflash_bench.core.types import Settings
 if TYPE_CHECKING:
     from dflash_bench.analysis.findings import Finding
     from dflash_bench.analysis.metrics import Cell
+    from dflash_bench.analysis.replay import Replayed
     from dflash_bench.analysis.stats import Interval
     from dflash_bench.report.document import Document, MethodLine
 
@@ -153,6 +154,23 @@ class Run:
     def findings(self) -> Sequence[Finding]:
         """Faults and weaknesses of the run, the worst first, each with `kind`, `text`, `remedy` and `places`."""
         return self.document.findings
+
+    def replay(
+        self, method: str | None = None, *, n: Sequence[int] = (), block: Sequence[int] = (),
+        cut: Sequence[float] = (), nodes: Sequence[int] = (), controller: Sequence[str] = (),
+        concurrency: Sequence[int] = (1,),
+    ) -> list[Replayed]:  # fmt: skip
+        """Return what other draft lengths, blocks, cuts, trees, controllers or loads would have given, without a model.
+
+        Of one method or of all, the run as measured first. `controller` holds "ours", "average", "fixed:N" or the path
+        of a Python file. Each result has change, is_exact (are its counts those that a measured run would have?),
+        length (al.pooled), verified, speedup and tokens_per_s; times are always estimates. Raises UserError for a
+        change that the run's rounds say nothing about, and for a controller that raises, loops or returns no length.
+        """
+        from dflash_bench.analysis.replay import changes_of, replay_all
+
+        changes = changes_of(n, block, cut, nodes, controller)
+        return list(replay_all(self.document.results, changes, concurrency, method))
 
     def plot(self, name: str = "speedup", ax: Any = None) -> Any:
         """Return a matplotlib Figure of one of the plots: speedup, acceptance, positions, output, rounds, prompts, ...

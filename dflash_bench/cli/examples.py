@@ -55,6 +55,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dflash-bench report @2 --html page.html",
         "dflash-bench report --format latex --layout paper",
     ),
+    "replay": (
+        "dflash-bench replay @1 --n 3,5,7",
+        "dflash-bench replay @1 --method dflash --cut 0.5,0.8 --controller mine.py",
+    ),
     "card": ("dflash-bench card", "dflash-bench card --hub my-draft"),
     "movie": ("dflash-bench movie -o movie.svg", "dflash-bench movie @2 --method eagle3 --answer gsm8k/0"),
     "plot": (

@@ -1,4 +1,4 @@
-"""Finished runs: the commands runs, index, open, compare, baseline, check, report, card, movie and plot."""
+"""Finished runs: the commands runs, index, open, compare, baseline, check, report, replay, card, movie and plot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -309,6 +309,53 @@ def report(
         say(FORMATS[str(kind)](document), end="")
     elif html is None or kind is not None:
         say(text(document, width, full), end="")
+
+
+def _numbers(name: str, help: str) -> Any:  # noqa: A002
+    return Option(f"--{name}", metavar="N[,N...]", help=help)
+
+
+@app.command(cls=Command)
+def replay(
+    run: options.Run = None,
+    method: Annotated[str | None, Option(metavar="NAME", help="A method of the run. Default: all.")] = None,
+    n: Annotated[str | None, _numbers("n", "Verify the first N drafted tokens of each round.")] = None,
+    block: Annotated[str | None, _numbers("block", "Draft blocks of this size; always an estimate.")] = None,
+    cut: Annotated[
+        str | None, Option(metavar="P[,P...]", help="Verify up to the first token that the draft holds less likely.")
+    ] = None,
+    nodes: Annotated[str | None, _numbers("nodes", "Verify the N best nodes of ddtree's trees.")] = None,
+    controller: Annotated[
+        list[str] | None,
+        Option(
+            metavar="NAME|FILE.py",
+            help="Let a controller choose in each round: ours, average, fixed:N, or a file with a class Controller; "
+            "may be repeated. Its code runs with your rights.",
+        ),
+    ] = None,
+    concurrency: Annotated[str, _numbers("concurrency", "Answers decoded at the same time; an estimate.")] = "1",
+    allow: options.AllowParts = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Replay a run's rounds with other draft lengths, cuts, trees, controllers or loads, without a model.
+
+    Of a run with --record every-position, acceptance is exact; of any other it is an estimate, and marked as one.
+    """
+    from dflash_bench import api
+    from dflash_bench.core import option
+    from dflash_bench.report import replay as shown
+
+    def read(flag: str, text: str | None, *, whole: bool = True) -> Any:
+        return () if text is None else option.numbers(text, flag, whole=whole)
+
+    replayed = api.load(found_one(run), allow or ()).replay(
+        method, n=read("--n", n), block=read("--block", block), cut=read("--cut", cut, whole=False),
+        nodes=read("--nodes", nodes), controller=controller or (), concurrency=read("--concurrency", concurrency),
+    )  # fmt: skip
+    if as_json:
+        say(json.dumps(shown.as_json(replayed), indent=1, allow_nan=False))
+    else:
+        say(shown.text(replayed, wide()), end="")
 
 
 @app.command(cls=Command)

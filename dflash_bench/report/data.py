@@ -27,10 +27,10 @@ def as_json(document: Document) -> dict[str, Any]:
         "findings": [_finding_json(finding) for finding in document.findings],
     }
     if document.loads:
-        made["loads"] = _json_value([_load_json(load) for load in document.loads], exact=("rate",))
+        made["loads"] = json_value([_load_json(load) for load in document.loads], exact=("rate",))
     if document.sweeps:
         swept = [_sweep_json(sweep) for sweep in document.sweeps]
-        made["sweeps"] = _json_value(swept, exact=("value", "best", "not_told_apart"))
+        made["sweeps"] = json_value(swept, exact=("value", "best", "not_told_apart"))
     return made
 
 
@@ -38,7 +38,7 @@ def document_json(document: Document) -> dict[str, Any]:
     """`as_json`, plus the machine and command, and every metric of a cell by its formula id, with its interval."""
     info, summary = document.results.info, as_json(document)
     for stored, cell in zip(summary["cells"], document.cells, strict=True):
-        stored["figures"] = {name: _json_value(interval) for name, interval in cell.figures.items()}
+        stored["figures"] = {name: json_value(interval) for name, interval in cell.figures.items()}
     stored_info = info.to_json()
     about = {name: stored_info.get(name) for name in ("command", "started", "finished", "identity", "environment")}
     return {**summary, "notes": document.notes, "formulas": FORMULAS, "width_curve": perf.curve_as_json(info), **about}
@@ -55,14 +55,14 @@ def _json_cell(cell: Cell) -> dict[str, Any]:
         "settings": asdict(cell.settings), "method": cell.method, "num_prompts": cell.num_prompts,
         "num_tokens": cell.num_tokens, **figures, **{name: getattr(cell, name) for name in SHARES},
     }  # fmt: skip
-    return cast(dict[str, Any], _json_value(made, exact=("settings",)))
+    return cast(dict[str, Any], json_value(made, exact=("settings",)))
 
 
 def _finding_json(finding: Finding) -> dict[str, Any]:
     """At each place the values that it was seen by."""
     values = finding.values or ({},) * len(finding.places)
     places = [
-        place._asdict() | {"values": _json_value(dict(own))} for place, own in zip(finding.places, values, strict=True)
+        place._asdict() | {"values": json_value(dict(own))} for place, own in zip(finding.places, values, strict=True)
     ]
     return {
         "kind": finding.kind, "text": finding.text, "remedy": finding.remedy,
@@ -116,19 +116,19 @@ def _point_json(curve: SweepCurve, number: int, point: Point) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _json_value(value: Any, exact: Sequence[str] = ()) -> Any:
+def json_value(value: Any, exact: Sequence[str] = ()) -> Any:
     """With six digits: more than the measurements hold, and the same on every machine. What the user asked for, under
     the keys `exact`, is unchanged.
     """
     match value:
         case Interval(value=middle, low=low, high=high):
-            return [_json_value(middle), _json_value(low), _json_value(high)]
+            return [json_value(middle), json_value(low), json_value(high)]
         case tuple():
             return list(value)
         case dict():
-            return {name: item if name in exact else _json_value(item, exact) for name, item in value.items()}
+            return {name: item if name in exact else json_value(item, exact) for name, item in value.items()}
         case list():
-            return [_json_value(item, exact) for item in value]
+            return [json_value(item, exact) for item in value]
         case float():
             return float(f"{value:.6g}")
     return value

@@ -15,7 +15,7 @@ from dflash_bench.analysis.sweep import LENGTH, SPEEDUP, Point, Sweep, SweepCurv
 from dflash_bench.core import labels
 from dflash_bench.core.methods import Value
 from dflash_bench.core.types import CellKey, context_name
-from dflash_bench.report import columns, perf
+from dflash_bench.report import columns, perf, replay
 from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.document import Document
 from dflash_bench.report.tables import Column, Entry, ListItem, ReportTable, Section, TableRow, number, with_interval
@@ -41,6 +41,7 @@ def of_document(document: Document) -> list[Section]:
         *concurrency(document.loads),
         *contexts(document.cells),
         *sweeps(document.sweeps, info),
+        *replay.confidence(document),
         findings(document.findings),
     ]
 

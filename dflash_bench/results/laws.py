@@ -31,7 +31,8 @@ VERDICTS = {
 }
 """For each verdict the columns of where the answer departs, by how much, and what rounding explains."""
 COLUMNS = (
-    "method", "token_ids", "drafted_ids", "drafted_parents", "verified", "recorded_ids", "recorded_accepted", "start_s", "end_s", "temperature",
+    "method", "token_ids", "drafted_ids", "drafted_parents", "verified", "recorded_ids", "recorded_accepted",
+    "start_s", "end_s", "temperature",
     "concurrency", "rate", "counted_by", "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s",
     "draft_prefill_s", "error",
     "order", *CLOCK, *COUNTS, *SECONDS, *VERDICTS,
@@ -279,7 +280,8 @@ def _recorded_something_else(rows: RowArrays) -> Any:
     broken = np.zeros(rows.num, dtype=bool)
     for row in np.flatnonzero(rows.is_known("recorded_accepted")).tolist():
         ids, accepted, tokens = (
-            rows.batch.column(name)[row].values.to_numpy() for name in ("recorded_ids", "recorded_accepted", "token_ids")
+            rows.batch.column(name)[row].values.to_numpy()
+            for name in ("recorded_ids", "recorded_accepted", "token_ids")
         )
         broken[row] = not _follows(ids, accepted, tokens)
     return broken

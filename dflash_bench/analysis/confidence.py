@@ -1,0 +1,91 @@
+"""How far a draft's own confidence can be trusted, from drafts recorded at every position of answers.
+
+A drafted token counts where all before it are right, as only then does a round come to it. Positions of an answer are
+not independent, so no interval is made from their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_bench.analysis.controllers import Cut
+from dflash_bench.analysis.replay import ReplayCell, walk
+
+NUM_BINS = 10
+THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
+
+
+@dataclass(frozen=True, slots=True)
+class ReliabilityBin:
+    """Drafted tokens whose confidence is from `low` to `high`."""
+
+    low: float
+    high: float
+    num_tokens: int
+    confidence: float
+    """Their mean."""
+    accepted: float
+    """The share of them that was right."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutPoint:
+    """Rounds that verify up to the first token below a threshold: exact counts."""
+
+    threshold: float
+    length: float
+    """al.pooled"""
+    verified: float
+    """Drafted tokens verified in a round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    cell: ReplayCell
+    brier: float
+    """The mean of (confidence - right)^2."""
+    brier_of_share: float
+    """That of a draft that always says the share that is right: a useful confidence has less."""
+    bins: tuple[ReliabilityBin, ...]
+    cuts: tuple[CutPoint, ...]
+
+
+def calibration(cell: ReplayCell) -> Calibration | None:
+    """Return the calibration of a cell; None if its run recorded no confidences."""
+    if not cell.has_scores or not cell.is_recorded or not cell.answers:
+        return None
+    scores, right = (
+        np.concatenate(both) for both in zip(*(_tested(one.scores, one.positions) for one in cell.answers), strict=True)
+    )
+    share = float(right.mean())
+    return Calibration(
+        cell,
+        float(((scores - right) ** 2).mean()),
+        share * (1 - share),
+        tuple(_bins(scores, right)),
+        tuple(_cuts(cell)),
+    )
+
+
+def _tested(scores: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the confidence of each token that all before it are right for, and whether it is right, too."""
+    places = np.arange(scores.shape[1])
+    is_tested = places <= positions[:, None]
+    return scores[is_tested].astype(np.float64), (places < positions[:, None])[is_tested]
+
+
+def _bins(scores: np.ndarray, right: np.ndarray) -> Iterator[ReliabilityBin]:
+    numbers = np.minimum((scores * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+    for number in np.unique(numbers).tolist():
+        own = numbers == number
+        low, high = number / NUM_BINS, (number + 1) / NUM_BINS
+        yield ReliabilityBin(low, high, int(own.sum()), float(scores[own].mean()), float(right[own].mean()))
+
+
+def _cuts(cell: ReplayCell) -> Iterator[CutPoint]:
+    for threshold in THRESHOLDS:
+        rounds, accepted, verified = np.sum([walk(answer, Cut(threshold)) for answer in cell.answers], axis=0).tolist()
+        yield CutPoint(threshold, (accepted + rounds) / rounds, verified / rounds)

@@ -1,0 +1,404 @@
+"""What another draft length, cut, tree size, controller or load would have given, from the rounds that a run stored.
+
+With drafts recorded at every position (`run --record every-position`), another length of the same draft is replayed:
+each round begins where it would have begun, and accepts what it would have accepted. From stored rounds alone that is
+an estimate: a shorter draft is taken to accept min(a_i, n) in the rounds that were measured, although it would have
+begun others; a longer one to go on at the rate of its last place. `results/replay.md` says how far off that is.
+
+Times are always estimates: the seconds of the measured rounds, scaled by the width curve that the run measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dflash_bench.analysis import stats
+from dflash_bench.analysis.controllers import Controller, Cut, ExpectedSpeed, Fixed, controller_of
+from dflash_bench.analysis.roofline import stored as stored_curve
+from dflash_bench.analysis.stats import Floats, Interval
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import name_of
+from dflash_bench.core.types import Settings
+from dflash_bench.results.plan import BASELINE
+from dflash_bench.results.rounds import StoredRows
+from dflash_bench.results.run_info import RunInfo
+from dflash_bench.results.table import RunTable
+
+COLUMNS = (
+    "suite", "method", "prompt_id", "turn", "repeat", "error", "token_ids", "decode_s", "drafted", "accepted",
+    "emitted", "draft_s", "verify_s", "round_s", "verified", "drafted_ids", "drafted_parents", "recorded_ids",
+    "recorded_accepted", "recorded_scores",
+)  # fmt: skip
+STEPPING = ("eagle3", "mtp", "draft-model")
+"""Methods that draft token by token: half as many tokens take half the time. Others fill a block in one pass."""
+BLOCKS = ("dflash",)
+"""Methods whose draft of another block is another draft."""
+ROUNDS, ACCEPTED, VERIFIED, SECONDS, TOKENS, PLAIN_S, PLAIN_TOKENS = range(7)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """An answer of a drafting method, as far as replaying needs it."""
+
+    prompt_id: str
+    decoded: int
+    """Tokens after the first."""
+    decode_s: float
+    drafted: Any
+    accepted: Any
+    verified: Any
+    """[rounds]"""
+    draft_s: float
+    verify_s: float
+    round_s: float
+    """Sums over its rounds."""
+    positions: Any = None
+    """[P], how many tokens would have been accepted at each position; None if that was not recorded."""
+    scores: Any = None
+    """[P, N]"""
+    depths: Any = None
+    """For trees: per round the places [accepted] of the nodes that were accepted."""
+    num_off: int = 0
+    """Rounds that drafted or accepted something else than was recorded at their positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayCell:
+    """The answers of a method on a suite, with plain decoding's seconds and tokens by prompt."""
+
+    suite: str
+    method: str
+    settings: Settings
+    answers: tuple[StoredAnswer, ...]
+    plain: dict[str, tuple[float, float]]
+
+    @property
+    def most(self) -> int:
+        """The most tokens drafted in a round."""
+        return max((int(one.drafted.max(initial=0)) for one in self.answers), default=0)
+
+    @property
+    def is_recorded(self) -> bool:
+        return all(one.positions is not None for one in self.answers)
+
+    @property
+    def has_scores(self) -> bool:
+        return all(one.scores is not None for one in self.answers)
+
+    @property
+    def num_off(self) -> int:
+        return sum(one.num_off for one in self.answers)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is to be different: one of these."""
+
+    name: str
+    """As it was asked for: n=4, cut=0.5, controller=average."""
+    n: int | None = None
+    block: int | None = None
+    nodes: int | None = None
+    controller: Controller | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    suite: str
+    method: str
+    settings: Settings
+    change: str
+    concurrency: int
+    is_exact: bool
+    """Are the accepted counts those that a measured run would have? Seconds are estimates all the same."""
+    num_prompts: int
+    length: Interval | None
+    """al.pooled"""
+    verified: float
+    """Drafted tokens that the target reads in a round."""
+    speedup: Interval | None
+    tokens_per_s: float | None
+    """Of all answers decoded at the same time; None if the run measured no width curve."""
+
+
+def cells_of(run: RunTable) -> list[ReplayCell]:
+    """Return what can be replayed of a run: answers that were decoded alone and show their rounds."""
+    answers: dict[tuple[str, str, Settings], list[StoredAnswer]] = {}
+    plain: dict[tuple[str, Settings], dict[str, tuple[float, float]]] = {}
+    for row, settings in _rows(run.stored):
+        num, place = len(row["token_ids"]) - 1, (row["suite"], settings)
+        if row["method"] == BASELINE:
+            seconds, tokens = plain.setdefault(place, {}).get(row["prompt_id"], (0.0, 0.0))
+            plain[place][row["prompt_id"]] = seconds + row["decode_s"], tokens + max(num, 0)
+        elif row["accepted"] is not None and len(row["accepted"]):
+            answers.setdefault((row["suite"], row["method"], settings), []).append(_answer(row))
+    if not answers:
+        raise UserError(f"{run.name} has nothing to replay: no answers, decoded alone, that show their rounds")
+    return [
+        ReplayCell(suite, method, settings, tuple(own), plain.get((suite, settings), {}))
+        for (suite, method, settings), own in answers.items()
+    ]
+
+
+def _rows(stored: StoredRows) -> Iterator[tuple[dict[str, Any], Settings]]:
+    for batch, numbers in stored.batches(COLUMNS):
+        columns = {name: batch.column(name) for name in COLUMNS}
+        for number, settings_number in enumerate(numbers.tolist()):
+            settings = stored.settings[settings_number]
+            if settings.is_shared or columns["error"][number].is_valid:
+                continue
+            yield {name: _value(column[number]) for name, column in columns.items()}, settings
+
+
+def _value(scalar: Any) -> Any:
+    values = getattr(scalar, "values", None)
+    return scalar.as_py() if values is None else values.to_numpy(zero_copy_only=False)
+
+
+def _answer(row: dict[str, Any]) -> StoredAnswer:
+    drafted, accepted = row["drafted"].astype(np.int64), row["accepted"].astype(np.int64)
+    verified = drafted if row["verified"] is None else row["verified"].astype(np.int64)
+    positions, scores, num_off = row["recorded_accepted"], row["recorded_scores"], 0
+    if positions is not None:
+        ids = row["recorded_ids"].reshape(len(positions), -1)
+        scores = None if scores is None else scores.reshape(ids.shape)
+        starts = np.cumsum(row["emitted"]) - row["emitted"]
+        own = np.split(row["drafted_ids"], np.cumsum(drafted)[:-1])
+        same = [np.array_equal(now[: ids.shape[1]], ids[at][: len(now)]) for now, at in zip(own, starts, strict=True)]
+        num_off = int((~np.array(same) | (np.minimum(positions[starts], verified) != accepted)).sum())
+    draft_s, verify_s, round_s = (float(row[name].sum()) for name in ("draft_s", "verify_s", "round_s"))
+    return StoredAnswer(
+        row["prompt_id"], len(row["token_ids"]) - 1, row["decode_s"], drafted, accepted, verified,
+        draft_s, verify_s, round_s, positions, scores,
+        _ways(row) if row["drafted_parents"] is not None else None, num_off,
+    )  # fmt: skip
+
+
+def _ways(row: dict[str, Any]) -> list[list[int]]:
+    """Return for each round of a tree the places of its accepted nodes, from the anchor down."""
+    ends = np.cumsum(row["drafted"])[:-1]
+    starts, ways = 1 + np.cumsum(row["emitted"]) - row["emitted"], []
+    parts = (np.split(row[name], ends) for name in ("drafted_ids", "drafted_parents"))
+    for ids, parents, start, kept in zip(*parts, starts, row["accepted"], strict=True):
+        frontier: list[list[int]] = [[]]
+        for token in row["token_ids"][start : start + kept]:
+            frontier = [
+                [*way, int(node)]
+                for way in frontier
+                for node in np.flatnonzero((parents == (way[-1] if way else -1)) & (ids == token))
+            ]
+        ways.append(frontier[0] if frontier else [])
+    return ways
+
+
+# Rounds: which would there have been, with how many tokens verified and accepted in each?
+
+
+Walk = tuple[float, float, float]
+"""Rounds, accepted tokens and verified tokens of an answer, scaled to all of its tokens."""
+
+
+def walk(answer: StoredAnswer, controller: Controller) -> Walk:
+    """Replay an answer: position by position if its drafts were recorded, else through the rounds that it had."""
+    scores, positions = answer.scores, answer.positions
+    width = int(answer.drafted.max(initial=0)) if scores is None else scores.shape[1]
+    controller.start(width)
+    place, rounds, accepted, verified, emitted = 0, 0, 0, 0, 0
+    is_exact = positions is not None
+    counts = positions if is_exact else answer.accepted
+    while place < len(counts):
+        most = width if is_exact else int(answer.drafted[place])
+        length = min(controller.choose(None if scores is None else scores[place].tolist()), most)
+        kept = min(int(counts[place]), length)
+        controller.learn(length, kept)
+        rounds, accepted, verified, emitted = rounds + 1, accepted + kept, verified + length, emitted + kept + 1
+        place += kept + 1 if is_exact else 1
+    times = 1.0 if is_exact else answer.decoded / emitted
+    return rounds * times, accepted * times, verified * times
+
+
+def _longer(answer: StoredAnswer, n: int, rate: float) -> Walk:
+    """Estimate a longer draft: where all was accepted, it goes on at the rate of the last place."""
+    beyond = sum(rate**step for step in range(1, n - int(answer.drafted.max()) + 1))
+    accepted = answer.accepted + beyond * (answer.accepted == answer.drafted)
+    rounds = answer.decoded / float((accepted + 1).mean())
+    return rounds, rounds * float(accepted.mean()), rounds * n
+
+
+def _fewer_nodes(answer: StoredAnswer, nodes: int) -> Walk:
+    accepted = np.array([sum(place < nodes for place in way) for way in answer.depths])
+    rounds = answer.decoded / float((accepted + 1).mean())
+    return rounds, rounds * float(accepted.mean()), rounds * float(np.minimum(answer.drafted, nodes).mean())
+
+
+def _last_rate(cell: ReplayCell) -> float:
+    """Return the share of rounds that accept the last token, of those that accept all before it."""
+    accepted, drafted = (
+        np.concatenate([getattr(one, name) for one in cell.answers]) for name in ("accepted", "drafted")
+    )
+    reached = (accepted >= drafted - 1).sum()
+    return float((accepted >= drafted).sum() / reached) if reached else 0.0
+
+
+def _round_seconds(cell: ReplayCell, cost: WidthSeconds) -> Callable[[int], float]:
+    """Return the mean seconds of a round of the cell, by how many drafted tokens it verifies."""
+    rounds = sum(len(one.drafted) for one in cell.answers)
+    fixed_s = sum(one.round_s - one.verify_s for one in cell.answers) / rounds
+    verify_s = sum(one.verify_s for one in cell.answers) / rounds
+    width = sum(float(one.verified.sum()) for one in cell.answers) / rounds + 1
+    return lambda number: fixed_s + verify_s * cost(number + 1) / cost(width)
+
+
+def _walks(cell: ReplayCell, change: Change, cost: WidthSeconds) -> list[Walk]:
+    if change.name == MEASURED:
+        return [
+            (float(len(one.accepted)), float(one.accepted.sum()), float(one.verified.sum())) for one in cell.answers
+        ]
+    if change.nodes is not None:
+        return [_fewer_nodes(answer, change.nodes) for answer in cell.answers]
+    if change.controller is not None:
+        if isinstance(change.controller, ExpectedSpeed):
+            change.controller.seconds = _round_seconds(cell, cost)
+        return [walk(answer, change.controller) for answer in cell.answers]
+    n = cell.most if change.n is None else change.n
+    if n > cell.most:
+        rate = _last_rate(cell)
+        return [_longer(answer, n, rate) for answer in cell.answers]
+    return [walk(answer, Fixed(n)) for answer in cell.answers]
+
+
+# Costs: the measured seconds of a round, scaled to other widths.
+
+
+class WidthSeconds:
+    """Seconds of a pass by its number of tokens: between measured widths by interpolation, beyond them by the line."""
+
+    def __init__(self, info: RunInfo) -> None:
+        curve = stored_curve(info)
+        self.line = None if curve is None else curve.line
+        times = {} if info.forwards is None else {int(w): float(s) for w, s in info.forwards.seconds.items()}
+        self.widths, self.seconds = np.array(sorted(times)), np.array([times[width] for width in sorted(times)])
+
+    def __call__(self, width: float) -> float:
+        assert self.line is not None
+        if width <= self.widths[-1]:
+            return float(np.interp(width, self.widths, self.seconds))
+        return float(self.seconds[-1]) + self.line.c1 * (width - float(self.widths[-1]))
+
+
+def _seconds(answer: StoredAnswer, done: Walk, change: Change, method: str, cost: WidthSeconds, load: int) -> float:
+    """Estimate the seconds of an answer whose rounds are `done`, with `load` answers decoded at the same time."""
+    rounds, _, verified = done
+    num, width = len(answer.drafted), float(answer.verified.mean()) + 1
+    block = float(answer.drafted.mean()) + 1
+    drafting = 1.0
+    if change.n is not None and name_of(method) in STEPPING:
+        drafting = change.n / max(1.0, block - 1)
+    elif change.block is not None:
+        drafting = cost(change.block) / cost(block)
+    loaded = cost(load * block) / cost(block)
+    draft_s = answer.draft_s / num * drafting * loaded
+    verify_s = answer.verify_s / num * cost(load * (verified / rounds + 1)) / cost(width)
+    other_s = (answer.round_s - answer.draft_s - answer.verify_s) / num
+    return rounds * (draft_s + verify_s + other_s) + answer.decode_s - answer.round_s
+
+
+# Results
+
+
+def replay(cell: ReplayCell, change: Change, info: RunInfo, concurrency: int = 1) -> Replayed:
+    """Replay a cell with a change that its rounds can answer (`why_not`)."""
+    cost = WidthSeconds(info)
+    walks = _walks(cell, change, cost)
+    most = cell.most if change.n is None else change.n
+    has_times = cost.line is not None
+    sums: dict[str, Floats] = {}
+    for answer, done in zip(cell.answers, walks, strict=True):
+        seconds = _seconds(answer, done, change, cell.method, cost, concurrency) if has_times else 0.0
+        own = sums.setdefault(answer.prompt_id, np.zeros(7))
+        own[:PLAIN_S] += [*done, seconds, answer.decoded]
+    for prompt_id, (seconds, tokens) in cell.plain.items():
+        if prompt_id in sums and has_times:
+            sums[prompt_id][PLAIN_S:] = seconds * cost(concurrency) / cost(1), tokens
+    table = np.array(list(sums.values()))
+    with_all = np.column_stack([table, table[:, ROUNDS] + table[:, ACCEPTED]])
+    length, speedup = stats.intervals(
+        with_all,
+        [stats.ratio([7], [ROUNDS], at_most=most + 1), stats.ratio([PLAIN_S, TOKENS], [PLAIN_TOKENS, SECONDS])],
+    )
+    total = table.sum(axis=0)
+    speed = concurrency * float(total[TOKENS] / total[SECONDS]) if has_times and total[SECONDS] > 0 else None
+    is_exact = change.name == MEASURED or (
+        cell.is_recorded and not cell.num_off and change.block is None and change.nodes is None
+        and (change.n is None or change.n <= cell.most)
+    )  # fmt: skip
+    return Replayed(
+        cell.suite, cell.method, cell.settings, change.name, concurrency, is_exact, len(table), length,
+        float(total[VERIFIED] / total[ROUNDS]), speedup if total[PLAIN_S] > 0 else None, speed,
+    )  # fmt: skip
+
+
+MEASURED = "as measured"
+
+
+def why_not(cell: ReplayCell, change: Change, info: RunInfo) -> str | None:
+    """Return why the rounds of a cell say nothing about a change; None if they do."""
+    what = change.name.partition("=")[0]
+    is_tree = any(one.depths is not None for one in cell.answers)
+    if change.nodes is not None:
+        if not is_tree or name_of(cell.method) != "ddtree":
+            return f"--nodes: {cell.method} stores no trees whose first nodes are the best; leave it out"
+        if change.nodes > cell.most:
+            return f"--nodes {change.nodes}: the stored trees have at most {cell.most} nodes; give fewer"
+    elif is_tree:
+        return f"--{what}: {cell.method} drafts trees; use --nodes"
+    if change.block is not None and name_of(cell.method) not in BLOCKS:
+        return f"--block: {cell.method} drafts no blocks; use --n"
+    if isinstance(change.controller, ExpectedSpeed) and info.forwards is None:
+        return "--controller ours: the run measured no width curve to choose by; leave it out"
+    if change.controller is not None and change.controller.needs_scores and not cell.has_scores:
+        return f"--{what}: the run holds no probabilities of {cell.method}; measure with --record every-position"
+    return None
+
+
+def changes_of(
+    n: Sequence[int] = (), block: Sequence[int] = (), cut: Sequence[float] = (), nodes: Sequence[int] = (),
+    controller: Sequence[str] = (),
+) -> list[Change]:  # fmt: skip
+    """Return a change for each value. Raises UserError for one that is not possible, and for a broken controller."""
+    for name, values, least in (("n", n, 1), ("block", block, 2), ("nodes", nodes, 1)):
+        if any(value < least for value in values):
+            raise UserError(f"--{name} takes numbers of tokens from {least} up, not {min(values)}")
+    if any(not 0 <= value <= 1 for value in cut):
+        raise UserError("--cut takes probabilities from 0 to 1")
+    return [
+        *(Change(f"n={number}", n=number) for number in n),
+        *(Change(f"block={size}", n=size - 1, block=size) for size in block),
+        *(Change(f"cut={threshold:g}", controller=Cut(threshold)) for threshold in cut),
+        *(Change(f"nodes={number}", nodes=number) for number in nodes),
+        *(Change(f"controller={text}", controller=controller_of(text)) for text in controller),
+    ]
+
+
+def replay_all(
+    run: RunTable, changes: Sequence[Change], concurrency: Sequence[int] = (1,), method: str | None = None
+) -> Iterator[Replayed]:
+    """Yield each change of each cell, of one method or of all that it applies to; the run as measured comes first.
+
+    Raises UserError for a method that was not measured, and for a change that applies to none.
+    """
+    cells = [cell for cell in cells_of(run) if method in (None, cell.method)]
+    if not cells:
+        raise UserError(f"{run.name} has no rounds of {method}; give a method of the run, as it names it")
+    for change in changes:
+        reasons = [why for cell in cells if (why := why_not(cell, change, run.info))]
+        if len(reasons) == len(cells):
+            raise UserError(reasons[0])
+    for cell in cells:
+        for change in (Change(MEASURED), *(change for change in changes if why_not(cell, change, run.info) is None)):
+            for load in concurrency:
+                yield replay(cell, change, run.info, load)

@@ -1,0 +1,175 @@
+"""Replay: exact from drafts recorded at every position, an estimate from rounds alone; controllers that misbehave."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from rows import drafted, generation, plain, record
+
+import dflash_bench as db
+from dflash_bench.analysis import controllers
+from dflash_bench.analysis.confidence import calibration
+from dflash_bench.analysis.replay import StoredAnswer, cells_of, walk
+from dflash_bench.core.methods import METHODS, parse, require_recorded
+from dflash_bench.results import laws, schema
+from dflash_bench.results.row_arrays import Facts
+
+TEXTS = ("What is 2+2?", "Name a colour.", "Count to five.", "Say it again.", "Why is that so?", "And then?")
+OURS = ("eagle3:6", "dflash")
+
+
+def measured(folder: Path, out: str, *methods: str, model: str | None = None, **options: object) -> db.Run:
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    given = {"audit": "none", "max_new_tokens": 40, **options}
+    return db.run(model=model or folder / "model", prompts=prompts, methods=methods, out=folder / out, **given)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay")
+    tiny.build(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(folder: Path) -> db.Run:
+    """Nano's, whose drafts are often right."""
+    return measured(folder, "recorded", *OURS, model="nano", record="every-position")
+
+
+@pytest.fixture(scope="module")
+def shorter(folder: Path) -> db.Run:
+    """The same drafts, cut to fewer tokens by methods that were measured."""
+    return measured(folder, "shorter", "eagle3:2", "ddtree:nodes=5,top_k=1", model="nano")
+
+
+class Noting(controllers.Fixed):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.kept: list[int] = []
+
+    def learn(self, verified: int, accepted: int) -> None:
+        self.kept.append(accepted)
+
+
+@pytest.mark.parametrize(
+    ("method", "n", "other"), [("eagle3:6", 2, "eagle3:2"), ("dflash", 5, "ddtree:nodes=5,top_k=1")]
+)
+def test_another_length_accepts_round_by_round_what_a_measured_run_does(
+    recorded: db.Run, shorter: db.Run, method: str, n: int, other: str
+) -> None:
+    cells = {cell.method: cell for run in (recorded, shorter) for cell in cells_of(run.document.results)}
+    assert not cells[method].num_off and cells[method].is_recorded
+    for own, due in zip(cells[method].answers, cells[other].answers, strict=True):
+        controller = Noting(n)
+        walk(own, controller)
+        assert own.prompt_id == due.prompt_id and controller.kept == due.accepted.tolist()
+
+
+def test_all_that_a_round_drafted_and_kept_was_recorded_at_its_position(recorded: db.Run) -> None:
+    """Whatever the rounds before it were: the methods that may be recorded depend on the text alone."""
+    assert {cell.method: cell.num_off for cell in cells_of(recorded.document.results)} == dict.fromkeys(OURS, 0)
+    results = recorded.replay("eagle3:6", n=(2, 6))
+    assert [one.is_exact for one in results] == [True] * 3
+    assert results[0].length == pytest.approx(results[2].length) and results[1].verified == 2
+
+
+def test_a_run_without_recordings_gives_estimates_and_says_so(shorter: db.Run) -> None:
+    same, one, longer = shorter.replay("eagle3:2", n=(1, 4))
+    rounds = shorter.rounds[shorter.rounds["method"] == "eagle3:2"]
+    assert same.length is not None and same.length.value == pytest.approx((rounds["accepted"] + 1).mean())
+    assert (same.is_exact, one.is_exact, longer.is_exact) == (True, False, False)
+    assert one.length is not None and longer.length is not None
+    assert one.length.value < same.length.value < longer.length.value
+    with pytest.raises(db.UserError, match="no probabilities of eagle3:2"):
+        shorter.replay("eagle3:2", cut=(0.5,))
+
+
+@pytest.mark.parametrize(
+    "name", ["suffix", "ngram", "lookahead", "ddtree", "eagle3-tree", "random", "dflash:block=auto"]
+)
+def test_a_method_whose_draft_depends_on_more_than_the_text_is_not_recorded(name: str) -> None:
+    with pytest.raises(db.UserError, match=f"--record: {name}"):
+        require_recorded(parse(name))
+    assert [kind.name for kind in METHODS.values() if kind.is_recorded] == [
+        "dflash", "eagle3", "p-eagle", "mtp", "draft-model",
+    ]  # fmt: skip
+
+
+def answer(positions: list[int], scores: list[list[float]] | None = None) -> StoredAnswer:
+    none = np.array([3])
+    return StoredAnswer(
+        "p", len(positions), 1.0, none, none, none, 0.0, 0.0, 0.0, np.array(positions),
+        None if scores is None else np.array(scores),
+    )  # fmt: skip
+
+
+def test_a_walk_begins_each_round_where_the_one_before_ended() -> None:
+    assert walk(answer([3, 0, 1, 0, 2, 1]), controllers.Fixed(3)) == (2, 5, 6)
+    assert walk(answer([3, 0, 1, 0, 2, 1]), controllers.Fixed(1)) == (3, 3, 3)
+    cut = walk(answer([3, 0, 1, 0], [[0.9, 0.4, 0.9]] * 4), controllers.Cut(0.5))
+    assert cut == (2, 2, 2)
+
+
+def test_confidence_is_counted_where_all_before_was_right(recorded: db.Run) -> None:
+    cell = cells_of(recorded.document.results)[0]
+    small = replace(cell, answers=(answer([1, 0], [[0.95, 0.25], [0.25, 0.85]]),))
+    found = calibration(small)
+    assert found is not None and found.brier == pytest.approx((0.05**2 + 0.25**2 + 0.25**2) / 3)
+    assert [(one.low, one.num_tokens, one.accepted) for one in found.bins] == [(0.2, 2, 0.0), (0.9, 1, 1.0)]
+    assert "Brier score" in str(recorded)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("return 1 / 0", "it raised ZeroDivisionError"),
+        ("while True: pass", "did not return within"),
+        ("return most_of_all", "it raised NameError"),
+        ("return 99", "returned '99', and not a length"),
+        ("return True", "not a length"),
+        ("return -1", "not a length"),
+        ("raise SystemExit", "it raised SystemExit"),
+    ],
+)
+def test_a_controller_that_misbehaves_is_named(
+    shorter: db.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, why: str
+) -> None:
+    monkeypatch.setattr(controllers, "TOO_LONG_S", 0.05)
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "class Controller:\n    def start(self, most): pass\n    def learn(self, verified, accepted): pass\n"
+        f"    def choose(self, scores):\n        {body}\n"
+    )
+    with pytest.raises(db.UserError, match=why):
+        shorter.replay("eagle3:2", controller=(str(path),))
+
+
+def test_controllers_of_ones_own_and_ours(recorded: db.Run, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "class Controller:\n    def start(self, most): self.most = most\n    def choose(self, scores): return 2\n"
+        "    def learn(self, verified, accepted): assert accepted <= verified == 2\n"
+    )
+    results = recorded.replay("eagle3:6", controller=(str(path), "fixed:2", "average", "ours"))
+    assert results[1].length == results[2].length and all(one.is_exact for one in results)
+    with pytest.raises(db.UserError, match=r"FILE.py, average, fixed:N, ours"):
+        recorded.replay(controller=("best",))
+
+
+def test_a_recording_of_other_tokens_is_no_measurement() -> None:
+    row = drafted("p", [1, 0], 2).generation
+    tokens, facts = row.token_ids, Facts(blocks={}, ceiling=1e-3)
+    ids = (tokens[1], 99, 99, 99, tokens[3], 99)
+    good = replace(row, recorded_ids=ids, recorded_accepted=(1, 0, 1))
+    for accepted, broken in (((1, 0, 1), False), ((2, 0, 1), True), ((0, 0, 1), True), ((1, 0), True)):
+        one = record("dflash", "p", replace(good, recorded_accepted=accepted))
+        batch = schema.to_table([one, plain("p", 3)], {}).combine_chunks().to_batches()[0]
+        assert bool(laws.faults(batch, facts)) == broken, accepted
+    assert generation([1], 2).recorded_ids is None
