@@ -95,7 +95,7 @@ class ReplayCell:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Alternative:
     """What is to be different: one of these."""
 
     name: str
@@ -253,7 +253,7 @@ def _round_seconds(cell: ReplayCell, cost: WidthSeconds) -> Callable[[int], floa
     return lambda number: fixed_s + verify_s * cost(number + 1) / cost(width)
 
 
-def _walks(cell: ReplayCell, change: Change, cost: WidthSeconds) -> list[Walk]:
+def _walks(cell: ReplayCell, change: Alternative, cost: WidthSeconds) -> list[Walk]:
     if change.name == MEASURED:
         return [
             (float(len(one.accepted)), float(one.accepted.sum()), float(one.verified.sum())) for one in cell.answers
@@ -290,7 +290,9 @@ class WidthSeconds:
         return float(self.seconds[-1]) + self.line.c1 * (width - float(self.widths[-1]))
 
 
-def _seconds(answer: StoredAnswer, done: Walk, change: Change, method: str, cost: WidthSeconds, load: int) -> float:
+def _seconds(
+    answer: StoredAnswer, done: Walk, change: Alternative, method: str, cost: WidthSeconds, load: int
+) -> float:
     """Estimate the seconds of an answer whose rounds are `done`, with `load` answers decoded at the same time."""
     rounds, _, verified = done
     num, width = len(answer.drafted), float(answer.verified.mean()) + 1
@@ -310,7 +312,7 @@ def _seconds(answer: StoredAnswer, done: Walk, change: Change, method: str, cost
 # Results
 
 
-def replay(cell: ReplayCell, change: Change, info: RunInfo, concurrency: int = 1) -> Replayed:
+def replay(cell: ReplayCell, change: Alternative, info: RunInfo, concurrency: int = 1) -> Replayed:
     """Replay a cell with a change that its rounds can answer (`why_not`)."""
     cost = WidthSeconds(info)
     walks = _walks(cell, change, cost)
@@ -345,7 +347,7 @@ def replay(cell: ReplayCell, change: Change, info: RunInfo, concurrency: int = 1
 MEASURED = "as measured"
 
 
-def why_not(cell: ReplayCell, change: Change, info: RunInfo) -> str | None:
+def why_not(cell: ReplayCell, change: Alternative, info: RunInfo) -> str | None:
     """Return why the rounds of a cell say nothing about a change; None if they do."""
     what = change.name.partition("=")[0]
     is_tree = any(one.depths is not None for one in cell.answers)
@@ -368,7 +370,7 @@ def why_not(cell: ReplayCell, change: Change, info: RunInfo) -> str | None:
 def changes_of(
     n: Sequence[int] = (), block: Sequence[int] = (), cut: Sequence[float] = (), nodes: Sequence[int] = (),
     controller: Sequence[str] = (),
-) -> list[Change]:  # fmt: skip
+) -> list[Alternative]:  # fmt: skip
     """Return a change for each value. Raises UserError for one that is not possible, and for a broken controller."""
     for name, values, least in (("n", n, 1), ("block", block, 2), ("nodes", nodes, 1)):
         if any(value < least for value in values):
@@ -376,16 +378,16 @@ def changes_of(
     if any(not 0 <= value <= 1 for value in cut):
         raise UserError("--cut takes probabilities from 0 to 1")
     return [
-        *(Change(f"n={number}", n=number) for number in n),
-        *(Change(f"block={size}", n=size - 1, block=size) for size in block),
-        *(Change(f"cut={threshold:g}", controller=Cut(threshold)) for threshold in cut),
-        *(Change(f"nodes={number}", nodes=number) for number in nodes),
-        *(Change(f"controller={text}", controller=controller_of(text)) for text in controller),
+        *(Alternative(f"n={number}", n=number) for number in n),
+        *(Alternative(f"block={size}", n=size - 1, block=size) for size in block),
+        *(Alternative(f"cut={threshold:g}", controller=Cut(threshold)) for threshold in cut),
+        *(Alternative(f"nodes={number}", nodes=number) for number in nodes),
+        *(Alternative(f"controller={text}", controller=controller_of(text)) for text in controller),
     ]
 
 
 def replay_all(
-    run: RunTable, changes: Sequence[Change], concurrency: Sequence[int] = (1,), method: str | None = None
+    run: RunTable, changes: Sequence[Alternative], concurrency: Sequence[int] = (1,), method: str | None = None
 ) -> Iterator[Replayed]:
     """Yield each change of each cell, of one method or of all that it applies to; the run as measured comes first.
 
@@ -399,6 +401,9 @@ def replay_all(
         if len(reasons) == len(cells):
             raise UserError(reasons[0])
     for cell in cells:
-        for change in (Change(MEASURED), *(change for change in changes if why_not(cell, change, run.info) is None)):
+        for change in (
+            Alternative(MEASURED),
+            *(change for change in changes if why_not(cell, change, run.info) is None),
+        ):
             for load in concurrency:
                 yield replay(cell, change, run.info, load)
