@@ -3,7 +3,8 @@
 With drafts recorded at every position (`run --record every-position`), another length of the same draft is replayed:
 each round begins where it would have begun, and accepts what it would have accepted. From stored rounds alone that is
 an estimate: a shorter draft is taken to accept min(a_i, n) in the rounds that were measured, although it would have
-begun others; a longer one to go on at the rate of its last place. `results/replay.md` says how far off that is.
+begun others; a longer one to go on at the rate of its last place. Intervals cover the choice of prompts, and not
+how far off this is.
 
 Times are always estimates: the seconds of the measured rounds, scaled by the width curve that the run measured.
 """
