@@ -114,6 +114,7 @@ def test_keys_of_another_kind_than_the_architecture_are_refused(told: str, model
     ("changes", "told"),
     [
         ({"conv_kernel_size": 2, "conv_group_size": 7, "selector_rank": 8}, "conv_group_size cannot be 7"),
+        ({"conv_kernel_size": 2, "conv_group_size": 0, "selector_rank": 8}, "conv_group_size cannot be 0"),
         ({"conv_kernel_size": 0, "selector_rank": 8, "selector_top_k": 10**6}, "selector_top_k cannot be 1000000"),
         ({"conv_kernel_size": 2}, "says DFlash2DraftModel, but has no selector_rank"),
     ],

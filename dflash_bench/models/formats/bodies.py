@@ -107,7 +107,8 @@ def _body(keys: Json, tensors: Tensors, views: Iterable[BlockView]) -> DraftBody
     scales = {field: keys[key] for field, key in SCALES.items() if not any(keys.get(key) is off for off in ABSENT)}
     if scales.get("logit_softcap") == 0:
         scales["logit_softcap"] = None
-    convolution = {key: keys[key] for key in CONVOLUTION if keys.get(key)}
+    has_convolution = bool(keys.get("conv_kernel_size"))
+    convolution = {key: keys[key] for key in CONVOLUTION if has_convolution and keys.get(key) is not None}
     mixing = Mixing.BY_LAYER if MIX in tensors else Mixing.JOINED
     if any(name.startswith("fusion_norms.") for name in tensors):
         mixing = Mixing.BY_LAYER_NORMED
@@ -117,7 +118,7 @@ def _body(keys: Json, tensors: Tensors, views: Iterable[BlockView]) -> DraftBody
         mixing=mixing,
         own_context_weights=any(".k_proj_target." in name for name in tensors),
         **scales,
-        **(convolution if "conv_kernel_size" in convolution else {}),
+        **convolution,
     )
 
 
@@ -192,8 +193,9 @@ def refuse_other_kinds(config: Json, draft: DFlashConfig, names: Iterable[str]) 
     for name in names:
         for pattern, (kind, has_it) in TENSORS.items():
             if re.match(pattern, name) and not has_it(draft.body):
+                other = "leaves this part of one out" if draft.kind == kind else f"describes {draft.kind}"
                 raise UserError(
-                    f"tensor {name} is of a draft of kind {kind}, but config.json describes {draft.kind}: "
+                    f"tensor {name} is of a draft of kind {kind}, but config.json {other}: "
                     "they do not belong together; copy the checkpoint again"
                 )
 
