@@ -53,6 +53,13 @@ EDITS = {
         inner={"attention_mode": "mla", "selector_rank": 16, "selector_top_k": 16, "conv_kernel_size": 2,
                "conv_group_size": 16},
     ),
+    "DFlash 2 of speculators": Edit("DFlash 2", "DFlash2Speculator", speculators="dflash2"),
+    "DFlare of speculators, by its norms": Edit(
+        "DFlare", speculators="dflare", tensors={"fusion_weights": (2, 5), "fusion_norms.0.weight": (HIDDEN,)}
+    ),
+    "LiLiCorr with convolutions": Edit(
+        "LiLiCorr", "LiLiCorrDraftModel", inner={"projector_type": "lilicorr", "conv_kernel_size": 2}
+    ),
     "Domino": Edit(
         "Domino", "DominoDraftModel",
         inner={"projector_type": "domino", "emb_dim": 8, "gru_hidden_dim": 8, "pure_draft_prefix_len": 1,
