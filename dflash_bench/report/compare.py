@@ -36,6 +36,7 @@ from dflash_bench.core.files import write_output
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import CellKey
 from dflash_bench.report import charts, columns, render
+from dflash_bench.report.data import cells_json, versus_json
 from dflash_bench.report.tables import ABSENT, ReportTable, Section, Value, number, p_value, with_interval
 from dflash_bench.results import rounds, table
 from dflash_bench.results.identity import settings_of, short_names
@@ -211,49 +212,6 @@ def _agreement_section(agreements: Sequence[Agreement]) -> Section:
         "equal = token for token; tokens in common = before the first difference, mean over the answers that differ"
     )
     return Section("agreements", "plain decoding's answers to first turns", table, sentences=[meaning])
-
-
-def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    return [
-        {
-            "suite": cell.suite, "source": cell.source or None, "settings_id": cell.settings.id,
-            "settings": asdict(cell.settings),
-            "slice": cell.slice or None, "method": cell.method,
-            "num_prompts": cell.num_prompts, "time_free": _figures(cell, is_timing=False), "exact": cell.exact,
-            "passed": cell.passed, "timings": _figures(cell, is_timing=True),
-        }
-        for cell in cells
-    ]  # fmt: skip
-
-
-def _figures(cell: Cell, *, is_timing: bool) -> dict[str, Any]:
-    return {
-        name: interval_json(interval)
-        for name, interval in cell.figures.items()
-        if METRICS[name].is_timing == is_timing and name not in SHARES
-    }
-
-
-def interval_json(interval: Interval) -> list[float | None]:
-    return [None if value is None else float(f"{value:.6g}") for value in (interval.value, interval.low, interval.high)]
-
-
-def versus_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    return [
-        {
-            **{name: value or None for name, value in versus.key._asdict().items()},
-            "setting": versus.setting or None, "sources": versus.sources,
-            "before": versus.before, "after": versus.after,
-            "num_prompts": versus.num_prompts, "lost": versus.lost, "gained": versus.gained,
-            "num_scored": versus.num_scored, "p_passed": versus.p_passed, "passed_verdict": versus.passed_verdict,
-            "passed_change": None if versus.passed is None else interval_json(versus.passed),
-            "ratios": {
-                name: {"ratio": interval_json(change.ratio), "p": change.p, "verdict": verdict(name, change)}
-                for name, change in versus.changes.items()
-            },
-        }
-        for versus in comparisons
-    ]  # fmt: skip
 
 
 # The `compare` command, from its arguments to text and JSON: read runs, refuse unlike ones, set them side by side.

@@ -1,4 +1,4 @@
-"""A run for programs: the object that `--json` prints."""
+"""A run and a comparison for programs: the objects that `--json` prints."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
+from dflash_bench.analysis.compare import Comparison, verdict
 from dflash_bench.analysis.concurrency import ConcurrencyCurve, Level
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import FORMULAS, METRICS, Cell
@@ -132,3 +133,49 @@ def json_value(value: Any, exact: Sequence[str] = ()) -> Any:
         case float():
             return float(f"{value:.6g}")
     return value
+
+
+# A comparison. Time-free figures stand apart from timings.
+
+
+def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    return [
+        {
+            "suite": cell.suite, "source": cell.source or None, "settings_id": cell.settings.id,
+            "settings": asdict(cell.settings),
+            "slice": cell.slice or None, "method": cell.method,
+            "num_prompts": cell.num_prompts, "time_free": _figures(cell, is_timing=False), "exact": cell.exact,
+            "passed": cell.passed, "timings": _figures(cell, is_timing=True),
+        }
+        for cell in cells
+    ]  # fmt: skip
+
+
+def _figures(cell: Cell, *, is_timing: bool) -> dict[str, Any]:
+    return {
+        name: interval_json(interval)
+        for name, interval in cell.figures.items()
+        if METRICS[name].is_timing == is_timing and name not in ("exact", "passed")
+    }
+
+
+def interval_json(interval: Interval) -> list[float | None]:
+    return [None if value is None else float(f"{value:.6g}") for value in (interval.value, interval.low, interval.high)]
+
+
+def versus_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    return [
+        {
+            **{name: value or None for name, value in versus.key._asdict().items()},
+            "setting": versus.setting or None, "sources": versus.sources,
+            "before": versus.before, "after": versus.after,
+            "num_prompts": versus.num_prompts, "lost": versus.lost, "gained": versus.gained,
+            "num_scored": versus.num_scored, "p_passed": versus.p_passed, "passed_verdict": versus.passed_verdict,
+            "passed_change": None if versus.passed is None else interval_json(versus.passed),
+            "ratios": {
+                name: {"ratio": interval_json(change.ratio), "p": change.p, "verdict": verdict(name, change)}
+                for name, change in versus.changes.items()
+            },
+        }
+        for versus in comparisons
+    ]  # fmt: skip
