@@ -14,7 +14,7 @@ from dflash_bench.core.dialects import LaunchSpec, Program
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.core.secrets import Arguments
-from dflash_bench.models import formats, gguf, memory, presets, targets
+from dflash_bench.models import formats, gguf, memory, mtp_heads, presets, targets
 from dflash_bench.models.convert import GGUF, convert
 from dflash_bench.models.formats.base import DraftConfig
 from dflash_bench.runner.config import RunRequest
@@ -78,7 +78,7 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
 
     request, model = resolved.request, resolved.model
     home = model.target if gguf.is_file(model.target) else str(targets.find_target(model.target))
-    drafts = {name: targets.find_draft(model.drafts[name]) for name in resolved.drafts}
+    drafts = {name: targets.find_draft(model.drafts[name]) for name in resolved.drafts if name in model.drafts}
     num_gpus = torch.cuda.device_count()
     device, dtype = device_and_dtype(machine_of(request), num_gpus)
     # The target here takes the servers' memory unless it is kept on the processor, and they on GPUs.
@@ -93,6 +93,11 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
     specs = [plain]
     for method in resolved.methods[1:]:
         assert method.draft is not None
+        if method.name == presets.MTP:
+            _require_own_heads(home, method.draft in drafts)
+            number = _num_drafts(method, resolved, None)
+            specs.append(replace(plain, method=method, num_drafts=number, kind="MTP"))
+            continue
         draft = drafts[method.draft]
         config = _draft_config(draft, home)
         weights = _as_gguf(str(draft), home, tell) if program.wants_gguf else draft
@@ -103,12 +108,21 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
     return specs
 
 
+def _require_own_heads(home: str, are_apart: bool) -> None:
+    """Raises UserError unless the heads are in the target's own checkpoint, where servers look for them."""
+    if are_apart:
+        raise UserError(
+            "--launch: a server drafts by MTP with the heads of its target's own checkpoint; drop --draft mtp="
+        )
+    mtp_heads.read(Path(home), headers_only=True)
+
+
 def _draft_config(draft: Path, home: str) -> DraftConfig:
     shape = None if gguf.is_file(home) else targets.shape_of(Path(home))
     return formats.read_checkpoint(draft, shape, headers_only=True)[1].config
 
 
-def _num_drafts(method: Method, resolved: RunPlan, config: DraftConfig) -> int:
+def _num_drafts(method: Method, resolved: RunPlan, config: DraftConfig | None) -> int:
     """Return as many drafted tokens as our engine would use."""
     counts = resolved.model.num_drafts or {}
     known = method if method.tag else method.with_count(counts.get(method.name))

@@ -21,6 +21,7 @@ from dflash_bench.core import methods
 from dflash_bench.core.dialects import LaunchSpec
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.secrets import Arguments
+from dflash_bench.models.presets import NANO
 from dflash_bench.results import store, table
 from dflash_bench.servers import launch, supervisor
 from dflash_bench.servers.launch import LaunchedServers, program_named
@@ -95,6 +96,20 @@ def test_a_kind_that_a_server_calls_a_method_of_its_own_is_asked_for_by_that_nam
     ):
         words = program_named("llama.cpp").argv(spec("dflash", kind=kind, shifted=shifted), 81)
         assert words[words.index("--spec-type") + 1] == f"draft-{expected}"
+
+
+def test_vllm_finds_the_heads_of_mtp_in_the_target_itself() -> None:
+    words = program_named("vllm").argv(spec("mtp:3", draft=None, num_drafts=3, kind="MTP"), 81)
+    assert json.loads(words[words.index("--speculative-config") + 1]) == {"method": "mtp", "num_speculative_tokens": 3}
+
+
+def test_mtp_is_launched_only_with_the_heads_of_the_targets_own_checkpoint(
+    main: Main, program: Callable[..., Path]
+) -> None:
+    asked = [*ASKED, "--launch", "vllm", "--launch-with", str(program()), "--method", "mtp"]
+    for more, message in (([], "has no MTP heads"), (["--draft", f"mtp={NANO / 'dflash'}"], "drop --draft mtp=")):
+        code, _, err = main(*asked, *more)
+        assert (code, err.count("\n")) == (2, 1) and message in err
 
 
 def test_llama_cpp_computes_in_float32_only_where_that_is_asked_for() -> None:

@@ -69,13 +69,15 @@ METHODS = {"DSpark": "dspark"}
 
 
 def _speculation(spec: LaunchSpec) -> list[str]:
-    if spec.draft is None:
+    if spec.num_drafts is None:
         return []
     # Its number counts drafted tokens, without the anchor that a block has besides.
     speculation = {
-        "method": METHODS.get(spec.kind, spec.method.name), "model": spec.draft,
+        "method": METHODS.get(spec.kind, spec.method.name),
+        # The heads of MTP are in the target.
+        **({} if spec.draft is None else {"model": spec.draft}),
         "num_speculative_tokens": spec.num_drafts,
-    }  # fmt: skip
+    }
     # Its counters cannot tell concurrent answers apart; its answers can report their own rounds.
     return ["--speculative-config", json.dumps(speculation), "--per-request-spec-decode-metrics", "summary"]
 
@@ -103,5 +105,5 @@ DIALECT = Dialect(
         "reused_prompts": "start vLLM with VLLM_SERVER_DEV_MODE=1, so that its cache can be emptied, or with "
         "--no-enable-prefix-caching",
     },
-    program=Program("vllm", "vllm", False, ("dflash", "eagle3"), "VLLM_API_KEY", argv),
+    program=Program("vllm", "vllm", False, ("dflash", "eagle3", "mtp"), "VLLM_API_KEY", argv),
 )  # fmt: skip
