@@ -81,7 +81,7 @@ def decode(
         sampler = Sampler(sampling, num_rows, num_places, target.device)
         yield from _State(target, drafter, rows, num_rows, limits, sampler, clock, listener).rounds()
     finally:
-        target.listener = NOBODY
+        target.listener, target.rule = NOBODY, None
         # The model may be shared: taps must not slow down, or hold memory for, whoever uses it next.
         target.tap(())
 
@@ -220,7 +220,8 @@ class _State:
         drafted = self.clock.mark()
         block = self.anchor[:, None] if draft is None else torch.cat([self.anchor[:, None], draft.tokens], dim=1)
         tree = draft.parents if draft else None
-        output = self.target.forward(block, self.starts, tree, rule=self._rule(draft))
+        self.target.rule = self._rule(draft)
+        output = self.target.forward(block, self.starts, tree)
         if output.ruled is not None:
             outcome = Outcome.opened(output.ruled, block.shape[1])
         else:

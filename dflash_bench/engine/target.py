@@ -102,6 +102,8 @@ class Target:
         """Why our own forward does not compute this target, as a phrase that begins with a verb; None if it does."""
         self.why_torch: str | None = None
         """Why torch and not numba's kernels computes it on a CPU; None if they do, or if that was chosen."""
+        self.rule: Rule | None = None
+        """What captured passes also make of their logits."""
         self.listener: Listener = NOBODY
         """Hears of every pass."""
 
@@ -230,7 +232,6 @@ class Target:
         counts: Sequence[int] | None = None,
         whole_block: bool = False,
         first: int = 0,
-        rule: Rule | None = None,
     ) -> Output:
         """Read tokens [B, N] from each row's start on; with `parents` [B, N - 1] these are an anchor and a tree.
 
@@ -238,14 +239,14 @@ class Target:
 
         Row b keeps the first counts[b] tokens. If that is not known yet, call `commit` before the next pass; otherwise
         all tokens are kept. With `whole_block` every token sees all tokens of its row, not only those before it, as
-        block diffusion needs. With a `rule`, a captured pass also returns what it makes of the logits.
+        block diffusion needs.
         """
         assert parents is None or self.reads_trees, "open_backend refuses these"
         self.listener.passed()
         cache, width = self.cache, tokens.shape[1]
         is_block = counts is None and keep_logits is ALL and not whole_block and len(starts) == cache.num_rows
         if self.graph_cache is not None and is_block:
-            output = self._replayed(self.graph_cache, tokens, starts, parents, rule)
+            output = self._replayed(self.graph_cache, tokens, starts, parents)
             if output is not None:
                 return output
         cache.place(starts, width, first)
@@ -256,7 +257,7 @@ class Target:
         return Output(logits.to(self.device), concat_taps(tapped, self.device))
 
     def _replayed(
-        self, graphs: GraphCache, tokens: Tensor, starts: Sequence[int], parents: Tensor | None, rule: Rule | None
+        self, graphs: GraphCache, tokens: Tensor, starts: Sequence[int], parents: Tensor | None
     ) -> Output | None:
         """Return the output of a captured pass over all rows, or None if it has not been captured."""
         assert isinstance(self.network, Steady)
@@ -266,6 +267,7 @@ class Target:
         if results is None:
             return None
         hidden = concat_taps(results[1:], self.device)
+        rule = self.rule
         if rule is not None and graphs.captures_small:
             inputs = [results[0], tokens, *([] if parents is None else [parents])]
             ruled = graphs.replay((rule, *key), partial(self._ruled, rule), None, *inputs)
