@@ -152,6 +152,8 @@ def _p_eagle(form: str) -> Callable[[Path], object]:
 def _mtp_heads(folder: Path) -> None:
     config = targets.config_of(_model() / "target")
     draft = MTPDraft(MTPConfig.of(config)).to_empty(device="cpu")
+    for parameter in draft.parameters():
+        parameter.detach().fill_(1)  # `initialise` fills matrices alone
     initialise(draft, 0)
     stored = json.loads((_model() / "target/config.json").read_text())
     mtp_heads.save(draft, folder / "draft", stored)

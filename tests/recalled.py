@@ -32,7 +32,9 @@ def accepted(target: Target, drafter: Drafter, prompts: Prompts, limits: Limits)
         target.__dict__["_weights"] = tuple(checksums(target.model).values())
     key = (target.__dict__["_weights"], type(target.network), target.model.dtype, tuple(map(tuple, prompts)), length)
     if key not in KNOWN:
-        KNOWN[key] = vars(Recalled(target, prompts, length))
+        said = vars(Recalled(target, prompts, length))
+        del said["_target"]  # Which would keep a model for each length and list of prompts.
+        KNOWN[key] = said
     recalled: Any = Recalled.__new__(Recalled)
     vars(recalled).update(KNOWN[key], _target=target, taps=())
     return loop.measure_acceptance(recalled, drafter, prompts, limits)

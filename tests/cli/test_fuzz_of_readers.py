@@ -7,6 +7,8 @@ import logging
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ PIECES = st.lists(
     ])),
     min_size=1, max_size=4,
 )  # fmt: skip
+SPOILT = st.tuples(PIECES, st.floats(0, 1) | st.just(1.0))
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -112,24 +115,45 @@ def budget(kind: str, number: int) -> int:
     return max(8, number // 6) if kind in SLOW else number
 
 
-@pytest.mark.parametrize("kind", readers.READERS)
-def test_bytes_that_are_spoiled(kind: str, folders: Callable[[str], tuple[Path, bytes]]) -> None:
-    folder, whole = folders(kind)
+@cache
+def drawn(strategy: st.SearchStrategy[Any], number: int, begin: int) -> list[Any]:
+    """The same for every reader: to draw an example takes longer than to read most files."""
+    examples: list[Any] = []
 
-    @seed(1)
+    @seed(begin)
     @settings(
-        max_examples=budget(kind, 60),
+        max_examples=number,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],
     )
-    @given(PIECES, st.floats(0, 1) | st.just(1.0))
-    def spoil(pieces: list[tuple[float, int, bytes]], kept: float) -> None:
-        content = spoiled(whole, pieces)
-        holds(kind, folder, content[: int(kept * len(content))] if kept < 1 else content)
+    @given(strategy)
+    def keep(example: Any) -> None:
+        examples.append(example)
 
-    spoil()
+    keep()
+    return examples
+
+
+@contextmanager
+def shown(example: object) -> Iterator[None]:
+    """With an error, what led to it."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"example: {example!r}")
+        raise
+
+
+@pytest.mark.parametrize("kind", readers.READERS)
+def test_bytes_that_are_spoiled(kind: str, folders: Callable[[str], tuple[Path, bytes]]) -> None:
+    folder, whole = folders(kind)
+    for example in drawn(SPOILT, 60, 1)[: budget(kind, 60)]:
+        pieces, kept = example
+        content = spoiled(whole, pieces)
+        with shown(example):
+            holds(kind, folder, content[: int(kept * len(content))] if kept < 1 else content)
 
 
 @pytest.mark.parametrize("kind", [kind for kind, reader in readers.READERS.items() if reader.is_json])
@@ -137,19 +161,8 @@ def test_values_that_nobody_would_write(kind: str, folders: Callable[[str], tupl
     folder, whole = folders(kind)
     is_lines = readers.READERS[kind].file.endswith(".jsonl")
     base = [json.loads(line) for line in whole.decode().splitlines()] if is_lines else json.loads(whole)
-
-    @seed(2)
-    @settings(
-        max_examples=budget(kind, 150),
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-    )
-    @given(EDITS)
-    def edit(edits: list[tuple[int, str, Any]]) -> None:
-        value = edited(base, edits)
+    for example in drawn(EDITS, 150, 2)[: budget(kind, 150)]:
+        value = edited(base, example)
         lines = value if is_lines and isinstance(value, list) else [value]
-        holds(kind, folder, "\n".join(json.dumps(line) for line in lines).encode("utf-8", "surrogatepass"))
-
-    edit()
+        with shown(example):
+            holds(kind, folder, "\n".join(json.dumps(line) for line in lines).encode("utf-8", "surrogatepass"))

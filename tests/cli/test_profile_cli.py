@@ -86,6 +86,8 @@ def test_heads_of_its_own_are_profiled(
 ) -> None:
     model = tiny.build(tmp_path / "model")
     draft = MTPDraft(MTPConfig.of(targets.config_of(model / "target"))).to_empty(device="cpu")
+    for parameter in draft.parameters():
+        parameter.detach().fill_(1)  # `initialise` fills matrices alone
     initialise(draft, 0)
     mtp_heads.save(draft, model / "mtp", json.loads((model / "target/config.json").read_text()))
     (place,) = shown(monkeypatch, capsys, "--model", model, "--method", "mtp", *SMALL)["places"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,13 @@ def examined(method: str, draft: Path | None = None, **changes: Any) -> Diagnosi
     options: dict[str, Any] = {"limit": 4, "max_new_tokens": 8, **changes}
     drafts = () if draft is None else (f"{method}={draft}",)
     return doctor.diagnose(RunRequest(suites=(), methods=(method,), drafts=drafts, **options), lambda _: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_kept() -> Iterator[None]:
+    """Of what the target said: no other file asks the same."""
+    yield
+    recalled.KNOWN.clear()
 
 
 @pytest.fixture

@@ -63,6 +63,8 @@ def prompts(usual: LocalBackend) -> list[list[int]]:
 def test_answers_and_acceptance_are_those_of_computed_passes(
     usual: LocalBackend, replayed: LocalBackend, prompts: list[list[int]], num_rows: int
 ) -> None:
+    # One by one a short and a long one; together another takes the place of the first that ends.
+    prompts = prompts[:2] if num_rows == 1 else prompts
     for label in usual.drafters:
         replayed.generate_ids(label, prompts[:num_rows], num_rows=num_rows)  # asks for its passes
         before = replayed.captured()["replayed"]
