@@ -43,7 +43,7 @@ def train(
     if folder is None:
         return
     flag = "--model" if request.target in table() else "--target"
-    say(f"saved in {folder}; use it with {flag} {request.target} --draft {request.method}={folder}")
+    say(f"saved in {folder}; use it with {flag} {request.target} --draft {request.drafter}={folder}")
     say(_draw(folder, request.method))
 
 

@@ -13,11 +13,18 @@ from dflash_bench.core.option import Condition, Range, check_options, check_thre
 # ruff: noqa: RUF009 - the calls make fields
 
 
-METHODS = ("dflash", "eagle3", "medusa")
-SLIM = ("zlab", "safeailab")
+METHODS = ("dflash", "dflash2", "dspark", "eagle3", "medusa", "mtp")
+BLOCKS = ("dflash", "dflash2", "dspark")
+"""Kinds of the DFlash family."""
+WITH_HEADS = ("dflash2", "dspark")
+MOST_SLIM_RANK = 64
+SLIM = ("zlab", "specforge", "safeailab")
 """Formats of drafts that may leave their head to the target."""
 
-DECISIVE = ("layers", "block_size", "draft_vocab", "mask_token", "epochs", "steps", "distil", "patience", "slim")
+DECISIVE = (
+    "init", "layers", "block_size", "rank", "depth", "draft_vocab", "mask_token", "epochs", "steps", "distil",
+    "patience", "slim",
+)  # fmt: skip
 """Options that decide the draft, besides its rate and seed."""
 
 _options, _prompts, _answers = under("Options"), under("Prompts"), under("Answers")
@@ -31,6 +38,11 @@ def _only(*methods: str) -> Condition:
     )
 
 
+_OF_INIT = Condition(
+    lambda options: options.init is not None, "{flag} has no effect with --init, whose draft has its own; leave it out"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRequest:
     """One draft for one target; drafts that share `out` share the target's answers, too. None is "not given"."""
@@ -40,7 +52,7 @@ class TrainRequest:
         "Folder for the draft, in DIR/METHOD, and for intermediate files, in DIR/work.", metavar="DIR", required=True
     )
     method: str = _options(
-        "What to train: dflash, eagle3 or medusa.",
+        "What to train: dflash, dflash2, dspark, eagle3, medusa or mtp.",
         default="dflash",
         metavar="NAME",
         choices=lambda: METHODS,
@@ -98,19 +110,44 @@ class TrainRequest:
         "Store only the answers, and compute the target's states at each step: slower, but takes no disk.",
         default=False,
     )
+    init: str | None = _draft(
+        "Begin with the weights of this DFlash draft; what a new kind adds to it changes nothing at first.",
+        metavar="DRAFT",
+        conflicts=(_only(*BLOCKS),),
+    )
     layers: int | None = _draft(
         "Number of layers of a DFlash draft. Default: 2.",
         metavar="N",
         minimum=1,
         most=32,
-        conflicts=(_only("dflash"),),
+        conflicts=(_only(*BLOCKS), _OF_INIT),
     )
     block_size: int | None = _draft(
         "Block size of a DFlash draft, including the anchor. Default: 16.",
         metavar="N",
         minimum=2,
         most=64,
-        conflicts=(_only("dflash"),),
+        conflicts=(_only(*BLOCKS), _OF_INIT),
+    )
+    rank: int | None = _draft(
+        "Numbers per token in DFlash 2's selector and DSpark's Markov head. Default: 64.",
+        metavar="N",
+        minimum=1,
+        most=1024,
+        conflicts=(
+            _only(*WITH_HEADS),
+            Condition(
+                lambda options: options.slim and options.rank > MOST_SLIM_RANK,
+                f"{{flag}} is at most {MOST_SLIM_RANK} with --slim",
+            ),
+        ),
+    )
+    depth: int | None = _draft(
+        "Number of steps on their own outputs that MTP heads are trained for. Default: 3.",
+        metavar="N",
+        minimum=1,
+        most=6,
+        conflicts=(_only("mtp"),),
     )
     draft_vocab: int | None = _draft(
         "Let the draft use only the N most frequent tokens: the head of EAGLE-3 (default 8192), and the tokens that "
@@ -118,7 +155,7 @@ class TrainRequest:
         metavar="N",
         minimum=16,
         most=10**7,
-        conflicts=(_only("dflash", "eagle3"),),
+        conflicts=(_only(*BLOCKS, "eagle3"), _OF_INIT),
     )
     slim: bool = _draft(
         "Use rows of the target's head and leave them out of the file: it is smaller, and DFlash with --draft-vocab "
@@ -126,12 +163,12 @@ class TrainRequest:
         default=False,
         needs=(
             Condition(
-                lambda options: options.method != "dflash" or options.draft_vocab is not None,
+                lambda options: options.method not in BLOCKS or options.draft_vocab or options.init is not None,
                 "{flag} needs --draft-vocab: a DFlash draft of the whole vocabulary has no head to leave out",
             ),
         ),
         conflicts=(
-            _only("dflash", "eagle3"),
+            _only(*BLOCKS, "eagle3"),
             Condition(
                 lambda options: options.format not in (None, *SLIM),
                 "{flag} has no effect with --to {options.format}, which stores the head; leave one of them out",
@@ -141,13 +178,13 @@ class TrainRequest:
     mask_token: str | None = _draft(
         "Token that stands for a masked position, if the target has no spare id.",
         metavar="TOKEN",
-        conflicts=(_only("dflash"),),
+        conflicts=(_only(*BLOCKS), _OF_INIT),
     )
     format: str | None = _draft(
         "Format of the draft, as for convert. Default: zlab or safeailab.",
         flag="--to",
         metavar="FORMAT",
-        conflicts=(_only("dflash", "eagle3"),),
+        conflicts=(_only(*BLOCKS, "eagle3"),),
     )
     epochs: float | None = _training(
         "Number of passes over the answers. Default: 6.", metavar="N", minimum=0.01, most=10**4
@@ -177,7 +214,7 @@ class TrainRequest:
         "Share of DFlash's loss that is about the target's distribution rather than its tokens. Default: 0.5.",
         metavar="SHARE",
         range=_SHARE,
-        conflicts=(_only("dflash"),),
+        conflicts=(_only(*BLOCKS),),
     )
     patience: int | None = _training(
         "Stop after N measurements without improvement, and keep the best weights. There are two per epoch, and at "
@@ -199,6 +236,11 @@ class TrainRequest:
         for name in ("out", "against"):
             if isinstance(folder := getattr(self, name), str):
                 object.__setattr__(self, name, Path(folder))
+
+    @property
+    def drafter(self) -> str:
+        """Return the method that runs what is trained: kinds of DFlash are one method."""
+        return "dflash" if self.method in BLOCKS else self.method
 
     def values(self, *names: str) -> dict[str, Any]:
         """Return these options by name."""

@@ -35,19 +35,19 @@ def block_hidden(
     unseen = ~visible[:, None, :, None, :]
 
     def attend(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        shape = (num_rows, config.num_heads, num_anchors, block, config.head_dim)
-        q = query.reshape(shape)
-        k, v = (x.repeat_interleave(groups, dim=1).reshape(shape) for x in (keys, values))
+        q, k, v = (x.unflatten(0, (num_rows, num_anchors)).transpose(1, 2) for x in (query, keys, values))
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         past_k, past_v = (x.repeat_interleave(groups, dim=1) for x in context[layer])
         past = torch.einsum("rhabd,rhnd->rhabn", q, past_k).masked_fill(unseen, -1e4)
         own = torch.einsum("rhabd,rhacd->rhabc", q, k)
         weights = torch.softmax(torch.cat([past, own], dim=-1).float() / math.sqrt(config.head_dim), dim=-1).to(v.dtype)
         mixed = torch.einsum("rhabn,rhnd->rhabd", weights[..., :-block], past_v)
         mixed = mixed + torch.einsum("rhabc,rhacd->rhabd", weights[..., -block:], v)
-        return mixed.flatten(2, 3)
+        return mixed.transpose(1, 2).flatten(0, 1)
 
-    places = (start[..., None] + torch.arange(block, device=start.device)).flatten(1)
-    hidden: Tensor = draft(embedding[ids.flatten(1)], tables.at(places), attend)
+    # A block is a row of its own: convolutions end at its seams.
+    places = (start[..., None] + torch.arange(block, device=start.device)).flatten(0, 1)
+    hidden: Tensor = draft(embedding[ids.flatten(0, 1)], tables.at(places), attend)
     return hidden.view(num_rows, num_anchors, block, -1)
 
 

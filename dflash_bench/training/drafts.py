@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.models.architecture import final_norm
+from dflash_bench.models.architecture import decoder_layers, final_norm
 from dflash_bench.models.nets import dflash, eagle3
+from dflash_bench.models.nets.corrections.markov import MarkovConfig
+from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads, ResBlock
+from dflash_bench.models.nets.mtp import FULL, MTPConfig, MTPDraft
 
 NUM_FEATURES = 5
 NUM_LAYERS = 2
@@ -46,6 +49,14 @@ class DraftVocab:
         index_of[token_ids] = torch.arange(len(token_ids))
         token_ids, index_of = token_ids.to(head.device), index_of.to(head.device)
         return cls(embedding.detach(), head.detach()[token_ids], token_ids, index_of)
+
+    @classmethod
+    def only(cls, embedding: Tensor, head: Tensor, token_ids: Tensor | None) -> DraftVocab:
+        """Take these tokens, ascending, or the whole vocabulary."""
+        if token_ids is None:
+            return cls.of(embedding, head)
+        counts = torch.zeros(len(head)).index_fill(0, token_ids.cpu(), 1.0)
+        return cls.of(embedding, head, counts, len(token_ids))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., Vd] of normed states [..., H], the draft's or the target's last ones."""
@@ -122,10 +133,91 @@ def new_eagle3(
     return draft
 
 
+def spoken(draft: DFlashDraft) -> Tensor | None:
+    """Return the tokens [Vd] of a draft's own reduced vocabulary, or None."""
+    if draft.config.draft_vocab_size is None:
+        return None
+    return torch.arange(draft.config.draft_vocab_size) + draft.d2t.cpu()
+
+
 def _share_head(draft: DFlashDraft | Eagle3Draft, target: Any) -> None:
     ids = torch.arange(len(draft.d2t)) + draft.d2t
     head = target.get_output_embeddings().weight
     draft.lm_head.weight.data.copy_(head[ids.to(head.device)])
+
+
+CONV_TAPS, CONV_GROUP = 2, 16
+"""Taps of DFlash 2's convolutions, and channels that share a coefficient, as in published drafts."""
+CANDIDATES = 16
+
+
+def as_dflash2(draft: DFlashDraft, vocab: DraftVocab, rank: int, seed: int) -> DFlashDraft:
+    """Return the draft with identity convolutions and a selector that adds nothing yet: it drafts what it did.
+
+    Successors start as the head's rows, projected at random, so that like tokens are alike; predecessors at zero, so
+    that those that are never seen keep the block's own choice. Raises UserError for widths without whole groups.
+    """
+    config = draft.config
+    if config.hidden_size % CONV_GROUP:
+        raise UserError(
+            f"DFlash 2 needs a hidden size in groups of {CONV_GROUP}; this target's is {config.hidden_size}"
+        )
+    body = replace(config.body, conv_kernel_size=CONV_TAPS, conv_group_size=CONV_GROUP)
+    size = min(CANDIDATES, len(vocab.token_ids))
+    made = _grown(draft, body=body, correction=SelectorConfig(selector_rank=rank, selector_top_k=size))
+    selector: Any = made.candidate_selector
+    generator = torch.Generator().manual_seed(seed)
+    nn.init.normal_(selector.hidden_projection.weight, std=config.hidden_size**-0.5, generator=generator)
+    rows = vocab.token_ids if config.draft_vocab_size is None else torch.arange(len(vocab.token_ids))
+    selector.successor_codebook.data[rows] = _projected(vocab.head, rank, generator)
+    for layer in made.layers:
+        for conv in (layer.attention_conv, layer.mlp_conv):
+            nn.init.zeros_(conv.kernel_projection.weight)  # type: ignore[union-attr, arg-type]
+    return made
+
+
+def as_dspark(draft: DFlashDraft, vocab: DraftVocab, rank: int, seed: int) -> DFlashDraft:
+    """Return the draft with shifted labels, a Markov head that adds nothing yet, and a confidence head of one half."""
+    markov = MarkovConfig(markov_rank=rank, enable_confidence_head=True)
+    made = _grown(draft, shifted_labels=True, correction=markov)
+    head: Any = made.markov_head
+    head.markov_w1.weight.data.copy_(_projected(vocab.embedding, rank, torch.Generator().manual_seed(seed)))
+    nn.init.zeros_(head.markov_w2.weight)
+    confidence: Any = made.confidence_head
+    nn.init.zeros_(confidence.proj.weight)
+    nn.init.zeros_(confidence.proj.bias)
+    return made
+
+
+def _grown(draft: DFlashDraft, **changes: Any) -> DFlashDraft:
+    """Return a draft of a changed config with all weights of this one."""
+    made = DFlashDraft(replace(draft.config, **changes))
+    made.load_state_dict({**made.state_dict(), **draft.state_dict()})
+    if draft.config.own_head:
+        made.lm_head.requires_grad_(draft.lm_head.weight.requires_grad)
+    return made
+
+
+def _projected(rows: Tensor, rank: int, generator: torch.Generator) -> Tensor:
+    """Return rows [n, H] projected at random to [n, rank], of variance 1."""
+    codes = rows.detach().float().cpu() @ torch.randn(rows.shape[1], rank, generator=generator)
+    return codes / codes.std().clamp(min=1e-6)
+
+
+def new_mtp(target: Any, seed: int) -> MTPDraft:
+    """Return MTP heads whose layer starts as the target's last one with full attention, reading its state alone."""
+    text = target.config.get_text_config()
+    draft = MTPDraft(MTPConfig.of(text)).float().to_empty(device="cpu")
+    kinds = getattr(text, "layer_types", None) or [FULL] * text.num_hidden_layers
+    last = max(index for index, kind in enumerate(kinds) if kind == FULL)
+    draft.layer.load_state_dict(decoder_layers(target)[last].state_dict())
+    norm: Any = final_norm(target)
+    for own in (draft.pre_fc_norm_embedding, draft.pre_fc_norm_hidden, draft.norm):
+        own.load_state_dict(norm.state_dict())
+    size = text.hidden_size
+    nn.init.normal_(draft.fc.weight, std=0.02, generator=torch.Generator().manual_seed(seed))
+    draft.fc.weight.data[:, size:] += torch.eye(size)
+    return draft
 
 
 def new_medusa(target_head: Tensor, num_heads: int = NUM_HEADS) -> MedusaHeads:

@@ -23,25 +23,29 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method, parse
 from dflash_bench.engine import loop
 from dflash_bench.engine.drafter import Drafter
-from dflash_bench.engine.drafters import dflash, eagle3, medusa
+from dflash_bench.engine.drafters import dflash, eagle3, medusa, mtp
 from dflash_bench.engine.loop import AcceptedAnswer, al_pooled, by_position
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
-from dflash_bench.models import presets
+from dflash_bench.models import loading, mtp_heads, presets
 from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.formats import medusa as medusa_format
 from dflash_bench.models.formats import save_draft
 from dflash_bench.models.loading import Models
+from dflash_bench.models.nets.dflash import DFlashDraft
+from dflash_bench.models.presets import Preset
 from dflash_bench.training import answers, cards, drafts, prompts, trainer
 from dflash_bench.training.answers import AnswerRequest
 from dflash_bench.training.cards import Acceptance
 from dflash_bench.training.config import DECISIVE, TrainRequest, check
+from dflash_bench.training.corrections import MarkovObjective, SelectorObjective
 from dflash_bench.training.data import PackedRows, TrainingChat, stored
 from dflash_bench.training.dflash import DFlashObjective
 from dflash_bench.training.distributed import ALONE, ProcessGroup
 from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective
 from dflash_bench.training.medusa import MedusaObjective
+from dflash_bench.training.mtp import MTPObjective
 from dflash_bench.training.prepare import ROW_LENGTH, PreparedTraining, Tell, disk_bytes, pad_id, prepare
 from dflash_bench.training.trainer import DraftRecipe, History, Objective, check_same_options
 
@@ -54,6 +58,7 @@ DRAFTERS: dict[str, Callable[[Models, Target, Method], Drafter]] = {
     "dflash": dflash.build,
     "eagle3": eagle3.build,
     "medusa": medusa.build,
+    "mtp": mtp.build,
 }
 
 
@@ -76,7 +81,7 @@ GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
 """Decay of the loss by block size (paper, A.1); for other block sizes in proportion."""
 NUM_STEPS = 4
 """Training-time-test steps of EAGLE-3."""
-BLOCK_SIZE, DISTIL, EPOCHS, DRAFT_VOCAB = 16, 0.5, 6.0, 8192
+BLOCK_SIZE, DISTIL, EPOCHS, DRAFT_VOCAB, RANK, DEPTH = 16, 0.5, 6.0, 8192, 64, 3
 """Defaults of options."""
 MEASURED, MEASURED_TOKENS = 32, 96
 """Held-out prompts that are decoded to measure acceptance, and tokens of each answer."""
@@ -94,19 +99,60 @@ def new_objective(prepared: PreparedTraining, rows: PackedRows) -> Objective:
     counts = torch.bincount(rows.ids[rows.answer], minlength=len(embedding))
     if request.method == "medusa":
         return MedusaObjective(drafts.new_medusa(head).to(device), rows)
+    if request.method == "mtp":
+        draft = drafts.new_mtp(model, request.seed)
+        return MTPObjective(draft.to(device), rows, DraftVocab.of(embedding, head), request.depth or DEPTH)
     if request.method == "eagle3":
         size = min(request.draft_vocab or DRAFT_VOCAB, len(embedding))
         draft = drafts.new_eagle3(
             model, drafts.eagle3_taps(layers), counts, size, request.seed, trains_head=not request.slim
         )
         return Eagle3Objective(draft.to(device), rows, DraftVocab.of(embedding, head), NUM_STEPS)
-    mask = drafts.mask_token(prepared.models.tokenizer, len(embedding), request.mask_token)
-    num_layers, block = request.layers or drafts.NUM_LAYERS, request.block_size or BLOCK_SIZE
-    vocab = DraftVocab.of(embedding, head, counts, request.draft_vocab)
-    spoken = vocab.token_ids if request.slim else None
-    made = drafts.new_dflash(model, layers[:-1], num_layers, block, mask, request.seed, spoken)
-    distil = DISTIL if request.distil is None else request.distil
-    return DFlashObjective(made.to(device), rows, vocab, NUM_ANCHORS, GAMMAS.get(block, block * 0.45), distil)
+    if request.init is not None:
+        made = _begun(prepared)
+        spoken = drafts.spoken(made)
+        vocab = DraftVocab.only(embedding, head, spoken)
+    else:
+        mask = drafts.mask_token(prepared.models.tokenizer, len(embedding), request.mask_token)
+        num_layers, block = request.layers or drafts.NUM_LAYERS, request.block_size or BLOCK_SIZE
+        vocab = DraftVocab.of(embedding, head, counts, request.draft_vocab)
+        reduced = vocab.token_ids if request.slim else None
+        made = drafts.new_dflash(model, layers[:-1], num_layers, block, mask, request.seed, reduced)
+    return block_objective(request, made, rows, vocab, device)
+
+
+def block_objective(
+    request: TrainRequest, draft: DFlashDraft, rows: PackedRows, vocab: DraftVocab, device: torch.device
+) -> Objective:
+    """Return the objective of a kind of the DFlash family that begins as this DFlash draft."""
+    block, rank = draft.config.block_size, request.rank or RANK
+    gamma, distil = GAMMAS.get(block, block * 0.45), DISTIL if request.distil is None else request.distil
+    if request.method == "dflash2":
+        draft = drafts.as_dflash2(draft, vocab, rank, request.seed)
+        return SelectorObjective(draft.to(device), rows, vocab, NUM_ANCHORS, gamma, distil)
+    if request.method == "dspark":
+        draft = drafts.as_dspark(draft, vocab, rank, request.seed)
+        return MarkovObjective(draft.to(device), rows, vocab, NUM_ANCHORS, gamma, distil)
+    return DFlashObjective(draft.to(device), rows, vocab, NUM_ANCHORS, gamma, distil)
+
+
+def _begun(prepared: PreparedTraining) -> DFlashDraft:
+    """Return the draft of --init. Raises UserError for one that cannot be continued."""
+    request, chosen = prepared.request, Preset(prepared.request.target, {"dflash": str(prepared.request.init)})
+    draft = loading.with_draft(prepared.models, chosen, "dflash").drafts["dflash"].float().train()
+    config, named = draft.config, f"--init {request.init}"
+    if config.kind != "DFlash" or config.shifted_labels or config.own_embedding:
+        raise UserError(f"{named}: only a plain DFlash draft can be continued, and this is another kind")
+    if config.own_head != request.slim:
+        which = (
+            "leaves its head to the target: add --slim" if config.own_head else "has no head to leave out: no --slim"
+        )
+        raise UserError(f"{named} {which}")
+    if not {*config.target_layer_ids} <= {*prepared.layers}:
+        raise UserError(f"{named} reads target layers {config.target_layer_ids}; it must be of {prepared.layers}")
+    if config.own_head:
+        draft.lm_head.requires_grad_(False)
+    return draft
 
 
 def num_steps(request: TrainRequest, num_rows: int, group: ProcessGroup = ALONE) -> int:
@@ -160,7 +206,7 @@ def acceptance(prepared: PreparedTraining, objective: Objective, held_out: Seque
     # A prompt may have been answered twice.
     prompts = list(dict.fromkeys(tuple(item.ids[: item.prompt_length].tolist()) for item in held_out))[:MEASURED]
     limits = Limits(MEASURED_TOKENS, prepared.stops)
-    answers = answered(prepared.target, prepared.request.method, objective.draft, prompts, limits)
+    answers = answered(prepared.target, prepared.request.drafter, objective.draft, prompts, limits)
     return Acceptance(al_pooled(answers), tuple(by_position(answers)), len(prompts), MEASURED_TOKENS)
 
 
@@ -234,7 +280,7 @@ def perform(request: TrainRequest, tell: Tell) -> Path | None:
     if not group.is_first:
         return None
     measured = acceptance(prepared, objective, held_out)
-    export(request, objective.draft, folder)
+    export(prepared, objective.draft, folder)
     num_later = sum(item.is_later_turn for item in items)
     cards.write(
         folder, request, prepared.chats, prepared.overlaps, history, rate, int(rows.answer.sum()), num_later, measured
@@ -254,13 +300,17 @@ def split(items: Sequence[TrainingChat], seed: int) -> tuple[list[TrainingChat],
     return sides
 
 
-def export(request: TrainRequest, draft: nn.Module, folder: Path) -> None:
+def export(prepared: PreparedTraining, draft: nn.Module, folder: Path) -> None:
     """Save the draft in bfloat16, which is half as large; a target in float32 can use it, too."""
+    request = prepared.request
     halved: Any = draft.to(torch.bfloat16)
     if request.method == "medusa":
         medusa_format.save(halved, folder, presets.name(request.target))
+    elif request.method == "mtp":
+        mtp_heads.save(halved, folder, prepared.models.target.config.to_dict())
     else:
-        save_draft(halved, folder, request.format, request.slim)
+        usual = "specforge" if request.method == "dspark" else None
+        save_draft(halved, folder, request.format or usual, request.slim)
 
 
 # An estimate of a training before it starts: time from trying a little of each stage, disk space from counting.

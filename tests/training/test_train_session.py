@@ -23,7 +23,7 @@ from dflash_bench.models import chat, loading
 from dflash_bench.models.presets import NANO, Preset
 from dflash_bench.training import contamination, drafts, prepare, session, trainer
 from dflash_bench.training.answers import ComputedStates
-from dflash_bench.training.config import TrainRequest, check
+from dflash_bench.training.config import BLOCKS, TrainRequest, check
 from dflash_bench.training.data import stored
 
 
@@ -33,7 +33,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def request(target: Path, out: Path, **changes: Any) -> TrainRequest:
-    block_size = 4 if changes.get("method", "dflash") == "dflash" else None
+    block_size = 4 if changes.get("method", "dflash") in BLOCKS and not changes.get("init") else None
     small = TrainRequest(
         target=str(target), method="dflash", out=out, written=8, sampled=0.25, max_new_tokens=12, batch_size=16,
         block_size=block_size, steps=4, rate=0.02, threads=1,
@@ -47,13 +47,16 @@ def performed(asked: TrainRequest) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", ["dflash", "eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark", "eagle3", "medusa", "mtp"])
 def test_a_trained_draft_runs_and_is_exact(method: str, target: Path, tmp_path: Path) -> None:
-    folder = performed(request(target, tmp_path, method=method, draft_vocab=None if method == "medusa" else 64))
-    models = loading.load(Preset(str(target), {method: str(folder)}), [method], "cpu", torch.float32)
-    backend = open_backend(models, Preset(str(target), {}), [parse("ar"), parse(method)], 24)
+    asked = request(target, tmp_path, method=method, draft_vocab=None if method in ("medusa", "mtp") else 64)
+    folder, used = performed(asked), asked.drafter
+    models = loading.load(Preset(str(target), {used: str(folder)}), [used], "cpu", torch.float32)
+    if method in KINDS:
+        assert models.drafts[used].config.kind == KINDS[method]
+    backend = open_backend(models, Preset(str(target), {}), [parse("ar"), parse(used)], 24)
     prompt = models.tokenizer.encode("Tell me a story.")
-    plain, drafted = (backend.generate_ids(label, [prompt])[0] for label in ("ar", method))
+    plain, drafted = (backend.generate_ids(label, [prompt])[0] for label in ("ar", used))
     assert plain.error is None and drafted.token_ids == plain.token_ids and drafted.accepted
     card = (folder / "README.md").read_text()
     assert "written for dflash-bench: chat: 8" in card and "| mt_bench (embedded) | 32 | 0 |" in card
@@ -62,16 +65,36 @@ def test_a_trained_draft_runs_and_is_exact(method: str, target: Path, tmp_path: 
     assert json.loads((folder / "history.json").read_text()) == history
 
 
-@pytest.mark.parametrize("method", ["dflash", "eagle3"])
+KINDS = {"dflash": "DFlash", "dflash2": "DFlash 2", "dspark": "DSpark"}
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark", "eagle3"])
 def test_a_slim_draft_trains_no_head_and_leaves_it_out(method: str, target: Path, tmp_path: Path) -> None:
     folder = performed(request(target, tmp_path, method=method, draft_vocab=64, slim=True))
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
-    models = loading.load(Preset(str(target), {method: str(folder)}), [method], "cpu", torch.bfloat16)
-    draft, head = models.drafts[method], models.target.get_output_embeddings().weight
+    used = "dflash" if method in BLOCKS else method
+    models = loading.load(Preset(str(target), {used: str(folder)}), [used], "cpu", torch.bfloat16)
+    draft, head = models.drafts[used], models.target.get_output_embeddings().weight
     assert torch.equal(draft.lm_head.weight, head[draft.target_ids(torch.arange(64))])
     trained = torch.load(tmp_path / "work" / f"{method}.pt", weights_only=True)
     assert torch.equal(trained["model"]["lm_head.weight"].bfloat16(), draft.lm_head.weight)
     assert trained["history"][-1]["al_pooled"] >= 1.0 and "slim True" in (folder / "README.md").read_text()
+
+
+def test_dflash2_begins_as_the_draft_that_it_is_given(target: Path, tmp_path: Path) -> None:
+    """The first step's rate is a hair: so its block, and its tokens, are the other draft's."""
+    first = performed(request(target, tmp_path / "first", draft_vocab=64, slim=True))
+    asked = request(
+        target, tmp_path / "second", method="dflash2", init=str(first), slim=True, steps=1, rate=1e-9, rank=8
+    )
+    folders = {"dflash": str(first), "dflash@2": str(performed(asked))}
+    models = loading.load(Preset(str(target), folders), list(folders), "cpu", torch.float32)
+    assert models.drafts["dflash@2"].candidate_selector.successor_codebook.shape == (64, 8)
+    backend = open_backend(models, Preset(str(target), {}), [*map(parse, folders)], 24)
+    one, two = (backend.generate_ids(name, [[5, 6, 7, 8]])[0] for name in folders)
+    assert one.accepted == two.accepted and one.token_ids == two.token_ids
+    with pytest.raises(UserError, match="only a plain DFlash draft can be continued"):
+        performed(request(target, tmp_path / "third", init=folders["dflash@2"], slim=True))
 
 
 def test_what_is_measured_in_training_is_what_a_run_says() -> None:
@@ -87,16 +110,17 @@ def test_what_is_measured_in_training_is_what_a_run_says() -> None:
     assert al == pytest.approx(1 + sum(accepted) / len(accepted)) and al > 1.2
 
 
-def test_an_interrupted_training_goes_on_and_ends_as_an_unbroken_one(target: Path, tmp_path: Path) -> None:
-    whole = performed(request(target, tmp_path / "whole"))
+@pytest.mark.parametrize("method", ["dflash", "dspark", "mtp"])
+def test_an_interrupted_training_goes_on_and_ends_as_an_unbroken_one(method: str, target: Path, tmp_path: Path) -> None:
+    whole = performed(request(target, tmp_path / "whole", method=method))
 
     def interrupt(text: str) -> None:
         if "step 3 " in text:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        session.perform(request(target, tmp_path / "broken"), interrupt)
-    broken = performed(request(target, tmp_path / "broken"))
+        session.perform(request(target, tmp_path / "broken", method=method), interrupt)
+    broken = performed(request(target, tmp_path / "broken", method=method))
     assert (whole / "model.safetensors").read_bytes() == (broken / "model.safetensors").read_bytes()
 
 
@@ -125,6 +149,11 @@ def test_two_drafts_share_their_answers(target: Path, tmp_path: Path) -> None:
         ({"openings": ("Write",)}, "--opening has no effect without --invented"),
         ({"method": "eagle3", "layers": 3}, "--layers has no effect on eagle3"),
         ({"method": "medusa", "mask_token": "x"}, "--mask-token has no effect on medusa"),
+        ({"method": "eagle3", "init": "mine"}, "--init has no effect on eagle3"),
+        ({"method": "dflash", "rank": 8}, "--rank has no effect on dflash"),
+        ({"method": "dspark", "depth": 2}, "--depth has no effect on dspark"),
+        ({"method": "dflash2", "init": "mine", "block_size": 8}, "--block-size has no effect with --init"),
+        ({"method": "dflash2", "slim": True, "draft_vocab": 64, "rank": 65}, "--rank is at most 64 with --slim"),
         ({"method": "eagle3", "distil": 0.5}, "--distil has no effect on eagle3"),
         ({"method": "medusa", "draft_vocab": 64}, "--draft-vocab has no effect on medusa"),
         ({"epochs": 2.0}, "--steps and --epochs both say how long"),
