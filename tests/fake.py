@@ -5,9 +5,11 @@ What it says it took is taken off the clocks that runs read: they are ahead of t
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +153,13 @@ def main(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     code = stopped.value.code
     assert isinstance(code, int | None)
     return code or 0
+
+
+def metrics_kept_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What evaluate keeps of the code of metrics goes into this folder, and nothing of an earlier one is imported."""
+    monkeypatch.setattr("evaluate.config.HF_EVALUATE_OFFLINE", True)
+    monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", str(folder))
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "evaluate_modules"]:
+        monkeypatch.delitem(sys.modules, name)

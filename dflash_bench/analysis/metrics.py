@@ -106,6 +106,8 @@ OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
     "compared": lambda rows: rows.frame["exactness"].notna(),
     "passed": lambda rows: rows["passed"],
     "scored": lambda rows: rows.has("passed"),
+    "score": lambda rows: rows["score"],
+    "valued": lambda rows: rows.has("score"),
     "paired": lambda rows: rows.paired(DECODE),
     "plain_s": _plain("decode_s", DECODE),
     "plain_tokens": _plain("decode_tokens", DECODE),
@@ -150,7 +152,7 @@ def prompt_sums(good: Any) -> Any:
 # these sums. Failed answers are in no sum. A metric that needs what the backend does not report is left out, never 0.
 
 
-Unit = Literal["tokens/round", "forwards/token", "share", "tokens/s", "x", "ms", "tokens"]
+Unit = Literal["tokens/round", "forwards/token", "share", "tokens/s", "x", "ms", "tokens", "points"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +264,12 @@ _DECLARED = (
     Metric(
         id="passed", formula="answers that are right / answers that were scored",
         unit="share", top=("passed",), bottom=("scored",), at_most=1.0, may_fall=0.0,
+    ),
+    Metric(
+        id="score", formula="mean over answers of the score by a metric of evaluate, each answer scored alone",
+        unit="points", top=("score",), bottom=("valued",), at_least=float("-inf"),
+        shown=(Shown("results", 7, "score [95 %]", has_interval=True, in_paper=True, is_optional=True),),
+        in_comparison=True, is_compared=True,
     ),
     Metric(
         id="tps.decode", formula="sum(T - 1) / sum(decode_s)",

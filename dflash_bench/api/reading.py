@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 OF_ANSWERS = (
     "suite", "prompt_id", "category", "turn", "repeat", "method", "settings", "order",
-    "text", "token_ids", "finish_reason", "error", "answer", "passed", "exactness", "audit",
+    "text", "token_ids", "finish_reason", "error", "answer", "passed", "score", "exactness", "audit",
     "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "peak_memory_bytes", "prompt_hash",
 )  # fmt: skip
 """The columns of `Run.answers`."""

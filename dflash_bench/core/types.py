@@ -339,6 +339,8 @@ class Answer:
     end_s: float | None = None
     answer: str | None = None
     passed: bool | None = None
+    score: float | None = None
+    """How good it is, by a metric that finds no answer right or wrong."""
     exactness: Exactness | None = None
     """Result of comparing it with the plain answer (a plain one with another plain one); None if there is none."""
     divergence: Divergence | None = None

@@ -25,6 +25,7 @@ from dflash_bench.results.table import RunTable
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks import scorers as tasks_scorers
 from dflash_bench.tasks.sandbox import Isolation
+from dflash_bench.tasks.scorers.evaluated import is_evaluated
 
 COLUMNS = ("suite", "prompt_id", "method", "turn", "repeat", "token_ids", "text", "error", "answer", "passed")
 
@@ -89,6 +90,10 @@ class _Reader:
         if not (Path(self.results.name) / run_info.PROMPTS_FILE).exists():
             self.notes.append("scores were not tried: the run keeps no prompts")
             return {}
+        # A metric is code that whoever made the run has named.
+        if foreign := sorted({scorer for scorer in known.values() if is_evaluated(scorer)}):
+            self.notes.append(f"scores were not tried by {' and '.join(foreign)}: a metric is code from elsewhere")
+            known = {suite: scorer for suite, scorer in known.items() if scorer not in foreign}
         gone = sorted({scorer for scorer in known.values() if scorer not in tasks_scorers.SCORERS})
         if gone:
             self.notes.append(f"scores were not tried by {' and '.join(gone)}: this version has no such scorer")

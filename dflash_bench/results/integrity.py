@@ -25,12 +25,12 @@ from dflash_bench.results.run_info import RunIdentity, RunInfo
 
 KEY = ("suite", "prompt_id", "prompt_hash", "method", "turn", "repeat")
 NAMES = ("suite", "prompt_id", "prompt_hash", "method", "exactness")
-FLAGS = ("error", "passed", "audit", "num_hidden_tokens")
+FLAGS = ("error", "passed", "score", "audit", "num_hidden_tokens")
 """Columns of which only null or not matters."""
 NUMBERS = ("turn", "repeat", "worker")
 """Whole numbers, -1 for null."""
 TIMES = ("start_s", "end_s", "prefill_s", "decode_s")
-COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *laws.COLUMNS, "worker", "passed"]))
+COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *laws.COLUMNS, "worker", "passed", "score"]))
 """The columns that `summarize_part` needs."""
 
 
@@ -97,7 +97,8 @@ class RowIndex:
         self.times = {name: table.column(name).fill_null(np.nan).to_numpy() for name in TIMES}
         """Seconds by column, NaN for null."""
         self.settings = table.column("settings").to_numpy()
-        self.failed, self.scored, self.audited, self.hidden = (table.column(name).to_numpy() for name in FLAGS)
+        self.failed, passed, valued, self.audited, self.hidden = (table.column(name).to_numpy() for name in FLAGS)
+        self.scored = passed | valued
         self.digests = np.concatenate([part.digests for part in summaries])
 
     def code(self, name: str, value: str) -> int:

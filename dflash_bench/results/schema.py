@@ -49,9 +49,10 @@ COLUMNS = {
     "settings_id": "string",
     "verified": "list of int16", "draft_kind": "string",
     "recorded_ids": "list of int32", "recorded_accepted": "list of int16", "recorded_scores": "list of float",
+    "score": "double",
 }
 # fmt: on
-ADDED = ("verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores")
+ADDED = ("verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores", "score")
 """Columns that were added since version 1, and are null in runs from before."""
 PLACES = {
     "divergence": {"index": "first_divergence", "gap": "divergence_gap", "tolerance": "divergence_tolerance"},

@@ -286,7 +286,7 @@ def _failed(record: Answer, why: str) -> Answer:
     """Keep the text of the answer, and nothing that was measured."""
     nothing = record.generation.refused(f"its measurement cannot be right: {why}")
     return replace(
-        record, generation=nothing, answer=None, passed=None, exactness=None, divergence=None, audit=None,
+        record, generation=nothing, answer=None, passed=None, score=None, exactness=None, divergence=None, audit=None,
         departure=None,
     )  # fmt: skip
 

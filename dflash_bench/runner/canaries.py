@@ -114,6 +114,8 @@ class Canaries:
         """Offer an answer after it was scored, or was not."""
         if scorer == "none" or scorer in CODE_SCORERS:
             self._excuse("code" if scorer in CODE_SCORERS else "no_scorer", "scorer")
+        elif record.passed is None:
+            self._excuse("no_verdict", "scorer")
         elif not record.passed:
             self._excuse("none_passed", "scorer")
         elif self._wants("scorer", "numbers"):

@@ -109,10 +109,10 @@ _FOR_PLAIN = "--graph on is for --engine native, which computes plain weights on
 # How values are checked
 
 
-def _scorers() -> Sequence[str]:
+def _check_scorer(name: str) -> None:
     from dflash_bench.tasks import scorers
 
-    return list(scorers.SCORERS)
+    scorers.check_name(name)
 
 
 def _quantizations() -> Sequence[str]:
@@ -175,10 +175,11 @@ class PromptOptions:
         metavar="FILE|FOLDER",
     )
     score: str | None = _prompts(
-        "How to score the answers to --prompts: a scorer from 'dflash-bench suites', such as gsm8k_number or math.",
+        "How to score the answers to --prompts: a scorer from 'dflash-bench suites', such as gsm8k_number or math; or "
+        "evaluate:FOLDER, a metric of the evaluate library on this disk (evaluate:FOLDER#FIGURE if it has several "
+        "figures). With --trust-remote-code, also evaluate:NAME, a metric of the hub.",
         metavar="NAME",
-        choices=_scorers,
-        kind="scorer",
+        check=_check_scorer,
         needs=(
             condition(
                 lambda options: options.prompts is not None, "without --prompts: a suite says itself how it is scored"
@@ -263,9 +264,15 @@ class ModelOptions:
     )
     """METHOD=REFERENCE"""
     trust_remote_code: bool = _models(
-        "Run Python code that comes with the target's checkpoint. Without it, such code never runs.",
+        "Run Python code that comes with the target's checkpoint, or with a metric of the hub that --score names. "
+        "Without it, such code never runs.",
         default=False,
-        conflicts=(SERVED_ALONE,),
+        conflicts=(
+            Condition(
+                lambda options: _is_alone(options) and not (options.score or "").startswith("evaluate:"),
+                SERVED_ALONE.error,
+            ),
+        ),
     )
 
 

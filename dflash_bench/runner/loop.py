@@ -205,7 +205,8 @@ class Conversation:
         if text not in self.scores:
             scorer = self.item.loaded.suite.scorer
             self.scores[text] = scorers.score(scorer, self.item.prompt, text, self.plan.cage)
-        record = replace(record, answer=self.scores[text].answer, passed=self.scores[text].passed)
+        found = self.scores[text]
+        record = replace(record, answer=found.answer, passed=found.passed, score=found.value)
         self.canaries.scored(record, self.item.prompt, self.item.loaded.suite.scorer)
         return record
 

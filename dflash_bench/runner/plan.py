@@ -196,7 +196,7 @@ def methods_and_model(request: RunRequest) -> tuple[RunRequest, list[Method], Pr
 def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> RunPlan:
     """Load the prompts, and check all that can be checked without weights. Raises UserError."""
     loaded = prompts_of(request, model)
-    scorers.require({one.suite.scorer for one in loaded})
+    scorers.require({one.suite.scorer for one in loaded}, request.trust_remote_code)
     for one in loaded:
         scorers.check_references(one.suite.scorer, one.prompts)
     refuse_too_few(loaded, max(request.concurrency, default=1))

@@ -43,7 +43,7 @@ from dflash_bench.runner.setup import (
 )
 from dflash_bench.runner.work import Backend, Described, Witnessed, WorkPlan
 from dflash_bench.runner.workers import WorkerPool
-from dflash_bench.tasks import sandbox
+from dflash_bench.tasks import sandbox, scorers
 from dflash_bench.tasks.padding import Contexts
 from dflash_bench.tasks.suites import Loaded, chats
 
@@ -452,5 +452,6 @@ def _identity_of_suite(loaded: Loaded, prepared: PreparedRun) -> dict[str, Any]:
         "sha256": loaded.sha256,
         "prompts": len(loaded.prompts),
         "scorer": suite.scorer,
+        **({"metric": metric} if (metric := scorers.origin(suite.scorer)) else {}),
         **({"contexts": hashes} if hashes else {}),
     }

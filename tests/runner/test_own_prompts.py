@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import tiny
-from fake import FakeBackend
+from fake import FakeBackend, metrics_kept_in
 from test_runner import Runs, loaded
 
 from dflash_bench.core import methods
@@ -224,3 +226,30 @@ def test_a_limit_is_balanced_over_a_column(main: Main, tmp_path: Path, monkeypat
         assert (status, out, err) == (2, "", f"dflash-bench: {told}\n")
     status, _, err = main("run", "--suite", "gsm8k", "--balance", "category", "--limit", "2", "--out", "new")
     assert status == 2 and err.startswith("dflash-bench: unknown --balance column of gsm8k 'category'")
+
+
+def test_answers_are_scored_by_a_metric_of_evaluate(
+    model: Path, main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics_kept_in(tmp_path / "modules", monkeypatch)
+    folder = Path("same")
+    folder.mkdir()
+    (folder / "same.py").write_text(
+        "import datasets\nimport evaluate\n\n\nclass Same(evaluate.Metric):\n    def _info(self):\n"
+        "        text = datasets.Value('string')\n        return evaluate.MetricInfo(description='', citation='',\n"
+        "            features=datasets.Features({'predictions': text, 'references': text}))\n\n"
+        "    def _compute(self, predictions, references):\n        return {'size': len(references[0])}\n"
+    )
+    write({"prompt": "Hi", "reference": "ab"}, {"prompt": "Ho", "reference": "abcd"})
+    words = ["run", "--model", model, "--prompts", "p.jsonl", "--method", "dflash", "--max-new-tokens", "4"]
+    status, _, err = main(*words, "--score", "evaluate:same", "--out", "new")
+    assert status == 0, err
+    info, records = store.load(Path("new"))
+    assert {(row.prompt_id, row.passed, row.score) for row in records} == {("0", None, 2.0), ("1", None, 4.0)}
+    assert len(info.identity.suites["prompts"].metric["sha256"]) == 64
+    head, *cells = csv.reader(io.StringIO(main("report", "new", "--format", "csv")[1]))
+    assert {float(cell[head.index("score")]) for cell in cells} == {3.0}
+    status, out, err = main("check", "new", "--all")
+    assert "scores were not tried by evaluate:same: a metric is code from elsewhere" in out + err
+    status, _, err = main(*words, "--score", "evaluate:gone", "--out", "other")
+    assert status == 2 and "needs --trust-remote-code" in err and not Path("other").exists()

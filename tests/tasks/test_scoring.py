@@ -278,7 +278,7 @@ def test_an_unscored_suite_has_neither_answer_nor_verdict() -> None:
 
 
 def test_an_unknown_scorer_lists_the_known_ones() -> None:
-    with pytest.raises(UserError, match="unknown scorer 'gsm9k'; known: aime_integer, gsm8k_number"):
+    with pytest.raises(UserError, match="unknown scorer 'gsm9k'; known: aime_integer, evaluate:FOLDER, gsm8k_number"):
         score("gsm9k", prompt(), "7")
 
 

@@ -22,6 +22,7 @@ WHY = {
     "served": "a server does not report its rounds",
     "no_scorer": "the suite has none",
     "code": "code is not run again for this",
+    "no_verdict": "it finds no answer right or wrong",
     "none_passed": "no answer was right",
     "no_numbers": "right answers contain no numbers",
     "no_tokenizer": "the target's files are not here",

@@ -6,7 +6,7 @@ around an answer: prose, code fences, units, several boxes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,17 +15,27 @@ from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.plugins import Registry
 from dflash_bench.core.types import CODE_SCORERS, Prompt
 from dflash_bench.tasks.sandbox import Isolation
-from dflash_bench.tasks.scorers import code, formulas, numbers
+from dflash_bench.tasks.scorers import code, evaluated, formulas, numbers
 from dflash_bench.tasks.scorers.base import Score, reference, require_module
 
 Scorer = Callable[[Prompt, str], Score]
 
 
-def require(names: Collection[str]) -> None:
-    """Raise UserError if one of these scorers cannot work on this machine; called before the first answer."""
+def check_name(name: str) -> None:
+    """Raise UserError for a name that is neither a scorer's nor a metric's of evaluate."""
+    if name not in SCORERS and not evaluated.is_evaluated(name):
+        raise unknown("scorer", name, [*SCORERS, f"{evaluated.PREFIX}FOLDER"])
+
+
+def require(names: Collection[str], is_trusted: bool = False) -> None:
+    """Raise UserError if one of these scorers cannot work on this machine; called before the first answer.
+
+    `is_trusted` allows metrics whose code is on the hub.
+    """
     for name in names:
-        if name not in SCORERS:
-            raise unknown("scorer", name, list(SCORERS))
+        check_name(name)
+        if evaluated.is_evaluated(name):
+            evaluated.metric(name, is_trusted)
     if "math" in names:
         require_module("math_verify")
 
@@ -36,7 +46,7 @@ def check_references(name: str, prompts: Iterable[Prompt]) -> None:
         if name in NUMBER_SCORERS:
             for one in (prompt, *_otherwise_right(prompt)):
                 numbers.right_number(one)
-        elif name in _TEXT_SCORERS:
+        elif name in _TEXT_SCORERS or evaluated.is_evaluated(name):
             reference(prompt)
         for column, kind in COLUMNS.get(name, {}).items():
             if not isinstance(prompt.row.get(column), kind):
@@ -49,8 +59,9 @@ def score(name: str, prompt: Prompt, text: str, cage: Isolation | None = None) -
 
     Code runs in `cage`; without one it is not run and stays unscored.
     """
-    if name not in SCORERS:
-        raise unknown("scorer", name, list(SCORERS))
+    check_name(name)
+    if evaluated.is_evaluated(name):
+        return evaluated.metric(name, True).score(prompt, text)
     if name in CODE_SCORERS:
         return SCORERS[name](prompt, text, cage)
     found = SCORERS[name](prompt, text)
@@ -101,3 +112,8 @@ def require_text_scorer(name: str) -> None:
     """Raise UserError unless this scorer needs nothing but an answer and a reference."""
     if name not in _TEXT_SCORERS:
         raise unknown("metric", name, list(_TEXT_SCORERS))
+
+
+def origin(name: str) -> Mapping[str, str]:
+    """Return what decides the scores of a metric of evaluate; nothing for scorers of this package."""
+    return evaluated.metric(name, True).origin if evaluated.is_evaluated(name) else {}

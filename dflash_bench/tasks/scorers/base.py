@@ -19,6 +19,8 @@ class Score:
 
     answer: str | None
     passed: bool | None
+    value: float | None = None
+    """How good the answer is, by a metric that finds none right or wrong."""
 
 
 def last_box(text: str) -> str | None:
