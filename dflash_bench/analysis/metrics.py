@@ -268,7 +268,7 @@ _DECLARED = (
     Metric(
         id="score", formula="mean over answers of the score by a metric of evaluate, each answer scored alone",
         unit="points", top=("score",), bottom=("valued",), at_least=float("-inf"),
-        shown=(Shown("results", 7, "score [95 %]", has_interval=True, in_paper=True, is_optional=True),),
+        shown=(Shown("results", 7, "score [95 %]", has_interval=True, is_optional=True),),
         in_comparison=True, is_compared=True,
     ),
     Metric(
