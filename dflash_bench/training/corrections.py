@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, log_softmax
 
-from dflash_bench.models.nets.corrections.markov import MarkovConfig
+from dflash_bench.models.nets.corrections.markov import ConfidenceHead, MarkovConfig, MarkovHead
+from dflash_bench.models.nets.corrections.selector import CandidateSelector
 from dflash_bench.training.data import Batch, Data
 from dflash_bench.training.dflash import DFlashObjective, slot_weights
 from dflash_bench.training.drafts import OUT_OF_VOCAB, DraftVocab
@@ -93,13 +94,18 @@ class CorrectedObjective(DFlashObjective):
 class SelectorObjective(CorrectedObjective):
     """DFlash 2: the block's own loss, and that of the selector among its candidates, where the right one is there."""
 
-    def heads(self) -> list[nn.Parameter]:
+    def _selector(self) -> CandidateSelector:
         selector = self.draft.candidate_selector
+        assert isinstance(selector, CandidateSelector)
+        return selector
+
+    def heads(self) -> list[nn.Parameter]:
+        selector = self._selector()
         return [selector.predecessor_codebook, selector.successor_codebook]
 
     def _candidates(self, hidden: Tensor, before: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the candidates' indices and scores [n, C]."""
-        selector = self.draft.candidate_selector
+        selector = self._selector()
         values, ids = logits.topk(selector.top_k, dim=-1)
         wanted = selector.hidden_projection(hidden) * selector.predecessor_codebook[before]
         gains = (selector.successor_codebook[self.of_head[ids]] * wanted[:, None]).sum(dim=-1)
@@ -129,15 +135,27 @@ class MarkovObjective(CorrectedObjective):
     The confidence head only looks on: no gradient goes through it into the draft.
     """
 
-    def heads(self) -> list[nn.Parameter]:
-        markov, config = self.draft.markov_head, self.draft.config.correction
+    def _markov(self) -> MarkovHead:
+        head = self.draft.markov_head
+        assert isinstance(head, MarkovHead)
+        return head
+
+    def _confidence(self) -> ConfidenceHead | None:
+        config = self.draft.config.correction
         assert isinstance(config, MarkovConfig)
-        own = [self.draft.confidence_head.proj.weight] if config.has_confidence else []
-        return [markov.markov_w1.weight, markov.markov_w2.weight, *own]
+        head = self.draft.confidence_head if config.has_confidence else None
+        assert head is None or isinstance(head, ConfidenceHead)
+        return head
+
+    def heads(self) -> list[nn.Parameter]:
+        confidence = self._confidence()
+        of_confidence = [] if confidence is None else [p for p in confidence.parameters() if p.dim() > 1]
+        return [*self._markov().parameters(), *of_confidence]
 
     def corrected(self, hidden: Tensor, before: Tensor, logits: Tensor) -> Tensor:
-        markov = self.draft.markov_head
-        return logits + markov.markov_w1(before) @ markov.markov_w2.weight[self.of_head].T
+        markov = self._markov()
+        correction: Tensor = markov.markov_w1(before) @ markov.markov_w2.weight[self.of_head].T
+        return logits + correction
 
     def slot_losses(
         self, hidden: Tensor, before: Tensor, logits: Tensor, labels: Tensor, teacher: Tensor | None
@@ -145,10 +163,11 @@ class MarkovObjective(CorrectedObjective):
         return self.losses(log_softmax(self.corrected(hidden, before, logits), dim=-1), labels, teacher)
 
     def extra_loss(self, hidden: Tensor, before: Tensor, valid: Tensor, right: Tensor) -> Tensor | float:
-        if not self.draft.config.correction.has_confidence:
+        confidence = self._confidence()
+        if confidence is None:
             return 0.0
         # As when decoding: a slot counts if all before it were accepted.
         reached = valid & torch.cat([torch.ones_like(right[..., :1]), right[..., :-1].cumprod(dim=-1).bool()], dim=-1)
-        rows = self.draft.markov_head.markov_w1(before)
-        said = self.draft.confidence_head(torch.cat([hidden, rows], dim=-1)[reached].detach())
+        rows = self._markov().markov_w1(before)
+        said = confidence(torch.cat([hidden, rows], dim=-1)[reached].detach())
         return binary_cross_entropy(said, right[reached].float()) if len(said) else 0.0

@@ -100,8 +100,8 @@ def new_objective(prepared: PreparedTraining, rows: PackedRows) -> Objective:
     if request.method == "medusa":
         return MedusaObjective(drafts.new_medusa(head).to(device), rows)
     if request.method == "mtp":
-        draft = drafts.new_mtp(model, request.seed)
-        return MTPObjective(draft.to(device), rows, DraftVocab.of(embedding, head), request.depth or DEPTH)
+        mtp = drafts.new_mtp(model, request.seed)
+        return MTPObjective(mtp.to(device), rows, DraftVocab.of(embedding, head), request.depth or DEPTH)
     if request.method == "eagle3":
         size = min(request.draft_vocab or DRAFT_VOCAB, len(embedding))
         draft = drafts.new_eagle3(
@@ -139,7 +139,7 @@ def block_objective(
 def _begun(prepared: PreparedTraining) -> DFlashDraft:
     """Return the draft of --init. Raises UserError for one that cannot be continued."""
     request, chosen = prepared.request, Preset(prepared.request.target, {"dflash": str(prepared.request.init)})
-    draft = loading.with_draft(prepared.models, chosen, "dflash").drafts["dflash"].float().train()
+    draft: DFlashDraft = loading.with_draft(prepared.models, chosen, "dflash").drafts["dflash"].float().train()
     config, named = draft.config, f"--init {request.init}"
     if config.kind != "DFlash" or config.shifted_labels or config.own_embedding:
         raise UserError(f"{named}: only a plain DFlash draft can be continued, and this is another kind")
