@@ -33,22 +33,19 @@ const make = (tag, name, text) => {
 // The same choice holds for tables, charts and answers.
 
 const scope = { suite: "", method: "", settings: "" };
+// What says nothing of its suite, method or settings is of any; an empty one is of several.
 const inScope = (suite, method, settings) =>
-  (!scope.suite || scope.suite === suite) && (!scope.method || scope.method === method) &&
-  (!scope.settings || scope.settings === settings);
+  Object.entries({ suite, method, settings }).every(([id, own]) => !scope[id] || own === undefined || scope[id] === own);
 const showScope = () => {
   for (const id of Object.keys(scope)) scope[id] = at(id).value;
-  for (const element of document.querySelectorAll("[data-method]")) {
+  for (const element of document.querySelectorAll("[data-suite], [data-method]")) {
     const { suite, method, settings } = element.dataset;
-    element.hidden = !inScope(suite, method, settings);
+    // Parts of a drawing have no property of that name.
+    element.toggleAttribute("hidden", !inScope(suite, method, settings));
   }
   for (const group of document.querySelectorAll("tbody:has([data-method])")) {
     group.hidden = !group.querySelector("[data-method]:not([hidden])");
   }
-  // Drawings of the whole run would contradict what is chosen.
-  const narrowed = Object.values(scope).some(Boolean);
-  for (const element of document.querySelectorAll("[data-whole]")) element.hidden = narrowed;
-  for (const element of document.querySelectorAll("[data-narrowed]")) element.hidden = !narrowed;
   document.dispatchEvent(new Event("scoped"));
 };
 at("scope").hidden = !at("scope").querySelector("select:not([hidden])");

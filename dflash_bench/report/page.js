@@ -1,3 +1,19 @@
+// The drawings: a panel without a line is put away, and so is a drawing without a panel, or with all in one.
+document.addEventListener("scoped", () => {
+  const away = [];
+  const narrowed = Object.values(scope).some(Boolean);
+  for (const figure of document.querySelectorAll("#plots figure")) {
+    const panels = [...figure.querySelectorAll("g[data-suite]")];
+    for (const panel of panels) {
+      if (!panel.querySelector("[data-method]:not([hidden])")) panel.setAttribute("hidden", "");
+    }
+    figure.hidden = narrowed && panels.every((panel) => panel.hasAttribute("hidden"));
+    if (figure.hidden) away.push(figure.dataset.name);
+  }
+  at("away").hidden = !away.length;
+  at("away").querySelector("span").textContent = away.join(", ");
+});
+
 // The answers of a run.
 const showAnswers = ({ rows, texts, lengths, prompts }) => {
   // What is packed: the tokens of a text, and the rounds of a row as [drafted, accepted, emitted, draft ms, verify ms].

@@ -178,6 +178,19 @@ def visible_rows(driver: Any, selector: str) -> list[list[str]]:
     return found
 
 
+def drawn(driver: Any, name: str) -> dict[str, set[str]]:
+    """The methods that a drawing shows, by suite."""
+    script = (
+        "return [...document.querySelectorAll(`#plots [data-name=${arguments[0]}] g[data-suite] [data-method]`)]"
+        ".filter(part => part.getBoundingClientRect().width)"
+        ".map(part => [part.closest('[data-suite]').dataset.suite, part.dataset.method])"
+    )
+    found: dict[str, set[str]] = {}
+    for suite, method in driver.execute_script(script, name):
+        found.setdefault(suite, set()).add(method)
+    return found
+
+
 def test_filters_move_tables_charts_and_answers_together(opened: Any) -> None:
     def suites() -> list[set[str]]:
         shown = [visible_rows(opened, place) for place in ("#results .chart", "#results .figures", "#stops .shares")]
@@ -188,8 +201,9 @@ def test_filters_move_tables_charts_and_answers_together(opened: Any) -> None:
     before = opened.execute_script(painted)
     choose(opened, "suite", "gsm8k")
     assert suites() == [{"gsm8k"}] * 3 and set(column(opened, 0)) == {"p0", "p1", "p2", "p3"}
-    assert not opened.find_element("css selector", "#plots svg").is_displayed()
-    assert opened.find_element("css selector", "#plots [data-narrowed]").is_displayed()
+    assert not opened.find_element("css selector", "[data-name=speedup]").is_displayed()
+    assert opened.find_element("id", "away").text.endswith("with the rest: speedup, rounds.")
+    assert drawn(opened, "acceptance") == {"gsm8k": {"dflash"}}
     assert all(now < then for now, then in zip(opened.execute_script(painted), before, strict=True))
     choose(opened, "method", "dflash")
     assert {method for _, method in visible_rows(opened, "#results .figures")} == {"dflash"}
@@ -199,9 +213,14 @@ def test_filters_move_tables_charts_and_answers_together(opened: Any) -> None:
     headings = opened.execute_script(f"{empty}.map(tr => tr.textContent)")
     assert headings and set(headings) == {"gsm8k (embedded)"}
     choose(opened, "suite", "")
+    choose(opened, "method", "ar")
+    assert drawn(opened, "acceptance") == {}
+    assert "acceptance" in opened.find_element("id", "away").text
     choose(opened, "method", "")
     assert suites()[0] == {"", "gsm8k", "humaneval"}
-    assert opened.find_element("css selector", "#plots svg").is_displayed()
+    assert drawn(opened, "acceptance") == drawn(opened, "output") == {"gsm8k": {"dflash"}, "humaneval": {"dflash"}}
+    assert opened.find_element("css selector", "[data-name=speedup]").is_displayed()
+    assert not opened.find_element("id", "away").is_displayed()
 
 
 def test_the_answers_to_a_prompt_stand_side_by_side_and_are_typed_again(opened: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -194,6 +196,31 @@ def test_the_same_run_gives_the_same_bytes_and_colours_that_a_page_can_change(tm
     assert first.startswith("<svg")
     for colour in style.NAMES:
         assert first.count(colour) == first.count(f"var(--{style.NAMES[colour]}, {colour})")
+
+
+SCOPED = re.compile(r'<g((?: data-(?:suite|method|settings)="[^"]*")+)>')
+
+
+@pytest.mark.parametrize("name", ["acceptance", "positions", "output", "prompts"])
+def test_a_drawing_says_which_suite_and_method_each_part_shows(tmp_path: Path, name: str) -> None:
+    rows = [*answers(12), *[replace(row, suite='a "b" <c>') for row in answers(12)]]
+    rows += [replace(row, method="eagle3") for row in rows if row.method == "dflash"]
+    made = Material(read_document(stored(tmp_path / "run", rows)))
+    shown = SCOPED.findall(plots.svg(made, name))
+    panels = [
+        f' data-suite="{suite}" data-settings="{NO_THINKING}"' for suite in ("gsm8k", "a &quot;b&quot; &lt;c&gt;")
+    ]
+    assert [part for part in shown if "suite" in part] == panels
+    of_method = Counter(part for part in shown if "suite" not in part)
+    # As many parts of either method: the same answers, and the legend's entry.
+    assert of_method[' data-method="dflash"'] == of_method[' data-method="eagle3"'] >= 4
+    assert len(of_method) == 2
+    figure = plots.drawn(made, name)
+    parts = [part for axes in figure.axes for part in (*axes.lines, *axes.patches, *axes.collections)]
+    unmarked = [part for part in parts if not style.scope_of(part)]
+    assert all(part.get_color() == style.MUTED for part in unmarked)
+    # A plot that is written has none of it.
+    assert "data-" not in plots.write_plot(made, name, tmp_path, "svg").read_text()
 
 
 # The command

@@ -15,6 +15,7 @@ from dflash_bench.report.plots.style import (
     finish,
     key_of,
     looks,
+    mark,
     name_axes,
     panels,
     top_of,
@@ -31,13 +32,15 @@ def histogram(material: Material) -> Any:
     methods = [m for m in material.drafting if any(key_of(group, m) in material.histograms for group in groups)]
     width = 0.84 / len(methods)
     for group, axes in axes_of.items():
+        mark(axes, suite=group[0], settings=group[1])
         for at, method in enumerate(methods):
             counts: Counter[int] = Counter()
             for (_, kept), number in material.histograms.get(key_of(group, method), {}).items():
                 counts[kept] += number
             xs, shares = np.array(sorted(counts)), np.array([counts[kept] for kept in sorted(counts)], dtype=float)
-            axes.bar(xs + (at - (len(methods) - 1) / 2) * width, 100 * shares / (shares.sum() or 1), width,
-                     color=look[method]["color"], hatch=look[method]["hatch"], label=method)  # fmt: skip
+            bars = axes.bar(xs + (at - (len(methods) - 1) / 2) * width, 100 * shares / (shares.sum() or 1), width,
+                            color=look[method]["color"], hatch=look[method]["hatch"], label=method)  # fmt: skip
+            mark(bars, method=method)
         axes.grid(axis="x", visible=False)
     name_axes(axes_of, "tokens accepted in a round", "% of rounds")
     return finish(figure, axes_of, "How many drafted tokens a round accepts", num_panels=len(groups))
@@ -48,19 +51,15 @@ def positions(material: Material) -> Any:
     groups, look = _groups_with_rounds(material), looks(material.methods)
     figure, axes_of = panels(groups, 2.4, material.label, sharex=True, sharey=True)
     for group, axes in axes_of.items():
+        mark(axes, suite=group[0], settings=group[1])
         for method in material.drafting:
             shares = _reached(material.histograms.get(key_of(group, method), {}), method)
             style = {"color": look[method]["color"], "marker": look[method]["marker"]}
-            axes.plot([k for k, _, _ in shares], [100 * p for _, p, _ in shares], label=method, **style)
+            solid = axes.plot([k for k, _, _ in shares], [100 * p for _, p, _ in shares], label=method, **style)
             conditional = [(k, 100 * p) for k, _, p in shares if p is not None]
-            axes.plot(
-                [k for k, _ in conditional],
-                [p for _, p in conditional],
-                linestyle=(0, (2, 2)),
-                fillstyle="none",
-                linewidth=1.2,
-                **style,
-            )
+            style |= {"linestyle": (0, (2, 2)), "fillstyle": "none", "linewidth": 1.2}
+            dashed = axes.plot([k for k, _ in conditional], [p for _, p in conditional], **style)
+            mark([*solid, *dashed], method=method)
         axes.set_ylim(0, 103)
     name_axes(axes_of, "position in the draft, k", "% accepted")
     note = f"solid: at least k accepted; dashed: the k-th, where the first k-1 were ({MIN_ROUNDS} rounds or more)"
@@ -77,15 +76,19 @@ def output(material: Material) -> Any:
     bins = sorted({name for by in intervals_of.values() for name in by}, key=lambda name: int(name.split("-")[0]))
     figure, axes_of = panels(groups, 2.4, material.label, sharex=True, sharey=True)
     for group, axes in axes_of.items():
+        mark(axes, suite=group[0], settings=group[1])
         for method in material.drafting:
             points = [
                 (bins.index(name), interval) for name, interval in intervals_of.get(key_of(group, method), {}).items()
             ]
             style = {"color": look[method]["color"], "marker": look[method]["marker"]}
-            axes.plot([x for x, _ in points], [interval.value for _, interval in points], label=method, **style)
+            line = axes.plot([x for x, _ in points], [interval.value for _, interval in points], label=method, **style)
+            mark(line, method=method)
             bounds = [(x, interval.low, interval.high) for x, interval in points if interval.low is not None]
             if bounds:
-                axes.fill_between(*zip(*bounds, strict=True), color=look[method]["color"], alpha=0.16, linewidth=0)
+                color = look[method]["color"]
+                band = axes.fill_between(*zip(*bounds, strict=True), color=color, alpha=0.16, linewidth=0)
+                mark(band, method=method)
         axes.set_xticks(range(len(bins)), bins, rotation=20)
     top = top_of([interval for by in intervals_of.values() for interval in by.values()])
     next(iter(axes_of.values())).set_ylim(1, top)

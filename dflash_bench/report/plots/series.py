@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash_bench.analysis.concurrency import ConcurrencyCurve
-from dflash_bench.analysis.metrics import BASELINE
+from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import LENGTH, NONE, Point, Sweep, SweepCurve
 from dflash_bench.analysis.sweep import SPEEDUP as SWEEP_SPEEDUP
@@ -23,6 +23,8 @@ from dflash_bench.report.plots.style import (
     draw_plain,
     finish,
     looks,
+    mark,
+    only,
     panels,
     top_of,
 )
@@ -46,6 +48,7 @@ def load(material: Material) -> Any:
     figure, axes_of = panels(names, 2.2, lambda name: name[0])
     tops = []
     for (suite, figure_id), axes in axes_of.items():
+        mark(axes, suite=next(one.key[0] for one in loads if _suite(one) == suite), settings="")
         shown = [one for one in loads if _suite(one) == suite and (figure_id == THROUGHPUT or one.method != BASELINE)]
         for one in shown:
             number = methods.index(one.method)
@@ -72,10 +75,11 @@ def _suite(one: ConcurrencyCurve) -> str:
 
 def _draw(axes: Any, one: ConcurrencyCurve, figure_id: str, look: dict[str, Any]) -> None:
     if figure_id == THROUGHPUT:
-        axes.plot([level.concurrency for level in one.levels], [level.tokens_per_s for level in one.levels], **look)
+        at, speeds = [level.concurrency for level in one.levels], [level.tokens_per_s for level in one.levels]
+        mark(axes.plot(at, speeds, **look), method=one.method)
         return
     points = [(level.concurrency, level.speedup) for level in one.levels if level.speedup]
-    draw_intervals(axes, points, **look)
+    mark(draw_intervals(axes, points, **look), method=one.method)
     draw_plain(axes)
 
 
@@ -102,6 +106,7 @@ def sweep(material: Material) -> Any:
     tops: list[float] = []
     for (option, suites, figure_id), axes in axes_of.items():
         swept = rows[option, suites]
+        mark(axes, suite=only(cell.suite for curve in swept.curves if curve.suites == suites for cell in _cells(curve)))
         for curve in swept.curves:
             if curve.suites == suites:
                 _line(axes, swept, curve, figure_id, series.index(curve.series))
@@ -112,6 +117,10 @@ def sweep(material: Material) -> Any:
     note = f"{bars_note(max(tops, default=None))}; ring: highest speed-up"
     title = "Acceptance and speed-up by the value of an option"
     return finish(figure, axes_of, title, note, len(names))
+
+
+def _cells(curve: SweepCurve) -> list[Cell]:
+    return [cell for point in curve.points for cell in point.cells]
 
 
 def _drawn(swept: Sweep, suites: Sequence[str], figure_id: str) -> list[Interval]:
@@ -143,11 +152,14 @@ def _line(axes: Any, swept: Sweep, curve: SweepCurve, figure_id: str, number: in
     place = _places(swept)
     look: dict[str, Any] = {"color": SERIES[number % 7], "marker": MARKERS[number % 7]}
     points = [(place[point.value], interval) for point in curve.points if (interval := FIGURES[figure_id](point))]
-    draw_intervals(axes, points, label=curve.series, **look)
+    cells = _cells(curve)
+    scope = {"method": only(cell.method for cell in cells), "settings": only(cell.settings.id for cell in cells)}
+    mark(draw_intervals(axes, points, label=curve.series, **look), **scope)
     if curve.best is not None and figure_id == SWEEP_SPEEDUP:
         best: Point = curve.points[curve.best]
         assert best.speedup is not None
-        axes.plot(place[best.value], best.speedup.value, "o", markersize=11, fillstyle="none", color=look["color"])
+        ring = {"markersize": 11, "fillstyle": "none", "color": look["color"]}
+        mark(axes.plot(place[best.value], best.speedup.value, "o", **ring), **scope)
 
 
 def _name_sweep_axes(axes: Any, swept: Sweep, figure_id: str) -> None:
@@ -187,6 +199,7 @@ def context(material: Material) -> Any:
     look = looks(material.methods)
     for (suite, beside), axes in axes_of.items():
         of_suite = [one for one in series if one.suite == suite]
+        mark(axes, suite=of_suite[0].key.suite, settings="")
         for one in of_suite:
             _lines(axes, one, PANELS[beside], look[one.method])
         _plain(axes, beside, of_suite)
@@ -200,11 +213,13 @@ def _lines(axes: Any, series: ContextCurve, figure_ids: Sequence[str], look: dic
     through, *dashed = figure_ids
     style = {"color": look["color"], "marker": look["marker"]}
     points = [(_place(cell), cell.figures[through]) for cell in series.cells if through in cell.figures]
-    draw_intervals(axes, points, has_bars=through in WITH_BARS, label=series.method, **style)
+    line = draw_intervals(axes, points, has_bars=through in WITH_BARS, label=series.method, **style)
+    mark(line, method=series.method)
     for figure_id in dashed:
         known = [cell for cell in series.cells if figure_id in cell.figures]
-        axes.plot([_place(cell) for cell in known], [cell.value(figure_id) for cell in known],
-                  linestyle=(0, (4, 3)), **style)  # fmt: skip
+        line = axes.plot([_place(cell) for cell in known], [cell.value(figure_id) for cell in known],
+                         linestyle=(0, (4, 3)), **style)  # fmt: skip
+        mark(line, method=series.method)
 
 
 def _plain(axes: Any, beside: str, series: Sequence[ContextCurve]) -> None:

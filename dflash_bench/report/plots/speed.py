@@ -24,6 +24,7 @@ from dflash_bench.report.plots.style import (
     finish,
     group_of,
     looks,
+    mark,
     name_axes,
     panels,
     top_of,
@@ -183,10 +184,12 @@ def prompts(material: Material) -> Any:
         raise NothingToPlotError("no prompt was answered both by plain decoding and by a method")
     figure, axes_of = panels(groups, 2.9, material.label, sharex=True, sharey=True)
     for group, axes in axes_of.items():
+        mark(axes, suite=group[0], settings=group[1])
         for method in material.drafting:
             points_of_cell = points.get((*group, method), np.zeros((0, 2)))
-            axes.plot(*points_of_cell.T, look[method]["marker"], color=look[method]["color"], alpha=0.75, label=method,
-                      markersize=5.5, markeredgewidth=0)  # fmt: skip
+            dots = axes.plot(*points_of_cell.T, look[method]["marker"], color=look[method]["color"], alpha=0.75,
+                             label=method, markersize=5.5, markeredgewidth=0)  # fmt: skip
+            mark(dots, method=method)
     name_axes(axes_of, "plain ms / token", "ms / token")
     lines = _speedup_lines(
         list(axes_of.values()),

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from math import nan
 from shutil import which
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -106,6 +108,35 @@ def drawn_into(canvas: Any) -> Iterator[None]:
         _canvas.reset(token)
 
 
+_scopes: WeakKeyDictionary[Any, Mapping[str, str]] = WeakKeyDictionary()
+
+
+def mark(drawn: Any, **scope: str) -> None:
+    """Say which `suite`, `method` or `settings` (its id) something drawn shows, for the filters of a page.
+
+    Empty is of several, so that no single one is chosen by it; what is not named does not matter. `drawn` is an artist,
+    a container of them, or what plotting functions return.
+    """
+    if isinstance(drawn, list | tuple):
+        for part in drawn:
+            mark(part, **scope)
+    elif drawn is not None:
+        _scopes[drawn] = scope
+
+
+def scope_of(drawn: Any) -> Mapping[str, str]:
+    """Return what was marked, of a container that of its first part; empty if nothing was."""
+    if isinstance(drawn, list | tuple):
+        return next((scope for part in drawn if (scope := scope_of(part))), {})
+    return {} if drawn is None else _scopes.get(drawn, {})
+
+
+def only(values: Iterable[str]) -> str:
+    """Return the value that all share, or an empty text for `mark` if there are several."""
+    different = set(values)
+    return different.pop() if len(different) == 1 else ""
+
+
 class NothingToPlotError(Exception):
     """The run lacks the data of a plot; the message says which."""
 
@@ -162,12 +193,12 @@ def errors(intervals: Sequence[Interval]) -> list[list[float]]:
     return [below, above]
 
 
-def draw_intervals(axes: Any, points: Sequence[tuple[float, Interval]], *, has_bars: bool = True, **look: Any) -> None:
-    """Draw a line through the values, with their intervals as error bars."""
+def draw_intervals(axes: Any, points: Sequence[tuple[float, Interval]], *, has_bars: bool = True, **look: Any) -> Any:
+    """Draw a line through the values, with their intervals as error bars, and return both."""
     intervals = [interval for _, interval in points]
     bars = errors(intervals) if has_bars else None
     values = [interval.value for interval in intervals]
-    axes.errorbar([x for x, _ in points], values, bars, elinewidth=1.1, capsize=2.5, **look)
+    return axes.errorbar([x for x, _ in points], values, bars, elinewidth=1.1, capsize=2.5, **look)
 
 
 def draw_plain(axes: Any) -> None:
@@ -213,7 +244,17 @@ def finish(
     legend = figure.legend(handles=shown, loc="outside lower left", ncols=across, title=below or None)
     legend.set_alignment("left")
     legend.get_title().set(color=MUTED, fontsize=type_size(9.5))
+    _mark_entries(legend, shown)
     return figure
+
+
+def _mark_entries(legend: Any, handles: Iterable[Any]) -> None:
+    """Mark each entry with the method of what it stands for."""
+    from matplotlib.offsetbox import DrawingArea
+
+    for handle, area, text in zip(handles, legend.findobj(DrawingArea), legend.get_texts(), strict=True):
+        if "method" in (scope := scope_of(handle)):
+            mark([*area.get_children(), text], method=scope["method"])
 
 
 def _print_names(several: Iterable[Any]) -> None:
@@ -247,7 +288,14 @@ def encoded(figure: Any, kind: str) -> bytes:
 
 
 def inline(figure: Any) -> str:
-    """Return SVG for a page: no prolog, colours by the page's names, a transparent background, text as text."""
+    """Return SVG for a page: no prolog, colours by the page's names, a transparent background, text as text.
+
+    What is marked has its scope as attributes, as rows of tables have it.
+    """
+    marked = figure.findobj(lambda artist: artist in _scopes, include_self=False)
+    for number, artist in enumerate(marked):
+        artist.set_gid(f"scope-{number}")
+    _let_panels_stand_alone([artist for artist in marked if artist in figure.axes])
     text = encoded(figure, "svg").decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
@@ -257,7 +305,21 @@ def inline(figure: Any) -> str:
     text = re.sub(r' (?:width|height)="[\d.]+pt"', "", text, count=2)
     for colour, name in NAMES.items():
         text = text.replace(colour, f"var(--{name}, {colour})")
-    return re.sub(r"\s*\n\s*", "\n", text)
+    text = re.sub(r"\s*\n\s*", "\n", text)
+    return re.sub(r' id="scope-(\d+)"', lambda found: _attributes(_scopes[marked[int(found[1])]]), text)
+
+
+def _let_panels_stand_alone(panels: Sequence[Any]) -> None:
+    """Give each panel the labels that it has from the one beside or below, which a page may hide."""
+    for axes in panels:
+        axes.tick_params(labelleft=True)
+        axes.set_ylabel(axes.get_ylabel() or panels[0].get_ylabel())
+        axes.set_xlabel(axes.get_xlabel() or panels[-1].get_xlabel())
+
+
+def _attributes(scope: Mapping[str, str]) -> str:
+    shown = {name: escape(visible(value, keep="\n\t")) for name, value in scope.items()}
+    return "".join(f' data-{name}="{value}"' for name, value in shown.items())
 
 
 def with_style(draw: Any, *arguments: Any) -> Any:
