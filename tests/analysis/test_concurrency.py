@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -16,6 +17,8 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import Settings
 from dflash_bench.report import data
 from dflash_bench.report import sections as words
+from dflash_bench.report.plots.series import load
+from dflash_bench.report.plots.style import scope_of
 from dflash_bench.results.identity import settings_to_json
 
 SETTINGS = [Settings(concurrency=number) for number in (1, 4, 16)]
@@ -151,3 +154,11 @@ def test_table_and_json_hold_every_level() -> None:
     level = data._load_json(measurements[1])["levels"][2]
     assert level["concurrency"] == 16 and level["speedup_decode"] == SPEEDUPS[16]
     assert "p90 is shown from 64 answers on" in "\n".join(section.legend)
+
+
+def test_the_plot_says_which_method_each_line_shows_for_the_filters_of_a_page() -> None:
+    material: Any = SimpleNamespace(document=SimpleNamespace(loads=measured(ROWS)))
+    throughput, speedup = load(material).axes
+    assert scope_of(throughput) == scope_of(speedup) == {"suite": "gsm8k", "settings": ""}
+    assert [scope_of(line)["method"] for line in throughput.lines] == ["ar", "dflash"]
+    assert scope_of(speedup.containers[0]) == {"method": "dflash"}

@@ -146,7 +146,9 @@ def test_the_page_is_written_with_its_plots(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", told())
     assert main("report", "run", "--html", "out/page.html") == (0, "", "wrote out/page.html\n")
     page = Path("out/page.html").read_text(encoding="utf-8")
-    assert page.count("<figure>") == page.count("<svg role=") == 6
+    assert page.count("<figure data-name=") == page.count("<svg role=") == 6
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids)) > 20
     assert "#0072b2" not in page.replace("var(--series-0, #0072b2)", "").partition("</style>")[2]
 
 

@@ -21,7 +21,7 @@ from dflash_bench.analysis.sweep import Sweep, SweepCurve
 from dflash_bench.core.types import Answer, Settings
 from dflash_bench.report import FORMATS, Document, plots, read_document
 from dflash_bench.report.plots.series import sweep as drawn
-from dflash_bench.report.plots.style import Material
+from dflash_bench.report.plots.style import Material, scope_of
 from dflash_bench.results.identity import settings_to_json
 
 SPEEDS = {"dflash:block=4": 1.5, "dflash:block=8": 2.0, "dflash:block=16": 2.01}
@@ -215,6 +215,10 @@ def test_the_plot_has_both_figures_with_the_mean_first_and_a_ring_around_the_bes
     assert [tick.get_text() for tick in axes[0].get_xticklabels()] == ["4", "8"]
     (ring,) = [line for line in axes[1].lines if line.get_fillstyle() == "none"]
     assert ring.get_xdata().tolist() == [8]  # type: ignore[union-attr]
+    # A page's filters: the mean is of no single suite, nor a line of a single method.
+    assert [scope_of(each)["suite"] for each in axes[::2]] == ["", "gsm8k", "math500"]
+    assert {scope_of(each.lines[0])["method"] for each in axes} == {scope_of(ring)["method"]} == {""}
+    assert scope_of(ring)["settings"]
 
 
 def test_numbers_stand_where_they_belong_and_words_behind_them() -> None:

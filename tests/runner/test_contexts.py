@@ -23,7 +23,7 @@ from dflash_bench.core.types import Generation, Message, Prompt, Settings, conte
 from dflash_bench.report import plots, read_document
 from dflash_bench.report.answers import page_answers
 from dflash_bench.report.html import read_page
-from dflash_bench.report.plots.style import Material
+from dflash_bench.report.plots.style import Material, scope_of
 from dflash_bench.report.sections import by_context
 from dflash_bench.results import run_info, store, table
 from dflash_bench.results.identity import full_names, settings_to_json, short_names
@@ -314,7 +314,8 @@ def test_the_plot_has_break_even_beside_acceptance(tmp_path: Path) -> None:
     through, dashed = (line for line in axes[0].lines if len(line.get_xdata()) == 3 and line.get_linestyle() != "None")
     assert list(through.get_xdata()) == [60, 256, 4096]
     assert dashed.get_ydata() == pytest.approx([1.7, 1.7, 1.7], rel=0.02)
-    assert "context" in plots.svg(material, "context")
+    assert 'data-suite="gsm8k" data-settings=""' in plots.svg(material, "context")
+    assert {scope_of(line).get("method") for line in axes[0].lines} == {"dflash"}
 
 
 def test_a_run_of_one_context_has_neither_table_nor_plot(tmp_path: Path, main: Main) -> None:

@@ -97,7 +97,7 @@ def drawn(material: Material, name: str, into: Any = None) -> Any:
 
 def svg(material: Material, name: str) -> str:
     """Return the plot as SVG for a page."""
-    return str(with_style(lambda: inline(PLOTS[name](material))))
+    return str(with_style(lambda: inline(PLOTS[name](material), name)))
 
 
 def _write(draw: Callable[[Any], Any], what: Any, path: Path) -> Path:

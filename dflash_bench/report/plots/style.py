@@ -287,16 +287,20 @@ def encoded(figure: Any, kind: str) -> bytes:
     return file.getvalue()
 
 
-def inline(figure: Any) -> str:
+def inline(figure: Any, name: str) -> str:
     """Return SVG for a page: no prolog, colours by the page's names, a transparent background, text as text.
 
-    What is marked has its scope as attributes, as rows of tables have it.
+    What is marked has its scope as attributes, as rows of tables have it. Ids differ from those of drawings of another
+    name: nothing may be filled with a pattern of a drawing that is hidden.
     """
+    from matplotlib import rc_context
+
     marked = figure.findobj(lambda artist: artist in _scopes, include_self=False)
     for number, artist in enumerate(marked):
         artist.set_gid(f"scope-{number}")
     _let_panels_stand_alone([artist for artist in marked if artist in figure.axes])
-    text = encoded(figure, "svg").decode()
+    with rc_context({"svg.hashsalt": name}):
+        text = encoded(figure, "svg").decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(
