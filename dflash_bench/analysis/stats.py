@@ -36,6 +36,8 @@ LEAST_ERROR = 0.1
 """Draws that repeat (nearly) one prompt have almost no error; below this share of the measured one, we skip them."""
 NO_ERROR = 1e-7
 """A smaller difference of logarithms is rounding."""
+VAGUE = 10.0
+"""An interval of which the upper bound is more times the lower one than this is not worth its digits."""
 OUTLIER = 10.0
 """Robust standard deviations from the median, as in hyperfine."""
 
@@ -57,6 +59,11 @@ class Interval:
     def contains(self, value: float) -> bool:
         """Return whether the interval contains the value; False if there is no interval."""
         return self.low is not None and self.high is not None and self.low <= value <= self.high
+
+    @property
+    def is_vague(self) -> bool:
+        """Whether the interval is too wide to tell anything; what is at most 1, such as a share, is bounded anyway."""
+        return self.low is not None and self.high is not None and self.high > max(1.0, VAGUE * self.low)
 
     @property
     def half_width(self) -> float | None:

@@ -16,7 +16,7 @@ from dflash_bench.core.labels import visible
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.report.document import Document, MethodLine
 from dflash_bench.report.screen import judged, num_wrong
-from dflash_bench.report.tables import number
+from dflash_bench.report.tables import bounds, number
 
 BADGE = "dflash-bench.svg"
 RESULTS = Path(".eval_results") / "dflash-bench.yaml"
@@ -103,7 +103,7 @@ def _note(document: Document, plain: Cell, line: MethodLine) -> str:
     own = [cell for cell in line.cells_of(document.cells) if cell.suite == plain.suite and cell.num_prompts]
     gained = [
         f"{line.name} {number(one.value)}x as fast as plain decoding"
-        + (f" ({number(one.low)} to {number(one.high)})" if one.low is not None else "")
+        + (f" ({within})" if (within := bounds(one)) else "")
         for cell in own
         if (one := cell.figures.get("speedup.decode"))
     ]

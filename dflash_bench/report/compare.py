@@ -37,7 +37,7 @@ from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import CellKey
 from dflash_bench.report import charts, columns, render
 from dflash_bench.report.data import cells_json, versus_json
-from dflash_bench.report.tables import ABSENT, ReportTable, Section, Value, number, p_value, with_interval
+from dflash_bench.report.tables import ABSENT, ReportTable, Section, Value, bounds, number, p_value, with_interval
 from dflash_bench.results import rounds, table
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.rounds import STRETCHES
@@ -77,9 +77,8 @@ def verdicts(comparisons: Sequence[Comparison]) -> list[ChangeSentence]:
 
 
 def _times(ratio: Interval) -> str:
-    if ratio.low is None or ratio.high is None:
-        return f"{number(ratio.value)} times"
-    return f"{number(ratio.value)} times ({number(ratio.low)} to {number(ratio.high)})"
+    within = bounds(ratio)
+    return f"{number(ratio.value)} times{f' ({within})' if within else ''}"
 
 
 # The sections and the JSON of `compare`. Time-free metrics stand apart from timings, and ids above every column.
@@ -154,7 +153,7 @@ def change_sections(comparisons: Sequence[Comparison]) -> list[Section]:
         if rows:
             heads = [*names, "figure", "ratio [95 %]", "p (Holm)", ""]
             keys = [charts.key_of(versus) for versus, *_ in shown]
-            made.append(Section("changes", title, ReportTable.of(heads, rows, len(names) + 1, keys)))
+            made.append(Section("changes", title, ReportTable.of(heads, rows, len(names) + 1, keys, ["p (Holm)"])))
     return [*made, *_answered_right(comparisons, is_sliced), Section("legend", sentences=NO_CHANGE)]
 
 

@@ -22,7 +22,7 @@ from dflash_bench.core.terminal import with_bar
 from dflash_bench.core.types import CellKey
 from dflash_bench.report import answers, charts, plots, render, screen, sections
 from dflash_bench.report.document import Document, Mean
-from dflash_bench.report.tables import Section, number
+from dflash_bench.report.tables import Section, bounds, number
 from dflash_bench.report.words import bandwidth_note, facts, sentences, speedups, tally
 from dflash_bench.results.rounds import RunRounds, read_rounds
 
@@ -127,7 +127,7 @@ def _tiles(document: Document, means: Sequence[Mean]) -> list[dict[str, Any]]:
 def _tile(document: Document, mean: Mean, bars: Mapping[CellKey, charts.ForestRow]) -> dict[str, Any]:
     line, speedup, al = mean
     has_interval = speedup is not None and speedup.low is not None
-    interval = f"95 %: {number(speedup.low)} to {number(speedup.high)}" if speedup and has_interval else ""
+    interval = f"95 %: {bounds(speedup)}" if has_interval else ""
     few = f"n = {speedup.too_few}, no interval" if speedup and speedup.too_few else ""
     rows = [speedups(document, speedup is not None), interval or few, bandwidth_note(document)]
     rows += [f"al.pooled {number(al)}"] if al else []

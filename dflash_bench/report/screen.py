@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 from typing import TYPE_CHECKING
@@ -12,10 +12,12 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.labels import visible
 from dflash_bench.core.methods import has_draft, is_lossy
+from dflash_bench.core.types import Settings
 from dflash_bench.report.document import Document, Mean, MethodLine
 from dflash_bench.report.sections import WRONG, best_values, crossings
-from dflash_bench.report.tables import number
+from dflash_bench.report.tables import bounds, number
 from dflash_bench.report.words import tally
+from dflash_bench.results.identity import NAMES, value_words
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -81,23 +83,38 @@ def _rows(document: Document, means: Sequence[Mean]) -> list[ScreenRow]:
     known = [speedup for _, speedup, _ in means if speedup]
     best = max((speedup.value for speedup in known), default=None)
     scale = _scale(known)
+    settings = _in_columns(document.cells)
     rows = [
         ScreenRow(
             _texts(line, speedup, al, speed_text(line.cells_of(document.cells)), scale)
-            | {"exact": exact_text(document, line)},
+            | {"exact": exact_text(document, line)}
+            | settings[line.settings],
             speedup is not None and speedup.value == best and speedup.value > 1,
             _is_exact(document, line),
         )
         for line, speedup, al in means
     ]
-    return [*rows, *_plain_rows(document)]
+    return [*rows, *_plain_rows(document, settings)]
 
 
-def _plain_rows(document: Document) -> Iterator[ScreenRow]:
+def _in_columns(cells: Sequence[Cell]) -> dict[Settings, dict[str, str]]:
+    """Return the fields in which settings differ, in words: each is a column of its own, so that none is cut."""
+    several = list(dict.fromkeys(cell.settings for cell in cells))
+    words = {
+        name: value_words(name, values)
+        for name in NAMES
+        if len(set(values := [getattr(settings, name) for settings in several])) > 1
+    }
+    return {
+        settings: {name: those[getattr(settings, name)] for name, those in words.items()} for settings in several
+    }  # fmt: skip
+
+
+def _plain_rows(document: Document, settings_texts: Mapping[Settings, dict[str, str]]) -> Iterator[ScreenRow]:
     cells = [cell for cell in document.cells if cell.method == BASELINE and cell.num_prompts]
     for settings, setting in dict.fromkeys((cell.settings, cell.setting) for cell in cells):
         line = MethodLine(BASELINE, settings, setting)
-        texts = {"name": labels.with_settings("plain", setting), "speedup": "1.00x", "al": "1.00"}
+        texts = {"name": "plain", **settings_texts[settings], "speedup": "1.00x", "al": "1.00"}
         yield ScreenRow(texts | {"tps": speed_text(line.cells_of(cells))})
 
 
@@ -106,12 +123,12 @@ def _texts(
 ) -> dict[str, str]:  # fmt: skip
     interval, bar = "", ""
     if speedup and speedup.low is not None and speedup.high is not None:
-        interval = f"{number(speedup.low)} to {number(speedup.high)}"
-        bar = _bar(speedup.low, speedup.value, speedup.high, scale)
+        interval = bounds(speedup)
+        bar = "" if speedup.is_vague else _bar(speedup.low, speedup.value, speedup.high, scale)
     elif speedup and speedup.too_few:
         interval = f"(n = {speedup.too_few})"
     return {
-        "name": line.name,
+        "name": line.method,
         "speedup": f"{number(speedup.value)}x" if speedup else "n/a",
         "bar": bar,
         "interval": interval,
@@ -154,9 +171,10 @@ def speed_text(cells: Sequence[Cell]) -> str:
 
 
 def _scale(speedups: Sequence[Interval]) -> tuple[float, float]:
-    """Return the least and the largest bound of all intervals."""
-    bounds = [bound for one in speedups for bound in (one.low, one.high) if bound is not None and bound > 0]
-    return (min(bounds), max(bounds)) if bounds else (1.0, 1.0)
+    """Return the least and the largest bound of all intervals that are drawn."""
+    drawn = [one for one in speedups if not one.is_vague]
+    ends = [bound for one in drawn for bound in (one.low, one.high) if bound is not None and bound > 0]
+    return (min(ends), max(ends)) if ends else (1.0, 1.0)
 
 
 def _bar(low: float, value: float, high: float, scale: tuple[float, float]) -> str:
@@ -176,12 +194,14 @@ def _bar(low: float, value: float, high: float, scale: tuple[float, float]) -> s
 def _table(rows: Sequence[ScreenRow], width: int) -> list[Text]:
     from rich.text import Text
 
-    texts = [HEADS, *({name: visible(text) for name, text in row.texts.items()} for row in rows)]
-    columns = [name for name in HEADS if any(one.get(name) for one in texts[1:])]
+    fields = [name for name in NAMES if any(name in row.texts for row in rows)]
+    heads = {"name": "", **{name: name.replace("_", " ") for name in fields}, **HEADS}
+    texts = [heads, *({name: visible(text) for name, text in row.texts.items()} for row in rows)]
+    columns = [name for name in heads if any(one.get(name) for one in texts[1:])]
     most = min(LONGEST_NAME, max(8, width - 12))
     texts = [one | {"name": _cut(one["name"], most)} for one in texts]
     widths = {name: max(len(one.get(name, "")) for one in texts) for name in columns}
-    for name in LEAVES_OUT:
+    for name in (*LEAVES_OUT, *reversed(fields)):
         if 2 + sum(widths.values()) + 2 * (len(widths) - 1) > width:
             widths.pop(name, None)
     lines = []
@@ -264,11 +284,14 @@ def _sentence(document: Document, line: MethodLine, speedup: Interval) -> str:
         of_one = " of a suite" if len({cell.suite for cell in document.cells}) > 1 else ""
         few = f"With {speedup.too_few} prompts{of_one}, too few to trust, " if speedup.too_few else ""
         return f"{few}{line.name} was {number(speedup.value)} times as fast as plain decoding{where}"
-    bounds = f"{number(speedup.low)} to {number(speedup.high)}"
+    within = bounds(speedup)
+    if speedup.is_vague:
+        was = f"it was {number(speedup.value)} times as fast"
+        return f"How fast {line.name} is cannot be told: {was} as plain decoding{where}, but prompts differ too much"
     if speedup.contains(1):
-        return f"{line.name} is not shown to be faster than plain decoding{where}: it is {bounds} times as fast"
+        return f"{line.name} is not shown to be faster than plain decoding{where}: it is {within} times as fast"
     slower = ", which is slower" if speedup.value < 1 else ""
-    return f"{line.name} is {number(speedup.value)} times as fast as plain decoding ({bounds}){slower}{where}"
+    return f"{line.name} is {number(speedup.value)} times as fast as plain decoding ({within}){slower}{where}"
 
 
 def _where(document: Document, method: str) -> str:

@@ -72,7 +72,8 @@ def formulas() -> Section:
 
 LOAD_COLUMNS = (
     Column("num_answers", "answers"), Column("tps.total", "tps.total"), Column("over_plain", "/ plain"),
-    Column("tps.decode", "tps.decode"), Column("ttft_ms", "ttft ms"), Column("tpot_ms", "tpot ms"),
+    Column("tps.decode", "tps.decode", is_spare=True), Column("ttft_ms", "ttft ms", is_spare=True),
+    Column("tpot_ms", "tpot ms", is_spare=True),
     Column("speedup.decode", "speedup.decode [95 %]"),
 )  # fmt: skip
 LOAD_LEGEND = (
@@ -147,6 +148,8 @@ def _pays(crossing: Crossing | None, levels: Sequence[Level]) -> str:
     high = f"more than {last.concurrency}" if crossing.high is None else number(crossing.high, 1)
     if crossing.value is None:
         at_last = f"at {last.concurrency} it is {with_interval(last.speedup)}"
+        if crossing.high is None:
+            return f"pays up to a concurrency of {low} at least; {at_last}"
         return f"pays up to a concurrency between {low} and {high}; {at_last}"
     return f"stops paying at a concurrency of about {number(crossing.value, 1)} [{low}, {high}]"
 

@@ -17,6 +17,8 @@ from dflash_bench.core.labels import visible
 from dflash_bench.core.types import CellKey
 
 ABSENT = "n/a"
+VAGUE = "cannot tell"
+"""Shown in place of the bounds of an interval that is too wide to say anything."""
 Rows = Sequence[Sequence[str]]
 
 
@@ -24,13 +26,24 @@ def number(value: float | None, digits: int = 2) -> str:
     return ABSENT if value is None else f"{value:,.{digits}f}"
 
 
+def bounds(interval: Interval | None, digits: int = 2) -> str:
+    """`2.86 to 3.73`; "cannot tell" where the interval is too wide to say anything, nothing where there is none."""
+    if interval is None or interval.low is None or interval.high is None:
+        return ""
+    return VAGUE if interval.is_vague else f"{number(interval.low, digits)} to {number(interval.high, digits)}"
+
+
 def with_interval(interval: Interval | None, digits: int = 2) -> str:
-    """`3.27 [2.86, 3.73]`; `3.27 (n = 2)` where there are too few prompts for an interval."""
+    """`3.27 [2.86, 3.73]`, or with another word than the bounds where they are too far apart to say anything, or
+    `3.27 (n = 2)` where there are too few prompts for an interval.
+    """
     if interval is None or interval.low is None or interval.high is None:
         few = f" (n = {interval.too_few})" if interval and interval.too_few else ""
         return f"{number(interval.value if interval else None, digits)}{few}"
     if isclose(interval.low, interval.high):  # plain decoding over itself
         return number(interval.value, digits)
+    if interval.is_vague:
+        return f"{number(interval.value, digits)} [{VAGUE}]"
     return f"{number(interval.value, digits)} [{number(interval.low, digits)}, {number(interval.high, digits)}]"
 
 
@@ -128,13 +141,17 @@ class ReportTable:
 
     @classmethod
     def of(
-        cls, heads: Sequence[str], rows: Sequence[Sequence[Value]], left: int = 1, keys: Sequence[CellKey] = ()
-    ) -> ReportTable:
+        cls, heads: Sequence[str], rows: Sequence[Sequence[Value]], left: int = 1, keys: Sequence[CellKey] = (),
+        spare: Sequence[str] = (),
+    ) -> ReportTable:  # fmt: skip
         """A table without groups, whose columns are known by their heads alone; the first `left` hold names.
 
-        `keys` are those of the rows, if a page can filter them.
+        `keys` are those of the rows, if a page can filter them; narrow screens leave out the columns `spare`.
         """
-        columns = [Column(head, head, "left" if at < left else "right") for at, head in enumerate(heads)]
+        columns = [
+            Column(head, head, "left" if at < left else "right", is_spare=head in spare)
+            for at, head in enumerate(heads)
+        ]
         return cls(columns, [TableRow(row, key=key) for row, key in zip_longest(rows, keys)])
 
     @property

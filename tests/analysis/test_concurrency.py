@@ -132,7 +132,7 @@ def test_the_crossing_lies_on_a_straight_line_of_logarithms() -> None:
         (Crossing(8.0, 6.0, None), "stops paying at a concurrency of about 8.0 [6.0, more than 16]."),
         (
             Crossing(None, 6.0, None),
-            "pays up to a concurrency between 6.0 and more than 16; at 16 it is 0.75 [0.60, 0.90].",
+            "pays up to a concurrency of 6.0 at least; at 16 it is 0.75 [0.60, 0.90].",
         ),
         (Crossing(None, None, None), "pays at every concurrency measured, up to 16 (0.75 [0.60, 0.90])."),
         (Crossing(1.0, 1.0, 1.0), "does not pay at any concurrency from 1 up."),

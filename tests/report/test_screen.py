@@ -106,7 +106,24 @@ def test_each_of_several_settings_has_its_plain_decoding() -> None:
     rows = [*several(methods=("dflash",)), *several(methods=("dflash",), settings=hot)]
     lines = of(rows).splitlines()
     assert [line.split()[0] for line in lines[1:5]] == ["dflash", "dflash", "plain", "plain"]
-    assert "(temperature 1)" in lines[2] and "(temperature 1)" in lines[4]
+    assert lines[0].split()[0] == "temperature"
+    assert [line.split()[1] for line in lines[1:5]] == ["0", "1", "0", "1"]
+
+
+def test_rows_of_several_settings_are_told_apart_in_80_columns() -> None:
+    settings = [Settings(temperature=hot, concurrency=many) for hot in (0.0, 1.0) for many in (1, 2)]
+    lines = of([row for one in settings for row in several(methods=("dflash",), settings=one)]).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[:3] for line in lines[1:5]] == [["dflash", hot, many] for hot in "01" for many in "12"]
+
+
+def test_an_interval_too_wide_to_tell_anything_has_no_bounds() -> None:
+    rows = several(num_prompts=6, methods=("dflash",))
+    stalled = rows[1].generation
+    rows[1] = replace(rows[1], generation=replace(stalled, decode_s=1000 * stalled.decode_s))
+    text = of(rows)
+    assert "cannot tell" in text and "●" not in text
+    assert "How fast dflash is cannot be told: it was 0." in " ".join(text.split())
 
 
 def test_colours_are_beside_the_words() -> None:

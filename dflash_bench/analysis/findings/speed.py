@@ -73,10 +73,9 @@ def unclear(context: CellContext) -> Observation | None:
     speedup = context.cell.figures.get("speedup.decode")
     if context.is_baseline or speedup is None or not speedup.contains(1) or never_drafts(context):
         return None
-    text = (
-        f"speedup.decode {speedup.value:.2f} may be faster or slower than plain decoding: "
-        f"its interval, {speedup.low:.2f} to {speedup.high:.2f}, contains 1"
-    )
+    within = f"its interval, {speedup.low:.2f} to {speedup.high:.2f}, contains 1"
+    why = "its interval is too wide to tell" if speedup.is_vague else within
+    text = f"speedup.decode {speedup.value:.2f} may be faster or slower than plain decoding: {why}"
     bounds = {"low": speedup.low, "high": speedup.high}
     return context.observe("unclear", text, "raise --limit, or leave it out", speedup_decode=speedup.value, **bounds)
 
