@@ -73,7 +73,7 @@ def test_an_import_against_the_grain_is_caught(copy: Path, module: str, imported
 
 MODULES = {path.relative_to(ROOT / "dflash_bench"): path for path in (ROOT / "dflash_bench").rglob("*.py")}
 ROOMS = "core tasks models engine servers runner results analysis perf diagnose report training cli".split()
-PLUG_INS = {"base", "dflash", "eagle3", "medusa"}
+PLUG_INS = {"base", "dflash", "eagle3", "medusa", "mtp"}
 """Stems of plug-ins: a method as a net, a format, a drafter and an objective; and what each kind of them shares."""
 
 

@@ -68,6 +68,7 @@ class Options(TypedDict, total=False):
     draft_steps: int | str
     repeats: int
     audit: str
+    record: str
     over: Mapping[str, Iterable[object]]
     one_at_a_time: bool
     device: str

@@ -63,6 +63,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "draft_steps": (2, "2"),
     "repeats": (2, 2),
     "audit": ("divergent", "divergent"),
+    "record": ("every-position", "every-position"),
     "unsafe_code": (True, True),
     "over": (["block=4,8", "temperature=0,1"], ("block=4,8", "temperature=0,1")),
     "one_at_a_time": (True, True),
@@ -231,8 +232,8 @@ def test_each_command_has_a_file_of_its_own_options(tmp_path: Path, main: Main) 
 
 @pytest.mark.parametrize("name", [name for name, spec in options_of(RunRequest).items() if spec.needs])
 def test_an_option_without_what_it_needs_is_refused_by_its_flag(name: str) -> None:
-    # An audit has an effect unless all is drawn.
-    others = {"temperature": (1.0,)} if name == "audit" else {}
+    # An audit and a recording have an effect unless all is drawn.
+    others = {"temperature": (1.0,)} if name in ("audit", "record") else {}
     request = RunRequest(**{name: value_of(name)}, **others)
     flag = options_of(RunRequest)[name].flag
     with pytest.raises(UserError, match=rf"^{flag} (has no effect |needs )"):
