@@ -1,14 +1,33 @@
 // The drawings: a panel without a line is put away, and so is a drawing without a panel, or with all in one.
+
+const drawings = [...document.querySelectorAll("#plots figure")].map((figure) => {
+  const panels = [...figure.querySelectorAll("g[data-suite]")];
+  const svg = figure.querySelector("svg");
+  // Where panels stand: their first part is their background.
+  return { figure, panels, svg, box: svg.getAttribute("viewBox"), places: panels.map((panel) => panel.querySelector("path").getBBox()) };
+});
+// The panels that are left move up to the first places, and the legend below them.
+const closeGaps = ({ panels, svg, box, places }) => {
+  const left = [...panels.keys()].filter((number) => !panels[number].hasAttribute("hidden"));
+  if (!left.length) return;
+  const move = (element, x, y) => element.setAttribute("transform", `translate(${x} ${y})`);
+  left.forEach((number, at) => move(panels[number], places[at].x - places[number].x, places[at].y - places[number].y));
+  const gap = places.at(-1).y - places[left.length - 1].y;
+  move(svg.querySelector("[data-part=legend]"), 0, -gap);
+  const [x, y, width, height] = box.split(" ").map(Number);
+  svg.setAttribute("viewBox", [x, y, width, height - gap].join(" "));
+};
 document.addEventListener("scoped", () => {
   const away = [];
   const narrowed = Object.values(scope).some(Boolean);
-  for (const figure of document.querySelectorAll("#plots figure")) {
-    const panels = [...figure.querySelectorAll("g[data-suite]")];
+  for (const drawing of drawings) {
+    const { figure, panels } = drawing;
     for (const panel of panels) {
       if (!panel.querySelector("[data-method]:not([hidden])")) panel.setAttribute("hidden", "");
     }
     figure.hidden = narrowed && panels.every((panel) => panel.hasAttribute("hidden"));
     if (figure.hidden) away.push(figure.dataset.name);
+    else closeGaps(drawing);
   }
   at("away").hidden = !away.length;
   at("away").querySelector("span").textContent = away.join(", ");

@@ -196,6 +196,12 @@ def test_filters_move_tables_charts_and_answers_together(opened: Any) -> None:
         shown = [visible_rows(opened, place) for place in ("#results .chart", "#results .figures", "#stops .shares")]
         return [{suite for suite, _ in rows} for rows in shown]
 
+    place = (
+        "const svg = document.querySelector('[data-name=acceptance] svg');"
+        "const panel = svg.querySelector(`[data-suite=${arguments[0]}] path`);"
+        "const [box, own] = [svg, panel].map(element => element.getBoundingClientRect());"
+        "return [own.x - box.x, own.y - box.y]"
+    )
     painted = "const c = document.querySelector('#map canvas'); return [c.height, c.offsetHeight]"
     assert suites() == [{"", "gsm8k", "humaneval"}, {"gsm8k", "humaneval"}, {"gsm8k", "humaneval"}]
     before = opened.execute_script(painted)
@@ -204,6 +210,7 @@ def test_filters_move_tables_charts_and_answers_together(opened: Any) -> None:
     assert not opened.find_element("css selector", "[data-name=speedup]").is_displayed()
     assert opened.find_element("id", "away").text.endswith("with the rest: speedup, rounds.")
     assert drawn(opened, "acceptance") == {"gsm8k": {"dflash"}}
+    first = opened.execute_script(place, "gsm8k")
     assert all(now < then for now, then in zip(opened.execute_script(painted), before, strict=True))
     choose(opened, "method", "dflash")
     assert {method for _, method in visible_rows(opened, "#results .figures")} == {"dflash"}
@@ -212,6 +219,9 @@ def test_filters_move_tables_charts_and_answers_together(opened: Any) -> None:
     empty = "return [...document.querySelectorAll('tr.suite')].filter(tr => tr.offsetParent && tr.closest('#results'))"
     headings = opened.execute_script(f"{empty}.map(tr => tr.textContent)")
     assert headings and set(headings) == {"gsm8k (embedded)"}
+    # The panel that is left stands where the first one stood.
+    choose(opened, "suite", "humaneval")
+    assert opened.execute_script(place, "humaneval") == pytest.approx(first, abs=0.1)
     choose(opened, "suite", "")
     choose(opened, "method", "ar")
     assert drawn(opened, "acceptance") == {}

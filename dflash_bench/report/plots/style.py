@@ -114,8 +114,8 @@ _scopes: WeakKeyDictionary[Any, Mapping[str, str]] = WeakKeyDictionary()
 def mark(drawn: Any, **scope: str) -> None:
     """Say which `suite`, `method` or `settings` (its id) something drawn shows, for the filters of a page.
 
-    Empty is of several, so that no single one is chosen by it; what is not named does not matter. `drawn` is an artist,
-    a container of them, or what plotting functions return.
+    Empty is of several, so that no single one is chosen by it; what is not named does not matter. A `part` is named for
+    the page's script. `drawn` is an artist, a container of them, or what plotting functions return.
     """
     if isinstance(drawn, list | tuple):
         for part in drawn:
@@ -249,9 +249,10 @@ def finish(
 
 
 def _mark_entries(legend: Any, handles: Iterable[Any]) -> None:
-    """Mark each entry with the method of what it stands for."""
+    """Mark the legend as such, and each entry with the method of what it stands for."""
     from matplotlib.offsetbox import DrawingArea
 
+    mark(legend, part="legend")
     for handle, area, text in zip(handles, legend.findobj(DrawingArea), legend.get_texts(), strict=True):
         if "method" in (scope := scope_of(handle)):
             mark([*area.get_children(), text], method=scope["method"])
