@@ -72,7 +72,7 @@ def verdicts(comparisons: Sequence[Comparison]) -> list[ChangeSentence]:
     ]
     rest = [f"and {len(told) - MOST_SENTENCES} more, below"] if len(told) > MOST_SENTENCES else []
     counts = ", ".join(f"{len(texts)} {name}" for name, texts in found.items() if texts)
-    rest += [f"{'others' if told else 'of what is compared'}: {counts}"] if counts else []
+    rest += [f"{'others' if told else 'no change is shown'}: {counts}"] if counts else []
     return [*told[:MOST_SENTENCES], *(ChangeSentence("rest", text) for text in rest)]
 
 

@@ -18,6 +18,7 @@ from test_page import HOSTILE, SAID, TEXT, told
 import dflash_bench as db
 from dflash_bench.report import html, read_document, write_page
 from dflash_bench.report.answers import page_answers
+from dflash_bench.report.site import write_site
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs pip install 'dflash-bench[browser]'")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -318,6 +319,24 @@ def test_a_comparison_in_a_browser(opened: Any, tmp_path: Path) -> None:
         script = "return [...document.querySelectorAll('.wide')].map(box => box.scrollWidth - box.clientWidth)"
         assert set(opened.execute_script(script)) == {0}, width
         assert opened.execute_script("return document.documentElement.scrollWidth") <= width
+    opened.get(page)
+    assert opened.get_log("browser") == []
+
+
+def test_an_index_in_a_browser(opened: Any, tmp_path: Path) -> None:
+    page = opened.current_url.partition("#")[0]
+    stored(tmp_path / "runs" / "now", answers(8))
+    write_site([tmp_path / "runs" / "now"], tmp_path / "site", print)
+    opened.get((tmp_path / "site" / "index.html").as_uri())
+    for width in (400, 1000, 1400, 2000):
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        script = "const box = document.querySelector('.wide'); return box.scrollWidth - box.clientWidth"
+        assert opened.execute_script(script) == 0, width
+    lines = "return [...document.querySelectorAll('.runs tbody tr')].filter(line => line.checkVisibility()).length"
+    assert opened.execute_script(lines) == 1
+    opened.find_element("id", "find").send_keys("no such run")
+    assert opened.execute_script(lines) == 0
     opened.get(page)
     assert opened.get_log("browser") == []
 

@@ -40,7 +40,7 @@ def test_nothing_is_called_a_change_that_may_be_none(main: Main) -> None:
     rows = runs.answers(24)
     runs.stored(Path("then"), rows)
     runs.stored(Path("now"), rows)
-    assert main("compare", "then", "now")[1].startswith("of what is compared: 2 same\n")
+    assert main("compare", "then", "now")[1].startswith("no change is shown: 2 same\n")
 
 
 def test_answers_that_are_right_no_more_are_said() -> None:
