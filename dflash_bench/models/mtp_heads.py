@@ -80,7 +80,7 @@ def load(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> 
 
 def save(draft: MTPDraft, folder: Path, target: Mapping[str, Any]) -> None:
     """Write heads apart from their target; `target` is the target's config.json. Raises UserError."""
-    config = {key: value for key, value in target.items() if key not in ("architectures", *COUNTS)}
+    config = {key: value for key, value in target.items() if key not in ("architectures", "_name_or_path", *COUNTS)}
     tensors = {PREFIX + name: tensor for name, tensor in draft.state_dict().items()}
     weights.write_checkpoint(folder, {**config, COUNTS[0]: 1}, tensors)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dflash_bench.models import mtp_heads
 from dflash_bench.models.formats import medusa as medusa_format
 from dflash_bench.models.formats import save_draft
 from dflash_bench.models.nets import dflash as dflash_models
@@ -24,9 +25,11 @@ from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.medusa import MedusaHeads
 from dflash_bench.training import drafts, medusa, trainer
 from dflash_bench.training.contamination import Overlap
+from dflash_bench.training.corrections import SelectorObjective
 from dflash_bench.training.dflash import DFlashObjective
 from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective
+from dflash_bench.training.mtp import MTPObjective
 from dflash_bench.training.trainer import DraftRecipe, History
 from nano import answers, block_diffusion, cards, draft_model, target
 from nano.block_diffusion import Noise
@@ -35,7 +38,7 @@ from nano.target import TargetRecipe
 from nano.tokenizer import MASK_TOKEN_ID, NUM_EMBEDDINGS, train_tokenizer
 
 Report = Callable[[str], None]
-HALVED = ("draft-model", "medusa", "block-diffusion")
+HALVED = ("draft-model", "medusa", "block-diffusion", "dflash2", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,10 @@ class NanoRecipe:
     medusa: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=800, matrix_lr=0.02, other_lr=0.002))
     diffusion_block_size: int = 8
     num_diffusion_blocks: int = 16
+    rank: int = 64
+    num_mtp_steps: int = 6
+    dflash2: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=400, matrix_lr=0.02, other_lr=0.004))
+    mtp: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=400, matrix_lr=0.02, other_lr=0.002))
     block_diffusion: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=600, matrix_lr=0.01, other_lr=0.001))
 
 
@@ -89,6 +96,8 @@ class Builder:
             "draft-model": self.draft_model(model),
             "medusa": self.medusa(),
             "block-diffusion": self.block_diffusion(model, tokenizer),
+            "dflash2": self.dflash2(),
+            "mtp": self.mtp(model),
         }
         self.export(output, tokenizer, model, {"target": target_history, **histories})
 
@@ -173,6 +182,23 @@ class Builder:
         )
         return trainer.train(objective, rows, recipe or self.recipe.dflash, self.work / f"{name}.pt", self.report)
 
+    def new_dflash2(self) -> DFlashDraft:
+        """Return a DFlash 2 draft that begins as the trained DFlash draft."""
+        draft = self.new_dflash()
+        draft.load_state_dict(self._trained("dflash"))
+        return drafts.as_dflash2(draft, self.vocab(), self.recipe.rank, self.recipe.dflash2.seed)
+
+    def dflash2(self) -> History:
+        rows, recipe = answers.load(self.work), self.recipe
+        objective = SelectorObjective(self.new_dflash2(), rows, self.vocab(), recipe.num_anchors, recipe.gamma)
+        return trainer.train(objective, rows, recipe.dflash2, self.work / "dflash2.pt", self.report)
+
+    def mtp(self, model: Any) -> History:
+        rows = answers.load(self.work)
+        heads = drafts.new_mtp(model, self.recipe.mtp.seed)
+        objective = MTPObjective(heads, rows, self.vocab(), self.recipe.num_mtp_steps)
+        return trainer.train(objective, rows, self.recipe.mtp, self.work / "mtp.pt", self.report)
+
     def eagle3(self, recipe: DraftRecipe | None = None, name: str = "eagle3") -> History:
         rows = answers.load(self.work)
         objective = Eagle3Objective(self.new_eagle3(rows), rows, self.vocab(), self.recipe.num_ttt_steps)
@@ -252,12 +278,21 @@ class Builder:
                     heads = self.new_medusa()
                     heads.load_state_dict(self._trained(name))
                     medusa_format.save(heads.half(), output / name, "nano")
+                case "dflash2":
+                    block = self.new_dflash2()
+                    block.load_state_dict(self._trained(name))
+                    save_draft(block.half(), output / name)
+                case "mtp":
+                    mtp_draft = drafts.new_mtp(model, self.recipe.mtp.seed)
+                    mtp_draft.load_state_dict(self._trained(name))
+                    of_target = json.loads((output / "target" / "config.json").read_text())
+                    mtp_heads.save(mtp_draft.half(), output / name, of_target)
                 case "draft-model":
                     self._export_model(output / name, self.new_draft_model(model))
                 case "block-diffusion":
                     diffusing = block_diffusion.new_model(model)
-                    block = {"block_size": self.recipe.diffusion_block_size, "mask_token_id": MASK_TOKEN_ID}
-                    diffusing.config.block_diffusion = block
+                    sizes = {"block_size": self.recipe.diffusion_block_size, "mask_token_id": MASK_TOKEN_ID}
+                    diffusing.config.block_diffusion = sizes
                     self._export_model(output / name, diffusing)
 
     def _export_model(self, folder: Path, model: Any) -> None:

@@ -22,6 +22,8 @@ TITLES = {
     "eagle3": "nano EAGLE-3 draft: autoregressive drafting for the nano target",
     "draft-model": "nano draft model: a language model of two layers that drafts for the nano target",
     "medusa": "nano Medusa heads: four guesses from the nano target's last hidden state",
+    "dflash2": "nano DFlash 2 draft: block diffusion drafting whose tokens are chosen one after another",
+    "mtp": "nano MTP heads: one layer that drafts for the nano target from its last hidden state, token by token",
     "block-diffusion": "nano block diffusion: the nano target, turned into a model that fills in blocks by itself",
 }
 ABOUT = {
@@ -50,6 +52,18 @@ ABOUT = {
         "Each head, one residual block and an output layer that starts as the target's, learns the token at its own "
         "distance; the target stands still (Medusa-1), and a head weighs 0.8 times as much as the one before it. Same "
         "rows, same order. Tensor names and config.json are FasterDecoding's. Stored in float16."
+    ),
+    "dflash2": (
+        "Began as the shipped DFlash draft, which had 1,200 steps, and was trained 400 steps further as DFlash 2, on "
+        "rows that the target answered anew by the same recipe. The shipped DFlash draft was not trained further, so "
+        "a part of what DFlash 2 gains over it comes from the longer training: the two are no comparison of the "
+        "methods at equal training. Tensor names and config.json are z-lab's. Stored in float16."
+    ),
+    "mtp": (
+        "One decoder layer of the target's kind behind a projection that joins the target's last hidden state with "
+        "the embedding of the next token, trained to go on from its own states for six steps; the target's embedding "
+        "and head are used as they are, and the target stands still. The rows of the DFlash 2 draft, 400 steps. The "
+        "tensors `mtp.*` are apart from the target. Stored in float16."
     ),
     "block-diffusion": (
         "Not a draft: it answers alone, and nothing verifies what it says. All layers start as the target's. A block "

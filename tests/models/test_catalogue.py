@@ -63,6 +63,8 @@ def test_the_list_names_every_model_and_draft_in_100_columns(
         "  * draft-model     in this package",
         "  * medusa          in this package",
         "  * block-diffusion in this package",
+        "  * dflash@2        in this package, DFlash 2",
+        "  * mtp             in this package",
     ]
     assert blocks[1].splitlines()[1] == "    target  'dflash-bench fetch smollm2' gets it (93 MB)"
     assert blocks[1].splitlines()[2].startswith("  * dflash  in this package")
@@ -104,7 +106,7 @@ def test_the_json_of_the_list_has_the_promised_keys(
     assert {tuple(one) for one in listed} == {tuple(promised.split())}
     assert listed[3]["kinds"]["dflash@dspark"] == "dspark" and listed[3]["kinds"]["dflash"] == "dflash"
     assert [one["cached"] for one in listed[:3]] == [
-        dict.fromkeys(("target", "dflash", "eagle3", "draft-model", "medusa", "block-diffusion"), True),
+        dict.fromkeys(("target", *presets.preset("nano").drafts), True),
         {"target": False} | dict.fromkeys(presets.preset("smollm2").drafts, True),
         dict.fromkeys(("target", *presets.preset("qwen3-4b").drafts), False),
     ]

@@ -1,16 +1,20 @@
-"""What is shipped for a real model: small, with a card, and exact where its target is on this disk."""
+"""What is shipped: small, with a card, and exact where its target is on this disk."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from dflash_bench.core.methods import parse
+from dflash_bench.core.methods import Method, parse
+from dflash_bench.core.types import Generation
 from dflash_bench.engine.backend import open_backend
 from dflash_bench.models import loading, presets
+from dflash_bench.models.loading import Models
+from dflash_bench.models.presets import Preset
 from dflash_bench.training.cards import HISTORY, acceptance_of
 
 SMOLLM2 = presets.preset("smollm2")
@@ -34,13 +38,30 @@ def test_drafts_of_smollm2_are_small() -> None:
     assert 1e6 < sum(sizes) < MOST_BYTES
 
 
+def _answers(preset: Preset, models: Models, methods: list[Method], question: str) -> list[Generation]:
+    backend = open_backend(models, preset, methods, 32)
+    template = models.tokenizer.apply_chat_template
+    prompt = template([{"role": "user", "content": question}], add_generation_prompt=True)["input_ids"]
+    return [backend.generate_ids(method.label, [prompt])[0] for method in methods]
+
+
+def test_later_drafts_of_nano_are_accepted_and_change_nothing() -> None:
+    nano = presets.preset("nano")
+    models = loading.load(nano, ["dflash@2", "mtp"], "cpu", torch.float32)
+    methods = [parse(name) for name in ("ar", "dflash@2", "mtp")]
+    plain, *drafted = _answers(nano, models, methods, "What is 12 + 30?")
+    for method, answer in zip(methods[1:], drafted, strict=True):
+        assert answer.token_ids == plain.token_ids and sum(answer.accepted or ()) > 0, method.label
+        folder = Path(nano.drafts[method.label])
+        weights, card = folder / "model.safetensors", (folder / "README.md").read_text()
+        assert hashlib.sha256(weights.read_bytes()).hexdigest() in card and weights.stat().st_size < 2e6
+    assert nano.kind("dflash@2") == "dflash2"
+
+
 @pytest.mark.skipif(not Path(SMOLLM2.target).is_dir(), reason="not on this disk; 'dflash-bench fetch smollm2' gets it")
 def test_drafts_of_smollm2_are_accepted_and_change_nothing() -> None:
     models = loading.load(SMOLLM2, list(SMOLLM2.drafts), "cpu", torch.float32)
     methods = [parse(name) for name in ("ar", *SMOLLM2.drafts)]
-    backend = open_backend(models, SMOLLM2, methods, 32)
-    template = models.tokenizer.apply_chat_template
-    prompt = template([{"role": "user", "content": "Why is the sky blue?"}], add_generation_prompt=True)["input_ids"]
-    plain, *drafted = (backend.generate_ids(method.label, [prompt])[0] for method in methods)
+    plain, *drafted = _answers(SMOLLM2, models, methods, "Why is the sky blue?")
     for answer in drafted:
         assert answer.token_ids == plain.token_ids and sum(answer.accepted or ()) > 0

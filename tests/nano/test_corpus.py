@@ -86,7 +86,7 @@ def test_the_cards_of_nano_say_what_its_training_shares_with_the_embedded_suites
     recipe = NanoRecipe()
     count = recipe.num_greedy + recipe.num_sampled
     table = overlap_table(cards.overlaps_of_drafts(recipe.response_seed, count, None), count)
-    for name in WEIGHTS:
+    for name in (*WEIGHTS, "dflash2"):
         if (NANO / name / "README.md").exists():
             card = (NANO / name / "README.md").read_text().splitlines()
             assert set(table) < set(card) and any("(folder)" in line for line in card)
