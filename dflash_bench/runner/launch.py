@@ -112,7 +112,8 @@ def _require_own_heads(home: str, are_apart: bool) -> None:
     """Raises UserError unless the heads are in the target's own checkpoint, where servers look for them."""
     if are_apart:
         raise UserError(
-            "--launch: a server drafts by MTP with the heads of its target's own checkpoint; drop --draft mtp="
+            "--launch: a server drafts by MTP with the heads of its target's own checkpoint, and these are apart; give "
+            "a target that holds them, without --draft mtp="
         )
     mtp_heads.read(Path(home), headers_only=True)
 

@@ -195,8 +195,10 @@ def test_they_are_no_draft_of_another_kind(tmp_path: Path) -> None:
 def test_a_target_without_heads_ends_a_run_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/target").symlink_to(presets.NANO / "target")
     words = ["--suite", "gsm8k", "--limit", 1, "--method", "mtp", "--out", tmp_path / "run"]
-    assert main(monkeypatch, "run", *words) == 2
+    assert main(monkeypatch, "run", "--model", tmp_path / "model", *words) == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert "has no MTP heads: expected tensors mtp.*" in told and told.endswith("--draft mtp=PATH")
     assert not (tmp_path / "run").exists()

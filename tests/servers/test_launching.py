@@ -104,11 +104,14 @@ def test_vllm_finds_the_heads_of_mtp_in_the_target_itself() -> None:
 
 
 def test_mtp_is_launched_only_with_the_heads_of_the_targets_own_checkpoint(
-    main: Main, program: Callable[..., Path]
+    main: Main, program: Callable[..., Path], tmp_path: Path
 ) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "target").symlink_to(NANO / "target")
     asked = [*ASKED, "--launch", "vllm", "--launch-with", str(program()), "--method", "mtp"]
-    for more, message in (([], "has no MTP heads"), (["--draft", f"mtp={NANO / 'dflash'}"], "drop --draft mtp=")):
-        code, _, err = main(*asked, *more)
+    for model, message in ((str(alone), "has no MTP heads"), ("nano", "without --draft mtp=")):
+        code, _, err = main(*[model if word == "nano" else word for word in asked])
         assert (code, err.count("\n")) == (2, 1) and message in err
 
 
