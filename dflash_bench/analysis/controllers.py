@@ -25,7 +25,7 @@ from dflash_bench.core.pace import STEP, WIDTHS, best_width, expected_tokens
 
 Scores = Sequence[float] | None
 TOO_LONG_S = 5.0
-"""Seconds that a controller may take for one answer's rounds between two of its calls."""
+"""Seconds that one call of a controller may take."""
 
 
 class Controller(Protocol):

@@ -353,7 +353,7 @@ def why_not(cell: ReplayCell, change: Alternative, info: RunInfo) -> str | None:
     what = change.name.partition("=")[0]
     is_tree = any(one.depths is not None for one in cell.answers)
     if change.nodes is not None:
-        if not is_tree or name_of(cell.method) != "ddtree":
+        if not is_tree or name_of(cell.method) != "ddtree" or "tree=expanded" in cell.method:
             return f"--nodes: {cell.method} stores no trees whose first nodes are the best; leave it out"
         if change.nodes > cell.most:
             return f"--nodes {change.nodes}: the stored trees have at most {cell.most} nodes; give fewer"

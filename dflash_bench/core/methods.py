@@ -230,7 +230,7 @@ _OWN: dict[str, MethodSpec] = {
                        None, 1, MAX_DRAFTS, "tokens"),
                 _RULE,
             ),
-            count="n", is_recorded=True,
+            count="n",
         ),
         MethodSpec(
             "mtp", "multi-token prediction: heads from the target's own checkpoint draft token by token", "mtp",

@@ -3,7 +3,7 @@
 The loop decodes the answer once more, plainly: the drafter observes each token as it would any committed ones and is
 asked for a draft at each, which is kept and not verified. Where a draft depends on the committed text alone, that is
 the draft that a round would have begun with there, whatever the rounds before it were
-(`core.methods.why_not_recorded` says for which methods that holds). Nothing here is timed.
+(`MethodSpec.is_recorded` says for which methods that holds). Nothing here is timed.
 """
 
 from __future__ import annotations

@@ -476,8 +476,8 @@ class DecodingOptions:
     )
     record: str | None = _measuring(
         "every-position: after each answer, outside the clock, also draft once at each of its positions, for exact "
-        "'replay' of other draft lengths, cuts and controllers. At temperature 0, with dflash, eagle3, mtp, p-eagle "
-        "and draft-model.",
+        "'replay' of other draft lengths, cuts and controllers. At temperature 0, with dflash, eagle3, mtp and "
+        "draft-model.",
         metavar="WHAT",
         choices=lambda: ("every-position",),
         needs=(

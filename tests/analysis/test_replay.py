@@ -20,7 +20,7 @@ from dflash_bench.results import laws, schema
 from dflash_bench.results.row_arrays import Facts
 
 TEXTS = ("What is 2+2?", "Name a colour.", "Count to five.", "Say it again.", "Why is that so?", "And then?")
-OURS = ("eagle3:6", "dflash")
+OURS = ("eagle3:6", "dflash", "mtp:4", "draft-model:5")
 
 
 def measured(folder: Path, out: str, *methods: str, model: str | None = None, **options: object) -> db.Run:
@@ -46,7 +46,7 @@ def recorded(folder: Path) -> db.Run:
 @pytest.fixture(scope="module")
 def shorter(folder: Path) -> db.Run:
     """The same drafts, cut to fewer tokens by methods that were measured."""
-    return measured(folder, "shorter", "eagle3:2", "ddtree:nodes=5,top_k=1", model="nano")
+    return measured(folder, "shorter", "eagle3:2", "ddtree:nodes=5,top_k=1", "mtp:2", "draft-model:3", model="nano")
 
 
 class Noting(controllers.Fixed):
@@ -59,7 +59,13 @@ class Noting(controllers.Fixed):
 
 
 @pytest.mark.parametrize(
-    ("method", "n", "other"), [("eagle3:6", 2, "eagle3:2"), ("dflash", 5, "ddtree:nodes=5,top_k=1")]
+    ("method", "n", "other"),
+    [
+        ("eagle3:6", 2, "eagle3:2"),
+        ("dflash", 5, "ddtree:nodes=5,top_k=1"),
+        ("mtp:4", 2, "mtp:2"),
+        ("draft-model:5", 3, "draft-model:3"),
+    ],
 )
 def test_another_length_accepts_round_by_round_what_a_measured_run_does(
     recorded: db.Run, shorter: db.Run, method: str, n: int, other: str
@@ -98,7 +104,7 @@ def test_a_method_whose_draft_depends_on_more_than_the_text_is_not_recorded(name
     with pytest.raises(db.UserError, match=f"--record: {name}"):
         require_recorded(parse(name))
     assert [kind.name for kind in METHODS.values() if kind.is_recorded] == [
-        "dflash", "eagle3", "p-eagle", "mtp", "draft-model",
+        "dflash", "eagle3", "mtp", "draft-model",
     ]  # fmt: skip
 
 

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llamacpp_here import serving
 
 from dflash_bench.diagnose import conform, golden_cases
 from dflash_bench.diagnose.conform import CaseSubject
@@ -32,9 +29,6 @@ PLAIN = {
     "is_causal": False,
 }  # fmt: skip
 OTHER_TAPS = "other layers tapped"
-PROGRAM = Path(__file__).parent / "servers" / "llama_server_here.py"
-EXACT = "--flash-attn off --cache-type-k f32 --cache-type-v f32 --cache-type-k-draft f32 --cache-type-v-draft f32"
-START_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -88,25 +82,6 @@ def vocabulary(size: int, end: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@contextmanager
-def serving(python: Path, target: Path, draft: Path, num_drafts: int, log: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = f"--alias case --host 127.0.0.1 --port {port} --ctx-size 512 --parallel 1 --metrics {EXACT} "
-    words += f"--spec-type draft-dflash --spec-draft-n-max {num_drafts}"
-    command = [str(python), str(PROGRAM), "--model", str(target), "--model-draft", str(draft), *words.split()]
-    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process:
-        try:
-            until = time.monotonic() + START_S
-            while "listening at" not in log.read_text():
-                assert process.poll() is None and time.monotonic() < until, log.read_text()[-2000:]
-                time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
-
-
 @pytest.mark.parametrize(("draft", "state"), [("draft.gguf", "equal"), ("faulty.gguf", "differs")])
 def test_a_draft_that_taps_other_layers_is_named(
     draft: str,
@@ -120,7 +95,8 @@ def test_a_draft_that_taps_other_layers_is_named(
     monkeypatch.setattr(golden_cases, "CASES", cases)
     python = server_environment("llamacpp") / "bin" / "python"
     num_drafts = golden_cases.read_case(NAME).num_drafts
-    with serving(python, cases / "target.gguf", cases / draft, num_drafts, tmp_path / "log") as url:
+    words = f"--alias case --ctx-size 512 --parallel 1 --spec-type draft-dflash --spec-draft-n-max {num_drafts}"
+    with serving(python, cases / "target.gguf", cases / draft, words.split(), tmp_path / "log") as url:
         code, out, err = main("conform", NAME, "--server", url, "--json")
     (found,) = json.loads(out)
     assert (code, found["state"]) == (int(state == "differs"), state), err

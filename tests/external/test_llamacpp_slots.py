@@ -6,19 +6,15 @@ Tried are other numbers of slots, one drafted token, prompts of one length, and 
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_conform_llamacpp import EXACT, PROGRAM, START_S
+from llamacpp_here import serving
 
 from dflash_bench.core.types import Message
 from dflash_bench.models import targets
@@ -58,25 +54,10 @@ def trials() -> Iterator[Trial]:
         yield Trial("eagle3", 4, 4, 5, options=("--batch-size", str(size), "--ubatch-size", str(size)))
 
 
-@contextmanager
-def serving(python: Path, folder: Path, trial: Trial) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = f"--alias nano --host 127.0.0.1 --port {port} --ctx-size {CONTEXT * trial.slots} --metrics {EXACT} "
-    words += f"--parallel {trial.slots} --spec-type draft-{trial.method} --spec-draft-n-max {trial.drafts}"
-    files = ["--model", str(folder / "target.gguf"), "--model-draft", str(folder / f"{trial.method}.gguf")]
-    log = folder / "log"
-    command = [str(python), str(PROGRAM), *files, *words.split(), *trial.options]
-    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process:
-        try:
-            until = time.monotonic() + START_S
-            while "listening at" not in log.read_text():
-                assert process.poll() is None and time.monotonic() < until, log.read_text()[-2000:]
-                time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
+def options_of(trial: Trial) -> list[str]:
+    words = f"--alias nano --ctx-size {CONTEXT * trial.slots} --parallel {trial.slots} "
+    words += f"--spec-type draft-{trial.method} --spec-draft-n-max {trial.drafts}"
+    return [*words.split(), *trial.options]
 
 
 def answers_of(url: str, prompts: Sequence[Sequence[int]], together: int) -> list[dict[str, Any]]:
@@ -139,7 +120,8 @@ def test_acceptance_slot_by_slot(
     alone: dict[str, float] = {}
     rows = []
     for trial in trials():
-        with serving(python, tmp_path, trial) as url:
+        draft = tmp_path / f"{trial.method}.gguf"
+        with serving(python, tmp_path / "target.gguf", draft, options_of(trial), tmp_path / "log") as url:
             answers = answers_of(url, prompts[trial.prompts], trial.together)
             rounds = rounds_of(url)
         texts.setdefault(trial.prompts, set()).add(json.dumps([answer["tokens"] for answer in answers]))
