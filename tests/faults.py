@@ -20,8 +20,7 @@ from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward import compiled
 from dflash_bench.engine.forward.arrays import Placed
 from dflash_bench.engine.forward.compiled import CompiledForward
-from dflash_bench.engine.forward.hf import PassInputs
-from dflash_bench.engine.forward.recurrent import Recurrence
+from dflash_bench.engine.forward.hf import PassInputs, Recurrence
 from dflash_bench.engine.masks import Masks, PassMask
 from dflash_bench.engine.rows import Slot
 from dflash_bench.engine.sampling import Sampler

@@ -12,7 +12,7 @@ import numpy as np
 from rows import pair
 
 from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, Answer, CellKey, Divergence, Generation, Settings
-from dflash_bench.results import checksums, rounds, schema, store
+from dflash_bench.results import parts, rounds, store
 from dflash_bench.results import table as results_table
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.run_info import RunIdentity, RunInfo, as_json
@@ -143,19 +143,19 @@ def stored(
 def listed(run: Path) -> None:
     """The checksums of all parts as they are now, as whoever forges a part would write them, too."""
     lines = [f"{sha256(part.read_bytes()).hexdigest()}  {part.name}\n" for part in sorted(run.glob("part-*.parquet"))]
-    (run / checksums.FILE).write_text("".join(lines))
+    (run / parts.CHECKSUMS).write_text("".join(lines))
 
 
 def frame_of(records: Sequence[Answer], by: str = "suite") -> Any:
     """What a reader makes of the rows that these would be."""
     several = tuple(dict.fromkeys(row.settings for row in records))
-    table = results_table._table(schema.to_table(records, {}).to_batches(), several, by)
+    table = results_table._table(parts.to_table(records, {}).to_batches(), several, by)
     return rounds.sliced(results_table._frame([table], several), by)
 
 
 def histogram_of(records: Sequence[Answer], method: str) -> rounds.Histogram:
     """Of gsm8k, under settings that nobody chose."""
-    batches = schema.to_table(records, {}).to_batches()
+    batches = parts.to_table(records, {}).to_batches()
     counts = [rounds._of_batch(batch, np.zeros(len(batch), dtype=np.int64))[0] for batch in batches]
     return rounds._histograms(counts, (GREEDY,)).get(CellKey("gsm8k", "", GREEDY.id, method), {})
 

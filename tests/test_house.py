@@ -120,3 +120,48 @@ def test_no_function_takes_more_than_twelve_parameters() -> None:
     assert too_long(f"def planted({names}): ...") == ["1 planted"]
     found = {str(name): too_long(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
     assert not {name: functions for name, functions in found.items() if functions}
+
+
+LARGE = 500
+"""Lines from which two files are better apart, even if one of them has no other reader."""
+OF_A_KIND = (
+    "analysis/findings", "analysis/peers", "cli", "engine/drafters", "models/formats", "models/nets", "report/plots",
+    "servers/dialects", "tasks/scorers", "training",
+)  # fmt: skip
+"""Folders of plug-ins, groups of commands, and objectives: one file each, whoever imports it."""
+PROCESSES = {"servers/supervisor.py", "tasks/isolation/child.py", "tasks/isolation/supervisor.py"}
+"""Started as a process of their own, or what starts one behind walls."""
+
+
+def imported_by(text: str, folder: str) -> set[str]:
+    """Return the modules that a module's text imports, by their dotted names in the package."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name.removeprefix("dflash_bench.") for name in found if name.startswith("dflash_bench.")} - {folder}
+
+
+def lone_readers(texts: dict[str, str]) -> set[str]:
+    """Return the files with one importer, of the same room, which they could join within `LARGE` lines."""
+    dotted = {name: name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in texts}
+    imports = {name: imported_by(text, dotted[name]) for name, text in texts.items()}
+    lone = set()
+    for name, text in texts.items():
+        readers = [other for other in texts if other != name and dotted[name] in imports[other]]
+        if len(readers) != 1 or name.endswith("__init__.py") or "/" not in name:
+            continue
+        together = len(text.splitlines()) + len(texts[readers[0]].splitlines())
+        if readers[0].split("/")[0] == name.split("/")[0] and together < LARGE:
+            lone.add(name)
+    return lone
+
+
+def test_a_file_with_one_reader_joins_it_unless_it_is_a_plug_in() -> None:
+    planted = {"core/one.py": "from dflash_bench.core import two\n", "core/two.py": "A = 1\n", "core/three.py": ""}
+    assert lone_readers(planted) == {"core/two.py"}
+    texts = {name.as_posix(): path.read_text(encoding="utf-8") for name, path in MODULES.items()}
+    found = {name for name in lone_readers(texts) if not name.startswith(tuple(f"{kind}/" for kind in OF_A_KIND))}
+    assert found <= PROCESSES

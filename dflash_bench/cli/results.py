@@ -26,9 +26,9 @@ LAYOUTS = ("rows", "paper")
 
 def found(names: Sequence[Path] | None) -> list[Path]:
     """Return the folders of runs by what was typed, and say which run is meant if none was."""
-    from dflash_bench.results import recent
+    from dflash_bench.results import store
 
-    folders = recent.find_all(names or [])
+    folders = store.find_all(names or [])
     if not names:
         note(f"the newest run: {folders[0]}")
     return folders
@@ -49,8 +49,8 @@ def runs(as_json: options.AsJson = False) -> None:
 
     Commands on finished runs take the newest by default, and others as @2, @3 and so on.
     """
-    from dflash_bench.report.runs import as_json as listed_json
-    from dflash_bench.report.runs import listings, runs_text
+    from dflash_bench.report.site import as_json as listed_json
+    from dflash_bench.report.site import listings, runs_text
 
     several = listings()
     say(json.dumps(listed_json(several), indent=1) if as_json else runs_text(several))
@@ -70,7 +70,7 @@ def index(
     """
     from dflash_bench.core.terminal import with_bar
     from dflash_bench.report import site
-    from dflash_bench.results.recent import RUNS
+    from dflash_bench.results.store import RUNS
 
     runs = site.runs_below(folder or RUNS)
     lines = site.write_site(with_bar(runs, "writing pages"), out, note, allow or ())
@@ -86,11 +86,11 @@ def open_page(run: options.Run = None, allow: options.AllowParts = None) -> None
     import webbrowser
 
     from dflash_bench import api
-    from dflash_bench.results import recent
+    from dflash_bench.results import store
 
     folder = found_one(run)
     page = folder / "report.html"
-    if allow or recent.is_older(page, folder):
+    if allow or store.is_older(page, folder):
         api.load(folder, allow or ()).report(page)
     say(page)
     # Without a browser, or without a screen, the path is the answer.

@@ -87,7 +87,7 @@ app.command(
 
 def next_commands(folder: Path) -> str:
     """Return what to do with a run that has ended. Commands take it by default if it is in results/runs."""
-    from dflash_bench.results.recent import RUNS
+    from dflash_bench.results.store import RUNS
 
     run = "" if folder.parent == RUNS else f" {folder}"
     return (

@@ -6,25 +6,310 @@ are cut short, or begin with what the target is about to draw (`diagnose/forcing
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.terminal import with_bar
 from dflash_bench.core.types import Message, Settings
-from dflash_bench.diagnose.forcing import Guide
+from dflash_bench.diagnose.forcing import Favourites, Guide, Proposal, forced
 from dflash_bench.diagnose.goodness_of_fit import COLUMNS, Columns, Draws
-from dflash_bench.diagnose.odds import Odds, continue_prompts, odds_of, score_answers
 from dflash_bench.engine.backend import LocalBackend
-from dflash_bench.engine.drafter import NoDrafter
+from dflash_bench.engine.drafter import Drafter, NoDrafter
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import HostClock, Limits, Round
 from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.target import Target
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import model_of
 from dflash_bench.runner.setup import machine_of, open_engine
+
+# Continues prompts, and computes the published model's probability of each token that was drawn.
+
+
+# Continuations by the decoding loop, and what was known about each token before it was drawn.
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A token's place in the draft of its round. All but `is_kept` is known before the target draws it."""
+
+    depth: int = 0
+    """The draft's tokens down to this one, inclusive; 0 where nothing was drafted."""
+    is_bonus: bool = False
+    """The draft ended before it."""
+    is_forced: bool = False
+    """The draft knew the token."""
+    favourites: Mapping[int, float] | None = None
+    """The tokens that the draft favours here, with their probability; None where that cannot be tested."""
+    is_kept: bool = False
+    """The drafted token was kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """One answer of the loop, each token with its spot."""
+
+    tokens: tuple[int, ...]
+    spots: tuple[Spot, ...]
+
+
+def continue_prompts(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    length: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    guide: Guide | None = None,
+) -> list[Continuation]:
+    """Decode one continuation of `length` tokens for each prompt and its seed, together; nothing ends one early.
+
+    With a guide, drafts are changed (`forcing.py`).
+    """
+    limits, clock = Limits(length), HostClock()
+    if guide is None:
+        rounds = list(decode(target, drafter, prompts, limits, sampling, clock, seeds))
+        proposals = [Proposal([0] * len(seeds), None)] * (len(rounds) - 1)
+    else:
+        with forced(drafter, guide) as proposals:
+            rounds = list(decode(target, drafter, prompts, limits, sampling, clock, seeds))
+    return [_continuation(rounds, proposals, row) for row in range(len(seeds))]
+
+
+def _continuation(rounds: Sequence[Round], proposals: Sequence[Proposal], row: int) -> Continuation:
+    tokens, spots = list(rounds[0].emitted[row] or ()), [Spot()]
+    for step, proposal in zip(rounds[1:], proposals, strict=True):
+        new = step.emitted[row]
+        if new is not None:
+            tokens += new
+            spots += _spots(new, step, proposal, row)
+    return Continuation(tuple(tokens), tuple(spots))
+
+
+def _spots(new: Sequence[int], step: Round, proposal: Proposal, row: int) -> Iterator[Spot]:
+    drafted = step.drafted_ids[row]
+    if step.verified is not None:
+        drafted = drafted[: step.verified[row]]
+    if not drafted:
+        yield from (Spot() for _ in new)
+        return
+    parents = range(-1, len(drafted) - 1) if step.drafted_parents is None else step.drafted_parents[row]
+    # The nodes that stand for the tokens so far; two siblings may be the same token.
+    here = {-1}
+    for depth, token in enumerate(new, start=1):
+        below = [node for node, parent in enumerate(parents) if parent in here]
+        yield Spot(
+            depth, is_bonus=not below and depth > proposal.forced[row], is_forced=depth <= proposal.forced[row],
+            favourites=_favourites_at([drafted[node] for node in below], proposal, row, depth),
+            is_kept=depth <= step.accepted[row],
+        )  # fmt: skip
+        here = {node for node in below if drafted[node] == token}
+
+
+def _favourites_at(children: Sequence[int], proposal: Proposal, row: int, depth: int) -> Favourites | None:
+    if not children or proposal.is_drawn_tree or depth <= proposal.forced[row]:
+        return None
+    if proposal.favourites is None:
+        return dict.fromkeys(children, 1.0)
+    return proposal.favourites[row][depth - 1]
+
+
+# The published model's probabilities, through transformers' code alone: a forward pass without a cache, and its own
+# logits processors. It reads each answer as it was drawn, so every place has its own right distribution, and nothing
+# that is being tested influences it.
+
+
+EDGES = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+"""Probabilities closer than this share may be ordered differently by another forward pass."""
+ENTRIES = 2**21
+"""Logits processed at a time."""
+CERTAIN = 0.98
+"""Where one token is at least this likely, the drawn token says little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Odds:
+    """The published model's distribution of each token of equally long answers."""
+
+    log_p: Tensor
+    """[B, L, V] in float32, -inf for tokens that the filters leave out."""
+    on_edge: Tensor
+    """[B, L], true where rounding decides which tokens they leave out."""
+
+    def with_rows(self, rows: Sequence[int], new: Odds) -> Odds:
+        """Return a copy with other answers in these rows."""
+        log_p, on_edge = self.log_p.clone(), self.on_edge.clone()
+        log_p[rows], on_edge[rows] = new.log_p, new.on_edge
+        return Odds(log_p, on_edge)
+
+
+@torch.inference_mode()
+def odds_of(model: Any, prompt: Sequence[int], answers: Sequence[Sequence[int]], settings: Settings) -> Odds:
+    weights = model.get_input_embeddings().weight
+    texts = torch.tensor([[*prompt, *answer] for answer in answers], device=weights.device)
+    length, parts = len(answers[0]), []
+    for part in texts.split(max(1, ENTRIES // (length * max(1, len(weights))))):
+        logits, seen = _logits(model, part, length, settings)
+        log_p = torch.log_softmax(_scores(seen, logits, settings).double(), dim=-1).float()
+        on_edge = _on_edge(seen, logits, settings, EDGES[logits.dtype])
+        parts.append((log_p.unflatten(0, (len(part), length)), on_edge.unflatten(0, (len(part), length))))
+    return Odds(torch.cat([log_p for log_p, _ in parts]), torch.cat([on_edge for _, on_edge in parts]))
+
+
+@torch.inference_mode()
+def score_answers(answers: Sequence[Continuation], odds: Odds, seed: int) -> Columns:
+    """Return the columns of `Draws`, a row per token, one answer after the other.
+
+    `seed` fixes the random numbers that place a token within its own share of [0, 1).
+    """
+    random, (_, length, size) = torch.Generator().manual_seed(seed), odds.log_p.shape
+    step, parts = max(1, ENTRIES // (length * size)), []
+    for first in range(0, len(answers), step):
+        batch = answers[first : first + step]
+        log_p = odds.log_p[first : first + step].flatten(0, 1).double()
+        tokens = torch.tensor([answer.tokens for answer in batch], device=log_p.device).flatten()
+        ids, favour = _favourites(batch, log_p)
+        uniform = torch.rand(len(log_p), generator=random, dtype=torch.float64).to(log_p.device)
+        on_edge = odds.on_edge[first : first + step].flatten()
+        columns = score_tokens(log_p, tokens, ids, favour, uniform, on_edge)
+        parts.append({name: column.cpu().numpy() for name, column in columns.items()} | _spot_columns(batch))
+    return {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+
+
+def score_tokens(
+    log_p: Tensor, tokens: Tensor, ids: Tensor, favour: Tensor, uniform: Tensor, on_edge: Tensor
+) -> dict[str, Tensor]:
+    """Return columns [N] from log-probabilities [N, V], drawn tokens [N], and the draft's favourites.
+
+    `ids` and `favour` [N, K] are the favourites and their probability by the draft.
+    """
+    p, drawn = log_p.exp(), tokens[:, None]
+    p_drawn, possible = p.gather(1, drawn), p > 0
+    # The mass before the token, by rank and by id: it was drawn from its own share of [0, 1), which begins there.
+    by_id = torch.arange(p.shape[1], device=p.device) < drawn
+    ranks = (p * ((p > p_drawn) | ((p == p_drawn) & by_id))).sum(dim=1)
+    before = (p * by_id).sum(dim=1)
+    share = p_drawn[:, 0] * uniform
+    is_possible = p_drawn[:, 0] > 0
+    columns = {
+        "is_open": (p.amax(dim=1) < CERTAIN) & ~on_edge,
+        "is_impossible": ~is_possible & ~on_edge,
+        "rank": ranks + share,
+        "by_id": before + share,
+    }
+    scores = log_p.masked_fill(~possible, 0)
+    columns |= _moments("likelihood", p, scores, scores.gather(1, drawn)[:, 0])
+    p_liked = p.gather(1, ids) * (favour > 0)
+    # Many mistakes in a verify rule make this grow with the draft's share. It never exceeds 1.
+    leaning = torch.where(favour > 0, favour / (favour + p_liked), 0)
+    columns |= _moments("leaning", p_liked, leaning, (leaning * (ids == drawn)).sum(dim=1))
+    for name, column in columns.items():
+        if column.dtype == torch.float64:
+            columns[name] = column.masked_fill(on_edge | ~is_possible, torch.nan)
+    return columns
+
+
+def _moments(name: str, p: Tensor, score: Tensor, drawn: Tensor) -> dict[str, Tensor]:
+    """Return a score's value for the drawn tokens [N], its mean, variance and third central moment under p [N, K].
+
+    p may leave out tokens whose score is 0.
+    """
+    mean = (p * score).sum(dim=1)
+    rest = (1 - p.sum(dim=1)).clamp(min=0)
+    off = score - mean[:, None]
+    second = (p * off**2).sum(dim=1) + rest * mean**2
+    third = (p * off**3).sum(dim=1) - rest * mean**3
+    return {name: drawn, f"{name}_mean": mean, f"{name}_variance": second, f"{name}_third": third}
+
+
+def _favourites(answers: Sequence[Continuation], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the draft's favourites [N, K] and their probability, 0 where there are fewer."""
+    places = [spot.favourites or {} for answer in answers for spot in answer.spots]
+    most = max(1, *map(len, places))
+    ids = torch.zeros(len(places), most, dtype=torch.long)
+    favour = torch.zeros(len(places), most, dtype=like.dtype)
+    for place, favourites in enumerate(places):
+        if favourites:
+            ids[place, : len(favourites)] = torch.tensor(list(favourites))
+            favour[place, : len(favourites)] = torch.tensor(list(favourites.values()), dtype=like.dtype)
+    return ids.to(like.device), favour.to(like.device)
+
+
+def _spot_columns(answers: Sequence[Continuation]) -> dict[str, Any]:
+    spots = [spot for answer in answers for spot in answer.spots]
+    return {
+        "place": np.concatenate([np.arange(1, len(answer.tokens) + 1) for answer in answers]),
+        "depth": np.array([spot.depth for spot in spots]),
+        "is_bonus": np.array([spot.is_bonus for spot in spots]),
+        "is_forced": np.array([spot.is_forced for spot in spots]),
+        "is_kept": np.array([spot.is_kept for spot in spots]),
+    }
+
+
+def _logits(model: Any, texts: Tensor, length: int, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Return logits [B * length, V] for the last tokens of texts [B, T], and the tokens read before each [..., T].
+
+    Later tokens are replaced by the first token of the text: a penalty depends only on which tokens occur.
+    """
+    options = {"logits_to_keep": length} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    logits = model(texts[:, :-1], use_cache=False, **options).logits[:, -length:].flatten(0, 1)
+    if settings.repetition_penalty == 1:
+        return logits, texts[:1, :1].expand(len(logits), 1)
+    ends = torch.arange(texts.shape[1] - length, texts.shape[1], device=texts.device)
+    was_read = torch.arange(texts.shape[1], device=texts.device) < ends[:, None]
+    return logits, torch.where(was_read, texts[:, None], texts[:, :1, None]).flatten(0, 1).to(logits.device)
+
+
+def _on_edge(texts: Tensor, logits: Tensor, settings: Settings, edge: float) -> Tensor:
+    """Return a mask [N] of where filters that are stricter or laxer by `edge` would leave other tokens."""
+    differ = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    if settings.top_p < 1:
+        # The mass of all tokens no likelier than this one: tokens are dropped while it is at most 1 - top_p.
+        before = _scores(texts, logits, replace(settings, top_p=1.0, min_p=0.0)).sort(dim=-1).values
+        differ |= ((before.softmax(dim=-1).cumsum(dim=-1) - (1 - settings.top_p)).abs() < edge).any(dim=-1)
+    if settings.min_p > 0:
+        stricter = replace(settings, min_p=settings.min_p * (1 + edge))
+        laxer = replace(settings, min_p=settings.min_p * (1 - edge))
+        left = [_scores(texts, logits, each).isfinite() for each in (stricter, laxer)]
+        differ |= (left[0] != left[1]).any(dim=-1)
+    if 0 < settings.top_k < logits.shape[-1]:
+        unfiltered = _scores(texts, logits, replace(settings, top_k=0, top_p=1.0, min_p=0.0)).log_softmax(dim=-1)
+        best = unfiltered.topk(settings.top_k + 1, dim=-1).values
+        differ |= best[:, -2] - best[:, -1] < edge
+    return differ
+
+
+def _scores(texts: Tensor, logits: Tensor, settings: Settings) -> Tensor:
+    """Apply transformers' processors to logits [N, V], in the order of its generate()."""
+    processors = LogitsProcessorList()
+    if settings.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))
+    processors.append(TemperatureLogitsWarper(float(settings.temperature)))
+    if settings.top_k:
+        processors.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1:
+        processors.append(TopPLogitsWarper(settings.top_p))
+    if settings.min_p:
+        processors.append(MinPLogitsWarper(settings.min_p))
+    scores: Tensor = processors(texts.to(logits.device), logits.float())
+    return scores
+
 
 METHODS = ("dflash", "dflash:rule=rejection")
 NUM_DRAWS = 128

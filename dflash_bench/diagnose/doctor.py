@@ -2,27 +2,156 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from dflash_bench.analysis import stats
 from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
 from dflash_bench.core.methods import Method, parse
 from dflash_bench.core.option import check_options
 from dflash_bench.core.types import Message, Settings
-from dflash_bench.diagnose import trials
-from dflash_bench.diagnose.probes import DraftChange, DraftUnderTest, build_drafter, num_drafts_of
-from dflash_bench.diagnose.trials import ChangeTrial, Sample
+from dflash_bench.diagnose.probes import DraftChange, DraftUnderTest, build_drafter, num_drafts_of, probes
 from dflash_bench.engine.backend import LocalBackend
+from dflash_bench.engine.drafter import Drafter
+from dflash_bench.engine.loop import AcceptedAnswer, al_pooled, by_position, measure_acceptance
+from dflash_bench.engine.rows import Limits
 from dflash_bench.models import hub, inspect, targets
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.presets import Preset
+from dflash_bench.results import table
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
 from dflash_bench.runner.setup import MachineConfig, machine_of, open_engine
 from dflash_bench.tasks import suites
 from dflash_bench.training import cards
 from dflash_bench.training import prompts as training_prompts
+
+# Trials of a draft: decoded with as it is and with one thing changed at a time, and how likely a gain is chance.
+
+
+LEAST_GAIN = 1.1
+"""A change that raises acceptance by a smaller factor is not a cause of low acceptance."""
+CHANCE = 0.05
+"""The probability of taking any of the tried changes for a cause by chance (Holm)."""
+SYMPTOM = 0.5
+"""Gains below this share of the largest (in logarithms) are symptoms of that fault, not causes."""
+ONE_PROMPT_GAIN = 1.5
+"""The least gain of a cause where a single prompt gives no probability."""
+
+Tokens = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A draft's answers to some prompts."""
+
+    name: str
+    answers: tuple[AcceptedAnswer, ...]
+
+    @property
+    def al(self) -> float:
+        return al_pooled(self.answers)
+
+    @property
+    def by_position(self) -> list[float]:
+        return by_position(self.answers)
+
+    @property
+    def num_loops(self) -> int:
+        """The number of answers that end in a loop."""
+        return sum(table.in_tokens(answer.token_ids) > 0 for answer in self.answers)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeTrial:
+    """One change: acceptance length with it, its ratio to that without on the same prompts, and the p of chance."""
+
+    change: DraftChange
+    al: float
+    gain: float
+    p: float | None
+
+    @property
+    def is_cause(self) -> bool:
+        if self.p is None:
+            return self.gain >= ONE_PROMPT_GAIN
+        return self.gain >= LEAST_GAIN and self.p < CHANCE
+
+
+def take_sample(
+    name: str, draft: DraftUnderTest, drafter: Drafter, prompts: Sequence[Tokens], limits: Limits
+) -> Sample:
+    return Sample(name, tuple(measure_acceptance(draft.target, drafter, prompts, limits)))
+
+
+def try_probes(
+    draft: DraftUnderTest, prompts: Sequence[Tokens], limits: Limits, tell: Callable[[str], object]
+) -> list[tuple[DraftChange, Sequence[AcceptedAnswer]]]:
+    """Decode the same prompts with every probe."""
+    outcomes: list[tuple[DraftChange, Sequence[AcceptedAnswer]]] = []
+    for number, probe in enumerate(all_probes := list(probes(draft)), start=1):
+        tell(f"{number} of {len(all_probes)}: {probe.change.name}")
+        outcomes.append((probe.change, measure_acceptance(draft.target, probe.build(), prompts, limits)))
+    return outcomes
+
+
+def judge(
+    before: Sequence[AcceptedAnswer], outcomes: Sequence[tuple[DraftChange, Sequence[AcceptedAnswer]]]
+) -> list[ChangeTrial]:
+    """Compare each change with the draft as it is; causes first, then by gain. p is corrected for their number."""
+    al, ps = al_pooled(before), [p_of_gain(before, after) for _, after in outcomes]
+    known = iter(stats.holm([p for p in ps if p is not None]))
+    corrected = [None if p is None else next(known) for p in ps]
+    trials = [
+        ChangeTrial(change, al_pooled(after), al_pooled(after) / al, p)
+        for (change, after), p in zip(outcomes, corrected, strict=True)
+    ]
+    return sorted(trials, key=lambda one: (-one.is_cause, -one.gain))
+
+
+def causes(trials: Sequence[ChangeTrial]) -> list[ChangeTrial]:
+    """Return the best trial of each kind, the largest gain first, without symptoms, which gain far less."""
+    best: dict[str, ChangeTrial] = {}
+    for one in sorted((one for one in trials if one.is_cause), key=lambda one: -one.gain):
+        best.setdefault(one.change.kind, one)
+    largest = max((one.gain for one in best.values()), default=1.0)
+    return [one for one in best.values() if math.log(one.gain) >= SYMPTOM * math.log(largest)]
+
+
+def p_of_gain(before: Sequence[AcceptedAnswer], after: Sequence[AcceptedAnswer]) -> float | None:
+    """Return the probability of so large a gain by chance; None for a single prompt.
+
+    One-sided, by Student's t over each prompt's log ratio, so prompts that are hard to draft weigh as much as others.
+    """
+    pairs = [(was, now) for was, now in zip(before, after, strict=True) if was.counts and now.counts]
+    logs = np.log([al_pooled([now]) / al_pooled([was]) for was, now in pairs])
+    if len(logs) < 2:
+        return None if len(before) == 1 else 1.0
+    both = stats.p_of_t(float(logs.mean()), stats.standard_error(logs), len(logs) - 1)
+    return both / 2 if logs.mean() > 0 else 1 - both / 2
+
+
+def p_of_difference(one: Sequence[AcceptedAnswer], other: Sequence[AcceptedAnswer]) -> float | None:
+    """Return the two-sided probability of so large a difference between two sets of prompts by chance."""
+    if not (_columns(one).sum() and _columns(other).sum()):
+        return 1.0
+    return stats.p_of_geometric_mean([(_columns(one), ((0,), (1,))), (_columns(other), ((1,), (0,)))])
+
+
+def interval(sample: Sample) -> stats.Interval | None:
+    """Return the interval of the acceptance length."""
+    found = stats.intervals(_columns(sample.answers), [stats.ratio((0,), (1,))])[0]
+    return found and found.within(1.0, math.inf)
+
+
+def _columns(answers: Sequence[AcceptedAnswer]) -> stats.Floats:
+    """Return tokens and rounds of each answer that has rounds, [answers, 2]."""
+    return np.array([[sum(one.counts) + len(one.counts), len(one.counts)] for one in answers], dtype=np.float64)
+
 
 EXAMINED = ("dflash", "eagle3")
 """Methods whose drafts can be examined."""
@@ -131,14 +260,14 @@ class _Examiner:
         subject = self._subject(self.backend)
         limits, prompts = self.backend.limits, self._encode(chats, self.settings)
         as_it_is = self._sample("as it is", prompts)
-        outcomes = trials.try_probes(subject, prompts, limits, self.tell)
+        outcomes = try_probes(subject, prompts, limits, self.tell)
         others = without_loops(self._other_conditions(chats), as_it_is)
-        tried = trials.judge(as_it_is.answers, [*outcomes, *((change, one.answers) for change, one in others)])
+        tried = judge(as_it_is.answers, [*outcomes, *((change, one.answers) for change, one in others)])
         samples = [as_it_is]
         if self.own:
             samples.append(self._sample("on our prompts", self._encode(self.ours, self.settings)))
         findings = [
-            *(_trial_finding(one, as_it_is) for one in trials.causes(tried)),
+            *(_trial_finding(one, as_it_is) for one in causes(tried)),
             *_domain(samples, self.card, any(one.is_cause for one in tried)),
             *_loops(as_it_is),
             *_doubts(notes, self.model),
@@ -159,7 +288,7 @@ class _Examiner:
         backend = backend or self.backend
         subject = self._subject(backend)
         drafter = build_drafter(subject.draft, subject.target, subject.num_drafts)
-        return trials.take_sample(name, subject, drafter, prompts, backend.limits)
+        return take_sample(name, subject, drafter, prompts, backend.limits)
 
     def _other_conditions(self, chats: Chats) -> Iterator[tuple[DraftChange, Sample]]:
         """Try the same chats, rendered or computed in another way."""
@@ -223,7 +352,7 @@ def _trial_finding(one: ChangeTrial, as_it_is: Sample) -> DraftFinding:
 def _perhaps(tried: Sequence[ChangeTrial], as_it_is: Sample) -> Iterator[DraftFinding]:
     """Name the largest gain, if the prompts are too few to tell whether it is one."""
     best = max(tried, key=lambda one: one.gain, default=None)
-    if best is not None and best.gain >= trials.LEAST_GAIN:
+    if best is not None and best.gain >= LEAST_GAIN:
         finding, chance = _trial_finding(best, as_it_is), "" if best.p is None else f" (p {best.p:.2f})"
         yield DraftFinding(
             f"perhaps {finding.cause}", f"{finding.evidence}, which may be chance{chance}",
@@ -239,8 +368,8 @@ def _domain(samples: Sequence[Sample], card: cards.Acceptance | None, is_explain
     remedy = "train it on the target's answers to such prompts: dflash-bench train --prompts FILE"
     cause = "the draft has not learnt this kind of text"
     for ours in rest:
-        p = trials.p_of_difference(ours.answers, own.answers)
-        if ours.al >= trials.LEAST_GAIN * own.al and p is not None and p < trials.CHANCE:
+        p = p_of_difference(ours.answers, own.answers)
+        if ours.al >= LEAST_GAIN * own.al and p is not None and p < CHANCE:
             yield DraftFinding(cause, f"{own.al:.2f} tokens per round on these prompts, {ours.al:.2f} on ours", remedy)
             return
     if card is not None and own.al < FAR_BELOW * card.al_pooled:

@@ -10,7 +10,7 @@ from typing import Any
 from dflash_bench.core import dialects
 from dflash_bench.core.dialects import AcceptanceCounts
 from dflash_bench.core.types import Settings
-from dflash_bench.diagnose import trials
+from dflash_bench.diagnose import doctor
 from dflash_bench.diagnose.compare_counts import (
     CauseTrial,
     CountComparison,
@@ -19,9 +19,8 @@ from dflash_bench.diagnose.compare_counts import (
     fitting_causes,
     has_other_drafts,
 )
-from dflash_bench.diagnose.doctor import Diagnosis
+from dflash_bench.diagnose.doctor import Diagnosis, Sample
 from dflash_bench.diagnose.goodness_of_fit import LEVEL, Draws, FitTest, FitVerdict, Kind, count_decisions
-from dflash_bench.diagnose.trials import Sample
 from dflash_bench.report import render
 from dflash_bench.report.tables import (
     ABSENT,
@@ -72,7 +71,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _sample_line(sample: Sample) -> str:
-    interval, num = trials.interval(sample), len(sample.answers)
+    interval, num = doctor.interval(sample), len(sample.answers)
     length, _, within = (with_interval(interval) if interval else f"{sample.al:.2f}").partition(" ")
     within = f" {within}" if within else ""
     prompts = "1 prompt" if num == 1 else f"{num} prompts"

@@ -3,7 +3,7 @@
 Its network is computed by the publisher's code (`forward/hf.py`) or, for the architectures that it covers, by ours
 (`forward/native.py`); cache, positions and masks (`masks.py`) are ours. So rows of different lengths share one forward
 pass, and dropping rejected tokens costs nothing. Layers with a sliding window also cache the full length, and their
-mask limits them to the window; layers with a recurrent state roll it back (`forward/recurrent.py`).
+mask limits them to the window; layers with a recurrent state roll it back (`forward/hf.py`).
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Target:
         ends: dict[int, Tensor] = {}
         hidden: list[Tensor] = []
         width = max(len(prompt) for prompt in prompts)
-        # A single token is added to the part before: recurrent layers read it as a step of all rows (`recurrent.py`).
+        # A single token is added to the part before: recurrent layers read it as a step of all rows (`forward/hf.py`).
         cuts = range(0, max(1, width - 1), self.part)
         for at, end in zip(cuts, [*cuts[1:], width], strict=True):
             parts = [prompt[at:end] for prompt in prompts]

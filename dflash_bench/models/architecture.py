@@ -10,7 +10,7 @@ from torch import nn
 from dflash_bench.core.errors import UserError
 
 RECURRENT = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Hybrids of attention and the gated delta rule, whose state `engine/forward/recurrent.py` can roll back."""
+"""Hybrids of attention and the gated delta rule, whose state `engine/forward/hf.py` can roll back."""
 
 FULL = {"full_attention", "attention", "global"}
 MASKABLE = ("eager", "sdpa")

@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import write_output
-from dflash_bench.report import render
+from dflash_bench.report import render, tables
 from dflash_bench.report.document import Document, MethodLine, over_all, read_document
 from dflash_bench.report.html import write_page
 from dflash_bench.report.screen import exact_text, speed_text
 from dflash_bench.report.tables import number, with_interval
 from dflash_bench.report.words import facts
-from dflash_bench.results.run_info import FILE
+from dflash_bench.results import store
+from dflash_bench.results.run_info import FILE, read_info
 
 FILTERS = ("model", "suites", "method", "machine", "engine")
 """Columns that can be filtered, each by a choice of its values."""
@@ -105,3 +108,54 @@ def _index(lines: Sequence[SiteLine]) -> str:
         "note": labels.EMBEDDED_NOTE if embedded else "",
     }
     return render.scripted("site.html", ("site.js",), values)
+
+
+# The list of runs in the default folder: what each measured, read from its `run.json` alone.
+
+
+@dataclass(frozen=True, slots=True)
+class RunListing:
+    folder: Path
+    suites: str = ""
+    methods: str = ""
+    state: str = ""
+    error: str = ""
+    """Why it cannot be read; empty if it can."""
+
+
+def listings(folder: Path = store.RUNS) -> list[RunListing]:
+    """Return what each run measured, the newest run first."""
+    return [_listing(run) for run in store.newest_first(folder)]
+
+
+def _listing(folder: Path) -> RunListing:
+    try:
+        info = read_info(folder)
+    except UserError as error:
+        return RunListing(folder, error=error.what)
+    suites = labels.suite_list((name, suite.source) for name, suite in info.identity.suites.items())
+    methods = ", ".join(name for name in info.identity.methods if name != BASELINE)
+    return RunListing(folder, suites, methods, info.state or "")
+
+
+def runs_text(several: Sequence[RunListing]) -> str:
+    """Return a line for each run, with how commands may name it."""
+    if not several:
+        return f"there is no run in {store.RUNS}; start one with 'dflash-bench run'"
+    rows = [
+        (f"@{number}", one.folder.name, one.suites, one.methods, one.state)
+        if not one.error
+        else (f"@{number}", one.folder.name, "cannot be read", "", "")
+        for number, one in enumerate(several, start=1)
+    ]
+    return tables.aligned(("", f"run in {store.RUNS}", "suites", "methods", "state"), rows, left=5)
+
+
+def as_json(several: Sequence[RunListing]) -> list[dict[str, Any]]:
+    return [
+        {
+            "run": f"@{number}", "folder": str(one.folder), "suites": one.suites, "methods": one.methods,
+            "state": one.state, "error": one.error,
+        }
+        for number, one in enumerate(several, start=1)
+    ]  # fmt: skip

@@ -8,20 +8,228 @@ as made under other settings; and its checksum was recorded when it was written.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import io_error, require_file, write_whole
-from dflash_bench.core.types import Answer
-from dflash_bench.results import checksums
-from dflash_bench.results.identity import Identity
+from dflash_bench.core.files import io_error, require_file, write_text, write_whole
+from dflash_bench.core.types import SCHEMA_VERSION, Answer, Divergence, Generation, Settings
+from dflash_bench.results.identity import (
+    NAMES,
+    SETTINGS_ID,
+    Identity,
+    columns_of_method,
+    columns_of_run,
+    columns_of_suite,
+)
 from dflash_bench.results.run_info import MEASURE_AGAIN, SCHEMA, UNRELEASED, differences, refuse_other_schema
-from dflash_bench.results.schema import COLUMNS, is_of_run, leaf, record_of, with_added
+
+# The columns of a run's rows on disk, and records turned into rows and back.
+#
+# Design section 5 says what the columns mean. Each row repeats what distinguishes its run from others, so that the rows
+# of many runs can form one table.
+
+
+# fmt: off
+COLUMNS = {
+    "suite": "string", "suite_version": "int32", "prompt_id": "string", "prompt_hash": "string",
+    "category": "string", "turn": "int32", "method": "string", "repeat": "int32", "order": "int64",
+    "token_ids": "list of int32", "text": "string", "finish_reason": "string", "num_prompt_tokens": "int32",
+    "prefill_s": "double", "decode_s": "double", "draft_prefill_s": "double",
+    "drafted": "list of int16", "accepted": "list of int16", "emitted": "list of int16",
+    "draft_s": "list of float", "verify_s": "list of float", "round_s": "list of float",
+    "peak_memory_bytes": "int64", "error": "string", "answer": "string", "passed": "bool",
+    "exactness": "string",
+    "first_divergence": "int32", "divergence_gap": "double", "divergence_tolerance": "double",
+    "audit": "string", "audit_index": "int32", "audit_gap": "double", "audit_tolerance": "double",
+    "run_id": "string", "model": "string", "target": "string", "dtype": "string", "device": "string",
+    "engine": "string", "method_name": "string", "method_options": "string", "draft": "string",
+    "temperature": "double", "top_k": "int32", "top_p": "double", "min_p": "double", "repetition_penalty": "double",
+    "thinking": "bool", "seed": "int64", "concurrency": "int32", "source": "string",
+    "drafted_ids": "list of int32", "drafted_parents": "list of int16", "num_thinking_tokens": "int32",
+    "start_s": "double", "end_s": "double", "context": "int32",
+    "quantize": "string",
+    "num_hidden_tokens": "int32", "num_first_tokens": "int32", "num_cached_tokens": "int32",
+    "total_rounds": "int32", "total_drafted": "int32", "total_accepted": "int32",
+    "counted_by": "string", "uncounted": "string", "rate": "double",
+    "worker": "int32",
+    "clock_s": "double", "clock_prefill_s": "double", "clock_decode_s": "double", "clock_slack_s": "double",
+    "clock_rounds": "int32", "clock_passes": "int32",
+    "settings_id": "string",
+    "verified": "list of int16", "draft_kind": "string",
+    "recorded_ids": "list of int32", "recorded_accepted": "list of int16", "recorded_scores": "list of float",
+    "score": "double",
+}
+# fmt: on
+ADDED = ("verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores", "score")
+"""Columns that were added since version 1, and are null in runs from before."""
+PLACES = {
+    "divergence": {"index": "first_divergence", "gap": "divergence_gap", "tolerance": "divergence_tolerance"},
+    "departure": {"index": "audit_index", "gap": "audit_gap", "tolerance": "audit_tolerance"},
+}
+"""The columns that hold a record's divergences."""
+FLAT = tuple(field.name for field in fields(Answer) if field.name not in ("generation", "settings", *PLACES))
+
+
+def schema() -> Any:
+    """Return the Arrow schema of a part; its lists hold no nulls."""
+    import pyarrow as pa
+
+    columns = {name: pa.type_for_alias(kind.removeprefix("list of ")) for name, kind in COLUMNS.items()}
+    lists = {
+        name: pa.list_(pa.field("element", columns[name], nullable=False))
+        for name, kind in COLUMNS.items()
+        if kind.startswith("list")
+    }
+    return pa.schema(columns | lists, metadata={SCHEMA: str(SCHEMA_VERSION)})
+
+
+def is_of_run(stored: Any) -> bool:
+    """Has a part with this Arrow schema the columns of a run, now or before some were added?"""
+    wanted = schema()
+    for name in ADDED:
+        if name not in stored.names:
+            wanted = wanted.remove(wanted.get_field_index(name))
+    return bool(stored.equals(wanted))
+
+
+def with_added(table: Any, columns: Sequence[str]) -> Any:
+    """Return a table of these columns, null where a part has none because it is older."""
+    import pyarrow as pa
+
+    for name in columns:
+        if name not in table.schema.names:
+            field = schema().field(name)
+            table = table.append_column(field, pa.nulls(len(table), field.type))
+    return table.select(columns)
+
+
+def leaf(name: str) -> str:
+    """Return the name that Parquet gives to the values of a column."""
+    return f"{name}.list.element" if COLUMNS[name].startswith("list") else name
+
+
+def to_table(records: Sequence[Answer], identity: Identity) -> Any:
+    """Return records as an Arrow table; `identity` includes the run's id, as in the run's parts."""
+    import pyarrow as pa
+
+    return pa.Table.from_pylist([_row(record, identity) for record in records], schema())
+
+
+def _columns_of(settings: Settings) -> dict[str, Any]:
+    return asdict(settings) | {SETTINGS_ID: settings.id}
+
+
+def _row(record: Answer, identity: Identity) -> dict[str, Any]:
+    row = columns_of_run(identity) | columns_of_method(identity, record.method)
+    row |= columns_of_suite(identity, record.suite) | _columns_of(record.settings)
+    row |= {name: getattr(record, name) for name in FLAT}
+    row |= {field.name: getattr(record.generation, field.name) for field in fields(Generation)}
+    for place, columns in PLACES.items():
+        row |= {column: getattr(getattr(record, place), name, None) for name, column in columns.items()}
+    return row
+
+
+def record_of(row: dict[str, Any]) -> Answer:
+    row |= {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
+    return Answer(
+        **{name: row[name] for name in FLAT},
+        generation=Generation(**{field.name: row[field.name] for field in fields(Generation)}),
+        settings=Settings(**{name: row[name] for name in NAMES}),
+        divergence=_divergence(row, "divergence"),
+        departure=_divergence(row, "departure"),
+    )
+
+
+def _divergence(row: dict[str, Any], place: str) -> Divergence | None:
+    values = {name: row[column] for name, column in PLACES[place].items()}
+    return None if values["index"] is None else Divergence(**values)
+
+
+# The SHA-256 of each part of a run, in `parts.sha256` beside them, which `sha256sum --check` understands.
+#
+# A part's line is added before the part has its name, so that a process killed at any moment leaves no part without
+# one. A line without its part does no harm: missing answers are found by the plan.
+
+
+CHECKSUMS = "parts.sha256"
+LINE = re.compile(r"([0-9a-f]{64})  (part-[^\n]+)")
+
+
+def add_checksum(part: Path, content: bytes | memoryview) -> None:
+    """Record the checksum of a part that is about to be written. Raises UserError, naming the part, if that fails."""
+    line = f"{hashlib.sha256(content).hexdigest()}  {part.name}\n".encode()
+    ledger = part.with_name(CHECKSUMS)
+    files.require_output(ledger)
+    try:
+        with ledger.open("a+b") as file:
+            is_torn = file.tell() > 0 and _last_byte(file.fileno(), file.tell()) != b"\n"
+            file.write(b"\n" * is_torn + line)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise io_error("write", part, error) from error
+
+
+def keep_checksums(folder: Path, parts: Collection[Path]) -> None:
+    """Drop the lines of all other parts."""
+    names = {part.name for part in parts}
+    lines = [f"{digest}  {name}\n" for name, known in checksums(folder).items() if name in names for digest in known]
+    if (folder / CHECKSUMS).exists():
+        write_text(folder / CHECKSUMS, "".join(lines))
+
+
+def checksums(folder: Path) -> dict[str, list[str]]:
+    """Return all checksums recorded for each part's name. Raises UserError if the file cannot be read."""
+    path = folder / CHECKSUMS
+    return _checksums(path, *_state(path)) if path.exists() else {}
+
+
+@lru_cache(8)
+def _checksums(path: Path, *_state: int) -> dict[str, list[str]]:
+    known: dict[str, list[str]] = {}
+    for line in files.text_of(path).split("\n"):
+        if match := LINE.fullmatch(line):
+            known.setdefault(match[2], []).append(match[1])
+    return known
+
+
+def why_other(part: Path) -> str | None:
+    """Return why a part is not as the run wrote it; None if it is. Raises UserError if the checksums are gone."""
+    if not part.with_name(CHECKSUMS).exists():
+        raise UserError(f"{part.parent} has no {CHECKSUMS}, by which its parts are known; restore the original file")
+    known = checksums(part.parent).get(part.name)
+    if known is None:
+        return f"{CHECKSUMS} does not list it, so this run did not write it"
+    if _sha256(part, *_state(part)) not in known:
+        return f"it was changed after it was written, as {CHECKSUMS} shows"
+    return None
+
+
+def _state(path: Path) -> tuple[int, int, int, int]:
+    """Return a key that changes whenever the file is written, so that cached results are not used for another one."""
+    state = path.stat()
+    return state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
+
+
+@lru_cache(4096)
+def _sha256(part: Path, *_state: int) -> str:
+    with part.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _last_byte(file: int, size: int) -> bytes:
+    return os.pread(file, 1, size - 1)
+
 
 PARTS = "part-*.parquet"
 NAME = re.compile(r"part-([0-9]{6,})(?:-([0-9]{6,}))?\.parquet")
@@ -63,7 +271,7 @@ def write(table: Any, part: Path, identity: Identity) -> None:
     sink = pa.BufferOutputStream()
     parquet.write_table(marked, sink, **options)
     content = memoryview(sink.getvalue())
-    checksums.add(part, content)
+    add_checksum(part, content)
     write_whole(part, lambda file: file.write(content))
 
 
@@ -127,7 +335,7 @@ def _opened(path: Path, identity: Identity | None = None, as_written: bool = Tru
                 raise DamagedError(f"cannot read {path}: it holds no answers")
             if identity is not None:
                 _refuse_other(path, json.loads(metadata.get(b"identity", b"{}")), identity)
-            if as_written and (why := checksums.why_other(path)):
+            if as_written and (why := why_other(path)):
                 raise DamagedError(f"cannot read {path}: {why}")
             yield file
     except (OSError, ValueError, RecursionError, pa.ArrowException) as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections import Counter
@@ -28,14 +29,14 @@ import numpy as np
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, sync
 from dflash_bench.core.types import SCHEMA_VERSION, Answer, Settings
-from dflash_bench.results import checksums, integrity, laws, parts, run_info, schema
+from dflash_bench.results import integrity, laws, parts, run_info
 from dflash_bench.results import plan as plans
 from dflash_bench.results.identity import settings_numbers
 from dflash_bench.results.integrity import check_integrity, summarize_part
 from dflash_bench.results.laws import Decode
 from dflash_bench.results.plan import Plan
 from dflash_bench.results.row_arrays import Facts
-from dflash_bench.results.run_info import RunInfo, carried, read_info, write_info
+from dflash_bench.results.run_info import FILE, RunInfo, carried, read_info, write_info
 
 MERGED_WHILE_RUNNING, MERGED_AT_THE_END = 2048, 32
 """How many small parts are merged into one: opening a part costs as much as reading a hundred answers."""
@@ -192,12 +193,12 @@ class RunStore(AbstractContextManager["RunStore"]):
         num_before = sum(len(tables[part]) for part in current)
         # A merged part holds all answers of those it replaces. If it was edited and does not, theirs are kept. Nothing
         # is taken from a part that this run did not write, however possible its rows are.
-        sound = [part for part in tables if checksums.why_other(part) is None]
+        sound = [part for part in tables if parts.why_other(part) is None]
         batches_of = {part: tables[part].combine_chunks().to_batches() for part in sound}
         summaries = [summarize_part(batches, plan.settings, self._facts) for batches in batches_of.values()]
         dropped = check_integrity(info, str(self.folder / run_info.FILE), summaries).dropped_rows if summaries else ()
         kept = {part: parts.without(tables[part], mask) for part, mask in zip(sound, dropped, strict=True)}
-        mended = pa.concat_tables(kept.values()) if kept else schema.schema().empty_table()
+        mended = pa.concat_tables(kept.values()) if kept else parts.schema().empty_table()
         mended = parts.without(mended, _orphans(mended, plan))
         mended = parts.without(mended, _of_broken_waves(mended, plan))
         num_rescued = sum(len(table) for part, table in kept.items() if part in replaced)
@@ -214,11 +215,11 @@ class RunStore(AbstractContextManager["RunStore"]):
     def _leave_only(self, kept: Sequence[Path]) -> None:
         for part in set(self.folder.glob(parts.PARTS)) - set(kept):
             part.unlink()
-        checksums.keep_only(self.folder, kept)
+        parts.keep_checksums(self.folder, kept)
 
     def append(self, records: Sequence[Answer]) -> None:
         """Write the records as one part and add them to `stored`; one that no run can measure becomes a failed row."""
-        table = schema.to_table(records, self.identity)
+        table = parts.to_table(records, self.identity)
         if wrong := self._wrong(table):
             kept = [_failed(record, wrong[row]) if row in wrong else record for row, record in enumerate(records)]
             self.keep(kept)
@@ -227,7 +228,7 @@ class RunStore(AbstractContextManager["RunStore"]):
 
     def why_wrong(self, record: Answer) -> str | None:
         """Return why no run can have measured this record; None if one can."""
-        return self._wrong(schema.to_table([record], self.identity)).get(0)
+        return self._wrong(parts.to_table([record], self.identity)).get(0)
 
     def _wrong(self, table: Any) -> dict[int, str]:
         """Return why rows cannot have been measured, by their place in the table; the others are left out."""
@@ -239,7 +240,7 @@ class RunStore(AbstractContextManager["RunStore"]):
 
     def keep(self, records: Sequence[Answer]) -> None:
         """Write records that need no check."""
-        self._write(records, schema.to_table(records, self.identity))
+        self._write(records, parts.to_table(records, self.identity))
 
     def _write(self, records: Sequence[Answer], table: Any) -> None:
         part = self.folder / f"part-{self._next:06}.parquet"
@@ -268,7 +269,7 @@ class RunStore(AbstractContextManager["RunStore"]):
 
     def mark_finished(self, updates: Mapping[str, Any]) -> None:
         self._merge(MERGED_AT_THE_END)
-        checksums.keep_only(self.folder, parts.of(self.folder))
+        parts.keep_checksums(self.folder, parts.of(self.folder))
         finished = {"state": "complete", "finished": datetime.now(UTC).isoformat(timespec="seconds")}
         sums = integrity.of_run(self.seconds(), list(self.stored.values()))
         write_info(self.folder, run_info.with_changes(read_info(self.folder), finished | sums | dict(updates)))
@@ -401,3 +402,51 @@ def _in_use(folder: Path) -> UserError:
         remedy = "add --resume to continue it, or choose another --out"
         return UserError(f"{folder} already holds a run; {remedy}")
     return UserError(f"{folder} is not empty and holds no run; choose another --out")
+
+
+# The runs in the default folder, the newest first: what RUN means where it is left out, or is `@2`.
+
+
+RUNS = Path("results/runs")
+"""The folder of runs that were started without --out, below the current one."""
+
+
+def newest_first(folder: Path = RUNS) -> list[Path]:
+    """Return the folders of runs, finished or not, by when they were last begun, continued or finished."""
+    found = [(path.stat().st_mtime, path.parent) for path in folder.glob(f"*/{FILE}")]
+    return [run for _, run in sorted(found, reverse=True)]
+
+
+def is_older(made: Path, run: Path) -> bool:
+    """Return True if a file made from a run does not exist, or is older than one of the run's."""
+    if not made.exists():
+        return True
+    return any(path.stat().st_mtime > made.stat().st_mtime for path in [run / FILE, *run.glob("*.parquet")])
+
+
+def find(name: Path | None) -> Path:
+    """Return the folder of a run: a path as it is, `@2` as the second newest run, and None as the newest.
+
+    Raises UserError if there are not so many runs.
+    """
+    number = 1 if name is None else place_of(name)
+    if number is None:
+        assert name is not None
+        return name
+    runs = newest_first()
+    if not runs:
+        raise UserError(f"there is no run in {RUNS}; start one with 'dflash-bench run', or give the folder of another")
+    if not 1 <= number <= len(runs):
+        raise UserError(f"there is no run {name}: {RUNS} holds {len(runs)}, of which @1 is the newest")
+    return runs[number - 1]
+
+
+def find_all(names: Sequence[Path]) -> list[Path]:
+    """Return the folders of several runs; without a name, of the newest. Raises UserError as `find`."""
+    return [find(name) for name in names] or [find(None)]
+
+
+def place_of(name: Path) -> int | None:
+    """Return 2 for `@2`, and None for a path."""
+    match = re.fullmatch("@([0-9]{1,6})", str(name))
+    return int(match[1]) if match else None

@@ -38,9 +38,8 @@ from dflash_bench.training import answers, cards, drafts, prompts, trainer
 from dflash_bench.training.answers import AnswerRequest
 from dflash_bench.training.cards import Acceptance
 from dflash_bench.training.config import DECISIVE, TrainRequest, check
-from dflash_bench.training.corrections import MarkovObjective, SelectorObjective
 from dflash_bench.training.data import PackedRows, TrainingChat, stored
-from dflash_bench.training.dflash import DFlashObjective
+from dflash_bench.training.dflash import DFlashObjective, MarkovObjective, SelectorObjective
 from dflash_bench.training.distributed import ALONE, ProcessGroup
 from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective

@@ -25,8 +25,7 @@ from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.medusa import MedusaHeads
 from dflash_bench.training import drafts, medusa, trainer
 from dflash_bench.training.contamination import Overlap
-from dflash_bench.training.corrections import SelectorObjective
-from dflash_bench.training.dflash import DFlashObjective
+from dflash_bench.training.dflash import DFlashObjective, SelectorObjective
 from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective
 from dflash_bench.training.mtp import MTPObjective

@@ -21,9 +21,8 @@ from dflash_bench.core import methods
 from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.diagnose import distribution
-from dflash_bench.diagnose.distribution import LENGTH, NUM_DRAWS, QUESTIONS
+from dflash_bench.diagnose.distribution import LENGTH, NUM_DRAWS, QUESTIONS, score_tokens
 from dflash_bench.diagnose.goodness_of_fit import COLUMNS, LEVEL, Draws, FitTest, count_decisions, run_tests
-from dflash_bench.diagnose.odds import score_tokens
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.runner.config import RunRequest
 from studies._study import Made, Work, tell

@@ -18,7 +18,7 @@ import pyarrow as pa
 from dflash_bench.core.environment import describe
 from dflash_bench.core.types import Settings
 from dflash_bench.results import parts, store
-from dflash_bench.results.schema import to_table
+from dflash_bench.results.parts import to_table
 from studies._study import Made, Work
 
 TAKES = "two minutes of one core"

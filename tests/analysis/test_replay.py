@@ -16,7 +16,7 @@ from dflash_bench.analysis import controllers
 from dflash_bench.analysis.confidence import calibration
 from dflash_bench.analysis.replay import StoredAnswer, cells_of, walk
 from dflash_bench.core.methods import METHODS, parse, require_recorded
-from dflash_bench.results import laws, schema
+from dflash_bench.results import laws, parts
 from dflash_bench.results.row_arrays import Facts
 
 TEXTS = ("What is 2+2?", "Name a colour.", "Count to five.", "Say it again.", "Why is that so?", "And then?")
@@ -176,6 +176,6 @@ def test_a_recording_of_other_tokens_is_no_measurement() -> None:
     good = replace(row, recorded_ids=ids, recorded_accepted=(1, 0, 1))
     for accepted, broken in (((1, 0, 1), False), ((2, 0, 1), True), ((0, 0, 1), True), ((1, 0), True)):
         one = record("dflash", "p", replace(good, recorded_accepted=accepted))
-        batch = schema.to_table([one, plain("p", 3)], {}).combine_chunks().to_batches()[0]
+        batch = parts.to_table([one, plain("p", 3)], {}).combine_chunks().to_batches()[0]
         assert bool(laws.faults(batch, facts)) == broken, accepted
     assert generation([1], 2).recorded_ids is None

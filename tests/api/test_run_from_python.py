@@ -12,8 +12,7 @@ import pytest
 import tiny
 
 from dflash_bench import api as db
-from dflash_bench.api.measuring import request_of
-from dflash_bench.api.progress import InNotebook, Silent, in_notebook
+from dflash_bench.api.measuring import InNotebook, Silent, in_notebook, request_of
 
 
 @pytest.fixture(scope="module")

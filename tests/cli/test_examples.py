@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 import shown
 
-from dflash_bench.cli.examples import EXAMPLES
+from dflash_bench.cli.command import EXAMPLES
 from dflash_bench.core import methods
 from dflash_bench.core.option import split_at_commas
 from dflash_bench.models import presets

@@ -13,7 +13,7 @@ import runs
 from fake import FakeBackend, install
 
 from dflash_bench.core.option import split_at_commas
-from dflash_bench.results import recent
+from dflash_bench.results import store
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner.config import RunRequest
 
@@ -23,7 +23,7 @@ Main = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def two(main: Main) -> list[Path]:
     """Two runs in the default folder, the newest first."""
-    folders = [recent.RUNS / name for name in ("now", "then")]
+    folders = [store.RUNS / name for name in ("now", "then")]
     for age, (folder, seed) in enumerate(zip(folders, (1, 2), strict=True)):
         runs.stored(folder, runs.answers(8, seed=seed))
         os.utime(folder / "run.json", (1000 - age, 1000 - age))
@@ -59,9 +59,9 @@ def test_without_any_run_the_error_says_how_to_start_one(command: str, main: Mai
 
 
 def test_runs_are_listed_with_how_to_name_them(two: list[Path], main: Main) -> None:
-    (recent.RUNS / "broken").mkdir()
-    (recent.RUNS / "broken" / "run.json").write_text("{")
-    os.utime(recent.RUNS / "broken" / "run.json", (10, 10))
+    (store.RUNS / "broken").mkdir()
+    (store.RUNS / "broken" / "run.json").write_text("{")
+    os.utime(store.RUNS / "broken" / "run.json", (10, 10))
     code, out, err = main("runs")
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]

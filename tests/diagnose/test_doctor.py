@@ -17,10 +17,9 @@ import torch
 from dflash_bench.cli import main
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
-from dflash_bench.diagnose import doctor, probes, show, trials
-from dflash_bench.diagnose.doctor import Diagnosis
+from dflash_bench.diagnose import doctor, probes, show
+from dflash_bench.diagnose.doctor import ChangeTrial, Diagnosis
 from dflash_bench.diagnose.probes import DraftChange, Moved, change_draft, num_drafts_of
-from dflash_bench.diagnose.trials import ChangeTrial
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.loop import AcceptedAnswer
 from dflash_bench.engine.target import Target
@@ -47,13 +46,13 @@ def nothing_kept() -> Iterator[None]:
 @pytest.fixture
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the target, what it says is kept, and not computed again for every draft that is tried."""
-    monkeypatch.setattr(trials, "measure_acceptance", recalled.accepted)
+    monkeypatch.setattr(doctor, "measure_acceptance", recalled.accepted)
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
 def test_a_target_that_is_read_once_accepts_as_the_real_one(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every probe, on every prompt, every round."""
-    real = trials.measure_acceptance
+    real = doctor.measure_acceptance
     seen: list[bool] = []
 
     def both(*asked: Any) -> list[AcceptedAnswer]:
@@ -61,7 +60,7 @@ def test_a_target_that_is_read_once_accepts_as_the_real_one(method: str, monkeyp
         seen.append(answers == recalled.accepted(*asked))
         return answers
 
-    monkeypatch.setattr(trials, "measure_acceptance", both)
+    monkeypatch.setattr(doctor, "measure_acceptance", both)
     examined(method, limit=1, max_new_tokens=12)
     assert len(seen) > 10 and all(seen)
 
@@ -144,7 +143,7 @@ def test_a_gain_that_may_be_chance_is_a_doubt() -> None:
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
 def test_a_sound_draft_has_no_cause(method: str) -> None:
     seen = examined(method)
-    assert not seen.has_cause and seen.trials and max(one.gain for one in seen.trials) < trials.LEAST_GAIN
+    assert not seen.has_cause and seen.trials and max(one.gain for one in seen.trials) < doctor.LEAST_GAIN
     assert "Nothing that was checked or tried explains low acceptance." in show.diagnosis_text(seen)
 
 
@@ -189,17 +188,17 @@ def answers(*counts: tuple[int, ...]) -> list[AcceptedAnswer]:
 
 def test_a_gain_by_chance_is_no_cause() -> None:
     before = answers((1, 1), (4, 4), (2, 2))
-    better = trials.judge(before, [(change("one lucky prompt"), answers((9, 9), (3, 3), (2, 2)))])
-    assert better[0].gain > trials.LEAST_GAIN and not better[0].is_cause
-    sure = trials.judge(before, [(change("all"), answers((4, 4), (9, 9), (6, 6)))])
+    better = doctor.judge(before, [(change("one lucky prompt"), answers((9, 9), (3, 3), (2, 2)))])
+    assert better[0].gain > doctor.LEAST_GAIN and not better[0].is_cause
+    sure = doctor.judge(before, [(change("all"), answers((4, 4), (9, 9), (6, 6)))])
     assert sure[0].is_cause
 
 
 def test_many_trials_need_more_than_one() -> None:
     before = answers((1, 1), (2, 2), (2, 2), (1, 1))
     after = answers((2, 2), (3, 3), (2, 3), (2, 2))
-    alone = trials.judge(before, [(change("x"), after)])
-    among = trials.judge(before, [(change("x"), after), *[(change(str(n)), before) for n in range(60)]])
+    alone = doctor.judge(before, [(change("x"), after)])
+    among = doctor.judge(before, [(change("x"), after), *[(change(str(n)), before) for n in range(60)]])
     assert alone[0].is_cause and not among[0].is_cause
 
 
@@ -210,12 +209,12 @@ def test_symptoms_are_left_out_and_one_of_a_kind_is_named() -> None:
         ChangeTrial(change("theta", "rotary"), 1.3, 1.3, 0.0),
         ChangeTrial(change("head", "head"), 3.0, 3.0, 0.0),
     ]
-    assert [one.change.name for one in trials.causes(listed)] == ["mask 7", "head"]
+    assert [one.change.name for one in doctor.causes(listed)] == ["mask 7", "head"]
 
 
 def test_a_single_prompt_needs_a_large_gain() -> None:
-    assert trials.judge(answers((1, 1)), [(change("x"), answers((3, 3)))])[0].is_cause
-    assert not trials.judge(answers((1, 1)), [(change("x"), answers((1, 2)))])[0].is_cause
+    assert doctor.judge(answers((1, 1)), [(change("x"), answers((3, 3)))])[0].is_cause
+    assert not doctor.judge(answers((1, 1)), [(change("x"), answers((1, 2)))])[0].is_cause
 
 
 @pytest.mark.parametrize(
@@ -240,8 +239,8 @@ def test_loops_of_the_target_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gain_from_loops_is_none() -> None:
-    def sample(tokens: list[int]) -> trials.Sample:
-        return trials.Sample("s", (AcceptedAnswer(tuple(tokens), (3,)), AcceptedAnswer(tuple(range(40)), (3,))))
+    def sample(tokens: list[int]) -> doctor.Sample:
+        return doctor.Sample("s", (AcceptedAnswer(tuple(tokens), (3,)), AcceptedAnswer(tuple(range(40)), (3,))))
 
     sound, looping = sample([*range(50, 90)]), sample([5] * 40)
     others = [(change("template"), looping), (change("thinking"), sound)]

@@ -15,10 +15,18 @@ from toy import NUM_STATES, Scripted, TableTarget, _weight, tiny
 from wrong_rules import MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
 
 from dflash_bench.core.types import Settings
-from dflash_bench.diagnose.distribution import measure
+from dflash_bench.diagnose.distribution import (
+    Continuation,
+    Odds,
+    Spot,
+    continue_prompts,
+    measure,
+    odds_of,
+    score_answers,
+    score_tokens,
+)
 from dflash_bench.diagnose.forcing import Guide, forced
 from dflash_bench.diagnose.goodness_of_fit import Draws, count_decisions, judge_methods, run_tests
-from dflash_bench.diagnose.odds import Continuation, Odds, Spot, continue_prompts, odds_of, score_answers, score_tokens
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.base import DraftSampler

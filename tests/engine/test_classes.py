@@ -17,9 +17,8 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
 from dflash_bench.engine.backend import open_backend
 from dflash_bench.engine.drafter import NoDrafter
-from dflash_bench.engine.forward import recurrent
-from dflash_bench.engine.forward.hf import HFForward
-from dflash_bench.engine.forward.recurrent import KeptTokens, advance
+from dflash_bench.engine.forward import hf
+from dflash_bench.engine.forward.hf import HFForward, KeptTokens, advance
 from dflash_bench.engine.target import Target
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
@@ -141,7 +140,7 @@ def test_what_was_not_kept_leaves_no_trace_in_any_state(kind: str) -> None:
 
 def test_a_state_is_made_again_only_where_a_draft_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(recurrent, "advance", lambda *args: (calls.append(args[1].shape[1]), advance(*args))[1])
+    monkeypatch.setattr(hf, "advance", lambda *args: (calls.append(args[1].shape[1]), advance(*args))[1])
     kind, num_layers = "qwen3.5", 3
     target = Target(made(kind))
     run(target, NoDrafter(), PROMPTS[:3], NEW)

@@ -12,7 +12,7 @@ from golden_drafts import CASES, assert_drafts_as_published, golden
 import dflash_bench as db
 from dflash_bench.core import methods
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters import corrections
+from dflash_bench.engine.drafters import dflash
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.sampling import Sampler, Sampling
 
@@ -69,13 +69,13 @@ def test_confidences_are_the_publishers(name: str, monkeypatch: pytest.MonkeyPat
 def test_lilicorrs_candidates_and_scores_are_its_publishers(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = golden("nvidia-lilicorr")["cases"][0]["checks"]
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    among = corrections.SamplingPick.among
+    among = dflash.SamplingPick.among
 
     def kept(self: Any, ids: torch.Tensor, scores: torch.Tensor, place: int) -> torch.Tensor:
         seen.append((ids[0], scores[0]))
         return among(self, ids, scores, place)
 
-    monkeypatch.setattr(corrections.SamplingPick, "among", kept)
+    monkeypatch.setattr(dflash.SamplingPick, "among", kept)
     first_answer("nvidia-lilicorr")
     candidates = [one for check in checks for one in check["candidates"]]
     scores = [one for check in checks for one in check["scores"]]
@@ -90,7 +90,7 @@ def test_lilicorrs_candidates_and_scores_are_its_publishers(monkeypatch: pytest.
 SAMPLED = ("zlab-dflash2", "zlab-dflash2-sliding", "zlab-sliding-default")
 
 
-class Forced(corrections.SamplingPick):
+class Forced(dflash.SamplingPick):
     """Computes as usual, and then takes the tokens of the case."""
 
     tokens: Sequence[int] = ()
@@ -110,7 +110,7 @@ def assert_distribution(ours: torch.Tensor, slot: dict[str, Any], name: str) -> 
 @torch.inference_mode()
 def test_drawn_drafts_have_the_publishers_probabilities(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = golden(name)
-    monkeypatch.setattr(corrections, "SamplingPick", Forced)
+    monkeypatch.setattr(dflash, "SamplingPick", Forced)
     drafts = {"dflash": CASES / name / "draft"}
     with db.Engine(target=(CASES / name / case["target"]).resolve(), drafts=drafts, dtype="float32") as engine:
         drafter: Any = engine._drafter(methods.parse("dflash:rule=rejection"))

@@ -22,7 +22,7 @@ from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.mtp import MTPDrafter
 from dflash_bench.engine.forward.choice import has_numba
 from dflash_bench.engine.forward.compiled import CompiledMTP
-from dflash_bench.engine.forward.mtp import NativeMTP, PublishedMTP
+from dflash_bench.engine.forward.native_drafts import NativeMTP, PublishedMTP
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.selection import compile_like, target_of

@@ -15,7 +15,7 @@ from runs import SUITES, answers, asked, changed, frame_of, slower, stored
 
 from dflash_bench.analysis.peers import paper, zlab
 from dflash_bench.core.types import SCHEMA_VERSION
-from dflash_bench.results import run_info, schema, store
+from dflash_bench.results import parts, run_info, store
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -231,7 +231,7 @@ def test_a_newer_schema_is_refused_even_with_damaged_allowed(
     tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as newer:
-        for module in (store, schema, run_info):
+        for module in (store, parts, run_info):
             newer.setattr(module, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
         stored(tmp_path / "run", answers())
     assert f"run.json has schema {SCHEMA_VERSION + 1}" in told(main, "run", "--allow", "damaged")

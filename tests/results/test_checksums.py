@@ -10,16 +10,16 @@ from rows import pair
 from runs import bare
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.results import checksums, parts, store
+from dflash_bench.results import parts, store
 
 
 def test_a_line_that_a_crash_cut_short_is_passed_over_and_the_next_one_stands_alone(tmp_path: Path) -> None:
     part = tmp_path / "part-000000.parquet"
-    checksums.add(part, b"one")
-    ledger = tmp_path / checksums.FILE
+    parts.add_checksum(part, b"one")
+    ledger = tmp_path / parts.CHECKSUMS
     ledger.write_bytes(ledger.read_bytes() + b"0123abc")
-    checksums.add(part.with_name("part-000001.parquet"), b"two")
-    assert checksums.recorded(tmp_path) == {
+    parts.add_checksum(part.with_name("part-000001.parquet"), b"two")
+    assert parts.checksums(tmp_path) == {
         "part-000000.parquet": [sha256(b"one").hexdigest()],
         "part-000001.parquet": [sha256(b"two").hexdigest()],
     }
@@ -29,10 +29,10 @@ def test_a_part_that_was_begun_and_then_written_anew_is_known_by_either_content(
     """The process was killed between the two: what stands under the name may still be the former part."""
     part = tmp_path / "part-000000.parquet"
     for content in (b"one", b"two"):
-        checksums.add(part, content)
+        parts.add_checksum(part, content)
     for content, is_known in ((b"one", True), (b"two", True), (b"three", False)):
         part.write_bytes(content)
-        assert (checksums.why_other(part) is None) == is_known
+        assert (parts.why_other(part) is None) == is_known
 
 
 def test_parts_that_were_merged_are_forgotten_and_the_others_kept(
@@ -44,14 +44,14 @@ def test_parts_that_were_merged_are_forgotten_and_the_others_kept(
             run.append(pair(f"p{number}", [1]))
         run.mark_finished({})
     names = {part.name for part in parts.of(run.folder)}
-    assert names == set(checksums.recorded(run.folder)) == {"part-000000-000002.parquet", "part-000003.parquet"}
+    assert names == set(parts.checksums(run.folder)) == {"part-000000-000002.parquet", "part-000003.parquet"}
 
 
 def test_a_run_whose_checksums_are_gone_is_neither_read_nor_mended(tmp_path: Path) -> None:
     """Nothing of it could be trusted, and all of it would be measured again."""
     with store.create(tmp_path / "run", bare()) as run:
         run.append(pair("p0", [1]))
-    (run.folder / checksums.FILE).unlink()
+    (run.folder / parts.CHECKSUMS).unlink()
     for call in (lambda: store.load(run.folder), lambda: store.resume(run.folder, bare())):
         with pytest.raises(UserError, match=r"run has no parts\.sha256, by which its parts are known; restore"):
             call()

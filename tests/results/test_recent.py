@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.results import recent
-from dflash_bench.results.recent import find, find_all, is_older, newest_first
+from dflash_bench.results import store
+from dflash_bench.results.store import find, find_all, is_older, newest_first
 
 
 @pytest.fixture
 def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Folders of runs, the newest first; their names say nothing of their age."""
     monkeypatch.chdir(tmp_path)
-    folders = [recent.RUNS / name for name in ("b", "c", "a")]
+    folders = [store.RUNS / name for name in ("b", "c", "a")]
     for age, folder in enumerate(folders):
         folder.mkdir(parents=True)
         (folder / "run.json").write_text("{}")
         os.utime(folder / "run.json", (1000 - age, 1000 - age))
-    (recent.RUNS / "no run").mkdir()
+    (store.RUNS / "no run").mkdir()
     return folders
 
 

@@ -23,7 +23,7 @@ from runs import ENVIRONMENT, bare
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, Answer, Divergence, Exactness, Generation, Settings
-from dflash_bench.results import schema as results_schema
+from dflash_bench.results import parts as stored_parts
 from dflash_bench.results import store
 from dflash_bench.results.identity import OF_RUN
 
@@ -181,9 +181,9 @@ def test_any_records_come_back_in_order(parts: list[list[Answer]]) -> None:
 
 def test_every_field_of_the_records_has_a_column_and_every_column_a_field() -> None:
     names = {field.name for kind in (Answer, Generation, Settings) for field in fields(kind)}
-    places = {column for of_place in results_schema.PLACES.values() for column in of_place.values()}
+    places = {column for of_place in stored_parts.PLACES.values() for column in of_place.values()}
     of_run = {*OF_RUN, "method_name", "method_options", "draft", "draft_kind", "source", "settings_id"}
-    assert set(results_schema.COLUMNS) == names - {"generation", "settings", *results_schema.PLACES} | places | of_run
+    assert set(stored_parts.COLUMNS) == names - {"generation", "settings", *stored_parts.PLACES} | places | of_run
 
 
 def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from dflash_bench.core.types import Answer
 from dflash_bench.models.formats import save_draft
 from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
-from dflash_bench.results import laws, parts, schema
+from dflash_bench.results import laws, parts
 from dflash_bench.results.row_arrays import Facts
 
 METHODS = ["dflash", "dflash:cut=0.5"]
@@ -84,7 +84,7 @@ def test_a_reply_says_it_of_each_round(model: Path) -> None:
 
 
 def rows_of(*records: Answer) -> Any:
-    return schema.to_table(records, {}).combine_chunks().to_batches()[0]
+    return parts.to_table(records, {}).combine_chunks().to_batches()[0]
 
 
 @pytest.mark.parametrize(

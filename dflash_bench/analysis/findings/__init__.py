@@ -11,7 +11,7 @@ from math import isnan
 from typing import Any
 
 from dflash_bench.analysis import metrics
-from dflash_bench.analysis.findings import repetition, servers, speed, timing, witnesses
+from dflash_bench.analysis.findings import servers, speed, timing, witnesses
 from dflash_bench.analysis.findings.base import MIN_PROMPTS, CellContext, Finding, Observation, Remedy, answers
 from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts, option_of, tokens_per_round
 from dflash_bench.analysis.metrics import BASELINE, Cell
@@ -254,7 +254,7 @@ CHECKS: tuple[Callable[[CellContext], Observation | None], ...] = (
     _mismatch, witnesses.proves_nothing, timing.slow_plain,
     servers.worse_answers, servers.plain_drafts, _failed, _no_baseline, servers.unjudged, _lossy,
     _near_ties, _nothing_drafted,
-    repetition.loops, _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain,
+    timing.loops, _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain,
     speed.unclear, _saturated, timing.first_is_slow, timing.outliers, timing.drift, _truncated, _few_prompts,
     speed.wide_interval, _code, servers.other_servers, servers.compared_by_text, servers.reused_prompts,
     servers.uncounted, servers.derived_rounds, timing.shared_machine, timing.unlike_machines, _unpinned,

@@ -21,7 +21,6 @@ from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward import kernels
 from dflash_bench.engine.forward.arrays import LAYER, Decoder, Placed, Store, Team, Workspace
 from dflash_bench.engine.forward.hf import PassInputs
-from dflash_bench.engine.forward.mtp import NativeMTP
 from dflash_bench.engine.forward.native import (
     ACTIVATIONS,
     Gated,
@@ -34,7 +33,14 @@ from dflash_bench.engine.forward.native import (
     linear_of,
     rotary_tables,
 )
-from dflash_bench.engine.forward.native_drafts import FilteredLayer, NativeDFlash, NativeEagle3, Views, views_by_kind
+from dflash_bench.engine.forward.native_drafts import (
+    FilteredLayer,
+    NativeDFlash,
+    NativeEagle3,
+    NativeMTP,
+    Views,
+    views_by_kind,
+)
 from dflash_bench.engine.forward.tiles import LANES
 from dflash_bench.engine.lengths import Seen
 from dflash_bench.engine.masks import PassMask, ancestors

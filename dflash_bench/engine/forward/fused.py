@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_bench.engine.forward.mtp import NativeMTP
 from dflash_bench.engine.forward.native import Gated, Layer, NativeForward, Norm, Tables
-from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3
+from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3, NativeMTP
 from dflash_bench.engine.graphs import TOLERANCES
 
 Compile = Callable[..., Any]
