@@ -297,7 +297,7 @@ class Engine(AbstractContextManager["Engine"]):
 
         if method.kind.shape == "tree" and not self._target.reads_trees:
             raise UserError(f"method {method.label}: recurrent layers read no trees; use a chain, such as dflash")
-        if self.tokenizer is None and any(option.is_file for option in method.kind.options):
+        if self.tokenizer is None and any(option.name == "datastore" for option in method.kind.options):
             raise UserError(f"method {method.label} needs the target's tokenizer, and {self.preset.target} has none")
         if method.draft is not None:
             self._models = with_draft(self._models, self.preset, method.draft)

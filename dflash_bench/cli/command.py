@@ -76,7 +76,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dflash-bench replay @1 --n 3,5,7",
         "dflash-bench replay @1 --method dflash --cut 0.5,0.8 --controller mine.py",
     ),
-    "card": ("dflash-bench card", "dflash-bench card --hub my-draft"),
+    "card": ("dflash-bench card", "dflash-bench card --hub my-draft", "dflash-bench card --profile profile.json"),
     "movie": ("dflash-bench movie -o movie.svg", "dflash-bench movie @2 --method eagle3 --answer gsm8k/0"),
     "plot": (
         "dflash-bench plot --format svg -o plots",

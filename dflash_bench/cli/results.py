@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -15,9 +16,12 @@ from typer import Argument, Option
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.files import require_output
+from dflash_bench.core.files import require_output, write_output
 from dflash_bench.core.labels import visible
 from dflash_bench.core.terminal import note, say, terminal_width
+
+if TYPE_CHECKING:
+    from dflash_bench.report.document import Document
 
 app = typer.Typer()
 LAYOUTS = ("rows", "paper")
@@ -369,13 +373,31 @@ def card(
             help="Write what a model's card on the hub takes: a badge, and scores on public datasets as .eval_results.",
         ),
     ] = None,
+    profile: Annotated[
+        Path | None,
+        Option(
+            "--profile",
+            metavar="FILE",
+            help="Write how often each drafted token is accepted, by category and temperature, as a "
+            "speculation_profile.json to put beside the draft.",
+        ),
+    ] = None,
+    method: Annotated[
+        str | None, Option(metavar="NAME", help="With --profile: the method, if the run has several that draft.")
+    ] = None,
     allow: options.AllowParts = None,
 ) -> None:
     """Print a run's result in eleven lines, to share."""
     from dflash_bench import api, report
     from dflash_bench.report import badge
 
+    if method is not None and profile is None:
+        raise UserError("--method has no effect without --profile FILE")
     document = api.load(found_one(run), allow or ()).document
+    if profile is not None:
+        _write_profile(document, method, profile)
+        if hub is None:
+            return
     if hub is None:
         say(report.card(document), end="")
         return
@@ -384,6 +406,19 @@ def card(
     if hub / badge.RESULTS not in written:
         note("no scores were written: none of the prompts are scored ones of a public dataset")
     say(f"![{document.folder.name}]({badge.BADGE})")
+
+
+def _write_profile(document: Document, method: str | None, path: Path) -> None:
+    from dflash_bench.analysis import speculation
+
+    if method is None and len(document.methods) != 1:
+        listed = ", ".join(document.methods) or "none"
+        raise UserError(f"a profile is of one method; give --method NAME, one that drafts in this run: {listed}")
+    made = speculation.as_json(document.results, method or document.methods[0])
+    text = json.dumps(made, indent=1, allow_nan=False)
+    # Lists of numbers in a line each.
+    write_output(path, re.sub(r"\[[^][{}]+\]", lambda found: " ".join(found[0].split()), text) + "\n")
+    note(f"wrote {path}: {made['num_rounds']:,} rounds of {made['num_prompts']:,} prompts")
 
 
 @app.command(cls=Command)

@@ -299,9 +299,12 @@ _OWN: dict[str, MethodSpec] = {
             (
                 Option("rates", "for each token, the share that is right if all before it are", "0.9/0.8/0.7/0.6/0.5",
                        kind=str),
+                Option("profile", "a speculation_profile.json to take the rates from, as 'card --profile' writes it",
+                       kind=str, is_file=True),
+                Option("category", "of the profile, the category to take them from; by default all prompts", kind=str),
                 _SEED,
             ),
-            is_probe=True,
+            alternatives=(frozenset({"rates", "profile"}),), is_probe=True,
         ),
         MethodSpec(
             "draft-model", "a small language model with the same tokenizer drafts token by token (arXiv 2211.17192)",

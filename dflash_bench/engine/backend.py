@@ -296,8 +296,8 @@ def _about(
 def _sha256_of_files(method: Method) -> Iterator[str]:
     """Yield hashes of the files that its options name: a run must not resume with another file of the same name."""
     for option in method.kind.options:
-        if option.is_file:
-            with open(str(method.option(option.name)), "rb") as file:
+        if option.is_file and (path := method.option(option.name)) is not None:
+            with open(str(path), "rb") as file:
                 yield hashlib.file_digest(file, "sha256").hexdigest()
 
 
