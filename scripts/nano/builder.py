@@ -25,7 +25,7 @@ from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.medusa import MedusaHeads
 from dflash_bench.training import drafts, medusa, trainer
 from dflash_bench.training.contamination import Overlap
-from dflash_bench.training.dflash import DFlashObjective, SelectorObjective
+from dflash_bench.training.dflash import DFlashObjective, MarkovObjective, SelectorObjective
 from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective
 from dflash_bench.training.mtp import MTPObjective
@@ -37,7 +37,14 @@ from nano.target import TargetRecipe
 from nano.tokenizer import MASK_TOKEN_ID, NUM_EMBEDDINGS, train_tokenizer
 
 Report = Callable[[str], None]
-HALVED = ("draft-model", "medusa", "block-diffusion", "dflash2", "mtp")
+HALVED = ("draft-model", "medusa", "block-diffusion", "dflash2", "dspark", "mtp")
+FAMILY = {
+    "dflash-longer": (None, DFlashObjective),
+    "dflash2": (drafts.as_dflash2, SelectorObjective),
+    "dspark": (drafts.as_dspark, MarkovObjective),
+}
+"""Drafts that begin as the trained DFlash draft: how it grows, and how it learns on. The first, which does not grow, is
+the control of what training longer gives by itself; it is not shipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,7 @@ class NanoRecipe:
     rank: int = 64
     num_mtp_steps: int = 6
     dflash2: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=400, matrix_lr=0.02, other_lr=0.004))
+    dspark: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=400, matrix_lr=0.04, other_lr=0.004))
     mtp: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=400, matrix_lr=0.02, other_lr=0.002))
     block_diffusion: DraftRecipe = field(default_factory=lambda: DraftRecipe(steps=600, matrix_lr=0.01, other_lr=0.001))
 
@@ -95,7 +103,8 @@ class Builder:
             "draft-model": self.draft_model(model),
             "medusa": self.medusa(),
             "block-diffusion": self.block_diffusion(model, tokenizer),
-            "dflash2": self.dflash2(),
+            "dflash2": self.family("dflash2", self.recipe.dflash2),
+            "dspark": self.family("dspark", self.recipe.dspark),
             "mtp": self.mtp(model),
         }
         self.export(output, tokenizer, model, {"target": target_history, **histories})
@@ -181,16 +190,16 @@ class Builder:
         )
         return trainer.train(objective, rows, recipe or self.recipe.dflash, self.work / f"{name}.pt", self.report)
 
-    def new_dflash2(self) -> DFlashDraft:
-        """Return a DFlash 2 draft that begins as the trained DFlash draft."""
-        draft = self.new_dflash()
+    def new_family(self, name: str) -> DFlashDraft:
+        """Return a draft of the family, one of `FAMILY`, that begins as the trained DFlash draft."""
+        draft, (grow, _) = self.new_dflash(), FAMILY[name]
         draft.load_state_dict(self._trained("dflash"))
-        return drafts.as_dflash2(draft, self.vocab(), self.recipe.rank, self.recipe.dflash2.seed)
+        return draft if grow is None else grow(draft, self.vocab(), self.recipe.rank, self.recipe.dflash2.seed)
 
-    def dflash2(self) -> History:
-        rows, recipe = answers.load(self.work), self.recipe
-        objective = SelectorObjective(self.new_dflash2(), rows, self.vocab(), recipe.num_anchors, recipe.gamma)
-        return trainer.train(objective, rows, recipe.dflash2, self.work / "dflash2.pt", self.report)
+    def family(self, name: str, recipe: DraftRecipe) -> History:
+        rows, (_, kind) = answers.load(self.work), FAMILY[name]
+        objective = kind(self.new_family(name), rows, self.vocab(), self.recipe.num_anchors, self.recipe.gamma)
+        return trainer.train(objective, rows, recipe, self.work / f"{name}.pt", self.report)
 
     def mtp(self, model: Any) -> History:
         rows = answers.load(self.work)
@@ -277,10 +286,10 @@ class Builder:
                     heads = self.new_medusa()
                     heads.load_state_dict(self._trained(name))
                     medusa_format.save(heads.half(), output / name, "nano")
-                case "dflash2":
-                    block = self.new_dflash2()
+                case "dflash2" | "dspark":
+                    block = self.new_family(name)
                     block.load_state_dict(self._trained(name))
-                    save_draft(block.half(), output / name)
+                    save_draft(block.half(), output / name, "specforge" if name == "dspark" else None)
                 case "mtp":
                     mtp_draft = drafts.new_mtp(model, self.recipe.mtp.seed)
                     mtp_draft.load_state_dict(self._trained(name))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,15 @@ class Drafted:
     tokens: list[int]
     margin: float
     """The least distance between the best and the second best in any choice: below rounding, tokens may differ."""
+    confidence: list[float] = field(default_factory=list)
+    """How likely each token is to be accepted if all before it are, by a draft's own head."""
+
+    def before(self, threshold: float) -> int:
+        """How many tokens stand before the first whose confidence is below the threshold."""
+        return next((i for i, one in enumerate(self.confidence) if one < threshold), len(self.confidence))
+
+    def is_near(self, threshold: float, rounding: float) -> bool:
+        return any(abs(one - threshold) < rounding for one in self.confidence)
 
 
 class Book:
@@ -182,12 +191,12 @@ class Book:
         """What is drafted behind a text, given the target's states [N, H] by tap: of all of it but the last token."""
         anchor = len(text) - 1
         hidden = self.hidden(features, anchor, text[-1])
-        self.margin = float("inf")
+        self.margin, self.confidence = float("inf"), []
         slots = hidden if self.is_shifted else hidden[1:]
         if self.kind == "domino" and self.is_shifted:
             slots = hidden[:-1]
         draft = getattr(self, self.kind)(hidden, slots, list(text), [one[:anchor] for one in features])
-        return Drafted([int(token) for token in draft], self.margin)
+        return Drafted([int(token) for token in draft], self.margin, self.confidence)
 
     def best(self, scores: Tensor) -> int:
         top = scores.topk(2).values
@@ -214,6 +223,9 @@ class Book:
         state, last, out = torch.zeros(first.shape[1]), text[-1], []
         for h, logits in zip(slots, self.head(slots), strict=True):
             e = first[last]
+            if "confidence_head.proj.weight" in self.w:
+                read = torch.cat([h, e]) if self.key("confidence_head_with_markov") else h
+                self.confidence.append(float(self.project(read, "confidence_head.proj").sigmoid()))
             if kind == "vanilla":
                 bias = e
             elif kind == "gated":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,9 +189,8 @@ class Proposing(Watching):
         return self.scripted.propose()
 
 
-@pytest.mark.parametrize("rows", [[1], [0, 1, 2]], ids=str)
-@pytest.mark.parametrize("kind", TARGETS)
-def test_cached_drafts_are_those_of_a_loop_without_a_cache(kind: str, rows: list[int]) -> None:
+def compared(kind: str, rows: Sequence[int]) -> tuple[int, int]:
+    """How many tokens are drafted as by the formula, up to a draft's first other one, and how many drafts have one."""
     model = TARGETS[kind]()
     target, prompts = Target(model), [SHORT[row] for row in rows]
     tested = drafter(target, 4)
@@ -198,17 +198,110 @@ def test_cached_drafts_are_those_of_a_loop_without_a_cache(kind: str, rows: list
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain(target, prompts, 24), strict=True)]
     watched = Proposing(tested, texts)
     run(target, watched, prompts, 24)
-    formula, num_compared = Formula(tested.draft, model), 0
+    formula, num_same, num_different = Formula(tested.draft, model), 0, 0
     for written, counts, tokens in watched.kept:
         for row, (text, count) in enumerate(zip(written, counts, strict=True)):
             expected, logits = formula.drafts(text, 4) if count else ([], torch.zeros(0))
-            # Two tokens within rounding of each other are no disagreement.
             for drafted, best, scores in zip(tokens[row].tolist(), expected, logits, strict=False):
-                assert drafted == best or scores[best] - scores[drafted] < 1e-3
-                num_compared += 1
                 if drafted != best:
+                    # Two tokens within rounding of each other are no disagreement.
+                    num_different += bool(scores[best] - scores[drafted] >= 1e-3)
                     break
-    assert num_compared > 20 * len(rows) and len({tuple(tokens[0].tolist()) for _, _, tokens in watched.kept}) > 2
+                num_same += 1
+    assert len({tuple(tokens[0].tolist()) for _, _, tokens in watched.kept}) > 2
+    return num_same, num_different
+
+
+@pytest.mark.parametrize("rows", [[1], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("kind", TARGETS)
+def test_cached_drafts_are_those_of_a_loop_without_a_cache(kind: str, rows: list[int]) -> None:
+    num_same, num_different = compared(kind, rows)
+    assert num_different == 0 and num_same > 20 * len(rows)
+
+
+# Mistakes that leave every answer as it is, and drafts worse.
+
+
+def _not_rolled_back(patch: pytest.MonkeyPatch) -> None:
+    """What was drafted and not accepted stays in the heads' cache, and the next tokens are written behind it."""
+    begin, observe = MTPDrafter.begin, MTPDrafter.observe
+
+    def faulty_begin(self: Any, num_rows: int, capacity: int) -> None:
+        begin(self, num_rows, capacity + 24 * self.num_drafts)
+        self.left = [0] * num_rows
+
+    def faulty(self: Any, committed: Committed) -> None:
+        if not committed.is_prompt:
+            for row, count in zip(committed.rows, committed.counts, strict=True):
+                self.left[row] += max(0, self.num_drafts - count)
+        starts = [start + self.left[row] for row, start in zip(committed.rows, committed.starts, strict=True)]
+        observe(self, replace(committed, starts=starts))
+
+    patch.setattr(MTPDrafter, "begin", faulty_begin)
+    patch.setattr(MTPDrafter, "observe", faulty)
+
+
+def _own_states_kept(patch: pytest.MonkeyPatch) -> None:
+    """Accepted tokens keep what the heads made of their own states, in place of the target's."""
+    observe = MTPDrafter.observe
+
+    def faulty(self: Any, committed: Committed) -> None:
+        kept = [buffer.clone() for pair in self.cache._layers.values() for buffer in pair]
+        observe(self, committed)
+        for row, start, count in zip(committed.rows, committed.starts, committed.counts, strict=True):
+            for buffer, old in zip((b for pair in self.cache._layers.values() for b in pair), kept, strict=False):
+                if not committed.is_prompt:
+                    at = slice(start + 1, start + count)
+                    buffer[row, :, at] = old[row, :, at]
+
+    patch.setattr(MTPDrafter, "observe", faulty)
+
+
+def _one_place_late(patch: pytest.MonkeyPatch) -> None:
+    """The heads' own steps are placed at the position of the token, which is one behind that of its state."""
+    step, propose = MTPDrafter.step, MTPDrafter.propose
+
+    def faulty(self: Any) -> Any:
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(
+                self, "step", lambda tokens, hidden, starts: step(self, tokens, hidden, [one + 1 for one in starts])
+            )
+            return propose(self)
+
+    patch.setattr(MTPDrafter, "propose", faulty)
+
+
+def _embedding_of_the_state(patch: pytest.MonkeyPatch) -> None:
+    """A state is paired with its own token, and not with the one behind it."""
+    step = MTPDrafter.step
+
+    def faulty(self: Any, tokens: Tensor, *rest: Any, **options: Any) -> Tensor:
+        return step(self, tokens.roll(1, dims=1), *rest, **options)
+
+    patch.setattr(MTPDrafter, "step", faulty)
+
+
+def _state_of_another_row(patch: pytest.MonkeyPatch) -> None:
+    propose = MTPDrafter.propose
+
+    def faulty(self: Any) -> Any:
+        self.hidden = self.hidden.roll(1, dims=0)
+        return propose(self)
+
+    patch.setattr(MTPDrafter, "propose", faulty)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3.5"])
+@pytest.mark.parametrize(
+    "plant",
+    [_not_rolled_back, _own_states_kept, _one_place_late, _embedding_of_the_state, _state_of_another_row],
+    ids=lambda plant: plant.__name__.strip("_").replace("_", " "),
+)
+def test_a_planted_fault_changes_what_is_drafted(
+    kind: str, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert compared(kind, [0, 1, 2] if plant is _state_of_another_row else [1])[1]
 
 
 @pytest.mark.parametrize("kind", TARGETS)
