@@ -211,15 +211,20 @@ def load(
     return _with_drafts(models, fetched)
 
 
-def with_draft(models: Models, chosen: Preset, name: str) -> Models:
-    """Return the models with this draft of the preset added. Raises UserError as `load` does."""
+def with_draft(models: Models, chosen: Preset, name: str, dtype: torch.dtype | None = None) -> Models:
+    """Return the models with this draft of the preset added, by default in the target's dtype.
+
+    Raises UserError as `load` does.
+    """
     if name in models.drafts:
         return models
     require_drafts(chosen, [name])
-    return _with_drafts(models, {name: fetch(name, chosen.reference(name))})
+    return _with_drafts(models, {name: fetch(name, chosen.reference(name))}, dtype)
 
 
-def _with_drafts(models: Models, fetched: Mapping[str, hub.LocalCheckpoint]) -> Models:
+def _with_drafts(
+    models: Models, fetched: Mapping[str, hub.LocalCheckpoint], dtype: torch.dtype | None = None
+) -> Models:
     target = models.target
     config, embedding = target.config.get_text_config(), target.get_input_embeddings().weight
     shape = TargetShape(config.hidden_size, embedding.shape[0], config.num_hidden_layers)
@@ -229,7 +234,7 @@ def _with_drafts(models: Models, fetched: Mapping[str, hub.LocalCheckpoint]) -> 
         if problem := targets.other_tokenizer(draft.folder, vocabulary):
             raise UserError(f"{draft.folder}: {problem}")
         head = target.get_output_embeddings().weight
-        loaded[name] = load_network(name, draft.folder, shape, target.dtype, str(embedding.device), head)
+        loaded[name] = load_network(name, draft.folder, shape, dtype or target.dtype, str(embedding.device), head)
         if named := targets.verifier(read_config(draft.folder)):
             verifiers[name] = named
     revisions = models.revisions | {name: draft.revision for name, draft in fetched.items()}

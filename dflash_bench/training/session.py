@@ -136,9 +136,9 @@ def block_objective(
 
 
 def _begun(prepared: PreparedTraining) -> DFlashDraft:
-    """Return the draft of --init. Raises UserError for one that cannot be continued."""
+    """Return the draft of --init with its weights as stored. Raises UserError for one that cannot be continued."""
     request, chosen = prepared.request, Preset(prepared.request.target, {"dflash": str(prepared.request.init)})
-    draft: DFlashDraft = loading.with_draft(prepared.models, chosen, "dflash").drafts["dflash"].float().train()
+    draft: DFlashDraft = loading.with_draft(prepared.models, chosen, "dflash", torch.float32).drafts["dflash"].train()
     config, named = draft.config, f"--init {request.init}"
     if config.kind != "DFlash" or config.shifted_labels or config.own_embedding:
         raise UserError(f"{named}: only a plain DFlash draft can be continued, and this is another kind")

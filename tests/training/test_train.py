@@ -6,6 +6,7 @@ from itertools import islice
 
 import pytest
 import torch
+from toy import tiny
 
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
@@ -15,12 +16,23 @@ from dflash_bench.models.nets import eagle3 as eagle3_models
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
-from dflash_bench.training import dflash, eagle3, masks
+from dflash_bench.training import dflash, drafts, eagle3, masks
+from dflash_bench.training.corrections import MarkovObjective, SelectorObjective
 from dflash_bench.training.data import Batch
 from dflash_bench.training.dflash import DFlashObjective
 from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective
-from dflash_bench.training.trainer import DraftRecipe, batches, optimisers, restore, save, set_rate, train
+from dflash_bench.training.mtp import MTPObjective
+from dflash_bench.training.trainer import (
+    DraftRecipe,
+    apply_gradients,
+    batches,
+    optimisers,
+    restore,
+    save,
+    set_rate,
+    train,
+)
 from nano.answers import Rows
 
 V, H = 40, 32
@@ -275,6 +287,40 @@ def test_an_interrupted_training_ends_where_an_unbroken_one_does(kind, tmp_path)
     for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True):
         assert torch.equal(a, b)
     assert history[-1]["step"] == 8 and history[-1]["accepted"] >= 1.0
+
+
+def grown(kind):
+    """An objective of each kind that begins as another network: as the DFlash draft, or as the target's last layer."""
+    data = rows(4)
+    if kind == "mtp":
+        return MTPObjective(drafts.new_mtp(tiny("llama"), 1), data, VOCAB, 3)
+    draft = DFlashDraft(DFLASH)
+    dflash_models.initialise(draft, 1)
+    grow, objective = {
+        "dflash2": (drafts.as_dflash2, SelectorObjective), "dspark": (drafts.as_dspark, MarkovObjective),
+    }[kind]  # fmt: skip
+    return objective(grow(draft, VOCAB, 6, 2), data, VOCAB, 4, 4.0)
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark", "mtp"])
+def test_a_grown_draft_learns_the_rows_that_it_sees(kind):
+    made, index = grown(kind), [0, 1, 2, 3]
+    heads = {id(parameter) for parameter in made.heads()}
+    matrices, others = (
+        [p for p in made.draft.parameters() if (p.ndim == 2 and id(p) not in heads) == wanted]
+        for wanted in (True, False)
+    )
+    before = {name: parameter.clone() for name, parameter in made.draft.named_parameters()}
+    first, accepted = made.loss(index, 0).item(), made.accepted(index).mean()
+    steps = optimisers(matrices, others, 0.03, 0.02)
+    for _ in range(25):
+        made.loss(index, 0).backward()
+        apply_gradients(steps, made.draft.parameters())
+    assert made.loss(index, 0).item() < 0.5 * first
+    # MTP heads learn what the target says, and these rows are not the target's.
+    assert kind == "mtp" or made.accepted(index).mean() > accepted + 1
+    # Each part learns, the heads, too; only slots that draft nothing may have weights that stand still.
+    assert not [name for name, parameter in made.draft.named_parameters() if torch.equal(parameter, before[name])]
 
 
 def test_a_checkpoint_is_whole_or_absent(tmp_path):

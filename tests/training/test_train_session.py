@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dflash_bench.cli import main
 from dflash_bench.core.errors import UserError
@@ -95,6 +95,18 @@ def test_dflash2_begins_as_the_draft_that_it_is_given(target: Path, tmp_path: Pa
     assert one.accepted == two.accepted and one.token_ids == two.token_ids
     with pytest.raises(UserError, match="only a plain DFlash draft can be continued"):
         performed(request(target, tmp_path / "third", init=folders["dflash@2"], slim=True))
+
+
+def test_training_goes_on_with_the_weights_as_they_are_stored(target: Path, tmp_path: Path) -> None:
+    """Also those that float16 or bfloat16, in which training reads the target, cannot hold."""
+    first = performed(request(target, tmp_path / "first"))
+    stored = load_file(first / "model.safetensors")
+    finer = {name: tensor.float() * (1 + 1e-4) for name, tensor in stored.items()}
+    save_file(finer, first / "model.safetensors")
+    performed(request(target, tmp_path / "second", init=str(first), steps=1, rate=1e-9))
+    trained = torch.load(tmp_path / "second/work/dflash.pt", weights_only=True)["model"]
+    for name, tensor in finer.items():
+        torch.testing.assert_close(trained[name], tensor, rtol=1e-6, atol=1e-7)
 
 
 def test_what_is_measured_in_training_is_what_a_run_says() -> None:
