@@ -9,11 +9,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import dflash_bench as db
+from dflash_bench.models import presets
 from dflash_bench.training import contamination
 from dflash_bench.training.cards import history_table, overlap_table
 from dflash_bench.training.contamination import Overlap
 from dflash_bench.training.trainer import History
-from nano.data import training_tasks, turns_of
+from nano.data import SUITES, training_tasks, turns_of
 from nano.target import TargetRecipe, stream_seed
 
 TITLES = {
@@ -23,6 +25,7 @@ TITLES = {
     "draft-model": "nano draft model: a language model of two layers that drafts for the nano target",
     "medusa": "nano Medusa heads: four guesses from the nano target's last hidden state",
     "dflash2": "nano DFlash 2 draft: block diffusion drafting whose tokens are chosen one after another",
+    "dspark": "nano DSpark draft: block diffusion drafting corrected by the token before, with a confidence in each token",
     "mtp": "nano MTP heads: one layer that drafts for the nano target from its last hidden state, token by token",
     "block-diffusion": "nano block diffusion: the nano target, turned into a model that fills in blocks by itself",
 }
@@ -55,9 +58,16 @@ ABOUT = {
     ),
     "dflash2": (
         "Began as the shipped DFlash draft, which had 1,200 steps, and was trained 400 steps further as DFlash 2, on "
-        "rows that the target answered anew by the same recipe. The shipped DFlash draft was not trained further, so "
-        "a part of what DFlash 2 gains over it comes from the longer training: the two are no comparison of the "
-        "methods at equal training. Tensor names and config.json are z-lab's. Stored in float16."
+        "rows that the target answered anew by the same recipe. A part of what it gains over DFlash comes from this "
+        "longer training: the table below has a control, the same draft trained as much further as plain DFlash, on "
+        "the same rows, in the same order, at the same rates. Tensor names and config.json are z-lab's. Stored in "
+        "float16."
+    ),
+    "dspark": (
+        "Began as the shipped DFlash draft, with a vanilla Markov head that added nothing and a confidence head of one "
+        "half, and was trained 400 steps further on the rows of the DFlash 2 draft, at the rate of the DFlash draft: "
+        "its labels are shifted, so each slot had to learn to predict the token behind its own. A block drafts 16 "
+        "tokens, one more than DFlash's. Tensor names and config.json are SpecForge's. Stored in float16."
     ),
     "mtp": (
         "One decoder layer of the target's kind behind a projection that joins the target's last hidden state with "
@@ -74,6 +84,8 @@ ABOUT = {
     ),
 }
 
+COMPARED = ("dflash2", "dspark")
+"""Models whose cards compare them with the others of their family."""
 WEIGHTS = ("medusa_lm_head.safetensors", "model.safetensors")
 
 REBUILD = "- rebuild: `scripts/nano/train` (in bfloat16, so that another CPU gives similar weights, not the same)"
@@ -82,6 +94,7 @@ REBUILD = "- rebuild: `scripts/nano/train` (in bfloat16, so that another CPU giv
 def write(
     output: Path, recipe: dict[str, Any], histories: dict[str, History], sweep: dict[str, Any], num_rows: int,
     num_answer_tokens: int, extra: Path | None, overlaps: Mapping[str, tuple[Sequence[Overlap], int]],
+    acceptance: AcceptedBySuite,
 ) -> None:  # fmt: skip
     """`overlaps` with test suites are those of the `target` and of the `drafts`, and of how many prompts."""
     for name, history in histories.items():
@@ -104,7 +117,8 @@ def write(
                 f"- learning rate: {_tuning(name, sweep)}",
             ]
         shares = overlap_table(*overlaps["target" if name == "target" else "drafts"])
-        lines += [REBUILD, "", *history_table(history), "", *shares, ""]
+        compared = acceptance_table(acceptance) if name in COMPARED else []
+        lines += [REBUILD, "", *compared, *history_table(history), "", *shares, ""]
         (output / name / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -117,6 +131,42 @@ def _tuning(name: str, sweep: dict[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Acceptance of the drafts of the DFlash family, side by side.
+
+AcceptedBySuite = Mapping[str, Mapping[str, float]]
+"""By suite and draft, the tokens that a round gives (`al.pooled`)."""
+LABELS = {
+    "dflash": "DFlash",
+    "dflash@longer": "DFlash, trained longer",
+    "dflash@2": "DFlash 2",
+    "dflash@dspark": "DSpark",
+}
+
+
+def acceptance(target: Path, drafts: Mapping[str, Path], out: Path) -> AcceptedBySuite:
+    """Decode all embedded prompts with each draft, as `run` does of itself."""
+    most = presets.preset("nano").max_new_tokens
+    run = db.run(
+        suite=list(SUITES), methods=list(drafts), target=target, drafts=drafts, data="embedded", out=out, device="cpu",
+        max_new_tokens=most,
+    )  # fmt: skip
+    found = run.metrics()
+    of = found[found["metric"] == "al.pooled"].set_index(["suite", "method"])["value"]
+    return {suite: {name: float(of[suite, name]) for name in drafts} for suite in SUITES}
+
+
+def acceptance_table(acceptance: AcceptedBySuite) -> list[str]:
+    """Return lines of Markdown, one for each suite."""
+    return [
+        "Tokens per round (`al.pooled`) on the embedded prompts, which are other questions of the templates trained on:",
+        "",
+        f"| suite | {' | '.join(LABELS.values())} |",
+        f"|---|{'---:|' * len(LABELS)}",
+        *(f"| {suite} | {' | '.join(f'{row[name]:.2f}' for name in LABELS)} |" for suite, row in acceptance.items()),
+        "",
+    ]
 
 
 # Overlap of nano's prompts with test suites.

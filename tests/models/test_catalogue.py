@@ -64,6 +64,7 @@ def test_the_list_names_every_model_and_draft_in_100_columns(
         "  * medusa          in this package",
         "  * block-diffusion in this package",
         "  * dflash@2        in this package, DFlash 2",
+        "  * dflash@dspark   in this package, DSpark",
         "  * mtp             in this package",
     ]
     assert blocks[1].splitlines()[1] == "    target  'dflash-bench fetch smollm2' gets it (93 MB)"

@@ -47,15 +47,15 @@ def _answers(preset: Preset, models: Models, methods: list[Method], question: st
 
 def test_later_drafts_of_nano_are_accepted_and_change_nothing() -> None:
     nano = presets.preset("nano")
-    models = loading.load(nano, ["dflash@2", "mtp"], "cpu", torch.float32)
-    methods = [parse(name) for name in ("ar", "dflash@2", "mtp")]
+    models = loading.load(nano, ["dflash@2", "dflash@dspark", "mtp"], "cpu", torch.float32)
+    methods = [parse(name) for name in ("ar", "dflash@2", "dflash@dspark", "mtp")]
     plain, *drafted = _answers(nano, models, methods, "What is 12 + 30?")
     for method, answer in zip(methods[1:], drafted, strict=True):
         assert answer.token_ids == plain.token_ids and sum(answer.accepted or ()) > 0, method.label
         folder = Path(nano.drafts[method.label])
         weights, card = folder / "model.safetensors", (folder / "README.md").read_text()
         assert hashlib.sha256(weights.read_bytes()).hexdigest() in card and weights.stat().st_size < 2e6
-    assert nano.kind("dflash@2") == "dflash2"
+    assert [nano.kind(name) for name in ("dflash@2", "dflash@dspark")] == ["dflash2", "dspark"]
 
 
 @pytest.mark.skipif(not Path(SMOLLM2.target).is_dir(), reason="not on this disk; 'dflash-bench fetch smollm2' gets it")

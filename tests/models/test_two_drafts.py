@@ -72,8 +72,8 @@ def test_a_trees_label_is_that_of_the_chains_draft(
 
 REFUSED = {
     "--method dflash@a": (
-        "comes with no draft for dflash@a (it has one for block-diffusion, dflash, dflash@2, draft-model, eagle3, "
-        "medusa, mtp); give "
+        "comes with no draft for dflash@a (it has one for block-diffusion, dflash, dflash@2, dflash@dspark, "
+        "draft-model, eagle3, medusa, mtp); give "
     ),
     "--draft dflash@a=x --method dflash": "--draft dflash@a= has no effect without --method dflash@a",
     "--draft eagle3@a=x --method eagle3": (
