@@ -25,7 +25,7 @@ TITLES = {
     "draft-model": "nano draft model: a language model of two layers that drafts for the nano target",
     "medusa": "nano Medusa heads: four guesses from the nano target's last hidden state",
     "dflash2": "nano DFlash 2 draft: block diffusion drafting whose tokens are chosen one after another",
-    "dspark": "nano DSpark draft: block diffusion drafting corrected by the token before, with a confidence in each token",
+    "dspark": "nano DSpark draft: block diffusion drafting corrected by the token before, with a confidence in each",
     "mtp": "nano MTP heads: one layer that drafts for the nano target from its last hidden state, token by token",
     "block-diffusion": "nano block diffusion: the nano target, turned into a model that fills in blocks by itself",
 }
@@ -160,7 +160,7 @@ def acceptance(target: Path, drafts: Mapping[str, Path], out: Path) -> AcceptedB
 def acceptance_table(acceptance: AcceptedBySuite) -> list[str]:
     """Return lines of Markdown, one for each suite."""
     return [
-        "Tokens per round (`al.pooled`) on the embedded prompts, which are other questions of the templates trained on:",
+        "Tokens per round (`al.pooled`) on the embedded prompts: other questions of the templates trained on.",
         "",
         f"| suite | {' | '.join(LABELS.values())} |",
         f"|---|{'---:|' * len(LABELS)}",

@@ -17,9 +17,8 @@ from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
 from dflash_bench.training import dflash, drafts, eagle3, masks
-from dflash_bench.training.corrections import MarkovObjective, SelectorObjective
 from dflash_bench.training.data import Batch
-from dflash_bench.training.dflash import DFlashObjective
+from dflash_bench.training.dflash import DFlashObjective, MarkovObjective, SelectorObjective
 from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.eagle3 import Eagle3Objective
 from dflash_bench.training.mtp import MTPObjective
