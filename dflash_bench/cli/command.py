@@ -94,7 +94,8 @@ class Command(TyperCommand):
         if examples := EXAMPLES.get(str(self.name)):
             with formatter.section("Examples"):
                 for line in examples:
-                    formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+                    for part in in_shell(line, formatter.width - formatter.current_indent):
+                        formatter.write(f"{'':>{formatter.current_indent}}{part}\n")
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
         typed, typed_params = self._typed(ctx, args)
@@ -111,6 +112,18 @@ class Command(TyperCommand):
         """Return values by parameter, and the parameters in the order in which they were given."""
         typed, _, typed_params = self.make_parser(ctx).parse_args(args=list(args))
         return dict(typed), list(typed_params)
+
+
+def in_shell(line: str, width: int) -> list[str]:
+    """Return a command on several lines, if it needs them, as a shell reads it: each begins with an option."""
+    first, *options = line.split(" --")
+    parts = [first]
+    for option in options:
+        if len(f"{parts[-1]} --{option} \\") <= width:
+            parts[-1] += f" --{option}"
+        else:
+            parts.append(f"  --{option}")
+    return [*(f"{part} \\" for part in parts[:-1]), parts[-1]]
 
 
 def config_words(path: Path, params: Sequence[Any], typed: Sequence[Any]) -> list[str]:

@@ -13,8 +13,8 @@ from typer import Argument, Option
 
 from dflash_bench.cli.command import Command
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.labels import visible
-from dflash_bench.core.terminal import Stages, say, terminal_width
+from dflash_bench.core.labels import visible, wrapped
+from dflash_bench.core.terminal import Stages, say, terminal_width, wide
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -26,6 +26,8 @@ app = typer.Typer()
 LENGTH_S = 5.0
 """How long the slower answer takes on the screen."""
 FRAME_S = 0.05
+NARROW = 50
+"""Columns of a terminal below which the answers stand one above the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +77,13 @@ def demo(
                 engine.generate(asked, name, max_new_tokens=min(max_new_tokens, 16))
             stages.begin("answering")
             plain, drafted = (_answered(engine, asked, name, max_new_tokens) for name in ("ar", method))
-    say(f"{asked}\n")
+    say(f"{wrapped(asked, wide(), others='')}\n")
     if sys.stdout.isatty():
         _play(plain, drafted)
     else:
         for one in (plain, drafted):
             say(f"{_head(one)}\n{_shown(one).plain}\n")
-    say(_verdict(plain, drafted))
+    say("\n".join(wrapped(line, wide(), others="") for line in _verdict(plain, drafted).splitlines()))
 
 
 def _question() -> str:
@@ -132,7 +134,11 @@ def _shown(one: Answered, until_s: float = float("inf")) -> Text:
 
 def _head(one: Answered) -> str:
     rounds = f"{one.num_rounds} passes" if one.method == "ar" else f"{one.num_rounds} rounds"
-    return f"{'plain' if one.method == 'ar' else one.method}: {one.seconds:.2f} s, {rounds}"
+    return f"{_name(one)}: {one.seconds:.2f} s, {rounds}"
+
+
+def _name(one: Answered) -> str:
+    return "plain" if one.method == "ar" else one.method
 
 
 def _play(plain: Answered, drafted: Answered) -> None:
@@ -149,13 +155,16 @@ def _play(plain: Answered, drafted: Answered) -> None:
     title = f"{factor:.0f} times slower than measured" if factor >= 2 else "at the measured speed"
 
     def frame(until_s: float) -> Group:
+        both = [
+            Panel(_shown(one, until_s), title=_head(one) if one.seconds <= until_s else _name(one), title_align="left")
+            for one in (plain, drafted)
+        ]
+        if width < NARROW:
+            return Group(*both, Text(title, "dim"))
         table = Table.grid(expand=True, padding=(0, 1))
         table.add_column(ratio=1)
         table.add_column(ratio=1)
-        table.add_row(*(
-            Panel(_shown(one, until_s), title=_head(one) if one.seconds <= until_s else one.method, title_align="left")
-            for one in (plain, drafted)
-        ))  # fmt: skip
+        table.add_row(*both)
         return Group(table, Text(title, "dim"))
 
     begun_s = time.monotonic()

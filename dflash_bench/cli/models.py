@@ -12,7 +12,8 @@ from typer import Argument, Option
 
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
-from dflash_bench.core.terminal import note, say
+from dflash_bench.core.labels import WIDTH
+from dflash_bench.core.terminal import note, say, terminal_width
 from dflash_bench.models.presets import HOME
 
 app = typer.Typer()
@@ -39,7 +40,7 @@ def models(
     if as_json:
         say(json.dumps(catalogue.as_json(listings, machine), indent=1, allow_nan=False))
     else:
-        say(catalogue.text(listings, machine))
+        say(catalogue.text(listings, machine, terminal_width(WIDTH)))
 
 
 @app.command(cls=Command)

@@ -17,8 +17,8 @@ from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.files import require_output, write_output
-from dflash_bench.core.labels import visible
-from dflash_bench.core.terminal import note, say, terminal_width
+from dflash_bench.core.labels import WIDTH, visible
+from dflash_bench.core.terminal import note, say, terminal_width, wide
 
 if TYPE_CHECKING:
     from dflash_bench.report.document import Document
@@ -38,11 +38,6 @@ def found(names: Sequence[Path] | None) -> list[Path]:
     return folders
 
 
-def wide() -> int | None:
-    """Return the columns of the terminal; None for a file or a pipe, where tables need not fit."""
-    return terminal_width(500) if sys.stdout.isatty() else None
-
-
 def found_one(name: Path | None) -> Path:
     return found(None if name is None else [name])[0]
 
@@ -57,7 +52,7 @@ def runs(as_json: options.AsJson = False) -> None:
     from dflash_bench.report.site import listings, runs_text
 
     several = listings()
-    say(json.dumps(listed_json(several), indent=1) if as_json else runs_text(several))
+    say(json.dumps(listed_json(several), indent=1) if as_json else runs_text(several, wide()))
 
 
 @app.command(cls=Command)
@@ -223,7 +218,7 @@ def check(
     if as_json:
         say(json.dumps(formats.as_json(result.outcome), indent=1, allow_nan=False))
     else:
-        say(formats.text(result.outcome, every))
+        say(formats.text(result.outcome, every, wide()))
     if result.outcome.failures:
         sys.exit(1)
 
@@ -284,7 +279,7 @@ def report(
     As a table, Markdown, JSON, CSV or LaTeX, or as an HTML page.
     """
     from dflash_bench import api
-    from dflash_bench.report import FORMATS, printed, render, table_by, text
+    from dflash_bench.report import FORMATS, printed, table_by, text
 
     if kind is not None and kind not in FORMATS:
         raise unknown("format", kind, list(FORMATS))
@@ -300,7 +295,7 @@ def report(
         raise unknown("layout", str(layout), list(LAYOUTS))
     finished = api.load(found_one(run), allow or ())
     document = finished.document
-    width = terminal_width(render.WIDTH)
+    width = terminal_width(WIDTH)
     if by is not None:
         say(table_by(document, by, width), end="")
         return
@@ -399,7 +394,7 @@ def card(
         if hub is None:
             return
     if hub is None:
-        say(report.card(document), end="")
+        say(report.card(document, wide()), end="")
         return
     written = badge.write_hub_card(document, hub)
     note(f"wrote {' and '.join(map(str, written))}")

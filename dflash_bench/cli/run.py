@@ -13,9 +13,10 @@ from typer import Argument, Context
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp, config_text
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.labels import WIDTH, wrapped
 from dflash_bench.core.option import check_options
 from dflash_bench.core.secrets import command
-from dflash_bench.core.terminal import Stages, note, say, show, terminal_width
+from dflash_bench.core.terminal import Stages, note, say, show, terminal_width, wide
 from dflash_bench.runner.config import OutputOptions, RunRequest
 
 app = typer.Typer()
@@ -119,10 +120,10 @@ def suites() -> None:
     from dflash_bench.tasks import sandbox
     from dflash_bench.tasks.suites import known_groups, listings
 
-    say(report.suites_text(listings(), known_groups()))
+    say(report.suites_text(listings(), known_groups(), wide()))
     cage = sandbox.strongest()
     here = f"runs here in: {cage}" if cage else "is not run here, where it cannot be sandboxed; see 'run --unsafe-code'"
-    say(f"\nmodel-written code {here}")
+    say(f"\n{wrapped(f'model-written code {here}', wide())}")
 
 
 @app.command(cls=Command)
@@ -135,4 +136,5 @@ def methods(
     """
     from dflash_bench.report import terminal as listed
 
-    say(listed.methods_text() if name is None else listed.text_of(name))
+    width = terminal_width(WIDTH)
+    say(listed.methods_text(width) if name is None else listed.text_of(name, width))

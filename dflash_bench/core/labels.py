@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -28,6 +29,23 @@ def shortened(text: str, most: int) -> str:
         return text
     head = most * 2 // 3
     return f"{text[:head]} [...] {text[len(text) - (most - head) :]}"
+
+
+WIDTH = 100
+"""Columns of text for people where no terminal says how wide it is."""
+
+
+def wrapped(text: str, width: int | None = WIDTH, first: str = "", others: str = "  ") -> str:
+    """Return a paragraph whose first line begins with `first`, and all others with `others`.
+
+    It is one line if `width` is None; words, such as ids and paths, are never broken.
+    """
+    if width is None:
+        return first + visible(text)
+    return textwrap.fill(
+        visible(text), width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip
 
 
 def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:

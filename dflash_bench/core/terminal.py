@@ -225,6 +225,11 @@ def terminal_width(most: int = 80) -> int:
     return max(20, min(most, shutil.get_terminal_size((most, 24)).columns))
 
 
+def wide() -> int | None:
+    """Return the columns of the terminal; None for a file or a pipe, where tables need not fit."""
+    return terminal_width(500) if sys.stdout.isatty() else None
+
+
 def show(text: Text) -> None:
     """Print text on stdout, with its colours if that is a terminal and NO_COLOR is not set."""
     from rich.console import Console

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dflash_bench.core.draft_kinds import name_of_kind
+from dflash_bench.core.labels import wrapped
 from dflash_bench.diagnose.compare_rounds import Explanation, How, RoundDifference
 from dflash_bench.diagnose.conform import Conformance, State
 from dflash_bench.report import render
@@ -31,7 +32,7 @@ LEGEND = (
 
 
 def conform_text(found: Sequence[Conformance]) -> str:
-    notes = "\n".join(render.wrapped(line) for line in sentences(found))
+    notes = "\n".join(wrapped(line) for line in sentences(found))
     return "\n\n".join(filter(None, [render.terminal(section(found)), notes, verdict(found)]))
 
 

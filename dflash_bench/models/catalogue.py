@@ -16,6 +16,7 @@ from typing import Any
 
 from dflash_bench.core import draft_kinds, environment
 from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.labels import WIDTH, wrapped
 from dflash_bench.models import gguf, hub, presets
 from dflash_bench.models.presets import Package, Preset
 
@@ -23,6 +24,8 @@ from dflash_bench.models.presets import Package, Preset
 
 
 GB = 1e9
+NARROW = 60
+"""Columns below which what does not fit into a line goes on at its left."""
 PRINTED = (
     "target", "drafts", "kinds", "revision", "num_drafts", "thinking", "trained_thinking", "unsupported",
     "max_new_tokens", "billions", "source",
@@ -97,10 +100,11 @@ def _gb(num_bytes: float) -> str:
     return f"{num_bytes / GB:.0f} GB" if num_bytes >= GB else "1 GB"
 
 
-def text(listings: Sequence[Listing], machine: Machine) -> str:
-    """Return a block of lines for each preset, at most 100 columns wide."""
+def text(listings: Sequence[Listing], machine: Machine, width: int = WIDTH) -> str:
+    """Return a block of lines for each preset."""
     blocks = [
-        "\n".join([f"{listing.name}: {fits(listing.preset, machine)[1]}", *_lines(listing)]) for listing in listings
+        "\n".join([wrapped(f"{listing.name}: {fits(listing.preset, machine)[1]}", width), *_lines(listing, width)])
+        for listing in listings
     ]
     where = f"{len(machine.gpu_bytes)} x GPU, bfloat16" if machine.gpu_bytes else "CPU, float32"
     foot = (
@@ -109,10 +113,10 @@ def text(listings: Sequence[Listing], machine: Machine) -> str:
         f"Sizes are of the target's weights here ({where}); drafts and cache come on top.\n"
         "For other targets and drafts: dflash-bench run --target ID --draft METHOD=ID"
     )
-    return "\n\n".join([*blocks, foot])
+    return "\n\n".join([*blocks, "\n".join(wrapped(line, width) for line in foot.splitlines())])
 
 
-def _lines(listing: Listing) -> list[str]:
+def _lines(listing: Listing, width: int) -> list[str]:
     """Target and drafts, with the settings that a run uses by default."""
     preset = listing.preset
     notes = {"target": ["thinking on"] if preset.thinking else []}
@@ -124,9 +128,13 @@ def _lines(listing: Listing) -> list[str]:
         notes[method] += [] if trained is None else [f"trained with thinking {'on' if trained else 'off'}"]
         notes[method] += [f"not supported: {preset.unsupported[method]}"] if method in preset.unsupported else []
     references = {"target": preset.target, **preset.drafts}
-    width = max(7, *map(len, references))
+    part_width = max(7, *map(len, references))
+    others = " " * (5 + part_width) if width >= NARROW else " " * 6
     words = {part: ", ".join([_place(listing, part, place), *notes[part]]) for part, place in references.items()}
-    return [f"  {'*' if listing.is_here[part] else ' '} {part:<{width}} {text}" for part, text in words.items()]
+    return [
+        wrapped(f"{part:<{part_width}} {text}", width, f"  {'*' if listing.is_here[part] else ' '} ", others)
+        for part, text in words.items()
+    ]
 
 
 def _place(listing: Listing, part: str, reference: str) -> str:

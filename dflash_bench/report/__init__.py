@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from dflash_bench.analysis import metrics
 from dflash_bench.core import labels
-from dflash_bench.core.labels import visible
+from dflash_bench.core.labels import WIDTH, visible
 from dflash_bench.report import columns, perf, render, sections, tables
 from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.compare import IN_STRETCHES
@@ -31,7 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def table_by(document: Document, by: str, width: int = render.WIDTH) -> str:
+def table_by(document: Document, by: str, width: int = WIDTH) -> str:
     """The tables of `report`, with answers split by category, part or whatever else `table.read` splits by."""
     results = table.read_run(document.folder, by=by, allow=document.allow)
     cells = metrics.summarise(results.rows, results.info.identity)
@@ -40,7 +40,7 @@ def table_by(document: Document, by: str, width: int = render.WIDTH) -> str:
     return "\n".join([*notes, "\n\n".join(render.terminal(section, width) for section in shown)]) + "\n"
 
 
-def text(document: Document, width: int = render.WIDTH, full: bool = True) -> str:
+def text(document: Document, width: int = WIDTH, full: bool = True) -> str:
     """The report for a terminal of this width: all of it, or only the table by suite and the conclusions."""
     left_out = () if full else sections.ONLY_IN_FULL
     several = [section for section in sections.of_document(document) if section.id not in left_out]

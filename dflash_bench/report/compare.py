@@ -1,17 +1,17 @@
-"""Two runs, or two methods, side by side: as text and JSON."""
+"""The `compare` command, from its arguments to text, JSON and a page.
+
+Reads runs, refuses unlike ones, and sets them side by side, or one beside figures from elsewhere.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from dflash_bench.analysis.compare import (
-    EQUAL,
     INCOMPATIBILITIES,
-    JUDGED_BY,
-    MIN_EFFECT,
     Agreement,
     Comparison,
     agreements,
@@ -20,201 +20,33 @@ from dflash_bench.analysis.compare import (
     compare_methods,
     compare_runs,
     over_runs,
-    over_suites,
     repeats,
     require_comparable,
-    verdict,
 )
 from dflash_bench.analysis.findings import MIN_PROMPTS, last_part
-from dflash_bench.analysis.metrics import METRICS, Cell, mismatched
+from dflash_bench.analysis.metrics import Cell, mismatched
 from dflash_bench.analysis.peers import paper, vllm, zlab
 from dflash_bench.analysis.peers.zlab import HarnessVersion
-from dflash_bench.analysis.stats import FEWEST, Interval
+from dflash_bench.analysis.stats import FEWEST
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.files import write_output
-from dflash_bench.core.methods import is_lossy
+from dflash_bench.core.labels import wrapped
 from dflash_bench.core.types import CellKey
-from dflash_bench.report import charts, columns, render
-from dflash_bench.report.data import cells_json, versus_json
-from dflash_bench.report.tables import ABSENT, ReportTable, Section, Value, bounds, number, p_value, with_interval
+from dflash_bench.report import charts, columns, data, render
+from dflash_bench.report.changes import (
+    ChangeSentence,
+    agreement_section,
+    cell_sections,
+    change_sections,
+    headings_of,
+    verdicts,
+)
+from dflash_bench.report.tables import ReportTable, Section, Value, number
 from dflash_bench.results import rounds, table
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.rounds import STRETCHES
 from dflash_bench.results.table import RunTable
-
-# The verdict, above everything else.
-
-
-MOST_SENTENCES = 8
-
-
-class ChangeSentence(NamedTuple):
-    kind: Literal["worse", "better", "rest"]
-    text: str
-
-
-def verdicts(comparisons: Sequence[Comparison]) -> list[ChangeSentence]:
-    """Return what changed for the better or worse, worst first, and how much else did not, in a sentence each."""
-    found: dict[str, list[str]] = {"worse": [], "better": [], "unclear": [], "same": []}
-    for versus in comparisons:
-        *where, before, after = _sides(versus, bool(versus.key.slice))
-        place = f"{' '.join(where)}, {after} against {before}"
-        name = next((name for name in JUDGED_BY if name in versus.changes), None)
-        if name is not None:
-            change = versus.changes[name]
-            found.setdefault(verdict(name, change), []).append(f"{place}: {name} {_times(change.ratio)}")
-        if versus.passed_verdict in ("worse", "better"):
-            found[versus.passed_verdict].append(f"{place}: {points(versus.passed)} points answered right")
-    told = [
-        *(ChangeSentence("worse", f"WORSE: {text}") for text in found.pop("worse")),
-        *(ChangeSentence("better", f"better: {text}") for text in found.pop("better")),
-    ]
-    rest = [f"and {len(told) - MOST_SENTENCES} more, below"] if len(told) > MOST_SENTENCES else []
-    counts = ", ".join(f"{len(texts)} {name}" for name, texts in found.items() if texts)
-    rest += [f"{'others' if told else 'no change is shown'}: {counts}"] if counts else []
-    return [*told[:MOST_SENTENCES], *(ChangeSentence("rest", text) for text in rest)]
-
-
-def _times(ratio: Interval) -> str:
-    within = bounds(ratio)
-    return f"{number(ratio.value)} times{f' ({within})' if within else ''}"
-
-
-# The sections and the JSON of `compare`. Time-free metrics stand apart from timings, and ids above every column.
-
-
-SHOWN = {name: metric.is_timing for name, metric in METRICS.items() if metric.in_comparison}
-TIME_FREE = tuple(name for name, is_timing in SHOWN.items() if not is_timing)
-TIMINGS = tuple(name for name, is_timing in SHOWN.items() if is_timing)
-SHARES = ("exact", "passed")
-NO_CHANGE = (
-    "better, worse = p < 0.05 (Holm, over all lines), the interval does not contain 1, and the change is at least "
-    f"{MIN_EFFECT:.0%}",
-    f"same = the whole interval is within {EQUAL:.0%} of 1; unclear = neither",
-    "ratios are always over the same prompts",
-)
-
-
-def cell_sections(cells: Sequence[Cell], *, with_means: bool = True) -> list[Section]:
-    """The metrics of one run, and the geometric mean over its suites."""
-    made = [
-        Section("time_free", "time-free", _cell_table(cells, TIME_FREE, SHARES)),
-        Section("timings", "timings", _cell_table(cells, TIMINGS)),
-    ]
-    means = over_suites(cells, "speedup.decode") if with_means and not any(cell.slice for cell in cells) else []
-    if means:
-        title = "speedup.decode, geometric mean over suites"
-        rows: list[list[Value]] = [[labels.with_settings(first.method, first.setting), mean] for first, mean in means]
-        made.append(Section("means", title, ReportTable.of(["method", "speedup.decode [95 %]"], rows)))
-    return made
-
-
-def _cell_table(cells: Sequence[Cell], ids: Sequence[str], shares: Sequence[str] = ()) -> ReportTable:
-    known_ids = [name for name in ids if any(name in cell.figures for cell in cells)]
-    is_sliced = any(cell.slice for cell in cells)
-    names = _names(is_sliced, "method")
-    rows: list[list[Value]] = [
-        [
-            *(labels.with_settings(cell.label, cell.setting), *([cell.slice or "-"] if is_sliced else []), cell.method),
-            cell.num_prompts,
-            *(cell.figures.get(name) for name in known_ids),
-            *("lossy" if name == "exact" and is_lossy(cell.method) else getattr(cell, name) for name in shares),
-        ]
-        for cell in cells
-    ]
-    keys = [cell.key for cell in cells]
-    table = ReportTable.of([*names, "prompts", *known_ids, *shares], rows, len(names), keys)
-    kept = (*names, *JUDGED_BY, *shares)
-    return replace(table, columns=[replace(column, is_spare=column.id not in kept) for column in table.columns])
-
-
-def _names(is_sliced: bool, *methods: str) -> list[str]:
-    """The heads of the columns that name a row; with slices only where there are any."""
-    return ["suite", *(["slice"] if is_sliced else []), *methods]
-
-
-def change_sections(comparisons: Sequence[Comparison]) -> list[Section]:
-    """After over before: a row for each metric, the time-free ones first."""
-    is_sliced = any(versus.key.slice for versus in comparisons)
-    names = _names(is_sliced, "before", "after")
-    made = []
-    for title, is_timing in (("time-free, after / before", False), ("timings, after / before", True)):
-        shown = [
-            (versus, name, change)
-            for versus in comparisons
-            for name, change in versus.changes.items()
-            if METRICS[name].is_timing == is_timing
-        ]
-        rows = [
-            [*_sides(versus, is_sliced), name, with_interval(change.ratio, 3), p_value(change.p), verdict(name, change)]
-            for versus, name, change in shown
-        ]
-        if rows:
-            heads = [*names, "figure", "ratio [95 %]", "p (Holm)", ""]
-            keys = [charts.key_of(versus) for versus, *_ in shown]
-            made.append(Section("changes", title, ReportTable.of(heads, rows, len(names) + 1, keys, ["p (Holm)"])))
-    return [*made, *_answered_right(comparisons, is_sliced), Section("legend", sentences=NO_CHANGE)]
-
-
-def _answered_right(comparisons: Sequence[Comparison], is_sliced: bool) -> Iterator[Section]:
-    """Whether answers got worse: a row where any changed between right and wrong, and a sentence on the others."""
-    scored = [versus for versus in comparisons if versus.num_scored]
-    changed = [versus for versus in scored if versus.lost or versus.gained]
-    names = _names(is_sliced, "before", "after")
-    rows: list[list[Value]] = [
-        [*_sides(v, is_sliced), v.num_scored, v.lost, v.gained, points(v.passed), p_value(v.p_passed), v.passed_verdict]
-        for v in changed
-    ]
-    if rows:
-        heads = [*names, "scored", "lost", "gained", "points [95 %]", "p (McNemar, Holm)", ""]
-        yield Section("answered_right", "prompts answered right", ReportTable.of(heads, rows, left=len(names)))
-    unchanged = [versus for versus in scored if versus not in changed and not versus.is_exact]
-    if unchanged:
-        fewest = min(unchanged, key=lambda versus: versus.num_scored)
-        where = f"in {len(unchanged)} {'other ' if changed else ''}comparison{'s' * (len(unchanged) > 1)}"
-        yield Section("unchanged", sentences=[
-            f"{where} the same prompts were answered right; {fewest.num_scored:,} scored prompts do not rule out a "
-            f"change of {points(fewest.passed)} points"
-        ])  # fmt: skip
-
-
-def points(change: Interval | None) -> str:
-    """`-2.5 [-6.1, +1.1]`: a difference of percentages."""
-    if change is None:
-        return ABSENT
-    if change.low is None or change.high is None:
-        return f"{100 * change.value:+.1f} (n = {change.too_few})"
-    return f"{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
-
-
-def _sides(versus: Comparison, is_sliced: bool) -> list[str]:
-    where = labels.with_settings(labels.suite_label(versus.key.suite, *versus.sources), versus.setting)
-    place = [" ".join(filter(None, [where, versus.key.method])), *([versus.key.slice or "-"] if is_sliced else [])]
-    return [*place, versus.before, versus.after]
-
-
-def _agreement_section(agreements: Sequence[Agreement]) -> Section:
-    """How far the target's own answers are the same in two runs."""
-    rows: list[list[Value]] = [
-        [
-            labels.with_settings(labels.suite_label(one.suite, *one.sources), one.setting),
-            one.before,
-            one.after,
-            (one.num_equal, one.num_answers),
-            number(one.in_common, 1),
-        ]
-        for one in agreements
-    ]
-    table = ReportTable.of(["suite", "before", "after", "equal", "tokens in common"], rows, left=3)
-    meaning = (
-        "equal = token for token; tokens in common = before the first difference, mean over the answers that differ"
-    )
-    return Section("agreements", "plain decoding's answers to first turns", table, sentences=[meaning])
-
-
-# The `compare` command, from its arguments to text and JSON: read runs, refuse unlike ones, set them side by side.
-
 
 IN_STRETCHES = "timings here cover rounds only: the draft's prefill and the time between rounds belong to no stretch"
 
@@ -233,8 +65,8 @@ class ComparisonText:
 
 def write_comparison(compared: ComparisonText, path: Path) -> None:
     """Write a comparison as a page. Raises UserError where the file cannot be written."""
-    is_sliced = any(versus.key.slice for versus in compared.changes)
-    rows = charts.changes([(_heading_of(versus, is_sliced), versus) for versus in compared.changes])
+    headings = headings_of(compared.changes, with_pair=True)
+    rows = charts.changes(list(zip(headings, compared.changes, strict=True)))
     named = {versus.key.settings_id: versus.setting for versus in compared.changes}
     values = {
         "title": f"dflash-bench: {' and '.join(compared.json['runs'])}",
@@ -245,11 +77,6 @@ def write_comparison(compared: ComparisonText, path: Path) -> None:
         "sections": compared.sections,
     }
     write_output(path, render.scripted("comparison.html", ("common.js",), values))
-
-
-def _heading_of(versus: Comparison, is_sliced: bool) -> str:
-    *where, before, after = _sides(versus, is_sliced)
-    return f"{' · '.join(where)}: {after} / {before}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,14 +128,25 @@ def compared(
         f"over {len(places)} runs: {', '.join(runs[place].name for place in places)}": over_runs(cells)
         for places, cells in zip(groups, repeated, strict=True)
     }
-    shown = changes if others else compare_methods(cells_of[first])
-    made = _cells_and_changes(cells_of, pooled, shown, alike)
-    allowed = {"differences": [asdict(difference) for difference in unlike]} if others else {}
+    found = changes if others else compare_methods(cells_of[first])
+    made = data.comparison_json(cells_of, found, pooled, alike)
+    if others:
+        made["differences"] = [asdict(difference) for difference in unlike]
+    short = _last_parts(cells_of)
+    shown = [replace(one, before=short.get(one.before, one.before), after=short.get(one.after, one.after))
+             for one in found]  # fmt: skip
+    same = [replace(one, before=short[one.before], after=short[one.after]) for one in alike]
     told = verdicts(shown)
-    found = replace(
-        made, json={"verdicts": [one.text for one in told]} | made.json | allowed, verdicts=told, changes=shown
+    sections = _sections({short[name]: cells for name, cells in cells_of.items()}, pooled, shown, same)
+    return _with_notes(
+        runs, notes, _Found(sections, {"verdicts": [t.text for t in told]} | made, (), told, shown), width
     )
-    return _with_notes(runs, notes, found, width)
+
+
+def _last_parts(names: Iterable[str]) -> dict[str, str]:
+    """The names of runs for tables: those of their folders alone, where that tells them apart."""
+    ends = {name: Path(name).name or name for name in names}
+    return ends if len({*ends.values()}) == len(ends) else {name: name for name in ends}
 
 
 def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | None, compat: str | None) -> None:
@@ -334,8 +172,7 @@ def _with_notes(runs: Sequence[RunTable], notes: Sequence[str], found: _Found, w
     sentences += [*notes, *found.notes]
     lines += [f"note: {text}" for text in sentences]
     paragraphs = [
-        "\n".join(render.wrapped(line, width) for line in several)
-        for several in ([one.text for one in found.verdicts], lines)
+        "\n".join(wrapped(line, width) for line in several) for several in ([one.text for one in found.verdicts], lines)
     ]
     blocks = [*filter(None, paragraphs), *(render.terminal(section, width) for section in found.sections)]
     about = {"runs": [run.name for run in runs], "notes": sentences}
@@ -385,27 +222,20 @@ def _run_noise(changes: Sequence[Comparison]) -> Iterator[str]:
     )
 
 
-def _cells_and_changes(
+def _sections(
     cells_of: Mapping[str, Sequence[Cell]],
     pooled: Mapping[str, Sequence[Cell]],
     changes: Sequence[Comparison],
     alike: Sequence[Agreement],
-) -> _Found:
+) -> list[Section]:
     """The cells of each run, then what changed, and last whether the target still gives the same answers."""
-    sections = []
+    made = []
     for name, cells in cells_of.items():
-        sections += [*([_heading(name)] if len(cells_of) > 1 else []), *cell_sections(cells)]
+        made += [*([_heading(name)] if len(cells_of) > 1 else []), *cell_sections(cells)]
     for title, cells in pooled.items():
-        sections += [_heading(title), *cell_sections(cells, with_means=False)] if cells else []
-    sections += change_sections(changes) if changes else []
-    sections += [_agreement_section(alike)] if alike else []
-    named = [{"run": name, **cell} for name, cells in cells_of.items() for cell in cells_json(cells)]
-    made: dict[str, Any] = {"cells": named, "changes": versus_json(changes)}
-    if pooled:
-        made["over_runs"] = [{"of": title, "cells": cells_json(cells)} for title, cells in pooled.items()]
-    if alike:
-        made["plain_answers"] = [asdict(one) for one in alike]
-    return _Found(sections, made)
+        made += [_heading(title), *cell_sections(cells, with_means=False)] if cells else []
+    made += change_sections(changes) if changes else []
+    return [*made, *([agreement_section(alike)] if alike else [])]
 
 
 def _heading(text: str) -> Section:
@@ -415,19 +245,19 @@ def _heading(text: str) -> Section:
 def _compat(run: RunTable, version: HarnessVersion) -> _Found:
     cells = {cell.key: cell for cell in comparable_cells(run)}
     ids = ("al.pooled", "tps.decode", "speedup.decode")
+    official = list(zlab.official(run.rows, version))
+    ours = [cells[CellKey(one.suite, "", one.settings_id, one.method)] for one in official]
     rows: list[list[Value]] = []
-    figures = []
-    for printed in zlab.official(run.rows, version):
-        cell = cells[CellKey(printed.suite, "", printed.settings_id, printed.method)]
-        ours = [cell.value(name) for name in ids]
-        pairs = zip((printed.al, printed.tps, printed.speedup), ours, strict=True)
-        values = [value for pair in pairs for value in pair]
-        rows.append([cell.heading, printed.method, str(printed.num_responses), *values])
-        figures.append(asdict(printed) | {"source": cell.source} | dict(zip(ids, ours, strict=True)))
+    for one, cell in zip(official, ours, strict=True):
+        pairs = zip((one.al, one.tps, one.speedup), map(cell.value, ids), strict=True)
+        rows.append([one.method, str(one.num_responses), *(value for pair in pairs for value in pair)])
     both = (head for name in ids for head in (f"{name.partition('.')[0]}.{version.name}", name))
-    heads = ["suite", "method", "responses", *both]
-    table = Section("zlab", table=ReportTable.of(heads, rows, left=2), terms=version.formulas)
-    return _Found([table], {"compat": version.name, "cells": figures}, list(zlab.notes(run.rows, version)))
+    shown = ReportTable.of(
+        ["method", "responses", *both], rows, spare=["responses"], groups=[cell.heading for cell in ours]
+    )
+    section = Section("zlab", table=shown, terms=version.formulas)
+    made = data.compat_json(version.name, official, ours, ids)
+    return _Found([section], made, list(zlab.notes(run.rows, version)))
 
 
 def _against(run: RunTable, against: str) -> _Found:
@@ -436,28 +266,29 @@ def _against(run: RunTable, against: str) -> _Found:
     target = paper.target_of(against.partition(":")[2] or model)
     figures = paper.beside(zlab.official(run.rows), target, identity)
     named = {settings.id: name for settings, name in short_names(settings_of(identity)).items()}
+    spare = ("drafts", "published for", "thinking", "conc.", "hardware", "source")
     heads = [
-        "suite", "method", "drafts", "formula", "this run", "published", "published drafts", "published for",
-        "thinking", "conc.", "hardware", "source",
+        "method", "drafts", "formula", "this run", "published", "published drafts", "published for", "thinking",
+        "conc.", "hardware", "source",
     ]  # fmt: skip
     rows: list[list[Value]] = [
-        [labels.with_settings(_label(run, b.suite), named[b.settings_id]), b.method, number(b.num_drafts, 0),
-         b.published.formula, b.own, b.published.value, number(b.published.num_drafts, 0), b.published.config,
-         b.published.thinking, str(b.published.concurrency), b.published.hardware, b.published.source] for b in figures
+        [b.method, number(b.num_drafts, 0), b.published.formula, b.own, b.published.value,
+         number(b.published.num_drafts, 0), b.published.config, b.published.thinking, str(b.published.concurrency),
+         b.published.hardware, b.published.source] for b in figures
     ]  # fmt: skip
+    suites = [labels.with_settings(_label(run, one.suite), named[one.settings_id]) for one in figures]
     known = zlab.FORMULAS | paper.FORMULAS
     section = Section(
         "published",
-        table=ReportTable.of(heads, rows, left=2),
+        table=ReportTable.of(heads, rows, spare=spare, groups=suites),
         terms={name: formula for name, formula in known.items() if any(name in row for row in rows)}
         | {
             "drafts": "tokens drafted per round, here and as published",
             "n/a": "not published, or published by a formula that is not computed here",
         },
     )
-    figures_json = [asdict(figure) | {"source": identity.source_of(figure.suite)} for figure in figures]
     notes = [*_unlike_published(model, target, figures), *paper.unlike_conditions(figures, identity)]
-    return _Found([section], {"against": "paper", "target": target, "figures": figures_json}, notes)
+    return _Found([section], data.published_json(target, figures, identity), notes)
 
 
 def _unlike_published(model: str, target: str, figures: Sequence[paper.PaperComparison]) -> Iterator[str]:
@@ -472,25 +303,25 @@ def _unlike_published(model: str, target: str, figures: Sequence[paper.PaperComp
 def _beside_served(runs: Sequence[RunTable], served: Sequence[vllm.VllmBenchResult]) -> _Found:
     """By formula id; acceptance means the same on both sides, the rest has one side only."""
     ids = list(dict.fromkeys(("al.pooled", "accept_rate", *(name for bench in served for name in bench.figures))))
-    rows: list[list[Value]] = []
-    cells = []
-    for run in runs:
-        reached, cells_of_run = _accept_at(run), comparable_cells(run)
-        for cell, cell_json in zip(cells_of_run, cells_json(cells_of_run), strict=True):
-            positions = reached.get(cell.key, {})
-            figures = (positions.get(name, cell.value(name)) for name in ids)
-            what = f"{run.name} {cell.heading} {cell.method}"
-            # This engine answers one prompt at a time.
-            rows.append([what, f"{cell.num_prompts} prompts", cell.num_errors, "1", *figures])
-            cells.append({"run": run.name, **cell_json, "accept_at": positions})
+    ours = [
+        (run.name, cell, reached.get(cell.key, {}))
+        for run in runs
+        for reached in (_accept_at(run),)
+        for cell in comparable_cells(run)
+    ]
+    # This engine answers one prompt at a time.
+    rows: list[list[Value]] = [
+        [f"{name} {cell.heading} {cell.method}", f"{cell.num_prompts} prompts", cell.num_errors, "1",
+         *(positions.get(of, cell.value(of)) for of in ids)] for name, cell, positions in ours
+    ]  # fmt: skip
     rows += [
         [f"{bench.name} ({bench.model})", f"{bench.num_requests} requests", bench.num_failed,
          str(bench.concurrency or "no limit"), *(bench.figures.get(name) for name in ids)] for bench in served
     ]  # fmt: skip
-    table = ReportTable.of(["what", "answers", "failed", "conc.", *ids], rows)
-    section = Section("served", table=table, terms={**vllm.FORMULAS, "conc.": "most requests at once"})
-    made = {"cells": cells, "served": [asdict(bench) for bench in served]}
-    return _Found([section], made, list(_other_models(runs, served)))
+    spare = ["answers", "failed", "conc.", *ids[1:]]
+    shown = ReportTable.of(["what", "answers", "failed", "conc.", *ids], rows, spare=spare)
+    section = Section("served", table=shown, terms={**vllm.FORMULAS, "conc.": "most requests at once"})
+    return _Found([section], data.served_json(ours, served), list(_other_models(runs, served)))
 
 
 def _accept_at(run: RunTable) -> dict[CellKey, dict[str, float]]:

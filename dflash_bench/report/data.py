@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
-from dflash_bench.analysis.compare import Comparison, verdict
+from dflash_bench.analysis.compare import Agreement, Comparison, verdict
 from dflash_bench.analysis.concurrency import ConcurrencyCurve, Level
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import FORMULAS, METRICS, Cell
+from dflash_bench.analysis.peers.paper import PaperComparison
+from dflash_bench.analysis.peers.vllm import VllmBenchResult
+from dflash_bench.analysis.peers.zlab import Official
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import Point, Sweep, SweepCurve
 from dflash_bench.report import perf
 from dflash_bench.report.columns import SHARES
 from dflash_bench.report.document import Document
+from dflash_bench.results.run_info import RunIdentity
 
 IN_TABLES = tuple(metric.id for metric in METRICS.values() if metric.shown)
 """The metrics that JSON has at the top of a cell: those of the tables, with dots as underscores."""
@@ -161,6 +165,47 @@ def _figures(cell: Cell, *, is_timing: bool) -> dict[str, Any]:
 
 def interval_json(interval: Interval) -> list[float | None]:
     return [None if value is None else float(f"{value:.6g}") for value in (interval.value, interval.low, interval.high)]
+
+
+def comparison_json(
+    cells_of: Mapping[str, Sequence[Cell]],
+    changes: Sequence[Comparison],
+    pooled: Mapping[str, Sequence[Cell]],
+    alike: Sequence[Agreement],
+) -> dict[str, Any]:
+    """The cells of runs, what changed between them, and what each did over its repetitions."""
+    named = [{"run": name, **cell} for name, cells in cells_of.items() for cell in cells_json(cells)]
+    made: dict[str, Any] = {"cells": named, "changes": versus_json(changes)}
+    if pooled:
+        made["over_runs"] = [{"of": title, "cells": cells_json(cells)} for title, cells in pooled.items()]
+    if alike:
+        made["plain_answers"] = [asdict(one) for one in alike]
+    return made
+
+
+def compat_json(name: str, official: Sequence[Official], ours: Sequence[Cell], ids: Sequence[str]) -> dict[str, Any]:
+    """What the official harness would have printed, with our figures of the same cells."""
+    figures = [
+        asdict(printed) | {"source": cell.source} | {of: cell.value(of) for of in ids}
+        for printed, cell in zip(official, ours, strict=True)
+    ]
+    return {"compat": name, "cells": figures}
+
+
+def published_json(target: str, figures: Sequence[PaperComparison], identity: RunIdentity) -> dict[str, Any]:
+    named = [asdict(figure) | {"source": identity.source_of(figure.suite)} for figure in figures]
+    return {"against": "paper", "target": target, "figures": named}
+
+
+def served_json(
+    ours: Sequence[tuple[str, Cell, Mapping[str, float]]], served: Sequence[VllmBenchResult]
+) -> dict[str, Any]:
+    """Our cells with their run and what their rounds reached, and the results of servers."""
+    several = cells_json([cell for _, cell, _ in ours])
+    cells = [
+        {"run": run, **cell, "accept_at": positions} for (run, _, positions), cell in zip(ours, several, strict=True)
+    ]
+    return {"cells": cells, "served": [asdict(bench) for bench in served]}
 
 
 def versus_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from dflash_bench.analysis.gate.baselines import Runs
 from dflash_bench.analysis.gate.checks import Check, GateOutcome
 from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.core.labels import wrapped
 from dflash_bench.report import render
 from dflash_bench.report.tables import Column, ReportTable, Section, TableRow, in_markdown, p_value
 
@@ -21,7 +22,8 @@ COUNTS = ("mismatch", "failed", "witnesses")
 COLUMNS = (
     Column("result", "result", "left"), Column("suite", "suite", "left"), Column("method", "method", "left"),
     Column("metric", "figure", "left"), Column("found", "found"), Column("expected", "expected"),
-    Column("change", "change"), Column("allowed", "allowed"), Column("p", "p (Holm)"), Column("why", "why"),
+    Column("change", "change"), Column("allowed", "allowed", is_spare=True), Column("p", "p (Holm)", is_spare=True),
+    Column("why", "why"),
 )  # fmt: skip
 UNITS = {name: metric.unit for name, metric in METRICS.items() if metric.may_fall}
 """Of the metrics that github-action-benchmark draws: those that a gate lets fall a little."""
@@ -34,13 +36,13 @@ def section(outcome: GateOutcome, checks: Sequence[Check]) -> Section:
     return Section("check", table=table, sentences=[f"note: {note}" for note in outcome.notes])
 
 
-def text(outcome: GateOutcome, every: bool = False) -> str:
-    """For logs: the verdict, the failures, and with `every` all that passed; every note stays on a line of its own."""
+def text(outcome: GateOutcome, every: bool = False, width: int | None = None) -> str:
+    """The verdict, the failures, and with `every` all that passed; in logs, which have no width, a line each."""
     failures, passed = outcome.failures, [check for check in outcome.checks if not check.failed]
     shown = section(outcome, [*failures, *(passed if every else [])])
     left_out = [] if every or not passed else [f"passed and not listed: {len(passed)} checks; --all lists them"]
     below = replace(shown, sentences=[*shown.sentences, *left_out])
-    return "\n\n".join(filter(None, [headline(outcome), render.terminal(below, width=None)]))
+    return "\n\n".join(filter(None, [wrapped(headline(outcome), width), render.terminal(below, width)]))
 
 
 def summary(outcome: GateOutcome) -> str:

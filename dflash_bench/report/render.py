@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import textwrap
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,11 +13,10 @@ from typing import Any
 
 from dflash_bench import __version__
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.core.labels import visible
+from dflash_bench.core.labels import WIDTH, visible, wrapped
 from dflash_bench.report import tables
 from dflash_bench.report.tables import Column, Entry, ListItem, ReportTable, Section, TableRow, Value
 
-WIDTH = 100
 TEMPLATES = Path(__file__).parent
 
 # For a terminal. Nothing is told by colour alone.
@@ -28,9 +26,9 @@ def terminal(section: Section, width: int | None = WIDTH) -> str:
     """Paragraphs are wrapped at `width`; None leaves each on one line, as logs want it."""
     title = section.title[:1].lower() + section.title[1:]
     below = [wrapped(text, width) for text in section.legend]
-    top = [*([title] if title and section.items is None else []), *_lines(section.table, width), *below]
+    heading = [wrapped(title, width)] if title and section.items is None else []
     blocks = [
-        top,
+        [*heading, *_lines(section.table, width), *below],
         [wrapped(text, width) for text in section.sentences],
         [wrapped(f"{name} = {meaning}", width) for name, meaning in section.terms.items()],
         [] if section.items is None else [f"{title}:" if section.items else f"{title}: none"],
@@ -39,35 +37,32 @@ def terminal(section: Section, width: int | None = WIDTH) -> str:
     return "\n".join([text, *(_item(item, width) for item in section.items or ())])
 
 
-def wrapped(text: str, width: int | None = WIDTH, first: str = "", others: str = "  ") -> str:
-    """A paragraph whose first line begins with `first`, and all others with `others`."""
-    if width is None:
-        return first + visible(text)
-    return textwrap.fill(visible(text), width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
-
-
 def _lines(table: ReportTable | None, width: int | None) -> list[str]:
-    """Groups stand on lines of their own, as long as they may be, above their rows.
+    """The lines of a table. Groups stand on lines of their own, above their rows.
 
-    Spare columns that do not fit into the width are left out, and named below.
+    Spare columns that do not fit into the width are left out, and named below. If that is not enough, each value of a
+    row stands on a line of its own.
     """
     if table is None:
         return []
-    lines, left_out = _aligned(table), []
+    lines = _aligned(table)
+    left_out: list[str] = []
     while width is not None and max(map(len, lines)) > width:
         spare = [column for column in table.columns if column.is_spare]
         if not spare:
-            break
+            return [*_stacked(table, width), *_too_narrow(left_out, width)]
         left_out.append(spare[-1].one_line)
         table = _without(table, spare[-1])
         lines = _aligned(table)
     num_rows = len(table.rows)
     heads, below = lines[: len(lines) - num_rows], iter(lines[len(lines) - num_rows :])
     for group, members in table.groups:
-        heads += [visible(group)] * bool(group) + [next(below) for _ in members]
-    if left_out:
-        heads.append(wrapped(f"Too narrow for {', '.join(reversed(left_out))}.", width))
-    return heads
+        heads += [wrapped(group, width)] * bool(group) + [next(below) for _ in members]
+    return [*heads, *_too_narrow(left_out, width)]
+
+
+def _too_narrow(left_out: Sequence[str], width: int | None) -> list[str]:
+    return [wrapped(f"Too narrow for {', '.join(reversed(left_out))}.", width)] if left_out else []
 
 
 def _aligned(table: ReportTable) -> list[str]:
@@ -76,6 +71,26 @@ def _aligned(table: ReportTable) -> list[str]:
     rows = [[f"{indent}{name}", *rest] for name, *rest in rows]
     is_left = [column.justify == "left" for column in table.columns]
     return tables.aligned([column.head for column in table.columns], rows, is_left).splitlines()
+
+
+def _stacked(table: ReportTable, width: int) -> Iterable[str]:
+    indent = "  " if table.group else ""
+    for group, members in table.groups:
+        yield from [wrapped(group, width)] if group else []
+        for row in members:
+            name, *values = map(Column.marked, table.columns, row.values)
+            yield wrapped(name, width, indent, f"{indent}  ")
+            for column, value in zip(table.columns[1:], values, strict=True):
+                yield from _field_lines(column.one_line, value, width, f"{indent}  ") if value else ()
+
+
+def _field_lines(head: str, value: str, width: int, indent: str) -> list[str]:
+    """A value after its head, or below it."""
+    whole = f"{indent}{head}: {visible(value)}" if head else f"{indent}{visible(value)}"
+    if len(whole) <= width:
+        return [whole]
+    above = [wrapped(f"{head}:", width, indent, f"{indent}  ")] if head else []
+    return [*above, wrapped(value, width, f"{indent}  ", f"{indent}  ")]
 
 
 def _without(table: ReportTable, column: Column) -> ReportTable:

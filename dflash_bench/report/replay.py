@@ -8,10 +8,11 @@ from typing import Any
 
 from dflash_bench.analysis.confidence import Calibration, calibration
 from dflash_bench.analysis.replay import Replayed, cells_of
+from dflash_bench.core.labels import WIDTH
 from dflash_bench.core.types import CellKey
 from dflash_bench.report.data import json_value
 from dflash_bench.report.document import Document
-from dflash_bench.report.render import WIDTH, terminal
+from dflash_bench.report.render import terminal
 from dflash_bench.report.tables import Column, ReportTable, Section, TableRow, number, with_interval
 
 FEW = "fewer than five prompts: too few for an interval, or to trust a figure"
@@ -25,7 +26,8 @@ def text(replayed: Sequence[Replayed], width: int | None = WIDTH) -> str:
     loads = len({one.concurrency for one in replayed}) > 1
     columns = [
         Column("change", "change", "left"), *([Column("concurrency", "concurrency")] if loads else []),
-        Column("al.pooled", "al.pooled [95 %]"), Column("counts", "counts", "left"), Column("verified", "verified"),
+        Column("al.pooled", "al.pooled [95 %]"), Column("counts", "counts", "left"),
+        Column("verified", "verified", is_spare=True),
         Column("speedup", "speed-up [95 %]"), Column("tokens_per_s", "tokens/s"),
     ]  # fmt: skip
     rows = [

@@ -14,11 +14,12 @@ from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import write_output
-from dflash_bench.report import render, tables
+from dflash_bench.core.labels import wrapped
+from dflash_bench.report import render
 from dflash_bench.report.document import Document, MethodLine, over_all, read_document
 from dflash_bench.report.html import write_page
 from dflash_bench.report.screen import exact_text, speed_text
-from dflash_bench.report.tables import number, with_interval
+from dflash_bench.report.tables import ReportTable, Section, number, with_interval
 from dflash_bench.report.words import facts
 from dflash_bench.results import store
 from dflash_bench.results.run_info import FILE, read_info
@@ -113,6 +114,10 @@ def _index(lines: Sequence[SiteLine]) -> str:
 # The list of runs in the default folder: what each measured, read from its `run.json` alone.
 
 
+LONGEST = 30
+"""Characters of a list of suites in the table."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunListing:
     folder: Path
@@ -121,6 +126,13 @@ class RunListing:
     state: str = ""
     error: str = ""
     """Why it cannot be read; empty if it can."""
+
+    @property
+    def short_suites(self) -> str:
+        """The suites for a table; if they are many, their number."""
+        names, _, source = self.suites.partition(" (")
+        is_long = len(self.suites) > LONGEST and source.count(" (") == 0
+        return f"{names.count(',') + 1} suites{f' ({source}' if source else ''}" if is_long else self.suites
 
 
 def listings(folder: Path = store.RUNS) -> list[RunListing]:
@@ -138,17 +150,18 @@ def _listing(folder: Path) -> RunListing:
     return RunListing(folder, suites, methods, info.state or "")
 
 
-def runs_text(several: Sequence[RunListing]) -> str:
-    """Return a line for each run, with how commands may name it."""
+def runs_text(several: Sequence[RunListing], width: int | None = None) -> str:
+    """Return a line for each run, with how commands may name it, in a terminal of this width."""
     if not several:
-        return f"there is no run in {store.RUNS}; start one with 'dflash-bench run'"
+        return wrapped(f"there is no run in {store.RUNS}; start one with 'dflash-bench run'", width)
     rows = [
-        (f"@{number}", one.folder.name, one.suites, one.methods, one.state)
+        (f"@{number}", one.folder.name, one.short_suites, one.methods, one.state)
         if not one.error
         else (f"@{number}", one.folder.name, "cannot be read", "", "")
         for number, one in enumerate(several, start=1)
     ]
-    return tables.aligned(("", f"run in {store.RUNS}", "suites", "methods", "state"), rows, left=5)
+    heads = ("", f"run in {store.RUNS}", "suites", "methods", "state")
+    return render.terminal(Section("runs", table=ReportTable.of(heads, rows, left=5, spare=["state"])), width)
 
 
 def as_json(several: Sequence[RunListing]) -> list[dict[str, Any]]:

@@ -142,17 +142,19 @@ class ReportTable:
     @classmethod
     def of(
         cls, heads: Sequence[str], rows: Sequence[Sequence[Value]], left: int = 1, keys: Sequence[CellKey] = (),
-        spare: Sequence[str] = (),
+        spare: Sequence[str] = (), groups: Sequence[str] = (),
     ) -> ReportTable:  # fmt: skip
-        """A table without groups, whose columns are known by their heads alone; the first `left` hold names.
+        """A table whose columns are known by their heads alone; the first `left` hold names.
 
-        `keys` are those of the rows, if a page can filter them; narrow screens leave out the columns `spare`.
+        `keys` are those of the rows, if a page can filter them, and `groups` the suites under which they stand; narrow
+        screens leave out the columns `spare`.
         """
         columns = [
             Column(head, head, "left" if at < left else "right", is_spare=head in spare)
             for at, head in enumerate(heads)
         ]
-        return cls(columns, [TableRow(row, key=key) for row, key in zip_longest(rows, keys)])
+        placed = zip_longest(rows, groups, keys)
+        return cls(columns, [TableRow(row, group or "", key) for row, group, key in placed], "suite" if groups else "")
 
     @property
     def groups(self) -> Iterator[tuple[str, Sequence[TableRow]]]:

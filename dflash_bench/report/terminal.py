@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from dflash_bench.analysis.findings import base
 from dflash_bench.analysis.metrics import FORMULAS
 from dflash_bench.core.errors import unknown
+from dflash_bench.core.labels import WIDTH, wrapped
 from dflash_bench.core.methods import METHODS, MethodSpec, Option
 from dflash_bench.report import perf, tables
 from dflash_bench.report.document import Document
-from dflash_bench.report.render import wrapped
 from dflash_bench.report.tables import ABSENT, number
 from dflash_bench.report.words import bandwidth_note, facts, speedups, tally, with_badges
 
@@ -19,25 +19,47 @@ if TYPE_CHECKING:
     from dflash_bench.tasks.suites import SuiteListing
 
 
-def suites_text(listings: Sequence[SuiteListing], groups: Mapping[str, Sequence[str]]) -> str:
-    """One line per suite, with its title below; then the groups."""
-    heads = ("suite", "embedded", "scored by", "licence", "source on the hub")
-    lines = tables.aligned(heads, [_suite_row(listing) for listing in listings], left=len(heads)).splitlines()
-    blocks = [lines[0], *(f"{line}\n  {one.suite.title}" for line, one in zip(lines[1:], listings, strict=True))]
-    return "\n".join([*blocks, "", *(f"group {name}: {', '.join(members)}" for name, members in groups.items())])
+def suites_text(
+    listings: Sequence[SuiteListing], groups: Mapping[str, Sequence[str]], width: int | None = None
+) -> str:  # fmt: skip
+    """One line per suite, with its title and its source on the hub below; then the groups."""
+    heads = ("suite", "embedded", "scored by", "licence")
+    below = [[one.suite.title, f"hub: {_source(one)}"] for one in listings]
+    lines = _list(heads, [_suite_row(listing) for listing in listings], below, width)
+    named = (wrapped(f"group {name}: {', '.join(members)}", width) for name, members in groups.items())
+    return "\n".join([*lines, "", *named])
 
 
 def _suite_row(listing: SuiteListing) -> tuple[str, ...]:
     suite = listing.suite
-    rows = [suite.source, suite.subset, suite.split]
-    return suite.name, str(listing.num_embedded), suite.scorer, suite.licence, " ".join(filter(None, rows))
+    return suite.name, str(listing.num_embedded), suite.scorer, suite.licence
+
+
+def _source(listing: SuiteListing) -> str:
+    return " ".join(filter(None, [listing.suite.source, listing.suite.subset, listing.suite.split]))
+
+
+def _list(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], below: Sequence[Sequence[str]], width: int | None
+) -> Iterator[str]:  # fmt: skip
+    """Yield a table whose rows have paragraphs below them; values stand under each other where it does not fit."""
+    head, *lines = tables.aligned(heads, rows, left=len(heads)).splitlines()
+    if width is None or max(map(len, [head, *lines])) <= width:
+        yield head
+    else:
+        named = [[f"{head}: {value}" for head, value in zip(heads[1:], rest, strict=True)] for _, *rest in rows]
+        lines = [first for first, *_ in rows]
+        below = [[*fields, *paragraphs] for fields, paragraphs in zip(named, below, strict=True)]
+    for line, paragraphs in zip(lines, below, strict=True):
+        yield line
+        yield from (wrapped(text, width, "  ", "    ") for text in paragraphs)
 
 
 # The result in eleven lines, to paste into an issue or a chat, plus one where the speed-up is weak.
 
 
-def card(document: Document) -> str:
-    """Return the card; lines for which the run holds nothing say n/a."""
+def card(document: Document, width: int | None = None) -> str:
+    """Return the card, a line for each fact, wrapped at `width`; those for which the run holds nothing say n/a."""
     info, about = document.results.info, facts(document.results.info)
     means = document.means()
     faster = ", ".join(f"{line.name} {with_badges(document, line, speedup)}" for line, speedup, _ in means)
@@ -65,34 +87,37 @@ def card(document: Document) -> str:
         "versions": f"{about['versions']}{commit}",
         "command": " ".join(info.command.split()),
     }
-    marked = [f"{note}\n" for note in document.notes]
-    return "".join(marked) + "".join(f"{name:<10}  {text}\n" for name, text in lines.items())
+    indent = " " * 12 if width is None or width >= NARROW else "  "
+    told = [*document.notes, *(f"{name:<10}  {text}" for name, text in lines.items())]
+    return "".join(f"{wrapped(text, width, others=indent)}\n" for text in told)
 
 
 # The table of methods for people: all of them, one with its options, and the table of the documentation.
 
 
+NARROW = 60
+"""Columns below which a card has no second column."""
 DRAFTED = {"none": "nothing", "chain": "a chain", "tree": "a tree"}
 FOOT = """To run one: --method NAME[@LABEL][:KEY=VALUE,...], or NAME:N for N drafted tokens per round.
 Options of one method: dflash-bench methods NAME
 Your own draft: --draft WEIGHTS=PATH; two of one kind: --draft WEIGHTS@a=PATH --draft WEIGHTS@b=PATH"""
 
 
-def methods_text() -> str:
-    """Return the list of methods, each with its summary below, in 100 columns."""
+def methods_text(width: int | None = WIDTH) -> str:
+    """Return the list of methods, each with its summary below."""
     heads = ("method", "weights", "drafts", "output")
-    lines = tables.aligned(heads, [_row(kind) for kind in METHODS.values()], left=len(heads)).splitlines()
-    summaries = (wrapped(kind.summary, first="  ") for kind in METHODS.values())
-    blocks = [lines[0], *(f"{line}\n{summary}" for line, summary in zip(lines[1:], summaries, strict=True))]
-    return "\n".join([*blocks, "", FOOT])
+    kinds = METHODS.values()
+    lines = _list(heads, [_row(kind) for kind in kinds], [[kind.summary] for kind in kinds], width)
+    return "\n".join([*lines, "", *(wrapped(line, width) for line in FOOT.splitlines())])
 
 
-def text_of(name: str) -> str:
+def text_of(name: str, width: int | None = WIDTH) -> str:
     """Describe one method and all its options. Raises UserError for an unknown name."""
     if name not in METHODS:
         raise unknown("method", name, list(METHODS))
     kind = METHODS[name]
-    return "\n".join([f"{name}: {kind.summary}", "", *_facts(kind), *_options(kind)])
+    told = [wrapped(line, width, others=" " * 9 if width is None or width >= NARROW else "  ") for line in _facts(kind)]
+    return "\n".join([wrapped(f"{name}: {kind.summary}", width), "", *told, *_options(kind, width)])
 
 
 def markdown() -> str:
@@ -141,17 +166,13 @@ def _weights(kind: MethodSpec) -> str:
     return f"the model's, or --draft {kind.weights}=PATH, or --draft {kind.weights}@LABEL=PATH"
 
 
-def _options(kind: MethodSpec) -> Iterator[str]:
+def _options(kind: MethodSpec, width: int | None) -> Iterator[str]:
     if not kind.options:
         return
     yield ""
     rows = [[option.name, _default(option), option.range] for option in kind.options]
-    lines = tables.aligned(("option", "default", "range"), rows, left=3).splitlines()
-    yield lines[0]
-    for line, option in zip(lines[1:], kind.options, strict=True):
-        yield line
-        yield wrapped(option.summary, first="  ")
-    yield from (f"\n{alternative}" for alternative in _alternatives(kind))
+    yield from _list(("option", "default", "range"), rows, [[option.summary] for option in kind.options], width)
+    yield from (f"\n{wrapped(alternative, width)}" for alternative in _alternatives(kind))
 
 
 def _alternatives(kind: MethodSpec) -> Iterator[str]:

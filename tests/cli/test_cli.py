@@ -85,8 +85,8 @@ def test_suites_are_listed_with_source_rows_and_licence_in_100_columns(monkeypat
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100
     (line,) = [line for line in out.splitlines() if line.startswith("gsm8k ")]
-    assert line.split() == ["gsm8k", "32", "gsm8k_number", "MIT", "openai/gsm8k", "main", "test"]
-    assert "\n  grade-school word problems\n" in out
+    assert line.split() == ["gsm8k", "32", "gsm8k_number", "MIT"]
+    assert "\n  grade-school word problems\n  hub: openai/gsm8k main test\n" in out
     assert "\ngroup code: humaneval, mbpp\n" in out
 
 

@@ -10,7 +10,7 @@ import runs
 
 from dflash_bench.analysis.compare import Comparison
 from dflash_bench.core.types import Answer, CellKey
-from dflash_bench.report.compare import verdicts
+from dflash_bench.report.changes import verdicts
 
 Main = Callable[..., tuple[int, str, str]]
 

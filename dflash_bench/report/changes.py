@@ -1,0 +1,201 @@
+"""What changed between two runs or two methods: the verdict in sentences, and the tables below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from dflash_bench.analysis.compare import (
+    EQUAL,
+    JUDGED_BY,
+    MIN_EFFECT,
+    Agreement,
+    Comparison,
+    over_suites,
+    verdict,
+)
+from dflash_bench.analysis.metrics import METRICS, Cell
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.core import labels
+from dflash_bench.core.methods import is_lossy
+from dflash_bench.report import charts
+from dflash_bench.report.tables import ABSENT, ReportTable, Section, Value, bounds, number, p_value, with_interval
+
+# The verdict, above everything else.
+
+
+MOST_SENTENCES = 8
+
+
+class ChangeSentence(NamedTuple):
+    kind: Literal["worse", "better", "rest"]
+    text: str
+
+
+def verdicts(comparisons: Sequence[Comparison]) -> list[ChangeSentence]:
+    """Return what changed for the better or worse, worst first, and how much else did not, in a sentence each."""
+    found: dict[str, list[str]] = {"worse": [], "better": [], "unclear": [], "same": []}
+    for versus in comparisons:
+        where = " ".join(filter(None, [_place(versus), versus.key.slice]))
+        place = f"{where}, {versus.after} against {versus.before}"
+        name = next((name for name in JUDGED_BY if name in versus.changes), None)
+        if name is not None:
+            change = versus.changes[name]
+            found.setdefault(verdict(name, change), []).append(f"{place}: {name} {_times(change.ratio)}")
+        if versus.passed_verdict in ("worse", "better"):
+            found[versus.passed_verdict].append(f"{place}: {points(versus.passed)} points answered right")
+    told = [
+        *(ChangeSentence("worse", f"WORSE: {text}") for text in found.pop("worse")),
+        *(ChangeSentence("better", f"better: {text}") for text in found.pop("better")),
+    ]
+    rest = [f"and {len(told) - MOST_SENTENCES} more, below"] if len(told) > MOST_SENTENCES else []
+    counts = ", ".join(f"{len(texts)} {name}" for name, texts in found.items() if texts)
+    rest += [f"{'others' if told else 'no change is shown'}: {counts}"] if counts else []
+    return [*told[:MOST_SENTENCES], *(ChangeSentence("rest", text) for text in rest)]
+
+
+def _times(ratio: Interval) -> str:
+    within = bounds(ratio)
+    return f"{number(ratio.value)} times{f' ({within})' if within else ''}"
+
+
+# The tables. Time-free metrics stand apart from timings, and ids above every column.
+
+
+SHOWN = {name: metric.is_timing for name, metric in METRICS.items() if metric.in_comparison}
+TIME_FREE = tuple(name for name, is_timing in SHOWN.items() if not is_timing)
+TIMINGS = tuple(name for name, is_timing in SHOWN.items() if is_timing)
+SHARES = ("exact", "passed")
+NO_CHANGE = (
+    "better, worse = p < 0.05 (Holm, over all lines), the interval does not contain 1, and the change is at least "
+    f"{MIN_EFFECT:.0%}",
+    f"same = the whole interval is within {EQUAL:.0%} of 1; unclear = neither",
+    "ratios are always over the same prompts",
+)
+
+
+def cell_sections(cells: Sequence[Cell], *, with_means: bool = True) -> list[Section]:
+    """The metrics of one run, and the geometric mean over its suites."""
+    made = [
+        Section("time_free", "time-free", _cell_table(cells, TIME_FREE, SHARES)),
+        Section("timings", "timings", _cell_table(cells, TIMINGS)),
+    ]
+    means = over_suites(cells, "speedup.decode") if with_means and not any(cell.slice for cell in cells) else []
+    if means:
+        title = "speedup.decode, geometric mean over suites"
+        rows: list[list[Value]] = [[labels.with_settings(first.method, first.setting), mean] for first, mean in means]
+        made.append(Section("means", title, ReportTable.of(["method", "speedup.decode [95 %]"], rows)))
+    return made
+
+
+def _cell_table(cells: Sequence[Cell], ids: Sequence[str], shares: Sequence[str] = ()) -> ReportTable:
+    known_ids = [name for name in ids if any(name in cell.figures for cell in cells)]
+    rows: list[list[Value]] = [
+        [
+            cell.method,
+            cell.num_prompts,
+            *(cell.figures.get(name) for name in known_ids),
+            *("lossy" if name == "exact" and is_lossy(cell.method) else getattr(cell, name) for name in shares),
+        ]
+        for cell in cells
+    ]
+    spare = ["prompts", *(name for name in known_ids if name not in JUDGED_BY)]
+    return ReportTable.of(
+        ["method", "prompts", *known_ids, *shares], rows,
+        keys=[cell.key for cell in cells], spare=spare, groups=[cell.heading for cell in cells],
+    )  # fmt: skip
+
+
+def change_sections(comparisons: Sequence[Comparison]) -> list[Section]:
+    """After over before: a row for each metric, the time-free ones first."""
+    pair, headings = _pair(comparisons), headings_of(comparisons)
+    made = []
+    for title, is_timing in (("time-free", False), ("timings", True)):
+        shown = [
+            (versus, heading, name, change)
+            for versus, heading in zip(comparisons, headings, strict=True)
+            for name, change in versus.changes.items()
+            if METRICS[name].is_timing == is_timing
+        ]
+        rows: list[list[Value]] = [
+            [name, with_interval(change.ratio, 3), p_value(change.p), verdict(name, change)]
+            for *_, name, change in shown
+        ]
+        if rows:
+            table = ReportTable.of(
+                ["figure", "ratio [95 %]", "p (Holm)", ""], rows, keys=[charts.key_of(versus) for versus, *_ in shown],
+                spare=["p (Holm)"], groups=[heading for _, heading, *_ in shown],
+            )  # fmt: skip
+            made.append(Section("changes", f"{title}, {pair or 'after / before'}", table))
+    return [*made, *_answered_right(comparisons, headings), Section("legend", sentences=NO_CHANGE)]
+
+
+def _pair(several: Sequence[Comparison | Agreement]) -> str:
+    """Return `after / before` by name if all are of the same two; else nothing."""
+    pairs = {f"{one.after} / {one.before}" for one in several}
+    return pairs.pop() if len(pairs) == 1 else ""
+
+
+def headings_of(comparisons: Sequence[Comparison], *, with_pair: bool = False) -> list[str]:
+    """Return what each is about; `with_pair` also of which two runs or methods, where that is the same for all."""
+    is_told = bool(_pair(comparisons)) and not with_pair
+    return [
+        " · ".join(filter(None, [_place(versus), versus.key.slice]))
+        + ("" if is_told else f": {versus.after} / {versus.before}")
+        for versus in comparisons
+    ]
+
+
+def _answered_right(comparisons: Sequence[Comparison], headings: Sequence[str]) -> Iterator[Section]:
+    """Whether answers got worse: a row where any changed between right and wrong, and a sentence on the others."""
+    scored = [(versus, heading) for versus, heading in zip(comparisons, headings, strict=True) if versus.num_scored]
+    changed = [(versus, heading) for versus, heading in scored if versus.lost or versus.gained]
+    rows: list[list[Value]] = [
+        [heading, v.num_scored, v.lost, v.gained, points(v.passed), p_value(v.p_passed), v.passed_verdict]
+        for v, heading in changed
+    ]
+    if rows:
+        heads = ["", "scored", "lost", "gained", "points [95 %]", "p (McNemar, Holm)", ""]
+        table = ReportTable.of(heads, rows, spare=["scored", "p (McNemar, Holm)"])
+        yield Section("answered_right", "prompts answered right", table)
+    unchanged = [versus for versus, _ in scored if not (versus.lost or versus.gained or versus.is_exact)]
+    if unchanged:
+        fewest = min(unchanged, key=lambda versus: versus.num_scored)
+        where = f"in {len(unchanged)} {'other ' if changed else ''}comparison{'s' * (len(unchanged) > 1)}"
+        yield Section("unchanged", sentences=[
+            f"{where} the same prompts were answered right; {fewest.num_scored:,} scored prompts do not rule out a "
+            f"change of {points(fewest.passed)} points"
+        ])  # fmt: skip
+
+
+def points(change: Interval | None) -> str:
+    """`-2.5 [-6.1, +1.1]`: a difference of percentages."""
+    if change is None:
+        return ABSENT
+    if change.low is None or change.high is None:
+        return f"{100 * change.value:+.1f} (n = {change.too_few})"
+    return f"{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
+
+
+def _place(one: Comparison | Agreement) -> str:
+    suite, method = (one.key.suite, one.key.method) if isinstance(one, Comparison) else (one.suite, "")
+    where = labels.with_settings(labels.suite_label(suite, *one.sources), one.setting)
+    return " ".join(filter(None, [where, method]))
+
+
+def agreement_section(agreements: Sequence[Agreement]) -> Section:
+    """How far the target's own answers are the same in two runs."""
+    is_told = bool(_pair(agreements))
+    rows: list[list[Value]] = [
+        [
+            _place(one) + ("" if is_told else f": {one.after} / {one.before}"),
+            (one.num_equal, one.num_answers),
+            number(one.in_common, 1),
+        ]
+        for one in agreements
+    ]
+    meaning = (
+        "equal = token for token; tokens in common = before the first difference, mean over the answers that differ"
+    )
+    table = ReportTable.of(["suite", "equal", "tokens in common"], rows)
+    return Section("agreements", "plain decoding's answers to first turns", table, sentences=[meaning])
