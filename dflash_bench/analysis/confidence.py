@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_bench.analysis.controllers import Cut
-from dflash_bench.analysis.replay import ReplayCell, walk
+from dflash_bench.analysis.replay import ReplayCell, stored_cells, walk
+from dflash_bench.results.table import RunTable
 
 NUM_BINS = 10
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
@@ -51,6 +52,13 @@ class Calibration:
     """That of a draft that always says the share that is right: a useful confidence has less."""
     bins: tuple[ReliabilityBin, ...]
     cuts: tuple[CutPoint, ...]
+
+
+def calibrations(run: RunTable) -> list[Calibration]:
+    """Return the calibration of each recorded draft that says how sure it is; nothing for a run that recorded none."""
+    if run.info.identity.record is None:
+        return []
+    return [one for cell in stored_cells(run) if (one := calibration(cell)) is not None]
 
 
 def calibration(cell: ReplayCell) -> Calibration | None:

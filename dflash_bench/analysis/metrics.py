@@ -16,6 +16,7 @@ from dflash_bench.core.methods import is_tree
 from dflash_bench.core.types import GREEDY, CellKey, Settings
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.plan import BASELINE as BASELINE
+from dflash_bench.results.row_arrays import HEADROOM
 from dflash_bench.results.run_info import RunIdentity
 
 # Sums: per answer from the columns of the frame, then added up over the turns and repeats of a prompt.
@@ -77,6 +78,14 @@ def _mean_length(rows: AnswerColumns) -> Floats:
     return np.divide(rows["num_accepted"] + rounds, rounds, out=np.zeros(len(rounds)), where=rounds > 0)
 
 
+def _right_of(num: int) -> Callable[[AnswerColumns], Any]:
+    return lambda rows: rows[f"headroom_{num}"] + rows["num_rounds"]
+
+
+def _ranked(num: int) -> Callable[[AnswerColumns], Any]:
+    return lambda rows: np.where(rows.has(f"headroom_{num}"), rows["num_rounds"], 0)
+
+
 OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
     "answers": lambda rows: np.ones(len(rows.frame)),
     "decode_tokens": lambda rows: rows["decode_tokens"],
@@ -122,6 +131,8 @@ OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
     "prompt_tokens": lambda rows: rows["num_prompt_tokens"],
     "draft_prefill_s": lambda rows: rows["draft_prefill_s"],
     "draft_prefills": lambda rows: rows.has("draft_prefill_s"),
+    **{f"right_of_{num}": _right_of(num) for num in HEADROOM},
+    **{f"ranked_{num}": _ranked(num) for num in HEADROOM},
 }
 """The contribution of each answer to the sums of its prompt; NaN adds 0.
 
@@ -251,6 +262,15 @@ _DECLARED = (
         id="verified", formula="sum(v_i) / sum(S): draft tokens that the target read, where drafts are cut before",
         unit="tokens/round", top=("checked",), bottom=("cut_rounds",), needs_draft=True,
         shown=(Shown("rounds", 7, "verified", is_optional=True),), in_comparison=True,
+    ),
+    *(
+        Metric(
+            id=f"headroom.{num}",
+            formula=f"al.pooled if in each drafted place the right token were chosen among the {num} likeliest of the "
+            "draft, in the rounds that there were; for drafts made token by token up to the first wrong one",
+            top=(f"right_of_{num}",), bottom=(f"ranked_{num}",), **_LENGTH, needs_draft=True,
+        )
+        for num in HEADROOM
     ),
     Metric(
         id="forwards_per_token", formula="sum(S) / sum(T - 1): target forwards for each token after the first",

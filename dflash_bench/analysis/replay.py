@@ -127,7 +127,14 @@ class Replayed:
 
 
 def cells_of(run: RunTable) -> list[ReplayCell]:
-    """Return what can be replayed of a run: answers that were decoded alone and show their rounds."""
+    """Return what can be replayed of a run. Raises UserError if that is nothing."""
+    if found := stored_cells(run):
+        return found
+    raise UserError(f"{run.name} has nothing to replay: no answers, decoded alone, that show their rounds")
+
+
+def stored_cells(run: RunTable) -> list[ReplayCell]:
+    """Return the cells of a run with answers that were decoded alone and show their rounds."""
     answers: dict[tuple[str, str, Settings], list[StoredAnswer]] = {}
     plain: dict[tuple[str, Settings], dict[str, tuple[float, float]]] = {}
     for row, settings in _rows(run.stored):
@@ -137,8 +144,6 @@ def cells_of(run: RunTable) -> list[ReplayCell]:
             plain[place][row["prompt_id"]] = seconds + row["decode_s"], tokens + max(num, 0)
         elif row["accepted"] is not None and len(row["accepted"]):
             answers.setdefault((row["suite"], row["method"], settings), []).append(_answer(row))
-    if not answers:
-        raise UserError(f"{run.name} has nothing to replay: no answers, decoded alone, that show their rounds")
     return [
         ReplayCell(suite, method, settings, tuple(own), plain.get((suite, settings), {}))
         for (suite, method, settings), own in answers.items()

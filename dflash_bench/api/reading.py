@@ -28,10 +28,11 @@ OF_ANSWERS = (
 """The columns of `Run.answers`."""
 OF_ROUNDS = (
     "suite", "prompt_id", "turn", "repeat", "method", "settings", "round", "position",
-    "drafted", "drafted_ids", "verified", "accepted", "emitted", "draft_s", "verify_s", "round_s",
+    "drafted", "drafted_ids", "ranks", "verified", "accepted", "emitted", "draft_s", "verify_s", "round_s",
 )  # fmt: skip
 """The columns of `Run.rounds`."""
 _PLACE = ("suite", "prompt_id", "turn", "repeat", "method")
+_OF_TOKENS = ("drafted_ids", "ranks")
 _LISTS = ("drafted", "verified", "accepted", "emitted", "draft_s", "verify_s", "round_s")
 
 
@@ -100,13 +101,15 @@ class Run:
 
         Columns: suite, prompt_id, turn, repeat, method, settings (as in `answers`), round (from 0), position (tokens of
         the answer before this round; the first token comes from prefill), drafted (number of draft tokens, for a tree
-        all its nodes), drafted_ids (an array of them, or None if they were not stored), verified (number of draft
-        tokens that the target read), accepted (number of draft tokens accepted), emitted (tokens that the round added),
-        draft_s, verify_s, round_s (seconds). Empty for servers, which hide their rounds.
+        all its nodes), drafted_ids (an array of them, or None if they were not stored), ranks (an array of where the
+        right token of each place is among the draft's likeliest: from 1 on, 0 if not among those recorded, -1 if not
+        known; or None), verified (number of draft tokens that the target read), accepted (number of draft tokens
+        accepted), emitted (tokens that the round added), draft_s, verify_s, round_s (seconds). Empty for
+        servers, which hide their rounds.
         """
         import pandas as pd
 
-        columns = (*_PLACE, "error", "drafted_ids", *_LISTS)
+        columns = (*_PLACE, "error", *_OF_TOKENS, *_LISTS)
         tables = [_rounds_of(batch, words) for batch, words in self._batches(columns)]
         shown = [table for table in tables if len(table)]
         if not shown:
@@ -243,10 +246,13 @@ def _rounds_of(batch: Any, words: list[str]) -> Any:
     if not len(answers):
         return answers
     answers = answers.assign(
-        drafted_ids=[
-            [None] * len(counts) if ids is None else np.split(ids, np.cumsum(counts)[:-1])[: len(counts)]
-            for ids, counts in zip(answers["drafted_ids"], answers["drafted"], strict=True)
-        ],
+        **{
+            name: [
+                [None] * len(counts) if values is None else np.split(values, np.cumsum(counts)[:-1])[: len(counts)]
+                for values, counts in zip(answers[name], answers["drafted"], strict=True)
+            ]
+            for name in _OF_TOKENS
+        },
         verified=[
             drafted if verified is None else verified
             for drafted, verified in zip(answers["drafted"], answers["verified"], strict=True)
@@ -254,7 +260,7 @@ def _rounds_of(batch: Any, words: list[str]) -> Any:
         position=[1 + np.cumsum(emitted) - emitted for emitted in answers["emitted"]],
         round=[np.arange(len(emitted)) for emitted in answers["emitted"]],
     )
-    lists = ["drafted_ids", "position", "round", *_LISTS]
+    lists = [*_OF_TOKENS, "position", "round", *_LISTS]
     table = answers[[*_PLACE, "settings", *lists]].explode(lists, ignore_index=True).dropna(subset=["round"])
     whole = ("round", "position", "drafted", "verified", "accepted", "emitted")
     real = ("draft_s", "verify_s", "round_s")

@@ -74,6 +74,8 @@ class MethodSpec:
     """Does it measure the engine regardless of a draft's quality? Then its acceptance is not judged."""
     is_recorded: bool = False
     """Does it draft as many tokens in every round, by the committed text alone, whatever the rounds before were?"""
+    is_ranked: bool = False
+    """Is every token that it drafts, as a chain, chosen by logits over its vocabulary or over candidates?"""
     module: str | None = None
     """Module of its `build(models, target, method)`; None: the file of its name in `engine/drafters/`."""
 
@@ -192,7 +194,7 @@ _OWN: dict[str, MethodSpec] = {
                        f"confidence on; {_PACED}", "off", 0, 1, words=("off", "auto"), kind=float),
                 _SHIFT,
             ),
-            count="n", alternatives=(frozenset({"block", "n"}),), is_recorded=True,
+            count="n", alternatives=(frozenset({"block", "n"}),), is_recorded=True, is_ranked=True,
         ),
         MethodSpec(
             "ddtree", "a tree of the likeliest paths through one DFlash block (DDTree)", "dflash", "tree", True,
@@ -211,7 +213,7 @@ _OWN: dict[str, MethodSpec] = {
             "eagle3", "a chain, drafted token by token from the target's features (arXiv 2503.01840)", "eagle3",
             "chain", True,
             (Option("n", "tokens drafted per round, the same as eagle3:N", 7, 1, MAX_DRAFTS, "tokens"),), count="n",
-            is_recorded=True,
+            is_recorded=True, is_ranked=True,
         ),
         MethodSpec(
             "eagle3-tree", "EAGLE-3 as a tree that grows where the draft is confident (arXiv 2406.16858)", "eagle3",
@@ -230,13 +232,13 @@ _OWN: dict[str, MethodSpec] = {
                        None, 1, MAX_DRAFTS, "tokens"),
                 _RULE,
             ),
-            count="n",
+            count="n", is_ranked=True,
         ),
         MethodSpec(
             "mtp", "multi-token prediction: heads from the target's own checkpoint draft token by token", "mtp",
             "chain", True,
             (Option("n", "tokens drafted per round, the same as mtp:N", 3, 1, 6, "tokens"), _RULE), count="n",
-            is_recorded=True,
+            is_recorded=True, is_ranked=True,
         ),
         MethodSpec(
             "ngram", "prompt lookup: what followed the last tokens where they occurred before", None, "chain", True,
@@ -313,7 +315,7 @@ _OWN: dict[str, MethodSpec] = {
                 Option("n", "tokens drafted per round, the same as draft-model:N", 7, 1, MAX_DRAFTS, "tokens"),
                 _RULE,
             ),
-            count="n", is_recorded=True,
+            count="n", is_recorded=True, is_ranked=True,
         ),
         MethodSpec(
             "medusa", "heads on the target's last hidden state guess the next tokens, as a tree (arXiv 2401.10774)",
@@ -323,6 +325,7 @@ _OWN: dict[str, MethodSpec] = {
                 Option("nodes", "nodes of the tree, not counting the anchor; all are verified", 63, 1, 255, "tokens"),
                 Option("top_k", "candidate tokens of each head; with 1 the tree is a chain", 10, 1, 64, "tokens"),
             ),
+            is_ranked=True,
         ),
         MethodSpec(
             "block-diffusion",
@@ -485,6 +488,18 @@ def require_recorded(method: Method) -> None:
         raise UserError(f"--record: {method.label} drafts {why}; methods that can be recorded: {known}")
     if "auto" in method.options.values():
         raise UserError(f"--record: {method.label} chooses by times of earlier rounds; give it a number")
+
+
+def require_ranked(method: Method) -> None:
+    """Raises UserError for a method whose rounds are not chains of tokens that logits were there for."""
+    kind, known = method.kind, ", ".join(kind.name for kind in METHODS.values() if kind.is_ranked)
+    is_tree = kind.weights is not None and kind.shape == "tree" and method.options.get("top_k") != 1
+    if is_tree or not kind.is_ranked:
+        why = "drafts trees, whose nodes are alternatives already" if is_tree else "drafts tokens without logits"
+        remedy = "; medusa:top_k=1 drafts a chain" if kind.name == "medusa" else f"; methods that have them: {known}"
+        raise UserError(f"--headroom: {method.label} {why}{remedy}")
+    if "auto" in method.options.values():
+        raise UserError(f"--headroom: {method.label} chooses by times of earlier rounds; give it a number")
 
 
 def has_draft(label: str) -> bool:

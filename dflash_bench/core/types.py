@@ -214,6 +214,10 @@ class Generation:
     """[T - 1] How many of these N tokens in a row are the target's own, beyond the end of the answer, too."""
     recorded_scores: tuple[float, ...] | None = None
     """[(T - 1) * N] How likely the draft holds each to be accepted if all before it are; None if it does not say."""
+    ranks: tuple[int, ...] | None = None
+    """[sum(drafted)] Which of the draft's likeliest tokens the target's own choice is in each drafted place: 1 for the
+    likeliest, 0 if it is not among those that were kept, -1 where it is not known, as a draft that goes token by token
+    had a wrong one before. None if that was not recorded, or if another decoding drafted otherwise."""
 
     @property
     def hides_tokens(self) -> bool:

@@ -32,7 +32,7 @@ from dflash_bench.engine.forward.fused import fuse, unfuse
 from dflash_bench.engine.graphs import GraphCache, cuda_graph, inductor, keep_compiled, why_no_compiler
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.loop import decode
-from dflash_bench.engine.recording import record_positions
+from dflash_bench.engine.recording import record_positions, record_ranks
 from dflash_bench.engine.rows import Clock, DecodingError, Limits, Round, clock_for
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.selection import compile_like, network_name, target_of
@@ -487,6 +487,14 @@ class LocalBackend:
         return replace(
             generation, recorded_ids=found.ids, recorded_accepted=found.accepted, recorded_scores=found.scores
         )
+
+    def with_ranks(
+        self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation, num: int
+    ) -> Generation:
+        """Return a greedy answer with the ranks of the right tokens among the draft's `num` likeliest ones."""
+        prompt, sampling = self.encode(messages, settings), Sampling.of(settings)
+        drafter = self.drafters[method]
+        return replace(generation, ranks=record_ranks(self.target, drafter, prompt, generation, sampling, num))
 
     def divergence(
         self,

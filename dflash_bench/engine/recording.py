@@ -1,24 +1,29 @@
-"""A draft at every position of a finished answer, from which other lengths, cuts and controllers replay exactly.
+"""What a draft would have done beside what it did: each finished answer is decoded once more, and nothing is timed.
 
-The loop decodes the answer once more, plainly: the drafter observes each token as it would any committed ones and is
+Positions: the loop decodes the answer plainly; the drafter observes each token as it would any committed ones and is
 asked for a draft at each, which is kept and not verified. Where a draft depends on the committed text alone, that is
-the draft that a round would have begun with there, whatever the rounds before it were
-(`MethodSpec.is_recorded` says for which methods that holds). Nothing here is timed.
+the draft that a round would have begun with there, whatever the rounds before it were (`MethodSpec.is_recorded` says
+for which methods that holds). Other lengths, cuts and controllers replay exactly from it.
+
+Ranks: the loop decodes the answer in the same rounds again, and the scores by which each token was chosen say how far
+down the right one was. For drafts made in one pass they are those that the place has, whatever is chosen before it;
+token by token they hold up to the first wrong one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dflash_bench.core.types import Generation
 from dflash_bench.engine.drafter import Committed, Drafter
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.rows import DecodingError, HostClock, Limits
-from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sampling import Sampling, likeliest
 from dflash_bench.engine.target import Target
 
 
@@ -40,7 +45,6 @@ class PositionRecorder:
 
     def __init__(self, drafter: Any) -> None:
         self.drafter, self.num_drafts, self.taps = drafter, drafter.num_drafts, drafter.taps
-        self.sampler = getattr(drafter, "draft_sampler", None)
         self.tokens: list[Tensor] = []
         self.scores: list[Tensor] = []
 
@@ -51,28 +55,36 @@ class PositionRecorder:
         self.drafter.observe(committed)
 
     def propose(self) -> None:
-        heard = self.sampler.listen() if self.sampler is not None else []
+        self.heard: list[Tensor] = []
         self.tokens.append(self.drafter.propose().all_drafted[0].clone())
-        if heard:
-            self.scores.append(torch.cat(heard, dim=1)[0])
+        if self.heard:
+            self.scores.append(torch.cat(self.heard, dim=1)[0])
+
+    def choosing(self, scores: Tensor, _ids: Tensor | None) -> None:
+        self.heard.append(torch.softmax(scores.float(), dim=-1).amax(dim=-1))
+
+    def trusting(self, confidence: Tensor) -> None:
+        self.heard = [confidence]
 
 
 def record_positions(
     target: Target, drafter: Drafter, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling
 ) -> Recorded | None:
     """Draft at each position of a greedy answer to a prompt; None if it has none, or if it is not decoded again."""
-    num, recorder = len(answer) - 1, PositionRecorder(drafter)
+    num, recorder, sampler = len(answer) - 1, PositionRecorder(drafter), getattr(drafter, "draft_sampler", None)
     if num < 1:
         return None
     # It goes on behind the answer's end, where the last drafts reach.
     limits = Limits(len(answer) + drafter.num_drafts)
+    if sampler is not None:
+        sampler.listener = recorder
     try:
         steps = list(decode(target, recorder, [prompt], limits, sampling, HostClock()))
     except DecodingError:
         return None
     finally:
-        if recorder.sampler is not None:
-            recorder.sampler.heard = None
+        if sampler is not None:
+            sampler.listener = None
     text = [token for step in steps for token in step.emitted[0] or ()]
     if text[: len(answer)] != list(answer):
         return None
@@ -87,3 +99,75 @@ def record_positions(
 def _num_right(draft: Sequence[int], following: Sequence[int]) -> int:
     pairs = zip(draft, following, strict=False)
     return next((place for place, (own, due) in enumerate(pairs) if own != due), min(len(draft), len(following)))
+
+
+class CandidateListener:
+    """Keeps the `num` likeliest target ids of each token that is drafted, for a single row; -1 where there are less."""
+
+    def __init__(self, sampler: Any, num: int) -> None:
+        self.to_target, self.num = sampler.target_ids, num
+        self.heard: list[Tensor] = []
+
+    def choosing(self, scores: Tensor, ids: Tensor | None) -> None:
+        scores = scores[0].float().nan_to_num(nan=-torch.inf)
+        # Of equally good tokens the first is chosen, and `topk` may have another.
+        scores = scores.scatter(-1, likeliest(scores)[:, None], torch.inf)
+        best = scores.topk(min(self.num, scores.shape[-1])).indices
+        found = self.to_target(best) if ids is None else ids[0].gather(-1, best)
+        self.heard.append(torch.nn.functional.pad(found, (0, self.num - found.shape[-1]), value=-1))
+
+    def trusting(self, confidence: Tensor) -> None:
+        pass
+
+
+def record_ranks(
+    target: Target, drafter: Any, prompt: Sequence[int], answer: Generation, sampling: Sampling, num: int
+) -> tuple[int, ...] | None:
+    """Return `Generation.ranks` of a greedy answer among the `num` likeliest tokens of its draft in each place.
+
+    None where decoding again drafts or accepts anything else, or where the context ends before the last draft does.
+    """
+    counts = answer.drafted or ()
+    listener = CandidateListener(drafter.draft_sampler, num)
+    # It goes on behind the answer's end, where the last drafts reach.
+    limits = Limits(len(answer.token_ids) + drafter.num_drafts)
+    drafter.draft_sampler.listener = listener
+    try:
+        steps = list(decode(target, drafter, [prompt], limits, sampling, HostClock()))
+    except DecodingError:
+        return None
+    finally:
+        drafter.draft_sampler.listener = None
+    text = [token for step in steps for token in step.emitted[0] or ()]
+    rounds = steps[1 : len(counts) + 1]
+    again = [(step.drafted[0], step.accepted[0]) for step in rounds]
+    ids = [token for step in rounds for token in step.drafted_ids[0]]
+    if again != list(zip(counts, answer.accepted or (), strict=True)) or (*ids,) != answer.drafted_ids:
+        return None
+    if text[: len(answer.token_ids)] != [*answer.token_ids]:
+        return None
+    due, place = [], 1
+    for step in rounds:
+        due += text[place : place + step.drafted[0]]
+        place += len(step.emitted[0] or ())
+    if len(due) < len(ids):
+        return None
+    # One call for each round, unless it is drafted token by token, or one pass sees what another fixed.
+    by_token = len(listener.heard) > len(steps) - 1 or getattr(drafter, "steps", 1) > 1
+    candidates = torch.cat(listener.heard)[: len(ids)] if ids else torch.zeros(0, num)
+    return tuple(_ranks(candidates, ids, due, counts, by_token))
+
+
+def _ranks(
+    candidates: Tensor, ids: Sequence[int], due: Sequence[int], counts: Sequence[int], by_token: bool
+) -> Iterator[int]:
+    """Yield the rank of each token that was `due` among its candidates [D, num]; `counts` are of each round."""
+    found = candidates == torch.tensor(due, device=candidates.device)[:, None]
+    ranks = torch.where(found.any(dim=1), found.int().argmax(dim=1) + 1, 0).tolist()
+    at = 0
+    for count in counts:
+        is_known = True
+        for place in range(at, at + count):
+            yield ranks[place] if is_known else -1
+            is_known = is_known and not (by_token and ids[place] != due[place])
+        at += count

@@ -42,6 +42,7 @@ def of_document(document: Document) -> list[Section]:
         *contexts(document.cells),
         *sweeps(document.sweeps, info),
         *replay.confidence(document),
+        *replay.headroom(document),
         findings(document.findings),
     ]
 

@@ -19,7 +19,7 @@ import numpy as np
 from dflash_bench.core.dialects import UNKNOWN_RULE, AcceptanceCounts, contradiction, rule_of
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Exactness, FinishReason, is_greedy
-from dflash_bench.results.row_arrays import COUNTS, SECONDS, Facts, RowArrays, lengths_of
+from dflash_bench.results.row_arrays import COUNTS, SECONDS, Facts, RowArrays, leads, lengths_of
 
 TOKENS = ("num_hidden_tokens", "num_first_tokens", "num_cached_tokens")
 TOTALS = ("total_rounds", "total_drafted", "total_accepted")
@@ -32,7 +32,7 @@ VERDICTS = {
 """For each verdict the columns of where the answer departs, by how much, and what rounding explains."""
 COLUMNS = (
     "method", "token_ids", "drafted_ids", "drafted_parents", "verified", "recorded_ids", "recorded_accepted",
-    "start_s", "end_s", "temperature",
+    "ranks", "start_s", "end_s", "temperature",
     "concurrency", "rate", "counted_by", "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s",
     "draft_prefill_s", "error",
     "order", *CLOCK, *COUNTS, *SECONDS, *VERDICTS,
@@ -301,6 +301,29 @@ def _follows(ids: Any, accepted: Any, tokens: Any) -> bool:
     return bool(((accepted >= 0) & (accepted <= width)).all() and is_same[is_inside & is_kept].all() and not ends.any())
 
 
+def _ranked_otherwise(rows: RowArrays) -> Any:
+    """The right token is the draft's likeliest one wherever it was accepted, or would have been had a round come to it,
+    and nowhere else.
+    """
+    known = rows.lengths("ranks") >= 0
+    other = known & (~rows.has_ids | rows.ids_off_count | rows.is_known("drafted_parents"))
+    other |= known & (rows.lengths("ranks") != rows.lengths("drafted_ids"))
+    return other | rows.among(known & ~other, _ranked_off_the_drafts)
+
+
+def _ranked_off_the_drafts(rows: RowArrays) -> Any:
+    drafts, ranks, drafted = rows.drafts, rows.flat("ranks"), rows.flat("drafted").astype(np.int64)
+    right, accepted = leads(ranks, drafted, drafted, 1), rows.flat("accepted")
+    wrong = rows.per_row(np.minimum(right, drafts.verified) != accepted, drafts.owner)
+    # Behind a round's first wrong token a rank may be unknown, and behind the answer's end a right token is.
+    ends = np.cumsum(rows.lengths("token_ids"))[drafts.owner][drafts.round]
+    is_inside = drafts.begins[drafts.round] + drafts.place < ends
+    is_right = drafts.ids == drafts.emitted(drafts.round, drafts.place)
+    off = (ranks < -1) | ((ranks == -1) & (drafts.place <= right[drafts.round]))
+    off |= is_inside & (ranks >= 0) & ((ranks == 1) != is_right)
+    return wrong | rows.per_row(off, drafts.owner[drafts.round])
+
+
 # Ends
 
 
@@ -426,6 +449,7 @@ LAWS = (
     RowLaw("what a round accepted is not what it drafted", _kept_what_was_not_drafted, PHYSICS),
     RowLaw("a round accepted less than was right", _kept_too_little, PHYSICS),
     RowLaw("its recorded drafts are not those of its tokens", _recorded_something_else, PHYSICS),
+    RowLaw("its ranks are not those of its drafts and tokens", _ranked_otherwise, PHYSICS),
     RowLaw("it does not end at its first stop token", _wrong_end, PHYSICS),
     RowLaw("it is longer than allowed, or was cut off before that", _wrong_length, PHYSICS),
     RowLaw("a verdict excuses more than rounding can", _excused_too_much, PHYSICS),

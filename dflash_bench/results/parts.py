@@ -68,9 +68,10 @@ COLUMNS = {
     "verified": "list of int16", "draft_kind": "string",
     "recorded_ids": "list of int32", "recorded_accepted": "list of int16", "recorded_scores": "list of float",
     "score": "double",
+    "ranks": "list of int16",
 }
 # fmt: on
-ADDED = ("verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores", "score")
+ADDED = ("verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores", "score", "ranks")
 """Columns that were added since version 1, and are null in runs from before."""
 PLACES = {
     "divergence": {"index": "first_divergence", "gap": "divergence_gap", "tolerance": "divergence_tolerance"},

@@ -14,6 +14,7 @@ from dflash_bench.core.types import NO_VALUE, CellKey, Settings
 from dflash_bench.results import parts
 from dflash_bench.results.identity import checked_settings, needed_for
 from dflash_bench.results.plan import BASELINE
+from dflash_bench.results.row_arrays import HEADROOM, leads
 
 # What a run stores besides the table that `table.read` makes of it, read once for all who need it.
 
@@ -230,6 +231,8 @@ class RoundTable:
         has_rounds = batch.column("accepted").is_valid().to_numpy(zero_copy_only=False)
         owners = np.repeat(np.arange(len(lengths)), lengths)
         values = {name: _flat(batch.column(name), lengths) for name in LISTS if name in batch.schema.names}
+        if "ranks" in batch.schema.names:
+            values |= _headroom(batch, owners)
         if by not in STRETCHES:
             filled = np.flatnonzero(lengths)
             starts = (np.cumsum(lengths) - lengths)[filled]
@@ -262,7 +265,8 @@ class RoundTable:
             "first_draft_s": np.zeros(len(self.rows)),
         }
         sums["first_draft_s"][self.filled] = self.values["draft_s"][self.starts]
-        return sums | {name: self.sum_of(name) for name in ("draft_s", "verify_s", "round_s")}
+        of_ranks = (f"headroom_{num}" for num in HEADROOM)
+        return sums | {name: self.sum_of(name) for name in ("draft_s", "verify_s", "round_s", *of_ranks)}
 
     def sum_of(self, name: str) -> Any:
         """The sum of a list over each segment, [segments]."""
@@ -302,6 +306,21 @@ def _flat(column: Any, lengths: Any) -> Any:
     spread = np.full(int(lengths.sum()), np.nan)
     spread[np.repeat(stored > 0, lengths)] = values
     return spread
+
+
+def _headroom(batch: Any, owners: Any) -> dict[str, Any]:
+    """Return by `headroom_K` what each round would accept from the best K of its draft, [rounds]; NaN if unknown."""
+    has_ranks = batch.column("ranks").is_valid().to_numpy(zero_copy_only=False)
+    found = {f"headroom_{num}": np.full(len(owners), np.nan) for num in HEADROOM}
+    if has_ranks.any():
+        own = batch.take(np.flatnonzero(has_ranks))
+        drafted = own.column("drafted").flatten().to_numpy(zero_copy_only=False).astype(np.int64)
+        verified = _flat(own.column("verified"), lengths_of(own.column("drafted")))
+        most = np.where(np.isnan(verified), drafted, verified)
+        ranks = own.column("ranks").flatten().to_numpy(zero_copy_only=False)
+        for num in HEADROOM:
+            found[f"headroom_{num}"][has_ranks[owners]] = leads(ranks, drafted, most, num)
+    return found
 
 
 # The answers of plain decoding, token by token: the target's own answers.

@@ -305,6 +305,25 @@ def _down_the_trees(drafts: Drafts) -> tuple[Any, Any]:
     return drafts.is_tree & (depth < drafts.kept), right & drafts.is_uncut
 
 
+HEADROOM = (1, 4, 16)
+"""From how many of the draft's likeliest tokens the right one is taken to be chosen."""
+
+
+def leads(ranks: Any, drafted: Any, most: Any, num: int) -> Any:
+    """Return how many tokens of each round would be accepted if the right one of the best `num` were chosen, [rounds].
+
+    `ranks` [drafted] as `Generation.ranks` has them; no more than `most` [rounds] of a round are verified. Where ranks
+    are not known beyond a place, it is at least so many.
+    """
+    of_token, place = _places(drafted.astype(np.int32))
+    ends = np.where((ranks >= 1) & (ranks <= num), drafted[of_token], place)
+    found = np.zeros(len(drafted), dtype=np.int64)
+    has_some = drafted > 0
+    if has_some.any():
+        found[has_some] = np.minimum.reduceat(ends, (np.cumsum(drafted) - drafted)[has_some])
+    return np.minimum(found, most)
+
+
 def lengths_of(column: Any) -> Any:
     """Return the length of each list, -1 for null."""
     from pyarrow import compute

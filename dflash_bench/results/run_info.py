@@ -189,6 +189,8 @@ class RunIdentity(StoredModel):
     workers: WorkersEntry | None = None
     audit: str | None = None
     record: str | None = None
+    headroom: Whole | None = None
+    """Among how many of the draft's likeliest tokens the right one was looked for."""
     code: str | None = None
     plan: str | None = None
     """The SHA-256 of the plan."""

@@ -21,7 +21,7 @@ from dflash_bench.results.integrity import IntegrityReport, PartSummary, Problem
 from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, RoundTable, StoredRows, lengths_of, sliced
-from dflash_bench.results.row_arrays import Facts
+from dflash_bench.results.row_arrays import HEADROOM, Facts
 from dflash_bench.results.run_info import FILE, RunIdentity, RunInfo, carried, read_info, read_slices
 
 # Answers that end in a loop: the same words over and over until the token limit.
@@ -85,7 +85,7 @@ NAMES = (
 """Columns with few different values: kept as pandas categories."""
 TOTALS = ("num_first_tokens", "total_rounds", "total_accepted")
 """Columns that the sums of lists are completed from."""
-COLUMNS = (*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", *CLOCK)
+COLUMNS = (*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", "ranks", *CLOCK)
 QUICK = 0.25
 ALLOWED = ("damaged", *integrity.REMEDIES)
 """The problems that `--allow` lets a reader ignore."""
@@ -223,6 +223,10 @@ def _frame(tables: Sequence[Any], run_settings: Sequence[Settings], info: RunInf
         categories = frame[name].cat.categories
         frame[name] = frame[name].cat.set_categories(sorted(categories))
     frame["weights_s"] = _weights_s(frame, info)
+    for num in HEADROOM:
+        # A rank beyond the candidates that were kept is not known.
+        if info is not None and (info.identity.headroom or 0) < num:
+            frame[f"headroom_{num}"] = np.nan
     return frame
 
 

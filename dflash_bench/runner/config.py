@@ -489,6 +489,23 @@ class DecodingOptions:
         ),
         conflicts=(SERVED, ENGINE_HERE),
     )
+    headroom: int | None = _measuring(
+        "After each answer, outside the clock, also record whether the right token was among the N likeliest of the "
+        "draft in each drafted place; 16 is usual. The report then says what acceptance would be if it were always "
+        "chosen from the best 4 or 16. At temperature 0, with dflash, eagle3, p-eagle, mtp, draft-model and "
+        "medusa:top_k=1.",
+        metavar="N",
+        minimum=2,
+        most=1024,
+        needs=(
+            condition(
+                lambda options: any(map(is_greedy, options.temperature)),
+                "above temperature 0: no single token is then the right one",
+                is_of_sweep=True,
+            ),
+        ),
+        conflicts=(SERVED, ENGINE_HERE),
+    )
     unsafe_code: bool = _measuring(
         "Run model-written code even where it cannot be sandboxed. Without it, such code is not run there.",
         default=False,

@@ -14,7 +14,7 @@ from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner import stopwatch
 from dflash_bench.runner.canaries import Canaries
 from dflash_bench.runner.stopwatch import Stopwatch
-from dflash_bench.runner.work import AnswerStore, Backend, ProgressListener, RecordsPositions, WorkItem, WorkPlan
+from dflash_bench.runner.work import AnswerStore, Backend, DecodesAgain, ProgressListener, WorkItem, WorkPlan
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.scorers.base import Score
 
@@ -128,13 +128,17 @@ class Conversation:
         return record
 
     def _recorded(self, record: Answer, messages: Sequence[Message]) -> Answer:
-        """Add the drafts at every position, if the run records them: drafting and times are over by now."""
-        is_drafted = record.method != BASELINE and record.generation.error is None
-        if not self.plan.records or not is_drafted or not self.item.settings.greedy:
+        """Add what the run records of drafts beyond its rounds: drafting and times are over by now."""
+        settings, generation, num = self.item.settings, record.generation, self.plan.num_candidates
+        is_drafted = record.method != BASELINE and generation.error is None
+        if not (self.plan.records or num) or not is_drafted or not settings.greedy:
             return record
-        assert isinstance(self.backend, RecordsPositions)
-        settings, generation = self.item.settings, record.generation
-        return replace(record, generation=self.backend.with_positions(record.method, messages, settings, generation))
+        assert isinstance(self.backend, DecodesAgain)
+        if self.plan.records:
+            generation = self.backend.with_positions(record.method, messages, settings, generation)
+        if num is not None:
+            generation = self.backend.with_ranks(record.method, messages, settings, generation, num)
+        return replace(record, generation=generation)
 
     def _judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:
         """Compare a method with the baseline, the baseline with another baseline answer, and audit each."""

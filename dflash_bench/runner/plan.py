@@ -201,10 +201,11 @@ def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Ru
         scorers.check_references(one.suite.scorer, one.prompts)
     refuse_too_few(loaded, max(request.concurrency, default=1))
     _refuse_shared_memory(request, chosen)
-    if request.record is not None:
-        for method in chosen:
-            if method.name != BASELINE:
-                methods.require_recorded(method)
+    for method in chosen:
+        if request.record is not None and method.name != BASELINE:
+            methods.require_recorded(method)
+        if request.headroom is not None and method.name != BASELINE:
+            methods.require_ranked(method)
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
     return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded))

@@ -324,8 +324,10 @@ def _run(
 def _plan(resolved: RunPlan, settings: Sequence[Settings], prepared: PreparedRun) -> WorkPlan:
     labels = tuple(method.label for method in resolved.methods)
     repeats, paddings = resolved.request.repeats, prepared.contexts.paddings
-    records = resolved.request.record is not None
-    return WorkPlan(resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.cage, paddings, records)
+    return WorkPlan(
+        resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.cage, paddings,
+        resolved.request.record is not None, resolved.request.headroom,
+    )  # fmt: skip
 
 
 def _refuse_other_order(stored: RunInfo, plan: Mapping[str, Any], folder: Path) -> None:
@@ -438,6 +440,7 @@ def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described, prepared: P
         "code": sandbox.how_run(resolved.cage) if resolved.has_code else None,
         **({"unpinned": unpinned} if (unpinned := prepared.unpinned(resolved)) else {}),
         **({"record": resolved.request.record} if resolved.request.record else {}),
+        **({"headroom": resolved.request.headroom} if resolved.request.headroom else {}),
         **({"slo": objectives(resolved.request.slo)} if resolved.request.slo else {}),
         **backend.describe(),
     }

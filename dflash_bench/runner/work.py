@@ -92,11 +92,15 @@ class Backend(Described, Protocol):
 
 
 @runtime_checkable
-class RecordsPositions(Protocol):
-    """A backend that can say what a method drafts at each position of a finished answer."""
+class DecodesAgain(Protocol):
+    """A backend that can say, of a finished answer, what a method drafts elsewhere and what else it might draft."""
 
     def with_positions(
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation
+    ) -> Generation: ...
+
+    def with_ranks(
+        self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation, num: int
     ) -> Generation: ...
 
 
@@ -144,6 +148,8 @@ class WorkPlan:
     """The padding of prompts under settings with a context."""
     records: bool = False
     """Whether drafts at every position of greedy answers are recorded."""
+    num_candidates: int | None = None
+    """Among how many of the draft's likeliest tokens the right one is looked for; None if that is not recorded."""
 
     @property
     def first(self) -> str:

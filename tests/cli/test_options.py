@@ -64,6 +64,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "repeats": (2, 2),
     "audit": ("divergent", "divergent"),
     "record": ("every-position", "every-position"),
+    "headroom": (16, 16),
     "unsafe_code": (True, True),
     "over": (["block=4,8", "temperature=0,1"], ("block=4,8", "temperature=0,1")),
     "one_at_a_time": (True, True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -181,6 +181,16 @@ draft's own probabilities, at the run's temperature and with its filters, accept
 (Leviathan et al., arXiv 2211.17192, algorithm 1). At temperature 0 both are the same."""
 
 
+class DraftListener(Protocol):
+    """Hears what greedy drafts are chosen by, while it is set as a sampler's `listener`."""
+
+    def choosing(self, scores: Tensor, ids: Tensor | None) -> None:
+        """Hear the scores [B, n, C] of n tokens: of target ids [B, n, C], or of all ids of the draft if None."""
+
+    def trusting(self, confidence: Tensor) -> None:
+        """Hear how likely [B, N] a draft's own head holds the N tokens of a round to be accepted."""
+
+
 class DraftSampler:
     """Chooses or draws the drafted tokens from a draft's logits, by the rule that will verify them.
 
@@ -192,12 +202,7 @@ class DraftSampler:
         assert rule in RULES
         self.samples, self.target_ids, self.num_ids = rule == "rejection", target_ids, num_ids
         self.sampler: Sampler | None = None
-        self.heard: list[Tensor] | None = None
-
-    def listen(self) -> list[Tensor]:
-        """Return a list that gets the probabilities [B, n] of the tokens chosen from now on, in order."""
-        self.heard = []
-        return self.heard
+        self.listener: DraftListener | None = None
 
     @property
     def draws(self) -> bool:
@@ -211,8 +216,8 @@ class DraftSampler:
         over the target's vocabulary.
         """
         if not self.draws:
-            if self.heard is not None:
-                self.heard.append(torch.softmax(logits.float(), dim=-1).amax(dim=-1))
+            if self.listener is not None:
+                self.listener.choosing(logits, None)
             return self.target_ids(likeliest(logits)), None
         sampler = self._sampler
         # Tokens drafted before a place count as unseen there: q may be anything, as long as tokens are drawn from q.
@@ -227,8 +232,8 @@ class DraftSampler:
         The temperature applies to the scores; filters and penalty apply to the target's distribution alone.
         """
         if not self.draws:
-            if self.heard is not None:
-                self.heard.append(torch.softmax(scores.float(), dim=-1).amax(dim=-1, keepdim=True))
+            if self.listener is not None:
+                self.listener.choosing(scores[:, None], ids[:, None])
             return likeliest(scores), None
         sampler = self._sampler
         scores = scores.float().masked_fill(ids >= sampler.vocab_size, -torch.inf)

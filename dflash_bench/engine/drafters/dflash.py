@@ -204,8 +204,8 @@ class DFlashDrafter(CachedDrafter):
             tokens, probs = self.draft_sampler.sample(logits)
             return Corrected(tokens), probs
         corrected, probs = self.corrector.correct(self.hidden, logits, self.slots, self.block[:, 0], self.embedding)
-        if self.draft_sampler.heard is not None and corrected.confidence is not None:
-            self.draft_sampler.heard[:] = [corrected.confidence]
+        if self.draft_sampler.listener is not None and corrected.confidence is not None:
+            self.draft_sampler.listener.trusting(corrected.confidence)
         return corrected, probs
 
     def block_logits(self) -> Tensor:

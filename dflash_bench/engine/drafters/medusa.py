@@ -16,8 +16,8 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Committed
+from dflash_bench.engine.drafters.base import DraftSampler
 from dflash_bench.engine.drafters.ddtree import Levels, best_tree
-from dflash_bench.engine.sampling import likeliest
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.architecture import final_norm
@@ -57,6 +57,7 @@ class MedusaDrafter:
         self.top_k = min(top_k, nodes, heads.config.vocab_size)
         self.tree = Levels.of(num_heads, nodes, self.top_k, self.device)
         self.num_drafts = self.tree.num_nodes
+        self.draft_sampler = DraftSampler("match", lambda ids: ids)
 
     def compile(self) -> None:
         heads = self.heads
@@ -86,6 +87,6 @@ class MedusaDrafter:
         logits = self.heads(self.hidden, self.num_heads)
         if self.top_k == 1:
             # A chain needs no mask of its own, and nothing has to be moved in the cache.
-            return Draft(likeliest(logits[:, : self.num_drafts].float()))
+            return Draft(self.draft_sampler.sample(logits[:, : self.num_drafts].float())[0])
         nodes, tokens = best_tree(logits, self.top_k, self.tree)
         return Draft(tokens, nodes.parents)

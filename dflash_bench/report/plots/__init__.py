@@ -10,7 +10,7 @@ from dflash_bench.analysis.compare import Difference
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.files import require_output
 from dflash_bench.perf.verdict import ProfiledBatch
-from dflash_bench.report.plots import acceptance, series, speed
+from dflash_bench.report.plots import acceptance, drafts, series, speed
 from dflash_bench.report.plots.curves import History, profile, training, trend
 from dflash_bench.report.plots.style import (
     PAPER_WIDTHS,
@@ -34,6 +34,7 @@ PLOTS: dict[str, Callable[[Material], Any]] = {
     "speedup": speed.speedup, "acceptance": acceptance.histogram, "positions": acceptance.positions,
     "output": acceptance.output, "rounds": speed.rounds, "prompts": speed.prompts,
     "load": series.load, "sweep": series.sweep, "context": series.context,
+    "headroom": drafts.headroom, "reliability": drafts.reliability,
 }  # fmt: skip
 CAPTIONS = {
     "speedup": "Seconds per token of plain decoding divided by those of the method, over the same answers.",
@@ -44,6 +45,9 @@ CAPTIONS = {
     "load": "Where the right line falls to 1, drafting no longer pays: so many answers keep the machine busy without.",
     "sweep": "Where acceptance still rises but the speed-up does not, the longer round costs what the draft gains.",
     "context": "Where al.pooled falls below break_even_al (dashed), a longer context costs more than the draft gains.",
+    "headroom": "Hatched: the right token was among the draft's best, and a better choice among them would pay. What "
+    "is left up to the limit only another draft can bring.",
+    "reliability": "Below the dashed line the draft is surer of itself than it should be, above it less sure.",
     "prompts": "Each point is a prompt: plain decoding's time per token across, the method's up. Lower is faster.",
 }
 
@@ -62,6 +66,8 @@ def names_for(material: Material) -> list[str]:
         "sweep": not material.document.sweeps,
         "load": not material.document.loads,
         "context": not by_context(material.cells),
+        "headroom": material.info.identity.headroom is None,
+        "reliability": material.info.identity.record is None,
     }
     return [name for name in PLOTS if not lacking.get(name)]
 
