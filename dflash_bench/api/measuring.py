@@ -74,6 +74,7 @@ class Options(TypedDict, total=False):
     repeats: int
     audit: str
     record: str
+    headroom: int
     over: Mapping[str, Iterable[object]]
     one_at_a_time: bool
     device: str

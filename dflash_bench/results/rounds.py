@@ -265,8 +265,10 @@ class RoundTable:
             "first_draft_s": np.zeros(len(self.rows)),
         }
         sums["first_draft_s"][self.filled] = self.values["draft_s"][self.starts]
-        of_ranks = (f"headroom_{num}" for num in HEADROOM)
-        return sums | {name: self.sum_of(name) for name in ("draft_s", "verify_s", "round_s", *of_ranks)}
+        of_ranks = {name: self.sum_of(name) for name in (f"headroom_{num}" for num in HEADROOM)}
+        # Without a round nothing says whether ranks were recorded.
+        sums |= {name: np.where(sums["num_rounds"] > 0, values, np.nan) for name, values in of_ranks.items()}
+        return sums | {name: self.sum_of(name) for name in ("draft_s", "verify_s", "round_s")}
 
     def sum_of(self, name: str) -> Any:
         """The sum of a list over each segment, [segments]."""

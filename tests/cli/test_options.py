@@ -234,7 +234,7 @@ def test_each_command_has_a_file_of_its_own_options(tmp_path: Path, main: Main) 
 @pytest.mark.parametrize("name", [name for name, spec in options_of(RunRequest).items() if spec.needs])
 def test_an_option_without_what_it_needs_is_refused_by_its_flag(name: str) -> None:
     # An audit and a recording have an effect unless all is drawn.
-    others = {"temperature": (1.0,)} if name in ("audit", "record") else {}
+    others = {"temperature": (1.0,)} if name in ("audit", "record", "headroom") else {}
     request = RunRequest(**{name: value_of(name)}, **others)
     flag = options_of(RunRequest)[name].flag
     with pytest.raises(UserError, match=rf"^{flag} (has no effect |needs )"):
