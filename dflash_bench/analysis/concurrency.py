@@ -1,4 +1,4 @@
-"""Throughput by concurrency, and the concurrency from which on a draft costs time.
+"""Throughput by concurrency, and the concurrency, or length of context, from which on a draft costs time.
 
 A level of concurrency is a closed loop: a slot that becomes free is taken by the next prompt at once. So the time to
 the first token is counted from the moment the answer has a slot, and the throughput includes the end of a wave, where
@@ -22,6 +22,7 @@ from dflash_bench.analysis.metrics import BASELINE, Cell, without_errors
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import full_names, settings_of
+from dflash_bench.results.rounds import edges_of
 from dflash_bench.results.run_info import LatencyObjectives, RunIdentity
 
 LEAST = {50: 1, 90: 64, 99: 662}
@@ -66,7 +67,7 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """The concurrency at which the speed-up falls to 1, interpolated between levels on logarithms.
+    """The concurrency or length at which the speed-up falls to 1, interpolated between levels on logarithms.
 
     None if it does not fall to 1 up to the highest level; `low` and `high` are for the ends of the interval.
     """
@@ -195,21 +196,46 @@ def _percentiles(seconds: Any) -> dict[int, float | None]:
 
 
 def _crossing(levels: Sequence[Level]) -> Crossing | None:
-    intervals = [level.speedup for level in levels]
-    if (
-        len(levels) < 2
-        or levels[-1].rate is not None
-        or any(interval is None or interval.low is None or interval.high is None for interval in intervals)
-    ):
+    if levels[-1].rate is not None:
         return None
-    bounds = ((interval.low, interval.value, interval.high) for interval in intervals if interval is not None)
-    curves = zip(*bounds, strict=True)
-    at = [level.concurrency for level in levels]
+    return crossing_of([level.concurrency for level in levels], [level.speedup for level in levels])
+
+
+def crossing_of(at: Sequence[float], intervals: Sequence[Interval | None]) -> Crossing | None:
+    """Return the crossing of speed-ups at these places; None if one has no interval, or there is only one."""
+    known = [one for one in intervals if one is not None and one.low is not None and one.high is not None]
+    if len(known) < max(2, len(intervals)):
+        return None
+    curves = zip(*((interval.low, interval.value, interval.high) for interval in known), strict=True)
     low, value, high = (falls_to_one(at, [float(y or 0) for y in curve]) for curve in curves)
     return Crossing(value, low, high)
 
 
-def falls_to_one(at: Sequence[int], speedups: Sequence[float]) -> float | None:
+@dataclass(frozen=True, slots=True)
+class ContextCurve:
+    """A method on a suite by the length of the context in which its rounds begin."""
+
+    cells: tuple[Cell, ...]
+    """By length, those that have a speed-up."""
+    crossing: Crossing | None
+    """None where a length has no interval."""
+
+
+def context_curves(cells: Sequence[Cell]) -> list[ContextCurve]:
+    """Return the curve of each method over cells sliced by context-position, at the middle of each slice."""
+    groups: dict[tuple[str, str, Settings], list[Cell]] = {}
+    for cell in cells:
+        if cell.method != BASELINE and SPEEDUP in cell.figures:
+            groups.setdefault((cell.suite, cell.method, cell.settings), []).append(cell)
+    curves = []
+    for group in groups.values():
+        ordered = sorted(group, key=lambda cell: edges_of(cell.slice))
+        at = [math.sqrt(math.prod(edges_of(cell.slice))) for cell in ordered]
+        curves.append(ContextCurve(tuple(ordered), crossing_of(at, [cell.figures[SPEEDUP] for cell in ordered])))
+    return curves
+
+
+def falls_to_one(at: Sequence[float], speedups: Sequence[float]) -> float | None:
     """Return where the line through the speed-ups first is at 1 or below; None if nowhere."""
     if speedups[0] <= 1:
         return float(at[0])

@@ -109,8 +109,8 @@ def compare(
         str,
         Option(
             metavar="WHAT",
-            help="Split the figures by suite, category, turn, prompt-length, output-position, part, or a column of the "
-            "prompts, such as language.",
+            help="Split the figures by suite, category, turn, prompt-length, output-position, context-position "
+            "(where in the context a round begins), part, or a column of the prompts, such as language.",
         ),
     ] = "suite",
     against: Annotated[
@@ -258,8 +258,8 @@ def report(
         str | None,
         Option(
             metavar="WHAT",
-            help="Split the table by category, turn, prompt-length, output-position, part, or a column of the prompts, "
-            "such as language.",
+            help="Split the table by category, turn, prompt-length, output-position, context-position, part, or a "
+            "column of the prompts, such as language.",
         ),
     ] = None,
     full: Annotated[

@@ -37,6 +37,8 @@ def table_by(document: Document, by: str, width: int = WIDTH) -> str:
     cells = metrics.summarise(results.rows, results.info.identity)
     notes = [*document.notes, *([IN_STRETCHES] if by in STRETCHES else [])]
     shown = [*sections.of_cells(cells, document.findings), sections.findings(document.findings)]
+    if by == "context-position":
+        shown[-1:-1] = sections.paying_contexts(cells)
     return "\n".join([*notes, "\n\n".join(render.terminal(section, width) for section in shown)]) + "\n"
 
 

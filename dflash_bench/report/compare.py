@@ -42,6 +42,7 @@ from dflash_bench.report.changes import (
     headings_of,
     verdicts,
 )
+from dflash_bench.report.sections import paying_contexts
 from dflash_bench.report.tables import ReportTable, Section, Value, number
 from dflash_bench.results import rounds, table
 from dflash_bench.results.identity import settings_of, short_names
@@ -130,6 +131,8 @@ def compared(
     }
     found = changes if others else compare_methods(cells_of[first])
     made = data.comparison_json(cells_of, found, pooled, alike)
+    if by == "context-position":
+        made["contexts"] = data.contexts_json(cells_of)
     if others:
         made["differences"] = [asdict(difference) for difference in unlike]
     short = _last_parts(cells_of)
@@ -137,7 +140,7 @@ def compared(
              for one in found]  # fmt: skip
     same = [replace(one, before=short[one.before], after=short[one.after]) for one in alike]
     told = verdicts(shown)
-    sections = _sections({short[name]: cells for name, cells in cells_of.items()}, pooled, shown, same)
+    sections = _sections({short[name]: cells for name, cells in cells_of.items()}, pooled, shown, same, by)
     return _with_notes(
         runs, notes, _Found(sections, {"verdicts": [t.text for t in told]} | made, (), told, shown), width
     )
@@ -227,11 +230,13 @@ def _sections(
     pooled: Mapping[str, Sequence[Cell]],
     changes: Sequence[Comparison],
     alike: Sequence[Agreement],
+    by: str,
 ) -> list[Section]:
     """The cells of each run, then what changed, and last whether the target still gives the same answers."""
     made = []
     for name, cells in cells_of.items():
         made += [*([_heading(name)] if len(cells_of) > 1 else []), *cell_sections(cells)]
+        made += paying_contexts(cells) if by == "context-position" else []
     for title, cells in pooled.items():
         made += [_heading(title), *cell_sections(cells, with_means=False)] if cells else []
     made += change_sections(changes) if changes else []

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from dflash_bench.analysis.compare import Agreement, Comparison, verdict
-from dflash_bench.analysis.concurrency import ConcurrencyCurve, Level
+from dflash_bench.analysis.concurrency import ConcurrencyCurve, Level, context_curves
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import FORMULAS, METRICS, Cell
 from dflash_bench.analysis.peers.paper import PaperComparison
@@ -181,6 +181,18 @@ def comparison_json(
     if alike:
         made["plain_answers"] = [asdict(one) for one in alike]
     return made
+
+
+def contexts_json(cells_of: Mapping[str, Sequence[Cell]]) -> list[dict[str, Any]]:
+    """From which context on each method stops paying, of cells sliced by where in the context rounds begin."""
+    return [
+        {
+            "run": name, "suite": curve.cells[0].suite, "settings_id": curve.cells[0].settings.id,
+            "method": curve.cells[0].method, "stops_paying_at": curve.crossing and asdict(curve.crossing),
+        }
+        for name, cells in cells_of.items()
+        for curve in context_curves(cells)
+    ]  # fmt: skip
 
 
 def compat_json(name: str, official: Sequence[Official], ours: Sequence[Cell], ids: Sequence[str]) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from dflash_bench.analysis.concurrency import LEAST, ConcurrencyCurve, Crossing, Level
+from dflash_bench.analysis.concurrency import LEAST, ConcurrencyCurve, Crossing, Level, context_curves
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.findings.base import Badge
 from dflash_bench.analysis.metrics import BASELINE, Cell
@@ -20,6 +20,7 @@ from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.document import Document
 from dflash_bench.report.tables import Column, Entry, ListItem, ReportTable, Section, TableRow, number, with_interval
 from dflash_bench.results.identity import short_names
+from dflash_bench.results.rounds import edges_of
 from dflash_bench.results.run_info import RunInfo
 
 WRONG = (
@@ -131,28 +132,55 @@ def _milliseconds(percentiles: Mapping[int, float | None]) -> str:
 def crossings(loads: Sequence[ConcurrencyCurve]) -> list[str]:
     """Up to which concurrency each method pays, on each suite."""
     return [
-        f"{load.method} on {labels.with_settings(load.suite, load.setting)} {_pays(load.crossing, load.levels)}."
+        f"{load.method} on {labels.with_settings(load.suite, load.setting)} "
+        f"{_pays(load.crossing, (load.levels[0].concurrency, load.levels[-1].concurrency), load.levels[-1].speedup)}."
         for load in loads
         if load.method != BASELINE and load.levels[-1].rate is None
     ]
 
 
-def _pays(crossing: Crossing | None, levels: Sequence[Level]) -> str:
-    last = levels[-1]
+def paying_contexts(cells: Sequence[Cell]) -> list[Section]:
+    """Up to which context each method pays, from cells sliced by it."""
+    said = []
+    for curve in context_curves(cells):
+        first, last = curve.cells[0], curve.cells[-1]
+        ends = edges_of(first.slice)[0], edges_of(last.slice)[1]
+        where = f"{first.method} on {labels.with_settings(first.label, first.setting)}"
+        said.append(f"{where} {_pays(curve.crossing, ends, last.figures[SPEEDUP], CONTEXT)}.")
+    return [Section("paying_contexts", sentences=said)] if said else []
+
+
+class GrowingLoad(NamedTuple):
+    """The words of what grows until a draft stops paying."""
+
+    name: str
+    unit: str = ""
+    digits: int = 1
+
+
+CONCURRENCY, CONTEXT = GrowingLoad("concurrency"), GrowingLoad("context", " tokens", 0)
+
+
+def _pays(
+    crossing: Crossing | None, ends: tuple[int, int], at_last: Interval | None, load: GrowingLoad = CONCURRENCY
+) -> str:
+    """`ends` are the least and the most that were measured; `at_last` is the speed-up there."""
+    name, unit, digits = load
+    first, last = (f"{end:,}{unit}" for end in ends)
     if crossing is None:
-        return "has too few answers, or levels, to say up to which concurrency it pays"
-    if crossing.high is not None and crossing.high <= levels[0].concurrency:
-        return f"does not pay at any concurrency from {levels[0].concurrency} up"
+        return f"has too few answers, or levels, to say up to which {name} it pays"
+    if crossing.high is not None and crossing.high <= ends[0]:
+        return f"does not pay at any {name} from {first} up"
     if crossing.low is None:
-        return f"pays at every concurrency measured, up to {last.concurrency} ({with_interval(last.speedup)})"
-    low = number(crossing.low, 1)
-    high = f"more than {last.concurrency}" if crossing.high is None else number(crossing.high, 1)
+        return f"pays at every {name} measured, up to {last} ({with_interval(at_last)})"
+    low = number(crossing.low, digits)
+    high = f"more than {ends[1]}" if crossing.high is None else number(crossing.high, digits)
     if crossing.value is None:
-        at_last = f"at {last.concurrency} it is {with_interval(last.speedup)}"
+        there = f"at {last} it is {with_interval(at_last)}"
         if crossing.high is None:
-            return f"pays up to a concurrency of {low} at least; {at_last}"
-        return f"pays up to a concurrency between {low} and {high}; {at_last}"
-    return f"stops paying at a concurrency of about {number(crossing.value, 1)} [{low}, {high}]"
+            return f"pays up to a {name} of {low}{unit} at least; {there}"
+        return f"pays up to a {name} between {low} and {high}{unit}; {there}"
+    return f"stops paying at a {name} of about {number(crossing.value, digits)}{unit} [{low}, {high}]"
 
 
 # Sweeps: a table by the values of each option, and which value was the best on this engine and machine.

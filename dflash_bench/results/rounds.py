@@ -140,8 +140,8 @@ def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
 # prompts.
 
 
-SLICES = ("suite", "category", "turn", "prompt-length", "output-position", "part")
-STRETCHES = ("output-position", "part")
+SLICES = ("suite", "category", "turn", "prompt-length", "output-position", "context-position", "part")
+STRETCHES = ("output-position", "context-position", "part")
 """The slices that divide answers. They do so by rounds: a round belongs to the stretch in which it begins."""
 PARTS = ("thinking", "answer")
 FIRST_EDGE = 32
@@ -202,6 +202,12 @@ def bin_name(number: int) -> str:
     return f"1-{FIRST_EDGE}" if number == 0 else f"{FIRST_EDGE * 2 ** (number - 1) + 1}-{FIRST_EDGE * 2**number}"
 
 
+def edges_of(name: str) -> tuple[int, int]:
+    """Return the first and last length of the bin of this name."""
+    first, _, last = name.partition("-")
+    return int(first), int(last)
+
+
 # The lists that rows hold about their rounds, summed per answer or per stretch of an answer.
 
 
@@ -242,7 +248,10 @@ class RoundTable:
         firsts = np.repeat(before[(np.cumsum(lengths) - lengths)[lengths > 0]], lengths[lengths > 0])
         # Tokens emitted before each round of an answer, including the one from prefill.
         out = 1 + before - firsts
-        bins = position_bin(out) if by == "output-position" else part_of(out, _thinking(batch)[owners])
+        if by == "part":
+            bins = part_of(out, _thinking(batch)[owners])
+        else:
+            bins = position_bin(out + _prompts(batch)[owners] if by == "context-position" else out)
         cuts = (np.diff(owners, prepend=-1) != 0) | (np.diff(bins, prepend=-1) != 0)
         starts = np.flatnonzero(cuts)
         places = np.arange(len(starts))
@@ -290,6 +299,11 @@ class RoundTable:
 def _thinking(batch: Any) -> Any:
     """Thinking tokens of each answer; 0 if the model does not think, or if it is not known."""
     return batch.column("num_thinking_tokens").fill_null(0).to_numpy(zero_copy_only=False)
+
+
+def _prompts(batch: Any) -> Any:
+    """Tokens of each prompt; 0 where a server does not say."""
+    return np.maximum(batch.column("num_prompt_tokens").fill_null(0).to_numpy(zero_copy_only=False), 0)
 
 
 def lengths_of(column: Any) -> Any:

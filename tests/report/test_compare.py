@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from golden import assert_golden
 from rows import drafted, pair, plain
-from runs import SUITES, answers, asked, changed, frame_of, slower, stored
+from runs import SUITES, answers, asked, changed, frame_of, in_time, slower, stored
 
 from dflash_bench.analysis.peers import paper, zlab
 from dflash_bench.core.types import SCHEMA_VERSION
@@ -106,6 +106,7 @@ def test_the_text_is_as_stored(tmp_path: Path, main: Main) -> None:
         ("turn", ["turn 1", "turn 2"]),
         ("prompt-length", ["1-32", "33-64", "129-256"]),
         ("output-position", ["1-32", "33-64"]),
+        ("context-position", ["1-32", "33-64", "65-128", "129-256"]),
     ],
 )
 def test_slices(tmp_path: Path, main: Main, by: str, slices: list[str | None]) -> None:
@@ -117,7 +118,7 @@ def test_slices(tmp_path: Path, main: Main, by: str, slices: list[str | None]) -
     stored(tmp_path / "run", rows)
     shown = found(main, "run", "--by", by)
     assert [cell["slice"] for cell in shown["cells"] if cell["method"] == "dflash"] == slices
-    assert any("belong to no stretch" in note for note in shown["notes"]) == (by == "output-position")
+    assert any("belong to no stretch" in note for note in shown["notes"]) == by.endswith("-position")
 
 
 def sliced_run(folder: Path, **slices: dict[str, str]) -> Path:
@@ -144,7 +145,7 @@ def test_a_column_of_the_prompts_is_a_slice(tmp_path: Path, main: Main) -> None:
     code, out, _ = main("report", "run", "--by", "language")
     assert code == 0 and "gsm8k" in out and "sw" in out
     line = told(main, "run", "--by", "langauge")
-    assert "unknown slice 'langauge' (did you mean 'language'?); known: category, language, level, output" in line
+    assert "unknown slice 'langauge' (did you mean 'language'?); known: category, context-position, language" in line
     # A category may have the name of those that have none.
     assert [cell["slice"] for cell in found(main, "run", "--by", "category")["cells"]] == ["none", "none"]
 
@@ -154,7 +155,7 @@ def test_slices_of_a_prompts_file_that_was_edited_are_safe_to_show(tmp_path: Pat
     out = main("compare", "run", "--by", "language")[1]
     assert "\\u001b[31m" in out and "\x1b" not in out and "\u202e" not in out
     stored(tmp_path / "bare", pair("a", [4] * 8))
-    assert "unknown slice 'language'; known: category, output-position" in told(main, "bare", "--by", "language")
+    assert "unknown slice 'language'; known: category, context-position" in told(main, "bare", "--by", "language")
 
 
 def test_a_round_belongs_to_the_stretch_in_which_it_begins() -> None:
@@ -166,6 +167,30 @@ def test_a_round_belongs_to_the_stretch_in_which_it_begins() -> None:
     assert own["decode_tokens"].tolist() == [35, 5]
     assert own["decode_s"].tolist() == pytest.approx([0.14, 0.02])
     assert rows["num_emitted"].sum() == 80
+    # Behind a prompt of 5 tokens the seventh is the first beyond 32.
+    rows = frame_of(pair("a", [4] * 8), by="context-position")
+    own = rows[rows["method"] == "dflash"]
+    assert own["num_rounds"].tolist() == [6, 2]
+
+
+def test_the_context_from_which_on_a_draft_does_not_pay(tmp_path: Path, main: Main) -> None:
+    rows = []
+    for number in range(12):
+        length, times = ((40, 1.0), (300, 4.0))[number % 2]
+        for row in pair(f"p{number}", [4, 4, number % 3]):
+            own = replace(row.generation, num_prompt_tokens=length)
+            scaled = in_time(own, own.decode_s * times) if row.method == "dflash" else own
+            rows.append(replace(row, generation=scaled))
+    stored(tmp_path / "run", rows)
+    (limit,) = found(main, "run", "--by", "context-position")["contexts"]
+    stops = limit["stops_paying_at"]
+    assert 64 < stops["low"] < stops["value"] < stops["high"] < 512
+    for command in ("compare", "report"):
+        out = main(command, "run", "--by", "context-position")[1]
+        assert f"dflash on gsm8k (embedded) stops paying at a context of about {stops['value']:.0f} tokens" in out
+    stored(tmp_path / "short", [row for row in rows if row.generation.num_prompt_tokens == 40])
+    out = main("compare", "short", "--by", "context-position")[1]
+    assert "has too few answers, or levels, to say up to which context it pays" in out
 
 
 # Refusals
@@ -243,7 +268,7 @@ def test_a_newer_schema_is_refused_even_with_damaged_allowed(
 def test_words_that_mean_nothing_are_refused(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers())
     for words, text in [
-        (["--by", "colour"], "unknown slice 'colour'; known: category, output-position"),
+        (["--by", "colour"], "unknown slice 'colour'; known: category, context-position"),
         (["--against", "blog"], "unknown source 'blog'"),
         (["--compat", "vllm"], "unknown harness 'vllm'; known: zlab, zlab-2026-08"),
         (["--allow", "all"], "unknown difference 'all'; known: damaged"),
