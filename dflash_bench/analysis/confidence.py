@@ -41,6 +41,10 @@ class CutPoint:
     """al.pooled"""
     verified: float
     """Drafted tokens verified in a round."""
+    saved: float
+    """The share of drafted tokens that is verified without a cut, and not with it."""
+    more_rounds: float
+    """How many more rounds the answers take, as a share of those without a cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,12 @@ def _bins(scores: np.ndarray, right: np.ndarray) -> Iterator[ReliabilityBin]:
 
 
 def _cuts(cell: ReplayCell) -> Iterator[CutPoint]:
-    for threshold in THRESHOLDS:
+    """Yield what no cut gives, as a threshold of 0, and what each threshold does."""
+    all_rounds = all_verified = 0.0
+    for threshold in (0.0, *THRESHOLDS):
         rounds, accepted, verified = np.sum([walk(answer, Cut(threshold)) for answer in cell.answers], axis=0).tolist()
-        yield CutPoint(threshold, (accepted + rounds) / rounds, verified / rounds)
+        all_rounds, all_verified = all_rounds or rounds, all_verified or verified
+        yield CutPoint(
+            threshold, (accepted + rounds) / rounds, verified / rounds, 1 - verified / all_verified,
+            rounds / all_rounds - 1,
+        )  # fmt: skip

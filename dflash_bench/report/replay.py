@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dflash_bench.analysis.confidence import Calibration, calibrations
+from dflash_bench.analysis.confidence import Calibration, CutPoint, calibrations
 from dflash_bench.analysis.headroom import Headroom, headroom_of
 from dflash_bench.analysis.replay import Replayed
 from dflash_bench.core.labels import WIDTH
@@ -67,10 +67,11 @@ def confidence(document: Document) -> list[Section]:
         for of in found
         for one in of.bins
     ]
-    cut_columns = [Column("cut", "cut at", "left"), Column("al.pooled", "al.pooled"), Column("verified", "verified")]
-    cut_rows = [
-        TableRow([f"{one.threshold:g}", one.length, one.verified], *_place(of)) for of in found for one in of.cuts
-    ]
+    cut_columns = [
+        Column("cut", "cut at", "left"), Column("al.pooled", "al.pooled"), Column("verified", "verified"),
+        Column("saved", "saved"), Column("more_rounds", "more rounds"),
+    ]  # fmt: skip
+    cut_rows = [TableRow(_cut(one), *_place(of)) for of in found for one in of.cuts]
     legend = (
         "said = mean confidence of drafted tokens whose predecessors are right; right = the share of them accepted."
     )
@@ -79,11 +80,19 @@ def confidence(document: Document) -> list[Section]:
         f"{of.brier_of_share:.3f}."
         for of in found
     ]
-    cuts = "Rounds that verify up to the first token below the confidence: verified against accepted tokens, exact."
+    cuts = (
+        "Rounds that verify up to the first token below the confidence, exact: verified = drafted tokens that the target "
+        "reads in a round; saved = the share of all that it reads without a cut; more rounds = as a share of those."
+    )
     return [
         Section("confidence", "Confidence", ReportTable(columns, rows, "suite · method"), [legend], briers),
         Section("cuts", "Cut by confidence", ReportTable(cut_columns, cut_rows, "suite · method"), [cuts]),
     ]
+
+
+def _cut(one: CutPoint) -> list[Value]:
+    shares = (Entry(share, f"{share:.1%}") for share in (one.saved, one.more_rounds))
+    return [f"{one.threshold:g}" if one.threshold else "none", one.length, one.verified, *shares]
 
 
 def _place(of: Calibration) -> tuple[str, CellKey]:

@@ -16,6 +16,8 @@ from dflash_bench.analysis import controllers
 from dflash_bench.analysis.confidence import calibration
 from dflash_bench.analysis.replay import StoredAnswer, cells_of, walk
 from dflash_bench.core.methods import METHODS, parse, require_recorded
+from dflash_bench.report import plots
+from dflash_bench.report.replay import confidence
 from dflash_bench.results import laws, parts
 from dflash_bench.results.row_arrays import Facts
 
@@ -130,6 +132,24 @@ def test_confidence_is_counted_where_all_before_was_right(recorded: db.Run) -> N
     assert found is not None and found.brier == pytest.approx((0.05**2 + 0.25**2 + 0.25**2) / 3)
     assert [(one.low, one.num_tokens, one.accepted) for one in found.bins] == [(0.2, 2, 0.0), (0.9, 1, 1.0)]
     assert "Brier score" in str(recorded)
+    # A cut at 0.5 verifies the first token of the first round, and nothing after the anchor of a second.
+    cuts = {one.threshold: one for one in found.cuts}
+    assert (cuts[0.0].length, cuts[0.0].verified, cuts[0.0].saved, cuts[0.0].more_rounds) == (2, 2, 0, 0)
+    assert (cuts[0.5].length, cuts[0.5].verified, cuts[0.5].saved, cuts[0.5].more_rounds) == (2, 1, 0.5, 0)
+    assert (cuts[0.95].verified, cuts[0.95].more_rounds) == (1, 0)
+
+
+def test_a_report_draws_how_far_confidence_can_be_trusted_and_says_what_cuts_save(recorded: db.Run) -> None:
+    svg = plots.svg(plots.Material(recorded.document), "reliability")
+    assert svg.count(", Brier 0.") == len(OURS) and "% said" in svg
+    shown = {one.id: one for one in confidence(recorded.document)}
+    rows = shown["cuts"].table.rows if shown["cuts"].table else []
+    assert [row.values[0] for row in rows[:3]] == ["none", "0.1", "0.3"]
+
+
+def test_a_run_of_batches_alone_has_nothing_to_calibrate(folder: Path) -> None:
+    together = measured(folder, "together", "dflash", concurrency=2, record="every-position", max_new_tokens=8)
+    assert not confidence(together.document) and "Brier" not in str(together)
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,13 @@ def reliability(material: Material) -> Any:
     found = calibrations(material.document.results)
     if not found:
         raise NothingToPlotError("the run recorded no confidences: measure with --record every-position")
-    key_of = {one: (one.cell.suite, one.cell.settings.id) for one in found}
-    groups, look = [group for group in material.groups if group in key_of.values()], looks(material.methods)
+    of_group = [((one.cell.suite, one.cell.settings.id), one) for one in found]
+    groups, look = [group for group in material.groups if group in dict(of_group)], looks(material.methods)
     figure, axes_of = panels(groups, 2.6, material.label, sharex=True, sharey=True)
     for group, axes in axes_of.items():
         mark(axes, suite=group[0], settings=group[1])
         axes.plot([0, 100], [0, 100], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-        for one in (one for one, place in key_of.items() if place == group):
+        for one in (one for place, one in of_group if place == group):
             style = look[one.cell.method]
             said, right = ([100 * getattr(point, name) for point in one.bins] for name in ("confidence", "accepted"))
             sizes = np.array([point.num_tokens for point in one.bins], dtype=float)
