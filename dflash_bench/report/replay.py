@@ -81,8 +81,8 @@ def confidence(document: Document) -> list[Section]:
         for of in found
     ]
     cuts = (
-        "Rounds that verify up to the first token below the confidence, exact: verified = drafted tokens that the target "
-        "reads in a round; saved = the share of all that it reads without a cut; more rounds = as a share of those."
+        "Rounds that verify up to the first token below the confidence, exact: verified = drafted tokens that the "
+        "target reads in a round; saved = the share of all that it reads without a cut; more rounds = than then."
     )
     return [
         Section("confidence", "Confidence", ReportTable(columns, rows, "suite · method"), [legend], briers),

@@ -89,12 +89,12 @@ def reliability(material: Material) -> Any:
             style = look[one.cell.method]
             said, right = ([100 * getattr(point, name) for point in one.bins] for name in ("confidence", "accepted"))
             sizes = np.array([point.num_tokens for point in one.bins], dtype=float)
-            line = axes.plot(said, right, color=style["color"], label=f"{one.cell.method}, Brier {one.brier:.3f}")
-            dots = axes.scatter(said, right, 12 + 160 * sizes / sizes.sum(), color=style["color"],
-                                marker=style["marker"], edgecolor=INK, linewidth=0.5, zorder=3)  # fmt: skip
+            line = axes.plot(said, right, color=style["color"], zorder=2)
+            dots = axes.scatter(said, right, 14 + 90 * sizes / sizes.sum(), color=style["color"], edgecolor=INK,
+                                marker=style["marker"], linewidth=0.5, zorder=3, label=one.cell.method)  # fmt: skip
             mark([*line, dots], method=one.cell.method)
-        axes.set_xlim(0, 103)
-        axes.set_ylim(0, 103)
+        axes.set_xlim(0, 105)
+        axes.set_ylim(0, 105)
     name_axes(axes_of, "% said", "% right")
     note = "points: larger where more tokens are; dashed: said what was right"
     return finish(figure, axes_of, "How far a draft's confidence can be trusted", note, len(groups))
