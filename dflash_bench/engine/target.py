@@ -21,7 +21,13 @@ from dflash_bench.engine.cache import KVCache, on_host
 from dflash_bench.engine.forward.hf import HFForward, PassInputs
 from dflash_bench.engine.graphs import GraphCache, bucket_of
 from dflash_bench.engine.masks import PassMask, TargetMasks, depths
-from dflash_bench.models.architecture import attention_windows, context_length, recurrent_layers, refuse_unsupported
+from dflash_bench.models.architecture import (
+    attention_windows,
+    context_length,
+    final_norm,
+    recurrent_layers,
+    refuse_unsupported,
+)
 
 ALL = 0
 """`keep_logits` of a pass that needs the logits of all its places."""
@@ -108,9 +114,12 @@ class Target:
         """Hears of every pass."""
 
     def tap(self, taps: Sequence[int]) -> None:
-        """Record the outputs of these layers (0-based) from now on."""
-        self.taps = tuple(taps)
-        self.network.tap(self.taps)
+        """Record the outputs of these layers (0-based) from now on.
+
+        The number of layers stands for the last one's output behind the final norm: so transformers counts states.
+        """
+        self.taps, last = tuple(taps), self.config.num_hidden_layers - 1
+        self.network.tap([min(tap, last) for tap in taps])
 
     @property
     def reads_trees(self) -> bool:
@@ -254,7 +263,7 @@ class Target:
         mask = PassMask(self._masks, starts, width, parents, whole_block)
         some = None if len(starts) == cache.num_rows else slice(first, first + len(starts))
         logits, tapped = self.network.read(PassInputs(tokens, positions, mask, keep_logits, counts, some))
-        return Output(logits.to(self.device), concat_taps(tapped, self.device))
+        return Output(logits.to(self.device), self._features(tapped))
 
     def _replayed(
         self, graphs: GraphCache, tokens: Tensor, starts: Sequence[int], parents: Tensor | None
@@ -266,7 +275,7 @@ class Target:
         results = graphs.replay(key, self._steady, max(starts) + tokens.shape[1], *inputs)
         if results is None:
             return None
-        hidden = concat_taps(results[1:], self.device)
+        hidden = self._features(results[1:])
         rule = self.rule
         if rule is not None and graphs.captures_small:
             inputs = [results[0], tokens, *([] if parents is None else [parents])]
@@ -294,6 +303,16 @@ class Target:
         mask = PassMask(self._masks, [], tokens.shape[1], parents)
         hidden, tapped = self.network.through(tokens, positions, mask)
         return hidden, *tapped
+
+    def _features(self, tapped: Sequence[Tensor]) -> Tensor | None:
+        """Return what was tapped [B, N, H] side by side [B, N, K * H], or None if nothing was."""
+        hidden, last = concat_taps(tapped, self.device), self.config.num_hidden_layers
+        if hidden is None or last not in self.taps:
+            return hidden
+        norm: Any = final_norm(self.model)
+        place = norm.weight.device  # of a model that is spread over devices, the last one
+        parts = zip(hidden.chunk(len(self.taps), dim=-1), self.taps, strict=True)
+        return concat_taps([norm(x.to(place)) if tap == last else x for x, tap in parts], self.device)
 
     def _positions(self, parents: Tensor | None) -> Tensor:
         """Return the positions [B, N] of the tokens just placed; in a tree they follow from its depths.

@@ -147,8 +147,8 @@ def _begun(prepared: PreparedTraining) -> DFlashDraft:
             "leaves its head to the target: add --slim" if config.own_head else "has no head to leave out: no --slim"
         )
         raise UserError(f"{named} {which}")
-    if not {*config.target_layer_ids} <= {*prepared.layers}:
-        raise UserError(f"{named} reads target layers {config.target_layer_ids}; it must be of {prepared.layers}")
+    if not {*config.taps} <= {*prepared.layers}:
+        raise UserError(f"{named} reads target layers {config.taps}; it must be of {prepared.layers}")
     if config.own_head:
         draft.lm_head.requires_grad_(False)
     return draft

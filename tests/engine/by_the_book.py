@@ -321,19 +321,7 @@ class Book:
 
 
 def states_of(model: Any, text: Sequence[int], taps: Sequence[int]) -> list[Tensor]:
-    """The outputs [N, H] of the tapped layers; the last layer's are taken before the final norm."""
-    kept: dict[int, Tensor] = {}
-    layers = model.get_decoder().layers
-
-    def keep(layer: int) -> Any:
-        def hook(_module: Any, _inputs: Any, out: Any) -> None:
-            kept[layer] = (out[0] if isinstance(out, tuple) else out)[0]
-
-        return hook
-
-    hooks = [layers[tap].register_forward_hook(keep(tap)) for tap in taps]
+    """The states [N, H] behind the tapped layers, as transformers counts them: the last is behind the final norm."""
     with torch.inference_mode():
-        model(torch.tensor([list(text)]))
-    for one in hooks:
-        one.remove()
-    return [kept[tap] for tap in taps]
+        states = model(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
+    return [states[tap + 1][0] for tap in taps]

@@ -106,6 +106,8 @@ class Made:
             self.in_block["attention_sink_bias"] = True
             for layer in range(self.layers):
                 self.add(f"layers.{layer}.self_attn.attention_sink_bias", self.heads)
+        if r.random() < 0.3:
+            self.taps[-1] = self.num_target_layers - 1
 
     def jetspec(self) -> None:
         self.config |= {"layer_types": ["full_attention"] * self.layers, "use_sliding_window": False,

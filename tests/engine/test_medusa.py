@@ -21,7 +21,6 @@ from dflash_bench.engine.drafters.medusa import MedusaDrafter, build
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.formats import TargetShape, medusa
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
@@ -41,7 +40,7 @@ def heads(num_heads: int = 3, num_layers: int = 1, seed: int = 0) -> MedusaHeads
 
 
 def drafter(target: Target, nodes: int = 12, top_k: int = 3, num_heads: int = 3) -> MedusaDrafter:
-    return MedusaDrafter(heads(num_heads), final_norm(target.model), 5, num_heads, nodes, top_k)
+    return MedusaDrafter(heads(num_heads), 6, num_heads, nodes, top_k)
 
 
 class Recording:
@@ -137,7 +136,7 @@ def test_right_heads_are_accepted() -> None:
 def test_options_reach_the_drafter() -> None:
     target, models = Target(tiny("qwen3")), Models(tiny("qwen3"), None, {"medusa": heads(3)}, {})
     built = build(models, target, parse("medusa:heads=2,nodes=7,top_k=4"))
-    assert (built.num_heads, built.num_drafts, built.top_k, built.taps) == (2, 7, 4, (5,))
+    assert (built.num_heads, built.num_drafts, built.top_k, built.taps) == (2, 7, 4, (6,))
     assert build(models, target, parse("medusa")).num_heads == 3
     with pytest.raises(UserError, match="method medusa:heads=4: these weights have 3 heads"):
         build(models, target, parse("medusa:heads=4"))

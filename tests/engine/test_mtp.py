@@ -29,7 +29,6 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.selection import compile_like, target_of
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
 
 TARGETS: dict[str, Callable[[], Any]] = {
@@ -56,8 +55,7 @@ def heads(model: Any, seed: int = 0) -> MTPDraft:
 
 
 def drafter(target: Target, num_drafts: int = 3, rule: str = "match", draft: MTPDraft | None = None) -> MTPDrafter:
-    norm = final_norm(target.model)
-    return MTPDrafter(draft or heads(target.model), target.embedding, norm, target.head, num_drafts, rule)
+    return MTPDrafter(draft or heads(target.model), target.embedding, target.head, num_drafts, rule)
 
 
 # Published heads.
@@ -373,11 +371,11 @@ def test_heads_of_a_bfloat16_hybrid_are_read_in_its_type() -> None:
 
 def test_the_states_are_taken_behind_the_targets_final_norm() -> None:
     target = Target(made("qwen3.5"))
-    tested = drafter(target)
-    hidden = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0))
+    target.tap(drafter(target).taps)
+    target.begin(1, 8)
+    read = target.prefill([[5, 6, 7, 8]]).hidden
     with torch.inference_mode():
-        assert torch.equal(tested.fuse(hidden), target.model.model.norm(hidden))
-    assert tested.taps == (3,)
+        torch.testing.assert_close(read, target.model.get_decoder()(torch.tensor([[5, 6, 7, 8]])).last_hidden_state)
 
 
 @pytest.mark.parametrize("rule", ["match", "rejection"])

@@ -30,6 +30,7 @@ from dflash_bench.models.nets import bodies, dflash
 from dflash_bench.models.nets.bodies import mixed_features
 from dflash_bench.models.nets.corrections import domino, lilicorr, markov, selector, xpress
 from dflash_bench.models.nets.corrections.base import BlockPass
+from dflash_bench.models.nets.dflash import DFlashConfig
 
 HIDDEN, VOCABULARY, LAYERS = 32, 97, 6
 CUT = "dflash:cut=0.5"
@@ -196,6 +197,10 @@ FAULTS: dict[str, tuple[str, Callable[[Made], bool], Patch]] = {
     "embedding scale dropped": (
         "dflash", lambda made: made.in_block.get("input_embedding_scale") is not None,
         lambda patch: patch.setattr(dflash.DFlashDraft, "embed_block", lambda self, block, embed: embed(block)),
+    ),
+    "last layer read before the final norm": (
+        "dflash", lambda made: LAYERS - 1 in made.taps,
+        lambda patch: patch.setattr(DFlashConfig, "taps", property(lambda config: config.target_layer_ids)),
     ),
     "value scale dropped": (
         "dflash", lambda made: "attention_value_scale" in made.in_block,

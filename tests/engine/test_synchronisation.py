@@ -49,7 +49,6 @@ from dflash_bench.engine.rows import to_host
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 
@@ -85,12 +84,11 @@ def eagle3_tree(target: Target, place: Place) -> Any:
 
 
 def medusa(target: Target, place: Place, nodes: int = 12, top_k: int = 3) -> Any:
-    return MedusaDrafter(place(heads()), final_norm(target.model), 5, 3, nodes, top_k)
+    return MedusaDrafter(place(heads()), 6, 3, nodes, top_k)
 
 
 def mtp(target: Target, place: Place, rule: str = "match") -> Any:
-    norm = final_norm(target.model)
-    return MTPDrafter(place(mtp_heads(tiny("qwen3"))), target.embedding, norm, target.head, 4, rule)
+    return MTPDrafter(place(mtp_heads(tiny("qwen3"))), target.embedding, target.head, 4, rule)
 
 
 def p_eagle(target: Target, place: Place, rule: str = "match") -> Any:

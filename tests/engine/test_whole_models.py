@@ -109,7 +109,7 @@ def eagle3() -> Eagle3Draft:
 
 
 def medusa_drafter(heads: MedusaHeads) -> MedusaDrafter:
-    drafter = MedusaDrafter(heads, nn.Identity(), 0, 2, 4, 2)
+    drafter = MedusaDrafter(heads, 1, 2, 4, 2)
     drafter.heads.register_forward_hook(lambda *_: None)
     return drafter
 

@@ -355,10 +355,18 @@ def test_a_draft_for_a_deeper_target_is_refused(saved_dflash: Path) -> None:
         load(saved_dflash, replace(TARGET, num_layers=14))
 
 
-def test_the_last_layer_cannot_be_tapped(saved_dflash: Path) -> None:
-    edit(saved_dflash, lambda c: c["dflash_config"].update(target_layer_ids=[1, 5, 11]))
-    with pytest.raises(UserError, match=r"taps layer 11, .* \(the last cannot be tapped\)"):
-        load(saved_dflash)
+def test_the_last_layer_is_tapped_behind_its_norm_or_not_at_all(saved_dflash: Path, tmp_path: Path) -> None:
+    """Of those who may tap it, only z-lab's and its kin's code says where: in transformers' `hidden_states`."""
+    edit(saved_dflash, lambda c: c["dflash_config"].update(target_layer_ids=[1, 5, 11], num_target_layers=None))
+    draft = load(saved_dflash)
+    assert draft.config.target_layer_ids == (1, 5, 11) and draft.config.taps == (1, 5, 12)
+    with pytest.raises(UserError, match="the speculators format cannot hold this draft's last_layer_behind_the_norm"):
+        save_draft(draft, tmp_path / "other", "speculators")
+    inner = replace(draft.config, target_layer_ids=(1, 5, 9), own_embedding=True, own_head=True)
+    save_draft(DFlashDraft(inner), tmp_path / "other", "speculators")
+    edit(tmp_path / "other", lambda c: c.update(aux_hidden_state_layer_ids=[2, 6, 12]))
+    with pytest.raises(UserError, match=r"taps layer 11, .* \(in this format the last cannot be tapped: whether"):
+        load(tmp_path / "other")
 
 
 def test_a_negative_layer_is_refused(saved: Path) -> None:

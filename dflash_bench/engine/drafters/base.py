@@ -28,7 +28,7 @@ class CachedDrafter:
     def __init__(self, draft: Any, num_scratch: int) -> None:
         self.draft, self.config = draft.eval(), draft.config
         self.num_scratch = num_scratch
-        self.taps = self.config.target_layer_ids
+        self.taps = self.config.taps
         self.weight, self.device = draft.norm.weight, draft.norm.weight.device
         self.cache = KVCache(0, 0, self.device)
         self.graph_cache: GraphCache | None = None

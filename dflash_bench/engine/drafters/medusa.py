@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
@@ -20,7 +20,6 @@ from dflash_bench.engine.drafters.base import DraftSampler
 from dflash_bench.engine.drafters.ddtree import Levels, best_tree
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.medusa import MedusaHeads
 from dflash_bench.models.weights import lay_out
@@ -32,9 +31,8 @@ def build(models: Models, target: Target, method: Method) -> MedusaDrafter:
     num_heads = most if method.option("heads") is None else method.number("heads")
     if num_heads > most:
         raise UserError(f"method {method.label}: these weights have {most} heads; give no more")
-    last_layer = target.config.num_hidden_layers - 1
     nodes, top_k = method.number("nodes"), method.number("top_k")
-    return MedusaDrafter(heads, final_norm(target.model), last_layer, num_heads, nodes, top_k)
+    return MedusaDrafter(heads, target.config.num_hidden_layers, num_heads, nodes, top_k)
 
 
 Heads = Callable[[Tensor, int], Tensor]
@@ -44,15 +42,13 @@ Heads = Callable[[Tensor, int], Tensor]
 class MedusaDrafter:
     """`nodes` below the anchor, from at most `top_k` tokens per head; with top_k 1 the tree is a chain.
 
-    `norm` is the target's last norm: taps are read before it, and the heads were trained on its output.
+    The heads read the target's last states behind its final norm; `num_layers` is the target's.
     """
 
-    def __init__(
-        self, heads: MedusaHeads, norm: nn.Module, last_layer: int, num_heads: int, nodes: int, top_k: int
-    ) -> None:
+    def __init__(self, heads: MedusaHeads, num_layers: int, num_heads: int, nodes: int, top_k: int) -> None:
         self.heads: Heads = lay_out(heads).eval()
-        self.norm, self.num_heads = norm, num_heads
-        self.taps: tuple[int, ...] = (last_layer,)
+        self.num_heads = num_heads
+        self.taps: tuple[int, ...] = (num_layers,)
         self.device = next(heads.parameters()).device
         self.top_k = min(top_k, nodes, heads.config.vocab_size)
         self.tree = Levels.of(num_heads, nodes, self.top_k, self.device)
@@ -76,7 +72,7 @@ class MedusaDrafter:
         """Keep the hidden state [B, H] of the token before the anchor, from which the target chose the anchor."""
         assert committed.hidden is not None
         last = [max(count, 1) - 1 for count in committed.counts]
-        hidden = self.norm(committed.hidden[self.rows[: len(last)], to_device(last, self.device)])
+        hidden = committed.hidden[self.rows[: len(last)], to_device(last, self.device)]
         if self.hidden is None or len(last) == len(self.rows):
             self.hidden = hidden
         else:

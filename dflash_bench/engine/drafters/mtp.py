@@ -21,7 +21,6 @@ from dflash_bench.engine.forward.native_drafts import MTPNetwork, NativeMTP, Pub
 from dflash_bench.engine.graphs import Function
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
-from dflash_bench.models.architecture import final_norm
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.layers import Rotary
 from dflash_bench.models.nets.mtp import MTPDraft
@@ -29,12 +28,11 @@ from dflash_bench.models.nets.mtp import MTPDraft
 
 def build(models: Models, target: Target, method: Method) -> MTPDrafter:
     draft: MTPDraft = models.draft_of(method)
-    norm = final_norm(target.model)
-    return MTPDrafter(draft, target.embedding, norm, target.head, method.number("n"), str(method.option("rule")))
+    return MTPDrafter(draft, target.embedding, target.head, method.number("n"), str(method.option("rule")))
 
 
 class MTPDrafter(StepDrafter):
-    """`embedding`, `norm` (the final one) and `head` are the target's."""
+    """`embedding` and `head` are the target's."""
 
     network: MTPNetwork
 
@@ -42,14 +40,13 @@ class MTPDrafter(StepDrafter):
         self,
         draft: MTPDraft,
         embedding: nn.Module,
-        norm: nn.Module,
         head: Product,
         num_drafts: int,
         rule: str = "match",
     ) -> None:
         super().__init__(draft, num_drafts, num_scratch=num_drafts)
         self.network = network_of(draft)
-        self.embedding, self.norm, self.head = embedding, norm, head
+        self.embedding, self.head = embedding, head
         self.draft_sampler = DraftSampler(rule, lambda ids: ids)
 
     def compile(self) -> None:
@@ -75,9 +72,8 @@ class MTPDrafter(StepDrafter):
         return super().replayed(function, starts, *inputs) if self.network.is_steady else None
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the target's states [B, N, H] after its final norm, for the outputs of its last layer."""
-        normed: Tensor = self.norm(features)
-        return normed.to(self.device)
+        """Return the target's states [B, N, H], which were tapped behind its final norm."""
+        return features.to(self.device)
 
     def observe(self, committed: Committed) -> None:
         self.draft_sampler.sampler = committed.sampler

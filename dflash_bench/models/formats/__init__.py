@@ -166,6 +166,8 @@ def load_draft(
         checkpoint = checkpoint.with_head(head)
     base.refuse_broken(str(folder), checkpoint.tensors)
     config, tensors = checkpoint.config, checkpoint.tensors
+    if target.num_layers - 1 in config.target_layer_ids:
+        config = replace(config, num_target_layers=target.num_layers)
     if isinstance(config, DFlashConfig):
         config, tensors = bodies.in_halves(config, tensors)
     draft = base.skeleton(config).to(dtype).to_empty(device=device)
@@ -247,7 +249,7 @@ def _mask_embedding(folder: Path, config: Json) -> dict[str, Tensor]:
 
 def problems(form: Format, checkpoint: Checkpoint, target: TargetShape | None) -> Iterator[DraftProblem]:
     """Yield every problem that prevents running a draft; without a target, only those that the file itself shows."""
-    yield from base.misfits(checkpoint.config, target or base.own_target(checkpoint.config))
+    yield from base.misfits(checkpoint.config, target or base.own_target(checkpoint.config), form.reads_last)
     yield from base.unsound_tensors(checkpoint, form.layer)
 
 

@@ -75,7 +75,9 @@ class Format:
     """One way to store one kind of draft. `read` gets the target's depth, or None if it is not known.
 
     `holds_vocabulary`: do files include the target's embedding and head, or leave them to the target?
-    `layer` is the name that files use for the layer that SafeAILab calls `midlayer`.
+    `layer` is the name that files use for the layer that SafeAILab calls `midlayer`. `reads_last`: may a draft tap the
+    target's last layer? Then its publisher's code reads what transformers calls the last hidden state, which is behind
+    the final norm. Where engines and trainers differ about it, or do not allow it, such a draft is refused.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Format:
     write: Callable[[Checkpoint], Stored]
     holds_vocabulary: bool
     layer: str = "midlayer."
+    reads_last: bool = False
 
 
 # Common parts of all configs: the network's sizes, rotary positions and the vocabulary map.
@@ -415,8 +418,8 @@ def own_target(config: DraftConfig) -> TargetShape:
     return TargetShape(config.target_hidden_size or config.hidden_size, config.vocab_size, depth)
 
 
-def misfits(config: DraftConfig, target: TargetShape) -> Iterator[DraftProblem]:
-    """Yield every reason why a draft cannot serve a target."""
+def misfits(config: DraftConfig, target: TargetShape, reads_last: bool) -> Iterator[DraftProblem]:
+    """Yield every reason why a draft cannot serve a target; `reads_last` is its format's."""
     width = config.target_hidden_size or config.hidden_size
     if width != target.hidden_size:
         what = f"hidden size {width}, but the target's is {target.hidden_size}"
@@ -426,12 +429,11 @@ def misfits(config: DraftConfig, target: TargetShape) -> Iterator[DraftProblem]:
     if config.vocab_size != target.vocab_size:
         what = f"vocabulary of {config.vocab_size}, but the target's is {target.vocab_size}"
         yield DraftProblem("vocabulary", what, ANOTHER_DRAFT)
-    outside = [i for i in config.target_layer_ids if not 0 <= i < target.num_layers - 1]
+    outside = [i for i in config.target_layer_ids if not 0 <= i < target.num_layers - (not reads_last)]
     if outside:
-        what = (
-            f"taps layer {outside[0]}, but the target has layers 0 to {target.num_layers - 1} "
-            "(the last cannot be tapped)"
-        )
+        what = f"taps layer {outside[0]}, but the target has layers 0 to {target.num_layers - 1}"
+        if not reads_last:
+            what += " (in this format the last cannot be tapped: whether it is read behind the final norm is not known)"
         yield DraftProblem("tapped_layer", what, ANOTHER_DRAFT)
     if config.num_target_layers not in (None, target.num_layers):
         what = f"made for a target of {config.num_target_layers} layers, but this one has {target.num_layers}"

@@ -69,6 +69,7 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
     base.cannot_hold(
         "deepspec",
         infill_labels=not config.shifted_labels,
+        last_layer_behind_the_norm=config.taps != config.target_layer_ids,
         draft_vocab_size=config.draft_vocab_size,
         target_hidden_size=config.target_hidden_size,
     )

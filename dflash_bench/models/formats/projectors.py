@@ -89,6 +89,6 @@ def _written(checkpoint: Checkpoint, correction: CorrectionConfig, architecture:
     return written | {"architectures": [architecture], heads.INNER: {**written[heads.INNER], **keys}}, tensors
 
 
-SPECFORGE = Format("specforge", "dflash", read_specforge, write_specforge, holds_vocabulary=False)
-NVIDIA = Format("nvidia", "dflash", read_nvidia, write_nvidia, holds_vocabulary=False)
+SPECFORGE = Format("specforge", "dflash", read_specforge, write_specforge, holds_vocabulary=False, reads_last=True)
+NVIDIA = Format("nvidia", "dflash", read_nvidia, write_nvidia, holds_vocabulary=False, reads_last=True)
 BY_PROJECTOR = {"dspark": SPECFORGE, "domino": SPECFORGE, "lilicorr": NVIDIA}

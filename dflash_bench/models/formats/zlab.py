@@ -187,4 +187,4 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
     return written, dict(checkpoint.tensors)
 
 
-DFLASH = Format("zlab", "dflash", read_dflash, write_dflash, holds_vocabulary=False)
+DFLASH = Format("zlab", "dflash", read_dflash, write_dflash, holds_vocabulary=False, reads_last=True)

@@ -40,6 +40,11 @@ class DraftShape:
     """Width of one target feature if it differs from `hidden_size`."""
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """`target_layer_ids` as `Target.tap` takes them: the last layer's output is read behind the final norm."""
+        return tuple(layer + (layer + 1 == self.num_target_layers) for layer in self.target_layer_ids)
+
+    @property
     def num_features(self) -> int:
         """Width K * Ht of all tapped features side by side."""
         return len(self.target_layer_ids) * (self.target_hidden_size or self.hidden_size)
