@@ -10,6 +10,11 @@ const make = (tag, name, text) => {
   if (text !== undefined) element.textContent = text;
   return element;
 };
+// A name may go on in a new line behind its marks, and not within a word.
+const breakable = (element, text) => {
+  element.append(...text.split(/(?<=[/._:,=@-])(?=\p{L}|\p{N})/u).flatMap((part) => [part, make("wbr")]));
+  return element;
+};
 
 {
   const themes = ["system", "light", "dark"];

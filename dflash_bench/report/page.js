@@ -90,12 +90,12 @@ const showAnswers = ({ rows, texts, lengths, prompts }) => {
       const label = column.show ? column.show(value) : value;
       const td = make("td", kind(column));
       if (place === 0) {
-        const button = make("button", "", label);
+        const button = breakable(make("button"), label);
         button.type = "button";
         button.setAttribute("aria-expanded", "false");
         td.append(button);
       } else {
-        td.append(make("span", place < 3 ? "" : mood(label), label));
+        td.append(column.name ? breakable(make("span"), label) : make("span", mood(label), label));
       }
       tr.append(td);
     }
@@ -106,15 +106,62 @@ const showAnswers = ({ rows, texts, lengths, prompts }) => {
     });
     return tr;
   };
-  // A row is made when it is first shown: of ten thousand, most never are.
   const items = rows.map((row) => ({ row, made: null, open: null }));
-  const rowOf = (item) => item.made ??= line(item);
-  const body = document.querySelector("#list tbody");
   const heads = document.querySelector("#list thead tr");
-  const AT_ONCE = 200;
   let sorted = { place: -1, up: true };
   let listed = [];
-  let most = AT_ONCE;
+  let current = null;
+
+  // Of ten thousand rows only those near what is seen are there: a part of the list that is far has its height alone.
+  // A list of a few parts is there as a whole, for whoever prints it or searches the page.
+  const IN_PART = 50;
+  const FEW_PARTS = 4;
+  const NEAR = "1200px 0px";
+  let parts = [];
+  let rowHeight = 34;
+  const partOf = new WeakMap();
+  const fill = (part) => {
+    if (!part || part.full) return;
+    part.full = true;
+    part.body.replaceChildren(...part.items.flatMap((item) => {
+      item.made ??= line(item);
+      return item.open ? [item.made, item.open] : [item.made];
+    }));
+  };
+  const holdPlace = (part, height) => {
+    const tr = make("tr");
+    const td = make("td");
+    td.colSpan = columns.length;
+    td.style.height = `${height}px`;
+    tr.append(td);
+    part.body.replaceChildren(tr);
+  };
+  const empty = (part) => {
+    if (!part.full || part.body.contains(document.activeElement)) return;
+    const height = part.body.offsetHeight;
+    if (!part.items.some((item) => item.open)) rowHeight = height / part.items.length;
+    part.full = false;
+    holdPlace(part, height);
+    for (const item of part.items) if (!item.open) item.made = null;
+  };
+  const watch = new IntersectionObserver((seen) => {
+    for (const { target, isIntersecting } of seen) (isIntersecting ? fill : empty)(partOf.get(target));
+  }, { rootMargin: NEAR });
+  // A row of the longest texts, without height, so that columns do not move while the list is scrolled.
+  const widest = () => {
+    const body = make("tbody", "widest");
+    const tr = make("tr", "widest");
+    body.setAttribute("aria-hidden", "true");
+    for (const column of columns) {
+      const texts = listed.map(({ row }) => (column.show ?? String)(column.key(row)));
+      const longest = texts.reduce((most, text) => text.length > most.length ? text : most, "");
+      const td = make("td", kind(column));
+      td.append(breakable(make("span"), column.key === name ? `▸ ${longest}` : longest));
+      tr.append(td);
+    }
+    body.append(tr);
+    return body;
+  };
 
   const compare = (a, b) => {
     if (a === b) return 0;
@@ -123,8 +170,19 @@ const showAnswers = ({ rows, texts, lengths, prompts }) => {
     return typeof a === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
   };
   const render = () => {
-    body.replaceChildren(...listed.slice(0, most).flatMap((item) => item.open ? [rowOf(item), item.open] : [rowOf(item)]));
-    at("more").hidden = listed.length <= most;
+    watch.disconnect();
+    for (const item of items) if (!item.open) item.made = null;
+    parts = Array.from({ length: Math.ceil(listed.length / IN_PART) }, (_, number) =>
+      ({ body: make("tbody"), items: listed.slice(number * IN_PART, (number + 1) * IN_PART), full: false }));
+    for (const part of parts) {
+      partOf.set(part.body, part);
+      holdPlace(part, rowHeight * part.items.length);
+    }
+    const isShort = parts.length <= FEW_PARTS;
+    for (const part of parts.slice(0, isShort ? FEW_PARTS : 1)) fill(part);
+    for (const body of at("list").querySelectorAll("tbody")) body.remove();
+    at("list").append(widest(), ...parts.map(({ body }) => body));
+    for (const { body } of isShort ? [] : parts) watch.observe(body);
     at("count").textContent = `${listed.length} of ${items.length}`;
   };
   const show = () => {
@@ -147,13 +205,6 @@ const showAnswers = ({ rows, texts, lengths, prompts }) => {
     render();
     drawMap();
   };
-  at("more").addEventListener("click", () => { most += AT_ONCE; render(); });
-  if ("IntersectionObserver" in window) {
-    new IntersectionObserver((seen) => {
-      if (seen.some((one) => one.isIntersecting) && !at("more").hidden) at("more").click();
-    }, { rootMargin: "600px" }).observe(at("more"));
-  }
-
   const showHeads = () => {
     for (const [place, head] of [...heads.children].entries()) {
       head.setAttribute("aria-sort", sorted.place !== place ? "none" : sorted.up ? "ascending" : "descending");
@@ -412,9 +463,11 @@ const showAnswers = ({ rows, texts, lengths, prompts }) => {
     return tr;
   };
   const toggle = (item) => {
+    item.open?.remove();
     item.open = item.open ? null : detail(item.row);
-    rowOf(item).querySelector("button").setAttribute("aria-expanded", String(Boolean(item.open)));
-    render();
+    item.made.querySelector("button").setAttribute("aria-expanded", String(Boolean(item.open)));
+    if (item.open) item.made.after(item.open);
+    current = item;
   };
 
   // Links to one answer, #a=gsm8k/12/dflash, and the keys j and k from one to the next
@@ -430,13 +483,13 @@ const showAnswers = ({ rows, texts, lengths, prompts }) => {
       at("scope").reset();
       showScope();
     }
-    if (listed.indexOf(item) >= most) {
-      most = listed.indexOf(item) + AT_ONCE;
-      render();
-    }
+    const part = Math.floor(listed.indexOf(item) / IN_PART);
+    // Those beside it, too, so that nothing above what is shown grows afterwards.
+    for (const number of [part - 1, part, part + 1]) fill(parts[number]);
     if (!item.open) toggle(item);
-    rowOf(item).scrollIntoView({ block: "start" });
-    rowOf(item).querySelector("button").focus({ preventScroll: true });
+    current = item;
+    item.made.scrollIntoView({ block: "start", behavior: "instant" });
+    item.made.querySelector("button").focus({ preventScroll: true });
   };
   const follow = () => {
     const item = items.find(({ row }) => address(row) === location.hash);
@@ -445,7 +498,7 @@ const showAnswers = ({ rows, texts, lengths, prompts }) => {
   document.addEventListener("keydown", (event) => {
     if (!["j", "k"].includes(event.key) || event.ctrlKey || event.metaKey || event.altKey) return;
     if (/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) return;
-    const here = listed.findIndex(({ made }) => made && made.contains(document.activeElement));
+    const here = listed.indexOf(current);
     const item = listed[here + (event.key === "j" ? 1 : -1)];
     if (!item) return;
     if (here >= 0 && listed[here].open) toggle(listed[here]);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -250,7 +251,35 @@ def template(name: str, values: Mapping[str, Any]) -> str:
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, finalize=shown,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    return environment.get_template(name).render(badges_of=tables.badges_of, **values)
+    helpers = {"breakable": _breakable, "whole_bounds": _whole_bounds, "longest_word": _longest_word}
+    return environment.get_template(name).render(badges_of=tables.badges_of, **helpers, **values)
+
+
+PLACES = re.compile(r"(?<=[\w\]])([.:,=@/_+-])(?=\w)")
+"""Where an id or a name of a method may go on in a new line: behind its marks, never within a word."""
+LONGEST_WORD = 14
+"""Letters of a word in a column of names that no screen is too narrow for."""
+
+
+def _breakable(text: str) -> Any:
+    from markupsafe import Markup, escape
+
+    return Markup(PLACES.sub(r"\1<wbr>", str(escape(visible(text)))))
+
+
+def _whole_bounds(text: str) -> Any:
+    """A value with its interval, whose bounds stay on one line."""
+    from markupsafe import Markup, escape
+
+    bounds = r'<span class="bounds">\g<0></span>'
+    return Markup(re.sub(r"\[[^\[\]]*\]", bounds, str(escape(visible(text)))))
+
+
+def _longest_word(table: ReportTable) -> int:
+    """Letters of the longest word that the first column must hold, at most `LONGEST_WORD`."""
+    names = [table.columns[0].text(row.values[0]) for row in table.rows]
+    words = [word for name in [table.columns[0].one_line, *names] for word in PLACES.sub(r"\1 ", name).split()]
+    return min(max(map(len, words), default=0), LONGEST_WORD)
 
 
 def scripted(name: str, scripts: Sequence[str], values: Mapping[str, Any]) -> str:

@@ -92,7 +92,8 @@ def of_html(section: Section) -> Cells:
         cells = []
         for text in texts:
             marks = "".join(re.findall("<i [^>]*>(.*?)</i>", text))
-            bare = html.unescape(re.sub("<span.*</span>", "", text)).strip()
+            without = re.sub('<span class="badges">.*?</span>|</?span.*?>|<wbr>', "", text, flags=re.DOTALL)
+            bare = html.unescape(without).strip()
             cells.append(" ".join(filter(None, [bare, marks])))
         found.append([group, *cells] if group else cells)
     return found

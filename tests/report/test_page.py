@@ -133,7 +133,7 @@ def test_tables_findings_and_command_stand_in_the_page(tmp_path: Path) -> None:
     page = page_of(stored(tmp_path / "run", answers(6)))
     for text in (
         "al.pooled",
-        "speedup.decode [95 %]",
+        "speedup.<wbr>decode [95 %]",
         "few prompts",
         "raise --limit to 20 or more",
         "sum(a_i + 1) / sum(S)",
