@@ -145,12 +145,14 @@ COLUMN = {name: number for number, name in enumerate(SUMS)}
 
 
 def prompt_sums(good: Any) -> Any:
-    """Return `SUMS` by cell and prompt, as a frame; `good` are the rows that did not fail."""
+    """Return `SUMS` by cell, unit (a session or, in runs without, the prompt) and prompt, as a frame; `good` are the
+    rows that did not fail."""
     import pandas as pd
 
     rows = AnswerColumns(good)
     terms = {name: np.nan_to_num(np.asarray(of(rows), dtype=np.float64)) for name, of in OF_ANSWERS.items()}
-    keys = [good[name] for name in (*CellKey._fields, "prompt_id")]
+    unit = good["unit"] if "unit" in good else good["prompt_id"].rename("unit")
+    keys = [*(good[name] for name in CellKey._fields), unit, good["prompt_id"]]
     sums = pd.DataFrame(terms, index=good.index).groupby(keys, observed=True).sum()
     costs = sums[["plain_s", "plain_tokens", "own_s", "own_tokens"]].to_numpy(dtype=np.float64)
     known = (costs > 0).all(axis=1)
@@ -395,8 +397,14 @@ class Cell:
     counted_by: tuple[str, ...] = ()
     """How a backend that hides rounds counted them: ids of `dialects.CountingRule`."""
     prompts: tuple[str, ...] = field(compare=False, repr=False, default=())
+    """The ids of the prompts, or of the sessions that they belong to: what intervals draw."""
     sums: Any = field(compare=False, repr=False, default=None)
-    """`SUMS` per prompt, [prompts, sums]."""
+    """`SUMS` per prompt or session, [prompts, sums]."""
+
+    @property
+    def num_units(self) -> int:
+        """How many prompts intervals draw from, or sessions."""
+        return self.num_prompts if self.sums is None else len(self.sums)
 
     @property
     def label(self) -> str:
@@ -487,12 +495,13 @@ def _counts(rows: Any) -> Any:
 
 def _cell(key: CellKey, counts: Any, prompts: Any, widest: float) -> Cell:
     """Return the cell without its settings and its source; `prompts` are the sums, or None if every answer failed."""
-    sums = np.zeros((0, len(SUMS))) if prompts is None else prompts.to_numpy(dtype=np.float64)
+    units = None if prompts is None else prompts.groupby(level="unit", observed=True, sort=False).sum()
+    sums = np.zeros((0, len(SUMS))) if units is None else units.to_numpy(dtype=np.float64)
     return Cell(
         suite=key.suite,
         slice=key.slice,
         method=key.method,
-        num_prompts=len(sums),
+        num_prompts=0 if prompts is None else len(prompts),
         num_tokens=int(counts["num_tokens"]),
         num_errors=int(counts["num_errors"]),
         num_near_ties=int(counts["num_near_ties"]),
@@ -501,7 +510,7 @@ def _cell(key: CellKey, counts: Any, prompts: Any, widest: float) -> Cell:
         passed=share(sums, "passed", "scored"),
         figures=_figures(sums, key.method, widest),
         widest=widest,
-        prompts=() if prompts is None else tuple(prompts.index.get_level_values("prompt_id")),
+        prompts=() if units is None else tuple(units.index),
         sums=sums,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,11 @@ from dflash_bench.analysis import stats
 from dflash_bench.analysis.stats import Floats, Interval
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.methods import METHODS, is_lossy, is_tree, name_of
-from dflash_bench.core.types import Settings
+from dflash_bench.core.types import SESSION, Settings
 from dflash_bench.results.identity import settings_of
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import StoredRows, lengths_of
-from dflash_bench.results.run_info import RunInfo
+from dflash_bench.results.run_info import RunInfo, read_slices
 from dflash_bench.results.table import RunTable
 
 SCHEMA, SCHEMA_VERSION = "dflash-bench.speculation-profile", "1.0"
@@ -34,10 +35,11 @@ MOST = 256
 
 @dataclass(slots=True)
 class _PromptRounds:
-    """The rounds of a prompt's answers."""
+    """The rounds of the answers to a prompt, or to those of a session."""
 
     suite: str
     category: str | None
+    prompt_ids: set[str] = field(default_factory=set)
     counts: Any = field(default_factory=lambda: np.zeros(MOST, dtype=np.int64))
     """[MOST], rounds by how many drafted tokens they accept."""
     length_sum: float = 0.0
@@ -68,7 +70,8 @@ def profiles_of(run: RunTable, method: str) -> tuple[int, list[AcceptanceProfile
     """Return the most tokens drafted in a round, and profiles: for each settings over all prompts, by suite and by
     category, the first settings first. Raises UserError for a method whose rounds say nothing."""
     _check(run, method)
-    num_drafts, rounds = _read(run.stored, method)
+    sessions = read_slices(Path(run.name)).get(SESSION, {})
+    num_drafts, rounds = _read(run.stored, method, sessions)
     if not rounds:
         raise UserError(f"{run.name} holds no round of {method}: its answers failed, or its server hides its rounds")
     made = [
@@ -88,8 +91,10 @@ def _check(run: RunTable, method: str) -> None:
         raise UserError(f"{method} verifies nothing, so none of its tokens is accepted or rejected")
 
 
-def _read(stored: StoredRows, method: str) -> tuple[int, dict[Settings, list[_PromptRounds]]]:
-    found: dict[tuple[Settings, str, str], _PromptRounds] = {}
+def _read(
+    stored: StoredRows, method: str, sessions: Mapping[tuple[str, str], str]
+) -> tuple[int, dict[Settings, list[_PromptRounds]]]:
+    found: dict[tuple[Settings, str, str | None, str], _PromptRounds] = {}
     num_drafts = 0
     for batch, numbers in stored.batches(COLUMNS):
         lengths = lengths_of(batch.column("accepted"))
@@ -101,8 +106,10 @@ def _read(stored: StoredRows, method: str) -> tuple[int, dict[Settings, list[_Pr
             if row["method"] != method or row["error"] is not None or not length:
                 continue
             own = accepted[end - length : end]
-            place = stored.settings[number], row["suite"], row["prompt_id"]
+            unit = sessions.get((row["suite"], row["prompt_id"]), row["prompt_id"])
+            place = stored.settings[number], row["suite"], row["category"], unit
             prompt = found.setdefault(place, _PromptRounds(row["suite"], row["category"]))
+            prompt.prompt_ids.add(row["prompt_id"])
             prompt.counts += np.bincount(own, minlength=MOST)
             prompt.length_sum += float(own.mean()) + 1
             prompt.num_answers += 1
@@ -146,7 +153,14 @@ def _profile(
     values = [value or Interval(0.0, None, None) for value in stats.intervals(columns, statistics)]
     histogram = {k: int(number) for k, number in enumerate(counts.sum(axis=0)) if number}
     return AcceptanceProfile(
-        suite, category, settings, len(prompts), histogram, values[:num_drafts], values[num_drafts:-2], *values[-2:]
+        suite,
+        category,
+        settings,
+        sum(len(prompt.prompt_ids) for prompt in prompts),
+        histogram,
+        values[:num_drafts],
+        values[num_drafts:-2],
+        *values[-2:],
     )
 
 

@@ -34,6 +34,10 @@ CEILINGS = {"float32": 1e-3, "float16": 0.25, "bfloat16": 2.0}
 judge measures. How they were measured: results/rounding.md."""
 
 
+SESSION = "session"
+"""The column of prompts that belong together, such as the answers of one conversation: intervals draw them together."""
+
+
 def is_greedy(temperature: float) -> bool:
     """Is the temperature so close to 0 that the best token is taken? Then output is deterministic, and is checked."""
     return temperature < 1e-5

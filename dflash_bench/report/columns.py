@@ -110,8 +110,11 @@ def counted(cells: Sequence[Cell]) -> list[str]:
 
 def notes(cells: Sequence[Cell]) -> list[str]:
     """Explain what applies to a whole table, in a sentence each: the source of prompts, the meaning of intervals."""
-    return [f"{note}." for note in labels.notes(cell.source for cell in cells)] + [
-        intervals_note(cell.num_prompts for cell in cells)
+    in_sessions = any(cell.num_units < cell.num_prompts for cell in cells)
+    return [
+        *(f"{note}." for note in labels.notes(cell.source for cell in cells)),
+        *(["The prompts of a session are drawn together, as one."] if in_sessions else []),
+        intervals_note(cell.num_units for cell in cells),
     ]
 
 

@@ -198,7 +198,7 @@ def _label(run: RunTable, suite: str) -> str:
 
 def _caveats(cells_of: Iterable[Sequence[Cell]], by: str) -> list[str]:
     cells = [cell for of_run in cells_of for cell in of_run]
-    few = [cell for cell in cells if FEWEST <= cell.num_prompts < MIN_PROMPTS]
+    few = [cell for cell in cells if FEWEST <= cell.num_units < MIN_PROMPTS]
     warning = [
         f"{len(few)} of {len(cells)} cells have fewer than {MIN_PROMPTS} prompts: their intervals may be too narrow"
     ]

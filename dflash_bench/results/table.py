@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.forwards import Size
-from dflash_bench.core.types import Generation, Settings
+from dflash_bench.core.types import SESSION, Generation, Settings
 from dflash_bench.results import integrity, parts
 from dflash_bench.results.identity import COLUMNS as SETTINGS
 from dflash_bench.results.identity import SETTINGS_ID, settings_numbers, settings_of
@@ -148,8 +148,18 @@ def read_run(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judg
         sizes[part] = len(dropped) - int(dropped.sum())
     if not sum(map(len, tables)) and not (judging and found.problems):
         raise UserError(none + (" that show their rounds" if by in STRETCHES else ""))
-    frame = sliced(_frame(tables, run_settings, info), by, values)
+    frame = sliced(_with_units(_frame(tables, run_settings, info), folder), by, values)
     return RunTable(str(folder), info, frame, tuple(damaged), found.problems, StoredRows(run_settings, sizes, left_out))
+
+
+def _with_units(frame: Any, folder: Path) -> Any:
+    """Add the column `unit`, what intervals draw: the session of each prompt. A run without sessions has no units."""
+    if not (sessions := read_slices(folder).get(SESSION)):
+        return frame
+    places = zip(frame["suite"], frame["prompt_id"], strict=True)
+    # The ids of prompts that have no session cannot be those of sessions.
+    units = [f"session {sessions[place]}" if place in sessions else f"prompt {place[1]}" for place in places]
+    return frame.assign(unit=units).astype({"unit": "category"})
 
 
 def _column(folder: Path, name: str) -> dict[tuple[str, str], str]:

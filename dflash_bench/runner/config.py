@@ -174,6 +174,12 @@ class PromptOptions:
         "or a log of requests in each row; files of Spec-Bench, SPEED-Bench and ShareGPT work as they are.",
         metavar="FILE|FOLDER",
     )
+    every_answer: bool = _prompts(
+        "Of conversations in --prompts, generate each recorded answer again from what stood before it, not only the "
+        "last. Intervals are then over conversations.",
+        default=False,
+        needs=(condition(lambda options: options.prompts is not None, "without --prompts"),),
+    )
     score: str | None = _prompts(
         "How to score the answers to --prompts: a scorer from 'dflash-bench suites', such as gsm8k_number or math; or "
         "evaluate:FOLDER, a metric of the evaluate library on this disk (evaluate:FOLDER#FIGURE if it has several "

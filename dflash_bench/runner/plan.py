@@ -305,7 +305,7 @@ def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
     if request.prompts is not None:
         scorer = request.score or "none"
         columns = list(scorers.COLUMNS.get(scorer, ()))
-        loaded.append(prompts.load(request.prompts, limit, scorer, columns, balance))
+        loaded.append(prompts.load(request.prompts, limit, scorer, columns, balance, every_answer=request.every_answer))
     return loaded
 
 

@@ -18,7 +18,7 @@ from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import MOST_NESTED, io_error, require_file
 from dflash_bench.core.labels import shortened, visible
-from dflash_bench.core.types import TOOLS, Message, Prompt
+from dflash_bench.core.types import SESSION, TOOLS, Message, Prompt
 from dflash_bench.tasks.suites import (
     LONGEST_LINE,
     Loaded,
@@ -301,7 +301,7 @@ def _requests(where: str, row: Row) -> Rows:
         for number, request in enumerate(requests if isinstance(requests, list) else [requests]):
             if not isinstance(request, dict):
                 raise UserError(f"{where}: request {number} of session {session} must be an object with messages")
-            place = {"id": f"{session}-{number}", "session": session, "request": number}
+            place = {"id": f"{session}-{number}", SESSION: session, REQUEST: number}
             yield f"{where} request {session}-{number}", place | request
 
 
@@ -335,6 +335,9 @@ KNOWN = (*FORMS, *OPTIONAL)
 LIKE_A_KNOWN_KEY = 0.85
 """Similarity (difflib's ratio) from which on an unknown key is taken for a mistyped one."""
 MOST_NAMED = 3
+REQUEST = "request"
+"""The column that numbers the requests of a session."""
+ANSWERING = tuple(name for names in (ROLES, SPEAKERS) for name, role in names.items() if role == "assistant")
 
 
 @dataclass(slots=True)
@@ -360,21 +363,64 @@ def load(
     scorer: str = "none",
     columns: Sequence[str] = (),
     balance: str | None = None,
+    *,
+    every_answer: bool = False,
 ) -> Loaded:
     """Load the prompts of a file or folder; `columns` are those that its scorer reads besides the reference.
 
-    `limit` and `balance` are for `suites.draw`. The notes name rows that are left out and keys that are ignored. Raises
-    UserError for a row that holds no prompt.
+    With `every_answer`, each answer that was recorded in a conversation is a prompt, not only the last. `limit` and
+    `balance` are for `suites.draw`. The notes name rows that are left out and keys that are ignored. Raises UserError
+    for a row that holds no prompt.
     """
     suite = Suite(name="prompts", version=1, title="your prompts", source=str(path), scorer=scorer)
     remarks, is_scored = _Remarks(), scorer != "none"
-    found = [_prompt(where, index, row, is_scored, remarks) for index, (where, row) in enumerate(rows_in(path))]
+    rows = _answers_of(rows_in(path)) if every_answer else rows_in(path)
+    found = [_prompt(where, index, row, is_scored, remarks) for index, (where, row) in enumerate(rows)]
     prompts = with_slices([prompt for prompt in found if prompt is not None], {*KNOWN, *columns})
     notes = (*remarks.notes(), *_notes(path, prompts, columns))
     source = f"{'folder' if os.path.isdir(path) else 'file'} {path}"
+    if every_answer and not prompts:
+        raise UserError(f"{source}: --every-answer needs conversations with an answer after a message of the user")
     if found and not prompts:
         raise UserError(f"{source}: {notes[0]}")
     return draw(suite, prompts, source, limit, notes, balance)
+
+
+def _answers_of(rows: Rows) -> Rows:
+    """Yield a row for each recorded answer of each conversation: what stood before it, and the answer.
+
+    Its id is that of the conversation, which is its `session`, and its number there. The requests of a trace are such
+    rows already.
+    """
+    for index, (where, row) in enumerate(rows):
+        if SESSION in row and REQUEST in row:
+            yield where, row
+            continue
+        form, messages, tools = _messages_of(where, row)
+        known = next((str(row[key]) for key in (SESSION, "session_id", *IDS) if _is_given(row, key)), str(index))
+        of_row = {key: value for key, value in row.items() if key not in (form, *IDS, *REFERENCES)}
+        number, has_asked = 0, False
+        for end, message in enumerate(messages, start=1):
+            role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+            has_asked |= role in ("user", "human")
+            if has_asked and role in ANSWERING:
+                place = {"id": f"{known}-{number}", SESSION: known, "answer_number": number}
+                yield f"{where} answer {number}", of_row | place | {"messages": messages[:end], "tools": tools}
+                number += 1
+
+
+def _messages_of(where: str, row: Row) -> tuple[str, list[Any], Any]:
+    """Return the form of a conversation, its messages and tools. Raises UserError for a row that is none."""
+    form = next((form for form in FORMS if row.get(form) is not None), "")
+    value: Any = row.get(form)
+    tools = row.get("tools")
+    if isinstance(value, str):
+        value = in_text(value)[0]
+    if form == "body" and isinstance(value, dict):
+        value, tools = value.get("messages"), value.get("tools") or tools
+    if not is_talk(value):
+        raise UserError(f"{where}: --every-answer needs a conversation, {MESSAGES}")
+    return form, value, tools
 
 
 def _prompt(where: str, index: int, row: Row, is_scored: bool, remarks: _Remarks) -> Prompt | None:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import drafted, failed, generation, pair, plain, record
-from runs import ENVIRONMENT, GREEDILY, frame_of, histogram_of, known, planned
+from runs import ENVIRONMENT, GREEDILY, frame_of, histogram_of, known, planned, stored
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.core.types import Answer, Divergence
-from dflash_bench.results import rounds, store, table
+from dflash_bench.results import rounds, run_info, store, table
 from dflash_bench.results.rounds import AcceptAt
 
 # Prompt a: 2 rounds, 5 + 5 tokens. Prompt b: 4 rounds, 1 + 1 + 2 + 2 tokens.
@@ -143,6 +143,33 @@ def test_turns_and_repeats_of_a_prompt_are_one_prompt_of_the_interval() -> None:
     found = cell_of(rows).figures["speedup.decode"]
     assert found.value == pytest.approx(100 / 60)
     assert found.low is None
+
+
+def test_prompts_of_a_session_are_drawn_together(tmp_path: Path) -> None:
+    """Sessions whose answers are alike tell as much as one answer each."""
+    several = {f"s{s}-{n}": [s % 5, (s + 1) % 5] for s in range(8) for n in range(4)}
+    alone = {f"s{s}-0": several[f"s{s}-0"] for s in range(8)}
+    figures = {}
+    for name, rounds_of in (("several", several), ("alone", alone)):
+        rows = [row for at, (prompt, kept) in enumerate(rounds_of.items()) for row in pair(prompt, kept, order=2 * at)]
+        folder = stored(tmp_path / name, rows)
+        prompts = [
+            dict.fromkeys(run_info.PROMPTS_COLUMNS)
+            | {"suite": "gsm8k", "prompt_id": prompt, "slices": [{"column": "session", "value": prompt[:2]}]}
+            for prompt in rounds_of
+        ]
+        run_info.write_prompts(folder, prompts)
+        cell = metrics.summarise((run := table.read_run(folder)).rows, run.info.identity)[-1]
+        assert (cell.num_prompts, cell.num_units) == (len(rounds_of), 8)
+        figures[name] = cell.figures["al.pooled"], cell.figures["speedup.decode"]
+    for of_all, of_one in zip(*figures.values(), strict=True):
+        bounds = [(one.value, one.low, one.high) for one in (of_all, of_one)]
+        assert bounds[0] == pytest.approx(bounds[1])
+    # Without its prompts a run has no sessions, and too narrow intervals.
+    (tmp_path / "several" / "prompts.parquet").unlink()
+    cell = metrics.summarise((run := table.read_run(tmp_path / "several")).rows, run.info.identity)[-1]
+    assert cell.num_units == 32
+    assert 0 < cell.figures["al.pooled"].half_width < figures["several"][0].half_width / 1.5
 
 
 def test_the_order_of_the_records_does_not_matter() -> None:

@@ -28,6 +28,7 @@ STOP = "as far as this test goes"
 VALUES: dict[str, tuple[Any, Any]] = {
     "suites": (["gsm8k", "code"], ("gsm8k", "code")),
     "prompts": ("p.jsonl", Path("p.jsonl")),
+    "every_answer": (True, True),
     "score": ("math", "math"),
     "data": ("embedded", "embedded"),
     "limit": (4, 4),

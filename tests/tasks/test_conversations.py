@@ -423,3 +423,46 @@ def test_what_a_scorer_reads_is_no_slice(tmp_path: Path) -> None:
     row = {"prompt": "def f():", "test": "assert f()", "entry_point": "f", "level": 1}
     columns = ("prompt", "entry_point", "test")
     assert only(tmp_path, row, scorer="humaneval", columns=columns).slices == {"level": "1"}
+
+
+# Every answer of a session
+
+
+def test_every_answer_of_a_session_is_generated_again_from_what_stood_before_it(tmp_path: Path) -> None:
+    talk = [*ANSWERED, {"role": "user", "content": "And in Oslo?"}, {"role": "assistant", "content": "No."}]
+    row = {"session_id": "s7", "agent_framework": "openhands", "messages_json": json.dumps(talk), "tools": [WEATHER]}
+    called, answered, again = loaded(tmp_path, row, every_answer=True).prompts
+    assert [one.prompt_id for one in (called, answered, again)] == ["s7-0", "s7-1", "s7-2"]
+    assert called.slices == {
+        "session_id": "s7", "agent_framework": "openhands", "session": "s7", "answer_number": "0"
+    }  # fmt: skip
+    assert (called.turns, called.closing) == (("Is it warm in Rome?",), ())
+    assert called.reference == '[{"name": "weather", "arguments": {"city": "Rome", "days": 2}}]'
+    assert [message.role for message in answered.closing] == ["assistant", "tool"] and answered.reference == "Yes."
+    assert (again.turns, again.reference) == (("And in Oslo?",), "No.")
+    assert [message.role for message in again.opening] == [
+        TOOLS, "system", "user", "assistant", "tool", "assistant"
+    ]  # fmt: skip
+
+
+def test_sessions_of_every_form_are_divided(tmp_path: Path) -> None:
+    shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    rows = [
+        {"id": "x", "conversations": [*shared, {"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]},
+        {"custom_id": "y", "body": {"messages": ANSWERED, "tools": [WEATHER]}},
+        {"messages": [{"role": "assistant", "content": "Hello!"}, *ANSWERED[1:2]]},  # no answer after a question
+    ]
+    found = loaded(tmp_path, *rows, every_answer=True).prompts
+    assert [one.prompt_id for one in found] == ["x-0", "x-1", "y-0", "y-1"]
+    assert [one.reference for one in found] == ["b", "d", found[2].reference, "Yes."]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": "a"}, "line 1: --every-answer needs a conversation, a list of"),
+        ({"messages": SESSION[:2]}, "--every-answer needs conversations with an answer after a message of the user"),
+    ],
+)
+def test_without_an_answer_there_is_nothing_to_divide(row: Any, told: str, tmp_path: Path) -> None:
+    assert told in refusal(lambda: loaded(tmp_path, row, every_answer=True))

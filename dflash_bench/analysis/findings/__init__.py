@@ -221,11 +221,13 @@ def _truncated(context: CellContext) -> Observation | None:
 
 
 def _few_prompts(context: CellContext) -> Observation | None:
-    if not context.represents_suite or context.cell.num_prompts >= MIN_PROMPTS:
+    number = context.cell.num_units
+    if not context.represents_suite or number >= MIN_PROMPTS:
         return None
-    text = f"only {context.cell.num_prompts} prompts, too few to trust the interval"
+    what = "sessions" if number < context.cell.num_prompts else "prompts"
+    text = f"only {number} {what}, too few to trust the interval"
     remedy = f"raise --limit to {MIN_PROMPTS} or more, or leave it out"
-    return context.observe_suite("few_prompts", text, remedy, num_prompts=context.cell.num_prompts)
+    return context.observe_suite("few_prompts", text, remedy, num_prompts=number)
 
 
 def _code(context: CellContext) -> Observation | None:
