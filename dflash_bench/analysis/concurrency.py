@@ -212,7 +212,7 @@ def crossing_of(at: Sequence[float], intervals: Sequence[Interval | None]) -> Cr
 
 
 @dataclass(frozen=True, slots=True)
-class ContextCurve:
+class PayingCurve:
     """A method on a suite by the length of the context in which its rounds begin."""
 
     cells: tuple[Cell, ...]
@@ -221,7 +221,7 @@ class ContextCurve:
     """None where a length has no interval."""
 
 
-def context_curves(cells: Sequence[Cell]) -> list[ContextCurve]:
+def context_curves(cells: Sequence[Cell]) -> list[PayingCurve]:
     """Return the curve of each method over cells sliced by context-position, at the middle of each slice."""
     groups: dict[tuple[str, str, Settings], list[Cell]] = {}
     for cell in cells:
@@ -231,7 +231,7 @@ def context_curves(cells: Sequence[Cell]) -> list[ContextCurve]:
     for group in groups.values():
         ordered = sorted(group, key=lambda cell: edges_of(cell.slice))
         at = [math.sqrt(math.prod(edges_of(cell.slice))) for cell in ordered]
-        curves.append(ContextCurve(tuple(ordered), crossing_of(at, [cell.figures[SPEEDUP] for cell in ordered])))
+        curves.append(PayingCurve(tuple(ordered), crossing_of(at, [cell.figures[SPEEDUP] for cell in ordered])))
     return curves
 
 
