@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
     thinking: str
     context: Sequence[int | None] | int
     balance: str
+    skip: int
     budget: str
     """--for"""
     target: str | Path

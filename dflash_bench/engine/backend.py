@@ -351,6 +351,21 @@ class LocalBackend:
     def describe(self) -> Mapping[str, Any]:
         return self.about
 
+    def only(self, labels: Sequence[str]) -> LocalBackend:
+        """Return a backend for some of the methods, with the same models, as if it had been opened for these alone."""
+        methods = {label: self.about["methods"][label] for label in labels}
+        drafts = {method["draft"] for method in methods.values()}
+        others = {*self.about["methods"], *self.about["drafts"]} - {*labels, *drafts}
+        about = {
+            **self.about,
+            "methods": methods,
+            "drafts": {name: draft for name, draft in self.about["drafts"].items() if name in drafts},
+            "revisions": {part: one for part, one in self.about["revisions"].items() if part not in others},
+        }
+        self.witness.objections.clear()
+        drafters = {label: self.drafters[label] for label in labels}
+        return LocalBackend(self.target, self.tokenizer, drafters, self.limits, self.seed, about, self.witness)
+
     def captured(self) -> dict[str, float | int]:
         """Return counts of captured and replayed passes (`capture_stats`)."""
         return capture_stats(self.target, self.drafters.values())

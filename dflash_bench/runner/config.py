@@ -202,6 +202,12 @@ class PromptOptions:
     limit: int | None = _prompts(
         "Use at most N prompts of each suite, the same ones on every machine.", metavar="N", minimum=1, most=10**7
     )
+    skip: int | None = _prompts(
+        "Leave out the first N prompts of those that --limit draws: --skip 8 --limit 16 measures the second eight.",
+        metavar="N",
+        minimum=1,
+        most=10**7,
+    )
     balance: str | None = _prompts(
         "Draw equally many prompts of each value of a column, such as category or language.",
         metavar="COLUMN",

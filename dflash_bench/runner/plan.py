@@ -306,7 +306,7 @@ def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
         scorer = request.score or "none"
         columns = list(scorers.COLUMNS.get(scorer, ()))
         loaded.append(prompts.load(request.prompts, limit, scorer, columns, balance, every_answer=request.every_answer))
-    return loaded
+    return suites.without_first(loaded, request.skip) if request.skip else loaded
 
 
 def settings_of(request: RunRequest, modes: Sequence[bool | None]) -> list[Settings]:

@@ -177,6 +177,7 @@ class Caller:
     words: str | None = None
     """None: the command line."""
     stages: Stages | None = None
+    opens: Callable[[RunPlan, Callable[[str], object]], Backend] = open_local
 
     def begins(self, doing: str) -> None:
         """Show what is done before the first answer."""
@@ -197,9 +198,13 @@ def perform(
     progress: Callable[..., Progress] = Progress,
     words: str | None = None,
     stages: Stages | None = None,
+    opens: Callable[[RunPlan, Callable[[str], object]], Backend] = open_local,
 ) -> None:
-    """Run, or continue the run in `folder`. Raises UserError before anything is written."""
-    caller = Caller(tell, progress, words, stages)
+    """Run, or continue the run in `folder`. Raises UserError before anything is written.
+
+    `opens` opens the engine of this process, for a caller that keeps it for several runs.
+    """
+    caller = Caller(tell, progress, words, stages, opens)
     try:
         _perform(request, folder, resume, caller)
     finally:
@@ -256,7 +261,7 @@ def _opened(resolved: RunPlan, stack: ExitStack, caller: Caller) -> tuple[Prepar
         if note := kernels_note(resolved):
             caller.tell(f"note: {note}")
         caller.begins(f"loading {resolved.request.name}")
-        return prepared, open_local(prepared.pinned(resolved), caller.begins)
+        return prepared, caller.opens(prepared.pinned(resolved), caller.begins)
     caller.begins("connecting")
     backend = stack.enter_context(open_servers(resolved, config.addresses_of(resolved.request)))
     if not resolved.request.has_target:

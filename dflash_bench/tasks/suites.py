@@ -409,7 +409,20 @@ def as_drawn(loaded: Loaded) -> Loaded:
 def without(loaded: Loaded, prompt_ids: Collection[str]) -> Loaded:
     """Leave prompts out, as if they had not been drawn."""
     kept = tuple(prompt for prompt in loaded.prompts if prompt.prompt_id not in prompt_ids)
-    return replace(loaded, prompts=kept, sha256=_sha256([prompt.row for prompt in kept]))
+    order = tuple(prompt_id for prompt_id in loaded.order if prompt_id not in prompt_ids)
+    return replace(loaded, prompts=kept, sha256=_sha256([prompt.row for prompt in kept]), order=order)
+
+
+def without_first(several: Sequence[Loaded], number: int) -> list[Loaded]:
+    """Leave out the first `number` prompts drawn of each suite, and suites of which none is left.
+
+    Raises UserError if that leaves nothing.
+    """
+    kept = [without(loaded, loaded.order[:number]) for loaded in several]
+    if not any(loaded.prompts for loaded in kept):
+        most = max(len(loaded.prompts) for loaded in several)
+        raise UserError(f"--skip {number} leaves out all prompts, of which there are {most}; lower it, or raise --limit")
+    return [loaded for loaded in kept if loaded.prompts]
 
 
 def with_slices(prompts: Sequence[Prompt], read: Collection[str | None]) -> list[Prompt]:

@@ -1,0 +1,335 @@
+"""Races: which method is fastest under a load, decided by intervals over the prompts that the rivals share.
+
+A race has rounds, each an ordinary run of plain decoding and the methods that are left, on prompts that no earlier
+round had. After a round a method leaves if its interval says that it is slower than the leader, or not worth the time
+that telling them apart would take: at most `WORTH` faster. All speed-ups are ratios within one run, to plain decoding
+of the same prompts, so that rounds measured at different times can be put together prompt by prompt.
+
+The methods that a round leaves over are chosen by the figures that the table shows, so that the leader's own speed-up
+is, if anything, a little too high.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from dflash_bench.analysis import stats
+from dflash_bench.analysis.compare import ratio_of
+from dflash_bench.analysis.concurrency import falls_to_one, own_s
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, mismatched, prompt_sums, without_errors
+from dflash_bench.analysis.stats import FEWEST, Floats, Interval
+from dflash_bench.results.table import RunTable
+
+SPEEDUP, LENGTH, BREAK_EVEN, PLAIN_MS = "speedup.decode", "al.pooled", "break_even_al", "plain_ms"
+WORTH = 0.03
+"""A smaller gain is not worth more measuring: a method that is at most so much faster leaves, too."""
+
+Verdict = Literal["leads", "level", "slower", "no_gain", "below_plain", "wrong", "failed", "no_time", "waiting"]
+"""`level`: not told apart from the leader; `no_gain`: at most `WORTH` faster than it; `waiting`: not yet measured."""
+Parts = Mapping[str, tuple[Sequence[str], Floats]]
+"""By suite: the ids of prompts, and their sums [prompts, sums]."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Load:
+    """Answers decoded at the same time, and the tokens that prompts are padded to; 0 is as they are."""
+
+    context: int = 0
+    concurrency: int = 1
+
+    @property
+    def id(self) -> str:
+        return f"c{self.concurrency}" + (f"-{self.context}" if self.context else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a method did in a race; None is what could not be measured."""
+
+    method: str
+    verdict: Verdict
+    rounds: int = 0
+    """The rounds that it took part in."""
+    num_prompts: int = 0
+    speedup: Interval | None = None
+    beside: Interval | None = None
+    """Its speed-up divided by the leader's, on the prompts that both have."""
+    length: Interval | None = None
+    break_even: float | None = None
+    tokens_per_s: float | None = None
+    """Of all answers together: plain decoding's of the whole race, times the ratio to plain in the method's runs."""
+    ms_per_token: float | None = None
+    """Of one answer: plain decoding's of the whole race, divided by the speed-up."""
+    error: str = ""
+    """What a program said when the method failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a race came to. `choice` is plain decoding's label where no draft pays."""
+
+    load: Load
+    choice: str
+    verdict: Literal["faster", "plain", "unclear", "too_few", "no_time"]
+    """`unclear`: the interval of the best method, `choice`, contains 1."""
+    speedup: Interval | None
+    standings: tuple[Standing, ...]
+    """Plain decoding first, then the others from the fastest."""
+    more_prompts: int | None = None
+    """If it is unclear: about how many more prompts would tell."""
+    loses_from: float | None = None
+    """The number of answers at a time from which the choice is no faster than plain decoding, if that was seen."""
+
+    @property
+    def level(self) -> list[Standing]:
+        """The methods that cannot be told apart from the leader."""
+        return [standing for standing in self.standings if standing.verdict == "level"]
+
+    def of(self, method: str) -> Standing:
+        return next(standing for standing in self.standings if standing.method == method)
+
+
+@dataclass(slots=True)
+class Race:
+    """A race under one load, round by round."""
+
+    load: Load
+    methods: tuple[str, ...]
+    """All that take part, without plain decoding."""
+    tables: list[RunTable] = field(default_factory=list)
+    left: dict[str, tuple[Verdict, str]] = field(default_factory=dict)
+    """Why a method is out, with the error of one that failed."""
+    rounds: dict[str, int] = field(default_factory=dict)
+    has_time: bool = True
+    _sums: dict[str, Parts] = field(default_factory=dict)
+
+    @property
+    def racing(self) -> list[str]:
+        return [method for method in self.methods if method not in self.left]
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether another round could change nothing that matters."""
+        racing = self.racing
+        speedup = self.speedup(racing[0]) if len(racing) == 1 else None
+        return not racing or (speedup is not None and speedup.low is not None and speedup.low > 1)
+
+    def add(self, tables: Sequence[RunTable], failed: Mapping[str, str]) -> None:
+        """Add a round: its runs, and the errors of methods that could not be measured; see who leaves."""
+        self.tables += tables
+        for method in self.racing:
+            self.rounds[method] = self.rounds.get(method, 0) + 1
+        self.left |= {method: ("failed", error) for method, error in failed.items()}
+        for table in tables:
+            self._leave_out_wrong(table.rows)
+        self._sums = _merged(tables, self._sums)
+        for method, verdict in self._verdicts().items():
+            if verdict not in ("leads", "level"):
+                self.left[method] = (verdict, "")
+
+    def leave(self, methods: Sequence[str]) -> None:
+        """Leave out methods for which there is no time."""
+        self.left |= dict.fromkeys(methods, ("no_time", ""))
+
+    def fastest_first(self) -> list[str]:
+        """The methods that are left, those without a figure last."""
+        values = {method: self.speedup(method) for method in self.racing}
+        return sorted(values, key=lambda method: -value.value if (value := values[method]) else math.inf)
+
+    def speedup(self, method: str) -> Interval | None:
+        return _mean(self._sums.get(method, {}), SPEEDUP)
+
+    def _leave_out_wrong(self, rows: Any) -> None:
+        """Leave out methods with answers that are not the model's own, or that failed."""
+        for verdict, mask in (("wrong", mismatched(rows)), ("failed", rows["error"].notna())):
+            for method, num in rows[mask]["method"].value_counts().items():
+                if num and method != BASELINE and method not in self.left:
+                    errors = rows[mask & (rows["method"] == method)]["error"].dropna()
+                    self.left[str(method)] = (verdict, str(errors.iloc[0]) if len(errors) else "")  # type: ignore[assignment]
+
+    def _verdicts(self) -> dict[str, Verdict]:
+        """The verdict on each method that is left, the leader's first."""
+        order = self.fastest_first()
+        found: dict[str, Verdict] = {}
+        for method in order:
+            over_plain = self.speedup(method)
+            beside = self._beside(method, order[0])
+            if over_plain is not None and over_plain.high is not None and over_plain.high < 1:
+                found[method] = "below_plain"
+            elif method == order[0]:
+                found[method] = "leads"
+            elif beside is None or beside.high is None or beside.high >= 1 + WORTH:
+                found[method] = "level"
+            else:
+                found[method] = "slower" if beside.high < 1 else "no_gain"
+        return found
+
+    def _beside(self, method: str, leader: str) -> Interval | None:
+        """Return a method's speed-up over the leader's on common prompts, a geometric mean over suites."""
+        of_both = []
+        for suite, (ids, sums) in self._sums.get(method, {}).items():
+            known = self._sums.get(leader, {}).get(suite)
+            if known is None:
+                return None
+            place = {prompt: at for at, prompt in enumerate(known[0])}
+            own = [at for at, prompt in enumerate(ids) if prompt in place]
+            if not own:
+                return None
+            leaders = known[1][[place[ids[at]] for at in own]]
+            of_both.append((np.concatenate([sums[own], leaders], axis=1), ratio_of(SPEEDUP)))
+        return stats.geometric_mean(of_both) if of_both else None
+
+    def decision(self) -> Decision:
+        """What the race comes to so far."""
+        verdicts = self._verdicts()
+        leader = next(iter(verdicts), None)
+        # Where no method is left, those that are out are set beside the best of them.
+        best = leader or max(self._sums, key=lambda method: getattr(self.speedup(method), "value", 0.0), default=None)
+        plain = self._plain()
+        others = [self._standing(method, verdicts.get(method), best, plain) for method in self.methods]
+        others.sort(key=lambda one: (one.speedup is None, -one.speedup.value if one.speedup else 0.0))
+        standings = (plain, *others)
+        speedup = None if leader is None else self.speedup(leader)
+        if not self.tables:
+            return Decision(self.load, BASELINE, "no_time", None, standings)
+        if leader is None:
+            measured = any(standing.speedup for standing in others)
+            return Decision(self.load, BASELINE, "plain" if measured else "too_few", None, standings)
+        if speedup is None or speedup.low is None or speedup.high is None:
+            return Decision(self.load, leader, "too_few", speedup, standings)
+        if speedup.low > 1:
+            return Decision(self.load, leader, "faster", speedup, standings)
+        return Decision(self.load, leader, "unclear", speedup, standings, self._more(leader, speedup))
+
+    def _more(self, leader: str, speedup: Interval) -> int | None:
+        """Return about how many more prompts would make the interval exclude 1; None if no number seems to."""
+        assert speedup.low is not None and speedup.high is not None
+        half, distance = math.log(speedup.high / speedup.low) / 2, abs(math.log(speedup.value))
+        number = _num_prompts(self._sums[leader])
+        wanted = number * (half / distance) ** 2 if distance > 0.001 else math.inf
+        return None if wanted > 10_000 else max(1, math.ceil(wanted - number))
+
+    def _plain(self) -> Standing:
+        """Plain decoding, over all runs of the race."""
+        merged = [_mean(parts, PLAIN_MS) for method, parts in self._sums.items() if method != BASELINE]
+        longest = max(self._sums.items(), key=lambda item: _num_prompts(item[1]), default=(None, {}))
+        if not merged or longest[0] is None:
+            return Standing(BASELINE, "waiting")
+        ms = _mean(longest[1], PLAIN_MS)
+        speed = _throughput(self.tables, BASELINE)
+        own = METRICS[LENGTH].possible(Interval(1.0, 1.0, 1.0), 1.0)
+        return Standing(
+            BASELINE, "leads" if not self.racing else "level", max(self.rounds.values(), default=0),
+            _num_prompts(longest[1]), Interval(1.0, 1.0, 1.0), None, own, None, speed, ms.value if ms else None,
+        )  # fmt: skip
+
+    def _standing(self, method: str, racing: Verdict | None, best: str | None, plain: Standing) -> Standing:
+        verdict, error = self.left.get(method, (racing or "waiting", ""))
+        parts = self._sums.get(method)
+        if not parts:
+            return Standing(method, verdict if self.tables else "no_time", self.rounds.get(method, 0), error=error)
+        speedup, even = self.speedup(method), _mean(parts, BREAK_EVEN)
+        with_it = [table for table in self.tables if (table.rows["method"] == method).any()]
+        own, beside_it = (_throughput(with_it, name) for name in (method, BASELINE))
+        known = own and beside_it and plain.tokens_per_s
+        return Standing(
+            method, verdict, self.rounds.get(method, 0), _num_prompts(parts), speedup,
+            None if best is None or best == method else self._beside(method, best),
+            _mean(parts, LENGTH), even.value if even else None,
+            plain.tokens_per_s * own / beside_it if known else None,  # type: ignore[operator]
+            plain.ms_per_token / speedup.value if plain.ms_per_token and speedup and speedup.value else None, error,
+        )  # fmt: skip
+
+
+def decisions(races: Sequence[Race]) -> list[Decision]:
+    """What each race comes to, by context and concurrency.
+
+    A choice is kept from one concurrency to the next where the best there cannot be told apart from it: a server is
+    started once for both.
+    """
+    made: list[Decision] = []
+    for race in sorted(races, key=lambda race: race.load):
+        own, before = race.decision(), made[-1] if made and made[-1].load.context == race.load.context else None
+        if before and own.verdict == before.verdict == "faster" and before.choice != own.choice:
+            same = next((level for level in own.level if level.method == before.choice), None)
+            if same and same.speedup and same.speedup.low is not None and same.speedup.low > 1:
+                own = replace(own, choice=same.method, speedup=same.speedup)
+        made.append(own)
+    return [replace(one, loses_from=_loses_from(one, made)) for one in made]
+
+
+def _loses_from(decision: Decision, made: Sequence[Decision]) -> float | None:
+    """Interpolate over the loads of this context where the choice's speed-up falls to 1."""
+    same = [one for one in made if one.load.context == decision.load.context]
+    if decision.verdict != "faster" or len(same) < 2:
+        return None
+    curve = [(one.load.concurrency, one.of(decision.choice).speedup) for one in same]
+    known = [(at, interval.value) for at, interval in curve if interval is not None]
+    return falls_to_one([at for at, _ in known], [value for _, value in known]) if len(known) > 1 else None
+
+
+def _merged(tables: Sequence[RunTable], known: Mapping[str, Parts]) -> dict[str, Parts]:
+    """Add the sums of prompts by method and suite."""
+    found = {method: dict(parts) for method, parts in known.items()}
+    for table in tables:
+        sums = prompt_sums(without_errors(table.rows))
+        for (suite, method), frame in sums.groupby(level=["suite", "method"], observed=True):
+            ids, values = frame.index.get_level_values("prompt_id"), frame.to_numpy(dtype=np.float64)
+            before = found.setdefault(str(method), {}).get(str(suite))
+            if before is not None:
+                ids, values = [*before[0], *ids], np.concatenate([before[1], values])
+            found[str(method)] = {**found[str(method)], str(suite): (list(ids), values)}
+    found.pop(BASELINE, None)
+    return found  # type: ignore[return-value]
+
+
+def _mean(parts: Parts, metric_id: str) -> Interval | None:
+    """Return a metric over the suites, each of which counts once; None without one in each."""
+    top, bottom = METRICS[metric_id].columns
+    whole = [(sums, (top, bottom)) for _, sums in parts.values()]
+    if not whole or any(not sums[:, COLUMN[METRICS[metric_id].bottom[0]]].any() for sums, _ in whole):
+        return None
+    found = stats.geometric_mean(whole)
+    scale = METRICS[metric_id].scale
+    if found is None or scale == 1:
+        return found
+    low, high = (None if bound is None else scale * bound for bound in (found.low, found.high))
+    return Interval(scale * found.value, low, high, found.too_few)
+
+
+def _num_prompts(parts: Parts) -> int:
+    return sum(len(ids) for ids, _ in parts.values())
+
+
+def _throughput(tables: Sequence[RunTable], method: str) -> float | None:
+    """Return the tokens per second of a method's own time, of all its answers in these runs together."""
+    tokens = seconds = 0.0
+    for table in tables:
+        answers = without_errors(table.rows[table.rows["method"] == method])
+        tokens += float(answers["num_tokens"].sum())
+        seconds += own_s(answers, is_open=False) if len(answers) else 0.0
+    return tokens / seconds if seconds else None
+
+
+def first_size(concurrency: int) -> int:
+    """Return the prompts of a race's first round: enough for an interval, and to keep all places busy for a while."""
+    return max(FEWEST + 3, 2 * concurrency)
+
+
+def slices(num_prompts: int, concurrency: int) -> list[tuple[int, int]]:
+    """Divide prompts into rounds: (those before, those up to the end) of each; the number measured doubles each time.
+
+    No round has fewer than are answered at the same time, nor fewer than an interval needs.
+    """
+    least, ends = max(FEWEST, concurrency), [min(first_size(concurrency), num_prompts)]
+    while ends[-1] < num_prompts:
+        end = min(2 * ends[-1], num_prompts)
+        ends.append(num_prompts if num_prompts - end < least else end)
+    if len(ends) > 1 and ends[-1] - ends[-2] < least:
+        del ends[-2]
+    return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -1,0 +1,238 @@
+"""`recommend`: races methods under the loads that a user has, and says which to serve with.
+
+The races' runs lie in one folder, beside `race.json`, which holds the request and the time spent. The same call goes on
+where an earlier one was stopped: stored rounds are read, and the one that was begun is finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_bench.analysis.race import Decision, Load, Race, decisions, slices
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.files import json_of, write_json
+from dflash_bench.core.option import to_json
+from dflash_bench.results.plan import BASELINE
+from dflash_bench.results.recent import RUNS
+from dflash_bench.results.table import RunTable
+
+if TYPE_CHECKING:
+    from dflash_bench.runner.config import RunRequest
+    from dflash_bench.runner.race import Course
+    from dflash_bench.servers.launch import ServerFlags
+
+STATE = "race.json"
+"""In the folder of a recommendation: its request, and the seconds spent by the processes that worked on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRoom:
+    """The tokens of the longest context that is predicted to fit beside the weights, with and without the draft."""
+
+    method: str
+    with_draft: int
+    without: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    folder: Path
+    model: str
+    machine: str
+    decisions: tuple[Decision, ...]
+    spent_s: float
+    budget_s: float | None
+    flags: Mapping[str, tuple[ServerFlags, ...]]
+    """By method that was chosen, how servers are told to draft so."""
+    rooms: Mapping[str, MemoryRoom]
+    """By method that was chosen; nothing for servers that run already, whose memory is not ours to know."""
+    runs: tuple[Path, ...]
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether some method gave answers that are not the model's own."""
+        return any(standing.verdict == "wrong" for one in self.decisions for standing in one.standings)
+
+
+def default_folder(request: RunRequest) -> Path:
+    """Return the folder of a recommendation without `out`: the same for the same request, so that it is found again."""
+    from dflash_bench.models import presets
+
+    digest = hashlib.sha256(_canonical(request).encode()).hexdigest()[:8]
+    return RUNS / f"recommend-{presets.name(request.name).rpartition('/')[2]}-{digest}"
+
+
+def _canonical(request: RunRequest) -> str:
+    """The request without its time limit: more time only goes on."""
+    return json.dumps(to_json(replace(request, budget=None)), sort_keys=True)
+
+
+def recommend(
+    request: RunRequest,
+    out: Path,
+    tell: Callable[[str], object],
+    progress: Callable[..., Any] | None = None,
+) -> Recommendation:
+    """Race the methods of a request under each of its loads, and decide; `tell` receives notes and each round's end.
+
+    Raises UserError for a request that cannot be raced, for another one's folder, and if plain decoding fails.
+    """
+    from dflash_bench.runner import budget, race
+    from dflash_bench.runner.session import Progress
+
+    budget_s = None if request.budget is None else budget.seconds(request.budget)
+    asked, chosen, model = race.checked(request)
+    engine = race.SharedEngine(chosen)
+    course = race.Course(asked, tuple(chosen), model, out, engine, tell, progress or Progress)
+    num_prompts = course.num_prompts()
+    labels = tuple(method.label for method in chosen)
+    with _clock(out, request, budget_s) as clock:
+        races = [Race(load, labels) for load in _loads(asked)]
+        held = _hold(course, races, num_prompts, clock)
+    made = tuple(decisions(races))
+    best = [method for method in chosen if method.label in {one.choice for one in made}]
+    rooms = {} if asked.servers else {method.label: _room(course, method.label) for method in best}
+    return Recommendation(
+        out, asked.name, held[0].info.environment.one_line(), made, clock.spent_s(), budget_s,
+        {method.label: race.server_flags(asked, model, method) for method in best},
+        rooms, tuple(Path(table.name) for table in held),
+    )  # fmt: skip
+
+
+def _loads(request: RunRequest) -> list[Load]:
+    contexts = request.context or (None,)
+    return sorted(Load(context or 0, beside) for context in contexts for beside in request.concurrency or (1,))
+
+
+@dataclass(slots=True)
+class _Clock:
+    """The time that is spent, and that is left."""
+
+    path: Path
+    request: str
+    earlier_s: float
+    budget_s: float | None
+    begun_s: float
+
+    def spent_s(self) -> float:
+        return self.earlier_s + time.monotonic() - self.begun_s
+
+    def left_s(self) -> float:
+        return float("inf") if self.budget_s is None else self.budget_s - self.spent_s()
+
+    def store(self) -> None:
+        write_json(self.path, {"request": self.request, "spent_s": round(self.spent_s(), 1)})
+
+
+@contextmanager
+def _clock(out: Path, request: RunRequest, budget_s: float | None) -> Iterator[_Clock]:
+    """Raises UserError for a folder that holds something else."""
+    path, wanted = out / STATE, _canonical(request)
+    known = json_of(path) if path.exists() else None
+    if known is None and out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} holds something else; choose another --out")
+    if known is not None and (not isinstance(known, dict) or known.get("request") != wanted):
+        raise UserError(f"{out} holds a recommendation for other options; repeat those, or choose another --out")
+    spent_s = known.get("spent_s") if known else 0.0
+    out.mkdir(parents=True, exist_ok=True)
+    clock = _Clock(path, wanted, float(spent_s or 0.0), budget_s, time.monotonic())
+    clock.store()
+    try:
+        yield clock
+    finally:
+        clock.store()
+
+
+def _hold(course: Course, races: Sequence[Race], num_prompts: int, clock: _Clock) -> list[RunTable]:
+    """Hold the rounds of all races, each round under every load before the next. Return the runs."""
+    held: list[RunTable] = []
+    costs: dict[Load, float] = {}
+    rounds = {race.load: slices(num_prompts, race.load.concurrency) for race in races}
+    for number in range(max(map(len, rounds.values()))):
+        waiting = [race for race in races if number < len(rounds[race.load]) and race.has_time and not race.is_decided]
+        for at, race in enumerate(waiting):
+            begin, end = rounds[race.load][number]
+            name = f"{race.load.id}-{number + 1}"
+            begun = course.begun(name)
+            expected_s = costs.get(race.load, 0.0) * (end - begin)
+            if not begun and not _makes_room(race, expected_s, clock.left_s() / (len(waiting) - at), bool(held)):
+                continue
+            begun_s = clock.spent_s()
+            labels = [label for label in race.racing if label in begun] if begun else race.racing
+            race.leave([label for label in race.racing if label not in labels])
+            tables, failed = _round(course, race, name, labels, (begin, end))
+            race.add(tables, failed)
+            held += tables
+            costs[race.load] = (clock.spent_s() - begun_s) / (end - begin) / (1 + len(labels))
+            clock.store()
+            course.tell(_line(race, name, end))
+    return held
+
+
+def _makes_room(race: Race, per_method_s: float, left_s: float, is_any_held: bool) -> bool:
+    """Leave out the slowest methods that there is no time for; return whether there is time for a round at all.
+
+    `per_method_s` is what one method is expected to take, 0 if nothing is known. The very first round is always held.
+    """
+    if left_s <= 0 and is_any_held:
+        race.has_time = False
+    elif per_method_s and left_s < per_method_s * (1 + len(race.racing)):
+        fitting = int(left_s / per_method_s) - 1
+        race.has_time = fitting > 0
+        if race.has_time:
+            race.leave(race.fastest_first()[fitting:])
+    return race.has_time
+
+
+def _round(
+    course: Course, race: Race, name: str, labels: Sequence[str], some: tuple[int, int]
+) -> tuple[list[RunTable], dict[str, str]]:
+    """Measure a round; if servers for all methods cannot be had together, each method by itself. Return what failed."""
+    load, where = race.load, {"skip": some[0] or None, "limit": some[1]}
+    where |= {"concurrency": (load.concurrency,), "context": (load.context,) if load.context else ()}
+    if not course.request.asks_servers:
+        return [_sound(course.run(name, labels, where))], {}
+    tables, failed = [], {}
+    groups = [list(labels)]
+    while groups:
+        group = groups.pop(0)
+        alone = name if len(group) == len(labels) else f"{name}-{labels.index(group[0]) + 1}"
+        try:
+            tables.append(_sound(course.run(alone, group, where)))
+        except UserError as error:
+            if len(group) > 1:
+                course.tell(f"note: {error}; each method is now measured by itself")
+                groups = [[label] for label in group]
+            else:
+                failed[group[0]] = str(error)
+    if not tables:
+        raise UserError(next(iter(failed.values())))
+    return tables, failed
+
+
+def _sound(table: RunTable) -> RunTable:
+    """Raises UserError if plain decoding, by which all methods are judged, failed in every answer."""
+    plain = table.rows[table.rows["method"] == BASELINE]
+    if not len(plain) or plain["error"].notna().all():
+        errors = plain["error"].dropna()
+        raise UserError(f"plain decoding failed in {table.name}: {errors.iloc[0] if len(errors) else 'no answer'}")
+    return table
+
+
+def _room(course: Course, label: str) -> MemoryRoom:
+    memory = course.fits(label).memory or {}
+    return MemoryRoom(label, *(memory.get(name) or 0 for name in ("largest_context", "largest_context_without_drafts")))
+
+
+def _line(race: Race, name: str, end: int) -> str:
+    first = next(iter(race.fastest_first()), None)
+    speedup = race.speedup(first) if first else None
+    leads = f"{first} leads with {speedup.value:.2f} times" if speedup else "plain decoding leads"
+    return f"{name}: {end} prompts, {leads}, {len(race.racing)} of {len(race.methods)} methods left"
