@@ -244,3 +244,34 @@ def falls_to_one(at: Sequence[float], speedups: Sequence[float]) -> float | None
             share = math.log(above) / (math.log(above) - math.log(below)) if below > 0 else 0.0
             return math.exp(math.log(left) + share * (math.log(right) - math.log(left)))
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedPoint:
+    """A method under a load: what one answer waits for, and what all answers together gain."""
+
+    method: str
+    concurrency: int
+    ms_per_token: float
+    """Of one answer, after its first token."""
+    tokens_per_s: float
+    """Of all answers together."""
+
+
+def frontier(points: Sequence[SpeedPoint]) -> list[SpeedPoint]:
+    """Return the points that no other beats in both ways, the quickest first."""
+    found: list[SpeedPoint] = []
+    for point in sorted(points, key=lambda point: (point.ms_per_token, -point.tokens_per_s)):
+        if not found or point.tokens_per_s > found[-1].tokens_per_s:
+            found.append(point)
+    return found
+
+
+def points_of(curves: Sequence[ConcurrencyCurve]) -> list[SpeedPoint]:
+    """Return the levels of curves, each with its median answer."""
+    return [
+        SpeedPoint(curve.method, level.concurrency, 1000 / level.median, level.tokens_per_s)
+        for curve in curves
+        for level in curve.levels
+        if level.rate is None and level.median > 0
+    ]

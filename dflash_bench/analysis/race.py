@@ -12,8 +12,9 @@ is, if anything, a little too high.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -29,7 +30,13 @@ SPEEDUP, LENGTH, BREAK_EVEN, PLAIN_MS = "speedup.decode", "al.pooled", "break_ev
 WORTH = 0.03
 """A smaller gain is not worth more measuring: a method that is at most so much faster leaves, too."""
 
-Verdict = Literal["leads", "level", "slower", "no_gain", "below_plain", "wrong", "failed", "no_time", "waiting"]
+ONE_WAVE = 0.85
+"""Under a load with several answers at a time, a method's answers to a round's prompts are decoded together, so that a
+disturbance hits all of them. After the first round only methods leave whose upper bound is below this."""
+
+Verdict = Literal[
+    "leads", "level", "slower", "no_gain", "below_plain", "wrong", "failed", "no_time", "waiting", "baseline"
+]
 """`level`: not told apart from the leader; `no_gain`: at most `WORTH` faster than it; `waiting`: not yet measured."""
 Parts = Mapping[str, tuple[Sequence[str], Floats]]
 """By suite: the ids of prompts, and their sums [prompts, sums]."""
@@ -67,6 +74,8 @@ class Standing:
     """Of one answer: plain decoding's of the whole race, divided by the speed-up."""
     error: str = ""
     """What a program said when the method failed."""
+    num_drafts: int | None = None
+    """The most tokens that it drafts per round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,8 @@ class Decision:
     """Plain decoding first, then the others from the fastest."""
     more_prompts: int | None = None
     """If it is unclear: about how many more prompts would tell."""
+    slices: tuple[tuple[str, int, Interval], ...] = ()
+    """By category, if prompts have several: its prompts, and the speed-up of the choice on these."""
     loses_from: float | None = None
     """The number of answers at a time from which the choice is no faster than plain decoding, if that was seen."""
 
@@ -92,6 +103,31 @@ class Decision:
 
     def of(self, method: str) -> Standing:
         return next(standing for standing in self.standings if standing.method == method)
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """What all races of a request came to."""
+
+    model: str
+    machine: str
+    decisions: tuple[Decision, ...]
+    folder: Path
+    runs: tuple[Path, ...]
+    spent_s: float
+    flags: Mapping[str, Sequence[tuple[str, Sequence[str], Sequence[str]]]]
+    """By method that was chosen, each program that can draft so, with the arguments that say it, and those of a
+    dflash-bench command that is needed before."""
+    rooms: Mapping[str, tuple[int, int]]
+    """By method that was chosen, the tokens of the longest context that is predicted to fit with its draft, and
+    without; nothing for servers that run already, whose memory is not ours to know."""
+    served: tuple[str, ...] = ()
+    """The methods of servers that run already."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether some method gave answers that are not the model's own."""
+        return any(standing.verdict == "wrong" for one in self.decisions for standing in one.standings)
 
 
 @dataclass(slots=True)
@@ -107,6 +143,8 @@ class Race:
     rounds: dict[str, int] = field(default_factory=dict)
     has_time: bool = True
     _sums: dict[str, Parts] = field(default_factory=dict)
+    _categories: dict[tuple[str, str], str] = field(default_factory=dict)
+    """By suite and prompt."""
 
     @property
     def racing(self) -> list[str]:
@@ -116,8 +154,14 @@ class Race:
     def is_decided(self) -> bool:
         """Whether another round could change nothing that matters."""
         racing = self.racing
+        if racing and self.load.concurrency > 1 and self.num_rounds < 2:
+            return False
         speedup = self.speedup(racing[0]) if len(racing) == 1 else None
         return not racing or (speedup is not None and speedup.low is not None and speedup.low > 1)
+
+    @property
+    def num_rounds(self) -> int:
+        return max(self.rounds.values(), default=0)
 
     def add(self, tables: Sequence[RunTable], failed: Mapping[str, str]) -> None:
         """Add a round: its runs, and the errors of methods that could not be measured; see who leaves."""
@@ -127,6 +171,8 @@ class Race:
         self.left |= {method: ("failed", error) for method, error in failed.items()}
         for table in tables:
             self._leave_out_wrong(table.rows)
+            known = table.rows[["suite", "prompt_id", "category"]].dropna().drop_duplicates()
+            self._categories |= {(suite, prompt): name for suite, prompt, name in known.itertuples(index=False)}
         self._sums = _merged(tables, self._sums)
         for method, verdict in self._verdicts().items():
             if verdict not in ("leads", "level"):
@@ -156,20 +202,21 @@ class Race:
         """The verdict on each method that is left, the leader's first."""
         order = self.fastest_first()
         found: dict[str, Verdict] = {}
+        is_wave = self.load.concurrency > 1 and self.num_rounds < 2
+        slow, most = (ONE_WAVE, ONE_WAVE) if is_wave else (1.0, 1 + WORTH)
         for method in order:
-            over_plain = self.speedup(method)
-            beside = self._beside(method, order[0])
-            if over_plain is not None and over_plain.high is not None and over_plain.high < 1:
+            over_plain, beside = _high(self.speedup(method)), _high(self.beside(method, order[0]))
+            if over_plain < slow:
                 found[method] = "below_plain"
             elif method == order[0]:
                 found[method] = "leads"
-            elif beside is None or beside.high is None or beside.high >= 1 + WORTH:
+            elif beside >= most:
                 found[method] = "level"
             else:
-                found[method] = "slower" if beside.high < 1 else "no_gain"
+                found[method] = "slower" if beside < 1 else "no_gain"
         return found
 
-    def _beside(self, method: str, leader: str) -> Interval | None:
+    def beside(self, method: str, leader: str) -> Interval | None:
         """Return a method's speed-up over the leader's on common prompts, a geometric mean over suites."""
         of_both = []
         for suite, (ids, sums) in self._sums.get(method, {}).items():
@@ -183,6 +230,18 @@ class Race:
             leaders = known[1][[place[ids[at]] for at in own]]
             of_both.append((np.concatenate([sums[own], leaders], axis=1), ratio_of(SPEEDUP)))
         return stats.geometric_mean(of_both) if of_both else None
+
+    def slices(self, method: str) -> Iterator[tuple[str, int, Interval]]:
+        """Yield the speed-up of a method by category, if there are several."""
+        names = sorted(set(self._categories.values()))
+        for name in names if len(names) > 1 else ():
+            parts = {}
+            for suite, (ids, sums) in self._sums[method].items():
+                places = [at for at, prompt in enumerate(ids) if self._categories.get((suite, prompt)) == name]
+                if places:
+                    parts[suite] = ([ids[at] for at in places], sums[places])
+            if (speedup := _mean(parts, SPEEDUP)) is not None:
+                yield name, _num_prompts(parts), speedup
 
     def decision(self) -> Decision:
         """What the race comes to so far."""
@@ -216,16 +275,13 @@ class Race:
 
     def _plain(self) -> Standing:
         """Plain decoding, over all runs of the race."""
-        merged = [_mean(parts, PLAIN_MS) for method, parts in self._sums.items() if method != BASELINE]
-        longest = max(self._sums.items(), key=lambda item: _num_prompts(item[1]), default=(None, {}))
-        if not merged or longest[0] is None:
+        longest = max(self._sums.values(), key=_num_prompts, default=None)
+        if longest is None:
             return Standing(BASELINE, "waiting")
-        ms = _mean(longest[1], PLAIN_MS)
-        speed = _throughput(self.tables, BASELINE)
-        own = METRICS[LENGTH].possible(Interval(1.0, 1.0, 1.0), 1.0)
+        ms, one = _mean(longest, PLAIN_MS), Interval(1.0, 1.0, 1.0)
         return Standing(
-            BASELINE, "leads" if not self.racing else "level", max(self.rounds.values(), default=0),
-            _num_prompts(longest[1]), Interval(1.0, 1.0, 1.0), None, own, None, speed, ms.value if ms else None,
+            BASELINE, "baseline", self.num_rounds, _num_prompts(longest), one, None, one,
+            tokens_per_s=_throughput(self.tables, BASELINE), ms_per_token=ms.value if ms else None,
         )  # fmt: skip
 
     def _standing(self, method: str, racing: Verdict | None, best: str | None, plain: Standing) -> Standing:
@@ -239,10 +295,11 @@ class Race:
         known = own and beside_it and plain.tokens_per_s
         return Standing(
             method, verdict, self.rounds.get(method, 0), _num_prompts(parts), speedup,
-            None if best is None or best == method else self._beside(method, best),
+            None if best is None or best == method else self.beside(method, best),
             _mean(parts, LENGTH), even.value if even else None,
             plain.tokens_per_s * own / beside_it if known else None,  # type: ignore[operator]
             plain.ms_per_token / speedup.value if plain.ms_per_token and speedup and speedup.value else None, error,
+            with_it[-1].info.identity.methods[method].num_drafts if with_it else None,
         )  # fmt: skip
 
 
@@ -259,6 +316,8 @@ def decisions(races: Sequence[Race]) -> list[Decision]:
             same = next((level for level in own.level if level.method == before.choice), None)
             if same and same.speedup and same.speedup.low is not None and same.speedup.low > 1:
                 own = replace(own, choice=same.method, speedup=same.speedup)
+        if own.verdict in ("faster", "unclear"):
+            own = replace(own, slices=tuple(race.slices(own.choice)))
         made.append(own)
     return [replace(one, loses_from=_loses_from(one, made)) for one in made]
 
@@ -300,6 +359,10 @@ def _mean(parts: Parts, metric_id: str) -> Interval | None:
         return found
     low, high = (None if bound is None else scale * bound for bound in (found.low, found.high))
     return Interval(scale * found.value, low, high, found.too_few)
+
+
+def _high(interval: Interval | None) -> float:
+    return math.inf if interval is None or interval.high is None else interval.high
 
 
 def _num_prompts(parts: Parts) -> int:

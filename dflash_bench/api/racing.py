@@ -9,56 +9,28 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_bench.analysis.race import Decision, Load, Race, decisions, slices
+from dflash_bench.analysis.concurrency import own_s
+from dflash_bench.analysis.race import Load, Race, Recommendation, decisions, slices
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_of, write_json
 from dflash_bench.core.option import to_json
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.results.recent import RUNS
-from dflash_bench.results.table import RunTable
+from dflash_bench.results.run_info import read_info
+from dflash_bench.results.store import RUNS
+from dflash_bench.results.table import RunTable, read_run
 
 if TYPE_CHECKING:
     from dflash_bench.runner.config import RunRequest
     from dflash_bench.runner.race import Course
-    from dflash_bench.servers.launch import ServerFlags
 
 STATE = "race.json"
 """In the folder of a recommendation: its request, and the seconds spent by the processes that worked on it."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryRoom:
-    """The tokens of the longest context that is predicted to fit beside the weights, with and without the draft."""
-
-    method: str
-    with_draft: int
-    without: int
-
-
-@dataclass(frozen=True, slots=True)
-class Recommendation:
-    folder: Path
-    model: str
-    machine: str
-    decisions: tuple[Decision, ...]
-    spent_s: float
-    budget_s: float | None
-    flags: Mapping[str, tuple[ServerFlags, ...]]
-    """By method that was chosen, how servers are told to draft so."""
-    rooms: Mapping[str, MemoryRoom]
-    """By method that was chosen; nothing for servers that run already, whose memory is not ours to know."""
-    runs: tuple[Path, ...]
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether some method gave answers that are not the model's own."""
-        return any(standing.verdict == "wrong" for one in self.decisions for standing in one.standings)
 
 
 def default_folder(request: RunRequest) -> Path:
@@ -84,7 +56,7 @@ def recommend(
 
     Raises UserError for a request that cannot be raced, for another one's folder, and if plain decoding fails.
     """
-    from dflash_bench.runner import budget, race
+    from dflash_bench.runner import budget, launch, race
     from dflash_bench.runner.session import Progress
 
     budget_s = None if request.budget is None else budget.seconds(request.budget)
@@ -98,11 +70,13 @@ def recommend(
         held = _hold(course, races, num_prompts, clock)
     made = tuple(decisions(races))
     best = [method for method in chosen if method.label in {one.choice for one in made}]
-    rooms = {} if asked.servers else {method.label: _room(course, method.label) for method in best}
+    flags, rooms = {}, {}
+    for method in [] if asked.servers else best:
+        flags[method.label] = [(one.program, one.words, one.first) for one in launch.server_flags(asked, model, method)]
+        rooms[method.label] = _room(course, method.label)
     return Recommendation(
-        out, asked.name, held[0].info.environment.one_line(), made, clock.spent_s(), budget_s,
-        {method.label: race.server_flags(asked, model, method) for method in best},
-        rooms, tuple(Path(table.name) for table in held),
+        asked.name, held[0].info.environment.one_line(), made, out, tuple(Path(table.name) for table in held),
+        clock.spent_s(), flags, rooms, labels if asked.servers else (),
     )  # fmt: skip
 
 
@@ -164,6 +138,7 @@ def _hold(course: Course, races: Sequence[Race], num_prompts: int, clock: _Clock
             expected_s = costs.get(race.load, 0.0) * (end - begin)
             if not begun and not _makes_room(race, expected_s, clock.left_s() / (len(waiting) - at), bool(held)):
                 continue
+            clock.earlier_s += _earlier_s(course.folder / name) if begun else 0.0
             begun_s = clock.spent_s()
             labels = [label for label in race.racing if label in begun] if begun else race.racing
             race.leave([label for label in race.racing if label not in labels])
@@ -174,6 +149,16 @@ def _hold(course: Course, races: Sequence[Race], num_prompts: int, clock: _Clock
             clock.store()
             course.tell(_line(race, name, end))
     return held
+
+
+def _earlier_s(folder: Path) -> float:
+    """Return the seconds of answers in a run that was stopped; a round's time is only stored when it has ended."""
+    if read_info(folder).state == "complete":
+        return 0.0
+    try:
+        return own_s(read_run(folder, allow=("unfinished",)).rows, is_open=False)
+    except UserError:  # not one answer yet
+        return 0.0
 
 
 def _makes_room(race: Race, per_method_s: float, left_s: float, is_any_held: bool) -> bool:
@@ -195,8 +180,9 @@ def _round(
     course: Course, race: Race, name: str, labels: Sequence[str], some: tuple[int, int]
 ) -> tuple[list[RunTable], dict[str, str]]:
     """Measure a round; if servers for all methods cannot be had together, each method by itself. Return what failed."""
-    load, where = race.load, {"skip": some[0] or None, "limit": some[1]}
-    where |= {"concurrency": (load.concurrency,), "context": (load.context,) if load.context else ()}
+    load = race.load
+    where: dict[str, Any] = {"skip": some[0] or None, "limit": some[1], "concurrency": (load.concurrency,)}
+    where["context"] = (load.context,) if load.context else ()
     if not course.request.asks_servers:
         return [_sound(course.run(name, labels, where))], {}
     tables, failed = [], {}
@@ -226,9 +212,10 @@ def _sound(table: RunTable) -> RunTable:
     return table
 
 
-def _room(course: Course, label: str) -> MemoryRoom:
+def _room(course: Course, label: str) -> tuple[int, int]:
     memory = course.fits(label).memory or {}
-    return MemoryRoom(label, *(memory.get(name) or 0 for name in ("largest_context", "largest_context_without_drafts")))
+    with_draft, without = (memory.get(name) or 0 for name in ("largest_context", "largest_context_without_drafts"))
+    return with_draft, without
 
 
 def _line(race: Race, name: str, end: int) -> str:

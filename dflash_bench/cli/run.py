@@ -86,6 +86,68 @@ app.command(
 )(run)  # fmt: skip
 
 
+@app.command(cls=GroupedHelp)
+@options.with_options(
+    "suites", "prompts", "data", "limit", "balance", "budget", "thinking", "context", "methods", "model", "target",
+    "drafts", "trust_remote_code", "servers", "dialect", "served_model", "api_key_env", "timeout", "env_proxy",
+    "launch", "launch_with", "launch_args", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
+    "repetition_penalty", "concurrency", "seed", "audit", "device", "dtype", "attention", "engine", "kernels",
+    "graph", "compile", "quantize", "threads", "unsafe_code", "out", "as_json",
+    helps={
+        "budget": "Measure for about this long, such as 30m: no round of a race is begun that is expected to take "
+        "longer. Default: until the races are decided, or the prompts are used up.",
+        "methods": "The methods to race, from 'dflash-bench methods'; each is tried with several lengths unless it "
+        "names one. Default: all that have what they need.",
+        "concurrency": "The loads: answers decoded at the same time, such as 1,8,32, each with a race of its own.",
+        "context": "Pad every prompt to about N tokens, such as 1k; several, such as 1k,8k, are loads of their own.",
+    },
+)  # fmt: skip
+def recommend(
+    request: RunRequest,
+    out: Annotated[
+        Path | None,
+        options.under("Results")(
+            "-o", "--out", metavar="DIR",
+            help="Folder for the runs, recommendation.md, recommendation.json and frontier.svg. Default: one in "
+            "results/runs, the same for the same options.",
+        ),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:  # fmt: skip
+    """Race methods under your loads, and say which to serve with.
+
+    Each round of a race is a run of its own that 'report' can read. Methods leave as soon as intervals say that they
+    are slower; the rest goes on with more prompts. Stopped at any time, the same command goes on.
+
+    Exit status 1: a method gave answers that are not the model's own. It is out of the race.
+    """
+    from dflash_bench.api import racing
+    from dflash_bench.core.files import write_json, write_text
+    from dflash_bench.report import plots
+    from dflash_bench.report import recommend as shown
+
+    folder = out or racing.default_folder(request)
+    try:
+        found = racing.recommend(request, folder, note)
+    except KeyboardInterrupt:
+        note("stopped; finished rounds are saved, and the same command goes on")
+        sys.exit(130)
+    picture: str | None = "frontier.svg"
+    try:
+        plots.write_frontier(shown.points(found.decisions), folder / "frontier.svg")
+    except plots.NothingToPlotError:
+        picture = None
+    write_json(folder / "recommendation.json", shown.as_json(found))
+    write_text(folder / "recommendation.md", shown.page(found, picture))
+    if as_json:
+        say(json.dumps(shown.as_json(found), indent=1, allow_nan=False))
+    else:
+        say(shown.text(found, terminal_width(100)), end="")
+        note(f"wrote {folder / 'recommendation.md'}")
+    if found.is_wrong:
+        sys.exit(1)
+
+
 def next_commands(folder: Path) -> str:
     """Return what to do with a run that has ended. Commands take it by default if it is in results/runs."""
     from dflash_bench.results.store import RUNS

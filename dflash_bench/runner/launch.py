@@ -12,17 +12,19 @@ from pathlib import Path
 from dflash_bench.core import environment
 from dflash_bench.core.dialects import LaunchSpec, Program
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.methods import Method
+from dflash_bench.core.methods import Method, parse
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.models import formats, gguf, memory, mtp_heads, presets, targets
 from dflash_bench.models.convert import GGUF, convert
 from dflash_bench.models.formats.base import DraftConfig
+from dflash_bench.models.presets import Preset
+from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import RunPlan
 from dflash_bench.runner.setup import device_and_dtype, machine_of
 from dflash_bench.servers import launch as servers_launch
 from dflash_bench.servers.address import Address
-from dflash_bench.servers.launch import LaunchedServers
+from dflash_bench.servers.launch import LaunchedServers, ServerFlags
 
 PROMPT_TOKENS = 4096
 """Tokens of room for a prompt, unless --context asks for more."""
@@ -36,12 +38,53 @@ def check(request: RunRequest, methods: Sequence[Method]) -> None:
     program = servers_launch.program_named(request.launch)
     servers_launch.executable(program, request.launch_with)
     for method in methods[1:]:
-        options = {*method.options} - {"n", "block"}
-        if method.name not in program.methods or options or "auto" in method.options.values():
+        if not can_draft(program, method):
             raise UserError(
                 f"--launch {program.name} cannot draft by {method.label}; it can by {' and '.join(program.methods)}, "
                 "with the number of drafted tokens as the only option"
             )
+
+
+def can_draft(program: Program, method: Method) -> bool:
+    """Return whether a program knows the method, and all of its options."""
+    options = {*method.options} - {"n", "block"}
+    return method.name in program.methods and not options and "auto" not in method.options.values()
+
+
+def server_flags(request: RunRequest, model: Preset, method: Method) -> tuple[ServerFlags, ...]:
+    """Return how each program that can draft by this method is told so; the one to launch alone, if there is one.
+
+    A GGUF file of the draft is named as `convert` would write it into the current folder.
+    """
+    programs = servers_launch.programs() if request.launch is None else [servers_launch.program_named(request.launch)]
+    able = [program for program in programs if can_draft(program, method)]
+    if not able:
+        return ()
+    home = model.target if gguf.is_file(model.target) else str(targets.find_target(model.target))
+    plain = LaunchSpec(parse(BASELINE), request.name, home, None, None, 1, 1, "auto", GPU_SHARE)
+    config = None
+    if method.draft is not None and method.name != presets.MTP:
+        reference = model.reference(method.draft)
+        config = _draft_config(targets.find_draft(reference), home)
+        plain = replace(plain, kind=getattr(config, "kind", ""), shifted=getattr(config, "shifted_labels", False))
+    found = []
+    for program in able:
+        draft = None
+        if method.draft is not None and method.name != presets.MTP:
+            name = presets.name(reference)
+            draft = f"{name.rpartition('/')[2]}.gguf" if program.wants_gguf else _without_revision(reference)
+        drafting = replace(plain, method=method, draft=draft, num_drafts=_num_drafts(method, model, config))
+        flags = servers_launch.added_by_draft(program, plain, drafting)
+        if draft is not None and program.wants_gguf:
+            # Beside its own target's GGUF file: a draft is converted with the target's folder.
+            words = ("convert", _without_revision(reference), draft, "--to", "gguf", "--target", request.name)
+            flags = replace(flags, first=words)
+        found.append(flags)
+    return tuple(found)
+
+
+def _without_revision(reference: str) -> str:
+    return reference if os.path.isdir(reference) else reference.partition("@")[0]
 
 
 def launch(
@@ -95,14 +138,14 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
         assert method.draft is not None
         if method.name == presets.MTP:
             _require_own_heads(home, method.draft in drafts)
-            number = _num_drafts(method, resolved, None)
+            number = _num_drafts(method, model, None)
             specs.append(replace(plain, method=method, num_drafts=number, kind="MTP"))
             continue
         draft = drafts[method.draft]
         config = _draft_config(draft, home)
         weights = _as_gguf(str(draft), home, tell) if program.wants_gguf else draft
         specs.append(replace(
-            plain, method=method, draft=str(weights), num_drafts=_num_drafts(method, resolved, config),
+            plain, method=method, draft=str(weights), num_drafts=_num_drafts(method, model, config),
             kind=getattr(config, "kind", ""), shifted=getattr(config, "shifted_labels", False),
         ))  # fmt: skip
     return specs
@@ -123,9 +166,9 @@ def _draft_config(draft: Path, home: str) -> DraftConfig:
     return formats.read_checkpoint(draft, shape, headers_only=True)[1].config
 
 
-def _num_drafts(method: Method, resolved: RunPlan, config: DraftConfig | None) -> int:
+def _num_drafts(method: Method, model: Preset, config: DraftConfig | None) -> int:
     """Return as many drafted tokens as our engine would use."""
-    counts = resolved.model.num_drafts or {}
+    counts = model.num_drafts or {}
     known = method if method.tag else method.with_count(counts.get(method.name))
     return memory.round_of(known, config)[0]
 

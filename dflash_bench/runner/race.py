@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method, MethodSpec
-from dflash_bench.core.option import Condition, check_options, condition
+from dflash_bench.core.option import check_options, options_of
 from dflash_bench.models.presets import MTP, Preset, parse_drafts
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.run_info import FILE, read_info
@@ -31,13 +31,8 @@ if TYPE_CHECKING:
 SHARES = (1.0, 0.75, 0.5, 0.25)
 """The lengths that are tried of a method whose length is left open, as shares of its own."""
 CUTS = ("0.5", "auto")
-ONE_AT_A_TIME = (
-    condition(lambda request: bool(request.over), "here: give the methods to race, or leave --over out"),
-    condition(lambda request: bool(request.rate), "here: a race has levels of --concurrency"),
-    Condition(lambda request: len(request.temperature) > 1, "a race is at one temperature; give one"),
-    Condition(lambda request: request.thinking == "both", "a race is in one mode of thinking; give on or off"),
-)
-"""What a race does not vary. The command has no flags for most of it, the Python API takes any request."""
+NOT_RACED = ("over", "rate", "workers", "record", "skip", "one_at_a_time")
+"""Options of a run that a race has no use for; the command has no flags for them."""
 
 
 # What may take part.
@@ -48,9 +43,14 @@ def checked(request: RunRequest) -> tuple[RunRequest, list[Method], Preset]:
 
     Raises UserError for contradictions, and if no method is usable.
     """
-    for one in ONE_AT_A_TIME:
-        if one.holds(request):
-            raise UserError(one.error.format(flag="this"))
+    for name in NOT_RACED:
+        if (spec := options_of(RunRequest)[name]).is_given(request):
+            raise UserError(f"{spec.flag} has no effect on a race, which varies methods and loads; leave it out")
+    settings = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    several = next((name for name in settings if len(getattr(request, name)) > 1), None)
+    if several is not None or request.thinking == "both":
+        flag = "--thinking" if several is None else options_of(RunRequest)[several].flag
+        raise UserError(f"{flag}: a race is for one way of decoding; give one value")
     request = replace(request, budget=None)
     found = list(_named(request) if request.methods or request.servers else _usable(request))
     if not found:
@@ -155,12 +155,13 @@ class SharedEngine:
     """The engine of several runs in this process: opened by the first of them, with the methods of all."""
 
     def __init__(self, chosen: Sequence[Method]) -> None:
-        self.methods, self.backend = tuple(chosen), None
+        self.methods = tuple(chosen)
+        self.backend: LocalBackend | None = None
 
     def open(self, resolved: RunPlan, begins: Callable[[str], object]) -> LocalBackend:
         if self.backend is None:
             everything = replace(resolved, methods=(methods.parse(BASELINE), *self.methods))
-            self.backend: LocalBackend | None = open_local(everything, begins)
+            self.backend = open_local(everything, begins)
         return self.backend.only([method.label for method in resolved.methods])
 
 
@@ -197,10 +198,10 @@ class Course:
     def run(self, name: str, labels: Sequence[str], where: Mapping[str, Any]) -> RunTable:
         """Measure these methods and plain decoding, or finish it, and read the run; `where` is set in the request."""
         folder = self.folder / name
-        known = [server for server in self.request.servers if server.partition("=")[0] in ("plain", BASELINE, *labels)]
-        chosen = {"servers": tuple(known)} if self.request.servers else {"methods": tuple(labels)}
         begun = (folder / FILE).exists()
         if not begun or read_info(folder).state != "complete":
-            request = replace(self.request, **chosen, **where)
+            request = replace(self.request, methods=() if self.request.servers else tuple(labels), **where)
+            known = ("plain", BASELINE, *labels)
+            request = replace(request, servers=tuple(one for one in request.servers if one.partition("=")[0] in known))
             session.perform(request, folder, begun, self.tell, self.progress, opens=self.engine.open)
         return read_run(folder, judging=True)

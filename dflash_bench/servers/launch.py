@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_bench.core.dialects import DIALECTS, LaunchSpec, Program
@@ -37,16 +38,36 @@ HINTS = {
 """What to do, by a text that the log contains (in lower case)."""
 
 
+def programs() -> Iterator[Program]:
+    """Yield ours first, so that a broken plug-in stands in nobody's way who does not use it."""
+    return (dialect.program for dialect in DIALECTS.values() if dialect.program is not None)
+
+
 def program_named(name: str) -> Program:
     """Raises UserError for an unknown name."""
     known = []
-    # Ours come first, so a broken plug-in stands in nobody's way who does not use it.
-    for dialect in DIALECTS.values():
-        if dialect.program is not None:
-            known.append(dialect.program.name)
-            if dialect.program.name == name:
-                return dialect.program
+    for program in programs():
+        known.append(program.name)
+        if program.name == name:
+            return program
     raise unknown("program to launch", name, known)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFlags:
+    """How a program is told to draft, beside what it is told to serve plainly."""
+
+    program: str
+    words: tuple[str, ...]
+    first: tuple[str, ...] = ()
+    """What dflash-bench is to be told before, to write the draft as the program wants it."""
+
+
+def added_by_draft(program: Program, plain: LaunchSpec, drafting: LaunchSpec) -> ServerFlags:
+    """Return the arguments that `drafting` has and `plain`, of the same target, has not."""
+    given, own = ([str(word) for word in program.argv(spec, 0)] for spec in (plain, drafting))
+    assert own[: len(given)] == given, f"{program.name} is told how to draft in the middle"
+    return ServerFlags(program.name, tuple(own[len(given) :]))
 
 
 def executable(program: Program, given: str | None) -> str:

@@ -421,7 +421,9 @@ def without_first(several: Sequence[Loaded], number: int) -> list[Loaded]:
     kept = [without(loaded, loaded.order[:number]) for loaded in several]
     if not any(loaded.prompts for loaded in kept):
         most = max(len(loaded.prompts) for loaded in several)
-        raise UserError(f"--skip {number} leaves out all prompts, of which there are {most}; lower it, or raise --limit")
+        raise UserError(
+            f"--skip {number} leaves out all prompts, of which there are {most}; lower it, or raise --limit"
+        )
     return [loaded for loaded in kept if loaded.prompts]
 
 

@@ -233,7 +233,7 @@ def test_plot_writes_every_plot_and_names_it(tmp_path: Path, main: Main) -> None
     assert shown.splitlines() == [
         f"run/plots/{name}.svg"
         for name in plots.PLOTS
-        if name not in ("sweep", "load", "context", "headroom", "reliability")
+        if name not in ("sweep", "load", "frontier", "context", "headroom", "reliability")
     ]
     assert main("plot", "run", "run", "-o", "there") == (0, "there/trend.png\n", "")
     assert Path("there/trend.png").read_bytes().startswith(b"\x89PNG")

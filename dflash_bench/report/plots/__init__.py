@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.analysis.compare import Difference
+from dflash_bench.analysis.concurrency import SpeedPoint
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.files import require_output
 from dflash_bench.perf.verdict import ProfiledBatch
-from dflash_bench.report.plots import acceptance, drafts, series, speed
+from dflash_bench.report.plots import acceptance, drafts, frontier, series, speed
 from dflash_bench.report.plots.curves import History, profile, training, trend
 from dflash_bench.report.plots.style import (
     PAPER_WIDTHS,
@@ -26,14 +27,14 @@ from dflash_bench.report.sections import by_context
 
 __all__ = [
     "CAPTIONS", "KINDS", "PLOTS", "Material", "NothingToPlotError", "check_kind", "drawn", "names_for", "svg",
-    "write_plot", "write_profile", "write_training", "write_trend",
+    "write_frontier", "write_plot", "write_profile", "write_training", "write_trend",
 ]  # fmt: skip
 
 KINDS = ("png", "svg", "pdf", "pgf")
 PLOTS: dict[str, Callable[[Material], Any]] = {
     "speedup": speed.speedup, "acceptance": acceptance.histogram, "positions": acceptance.positions,
     "output": acceptance.output, "rounds": speed.rounds, "prompts": speed.prompts,
-    "load": series.load, "sweep": series.sweep, "context": series.context,
+    "load": series.load, "frontier": frontier.frontier, "sweep": series.sweep, "context": series.context,
     "headroom": drafts.headroom, "reliability": drafts.reliability,
 }  # fmt: skip
 CAPTIONS = {
@@ -43,6 +44,7 @@ CAPTIONS = {
     "output": "A falling line means that the draft gets worse as the answer gets longer.",
     "rounds": "Plain decoding (ar) only verifies one token; what a longer bar has on top is the price of a round.",
     "load": "Where the right line falls to 1, drafting no longer pays: so many answers keep the machine busy without.",
+    "frontier": "Each point is a method under a load: to the left one answer comes faster, higher up all together do.",
     "sweep": "Where acceptance still rises but the speed-up does not, the longer round costs what the draft gains.",
     "context": "Where al.pooled falls below break_even_al (dashed), a longer context costs more than the draft gains.",
     "headroom": "Hatched: the right token was among the draft's best, and a better choice among them would pay. What "
@@ -65,6 +67,7 @@ def names_for(material: Material) -> list[str]:
     lacking = {
         "sweep": not material.document.sweeps,
         "load": not material.document.loads,
+        "frontier": not material.document.loads,
         "context": not by_context(material.cells),
         "headroom": material.info.identity.headroom is None,
         "reliability": material.info.identity.record is None,
@@ -91,6 +94,11 @@ def write_training(histories: Mapping[str, History], path: Path) -> Path:
 def write_profile(places: Sequence[ProfiledBatch], title: str, path: Path) -> Path:
     """Draw the cost of forwards by width; `title` names the target, and says whether it is estimated."""
     return _write(lambda places: profile(places, title), places, path)
+
+
+def write_frontier(points: Mapping[str, Sequence[SpeedPoint]], path: Path) -> Path:
+    """Draw throughput against latency, with a panel for each title. Raises NothingToPlotError without a point."""
+    return _write(frontier.drawn, points, path)
 
 
 def drawn(material: Material, name: str, into: Any = None) -> Any:

@@ -1,0 +1,262 @@
+"""A recommendation in words, as Markdown and as JSON: a decision for each load, why others lost, and what to paste."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from dflash_bench.analysis.concurrency import SpeedPoint
+from dflash_bench.analysis.metrics import BASELINE
+from dflash_bench.analysis.race import WORTH, Decision, Recommendation, Standing
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.core import methods
+from dflash_bench.core.types import context_name
+from dflash_bench.report.data import json_value
+from dflash_bench.report.render import WIDTH, markdown, terminal
+from dflash_bench.report.tables import Column, ReportTable, Section, TableRow, Value, number
+
+OUTCOMES = {
+    "baseline": "plain decoding",
+    "leads": "the fastest",
+    "level": "not told apart from the fastest",
+    "slower": "slower than the fastest",
+    "no_gain": f"at most {100 * WORTH:.0f} % faster than the fastest",
+    "below_plain": "slower than plain decoding",
+    "wrong": "out: answers are not the model's own",
+    "failed": "out: failed",
+    "no_time": "left out for lack of time",
+    "waiting": "not measured",
+}
+LEGEND = (
+    "of the fastest: its speed-up divided by that of the fastest method, on the prompts that both answered. tokens/s "
+    "of all answers together, and ms per token of one, are plain decoding's times the ratio to plain decoding in the "
+    "same runs. The fastest is chosen by these same figures, so that its own are, if anything, a little too high."
+)
+
+
+def sections(found: Recommendation) -> list[Section]:
+    made = found.decisions
+    drafting = list(dict.fromkeys(one.choice for one in made if one.choice != BASELINE and one.verdict != "too_few"))
+    parts = [
+        Section("decision", f"What to serve {found.model} with", sentences=[*_by_load(made)]),
+        Section("changes", "What would change it", sentences=[*_changes(made)]),
+        Section("flags", "How a server is told", sentences=[line for one in drafting for line in _flags(one, found)]),
+        Section("memory", "Memory", sentences=[_room(method, *room) for method, room in found.rooms.items()]),
+        _sliced(made),
+        _tried(made),
+    ]
+    about = f"{len(found.runs)} runs in {found.folder}, {found.spent_s / 60:.1f} minutes on {found.machine}."
+    return [*(one for one in parts if one.sentences or one.table), Section("about", "Measured", sentences=[about])]
+
+
+def text(found: Recommendation, width: int | None = WIDTH) -> str:
+    # What is to be pasted is not broken into lines.
+    widths = {"flags": None}
+    return "\n\n".join(terminal(one, widths.get(one.id, width)) for one in sections(found)) + "\n"
+
+
+def page(found: Recommendation, plot: str | None) -> str:
+    """As Markdown; `plot` is the name of the picture beside it."""
+    parts = []
+    for section in sections(found):
+        if section.id == "flags":
+            parts.append(f"## {section.title}\n\n```\n" + "\n".join(section.sentences) + "\n```")
+        else:
+            parts.append(markdown(section))
+        if section.id == "tried" and plot is not None:
+            parts.append(f"![throughput against latency]({plot})")
+    return "\n\n".join(parts) + "\n"
+
+
+def as_json(found: Recommendation) -> dict[str, Any]:
+    """Everything as codes and numbers; intervals as [value, low, high]."""
+    return {
+        "model": found.model, "machine": found.machine, "spent_s": json_value(found.spent_s),
+        "decisions": [
+            {
+                **asdict(one.load), "choice": one.choice, "verdict": one.verdict, "speedup": json_value(one.speedup),
+                "more_prompts": one.more_prompts,
+                "slices": [[name, num, json_value(speedup)] for name, num, speedup in one.slices],
+                "loses_from": json_value(one.loses_from),
+                "tried": [_standing_json(standing) for standing in one.standings],
+            } for one in found.decisions
+        ],
+        "flags": {method: {name: list(words) for name, words, _ in found.flags[method]} for method in found.flags},
+        "longest_context": {
+            method: {"with_draft": with_it, "without": without} for method, (with_it, without) in found.rooms.items()
+        },
+        "runs": [str(run) for run in found.runs],
+    }  # fmt: skip
+
+
+def _standing_json(standing: Standing) -> dict[str, Any]:
+    intervals = {name: getattr(standing, name) for name in ("speedup", "beside", "length")}
+    return {name: json_value(value) for name, value in (asdict(standing) | intervals).items()}
+
+
+def points(made: Sequence[Decision]) -> dict[str, list[SpeedPoint]]:
+    """The points of the plot, by the context that its panels are named after."""
+    panels: dict[str, list[SpeedPoint]] = {}
+    for one in made:
+        panels.setdefault(_context(one), []).extend(
+            SpeedPoint(standing.method, one.load.concurrency, standing.ms_per_token, standing.tokens_per_s)
+            for standing in one.standings
+            if standing.ms_per_token and standing.tokens_per_s
+        )
+    return panels
+
+
+# Decisions in sentences.
+
+
+def _context(one: Decision) -> str:
+    return f"context {context_name(one.load.context)}" if one.load.context else ""
+
+
+def _by_load(made: Sequence[Decision]) -> Iterator[str]:
+    """A sentence for neighbouring loads that come to the same."""
+    for context, of_context in groupby(made, key=_context):
+        several = list(of_context)
+        groups = [list(same) for _, same in groupby(several, key=lambda one: (one.verdict, one.choice))]
+        for at, same in enumerate(groups):
+            where = _where([one.load.concurrency for one in same], at == 0, at == len(groups) - 1)
+            said = "; ".join(_said(one, len(same) > 1) for one in same) if same[0].verdict != "plain" else _plain(same)
+            yield f"{context + ', ' if context else ''}{where}: {_name(same[0])}{said}"
+
+
+def _where(loads: Sequence[int], is_first: bool, is_last: bool) -> str:
+    if is_first and not is_last:
+        return f"up to {loads[-1]} at a time" if loads[-1] > 1 else "1 at a time"
+    if is_last and not is_first:
+        return f"from {loads[0]} at a time on"
+    return f"{loads[0]} to {loads[-1]} at a time" if len(loads) > 1 else f"{loads[0]} at a time"
+
+
+def _name(one: Decision) -> str:
+    return f"{described(one.of(one.choice))}, " if one.verdict == "faster" else ""
+
+
+def described(standing: Standing) -> str:
+    """A method as people say it: `dflash, 10 drafted tokens`."""
+    method = methods.parse(standing.method)
+    others = method.options.keys() - {method.kind.count, "n", "block", "nodes"}
+    head = standing.method if others else standing.method.partition(":")[0]
+    unit = "nodes" if method.kind.shape == "tree" else "drafted tokens"
+    return head if standing.num_drafts is None else f"{head}, {standing.num_drafts} {unit}"
+
+
+def _said(one: Decision, names_load: bool) -> str:
+    where = f" at {one.load.concurrency}" if names_load else ""
+    if one.verdict == "faster":
+        return f"{_times(one.speedup)}{where}"
+    if one.verdict == "no_time":
+        return f"cannot tell{where}: there was no time to measure; raise --for"
+    best = one.of(one.choice)
+    if one.verdict == "too_few":
+        num = best.num_prompts
+        return f"cannot tell{where}: {num} answered prompts are too few for an interval; give more of them"
+    more = f"about {one.more_prompts:,} more prompts would tell" if one.more_prompts else "more prompts hardly would"
+    return f"cannot tell{where}: {described(best)}, has {_times(one.speedup)} the speed of plain decoding; {more}"
+
+
+def _plain(same: Sequence[Decision]) -> str:
+    best = [next((standing for standing in one.standings[1:] if standing.speedup), None) for one in same]
+    known = [f"{described(one)}, has {_times(one.speedup)} its speed" for one in best if one]
+    return f"plain decoding; the best method, {known[0]}" if known else "plain decoding"
+
+
+def _times(interval: Interval | None) -> str:
+    if interval is None:
+        return "an unknown multiple of"
+    if interval.low is None or interval.high is None:
+        return f"{number(interval.value)} times"
+    return f"{number(interval.value)} times ({number(interval.low)} to {number(interval.high)})"
+
+
+def _changes(made: Sequence[Decision]) -> Iterator[str]:
+    """What the next best lacks, and where the choice would stop paying."""
+    for one in made:
+        if one.verdict not in ("faster", "plain"):
+            continue
+        where = _load(one)
+        parts = []
+        if one.level:
+            same = ", ".join(f"{other.method} ({_times(other.beside)} its speed)" for other in one.level[:3])
+            parts.append(f"not told apart from the fastest: {same}")
+        rival = next((other for other in one.standings[1:] if other.verdict in ("slower", "no_gain")), None)
+        if rival and rival.beside and rival.beside.value > 0:
+            parts.append(
+                f"{rival.method}, next, would have to be {number(1 / rival.beside.value)} times as fast as it is"
+            )
+        chosen = one.of(one.choice)
+        if one.verdict == "faster" and chosen.length and chosen.break_even:
+            parts.append(
+                f"plain decoding wins once al.pooled falls from {number(chosen.length.value)} to "
+                f"{number(chosen.break_even)} (break_even_al)"
+            )
+        if one.loses_from is not None:
+            parts.append(f"it stops paying at about {one.loses_from:.0f} answers at a time")
+        if parts:
+            yield f"{where}: {'; '.join(parts)}"
+
+
+def _flags(label: str, found: Recommendation) -> Iterator[str]:
+    if label in found.served:
+        yield f"{label}: as its server was started"
+        return
+    known = found.flags.get(label, ())
+    for program, words, first in known:
+        yield f"{label}, {program}: {shlex.join(words)}"
+        if first:
+            yield f"  first: dflash-bench {shlex.join(first)}"
+    if not known:
+        yield f"{label}: no server that can be launched drafts so; in this engine, --method {label}"
+
+
+def _room(label: str, with_draft: int, without: int) -> str:
+    return (
+        f"{label}: the longest context that is predicted to fit is {with_draft:,} tokens with its draft, and "
+        f"{without:,} without"
+    )
+
+
+def _sliced(made: Sequence[Decision]) -> Section:
+    """What the choice brings by category."""
+    heads = ["load", "method", "category", "prompts", "speed-up [95 %]"]
+    rows: list[list[Value]] = [
+        [_load(one), one.choice, name, num, speedup] for one in made for name, num, speedup in one.slices
+    ]
+    return Section("slices", "By category", ReportTable.of(heads, rows, left=3) if rows else None)
+
+
+def _load(one: Decision) -> str:
+    return ", ".join(filter(None, [_context(one), f"{one.load.concurrency} at a time"]))
+
+
+def _tried(made: Sequence[Decision]) -> Section:
+    columns = [
+        Column("method", "method", "left"), Column("speedup", "speed-up [95 %]"),
+        Column("beside", "of the fastest [95 %]", is_spare=True), Column("length", "al.pooled", has_interval=False),
+        Column("tokens_per_s", "tokens/s", digits=0), Column("ms_per_token", "ms/token"),
+        Column("prompts", "prompts"), Column("outcome", "outcome", "left"),
+    ]  # fmt: skip
+    rows = [
+        TableRow(
+            [
+                standing.method, standing.speedup, standing.beside, standing.length, standing.tokens_per_s,
+                standing.ms_per_token, standing.num_prompts, _outcome(standing),
+            ],
+            _load(one),
+        )
+        for one in made
+        for standing in one.standings
+    ]  # fmt: skip
+    return Section("tried", "All that was tried", ReportTable(columns, rows, "load"), [LEGEND])
+
+
+def _outcome(standing: Standing) -> str:
+    said = OUTCOMES[standing.verdict]
+    return f"{said}: {standing.error}" if standing.error else said
