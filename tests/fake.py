@@ -89,6 +89,11 @@ class FakeBackend:
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
         pass
 
+    def only(self, labels: Sequence[str]) -> FakeBackend:
+        """As an engine that several runs share."""
+        methods = {label: self.about["methods"][label] for label in labels}
+        return replace(self, about={**self.about, "methods": methods})
+
     def generate(
         self,
         method: str,
@@ -141,7 +146,8 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, identity: Map
         backend.about = {"model": "fake", "dtype": "float32", "methods": methods, **(identity or {})}
         return backend
 
-    monkeypatch.setattr("dflash_bench.runner.session.open_local", open_fake)
+    for module in ("session", "race"):
+        monkeypatch.setattr(f"dflash_bench.runner.{module}.open_local", open_fake)
     monkeypatch.setattr("dflash_bench.runner.session.decoder_of", lambda *_: None)
 
 

@@ -30,6 +30,7 @@ SPEEDUP, LENGTH, BREAK_EVEN, PLAIN_MS = "speedup.decode", "al.pooled", "break_ev
 WORTH = 0.03
 """A smaller gain is not worth more measuring: a method that is at most so much faster leaves, too."""
 
+ROUNDING = 1e-6
 ONE_WAVE = 0.85
 """Under a load with several answers at a time, a method's answers to a round's prompts are decoded together, so that a
 disturbance hits all of them. After the first round only methods leave whose upper bound is below this."""
@@ -213,7 +214,7 @@ class Race:
             elif beside >= most:
                 found[method] = "level"
             else:
-                found[method] = "slower" if beside < 1 else "no_gain"
+                found[method] = "slower" if beside < 1 - ROUNDING else "no_gain"
         return found
 
     def beside(self, method: str, leader: str) -> Interval | None:

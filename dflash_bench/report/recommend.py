@@ -106,7 +106,7 @@ def points(made: Sequence[Decision]) -> dict[str, list[SpeedPoint]]:
             for standing in one.standings
             if standing.ms_per_token and standing.tokens_per_s
         )
-    return panels
+    return {title: some for title, some in panels.items() if some}
 
 
 # Decisions in sentences.

@@ -177,7 +177,8 @@ class Caller:
     words: str | None = None
     """None: the command line."""
     stages: Stages | None = None
-    opens: Callable[[RunPlan, Callable[[str], object]], Backend] = open_local
+    opens: Callable[[RunPlan, Callable[[str], object]], Backend] | None = None
+    """How the engine of this process is opened, if not by `open_local`."""
 
     def begins(self, doing: str) -> None:
         """Show what is done before the first answer."""
@@ -198,7 +199,7 @@ def perform(
     progress: Callable[..., Progress] = Progress,
     words: str | None = None,
     stages: Stages | None = None,
-    opens: Callable[[RunPlan, Callable[[str], object]], Backend] = open_local,
+    opens: Callable[[RunPlan, Callable[[str], object]], Backend] | None = None,
 ) -> None:
     """Run, or continue the run in `folder`. Raises UserError before anything is written.
 
@@ -261,7 +262,7 @@ def _opened(resolved: RunPlan, stack: ExitStack, caller: Caller) -> tuple[Prepar
         if note := kernels_note(resolved):
             caller.tell(f"note: {note}")
         caller.begins(f"loading {resolved.request.name}")
-        return prepared, caller.opens(prepared.pinned(resolved), caller.begins)
+        return prepared, (caller.opens or open_local)(prepared.pinned(resolved), caller.begins)
     caller.begins("connecting")
     backend = stack.enter_context(open_servers(resolved, config.addresses_of(resolved.request)))
     if not resolved.request.has_target:

@@ -30,9 +30,9 @@ def frontier(material: Material) -> Any:
 def drawn(points_by_panel: Mapping[str, Sequence[SpeedPoint]], suites: Mapping[str, str] | None = None) -> Any:
     """Draw points by the titles of their panels, one colour for all lengths of a method; `suites` are those of panels.
 
-    Raises NothingToPlotError without a point.
+    Every panel has a point. Raises NothingToPlotError without a panel.
     """
-    if not any(points_by_panel.values()):
+    if not points_by_panel:
         raise NothingToPlotError("nothing was measured")
     names = list(points_by_panel)
     figure, axes_of = panels(names, 3.4 if len(names) == 1 else 2.4)
