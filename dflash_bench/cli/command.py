@@ -27,6 +27,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dflash-bench sweep --suite gsm8k --over block=4,8,16",
         "dflash-bench sweep --suite gsm8k --over temperature=0,0.6,1",
     ),
+    "recommend": (
+        "dflash-bench recommend --prompts mine.jsonl --concurrency 1,8,32 --for 30m",
+        "dflash-bench recommend --model qwen3-8b --suite chat --method dflash,eagle3 --launch vllm -o race",
+    ),
     "demo": (
         "dflash-bench demo",
         "dflash-bench demo 'What is 17 times 23?' --model smollm2 --method eagle3",

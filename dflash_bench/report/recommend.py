@@ -13,9 +13,10 @@ from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.analysis.race import WORTH, Decision, Recommendation, Standing
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import methods
+from dflash_bench.core.labels import WIDTH
 from dflash_bench.core.types import context_name
 from dflash_bench.report.data import json_value
-from dflash_bench.report.render import WIDTH, markdown, terminal
+from dflash_bench.report.render import markdown, terminal
 from dflash_bench.report.tables import Column, ReportTable, Section, TableRow, Value, number
 
 OUTCOMES = {

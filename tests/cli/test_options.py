@@ -32,6 +32,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "score": ("math", "math"),
     "data": ("embedded", "embedded"),
     "limit": (4, 4),
+    "skip": ("1", 1),
     "balance": ("category", "category"),
     "budget": ("5m", "5m"),
     "thinking": ("both", "both"),
