@@ -16,7 +16,9 @@ import torch
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.methods import Method
 from dflash_bench.core.option import check_options
+from dflash_bench.diagnose.case_details import DetailDifference, drawn_difference, tree_difference
 from dflash_bench.diagnose.compare_rounds import (
     DecodedPrompt,
     Explanation,
@@ -82,10 +84,12 @@ class Conformance:
     accepted: float | None = None
     """Accepted drafts per round, beside `expected`."""
     expected: float | None = None
-    difference: RoundDifference | None = None
+    difference: RoundDifference | DetailDifference | None = None
     explanations: tuple[Explanation, ...] = ()
     compared: tuple[str, ...] = ()
     """Of a server, what it tells: rounds, counts, tokens."""
+    details: tuple[Literal["trees", "drawn"], ...] = ()
+    """What else is as the publisher's: a case's trees, its drawn blocks."""
 
 
 def forwards_named(names: Sequence[str]) -> list[Forward]:
@@ -126,9 +130,17 @@ class CaseSubject:
     def close(self) -> None:
         self._copies.cleanup()
 
-    def drafter(self, target: Target, reading: WrongReading | None = None, block: int | None = None) -> Drafter:
-        """Build the case's drafter, or one that reads its draft wrongly. Raises UserError for a refused draft."""
-        method = methods.parse(self.case.method if reading is None or reading.method is None else reading.method)
+    def drafter(
+        self, target: Target, reading: WrongReading | None = None, block: int | None = None, method: str | None = None
+    ) -> Drafter:
+        """Build the case's drafter, by another method, or one that reads its draft wrongly.
+
+        Raises UserError for a refused draft.
+        """
+        under = None if reading is None else reading.method
+        return self._built(target, methods.parse(under or method or self.case.method), reading, block)
+
+    def _built(self, target: Target, method: Method, reading: WrongReading | None, block: int | None) -> Drafter:
         method = method if block is None else method.with_option("block", block)
         models, draft = self.models, self._draft(reading)
         preset = Preset(str(self.case.target), {})
@@ -275,11 +287,27 @@ class _Checked:
             num_equal=num_equal_rounds(case, decoded), num_rounds=case.num_rounds,
             accepted=accepted_per_round(case, decoded), expected=case.accepted_per_round, difference=difference,
         )  # fmt: skip
-        if difference is None or difference.together:
+        if difference is None:
+            return self._with_details(target, found)
+        if difference.together:
             return found
         accepted = self._accepted(target, drafter, decoded)
         named = explanations(case, decoded, accepted, lambda reading: self._under(target, reading))
         return replace(found, explanations=named)
+
+    def _with_details(self, target: Target, found: Conformance) -> Conformance:
+        """Compare what the case says beside its rounds, which are equal."""
+        case, subject = self.subject.case, self.subject
+        if case.tree_method is not None:
+            if (tree := tree_difference(case, target, subject.drafter(target, method=case.tree_method))) is not None:
+                return replace(found, state="differs", difference=tree)
+            found = replace(found, details=("trees",))
+        if case.drawn:
+            drawing: Any = subject.drafter(target, method="dflash:rule=rejection")
+            if (drawn := drawn_difference(case, target, drawing)) is not None:
+                return replace(found, state="differs", difference=drawn)
+            found = replace(found, details=(*found.details, "drawn"))
+        return found
 
     def _accepted(self, target: Target, drafter: Drafter, decoded: Sequence[DecodedPrompt]) -> float | None:
         """Return accepted drafts per round, with the round behind the last token that some publishers' loops make."""

@@ -48,6 +48,45 @@ class GoldenPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstTree:
+    """The tree of a prompt's first round, as the publisher's code grows it, and the rounds that the answer takes."""
+
+    prompt: int
+    """Its index among the case's prompts."""
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    """Indices of nodes; -1 is the anchor."""
+    num_rounds: int
+
+    @property
+    def paths(self) -> frozenset[tuple[int, ...]]:
+        return paths(self.tokens, self.parents)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnSlot:
+    """A slot's drawn token, and the largest probabilities of the draft (q) and of the target (p) given those before."""
+
+    token: int
+    q: Mapping[int, float]
+    p: Mapping[int, float]
+    supports: Mapping[str, int]
+    """How many tokens "q" and "p" allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnBlock:
+    """A block drawn behind a prompt and an anchor, with the run's temperature and filters."""
+
+    prompt: tuple[int, ...]
+    anchor: int
+    temperature: float
+    top_p: float
+    top_k: int
+    slots: tuple[DrawnSlot, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WrongReading:
     """A misreading, and what the publisher's code gives under it.
 
@@ -85,6 +124,10 @@ class GoldenCase:
     num_drafts: int
     prompts: tuple[GoldenPrompt, ...]
     readings: tuple[WrongReading, ...]
+    tree_method: str | None = None
+    """The method that grows the case's trees."""
+    trees: tuple[FirstTree, ...] = ()
+    drawn: tuple[DrawnBlock, ...] = ()
 
     @property
     def shrinks(self) -> bool:
@@ -128,6 +171,7 @@ def read_case(name: str) -> GoldenCase:
         name, kind, stored["what"], stored["source"]["repository"], (folder / stored["target"]).resolve(),
         draft if draft.is_dir() else None, method_of(kind, settings), settings["drafts_per_round"],
         tuple(map(_prompt, stored["cases"])), tuple(map(_reading, stored["wrong_readings"])),
+        *_trees(stored.get("tree")), tuple(map(_drawn, stored.get("sampled", ()))),
     )  # fmt: skip
 
 
@@ -150,6 +194,41 @@ def _prompt(stored: Mapping[str, Any]) -> GoldenPrompt:
     within = tuple(one for one in rounds if one.anchor_at < last)
     stop_ids = frozenset(stored.get("stop_token_ids") or ())
     return GoldenPrompt(prompt, stored["max_new_tokens"], stop_ids, tokens, within, len(within) < len(rounds))
+
+
+def paths(tokens: Sequence[int], parents: Sequence[int]) -> frozenset[tuple[int, ...]]:
+    """Return the path to each node of a tree."""
+    made: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        made.append((*(made[parent] if parent >= 0 else ()), token))
+    return frozenset(made)
+
+
+def _trees(stored: Mapping[str, Any] | None) -> tuple[str | None, tuple[FirstTree, ...]]:
+    """Return a case's trees and their method. Node 0 of theirs is the anchor, which their budget counts."""
+    if stored is None:
+        return None, ()
+    method = f"ddtree:nodes={stored['budget'] - 1},top_k={stored['tree_width']},tree=expanded"
+    firsts = [
+        FirstTree(
+            one["prompt_index"], tuple(one["first_tree"]["token_ids"][1:]),
+            tuple(parent - 1 for parent in one["first_tree"]["parent_indices"][1:]), len(one["nodes_verified"]),
+        )
+        for one in stored["cases"]
+    ]  # fmt: skip
+    return method, tuple(firsts)
+
+
+def _drawn(stored: Mapping[str, Any]) -> DrawnBlock:
+    return DrawnBlock(
+        tuple(stored["prompt"]), stored["anchor"], stored["temperature"], stored["top_p"], stored["top_k"],
+        tuple(map(_slot, stored["slots"])),
+    )  # fmt: skip
+
+
+def _slot(stored: Mapping[str, Any]) -> DrawnSlot:
+    q, p = (dict(zip(stored[f"{name}_ids"], stored[name], strict=True)) for name in "qp")
+    return DrawnSlot(stored["token"], q, p, {name: stored[f"{name}_support"] for name in "qp"})
 
 
 def _reading(stored: Mapping[str, Any]) -> WrongReading:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dflash_bench.core.draft_kinds import name_of_kind
 from dflash_bench.core.labels import wrapped
+from dflash_bench.diagnose.case_details import DetailDifference
 from dflash_bench.diagnose.compare_rounds import Explanation, How, RoundDifference
 from dflash_bench.diagnose.conform import Conformance, State
 from dflash_bench.report import render
@@ -77,13 +78,38 @@ def sentences(found: Sequence[Conformance]) -> Iterator[str]:
 
 
 def _sentence(one: Conformance) -> str | None:
+    if isinstance(one.difference, DetailDifference):
+        return detail_text(one.difference)
     if one.state == "differs" and one.difference is not None:
         return f"{difference_text(one.difference)}; {_explained(one.explanations, one.difference.together)}"
     if one.why:
         return f"{VERDICTS[one.state]}: {one.why}"
     if one.compared:
         return f"compared {', '.join(one.compared)}: as far as the server tells"
+    if one.details:
+        what = {
+            "trees": f"the first trees of {len(one.case.trees)} prompts, and the rounds that trees take",
+            "drawn": f"q and p of {sum(len(block.slots) for block in one.case.drawn)} drawn slots",
+        }
+        return f"also the publisher's: {' and '.join(what[detail] for detail in one.details)}"
     return None
+
+
+def detail_text(difference: DetailDifference) -> str:
+    """State where a case's trees or drawn blocks first differ."""
+    own, due = difference.found, difference.expected
+    if difference.part == "tree":
+        return f"prompt {difference.number}: the first tree has the path {_path(own)}, and the publisher's {_path(due)}"
+    if difference.part == "tree_rounds":
+        return f"prompt {difference.number}: {own[0]:g} rounds with trees, and {due[0]:g} by the publisher's code"
+    what = f"drawn block {difference.number}, slot {difference.slot}: {difference.part}"
+    if difference.token is None:
+        return f"{what} allows {own[0]:g} tokens, and the publisher's {due[0]:g}"
+    return f"{what} of token {difference.token} is {own[0]:.6g}, and the publisher's {due[0]:.6g}"
+
+
+def _path(tokens: Sequence[float]) -> str:
+    return " ".join(f"{token:g}" for token in tokens) or "of no other node"
 
 
 def difference_text(difference: RoundDifference) -> str:
@@ -140,7 +166,7 @@ def conform_as_json(found: Sequence[Conformance]) -> list[dict[str, Any]]:
             "num_rounds": one.num_rounds or one.case.num_rounds, "accepted_per_round": one.accepted,
             "expected_per_round": one.case.accepted_per_round if one.expected is None else one.expected,
             "difference": one.difference and asdict(one.difference), "compared": list(one.compared),
-            "named": [asdict(explained) for explained in one.explanations],
+            "named": [asdict(explained) for explained in one.explanations], "details": list(one.details),
         }
         for one in found
     ]  # fmt: skip

@@ -15,11 +15,15 @@ from fake_server import Count, FakeServer
 
 from dflash_bench.core.dialects import WHOLE, AcceptanceCounts, Conversion, rule_of
 from dflash_bench.diagnose import compare_rounds, conform, conform_server, golden_cases, show_conform
+from dflash_bench.diagnose.case_details import DetailDifference
 from dflash_bench.diagnose.compare_rounds import DecodedPrompt
 from dflash_bench.diagnose.conform import FORWARDS, CaseSubject, Conformance
 from dflash_bench.diagnose.conform_server import AskedPrompt, answer_of, asked_prompts
 from dflash_bench.diagnose.golden_cases import CaseRound, GoldenCase, WrongReading, read_case
+from dflash_bench.engine.drafters.base import DraftSampler
+from dflash_bench.engine.drafters.ddtree import DDTreeDrafter, ExpandedTreeDrafter
 from dflash_bench.engine.selection import target_of
+from dflash_bench.engine.target import Target
 from dflash_bench.runner.config import RunRequest
 
 Main = Callable[..., tuple[int, str, str]]
@@ -179,6 +183,68 @@ def test_a_planted_fault_is_named(
     code, out, _ = main("conform", name, "--forward", "torch")
     assert code == 1 and f"differs: {reading}" in out and "0 of 1 case conforms." in out
     assert "round" in out and "and the publisher's code" in " ".join(out.split())
+
+
+# Trees, and the probabilities of drawn tokens
+
+
+def details_of(case: GoldenCase, forward: str) -> Conformance:
+    """Of a case whose rounds are taken for equal."""
+    subject = CaseSubject.load(case, "cpu")
+    target = target_of(subject.models.target, FORWARDS[forward].engine, FORWARDS[forward].kernels)
+    checked = conform._Checked(subject, FORWARDS[forward], quiet)
+    found = checked._with_details(target, Conformance(case, forward, "equal"))
+    subject.close()
+    return found
+
+
+DETAILED = {
+    "jetspec-causal-head": "trees", "zlab-dflash2": "drawn", "zlab-dflash2-sliding": "drawn",
+    "zlab-sliding-default": "drawn",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", ["torch", "transformers"])
+@pytest.mark.parametrize("name", DETAILED)
+def test_trees_and_drawn_blocks_are_the_publishers(name: str, forward: str) -> None:
+    found = details_of(read_case(name), forward)
+    assert (found.state, found.details) == ("equal", (DETAILED[name],))
+    assert "also the publisher's: " in " ".join(show_conform.conform_text([found]).split())
+
+
+def _undecided(self: Any, ids: Any, scores: Any, place: int, usual: Any = DraftSampler.sample_among) -> Any:
+    return usual(self, ids, scores / 2, place)
+
+
+def _narrow(self: Any, usual: Any = ExpandedTreeDrafter.whole_tree) -> Any:
+    self.top_k = 2
+    return usual(self)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "wrong", "part"),
+    [
+        ("jetspec-causal-head", (ExpandedTreeDrafter, "whole_tree"), _narrow, "tree"),
+        ("jetspec-causal-head", (ExpandedTreeDrafter, "whole_tree"), DDTreeDrafter.whole_tree, "tree_rounds"),
+        ("zlab-dflash2", (DraftSampler, "sample_among"), _undecided, "q"),
+        ("zlab-sliding-default", (Target, "forward"), None, "p"),
+    ],
+)
+def test_a_wrong_tree_and_a_wrong_probability_are_found(
+    name: str, place: tuple[Any, str], wrong: Any, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = Target.forward
+
+    def other(self: Target, tokens: Any, *rest: Any, **options: Any) -> Any:
+        """Passes that verify say something else."""
+        read = usual(self, tokens, *rest, **options)
+        return read if "keep_logits" in options else replace(read, logits=read.logits.roll(1, dims=-1))
+
+    monkeypatch.setattr(*place, wrong or other)
+    found = details_of(read_case(name), "torch")
+    assert isinstance(found.difference, DetailDifference)
+    assert (found.state, found.difference.part) == ("differs", part) and not found.details
+    assert "the publisher" in show_conform.detail_text(found.difference)
 
 
 def test_what_is_not_read_is_said_and_never_passes(main: Main, planted: Callable[..., None]) -> None:

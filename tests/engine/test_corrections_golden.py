@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +9,8 @@ import torch
 from golden_drafts import CASES, assert_drafts_as_published, golden
 
 import dflash_bench as db
-from dflash_bench.core import methods
-from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters import dflash
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
-from dflash_bench.engine.sampling import Sampler, Sampling
 
 METHODS = {
     "deepspec-dspark-vanilla": "dflash",
@@ -83,56 +79,3 @@ def test_lilicorrs_candidates_and_scores_are_its_publishers(monkeypatch: pytest.
     for (ids, ours), expected, values in zip(seen, candidates, scores, strict=False):
         assert ids.tolist() == expected
         torch.testing.assert_close(ours, torch.tensor(values), atol=1e-5, rtol=1e-5)
-
-
-# Sampled drafts: q of each slot given the tokens that were drawn before it, and the target's p, filters and all.
-
-SAMPLED = ("zlab-dflash2", "zlab-dflash2-sliding", "zlab-sliding-default")
-
-
-class Forced(dflash.SamplingPick):
-    """Computes as usual, and then takes the tokens of the case."""
-
-    tokens: Sequence[int] = ()
-
-    def among(self, ids: torch.Tensor, scores: torch.Tensor, place: int) -> torch.Tensor:
-        super().among(ids, scores, place)
-        return (ids == self.tokens[place]).int().argmax(dim=1)
-
-
-def assert_distribution(ours: torch.Tensor, slot: dict[str, Any], name: str) -> None:
-    assert int((ours > 0).sum()) == slot[f"{name}_support"]
-    values = torch.tensor(slot[name])
-    torch.testing.assert_close(ours[slot[f"{name}_ids"]].float(), values, rtol=2e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-@torch.inference_mode()
-def test_drawn_drafts_have_the_publishers_probabilities(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = golden(name)
-    monkeypatch.setattr(dflash, "SamplingPick", Forced)
-    drafts = {"dflash": CASES / name / "draft"}
-    with db.Engine(target=(CASES / name / case["target"]).resolve(), drafts=drafts, dtype="float32") as engine:
-        drafter: Any = engine._drafter(methods.parse("dflash:rule=rejection"))
-        target = engine._target
-        for drawn in case["sampled"]:
-            prompt, anchor, slots = drawn["prompt"], drawn["anchor"], drawn["slots"]
-            tokens = [slot["token"] for slot in slots]
-            monkeypatch.setattr(Forced, "tokens", tokens)
-            sampling = Sampling(drawn["temperature"], top_k=drawn["top_k"], top_p=drawn["top_p"])
-            sampler = Sampler(sampling, 1, 64, target.device)
-            target.tap(drafter.taps)
-            target.begin(1, 128)
-            drafter.begin(1, 128)
-            hidden = target.prefill([prompt]).hidden
-            sampler.begin([prompt], [0], target.vocab_size)
-            following, last = torch.tensor([[*prompt[1:], anchor]]), torch.tensor([anchor])
-            text = [*prompt, anchor]
-            drafter.observe(Committed(hidden, following, last, [0], [len(prompt)], [text], sampler, is_prompt=True))
-            q = drafter.propose().probs[0]
-            p = sampler.probabilities(target.forward(torch.tensor([[anchor, *tokens]]), [len(prompt)]).logits)[0]
-            assert len(q) == len(slots) == len(p) - 1
-            for place, slot in enumerate(slots):
-                assert_distribution(q[place], slot, "q")
-                assert_distribution(p[place], slot, "p")
-        target.tap(())

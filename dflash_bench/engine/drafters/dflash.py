@@ -417,6 +417,7 @@ class BlockCorrector:
         self.draft, self.head, self.sampler = draft, head, sampler
         self.reads_before, self.reads_context = config.reads_before, config.reads_context
         self.weight = draft.norm.weight
+        self.new_pick: Callable[[DraftSampler], SamplingPick] = SamplingPick
 
     @classmethod
     def of(cls, draft: DFlashDraft, sampler: DraftSampler) -> BlockCorrector | None:
@@ -454,7 +455,7 @@ class BlockCorrector:
 
         `hidden` [B, K, H] and `logits` [B, N, Vd] are of one pass over blocks that begin with `anchor` [B].
         """
-        pick = SamplingPick(self.sampler)
+        pick = self.new_pick(self.sampler)
         block = BlockPass(
             hidden.to(self.weight.dtype), logits, slots, anchor, embed, self.draft.target_ids,
             to_device(self.before, self.weight.device) if self.reads_before else None,
