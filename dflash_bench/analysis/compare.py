@@ -34,7 +34,7 @@ COMPARED_METRICS = tuple(name for name, metric in METRICS.items() if metric.is_c
 """The metrics that two sides are compared by; each can change without the others."""
 INCOMPATIBILITIES = {
     "suite": "suites.{}.version",
-    "prompts": "prompt hashes, suites.{}.contexts, settings.context",
+    "prompts": "prompt hashes, suites.{}.style, suites.{}.contexts, settings.context",
     "model": "model, revisions.target, settings.thinking",
     "draft": "revisions of drafts, methods.{}.num_drafts",
     "sampling": "settings.temperature, settings.top_k..., seed",
@@ -389,7 +389,8 @@ def _decisive(info: RunInfo) -> dict[str, dict[str, Any]]:
     suites = identity.suites
     return {
         "suite": {f"version of {name}": suite.version for name, suite in suites.items()},
-        "prompts": {
+        "prompts": {f"style of {name}": suite.style for name, suite in suites.items()}
+        | {
             f"what stands before {name} at context {context}": sha256[:12]
             for name, suite in suites.items()
             for context, sha256 in suite.contexts.items()

@@ -35,7 +35,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dflash-bench demo",
         "dflash-bench demo 'What is 17 times 23?' --model smollm2 --method eagle3",
     ),
-    "suites": ("dflash-bench suites",),
+    "suites": ("dflash-bench suites", "dflash-bench suites prepare speed_bench --from SPEED-Bench -o data"),
     "methods": ("dflash-bench methods", "dflash-bench methods dflash"),
     "doctor": ("dflash-bench doctor --draft dflash=./draft --suite gsm8k --limit 8",),
     "crosscheck": ("dflash-bench crosscheck --model qwen3-8b --server dflash=http://localhost:8000 --suite gsm8k",),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Context
+from typer import Argument, Context, Option
 
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp, config_text
@@ -173,11 +173,28 @@ def _stopped(folder: Path) -> str:
 
 
 @app.command(cls=Command)
-def suites() -> None:
-    """List the suites of prompts.
+def suites(
+    action: Annotated[
+        list[str] | None,
+        Argument(metavar="[prepare NAME]", help="Lay out your own copy of a data set as the suite NAME reads it."),
+    ] = None,
+    source: Annotated[
+        Path | None, Option("--from", metavar="FOLDER", help="With prepare: the publisher's files, or one of them.")
+    ] = None,
+    out: Annotated[
+        Path | None, Option("-o", "--out", metavar="DIR", help="With prepare: the folder for --data. Default: data.")
+    ] = None,
+) -> None:
+    """List the suites of prompts, or prepare one.
 
-    Shows where they come from, how many prompts are embedded, and how answers are scored.
+    Shows where they come from, how many prompts are embedded, and how answers are scored. What is prepared stays on
+    this disk: the licences of several sets forbid to pass them on.
     """
+    if action is not None:
+        _prepare(action, source, out or Path("data"))
+        return
+    if source is not None or out is not None:
+        raise UserError(f"{'--from' if source is not None else '--out'} has no effect without prepare NAME")
     from dflash_bench import report
     from dflash_bench.tasks import sandbox
     from dflash_bench.tasks.suites import known_groups, listings
@@ -186,6 +203,17 @@ def suites() -> None:
     cage = sandbox.strongest()
     here = f"runs here in: {cage}" if cage else "is not run here, where it cannot be sandboxed; see 'run --unsafe-code'"
     say(f"\n{wrapped(f'model-written code {here}', wide())}")
+
+
+def _prepare(action: list[str], source: Path | None, out: Path) -> None:
+    from dflash_bench.tasks.prepare import prepare
+
+    if len(action) != 2 or action[0] != "prepare" or source is None:
+        raise UserError("write: dflash-bench suites prepare NAME --from FOLDER -o DIR")
+    made = prepare(action[1], source, out)
+    counts = ", ".join(f"{name} {number}" for name, number in made.by_category.items())
+    say(f"wrote {made.path}: {made.num_prompts:,} prompts{f' ({counts})' if counts else ''}")
+    note(f"measure them with: dflash-bench run --suite {action[1]} --data {out}")
 
 
 @app.command(cls=Command)

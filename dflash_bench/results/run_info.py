@@ -129,6 +129,8 @@ class SuiteEntry(StoredModel):
     prompts: Whole
     sha256: str | None = None
     scorer: str = "none"
+    style: str = "paper"
+    """Of the prompts: `paper` or `verbatim`."""
     metric: dict[str, str] = {}
     """For a metric of evaluate, what decides its scores: the SHA-256 of its code, or its revision on the hub."""
     contexts: dict[str, str] = {}

@@ -115,6 +115,12 @@ def _check_scorer(name: str) -> None:
     scorers.check_name(name)
 
 
+def _prompt_styles() -> Sequence[str]:
+    from dflash_bench.tasks import suites
+
+    return suites.STYLES
+
+
 def _quantizations() -> Sequence[str]:
     from dflash_bench.models import quantization
 
@@ -197,6 +203,15 @@ class PromptOptions:
         "Where the suites' prompts come from: embedded (shipped with dflash-bench, the default for nano), hub (the "
         "default for all others), or a folder of files in the hub's columns.",
         metavar="FROM",
+        needs=(condition(lambda options: bool(options.suites), "without --suite"),),
+    )
+    prompt_style: str = _prompts(
+        "How the suites' prompts are worded: paper, with the instructions of the paper's harness (the default), or "
+        "verbatim, the data set's text alone, as AIPerf asks.",
+        default="paper",
+        metavar="STYLE",
+        kind="prompt style",
+        choices=_prompt_styles,
         needs=(condition(lambda options: bool(options.suites), "without --suite"),),
     )
     limit: int | None = _prompts(

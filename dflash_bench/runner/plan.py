@@ -297,7 +297,7 @@ def drafts_of(chosen: Sequence[Method]) -> list[str]:
 
 def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
     """Load prompts from the suites, then from `--prompts`."""
-    known = suites.expand(request.suites)
+    known = suites.in_style(suites.expand(request.suites), request.prompt_style)
     # `datasets` reads this when it is imported; its bars would tear ours.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     data, limit, balance = request.data or model.data, request.limit, request.balance

@@ -45,7 +45,7 @@ from dflash_bench.runner.work import Backend, Described, Witnessed, WorkPlan
 from dflash_bench.runner.workers import WorkerPool
 from dflash_bench.tasks import sandbox, scorers
 from dflash_bench.tasks.padding import Contexts
-from dflash_bench.tasks.suites import Loaded, chats
+from dflash_bench.tasks.suites import STYLES, Loaded, chats
 
 # The progress of a run: the cell, the share done, speed, acceptance, and the time left.
 #
@@ -461,6 +461,7 @@ def _identity_of_suite(loaded: Loaded, prepared: PreparedRun) -> dict[str, Any]:
         "sha256": loaded.sha256,
         "prompts": len(loaded.prompts),
         "scorer": suite.scorer,
+        **({"style": suite.style} if suite.style != STYLES[0] else {}),
         **({"metric": metric} if (metric := scorers.origin(suite.scorer)) else {}),
         **({"contexts": hashes} if hashes else {}),
     }

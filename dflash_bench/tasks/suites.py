@@ -149,6 +149,8 @@ LONGEST_NAME = 200
 HOMES = ("hub", "shipped", "folder")
 """A suite's rows are on the hub, and a sample of our own is embedded; or all of them are shipped with this project; or
 users have them in a folder of their own."""
+STYLES = ("paper", "verbatim")
+"""Wordings of prompts: with the instructions of the paper's harness, or the publisher's text alone, as AIPerf asks."""
 _PLACEHOLDER = re.compile(
     r"^[ \t]*FULL BENCHMARK DATA SHOULD BE FETCHED.*|^[^\"'`\n]*\{(question|article)\}[ \t]*$",
     re.IGNORECASE | re.MULTILINE,
@@ -178,6 +180,12 @@ class Suite:
     reference: str | None = None
     turns: tuple[str, ...] = ()
     turns_column: str | None = None
+    verbatim: tuple[str, ...] = ()
+    """Templates that hold the publisher's text and nothing else, where `turns` add words to it."""
+    style: str = STYLES[0]
+    """Which of them prompts are made of: one of `STYLES`. Chosen by the user, and so in no TOML file."""
+    files: str = ""
+    """Names of the publisher's files, as a pattern (`*qualitative*`), for suites whose rows are in a user's folder."""
     home: str = "hub"
     """Where its rows are: one of `HOMES`."""
     worked: str | None = None
@@ -237,6 +245,7 @@ def _parse(path: Path) -> Suite:
     """Read a suite. Raises UserError for an unknown or missing key, and for a value of the wrong type."""
     entry = core_files.toml_of(path)
     known = {item.name: str(item.type) for item in fields(Suite) if item.name != "name"}
+    del known["style"]
     required = [item.name for item in fields(Suite) if item.default is MISSING and item.name != "name"]
     for key in required:
         if key not in entry:
@@ -261,7 +270,7 @@ def _check_columns(path: Path, suite: Suite) -> None:
     for part in ("id", "category", "turns_column"):
         if (column := getattr(suite, part)) is not None and column not in suite.columns:
             raise UserError(f"{path}: {part} is '{shortened(column, 40)}', which is not among its columns")
-    for template in (*suite.turns, *filter(None, [suite.reference])):
+    for template in (*suite.turns, *suite.verbatim, *filter(None, [suite.reference])):
         try:
             gaps = [gap for gap in Formatter().parse(template) if gap[1] is not None]
         except ValueError as error:
@@ -286,6 +295,16 @@ def expand(names: Sequence[str]) -> list[Suite]:
     return list(chosen.values())
 
 
+def in_style(several: Sequence[Suite], style: str) -> list[Suite]:
+    """Return suites with prompts in one of `STYLES`. Raises UserError if none of them has another wording."""
+    if style == STYLES[0] or not several:
+        return list(several)
+    if not any(suite.verbatim for suite in several):
+        names = ", ".join(suite.name for suite in several)
+        raise UserError(f"--prompt-style {style} has no effect on {names}, whose prompts have one wording")
+    return [replace(suite, turns=suite.verbatim, style=style) if suite.verbatim else suite for suite in several]
+
+
 def listings() -> list[SuiteListing]:
     lines = []
     for suite in known_suites().values():
@@ -305,8 +324,8 @@ def load_prompts(
     """
     if suite.home == "folder" and data in ("embedded", "hub"):
         raise UserError(
-            f"suite '{suite.name}' is neither embedded nor on the hub: get {suite.source}, and give --data FOLDER with "
-            f"{suite.name}/{suite.split}.jsonl"
+            f"suite '{suite.name}' is neither embedded nor on the hub: get {suite.source}, prepare it with "
+            f"'dflash-bench suites prepare {suite.name} --from FOLDER', and give --data data"
         )
     if data == "embedded" or (data == "hub" and suite.home == "shipped"):
         source = "shipped" if suite.home == "shipped" else "embedded"

@@ -31,6 +31,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "every_answer": (True, True),
     "score": ("math", "math"),
     "data": ("embedded", "embedded"),
+    "prompt_style": ("verbatim", "verbatim"),
     "limit": (4, 4),
     "skip": ("1", 1),
     "balance": ("category", "category"),

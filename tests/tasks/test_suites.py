@@ -299,15 +299,16 @@ def test_groups_expand_in_order_and_each_suite_comes_once() -> None:
 
 def test_an_unknown_name_lists_suites_and_groups() -> None:
     known = (
-        "aime24, aime25, chat, code, gsm8k, humaneval, longbench_v2, math, math500, mbpp, mt_bench, multilingual, "
-        "paper, spec_bench"
+        "aime24, aime25, alpaca, chat, code, gsm8k, humaneval, ifeval, livecodebench, longbench_v2, math, math500, "
+        "mbpp, mt_bench, multilingual, paper, spec_bench, speed_bench, speed_bench_16k, speed_bench_1k, "
+        "speed_bench_2k, speed_bench_32k, speed_bench_8k"
     )
     assert refusal(suites.expand, ["math", "gsm8"]) == f"unknown suite 'gsm8' (did you mean 'gsm8k'?); known: {known}"
 
 
 @pytest.mark.parametrize("suite", suites.known_suites().values(), ids=lambda suite: suite.name)
 def test_a_shipped_suite_is_pinned_and_uses_only_columns_it_requires(suite: Suite) -> None:
-    templates = [*suite.turns, suite.reference or ""]
+    templates = [*suite.turns, *suite.verbatim, suite.reference or ""]
     fields = {field for text in templates for _, field, _, _ in string.Formatter().parse(text) if field}
     named = {suite.id, suite.category, suite.turns_column, *suite.list_columns} - {None}
     assert fields | named <= set(suite.columns)
@@ -366,7 +367,7 @@ def test_a_suite_of_the_users_own_folder_says_where_to_get_it(tmp_path: Path) ->
         assert told.startswith(
             "suite 'spec_bench' is neither embedded nor on the hub: get question.jsonl of hemingkx/Spec-Bench"
         )
-        assert told.endswith("give --data FOLDER with spec_bench/question.jsonl")
+        assert told.endswith("suites prepare spec_bench --from FOLDER', and give --data data")
     rows = [
         {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Again."], "reference": []},
         {"question_id": 401, "category": "rag", "turns": ["Where?"], "reference": [["here", "there"]]},

@@ -182,6 +182,9 @@ def unlike_conditions(comparisons: Sequence[PaperComparison], identity: RunIdent
     local = [suite for suite in suites if identity.source_of(suite).startswith("folder ")]
     if local:
         yield f"the rows of {', '.join(local)} are from a folder: it was not checked that they are the hub's"
+    bare = [suite for suite in suites if suite in identity.suites and identity.suites[suite].style != "paper"]
+    if bare:
+        yield f"the prompts of {', '.join(bare)} are verbatim, without the instructions of the authors' harness"
     other = [suite for suite in suites if suite in OTHER_TEXTS]
     if other:
         yield f"the prompts of {', '.join(other)} are worded differently in the authors' harness"

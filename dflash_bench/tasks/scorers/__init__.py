@@ -15,7 +15,7 @@ from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.plugins import Registry
 from dflash_bench.core.types import CODE_SCORERS, Prompt
 from dflash_bench.tasks.sandbox import Isolation
-from dflash_bench.tasks.scorers import code, evaluated, formulas, numbers
+from dflash_bench.tasks.scorers import code, evaluated, formulas, needles, numbers
 from dflash_bench.tasks.scorers.base import Score, reference, require_module
 
 Scorer = Callable[[Prompt, str], Score]
@@ -46,7 +46,7 @@ def check_references(name: str, prompts: Iterable[Prompt]) -> None:
         if name in NUMBER_SCORERS:
             for one in (prompt, *_otherwise_right(prompt)):
                 numbers.right_number(one)
-        elif name in _TEXT_SCORERS or evaluated.is_evaluated(name):
+        elif name in (*_TEXT_SCORERS, "mrcr") or evaluated.is_evaluated(name):
             reference(prompt)
         for column, kind in COLUMNS.get(name, {}).items():
             if not isinstance(prompt.row.get(column), kind):
@@ -94,12 +94,13 @@ def _of_plugin(name: str, found: object) -> Scorer:
 
 SCORERS: Registry[Callable[..., Score]] = Registry(
     plugins.SCORERS,
-    {**_TEXT_SCORERS, "humaneval": code.humaneval, "mbpp": code.mbpp, "none": _score_nothing},
+    {**_TEXT_SCORERS, "humaneval": code.humaneval, "mbpp": code.mbpp, "mrcr": needles.mrcr, "none": _score_nothing},
     _of_plugin,
 )
 COLUMNS: dict[str, dict[str, type]] = {
     "humaneval": {"prompt": str, "entry_point": str, "test": str},
     "mbpp": {"test_list": list, "test_imports": list},
+    "mrcr": {needles.PREFIX: str},
 }
 """Columns of a prompt's row that scorers need."""
 METRIC = str(Path(__file__).parent / "evaluate_metric.py")

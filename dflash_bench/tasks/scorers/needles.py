@@ -1,0 +1,23 @@
+"""MRCR: one of several alike texts, word for word, after a random string that shows which was meant."""
+
+from __future__ import annotations
+
+from difflib import SequenceMatcher
+
+from dflash_bench.core.types import Prompt
+from dflash_bench.tasks.scorers.base import Score, reference
+
+PREFIX = "random_string_to_prepend"
+"""The column with what the answer must begin with."""
+
+
+def mrcr(prompt: Prompt, text: str) -> Score:
+    """Score from 0 to 1 how alike answer and reference are behind the prefix, by difflib; 0 without the prefix.
+
+    The rule is that of the data set's card (openai/mrcr).
+    """
+    prefix, right = str(prompt.row[PREFIX]), reference(prompt)
+    if not text.startswith(prefix):
+        return Score(text or None, None, 0.0)
+    answer = text.removeprefix(prefix)
+    return Score(answer, None, SequenceMatcher(None, answer, right.removeprefix(prefix)).ratio())

@@ -1,0 +1,152 @@
+"""Users' own copies of data sets, in rows of the published shapes with texts of ours: laid out, worded, scored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from dflash_bench.core.errors import UserError
+from dflash_bench.tasks import prompts, scorers, suites
+from dflash_bench.tasks.prepare import prepare
+from dflash_bench.tasks.suites import Suite
+
+Main = Callable[..., tuple[int, str, str]]
+SPEED = [
+    {"question_id": f"{number:032x}", "category": category, "sub_category": "x", "turns": ["Say a.", "Say b."][:turns],
+     "source": "ours", "src_id": str(number), "difficulty": "easy", "multiturn": turns > 1}
+    for number, (category, turns) in enumerate([("coding", 1), ("writing", 2), ("coding", 1)])
+]  # fmt: skip
+LIVE = {
+    "question_title": "Sum", "question_content": "Add two numbers.", "platform": "atcoder", "question_id": "abc1_a",
+    "contest_id": "abc1", "contest_date": "2026-01-01T00:00:00", "starter_code": "", "difficulty": "easy",
+    "public_test_cases": "[]", "private_test_cases": "e30=", "metadata": "{}",
+}  # fmt: skip
+PUBLISHED: dict[str, tuple[str, list[dict[str, Any]], str]] = {
+    "speed_bench": ("qualitative.jsonl", SPEED, "Say a."),
+    "speed_bench_1k": ("speed/throughput_1k/test.parquet", [row | {"category": "mixed"} for row in SPEED], "Say a."),
+    "livecodebench": ("test6.jsonl", [LIVE], "Write a Python program that solves this problem, in one code block."),
+    "ifeval": ("ifeval_input_data.jsonl", [
+        {"key": 1000, "prompt": "Say it without commas.", "instruction_id_list": ["punctuation:no_comma"],
+         "kwargs": [{}]}
+    ], "Say it without commas."),
+    "alpaca": ("eagle/data/alpaca/question.jsonl", [
+        {"question_id": 1, "category": "alpaca", "turns": ["Name three tips."]}], "Name three tips."),
+    "spec_bench": ("data/spec_bench/question.jsonl", [
+        {"question_id": 401, "category": "rag", "turns": ["Where?"], "reference": [["a", "b"]]}], "Where?"),
+}  # fmt: skip
+
+
+def publish(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def suite_named(name: str) -> Suite:
+    return suites.known_suites()[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rows_of_the_published_shape_are_found_and_load(name: str, tmp_path: Path) -> None:
+    file, rows, first = PUBLISHED[name]
+    publish(tmp_path / "theirs" / file, rows)
+    made = prepare(name, tmp_path / "theirs", tmp_path / "data")
+    assert made.num_prompts == len(rows)
+    loaded = suites.load_prompts(suite_named(name), tmp_path / "data")
+    assert len(loaded.prompts) == len(rows)
+    assert loaded.prompts[0].turns[0].startswith(first)
+
+
+def test_a_users_own_copy_is_laid_out_and_measured(main: Main, tmp_path: Path) -> None:
+    publish(tmp_path / "SPEED-Bench" / "qualitative.jsonl", SPEED)
+    code, out, err = main("suites", "prepare", "speed_bench", "--from", "SPEED-Bench", "-o", "data")
+    assert code == 0, err
+    assert out == "wrote data/speed_bench/qualitative.jsonl: 3 prompts (coding 2, writing 1)\n"
+    assert "run --suite speed_bench --data data" in err
+    words = "run --suite speed_bench --data data --limit 2 --balance category --max-new-tokens 4 --method ngram"
+    assert main(*words.split(), "--out", "run")[0] == 0
+    shown = main("compare", "run", "--by", "category", "--json")[1]
+    assert {cell["slice"] for cell in json.loads(shown)["cells"]} == {"coding", "writing"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "file", "told"),
+    [
+        ([SPEED[0] | {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM ELSEWHERE"]}], "qualitative.jsonl",
+         "its text is a placeholder"),
+        (SPEED, "other.jsonl", r"holds no file named \*qualitative\* \(other.jsonl\)"),
+        ([{"question_id": "a", "turns": ["b"]}], "qualitative.jsonl", "no column 'category'"),
+        ([SPEED[0], SPEED[0]], "qualitative.jsonl", "share the id"),
+    ],
+)  # fmt: skip
+def test_what_is_no_copy_is_refused(rows: Any, file: str, told: str, tmp_path: Path) -> None:
+    publish(tmp_path / "theirs" / file, rows)
+    with pytest.raises(UserError, match=told):
+        prepare("speed_bench", tmp_path / "theirs", tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
+def test_lines_and_parquet_beside_each_other_are_not_read_twice(tmp_path: Path) -> None:
+    for kind in ("jsonl", "parquet"):
+        publish(tmp_path / f"qualitative.{kind}", SPEED)
+    with pytest.raises(UserError, match="holds several kinds of files"):
+        prepare("speed_bench", tmp_path, tmp_path / "data")
+    assert prepare("speed_bench", tmp_path / "qualitative.parquet", tmp_path / "data").num_prompts == 3
+
+
+def test_only_suites_of_a_folder_are_prepared(main: Main) -> None:
+    assert "unknown suite to prepare 'gsm8k'; known: alpaca, ifeval" in main(
+        "suites", "prepare", "gsm8k", "--from", ".")[2]  # fmt: skip
+    assert "write: dflash-bench suites prepare NAME --from FOLDER" in main("suites", "prepare", "speed_bench")[2]
+    assert "--from has no effect without prepare NAME" in main("suites", "--from", ".")[2]
+
+
+# The wording of prompts
+
+
+def test_verbatim_prompts_are_the_data_sets_text_alone() -> None:
+    several = suites.expand(["gsm8k", "mt_bench"])
+    gsm8k, mt_bench = (suites.load_prompts(suite, "embedded") for suite in suites.in_style(several, "verbatim"))
+    assert gsm8k.prompts[0].turns == (gsm8k.prompts[0].row["question"],)
+    assert mt_bench.prompts == suites.load_prompts(several[1], "embedded").prompts and mt_bench.suite.style == "paper"
+    assert suites.in_style(several, "paper") == several
+    with pytest.raises(UserError, match="--prompt-style verbatim has no effect on mt_bench"):
+        suites.in_style(several[1:], "verbatim")
+
+
+def test_the_style_is_recorded_and_a_difference_named(main: Main) -> None:
+    words = "run --suite gsm8k --limit 1 --max-new-tokens 4 --method ngram --audit none --out".split()
+    assert main(*words, "paper")[0] == 0
+    assert main(*words, "bare", "--prompt-style", "verbatim")[0] == 0
+    assert json.loads(Path("bare/run.json").read_text())["identity"]["suites"]["gsm8k"]["style"] == "verbatim"
+    code, _, err = main("compare", "paper", "bare")
+    assert code == 2 and "prompts: style of gsm8k paper and verbatim" in err
+
+
+# MRCR
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "value"),
+    [("aB3needle", "needle", 1.0), ("aB3needs", "needs", 8 / 11), ("needle", "needle", 0.0), ("", None, 0.0)],
+)
+def test_mrcr_compares_what_stands_behind_the_prefix(
+    text: str, answer: str | None, value: float, tmp_path: Path
+) -> None:
+    row = {
+        "prompt": json.dumps([{"role": "user", "content": "Prepend aB3 to the second poem."}]), "answer": "aB3needle",
+        "random_string_to_prepend": "aB3", "n_needles": 2, "n_chars": 100,
+    }  # fmt: skip
+    publish(tmp_path / "mrcr.parquet", [row])
+    (prompt,) = prompts.load(tmp_path / "mrcr.parquet", scorer="mrcr", columns=["random_string_to_prepend"]).prompts
+    scorers.check_references("mrcr", [prompt])
+    found = scorers.score("mrcr", prompt, text)
+    assert (found.answer, found.passed) == (answer, None) and found.value == pytest.approx(value)
