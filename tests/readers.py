@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dflash_bench import report
 from dflash_bench.analysis.gate import baselines
-from dflash_bench.analysis.peers import vllm
+from dflash_bench.analysis.peers import benches
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import convert, datastore, gguf, mtp_heads, presets, targets, weights
 from dflash_bench.models.formats import TargetShape, medusa, problems, read_checkpoint, save_draft
@@ -337,7 +337,7 @@ READERS: dict[str, Reader] = {
     ),
     "baseline": Reader(_baseline, "base.json", lambda f: baselines.read(f / "base.json")),
     "result of vLLM": Reader(
-        _text("served.json", json.dumps(SERVED)), "served.json", lambda f: vllm.read_result(f / "served.json")
+        _text("served.json", json.dumps(SERVED)), "served.json", lambda f: benches.read_results(f / "served.json")
     ),
     "draft by z-lab": Reader(_draft("dflash"), "draft/config.json", _read_draft),
     "draft by speculators": Reader(_draft("dflash", "speculators"), "draft/config.json", _read_draft),

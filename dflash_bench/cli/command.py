@@ -66,6 +66,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dflash-bench compare results/example --by category",
         "dflash-bench compare @2 @1 --html changes.html",
     ),
+    "import": ("dflash-bench import profile_export_aiperf.json",),
     "baseline": ("dflash-bench baseline @1 @2 @3 -o base.json",),
     "check": (
         "dflash-bench check out --baseline base.json",

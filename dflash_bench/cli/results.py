@@ -102,7 +102,7 @@ def compare(
         list[Path] | None,
         Argument(
             metavar="[RUN]...",
-            help=f"Folders of runs; also result JSON files of vllm bench serve. {options.NEWEST}",
+            help=f"Folders of runs; also result files of other benchmarks, as 'import' reads them. {options.NEWEST}",
         ),
     ] = None,
     by: Annotated[
@@ -142,6 +142,27 @@ def compare(
         note(f"wrote {compared.report(html)}")
         return
     say(json.dumps(compared.data, indent=1, allow_nan=False) if as_json else str(compared), end="\n" if as_json else "")
+
+
+@app.command("import", cls=Command)
+def import_results(
+    paths: Annotated[list[Path], Argument(metavar="FILE...", help="Result files of other benchmarks.")],
+    as_json: options.AsJson = False,
+) -> None:
+    """Show result files of other benchmarks in one table.
+
+    Of AIPerf, specdec_bench, SpecForge, SGLang's bench_serving and vllm bench serve, each figure under the name of its
+    own formula. 'compare RUN FILE' sets them beside a run.
+    """
+    from dataclasses import asdict
+
+    from dflash_bench.analysis.peers import benches
+    from dflash_bench.report.compare import imported
+
+    found = [one for path in paths for one in benches.read_results(path)]
+    say(
+        json.dumps([asdict(one) for one in found], indent=1) if as_json else imported(found, wide()), end="\n" * as_json
+    )
 
 
 @app.command(cls=Command)

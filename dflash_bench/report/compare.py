@@ -24,8 +24,8 @@ from dflash_bench.analysis.compare import (
     require_comparable,
 )
 from dflash_bench.analysis.findings import MIN_PROMPTS, last_part
-from dflash_bench.analysis.metrics import Cell, mismatched
-from dflash_bench.analysis.peers import paper, vllm, zlab
+from dflash_bench.analysis.metrics import FORMULAS, Cell, mismatched
+from dflash_bench.analysis.peers import benches, paper, zlab
 from dflash_bench.analysis.peers.zlab import HarnessVersion
 from dflash_bench.analysis.stats import FEWEST
 from dflash_bench.core import labels
@@ -49,6 +49,7 @@ from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.rounds import STRETCHES
 from dflash_bench.results.table import RunTable
 
+MOST_NAMED = 6
 IN_STRETCHES = "timings here cover rounds only: the draft's prefill and the time between rounds belong to no stretch"
 
 
@@ -95,7 +96,7 @@ def compared(
     paths: Sequence[Path], *, by: str = "suite", against: str | None = None, compat: str | None = None,
     allow: Sequence[str] = (), width: int | None = None,
 ) -> ComparisonText:  # fmt: skip
-    """Compare runs (folders) and results of vllm bench serve (files), as text for a terminal of this width.
+    """Compare runs (folders) and result files of other benchmarks, as text for a terminal of this width.
 
     Raises UserError if they cannot be compared.
     """
@@ -104,7 +105,7 @@ def compared(
     if idle and sum(path.is_dir() for path in paths) < 2:
         raise UserError(f"--allow {idle[0]} has no effect on a single run")
     _refuse_what_has_no_effect(paths, by, against, compat)
-    served = [vllm.read_result(path) for path in paths if path.is_file()]
+    served = [one for path in paths if path.is_file() for one in benches.read_results(path)]
     runs = [table.read_run(path, by=by, allow=allow) for path in paths if not path.is_file()]
     if not runs:
         raise UserError("compare needs the folder of at least one run")
@@ -305,7 +306,7 @@ def _unlike_published(model: str, target: str, figures: Sequence[paper.PaperComp
         yield f"{here}, {num_published} in some published figures"
 
 
-def _beside_served(runs: Sequence[RunTable], served: Sequence[vllm.VllmBenchResult]) -> _Found:
+def _beside_served(runs: Sequence[RunTable], served: Sequence[benches.BenchResult]) -> _Found:
     """By formula id; acceptance means the same on both sides, the rest has one side only."""
     ids = list(dict.fromkeys(("al.pooled", "accept_rate", *(name for bench in served for name in bench.figures))))
     ours = [
@@ -319,14 +320,35 @@ def _beside_served(runs: Sequence[RunTable], served: Sequence[vllm.VllmBenchResu
         [f"{name} {cell.heading} {cell.method}", f"{cell.num_prompts} prompts", cell.num_errors, "1",
          *(positions.get(of, cell.value(of)) for of in ids)] for name, cell, positions in ours
     ]  # fmt: skip
-    rows += [
-        [f"{bench.name} ({bench.model})", f"{bench.num_requests} requests", bench.num_failed,
+    notes = [*_other_models(runs, served), *left_out(served)]
+    return _Found([_served_section(rows, served, ids)], data.served_json(ours, served), notes)
+
+
+def _served_section(rows: Sequence[list[Value]], served: Sequence[benches.BenchResult], ids: Sequence[str]) -> Section:
+    """Our rows, and one for each result of another program, by formula."""
+    theirs: list[list[Value]] = [
+        [f"{bench.name} ({bench.model})", f"{bench.num_requests or 'some'} requests", bench.num_failed,
          str(bench.concurrency or "no limit"), *(bench.figures.get(name) for name in ids)] for bench in served
     ]  # fmt: skip
     spare = ["answers", "failed", "conc.", *ids[1:]]
-    shown = ReportTable.of(["what", "answers", "failed", "conc.", *ids], rows, spare=spare)
-    section = Section("served", table=shown, terms={**vllm.FORMULAS, "conc.": "most requests at once"})
-    return _Found([section], data.served_json(ours, served), list(_other_models(runs, served)))
+    shown = ReportTable.of(["what", "answers", "failed", "conc.", *ids], [*rows, *theirs], spare=spare)
+    formulas = {name: text for name, text in {**FORMULAS, **benches.FORMULAS}.items() if name in ids}
+    return Section("served", table=shown, terms={**formulas, "conc.": "most requests at once, if that is known"})
+
+
+def imported(served: Sequence[benches.BenchResult], width: int | None) -> str:
+    """Results of other programs as a table for a terminal of this width."""
+    ids = list(dict.fromkeys(name for bench in served for name in bench.figures))
+    notes = [wrapped(f"note: {text}", width) for text in left_out(served)]
+    return "\n\n".join([render.terminal(_served_section([], served, ids), width), *notes]) + "\n"
+
+
+def left_out(served: Sequence[benches.BenchResult]) -> Iterator[str]:
+    """Name what the files hold besides, of which it is not known, or not of interest here, what it means."""
+    for bench in served:
+        if bench.left_out:
+            more = f" and {len(bench.left_out) - MOST_NAMED} more" if len(bench.left_out) > MOST_NAMED else ""
+            yield f"left out of {bench.name} ({bench.kind}): {', '.join(bench.left_out[:MOST_NAMED])}{more}"
 
 
 def _accept_at(run: RunTable) -> dict[CellKey, dict[str, float]]:
@@ -337,9 +359,9 @@ def _accept_at(run: RunTable) -> dict[CellKey, dict[str, float]]:
     }
 
 
-def _other_models(runs: Sequence[RunTable], served: Sequence[vllm.VllmBenchResult]) -> Iterator[str]:
+def _other_models(runs: Sequence[RunTable], served: Sequence[benches.BenchResult]) -> Iterator[str]:
     for run in runs:
         target = paper.model_of(run.info.identity)
         for bench in served:
-            if last_part(bench.model) != last_part(target):
+            if bench.model != benches.UNSTATED and last_part(bench.model) != last_part(target):
                 yield f"the target of {run.name} is {target}, but {bench.name} measured {bench.model}"

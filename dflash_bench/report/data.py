@@ -10,8 +10,8 @@ from dflash_bench.analysis.compare import Agreement, Comparison, verdict
 from dflash_bench.analysis.concurrency import ConcurrencyCurve, Level, context_curves
 from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import FORMULAS, METRICS, Cell
+from dflash_bench.analysis.peers.benches import BenchResult
 from dflash_bench.analysis.peers.paper import PaperComparison
-from dflash_bench.analysis.peers.vllm import VllmBenchResult
 from dflash_bench.analysis.peers.zlab import Official
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import Point, Sweep, SweepCurve
@@ -209,9 +209,7 @@ def published_json(target: str, figures: Sequence[PaperComparison], identity: Ru
     return {"against": "paper", "target": target, "figures": named}
 
 
-def served_json(
-    ours: Sequence[tuple[str, Cell, Mapping[str, float]]], served: Sequence[VllmBenchResult]
-) -> dict[str, Any]:
+def served_json(ours: Sequence[tuple[str, Cell, Mapping[str, float]]], served: Sequence[BenchResult]) -> dict[str, Any]:
     """Our cells with their run and what their rounds reached, and the results of servers."""
     several = cells_json([cell for _, cell, _ in ours])
     cells = [

@@ -601,7 +601,7 @@ def test_a_server_of_another_model_is_noted(tmp_path: Path, main: Main) -> None:
 @pytest.mark.parametrize(
     ("text", "told_of"),
     [
-        ("{}", "serve.json is not a result of vllm bench serve"),
+        ("{}", "serve.json is not a result of a known benchmark; known: SGLang"),
         ("[", "cannot read serve.json: "),
         (json.dumps(SERVED | {"completed": 0}), "serve.json: no request was completed"),
         (json.dumps(SERVED | {"spec_decode_acceptance_length": 5.46}), "it has another formula"),

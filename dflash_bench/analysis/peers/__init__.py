@@ -1,1 +1,1 @@
-"""Figures by others: what the authors published, what their harness would have printed, and vLLM's own benchmark."""
+"""Figures by others: what authors published, what their harness would have printed, and files of other benchmarks."""
