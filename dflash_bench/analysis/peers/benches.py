@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from sys import float_info
-from typing import Any
+from typing import Any, TypeGuard
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
@@ -146,7 +146,7 @@ HISTOGRAM = "pooled_spec_decode_acceptance_histogram"
 REQUESTS, FAILED = "request_count", "error_request_count"
 
 
-def _is_block(value: Any) -> bool:
+def _is_block(value: Any) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict) and "unit" in value and "avg" in value
 
 
