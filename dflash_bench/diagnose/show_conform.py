@@ -91,7 +91,7 @@ def _sentence(one: Conformance) -> str | None:
             "trees": f"the first trees of {len(one.case.trees)} prompts, and the rounds that trees take",
             "drawn": f"q and p of {sum(len(block.slots) for block in one.case.drawn)} drawn slots",
         }
-        return f"also the publisher's: {' and '.join(what[detail] for detail in one.details)}"
+        return f"equal, too: {' and '.join(what[detail] for detail in one.details)}"
     return None
 
 

@@ -209,7 +209,7 @@ DETAILED = {
 def test_trees_and_drawn_blocks_are_the_publishers(name: str, forward: str) -> None:
     found = details_of(read_case(name), forward)
     assert (found.state, found.details) == ("equal", (DETAILED[name],))
-    assert "also the publisher's: " in " ".join(show_conform.conform_text([found]).split())
+    assert "equal, too: " in " ".join(show_conform.conform_text([found]).split())
 
 
 def _undecided(self: Any, ids: Any, scores: Any, place: int, usual: Any = DraftSampler.sample_among) -> Any:

@@ -154,11 +154,15 @@ class Formula:
         x = x + self.feed(self.norm(x, "layers.0.post_attention_layernorm"))
         return self.norm(x, "norm")
 
+    def last_states(self, text: Sequence[int]) -> Tensor:
+        """The target's states [N, H], behind its final norm."""
+        states: Tensor = self.model.get_decoder()(torch.tensor([list(text)])).last_hidden_state[0]
+        return states
+
     @torch.inference_mode()
     def drafts(self, text: Sequence[int], num_drafts: int) -> tuple[list[int], Tensor]:
         """The tokens drafted behind a text, whose last token the target has not read, and their logits [N, V]."""
-        decoder = self.model.get_decoder()
-        hidden = decoder(torch.tensor([list(text[:-1])])).last_hidden_state[0]
+        hidden = self.last_states(text[:-1])
         tokens, logits = list(text[1:]), []
         for _ in range(num_drafts):
             out = self.states(tokens, hidden)[-1:]

@@ -126,6 +126,7 @@ def test_an_embedding_is_left_out_only_where_it_is_the_targets(model: Path, tmp_
 
 DRAFTS = [name for name in golden_cases.known_cases() if golden_cases.read_case(name).draft is not None]
 GOES = {
+    "book-dflash-experts": {"speculators"},
     "deepspec-dspark-rnn-cut": {"specforge", "speculators"},
     "deepspec-dspark-vanilla": {"specforge", "speculators"},
     "specforge-dspark-gated": {"deepspec", "speculators"},
