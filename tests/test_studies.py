@@ -9,12 +9,14 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from dflash_bench.analysis.stats import Interval
 from studies import _study
 from studies._study import Known, Made, StudyError, Work
 
@@ -86,6 +88,22 @@ def test_the_marks_of_external_tests_are_those_that_nox_runs() -> None:
     marks = set(re.findall(r"nox -s (\w+)\)", text))
     # The package is no external test: it is tried by the session itself.
     assert marks == sessions() - {"package"} and len(marks) == 6
+
+
+def test_advice_is_chosen_by_the_figures_alone() -> None:
+    from studies import which_when
+
+    fast, slow = Interval(2.0, 1.8, 2.2), Interval(0.8, 0.7, 0.9)
+    wide = which_when.Figures("A", 6.0, 16.0, 16.0, 4.0, 8.0, 14.0, False, fast, slow, "1/1")
+    narrow = which_when.Figures("B", 3.0, 4.0, 4.0, 2.0, 3.2, 3.4, True, slow, fast, "1/1")
+    said = which_when.advice([wide, narrow], {})
+    assert (
+        "One answer at a time, **A** is the fastest, 2.00 [1.80, 2.20]" in said and "B is slower than no draft" in said
+    )
+    assert "4 at a time, **B** is the fastest" in said and "A is slower than no draft" in said
+    assert "A has most to gain" in said and "8.00 tokens a round, 80%" in said and "(rerank) first" in said
+    hopeless = which_when.advice([replace(wide, sixteen=7.0), narrow], {})
+    assert "train it more first" in hopeless
 
 
 # What all studies share, tried with one that counts how often it measures.

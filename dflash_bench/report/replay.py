@@ -82,7 +82,8 @@ def confidence(document: Document) -> list[Section]:
     ]
     cuts = (
         "Rounds that verify up to the first token below the confidence, exact: verified = drafted tokens that the "
-        "target reads in a round; saved = the share of all that it reads without a cut; more rounds = than then."
+        "target reads in a round; saved = the share of all that it reads without a cut; more rounds = how many more "
+        "than without a cut."
     )
     return [
         Section("confidence", "Confidence", ReportTable(columns, rows, "suite · method"), [legend], briers),
