@@ -28,6 +28,8 @@ from dflash_bench.engine.forward.native_drafts import NativeDFlash
 from dflash_bench.engine.selection import target_of
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
+from dflash_bench.models.nets.corrections.base import BlockPass, Corrected, CorrectionHead, Pick
+from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.quantization import linear_layers
 from dflash_bench.runner.setup import MachineConfig
@@ -64,6 +66,30 @@ class OneNorm(DFlashDrafter):
         everywhere = first.expand(len(weights), 1, 1, 1, -1).contiguous()
         assert isinstance(self.network, NativeDFlash)
         self.network.key_norm = Norm(everywhere, self.config.rms_norm_eps, first.dtype)
+
+
+class SelectingAtOnce(DFlashDrafter):
+    """Chooses the tokens of all slots by the anchor, and not each by the token that was chosen before it."""
+
+    def __init__(self, *options: Any) -> None:
+        super().__init__(*options)
+        assert self.corrector is not None
+        self.corrector.head = AnchoredHead(self.corrector.head)
+
+
+class AnchoredHead:
+    """A head that corrects each slot as if it were the first one."""
+
+    def __init__(self, head: CorrectionHead) -> None:
+        self.head = head
+
+    def correct(self, block: BlockPass, pick: Pick) -> Corrected:
+        tokens = []
+        for slot in range(block.num_drafts):
+            place = block.slots.start + slot
+            alone = replace(block, logits=block.logits[:, slot : slot + 1], slots=slice(place, place + 1))
+            tokens.append(self.head.correct(alone, pick).tokens)
+        return Corrected(torch.cat(tokens, dim=1))
 
 
 # A target with weights rounded to few bits.
@@ -103,6 +129,7 @@ EFFECTS = {
     "embedding": "it gives the draft other embeddings",
     "head": "it turns the draft's states into tokens with another head or another vocabulary map",
     "network": "it takes the draft for another variant of its network",
+    "correction": "it leaves out the draft's head, or computes it in another order",
 }
 """What a server does, by the kind of the doctor's change. Labels are moved below, keeping the number of tokens."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -203,9 +230,9 @@ def _about_blocks(side: ReferenceSide, draft: DFlashDraft) -> Iterator[Hypothesi
     if config.num_layers > 1:
         effect = "it norms the draft's context keys of all layers with the weights of the first"
         yield _hypothesis(side, "the first layer's norm for all", effect, partial(OneNorm, *options))
-    if config.correction is not None:
-        effect = f"it drafts the block's own tokens, and leaves out the head of a {config.kind} draft"
-        yield _hypothesis(side, "no head", effect, partial(first_of, change_draft(draft, correction=None), block))
+    if isinstance(config.correction, SelectorConfig):
+        effect = "its selector scores the candidates of all slots by the last token, and not by the one chosen before"
+        yield _hypothesis(side, "all selected at once", effect, partial(SelectingAtOnce, *options))
     if not config.has_fixed_slots:
         moved = change_draft(draft, shifted_labels=not config.shifted_labels)
         assert isinstance(moved, DFlashDraft)

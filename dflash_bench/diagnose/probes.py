@@ -26,6 +26,7 @@ from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.selection import compile_like
 from dflash_bench.engine.target import Target
 from dflash_bench.models.architecture import final_norm
+from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.nets.dflash import DFlashDraft, default_target_layers
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
@@ -164,7 +165,19 @@ class Probe:
 
 def probes(subject: DraftUnderTest) -> Iterator[Probe]:
     """Yield all probes that apply to this draft."""
-    for group in (_taps, _labels, _masks, _positions, _rotary, _norms, _embedding, _head, _body, _variants):
+    for group in (
+        _taps,
+        _labels,
+        _masks,
+        _positions,
+        _rotary,
+        _norms,
+        _embedding,
+        _head,
+        _body,
+        _correction,
+        _variants,
+    ):
         yield from group(subject)
 
 
@@ -318,9 +331,15 @@ def _embedding(subject: DraftUnderTest) -> Iterator[Probe]:
         )
     factor = math.sqrt(config.hidden_size)
     mine: nn.Module = subject.draft.embed_tokens if config.own_embedding else target.embedding
-    for name, value in ((f"embedding times {factor:.3g}", factor), (f"embedding by {factor:.3g}", 1 / factor)):
-        cause = f"it was trained on embeddings scaled by {value:.3g}, the root of their width"
-        remedy = "scale embed_tokens in the draft's own checkpoint, as its trainer did"
+    remedy = "scale embed_tokens in the draft's own checkpoint, as its trainer did"
+    values = {f"embedding times {factor:.3g}": factor, f"embedding by {factor:.3g}": 1 / factor}
+    if isinstance(subject.draft, DFlashDraft):
+        remedy = "set input_embedding_scale in the draft's config.json to that, times what it says now"
+        near = 2.0 ** round(math.log2(factor))
+        values.setdefault(f"embedding times {near:.3g}", near)
+    for name, value in values.items():
+        root = ", the root of their width" if value in (factor, 1 / factor) else ""
+        cause = f"it was trained on embeddings scaled by {value:.3g}{root}: its embedding scale is missing"
         yield Probe(DraftChange("embedding", name, cause, remedy), partial(_reading, subject, Scaled(mine, value)))
 
 
@@ -369,6 +388,33 @@ def _body(subject: DraftUnderTest) -> Iterator[Probe]:
         yield _probe(
             subject, "embedding", "embedding scale left out", cause, "leave out input_embedding_scale", body=plain
         )
+
+
+def _correction(subject: DraftUnderTest) -> Iterator[Probe]:
+    """The head that corrects a block: left out, or with its parts in another order."""
+    draft = subject.draft
+    if not isinstance(draft, DFlashDraft) or draft.config.correction is None:
+        return
+    config, body = draft.config, draft.config.body
+    cause = f"its {config.kind} head makes it worse: it was trained on another body, or is none of this draft"
+    remedy = "put the head into the checkpoint that was trained with this body, or leave it out"
+    yield _probe(subject, "correction", "no head", cause, remedy, correction=None)
+    if not isinstance(config.correction, SelectorConfig):
+        return
+    first, second = (f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
+    state = draft.state_dict()
+    if state[first].shape == state[second].shape:
+        swapped = {first: state[second], second: state[first]}
+        cause = "its codebook of predecessors is that of successors: they are stored in the other order"
+        yield _probe(subject, "correction", "codebooks swapped", cause, f"swap {first} and {second}", swapped)
+    # The selector adds its scores to logits that are scaled and capped, or its candidates come in another order.
+    for name, key, plain in (
+        ("logits not scaled", "output_multiplier", replace(body, output_multiplier=1.0)),
+        ("logits not capped", "final_logit_softcapping", replace(body, logit_softcap=None)),
+    ):
+        if plain != body:
+            cause = f"its selector adds its scores to {name}, and its config.json has {key}"
+            yield _probe(subject, "correction", name, cause, f"leave out {key}", body=plain)
 
 
 def _variants(subject: DraftUnderTest) -> Iterator[Probe]:

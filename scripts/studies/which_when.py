@@ -20,7 +20,7 @@ from dflash_bench.report.document import Document, MethodLine, over_all
 from dflash_bench.report.tables import markdown, number, with_interval
 from studies._study import Made, Work
 
-TAKES = "eight minutes of one core"
+TAKES = "five minutes of one core"
 PAGES = ("which-when-nano-cpu.md", "which-when-nano-cpu-headroom.svg", "which-when-nano-cpu-reliability.svg")
 CUT = "dflash@dspark:cut=0.5"
 METHODS = {
@@ -103,7 +103,7 @@ class Figures:
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--limit", type=int, default=24, help="number of prompts of each suite")
+    parser.add_argument("--limit", type=int, default=32, help="number of prompts of each suite")
 
 
 def make(work: Work, options: Namespace) -> Made:
@@ -224,17 +224,17 @@ def _fastest(when: str, speeds: Sequence[tuple[str, Interval]]) -> str:
     rivals = [other for other, one in speeds if other != name and one.high is not None and one.high >= best.low]
     losing = [other for other, one in speeds if one.high is not None and one.high < 1]
     parts = [f"{when}, **{name}** is the fastest, {with_interval(best)} times plain decoding"]
-    parts += [f"the intervals of {_and(rivals)} overlap with its"] if rivals else []
+    parts += [f"the intervals of {_and(rivals)} overlap with it"] if rivals else []
     parts += [f"{_and(losing)} {'is' if len(losing) == 1 else 'are'} slower than no draft"] if losing else []
     return f"{'; '.join(parts)}."
 
 
 def _cheapest(found: Sequence[Figures]) -> str:
     each = ", ".join(f"{one.name} {number(one.length)} for {number(one.round_ms)} ms" for one in found)
-    widest, narrowest = max(found, key=lambda one: one.width), min(found, key=lambda one: one.width)
+    kept = ", ".join(f"{one.name} {one.together.value / one.alone.value:.0%}" for one in found)
     return (
-        f"What a round gives and costs: {each}. {widest.name} has the target read {number(widest.width, 1)} tokens a "
-        f"round, {narrowest.name} {number(narrowest.width, 1)}: the wider, the more it loses where the machine is busy."
+        f"What a round gives and costs, one at a time: {each}. Of its speed-up one at a time, {kept} are left "
+        f"{TOGETHER} at a time, where wide passes cost more."
     )
 
 

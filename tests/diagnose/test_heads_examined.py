@@ -11,13 +11,15 @@ from test_drafters import PROMPTS
 from toy import plain, run, tiny
 
 from dflash_bench.diagnose.causes import _about_blocks
-from dflash_bench.diagnose.probes import DraftUnderTest, _labels, _positions
+from dflash_bench.diagnose.probes import DraftUnderTest, _correction, _labels, _positions
 from dflash_bench.engine.target import Target
 
 
 def causes(kind: str, target: Target, num_drafts: int) -> dict[str, Any]:
     side: Any = SimpleNamespace(backend=SimpleNamespace(target=target), num_drafts=num_drafts, prompts=PROMPTS)
-    return {one.cause.name: one.build()[1] for one in _about_blocks(side, draft_of(kind))}
+    subject = DraftUnderTest(draft_of(kind), target, None, num_drafts)
+    blocks = {one.cause.name: one.build()[1] for one in _about_blocks(side, draft_of(kind))}
+    return blocks | {one.change.name: one.build() for one in _correction(subject)}
 
 
 @pytest.mark.parametrize("kind", HEADS)

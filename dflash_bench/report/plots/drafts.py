@@ -23,7 +23,7 @@ from dflash_bench.report.plots.style import (
     type_size,
 )
 
-PARTS = {"al.pooled": "", "headroom.4": "///", "headroom.16": "..."}
+PARTS = {"al.pooled": "", "headroom.4": "///", "headroom.16": "\\\\\\"}
 """Each from the end of the one before, with its hatch."""
 
 
