@@ -29,6 +29,8 @@ METHODS = {
 }  # fmt: skip
 SUITES = "--suite gsm8k --suite humaneval --suite mt_bench --audit divergent --threads 1"
 TOGETHER = 4
+DISTURBED = ("drift", "slow_plain")
+"""Findings that say that a run's times are not those of a quiet machine."""
 LITTLE, MUCH = 0.02, 0.05
 """How many more rounds a cut may take, as a share, and how much it must save to be worth a sentence."""
 PAGE = """# MTP, DFlash, DFlash 2, DSpark: which, when
@@ -43,7 +45,7 @@ nano on embedded prompts of three suites, {limit} each, in float32 on one thread
 of texts that nano and its drafts were trained on, and a pass of nano over 16 tokens costs several times one over 1:
 **which method wins depends on both**. Where wide passes are nearly free, as on a GPU with one answer at a time, width
 is worth more than here.
-
+{doubts}
 ## Advice, for this model and machine
 
 {advice}
@@ -113,6 +115,7 @@ def make(work: Work, options: Namespace) -> Made:
     alone, plots = document.read_document(folder), work.plots(folder)
     found = [_figures(alone, line, beside) for line in alone.lines]
     page = PAGE.format(
+        doubts=_doubts([alone, beside]),
         command=work.command, machine=alone.results.info.environment.one_line(), limit=options.limit,
         together=TOGETHER, headroom=FORMULAS["headroom.4"].replace("the 4 likeliest", "the K likeliest"),
         advice=advice(found, calibrated := _calibrations(alone)), figures=_table(found), by_suite=_by_suite(alone),
@@ -120,6 +123,12 @@ def make(work: Work, options: Namespace) -> Made:
     )  # fmt: skip
     drawings = {PAGES[1]: plots / "headroom.svg", PAGES[2]: plots / "reliability.svg"}
     return Made({PAGES[0]: page, **drawings})
+
+
+def _doubts(runs: Sequence[Document]) -> str:
+    """Return a sentence on the times of runs that were disturbed, by their own findings; empty if none was."""
+    found = [one.text for run in runs for one in run.findings if one.kind in DISTURBED]
+    return f"\n**The machine was not quiet, so that times are rough**: {'; '.join(found)}.\n" if found else ""
 
 
 def _figures(run: Document, line: MethodLine, beside: Document) -> Figures:
@@ -233,8 +242,8 @@ def _cheapest(found: Sequence[Figures]) -> str:
     each = ", ".join(f"{one.name} {number(one.length)} for {number(one.round_ms)} ms" for one in found)
     kept = ", ".join(f"{one.name} {one.together.value / one.alone.value:.0%}" for one in found)
     return (
-        f"What a round gives and costs, one at a time: {each}. Of its speed-up one at a time, {kept} are left "
-        f"{TOGETHER} at a time, where wide passes cost more."
+        f"What a round gives and costs, one at a time: {each}. {TOGETHER} at a time, where wide passes cost more, each "
+        f"keeps of its speed-up: {kept}."
     )
 
 

@@ -215,6 +215,7 @@ IN_THE_ENGINE: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], None]] = {
     ("dflash", "block one place before"): partial(block_at, -1),
     ("dflash", "embedding times 11.3"): partial(embedded, 128**0.5),
     ("dflash", "embedding by 11.3"): partial(embedded, 128**-0.5),
+    ("dflash", "embedding times 16"): partial(embedded, 16.0),
     ("dflash", "labels moved by one"): next_tokens,
     ("eagle3", "d2t as ids"): offsets_as_ids,
 }
