@@ -295,7 +295,7 @@ def build(kind: str, method: str) -> Any:
         ("vanilla", "dflash:rule=rejection,cut=auto", "cut=auto looks at all drawn tokens.*give a threshold"),
         ("xpress", "dflash:8", "the head of this XPress draft drafts at most 7 tokens"),
         ("lilicorr", "dflash:block=9", "the head of this LiLiCorr draft drafts at most 7 tokens"),
-        ("domino", "ddtree", "the head of a Domino draft picks one token after another.*use dflash"),
+        ("domino", "ddtree", "would leave out the Domino draft's head.*publisher grows no tree; use dflash"),
     ],
 )
 def test_options_that_a_kind_does_not_have_are_refused(kind: str, method: str, message: str) -> None:
