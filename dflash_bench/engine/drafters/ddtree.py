@@ -32,8 +32,8 @@ def build(models: Models, target: Target, method: Method) -> DDTreeDrafter:
     draft = with_labels(models.draft_of(method), method)
     if draft.config.correction is not None:
         raise UserError(
-            f"method '{method.label}': a tree of the block's own logits would leave out the {draft.config.kind} draft's "
-            "head, which looks at the tokens before a slot, and its publisher grows no tree; use dflash"
+            f"method '{method.label}': a tree of the block's own logits would leave out the {draft.config.kind} "
+            "draft's head, which looks at the tokens before a slot, and its publisher grows no tree; use dflash"
         )
     top_k, block_size = (None if method.option(name) is None else method.number(name) for name in ("top_k", "block"))
     if method.option("tree") == "expanded":
