@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import test_draft_model
+import test_medusa
+import test_mtp
+import test_p_eagle
 import torch
 from heads import HEADS, draft_of, drafter_of
 from rows import record
@@ -135,6 +139,23 @@ def test_every_head_is_ranked_by_what_it_chose_from(target: Target, kind: str) -
     assert any(rank > 1 for rank in answer.ranks) or kind in OF_CANDIDATES
     # XPress chooses all tokens of a block at once; the others go from left to right.
     assert (-1 in answer.ranks) == ("xpress" not in kind)
+
+
+OTHERS: dict[str, tuple[Callable[[Target], Any], bool]] = {
+    "p-eagle": (test_p_eagle.drafter, False),
+    "medusa": (lambda target: test_medusa.drafter(target, top_k=1), False),
+    "mtp": (test_mtp.drafter, True),
+    "draft-model": (lambda target: test_draft_model.drafter(test_draft_model.nearly()), True),
+}
+"""How each is made, and whether it drafts token by token."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_chains_of_logits_are_ranked(target: Target, name: str) -> None:
+    make, is_by_token = OTHERS[name]
+    answer = ranked(target, make(target), PROMPTS[1], num=97)
+    assert answer.ranks is not None and not broken(answer) and 0 not in answer.ranks
+    assert any(rank > 1 for rank in answer.ranks) and (-1 in answer.ranks) == is_by_token
 
 
 def test_candidates_are_ranked_by_their_scores_and_named_by_the_targets_ids(target: Target) -> None:
