@@ -115,7 +115,9 @@ def compare(
     ] = "suite",
     against: Annotated[
         str | None,
-        Option(metavar="paper[:TARGET]", help="Show published figures beside those of the run, by the same formulas."),
+        Option(
+            metavar="published[:TARGET]", help="Show published figures beside those of the run, by the same formulas."
+        ),
     ] = None,
     compat: Annotated[
         str | None,

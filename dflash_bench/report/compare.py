@@ -155,7 +155,7 @@ def _last_parts(names: Iterable[str]) -> dict[str, str]:
 
 def _refuse_what_has_no_effect(paths: Sequence[Path], by: str, against: str | None, compat: str | None) -> None:
     if against is not None and against.partition(":")[0] not in paper.SOURCES:
-        raise unknown("source", against, ["paper", "paper:TARGET"])
+        raise unknown("source", against, ["published", "published:TARGET", "paper"])
     if compat is not None and compat not in zlab.VERSIONS:
         raise unknown("harness", compat, list(zlab.VERSIONS))
     alone = [name for name, value in (("--against", against), ("--compat", compat)) if value is not None]
@@ -279,7 +279,8 @@ def _against(run: RunTable, against: str) -> _Found:
     ]  # fmt: skip
     rows: list[list[Value]] = [
         [b.method, number(b.num_drafts, 0), b.published.formula, b.own, b.published.value,
-         number(b.published.num_drafts, 0), b.published.config, b.published.thinking, str(b.published.concurrency),
+         number(b.published.num_drafts, 0), b.published.config, b.published.thinking,
+         str(b.published.concurrency or "not stated"),
          b.published.hardware, b.published.source] for b in figures
     ]  # fmt: skip
     suites = [labels.with_settings(_label(run, one.suite), named[one.settings_id]) for one in figures]

@@ -522,6 +522,23 @@ def test_chains_stand_beside_chains_and_trees_beside_trees(
     assert shown["notes"] == ([note] if "tree" in method else [])
 
 
+def test_figures_of_a_kind_of_draft_stand_beside_drafts_of_that_kind(tmp_path: Path, main: Main) -> None:
+    rows = [replace(row, method="ddtree") if row.method == "dflash" else row for row in answers(suite="math500")]
+    methods = {"ddtree": {"name": "ddtree", "num_drafts": 255, "draft": "dflash"}}
+    for kind in ("JetSpec", "DFlash"):
+        drafts = {"dflash": {"name": "org/draft", "kind": kind}}
+        identity = {"methods": methods, "drafts": drafts} | asked("math500", prompts=128)
+        stored(tmp_path / kind, rows, target="Qwen/Qwen3-8B", **identity)
+    figures = [each["published"] for each in found(main, "JetSpec", "--against", "published")["figures"]]
+    assert {(each["formula"], each["value"]) for each in figures if each["kind"] == "JetSpec"} == {
+        ("speedup.unstated", 9.64), ("al.unstated", 10.76),
+    }  # fmt: skip
+    plain = [each["published"]["method"] for each in found(main, "DFlash", "--against", "published")["figures"]]
+    assert "ddtree" not in plain
+    assert any("only these conditions are known" in note for note in
+               found(main, "JetSpec", "--against", "published")["notes"])  # fmt: skip
+
+
 def test_every_published_figure_has_a_formula_and_a_source() -> None:
     figures = paper.load_figures()
     assert len(figures) > 500

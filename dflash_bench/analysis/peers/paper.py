@@ -1,4 +1,7 @@
-"""Figures that the authors published (results/published.csv), each with its source and formula."""
+"""Figures that were published, each with its source and formula.
+
+Those of DFlash's authors are in results/published.csv, and those of its successors in successors.csv beside this file.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,16 @@ from typing import Any
 from dflash_bench.analysis.findings import last_part
 from dflash_bench.analysis.peers.zlab import Official
 from dflash_bench.core import labels
+from dflash_bench.core.draft_kinds import DFLASH
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.methods import name_of
 from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import full_names, settings_of
 from dflash_bench.results.run_info import RunIdentity
 
-SOURCES = ("paper",)
+SOURCES = ("paper", "published")
+"""What users may write for the same figures."""
+SUCCESSORS = Path(__file__).with_name("successors.csv")
 EMBEDDED = "embedded"
 MAX_NEW_TOKENS = 2048
 """The limit of the paper's main tables."""
@@ -34,8 +40,8 @@ FORMULAS = {
     "al.served": "acceptance length as the server counts it",
     "speedup.served": "output tokens/s of the server, with drafting / without",
     "tps.served": "output tokens/s of the server",
-    "al.unstated": "acceptance length of EAGLE-3; the authors do not say by which formula or harness",
-    "speedup.unstated": "speed-up of EAGLE-3; the authors do not say by which formula or harness",
+    "al.unstated": "acceptance length; whoever published it does not say by which formula or harness",
+    "speedup.unstated": "speed-up; whoever published it does not say by which formula or harness",
 }
 """Formulas that only published figures have; `zlab.FORMULAS` has the others."""
 
@@ -60,9 +66,17 @@ class PaperFigure:
     dataset: str
     temperature: float
     thinking: str
-    concurrency: int
+    concurrency: int | None
+    """None if it is not stated."""
     hardware: str
     source: str
+    kind: str | None = None
+    """Of drafts of the method, the kind that this is about; None for methods of one kind."""
+
+    @property
+    def is_of_authors(self) -> bool:
+        """Is it the DFlash authors' own, whose conditions are known?"""
+        return self.kind in (None, DFLASH) and self.concurrency is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +104,12 @@ def load_figures() -> tuple[PaperFigure, ...]:
     path = packed if packed.exists() else checkout
     if not path.exists():
         raise UserError(f"no published figures: {path} is missing; reinstall dflash-bench")
+    return (*_figures(path), *_figures(SUCCESSORS))
+
+
+def _figures(path: Path) -> list[PaperFigure]:
     with path.open(encoding="utf-8", newline="") as file:
-        return tuple(map(_parsed, csv.DictReader(file)))
+        return list(map(_parsed, csv.DictReader(file)))
 
 
 def _parsed(row: Mapping[str, str]) -> PaperFigure:
@@ -102,7 +120,8 @@ def _parsed(row: Mapping[str, str]) -> PaperFigure:
         "num_drafts": int(length[2] or length[3]) - (kind in ("block", "used", "tree")) if length else None,
         "value": float(row["value"]),
         "temperature": float(row["temperature"]),
-        "concurrency": int(row["concurrency"]),
+        "concurrency": int(row["concurrency"]) if row["concurrency"] else None,
+        "kind": row.get("kind") or (DFLASH if row["method"] == "dflash" else None),
     }
     return PaperFigure(**{**row, **values})
 
@@ -144,12 +163,14 @@ def beside(cells: Sequence[Official], target: str, identity: RunIdentity) -> lis
         settings = by_id[cell.settings_id]
         values = {"al.zlab": cell.al, "speedup.zlab": cell.speedup, "tps.zlab": cell.tps}
         num_drafts = identity.methods[cell.method].num_drafts if cell.method in identity.methods else None
+        kind = _kind_of(identity, cell.method)
         comparisons += [
             PaperComparison(figure, cell.suite, cell.settings_id, cell.method, num_drafts, values.get(figure.formula))
             for figure in load_figures()
             if (figure.target_model, figure.dataset, figure.temperature) == (target, cell.suite, settings.temperature)
             and settings == Settings(settings.temperature, thinking=settings.thinking)
             and figure.method == name_of(cell.method)
+            and figure.kind in (None, kind)
             and figure.thinking in MODES[settings.thinking]
         ]
     if not comparisons:
@@ -159,6 +180,13 @@ def beside(cells: Sequence[Official], target: str, identity: RunIdentity) -> lis
         conditions = " or ".join(_conditions(settings, list(by_id.values())) for settings in by_id.values())
         raise UserError(f"nothing was published for {target} {conditions} on {names}")
     return comparisons
+
+
+def _kind_of(identity: RunIdentity, method: str) -> str:
+    """Return the kind of a method's draft; a run that names none has a DFlash draft, or a method of one kind."""
+    entry = identity.methods.get(method)
+    draft = identity.drafts.get(entry.draft or "") if entry else None
+    return (draft.kind if draft else None) or DFLASH
 
 
 def _conditions(settings: Settings, run_settings: Sequence[Settings]) -> str:
@@ -174,7 +202,14 @@ def _is_embedded(identity: RunIdentity, suite: str) -> bool:
 
 def unlike_conditions(comparisons: Sequence[PaperComparison], identity: RunIdentity) -> Iterator[str]:
     """Yield how the run's conditions differ from the authors', one sentence each."""
+    others = [c for c in comparisons if not c.published.is_of_authors]
+    if others:
+        sources = dict.fromkeys(c.published.source for c in others)
+        yield f"of some figures only these conditions are known, and not the wording of prompts: {'; '.join(sources)}"
+    comparisons = [c for c in comparisons if c.published.is_of_authors]
     suites = list(dict.fromkeys(comparison.suite for comparison in comparisons))
+    if not suites:
+        return
     yield from _counts(suites, identity)
     limit = identity.max_new_tokens
     if limit != MAX_NEW_TOKENS:
