@@ -335,7 +335,12 @@ def over_suites(cells: Sequence[Cell], metric_id: str) -> list[tuple[Cell, Inter
 
 
 def comparable_cells(results: RunTable) -> list[Cell]:
-    """Return the cells of a run. Raises UserError if a suite lacks the baseline answers that others of the run have."""
+    """Return the cells of a run.
+
+    Raises UserError if every answer failed, and if a suite lacks the baseline answers that others of the run have.
+    """
+    if results.why_empty:
+        raise UserError(f"{results.name}: {results.why_empty}", "run it again")
     cells = summarise(results.rows, results.info.identity)
     if not has_baseline(results.info.identity):
         return cells

@@ -171,9 +171,10 @@ class Run:
         change that the run's rounds say nothing about, and for a controller that raises, loops or returns no length.
         """
         from dflash_bench.analysis.replay import changes_of, replay_all
+        from dflash_bench.report import require_answers
 
         changes = changes_of(n, block, cut, nodes, controller)
-        return list(replay_all(self.document.results, changes, concurrency, method))
+        return list(replay_all(require_answers(self.document).results, changes, concurrency, method))
 
     def plot(self, name: str = "speedup", ax: Any = None) -> Any:
         """Return a matplotlib Figure of one of the plots: speedup, acceptance, positions, output, rounds, prompts, ...
@@ -195,8 +196,8 @@ class Run:
     def report(self, path: str | Path, answers: int | None = None, tokenizer: str | Path | None = None) -> Path:
         """Write an HTML page with tables, plots and answers, all in one file, and return its path.
 
-        It shows at most `answers` answers (default 2,000). `tokenizer` is the target's tokenizer.json or its folder, to
-        colour tokens (default: where the run found it). Raises UserError if the file cannot be written.
+        It shows at most `answers` answers (default 10,000). `tokenizer` is the target's tokenizer.json or its folder,
+        to colour tokens (default: where the run found it). Raises UserError if the file cannot be written.
         """
         from dflash_bench.report import MOST_ANSWERS, write_page
 

@@ -267,7 +267,7 @@ def report(
         Path | None, Option(metavar="FILE", help="Write a page with tables, plots and answers, all in a single file.")
     ] = None,
     answers: Annotated[
-        int | None, Option(metavar="N", min=1, help="With --html: show at most N answers. Default: 2,000.")
+        int | None, Option(metavar="N", min=1, help="With --html: show at most N answers. Default: 10,000.")
     ] = None,
     tokenizer: Annotated[
         Path | None,
@@ -511,7 +511,7 @@ def plot(
             raise UserError("--paper has no effect on a trend over several runs")
         _plot_trend(folders, out, kind, allow or [])
         return
-    material = plots.Material(report.read_document(folders[0], allow or ()))
+    material = plots.Material(report.require_answers(report.read_document(folders[0], allow or ())))
     for name in with_bar(plots.names_for(material), "drawing plots"):
         try:
             say(plots.write_plot(material, name, out or folders[0] / "plots", kind, paper))
@@ -529,7 +529,10 @@ def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str])
         raise UserError("a trend over several runs belongs to no single run's folder; give -o DIR")
     check_allowed(allow)
     of_parts = [name for name in allow if name in report.ALLOWED]
-    read = [plots.Material(report.read_document(folder, of_parts)) for folder in with_bar(runs, "reading runs")]
+    read = [
+        plots.Material(report.require_answers(report.read_document(folder, of_parts)))
+        for folder in with_bar(runs, "reading runs")
+    ]
     pairs = combinations([run.document.results for run in read], 2)
     unlike = list(dict.fromkeys(note for pair in pairs for note in require_comparable(*pair, allow)))
     for difference in unlike:

@@ -16,7 +16,7 @@ from dflash_bench.report import columns, perf, render, sections, tables
 from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.compare import IN_STRETCHES
 from dflash_bench.report.data import as_json, document_json
-from dflash_bench.report.document import ALLOWED, Document, document_of, read_document
+from dflash_bench.report.document import ALLOWED, Document, document_of, read_document, require_answers
 from dflash_bench.report.html import MOST_ANSWERS, write_page
 from dflash_bench.report.screen import screen
 from dflash_bench.report.tables import Section
@@ -27,12 +27,13 @@ from dflash_bench.results.rounds import STRETCHES
 
 __all__ = [
     "ALLOWED", "FORMATS", "MOST_ANSWERS", "RESULTS", "ROUNDS", "Document", "as_json", "card", "document_of", "memory",
-    "read_document", "screen", "suites_text", "table_by", "text", "write_page",
+    "read_document", "require_answers", "screen", "suites_text", "table_by", "text", "write_page",
 ]  # fmt: skip
 
 
 def table_by(document: Document, by: str, width: int = WIDTH) -> str:
     """The tables of `report`, with answers split by category, part or whatever else `table.read` splits by."""
+    require_answers(document)
     results = table.read_run(document.folder, by=by, allow=document.allow)
     cells = metrics.summarise(results.rows, results.info.identity)
     notes = [*document.notes, *([IN_STRETCHES] if by in STRETCHES else [])]
@@ -46,7 +47,7 @@ def text(document: Document, width: int = WIDTH, full: bool = True) -> str:
     """The report for a terminal of this width: all of it, or only the table by suite and the conclusions."""
     left_out = () if full else sections.ONLY_IN_FULL
     several = [section for section in sections.of_document(document) if section.id not in left_out]
-    if full:
+    if full and not document.why_empty:
         several.append(sections.formulas())
     if full and (known := memory(document.results.info)):
         several.append(Section("memory", sentences=[f"memory, as predicted: {known}"]))
@@ -63,7 +64,7 @@ def _markdown(document: Document) -> str:
         f"```\n{visible(info.command)}\n```",
         f"{info.environment.one_line()}.",
     ]
-    shown = [*sections.of_document(document), sections.formulas()]
+    shown = [*sections.of_document(document), *([] if document.why_empty else [sections.formulas()])]
     return "\n\n".join([*head, *map(render.markdown, shown)]) + "\n"
 
 
@@ -76,8 +77,8 @@ def _csv(document: Document) -> str:
 
 
 def _latex(document: Document) -> str:
-    """The main table; its formulas and the machine are in the caption."""
-    info = document.results.info
+    """The main table; its formulas and the machine are in the caption. Raises UserError if every answer failed."""
+    info = require_answers(document).results.info
     results = sections.of_cells(document.cells, document.findings)[0]
     formulas = columns.formulas(*(column for column in RESULTS if column.in_paper))
     above = [*document.notes, f"{info.environment.one_line()}."]

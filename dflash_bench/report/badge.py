@@ -14,7 +14,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import write_output
 from dflash_bench.core.labels import visible
 from dflash_bench.core.methods import is_lossy
-from dflash_bench.report.document import Document, MethodLine
+from dflash_bench.report.document import Document, MethodLine, require_answers
 from dflash_bench.report.screen import judged, num_wrong
 from dflash_bench.report.tables import bounds, number
 
@@ -30,7 +30,7 @@ def write_hub_card(document: Document, folder: Path) -> list[Path]:
 
     Raises UserError for a run without a speed-up.
     """
-    line, speedup = _fastest(document)
+    line, speedup = _fastest(require_answers(document))
     write_output(folder / BADGE, badge(document, line, speedup))
     entries = _entries(document, line)
     if not entries:

@@ -58,6 +58,12 @@ class Document:
         return self.results.missing
 
     @property
+    def why_empty(self) -> str:
+        """A sentence that says why there are no figures; empty if there are some."""
+        why = "" if any(cell.num_prompts for cell in self.cells) else self.results.why_empty
+        return f"{why[0].upper()}{why[1:]}" if why else ""
+
+    @property
     def methods(self) -> list[str]:
         """The drafting methods, in the order of the run."""
         return list(dict.fromkeys(cell.method for cell in self.cells if cell.method != BASELINE))
@@ -93,11 +99,13 @@ def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
     for name in allow:
         if name not in ALLOWED:
             raise unknown("thing to allow", name, list(ALLOWED))
-    document = document_of(table.read_run(folder, allow=allow), allow)
-    if not any(cell.num_prompts for cell in document.cells):
-        raise UserError(
-            f"{folder} holds no answer that did not fail; the first error: {_first_error(document.results)}"
-        )
+    return document_of(table.read_run(folder, allow=allow), allow)
+
+
+def require_answers(document: Document) -> Document:
+    """Return the document. Raises UserError if every answer failed, so that there is nothing to draw or to play."""
+    if document.why_empty:
+        raise UserError(f"{document.folder}: {document.results.why_empty}", "run it again")
     return document
 
 
@@ -116,11 +124,6 @@ def document_of(results: table.RunTable, allow: Sequence[str] = ()) -> Document:
         sweeps(cells, identity),
         concurrency_curves(rows, cells, identity),
     )
-
-
-def _first_error(results: table.RunTable) -> str:
-    lines: list[str] = results.rows["error"].iloc[0].splitlines()
-    return lines[0] if lines else "no message"
 
 
 def over_all(cells: Sequence[Cell], line: MethodLine) -> tuple[Interval | None, float | None]:

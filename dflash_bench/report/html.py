@@ -75,6 +75,7 @@ def page(
         "known": [line.name for line in document.lines if screen.is_known_text(document, line.method)],
         "why_known": f"{labels.EMBEDDED_NOTE}.",
         "lead": sentences(document),
+        "is_empty": bool(document.why_empty),
         "tiles": _tiles(document, means),
         "filters": charts.filters((c.key for c in document.cells), {c.settings.id: c.setting for c in document.cells}),
         "forest": charts.groups(charts.forest(document, means)),
@@ -98,7 +99,7 @@ def excerpt(document: Document) -> str:
     shown = {section.id: section for section in sections.of_document(document)}
     parts = [
         Section("title", _title(document), sentences=[*document.notes, *sentences(document)]),
-        shown["results"],
+        *([shown["results"]] if "results" in shown else []),
         *([shown["findings"]] if document.findings else []),
     ]
     return "".join(map(render.html, parts))

@@ -7,9 +7,10 @@ the whole run, and not the best.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -18,7 +19,7 @@ from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.labels import visible
 from dflash_bench.report.answers import load_tokenizer, pieces
-from dflash_bench.report.document import Document
+from dflash_bench.report.document import Document, require_answers
 from dflash_bench.report.words import facts
 
 COLUMNS_READ = (
@@ -68,7 +69,7 @@ def movie(
     Raises UserError for a method or an answer that the run does not have, for one whose rounds are hidden, and if the
     target's tokenizer, which says which letters are which tokens, is not on this disk.
     """
-    method = method or _fastest(document)
+    method = method or _fastest(require_answers(document))
     if method not in document.methods:
         raise unknown("method of this run", method, document.methods)
     decoder = load_tokenizer(document.results.info, tokenizer)
@@ -133,26 +134,117 @@ def _filmed(row: Row, decoder: Any) -> FilmedAnswer:
 def _places(text: str) -> list[tuple[int, int]]:
     """Return the line and the column of each character; lines break between words."""
     places, line, column = [], 0, 0
-    words = {match.start(): len(match[0]) for match in re.finditer(r"\S+", text)}
+    words = {match.start(): _width(match[0]) for match in re.finditer(r"\S+", text)}
     for at, letter in enumerate(text):
         word = words.get(at, 0)
-        if column + min(word, COLUMNS) > COLUMNS or column >= COLUMNS:
+        if column + min(word, COLUMNS) > COLUMNS or column + _width(letter) > COLUMNS:
             line, column = line + 1, 0
         places.append((line, column))
-        line, column = (line + 1, 0) if letter == "\n" else (line, column + 1)
+        line, column = (line + 1, 0) if letter == "\n" else (line, column + _width(letter))
     return places
 
 
-def _runs(filmed: FilmedAnswer, places: Sequence[tuple[int, int]]) -> Iterator[tuple[TypedPart, str, int, int]]:
-    """Yield what is typed at a time, with its line and column: several where it goes over several lines."""
+def _width(text: str) -> int:
+    """Return the columns of a text, of which a Chinese letter takes two and a mark on another letter none."""
+    return sum(
+        0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+        for letter in text
+    )
+
+
+# Text from right to left is placed here, letter by letter: a line is typed in parts, which no browser can put in order.
+
+
+def _levels(line: str, base: int) -> list[int]:
+    """Return for each letter how often the direction changes there: odd is leftward, 2 a number within such text.
+
+    The Unicode algorithm (UAX 9) without explicit embeddings, which are shown as escapes; `base` is 1 if the paragraph
+    is leftward.
+    """
+    kinds = [unicodedata.bidirectional(letter) for letter in line]
+    levels: list[int | None] = []
+    after_leftward = bool(base)
+    for kind in kinds:
+        if kind in ("L", "R", "AL"):
+            after_leftward = kind != "L"
+        is_number = kind in ("EN", "AN")
+        known = kind in ("L", "R", "AL") or is_number
+        rightward = 2 if base or (is_number and after_leftward) else 0
+        levels.append(
+            (1 if kind in ("R", "AL") else rightward) if known else levels[-1] if kind == "NSM" and levels else None
+        )
+    return [level if level is not None else _between(levels, kinds, at, base) for at, level in enumerate(levels)]
+
+
+def _is_leftward(text: str) -> bool:
+    """Whether a paragraph is written from right to left, as its first letter that has a direction says."""
+    strong = (kind for kind in map(unicodedata.bidirectional, text) if kind in ("L", "R", "AL"))
+    return next(strong, "L") != "L"
+
+
+def _between(levels: Sequence[int | None], kinds: Sequence[str], at: int, base: int) -> int:
+    """Return the level of a space or a mark: that of its neighbours if they agree, else that of the line."""
+    before = next((place for place in range(at, -1, -1) if levels[place] is not None), None)
+    after = next((place for place in range(at, len(levels)) if levels[place] is not None), None)
+    sides = [base if place is None else int(levels[place] or 0) for place in (before, after)]
+    numbers = ("EN", "AN")
+    if before == at - 1 and after == at + 1 and kinds[at] in ("CS", "ES") and kinds[before] == kinds[after] in numbers:
+        return sides[0]
+    is_leftward = [
+        level % 2 or (place is not None and level == 2 and kinds[place] in numbers)
+        for place, level in zip((before, after), sides, strict=True)
+    ]
+    if all(is_leftward):
+        return 1
+    return base if any(is_leftward) else 2 * base
+
+
+def _in_order(text: str, places: Sequence[tuple[int, int]]) -> list[tuple[int, int, bool]]:
+    """Return of each letter its line, the column that it begins at on the left, and whether it is leftward."""
+    ordered: list[tuple[int, int, bool]] = []
+    for line, members in groupby(range(len(text)), key=lambda at: places[at][0]):
+        letters = [at for at in members if text[at] != "\n"]
+        begin = text.rfind("\n", 0, letters[0] if letters else 0) + 1
+        is_leftward = _is_leftward(text[begin:].partition("\n")[0])
+        levels = _levels("".join(text[at] for at in letters), int(is_leftward))
+        shown = list(range(len(letters)))
+        for level in range(max(levels, default=0), 0, -1):
+            shown = [
+                place
+                for is_high, run in groupby(shown, key=lambda place: levels[place] >= level)
+                for place in (reversed(list(run)) if is_high else run)
+            ]
+        wide = [_width(text[at]) for at in letters]
+        column = COLUMNS - sum(wide) if is_leftward else 0
+        columns = {}
+        for place in shown:
+            columns[place] = column
+            column += wide[place]
+        ordered += [(line, columns[place], levels[place] % 2 == 1) for place in range(len(letters))]
+        ordered += [(line, column, False)] * (len(ordered) < len(text) and text[len(ordered)] == "\n")
+    return ordered
+
+
+def _runs(
+    filmed: FilmedAnswer, placed: Sequence[tuple[int, int, bool]]
+) -> Iterator[tuple[TypedPart, str, int, int, bool]]:
+    """Yield what is typed at a time: text that stands together in one direction, its line, and where it begins."""
     for part in filmed.parts:
         first = part.first
         for at in range(part.first, part.last):
-            if at + 1 == part.last or places[at + 1][0] != places[at][0]:
+            if at + 1 == part.last or not _go_on(filmed.text, placed, at):
                 words = filmed.text[first : at + 1].rstrip("\n")
+                line, column, is_leftward = placed[first]
                 if words.strip():
-                    yield part, words, *places[first]
+                    yield part, words, line, column + is_leftward * _width(words[0]), is_leftward
                 first = at + 1
+
+
+def _go_on(text: str, placed: Sequence[tuple[int, int, bool]], at: int) -> bool:
+    """Whether the next letter stands beside this one, in its direction."""
+    line, column, is_leftward = placed[at]
+    beside = column - _width(text[at + 1]) if is_leftward else column + _width(text[at])
+    return placed[at + 1] == (line, beside, is_leftward)
 
 
 def _svg(both: Sequence[FilmedAnswer], below: str) -> str:
@@ -171,15 +263,19 @@ def _svg(both: Sequence[FilmedAnswer], below: str) -> str:
         head = f"{name}: {filmed.seconds:.2f} s{f', {speed}' if at else ''}"
         drawn.append(f'<rect class="box" x="{left + 0.5}" y="0.5" width="{panel - 1}" height="{height - 1}" rx="8"/>')
         drawn.append(_text(head, left + MARGIN, 22, "head"))
-        for part, words, line, column in _runs(filmed, places):
+        for part, words, line, column, is_leftward in _runs(filmed, _in_order(filmed.text, places)):
             if line < MOST_LINES:
                 x, y = left + MARGIN + column * CHARACTER, HEAD + (line + 1) * LINE - 4
                 kind = "drafted" if part.is_drafted else ""
-                drawn.append(_text(words, x, y, kind, part.at_s * factor / length_s, length_s))
+                more = ' direction="rtl"' * is_leftward
+                if not words.isascii():
+                    # Letters that the type lacks are as far apart as its own.
+                    more += f' textLength="{_width(words) * CHARACTER:.1f}"'
+                drawn.append(_text(words, x, y, kind, part.at_s * factor / length_s, length_s, more))
     slower = f"{factor:.0f} times slower than measured" if factor >= 1.5 else "at the measured speed"
-    note = f"green: drafted, and accepted by the target · {slower} · {below}"
-    drawn.append(_text(note, 0, height + 16, "small"))
-    size = f'width="{width}" height="{height + 24}" viewBox="0 0 {width} {height + 24}"'
+    notes = [f"green: drafted, and accepted by the target · {slower}", below]
+    drawn += [_text(note, 0, height + 16 * number, "small") for number, note in enumerate(notes, start=1)]
+    size = f'width="{width}" height="{height + 40}" viewBox="0 0 {width} {height + 40}"'
     label = escape(
         visible(f"The same answer by {both[0].method} and by {both[1].method}, which is {speed}"), {'"': "&quot;"}
     )
@@ -190,8 +286,10 @@ def _svg(both: Sequence[FilmedAnswer], below: str) -> str:
     )
 
 
-def _text(words: str, x: float, y: float, kind: str, share: float | None = None, length_s: float = 0.0) -> str:
-    """Return a text, which appears when this share of the loop is over."""
+def _text(
+    words: str, x: float, y: float, kind: str, share: float | None = None, length_s: float = 0.0, more: str = ""
+) -> str:
+    """Return a text, which appears when this share of the loop is over; `more` are attributes."""
     name = f' class="{kind}"' if kind else ""
     appears = ""
     if share is not None and share > 0:
@@ -199,4 +297,4 @@ def _text(words: str, x: float, y: float, kind: str, share: float | None = None,
             f'<animate attributeName="opacity" calcMode="discrete" values="0;1" keyTimes="0;{min(share, 0.999):.4f}" '
             f'dur="{length_s:.2f}s" repeatCount="indefinite"/>'
         )
-    return f'<text x="{x:.1f}" y="{y:.1f}"{name} xml:space="preserve">{escape(visible(words))}{appears}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}"{name}{more} xml:space="preserve">{escape(visible(words))}{appears}</text>'

@@ -9,7 +9,7 @@ from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.labels import visible
-from dflash_bench.report.document import Document, MethodLine, over_all
+from dflash_bench.report.document import Document, MethodLine, over_all, require_answers
 from dflash_bench.report.render import latex_escaped
 from dflash_bench.report.words import facts, tally
 
@@ -49,7 +49,7 @@ def latex(document: Document) -> str:
 
     The best of each column is bold: of the rows of one setting, if the run has several.
     """
-    info = document.results.info
+    info = require_answers(document).results.info
     suites = dict.fromkeys((cell.suite, cell.source) for cell in document.cells if cell.num_prompts)
     names = [latex_escaped(printed(labels.suite_label(*suite))) for suite in suites]
     has_mean = len(names) > 1

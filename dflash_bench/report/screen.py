@@ -61,10 +61,10 @@ def screen(document: Document, width: int = WIDTH) -> Text:
     from rich.text import Text
 
     means = document.means()
-    table = _table(_rows(document, means), width)
+    table = [] if document.why_empty else _table(_rows(document, means), width)
     said = [Text(_filled(text, "", width), "bold") for text in answers(document, means)]
     warnings = [Text(_filled(f"! {text}", "  ", width), "yellow") for text in warnings_of(document)]
-    shown = Text("\n").join([*table, Text(), *said, *warnings])
+    shown = Text("\n").join([*table, *([Text()] if table else []), *said, *warnings])
     shown.append("\n\n")
     return shown
 
@@ -233,6 +233,8 @@ def _cut(text: str, most: int) -> str:
 
 def answers(document: Document, means: Sequence[Mean]) -> list[str]:
     """Return what the run says: how fast its best method is, and first of all whether outputs are not the target's."""
+    if document.why_empty:
+        return [f"{document.why_empty}."]
     said = not_exact(document)
     if document.sweeps:
         return [*said, *best_values(document.sweeps, document.results.info)]
@@ -316,5 +318,7 @@ def is_known_text(document: Document, method: str) -> bool:
 def warnings_of(document: Document) -> list[str]:
     """Return a line for each finding that says that a number is wrong or weak: the worst first."""
     order = {kind: at for at, kind in enumerate((*FAULTS, *WEAKNESSES))}
+    if document.why_empty:
+        order.pop("failed")
     known = sorted((one for one in document.findings if one.kind in order), key=lambda one: order[one.kind])
     return [*document.notes, *(one.text for one in known)]

@@ -34,7 +34,9 @@ ONLY_IN_FULL = ("rounds", "width_curve", "formulas")
 
 
 def of_document(document: Document) -> list[Section]:
-    """The sections of a run's report, in the order that every form shows them."""
+    """The sections of a run's report, in the order that every form shows them; why there are none if all failed."""
+    if document.why_empty:
+        return [Section("empty", sentences=[f"{document.why_empty}."]), findings(document.findings)]
     info = document.results.info
     return [
         *of_cells(document.cells, document.findings),

@@ -95,7 +95,8 @@ def _line(document: Document, line: MethodLine, page: str) -> SiteLine:
     suites = labels.suite_list(dict.fromkeys((cell.suite, cell.source) for cell in document.cells if cell.num_prompts))
     return SiteLine(
         page, str(info.started or "")[:16].replace("T", " "), Path(str(info.identity.model)).name, suites, line.name,
-        with_interval(speedup), number(al), speed_text(line.cells_of(document.cells)), exact_text(document, line),
+        with_interval(speedup), number(al), speed_text(line.cells_of(document.cells)),
+        "all failed" if document.why_empty else exact_text(document, line),
         about.get("machine", ""), str(info.identity.network or info.identity.engine or ""),
     )  # fmt: skip
 

@@ -73,6 +73,8 @@ def card(document: Document, width: int | None = None) -> str:
     answers += f"; {audit[0]}/{audit[1]} are the published model's own choice" if audit else ""
     answers += f"; {passed[0]}/{passed[1]} right" if passed else ""
     commit = f", commit {about['commit']}" if "commit" in about else ""
+    if document.why_empty:
+        answers = document.why_empty
     lines = {
         "model": about["model"],
         "draft": about.get("draft", ABSENT),

@@ -108,6 +108,16 @@ class RunTable:
     """The stored rows that `rows` was made from."""
 
     @property
+    def why_empty(self) -> str:
+        """Say that every answer failed, and how the first one did; empty if any did not."""
+        errors = self.rows["error"]
+        if errors.isna().any():
+            return ""
+        lines = str(errors.iloc[0]).splitlines()
+        failed = "the only answer failed" if len(errors) == 1 else f"all {len(errors):,} answers failed"
+        return f"{failed}; the first error: {lines[0] if lines else 'no message'}"
+
+    @property
     def missing(self) -> list[str]:
         """Sentences about what the numbers leave out, to be shown above them."""
         unfinished = self.info.state not in (None, "complete")

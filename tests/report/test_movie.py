@@ -16,7 +16,7 @@ from test_page import HOSTILE, TEXT, told
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Answer
 from dflash_bench.report import read_document
-from dflash_bench.report.movie import COLUMNS, HOLD_S, MOST_LINES, TYPING_S, _places, movie
+from dflash_bench.report.movie import COLUMNS, HOLD_S, MOST_LINES, TYPING_S, _in_order, _places, movie
 
 Main = Callable[..., tuple[int, str, str]]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -119,3 +119,28 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path, m
     assert main("movie", "run", "-o", "x.svg")[0] == 0
     assert (tmp_path / "x.svg").read_text() == (tmp_path / "run" / "movie.svg").read_text()
     assert re.match(r'<svg xmlns="http://www\.w3\.org/2000/svg" ', (tmp_path / "x.svg").read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("one 12", "one 12"), ("\u05d0\u05d1 12.5", "12.5 \u05d1\u05d0"), ("\u05d0 (\u05d1) ok", "ok (\u05d1) \u05d0"),
+        ("see \u05d0\u05d1 \u05d2 now", "see \u05d2 \u05d1\u05d0 now"), ("is 3 < \u0645\u0631", "is 3 < \u0631\u0645"),
+        ("\u05d0 1 2 b", "b 2 1 \u05d0"),
+    ],
+)  # fmt: skip
+def test_text_from_right_to_left_is_placed_as_it_is_read(text: str, shown: str) -> None:
+    placed = _in_order(text, _places(text))
+    by_column = sorted(zip(placed, text, strict=True), key=lambda one: one[0][1])
+    mirrored = str.maketrans("()", ")(")
+    seen = "".join(letter.translate(mirrored) if leftward else letter for (_, _, leftward), letter in by_column)
+    assert seen == shown
+    columns = [column for (_, column, _), _ in by_column]
+    first = COLUMNS - len(text) if text[0] == "\u05d0" else 0
+    assert columns == list(range(first, first + len(text)))
+
+
+def test_letters_are_as_wide_as_they_are_drawn() -> None:
+    assert [column for _, column, _ in _in_order("e\u0301a\u4f60b", _places("e\u0301a\u4f60b"))] == [0, 1, 1, 2, 4]
+    lines = [line for line, _ in _places("\u4f60" * COLUMNS)]
+    assert lines.count(0) == lines.count(1) == COLUMNS // 2

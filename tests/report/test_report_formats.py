@@ -14,7 +14,7 @@ from golden import assert_golden
 from rows import failed, plain
 from runs import answers, bare, changed, stored
 
-from dflash_bench.report import read_document
+from dflash_bench.report import read_document, screen
 from dflash_bench.report.render import latex_escaped
 from dflash_bench.results import store
 
@@ -159,9 +159,23 @@ def test_what_was_allowed_is_said_first(run: Path, main: Main) -> None:
     assert part.name in Path("page.html").read_text(encoding="utf-8").partition("<main>")[0]
 
 
-def test_a_run_of_failures_only(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "run", [failed("ar", "a", "no memory\nleft"), failed("dflash", "a", "later")])
-    assert_refused(main("report", "run"), "run holds no answer that did not fail", "no memory")
+def test_a_run_of_failures_only_says_so_in_every_form(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "run", [failed("ar", "a", "no memory\nleft"), failed("dflash", "a", "later", order=1)])
+    why = "ll 2 answers failed; the first error: no memory"
+    for line in ("report run", "report run --format markdown", "card run"):
+        code, out, _ = main(*line.split())
+        assert code == 0 and why in out
+    assert main("report", "run", "--html", "page.html")[0] == 0
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert f"<h1>A{why}.</h1>" in page
+    assert "<svg" not in page and 'id="lead"' not in page and 'class="chart"' not in page
+    assert main("index", ".", "-o", "site")[0] == 0 and "all failed" in Path("site/index.html").read_text()
+    refused = ("compare run", "movie run", "plot run", "card run --hub hub", "report run --format latex", "check run",
+               "report run --by category")  # fmt: skip
+    for line in refused:
+        assert_refused(main(*line.split()), f"run: a{why}", "run it again")
+    shown = screen(read_document(tmp_path / "run"), 80).plain
+    assert shown.strip() == f"A{why}."
 
 
 def test_a_schema_from_later(run: Path, main: Main) -> None:

@@ -222,7 +222,7 @@ def _truncated(context: CellContext) -> Observation | None:
 
 def _few_prompts(context: CellContext) -> Observation | None:
     number = context.cell.num_units
-    if not context.represents_suite or number >= MIN_PROMPTS:
+    if not context.represents_suite or not 0 < number < MIN_PROMPTS:
         return None
     what = "sessions" if number < context.cell.num_prompts else "prompts"
     text = f"only {number} {what}, too few to trust the interval"
