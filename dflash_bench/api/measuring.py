@@ -40,8 +40,10 @@ class Options(TypedDict, total=False):
     """
 
     prompts: str | Path
+    every_answer: bool
     score: str
     data: str | Path
+    prompt_style: str
     thinking: str
     context: Sequence[int | None] | int
     balance: str
