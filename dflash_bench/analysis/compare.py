@@ -402,7 +402,7 @@ def _decisive(info: RunInfo) -> dict[str, dict[str, Any]]:
         },
         "model": _named(identity, "model") | {"revision of target": revisions.get("target")},
         "draft": drafts | lengths,
-        "sampling": _named(identity, "seed"),
+        "sampling": _named(identity, "seed") | {"JSON schema": identity.json_schema or "none"},
         "limits": _named(identity, "max_new_tokens", "repeats"),
         "dtype": _named(identity, "dtype", "attention")
         | {"quantize": identity.quantize or "none", "network": identity.network or "transformers"}

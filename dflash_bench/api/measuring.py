@@ -57,6 +57,7 @@ class Options(TypedDict, total=False):
     dialect: str
     served_model: str
     api_key_env: str
+    json_schema: str | Path
     timeout: float
     env_proxy: bool
     launch: str

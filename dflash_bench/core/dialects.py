@@ -204,6 +204,8 @@ class ServerRequest:
     settings: Settings
     max_new_tokens: int
     seed: int
+    json_schema: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    """What the answer must be, for servers that constrain their output."""
     salt: str
     """Differs between requests, so that servers which look at it reuse nothing of another request."""
 

@@ -198,6 +198,8 @@ class RunIdentity(StoredModel):
     """The SHA-256 of the plan."""
     servers: dict[str, ServerEntry] = {}
     slo: LatencyObjectives | None = None
+    json_schema: str | None = None
+    """The hash of what servers were told to constrain their answers to."""
     judge: JudgeEntry | None = None
     fallback: str | None = None
     why_torch: str | None = None

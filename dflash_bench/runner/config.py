@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -339,6 +339,22 @@ class ServerOptions:
         conflicts=(LAUNCHED,),
     )
     """The variable of the environment that holds the key; the key itself is nowhere in a request."""
+    json_schema: Path | None = _servers(
+        "Ask servers for answers that a JSON Schema allows (response_format of chats), and score whether they are.",
+        metavar="FILE",
+        needs=(
+            Condition(
+                _is_alone,
+                "{flag} needs --server alone, without --model, --target and --launch: a judge here does not know what "
+                "a schema forbids",
+            ),
+        ),
+        conflicts=(
+            Condition(
+                lambda options: options.score is not None, "--score and {flag} both score; leave one of them out"
+            ),
+        ),
+    )
     timeout: float | None = _servers(
         "Seconds after which an unfinished answer counts as failed. Default: 600.",
         metavar="S",
@@ -805,6 +821,15 @@ def check_access(request: RunRequest) -> None:
         if spec.is_given(request):
             refuse_value(spec, getattr(request, name))
     access_of(request)
+
+
+def schema_of(request: RunRequest) -> Mapping[str, Any] | None:
+    """Raises UserError for a file that holds no JSON Schema."""
+    if request.json_schema is None:
+        return None
+    from dflash_bench.tasks.scorers import schema
+
+    return schema.read(request.json_schema)
 
 
 def addresses_of(request: RunRequest) -> list[Address]:

@@ -19,8 +19,9 @@ from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner import config
-from dflash_bench.runner.config import THINKING, RunRequest, require_prompts
+from dflash_bench.runner.config import THINKING, RunRequest, require_prompts, schema_of
 from dflash_bench.tasks import prompts, sandbox, scorers, suites
+from dflash_bench.tasks.scorers import schema
 from dflash_bench.tasks.suites import Loaded
 
 # What `--over` asks for: values of options and settings, as a grid or one at a time from what was typed.
@@ -306,6 +307,8 @@ def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
         scorer = request.score or "none"
         columns = list(scorers.COLUMNS.get(scorer, ()))
         loaded.append(prompts.load(request.prompts, limit, scorer, columns, balance, every_answer=request.every_answer))
+    if (told := schema_of(request)) is not None:
+        loaded = [suites.with_scorer(one, schema.NAME, {schema.NAME: told}) for one in loaded]
     return suites.without_first(loaded, request.skip) if request.skip else loaded
 
 

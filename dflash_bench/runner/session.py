@@ -24,7 +24,7 @@ from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.run_info import RunInfo, read_info
 from dflash_bench.runner import budget, config, loop, work, workers
 from dflash_bench.runner.canaries import Canaries, Canary, silent, together
-from dflash_bench.runner.config import RunRequest, objectives
+from dflash_bench.runner.config import RunRequest, objectives, schema_of
 from dflash_bench.runner.plan import RunPlan, methods_and_model, modes_of, plan_run, settings_of
 from dflash_bench.runner.ray_workers import opened_workers, require_ray
 from dflash_bench.runner.setup import (
@@ -45,6 +45,7 @@ from dflash_bench.runner.work import Backend, Described, Witnessed, WorkPlan
 from dflash_bench.runner.workers import WorkerPool
 from dflash_bench.tasks import sandbox, scorers
 from dflash_bench.tasks.padding import Contexts
+from dflash_bench.tasks.scorers import schema
 from dflash_bench.tasks.suites import STYLES, Loaded, chats
 
 # The progress of a run: the cell, the share done, speed, acceptance, and the time left.
@@ -447,6 +448,7 @@ def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described, prepared: P
         **({"unpinned": unpinned} if (unpinned := prepared.unpinned(resolved)) else {}),
         **({"record": resolved.request.record} if resolved.request.record else {}),
         **({"headroom": resolved.request.headroom} if resolved.request.headroom else {}),
+        **({schema.NAME: schema.fingerprint(told)} if (told := schema_of(resolved.request)) else {}),
         **({"slo": objectives(resolved.request.slo)} if resolved.request.slo else {}),
         **backend.describe(),
     }

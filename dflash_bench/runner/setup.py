@@ -79,6 +79,7 @@ def open_servers(resolved: RunPlan, addresses: Sequence[Address]) -> ServerBacke
         dialect=request.dialect, model=request.served_model,
     )  # fmt: skip
     backend.asks_to_think = request.thinking is not None
+    backend.json_schema = config.schema_of(request)
     return backend
 
 

@@ -67,6 +67,8 @@ class ServerBackend:
         self.about: Mapping[str, Any] = {}
         self.asks_to_think = False
         """The user chose a mode of thinking."""
+        self.json_schema: Mapping[str, Any] | None = None
+        """What servers are told to constrain their answers to."""
         self.sends_chats = False
         """Send chats for the servers to render, even where they accept token ids."""
         self._salt, self._number = uuid4().hex, count()
@@ -231,7 +233,9 @@ class ServerBackend:
         chat = [(message.role, message.content) for message in messages]
         seed = zlib.crc32(repr((self.seed, repeat, chat)).encode())
         salt = f"{self._salt}-{next(self._number)}"
-        return ServerRequest(server.model, messages, ids, settings, self.max_new_tokens, seed, salt)
+        return ServerRequest(
+            server.model, messages, ids, settings, self.max_new_tokens, seed, salt, json_schema=self.json_schema
+        )
 
     def divergence(
         self, messages: Sequence[Message], plain: Sequence[int], other: Sequence[int], settings: Settings = GREEDY

@@ -425,6 +425,13 @@ def as_drawn(loaded: Loaded) -> Loaded:
     return replace(loaded, prompts=tuple(sorted(loaded.prompts, key=lambda prompt: places[prompt.prompt_id])))
 
 
+def with_scorer(loaded: Loaded, scorer: str, column: Mapping[str, Any]) -> Loaded:
+    """Score the answers otherwise than the suite says, by a column that is added to every row."""
+    prompts = tuple(replace(prompt, row={**prompt.row, **column}) for prompt in loaded.prompts)
+    suite = replace(loaded.suite, scorer=scorer)
+    return replace(loaded, suite=suite, prompts=prompts, sha256=_sha256([prompt.row for prompt in prompts]))
+
+
 def without(loaded: Loaded, prompt_ids: Collection[str]) -> Loaded:
     """Leave prompts out, as if they had not been drawn."""
     kept = tuple(prompt for prompt in loaded.prompts if prompt.prompt_id not in prompt_ids)

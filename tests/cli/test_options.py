@@ -47,6 +47,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "dialect": ("vllm", "vllm"),
     "served_model": ("m", "m"),
     "api_key_env": ("KEY", "KEY"),
+    "json_schema": ("s.json", Path("s.json")),
     "timeout": (2.5, 2.5),
     "env_proxy": (True, True),
     "launch": ("vllm", "vllm"),

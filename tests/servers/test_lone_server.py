@@ -12,11 +12,12 @@ from nano_words import nano_text
 from runs import listed
 
 from dflash_bench.analysis import metrics
-from dflash_bench.core.types import Message
+from dflash_bench.core.types import Message, Prompt
 from dflash_bench.models import chat, targets
 from dflash_bench.models.presets import NANO
 from dflash_bench.results import run_info, store
 from dflash_bench.results import table as results_table
+from dflash_bench.tasks import scorers
 
 Main = Callable[..., tuple[int, str, str]]
 PROMPTS = 4
@@ -142,3 +143,50 @@ def test_with_the_same_weights_here_its_answers_are_judged(main: Main) -> None:
         assert {(row.exactness, row.audit) for row in rows} == {(None, verdict)}
         assert (code, "--audit divergent has no effect without --server plain=URL" in err) == (2, True)
     assert main("compare", "engine", "exact", *"--allow engine --allow dtype --allow device".split())[0] == 0
+
+
+# Constrained output
+
+
+def test_servers_are_told_the_schema_and_their_answers_are_held_to_it(
+    main: Main, prompts: Path, server: FakeServer
+) -> None:
+    Path("s.json").write_text(json.dumps({"type": "integer"}))
+    assert main(*words(server, prompts, "run", "--json-schema", "s.json"))[0] == 0
+    asked = [body for path, body, _ in server.asked if path.endswith("/chat/completions")]
+    assert len(asked) >= PROMPTS
+    for body in asked:
+        assert body["response_format"]["type"] == "json_schema"
+        assert body["response_format"]["json_schema"]["schema"] == {"type": "integer"}
+    rows = store.load(Path("run"))[1]
+    assert [row.passed for row in rows if row.passed is not None] == [False] * PROMPTS  # it says " t5 t7"
+    assert json.loads(Path("run/run.json").read_text())["identity"]["json_schema"]
+    assert main(*words(server, prompts, "plain"))[0] == 0
+    code, _, err = main("compare", "plain", "run")
+    assert code == 2 and "sampling: JSON schema none and" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [('{"a": 1}', True), (' {"a": 2, "b": null}\n', True), ('{"a": "1"}', False), ("{", False), ("", False)],
+)
+def test_an_answer_is_right_if_the_schema_allows_it(text: str, right: bool) -> None:
+    told = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    prompt = Prompt("prompts", "0", ("?",), row={"json_schema": told})
+    assert scorers.score("json_schema", prompt, text).passed is right
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [("[]", "s.json holds no JSON Schema"), ('{"type": "no such type"}', "s.json is not a JSON Schema"),
+     ("{", "cannot read s.json")],
+)  # fmt: skip
+def test_a_file_that_is_no_schema_is_refused(main: Main, prompts: Path, content: str, told: str) -> None:
+    Path("s.json").write_text(content)
+    line = main("run", "--server", "dflash=http://127.0.0.1:9", "--prompts", prompts, "--json-schema", "s.json")[2]
+    assert told in line
+
+
+def test_a_schema_is_for_servers_that_are_not_judged_here(main: Main, prompts: Path) -> None:
+    line = main("run", "--prompts", prompts, "--json-schema", "s.json")[2]
+    assert "--json-schema needs --server alone" in line

@@ -47,7 +47,10 @@ def common_body(request: ServerRequest) -> dict[str, Any]:
 def chat_body(request: ServerRequest) -> dict[str, Any]:
     """The same with the chat, and the mode of thinking for the server's chat template."""
     thinking = request.settings.thinking
-    told = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
+    told: dict[str, Any] = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
+    if request.json_schema is not None:
+        schema = {"name": "answer", "schema": request.json_schema, "strict": True}
+        told |= {"response_format": {"type": "json_schema", "json_schema": schema}}
     return common_body(request) | {"messages": request.chat} | told
 
 

@@ -15,7 +15,7 @@ from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.plugins import Registry
 from dflash_bench.core.types import CODE_SCORERS, Prompt
 from dflash_bench.tasks.sandbox import Isolation
-from dflash_bench.tasks.scorers import code, evaluated, formulas, needles, numbers
+from dflash_bench.tasks.scorers import code, evaluated, formulas, needles, numbers, schema
 from dflash_bench.tasks.scorers.base import Score, reference, require_module
 
 Scorer = Callable[[Prompt, str], Score]
@@ -36,6 +36,8 @@ def require(names: Collection[str], is_trusted: bool = False) -> None:
         check_name(name)
         if evaluated.is_evaluated(name):
             evaluated.metric(name, is_trusted)
+    if schema.NAME in names:
+        require_module("jsonschema")
     if "math" in names:
         require_module("math_verify")
 
@@ -94,13 +96,21 @@ def _of_plugin(name: str, found: object) -> Scorer:
 
 SCORERS: Registry[Callable[..., Score]] = Registry(
     plugins.SCORERS,
-    {**_TEXT_SCORERS, "humaneval": code.humaneval, "mbpp": code.mbpp, "mrcr": needles.mrcr, "none": _score_nothing},
+    {
+        **_TEXT_SCORERS,
+        "humaneval": code.humaneval,
+        "mbpp": code.mbpp,
+        "mrcr": needles.mrcr,
+        schema.NAME: schema.json_schema,
+        "none": _score_nothing,
+    },
     _of_plugin,
 )
 COLUMNS: dict[str, dict[str, type]] = {
     "humaneval": {"prompt": str, "entry_point": str, "test": str},
     "mbpp": {"test_list": list, "test_imports": list},
     "mrcr": {needles.PREFIX: str},
+    schema.NAME: {schema.NAME: dict},
 }
 """Columns of a prompt's row that scorers need."""
 METRIC = str(Path(__file__).parent / "evaluate_metric.py")

@@ -1,0 +1,50 @@
+"""Is an answer what a JSON Schema allows? For servers that constrain their output, with and without drafting."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.core import files
+from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Prompt
+from dflash_bench.tasks.scorers.base import Score, require_module
+
+NAME = "json_schema"
+"""Of the scorer, and of the column that holds the schema."""
+
+
+def read(path: Path) -> Mapping[str, Any]:
+    """Read a schema. Raises UserError for a file that holds none, and where the package that checks it is missing."""
+    require_module("jsonschema")
+    from jsonschema import SchemaError, validators
+
+    schema = files.json_of(path)
+    if not isinstance(schema, dict):
+        raise UserError(f"{path} holds no JSON Schema, which is an object")
+    try:
+        validators.validator_for(schema).check_schema(schema)
+    except SchemaError as error:
+        raise UserError(f"{path} is not a JSON Schema: {error.message}") from error
+    return schema
+
+
+def fingerprint(schema: Mapping[str, Any]) -> str:
+    """Return a hash that tells schemas apart."""
+    return hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def json_schema(prompt: Prompt, text: str) -> Score:
+    """The answer is right if it is JSON that the schema allows; one that the token limit cut is not."""
+    require_module("jsonschema")
+    from jsonschema import validators
+
+    schema = prompt.row[NAME]
+    try:
+        value = files.parse_json("", text)
+    except UserError:
+        return Score(text or None, False)
+    return Score(json.dumps(value, ensure_ascii=False), validators.validator_for(schema)(schema).is_valid(value))
