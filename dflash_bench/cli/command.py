@@ -64,7 +64,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "dflash-bench compare                    # the methods of the newest run",
         "dflash-bench compare @2 @1              # the run before, and the newest",
         "dflash-bench compare results/example --by category",
-        "dflash-bench compare @2 @1 --html changes.html",
+        "dflash-bench compare @2 @1 -o changes.html",
     ),
     "import": ("dflash-bench import profile_export_aiperf.json",),
     "baseline": ("dflash-bench baseline @1 @2 @3 -o base.json",),
@@ -74,14 +74,14 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "report": (
         "dflash-bench report --full",
-        "dflash-bench report @2 --html page.html",
+        "dflash-bench report @2 -o page.html",
         "dflash-bench report --format latex --layout paper",
     ),
     "replay": (
         "dflash-bench replay @1 --n 3,5,7",
         "dflash-bench replay @1 --method dflash --cut 0.5,0.8 --controller mine.py",
     ),
-    "card": ("dflash-bench card", "dflash-bench card --hub my-draft", "dflash-bench card --profile profile.json"),
+    "card": ("dflash-bench card", "dflash-bench card -o my-draft", "dflash-bench card --profile profile.json"),
     "movie": ("dflash-bench movie -o movie.svg", "dflash-bench movie @2 --method eagle3 --answer gsm8k/0"),
     "plot": (
         "dflash-bench plot --format svg -o plots",

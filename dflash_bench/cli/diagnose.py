@@ -130,7 +130,8 @@ def profile(
         ),
     ] = None,
     out: Annotated[
-        Path | None, _results(metavar="DIR", help="Also write profile.json and profile.svg to this folder.")
+        Path | None,
+        _results("-o", "--out", metavar="DIR", help="Also write profile.json and profile.svg to this folder."),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from dflash_bench.report.document import Document
 
 app = typer.Typer()
+ENDINGS = {
+    ".html": "page", ".md": "markdown", ".json": "json", ".csv": "csv", ".tex": "latex", ".txt": "table",
+}  # fmt: skip
+"""What `report` writes, by how the file's name ends."""
 LAYOUTS = ("rows", "paper")
 """Of the LaTeX table."""
 
@@ -36,6 +40,35 @@ def found(names: Sequence[Path] | None) -> list[Path]:
     if not names:
         note(f"the newest run: {folders[0]}")
     return folders
+
+
+Html = Annotated[Path | None, Option("--html", metavar="FILE", help="As --out FILE.html.", hidden=True)]
+"""From before --out had this meaning, whatever the file is called; the options of 1.0 stay."""
+
+
+def _one_out(out: Path | None, html: Path | None, kinds: Mapping[str, str]) -> tuple[Path | None, str | None]:
+    """Return the file to write and what it is to be, by its ending; None and None if nothing is written.
+
+    Raises UserError for an ending that none of the kinds has, and if both options are given.
+    """
+    if html is not None:
+        if out is not None:
+            raise UserError("--html FILE is what --out FILE.html means; give one of them")
+        return html, kinds[".html"]
+    if out is None:
+        return None, None
+    if out.suffix not in kinds:
+        raise UserError(f"cannot tell what to write to {out}; let its name end in {', '.join(kinds)}")
+    return out, kinds[out.suffix]
+
+
+def _give(text: str, out: Path | None) -> None:
+    """Print text, or write it to a file that the user named."""
+    if out is None:
+        say(text, end="")
+        return
+    write_output(out, visible(text, keep="\n\t"))
+    note(f"wrote {out}")
 
 
 def found_one(name: Path | None) -> Path:
@@ -127,7 +160,10 @@ def compare(
             "zlab-2026-08.",
         ),
     ] = None,
-    html: Annotated[Path | None, Option("--html", metavar="FILE", help="Write a page instead.")] = None,
+    out: Annotated[
+        Path | None, Option("-o", "--out", metavar="FILE", help="Write a page (.html), text (.txt) or .json instead.")
+    ] = None,
+    html: Html = None,
     allow: options.Allow = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -137,13 +173,16 @@ def compare(
     """
     from dflash_bench.api.judging import comparison
 
-    if html is not None and as_json:
-        raise UserError("--json has no effect with --html FILE")
-    compared = comparison(found(runs), by=by, against=against, compat=compat, allow=tuple(allow or ()), width=wide())
-    if html is not None:
-        note(f"wrote {compared.report(html)}")
+    out, kind = _one_out(out, html, {".html": "page", ".txt": "text", ".json": "json"})
+    if out is not None and as_json:
+        raise UserError("--json has no effect with --out FILE, whose ending says what to write")
+    width = wide() if out is None else None
+    compared = comparison(found(runs), by=by, against=against, compat=compat, allow=tuple(allow or ()), width=width)
+    if out is not None and kind == "page":
+        note(f"wrote {compared.report(out)}")
         return
-    say(json.dumps(compared.data, indent=1, allow_nan=False) if as_json else str(compared), end="\n" if as_json else "")
+    is_json = as_json or kind == "json"
+    _give(f"{json.dumps(compared.data, indent=1, allow_nan=False)}\n" if is_json else str(compared), out)
 
 
 @app.command("import", cls=Command)
@@ -263,17 +302,24 @@ def report(
     kind: Annotated[
         str | None, Option("--format", metavar="F", help="table (the default), markdown, json, csv or latex.")
     ] = None,
-    html: Annotated[
-        Path | None, Option(metavar="FILE", help="Write a page with tables, plots and answers, all in a single file.")
+    out: Annotated[
+        Path | None,
+        Option(
+            "-o",
+            "--out",
+            metavar="FILE",
+            help="Write to FILE: a page with tables, plots and answers (.html), or .md, .json, .csv, .tex or .txt.",
+        ),
     ] = None,
+    html: Html = None,
     answers: Annotated[
-        int | None, Option(metavar="N", min=1, help="With --html: show at most N answers. Default: 10,000.")
+        int | None, Option(metavar="N", min=1, help="Of a page: show at most N answers. Default: 10,000.")
     ] = None,
     tokenizer: Annotated[
         Path | None,
         Option(
             metavar="PATH",
-            help="With --html: the target's tokenizer.json or its folder, to colour tokens. Default: found "
+            help="Of a page: the target's tokenizer.json or its folder, to colour tokens. Default: found "
             "automatically where possible.",
         ),
     ] = None,
@@ -292,7 +338,7 @@ def report(
         str | None,
         Option(
             metavar="L",
-            help="With --format latex: rows (the default), or paper: methods by suites, the best in bold.",
+            help="Of LaTeX: rows (the default), or paper: methods by suites, the best in bold.",
         ),
     ] = None,
     allow: options.AllowParts = None,
@@ -306,31 +352,36 @@ def report(
 
     if kind is not None and kind not in FORMATS:
         raise unknown("format", kind, list(FORMATS))
+    if out is not None:
+        path, written = _one_out(out, html, ENDINGS)
+        if kind not in (None, written):
+            raise UserError(f"--format {kind} is not what {out} ends in; leave it out, or call the file otherwise")
+        out, html, kind = (None, path, None) if written == "page" else (path, None, written)
     if html is None and (answers is not None or tokenizer is not None):
-        raise UserError(f"--{'answers' if answers is not None else 'tokenizer'} has no effect without --html FILE")
+        raise UserError(f"--{'answers' if answers is not None else 'tokenizer'} has no effect without --out FILE.html")
     if by is not None and (html is not None or kind not in (None, "table")):
-        raise UserError("--by splits the table; leave out --html and --format, or use compare --by --json")
+        raise UserError("--by splits the table; leave out --out and --format, or use compare --by --json")
     if full and (by is not None or kind not in (None, "table") or (html is not None and kind is None)):
         raise UserError("--full adds to the table for a terminal; every other form is complete without it")
     if layout is not None and kind != "latex":
-        raise UserError("--layout has no effect without --format latex")
+        raise UserError("--layout has no effect without --format latex, or --out FILE.tex")
     if layout not in (None, *LAYOUTS):
         raise unknown("layout", str(layout), list(LAYOUTS))
     finished = api.load(found_one(run), allow or ())
     document = finished.document
-    width = terminal_width(WIDTH)
+    width = terminal_width(WIDTH) if out is None else WIDTH
     if by is not None:
-        say(table_by(document, by, width), end="")
+        _give(table_by(document, by, width), out)
         return
     if html is not None:
         finished.report(html, answers, tokenizer)
         note(f"wrote {html}")
     if layout == "paper":
-        say(printed.latex(document), end="")
+        _give(printed.latex(document), out)
     elif kind not in (None, "table"):
-        say(FORMATS[str(kind)](document), end="")
+        _give(FORMATS[str(kind)](document), out)
     elif html is None or kind is not None:
-        say(text(document, width, full), end="")
+        _give(text(document, width, full), out)
 
 
 def _numbers(name: str, help: str) -> Any:  # noqa: A002
@@ -386,6 +437,8 @@ def card(
     hub: Annotated[
         Path | None,
         Option(
+            "-o",
+            "--out",
             "--hub",
             metavar="DIR",
             help="Write what a model's card on the hub takes: a badge, and scores on public datasets as .eval_results.",

@@ -32,7 +32,7 @@ def make(work: Work, options: Namespace) -> Made:
 def example(run: Path, folder: Path) -> dict[str, Path]:
     """The page, the report, the card and all plots of a run; raises StudyError if that is too much to commit."""
     folder.mkdir(exist_ok=True)
-    bench("report", run, "--html", folder / "report.html", "--answers", 32, shown=True)
+    bench("report", run, "--out", folder / "report.html", "--answers", 32, shown=True)
     (folder / "report.md").write_text(bench("report", run, "--format", "markdown"), encoding="utf-8")
     (folder / "card.txt").write_text(bench("card", run), encoding="utf-8")
     bench("plot", run, "--out", folder, "--format", "svg", shown=True)

@@ -92,7 +92,7 @@ def test_what_falls_short_fails_the_job_and_is_commented_on(tmp_path: Path) -> N
     assert runner.told.read_text().splitlines() == [
         "python -m pip install --quiet dflash-bench==1.0.0",
         f"dflash-bench run --suite gsm8k --method dflash --limit 16 --out {folder}/run1",
-        f"dflash-bench report {folder}/run1 --html {folder}/page.html",
+        f"dflash-bench report {folder}/run1 --out {folder}/page.html",
         f"dflash-bench check run1/ --baseline {runner.workspace}/ci/base.json --summary summary.md --junit check.xml",
         f"gh pr comment 7 --body-file {folder}/summary.md",
     ]

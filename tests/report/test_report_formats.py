@@ -118,8 +118,8 @@ def assert_refused(result: tuple[int, str, str], *words: str) -> None:
     ("words", "told"),
     [
         (["--format", "excel"], ["unknown format 'excel'", "csv, json, latex, markdown, table"]),
-        (["--answers", "5"], ["--answers has no effect without --html FILE"]),
-        (["--tokenizer", "x"], ["--tokenizer has no effect without --html FILE"]),
+        (["--answers", "5"], ["--answers has no effect without --out FILE.html"]),
+        (["--tokenizer", "x"], ["--tokenizer has no effect without --out FILE.html"]),
         (
             ["--allow", "anything"],
             ["unknown thing to allow 'anything'", "damaged, doubled, foreign, invalid, unfinished"],
@@ -221,3 +221,22 @@ def test_no_committed_page_shows_an_escaped_newline() -> None:
     pages = list((Path(__file__).parents[2] / "results").rglob("*.md"))
     assert len(pages) > 20
     assert [page.name for page in pages if "u000a" in page.read_text(encoding="utf-8")] == []
+
+
+def test_the_ending_of_the_file_says_what_is_written(run: Path, main: Main) -> None:
+    for ending, kind in ((".md", "markdown"), (".json", "json"), (".csv", "csv"), (".tex", "latex"), (".txt", "table")):
+        assert main("report", "run", "-o", f"out/report{ending}") == (0, "", f"wrote out/report{ending}\n")
+        assert Path(f"out/report{ending}").read_text(encoding="utf-8") == main("report", "run", "--format", kind)[1]
+    assert main("report", "run", "-o", "page.html")[0] == main("report", "run", "--html", "old.html")[0] == 0
+    assert Path("page.html").read_bytes() == Path("old.html").read_bytes()
+    assert main("compare", "run", "-o", "changes.json")[0] == main("compare", "run", "-o", "changes.html")[0] == 0
+    assert json.loads(Path("changes.json").read_text()) == json.loads(main("compare", "run", "--json")[1])
+    for words, why in (
+        ("report run -o page.pdf", "cannot tell what to write to page.pdf; let its name end in .html, .md"),
+        ("report run -o run", "cannot tell what to write to run"),
+        ("report run -o a.csv --format json", "--format json is not what a.csv ends in"),
+        ("report run -o a.md --layout paper", "--layout has no effect"),
+        ("report run -o a.html --html b.html", "give one of them"),
+        ("compare run -o a.html --json", "--json has no effect with --out FILE"),
+    ):
+        assert_refused(main(*words.split()), why)
