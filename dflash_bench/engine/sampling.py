@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dflash_bench.core.types import Settings, is_greedy
 from dflash_bench.engine.cache import to_device
@@ -52,7 +53,9 @@ class Sampling:
 
 def likeliest(logits: Tensor) -> Tensor:
     """Return the best token [...] of logits [..., V], the first of equally good ones."""
-    # Two to three times as fast as argmax on a CPU.
+    if logits.device.type == "cpu" and logits.dtype == torch.float32 and not is_in_torch_dispatch_mode():
+        # numpy's takes a tenth of the time of torch's. A capture records torch's operations only.
+        return torch.from_numpy(np.asarray(logits.detach().numpy().argmax(axis=-1)))
     return logits.max(dim=-1).indices
 
 

@@ -77,7 +77,6 @@ def _listed(names: dict[str, str]) -> str:
 
 KNOWN = f"known are {_listed(ARCHITECTURES)}"
 KNOWN_TYPES = f"known are {_listed(SPECULATORS)}"
-KNOWN_PROJECTORS = f"known are {_listed(PROJECTORS)}"
 
 
 def refuse_flat(config: Json, what: str, read: Collection[str]) -> None:
