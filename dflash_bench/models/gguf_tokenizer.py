@@ -22,7 +22,9 @@ from dflash_bench.models import targets
 _ENGLISH = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SHORT_FORMS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
+_MARKED = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|"
 _SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UNMARKED = r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Rule:
 RULES: Mapping[str, Rule] = {
     "gpt-2": Rule((_ENGLISH,)),
     "qwen2": Rule((_SHORT_FORMS + _WORDS + r"\p{N}" + _SIGNS,)),
+    "qwen35": Rule((_SHORT_FORMS + _MARKED + r"\p{N}" + _UNMARKED,)),
     "llama-bpe": Rule((_SHORT_FORMS + _WORDS + r"\p{N}{1,3}" + _SIGNS,), whole_words=True),
     "smollm": Rule((r"\p{N}", _ENGLISH)),
     "ufakzeka": Rule((_WORDS + r"\p{N}" + _SIGNS,)),
@@ -47,6 +50,7 @@ ODD_TEXTS = (
     " leading, trailing  \t tabs\t\tand   spaces \n\n\nlines\r\n \r mixed \n \n  indented\n\tdef f(x):\n    return x",
     "f(x)=x**2+[1,2]{a:b}<tag/> (word)\"quoted\"'single'--dash__under $1,000.00 50% a@b.c http://x.y/z?q=1&r=#2",
     "naïve café Ünïcödé Straße ŒUVRE ǅ ﬁ 你好，世界。こんにちは 안녕하세요 Привет мир שלום مرحبا ١٢٣ ४५६ Ⅷ ½ ²",
+    "marks apart: e\u0301tude, man\u0303ana, 1\u0301, .\u0301; हिन्दी ที่นี่",
     "emoji 😀👍🏽👨‍👩‍👧‍👦 ∑∫√≤ ™ ©\u00a0nbsp\u200bzero\u2028line\ufeff\u3000wide ...!!!???\n---\n***\n\n",
     "ALLCAPS camelCase snake_case x1y2z3 0x1F 1e-5 3rd 2nd ''' \"\"\" ``` '' ' \\n \\frac{1}{2} a'b'c 1's A'S",
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dflash_bench.core import files, terminal
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.models import formats, gguf, gguf_tokenizer, hub, presets, targets, weights
+from dflash_bench.models import formats, gguf, gguf_hybrid, gguf_tokenizer, hub, presets, targets, weights
 from dflash_bench.models.formats import Checkpoint, base
 from dflash_bench.models.gguf_tokenizer import PREFIX
 from dflash_bench.models.hub import read_config
@@ -311,7 +311,8 @@ def _body(config: DFlashConfig | Eagle3Config) -> dict[str, object]:
     }
 
 
-# A target as llama.cpp reads it: Llama, Qwen2 and Qwen3, dense, with plain, linear or Llama 3's rotary positions.
+# A target as llama.cpp reads it: Llama, Qwen2 and Qwen3, dense, with plain, linear or Llama 3's rotary positions; and
+# Qwen3.5 (`gguf_hybrid.py`).
 
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -328,6 +329,8 @@ COMPUTED = "rotary_emb.inv_freq"
 def read(folder: Path) -> GgufNetwork:
     """Describe a target. Raises UserError for a model that llama.cpp would not compute as its publisher does."""
     config = targets.config_of(folder)
+    if config.model_type == gguf_hybrid.MODEL_TYPE:
+        return _hybrid(folder, config)
     _check(folder, config)
     tensors = {name: tensor for name, tensor in weights.read_tensors(folder).items() if not name.endswith(COMPUTED)}
     if config.tie_word_embeddings:
@@ -346,22 +349,49 @@ def read(folder: Path) -> GgufNetwork:
     return GgufNetwork(config.model_type, {**_settings(config), **scaling}, {**named, **factors})
 
 
-def _check(folder: Path, config: Any) -> None:
-    if config.model_type not in ARCHITECTURES:
-        raise unknown(f"{folder}: architecture for GGUF", config.model_type, list(ARCHITECTURES))
-    stored = read_config(folder)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    reasons = {
-        "it is quantised; convert the original": "quantization_config" in stored,
+def _hybrid(folder: Path, config: Any) -> GgufNetwork:
+    """Describe a target with linear attention. Raises UserError as `read` does."""
+    _refuse_for(folder, _reasons(folder, config))
+    trunk, heads = gguf_hybrid.text_tensors(folder, weights.read_tensors(folder))
+    if config.tie_word_embeddings:
+        trunk.pop(base.HEAD, None)
+    try:
+        own = gguf_hybrid.settings(config, bool(heads))
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
+    _check_tensors(folder, config, trunk)
+    tensors = gguf_hybrid.named(config, trunk, heads)
+    return GgufNetwork(gguf_hybrid.ARCHITECTURE, {**_settings(config), **own}, tensors)
+
+
+def _reasons(folder: Path, config: Any) -> dict[str, bool]:
+    """Return what no target may have, and whether this one has it."""
+    return {
+        "it is quantised; convert the original": "quantization_config" in read_config(folder),
         f"hidden_act = {config.hidden_act!r}": config.hidden_act != "silu",
-        "sliding-window attention": kinds - {"full_attention"} or getattr(config, "use_sliding_window", False),
-        f"rotary positions of type {_rope_type(config)!r}": _rope_type(config) not in ROTARY,
-        "rotary positions on a part of each head": config.rope_parameters.get("partial_rotary_factor")
-        not in (None, 1.0),
+        f"rotary positions of type {_rope_type(config)!r}": _rope_type(config)
+        not in (ROTARY if config.model_type in ARCHITECTURES else ("default",)),
     }
+
+
+def _refuse_for(folder: Path, reasons: Mapping[str, Any]) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise UserError(f"{folder} cannot be written as GGUF: {reason}")
+
+
+def _check(folder: Path, config: Any) -> None:
+    if config.model_type not in ARCHITECTURES:
+        known = [*ARCHITECTURES, gguf_hybrid.MODEL_TYPE]
+        raise unknown(f"{folder}: architecture for GGUF", config.model_type, known)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    reasons = {
+        **_reasons(folder, config),
+        "sliding-window attention": kinds - {"full_attention"} or getattr(config, "use_sliding_window", False),
+        "rotary positions on a part of each head": config.rope_parameters.get("partial_rotary_factor")
+        not in (None, 1.0),
+    }
+    _refuse_for(folder, reasons)
 
 
 def _check_tensors(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None:

@@ -15,13 +15,14 @@ START_S = 60.0
 
 
 @contextmanager
-def serving(python: Path, target: Path, draft: Path, options: Sequence[str], log: Path) -> Iterator[str]:
+def serving(python: Path, target: Path, draft: Path | None, options: Sequence[str], log: Path) -> Iterator[str]:
     """Yield the address of a server that computes in float32 and shows its counts."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = f"--host 127.0.0.1 --port {port} --metrics {EXACT}"
-    command = [str(python), str(PROGRAM), "--model", str(target), "--model-draft", str(draft), *words.split(), *options]
+    drafting = [] if draft is None else ["--model-draft", str(draft)]
+    command = [str(python), str(PROGRAM), "--model", str(target), *drafting, *words.split(), *options]
     with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process:
         try:
             until = time.monotonic() + START_S

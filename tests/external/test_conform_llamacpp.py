@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from llamacpp_here import serving
 
 from dflash_bench.diagnose import conform, golden_cases
@@ -103,3 +104,33 @@ def test_a_draft_that_taps_other_layers_is_named(
     assert found["compared"] == ["counts", "tokens"]
     assert [one["reading"] for one in found["named"]] == ([OTHER_TAPS] if state == "differs" else [])
     assert (found["num_equal_rounds"] == found["num_rounds"]) == (state == "equal")
+
+
+MTP = "mtp-qwen3.5-hybrid"
+
+
+@pytest.mark.parametrize("are_swapped", [False, True])
+def test_the_heads_of_a_hybrid_target_draft_from_its_own_file(
+    are_swapped: bool, tmp_path: Path, main: Main, server_environment: Callable[[str], Path]
+) -> None:
+    """The texts are the target's own. It accepts some fewer drafts than the publisher's code; with the halves of the
+    heads' input swapped, hardly any."""
+    case = golden_cases.read_case(MTP)
+    used = {token for prompt in case.prompts for token in prompt.tokens}
+    size = targets.shape_of(case.target).vocab_size
+    words = vocabulary(size, next(token for token in range(size) if token not in used))
+    network = gguf_writer.read(case.target)
+    (name,) = [name for name in network.tensors if name.endswith("nextn.eh_proj.weight")]
+    if are_swapped:
+        halves = network.tensors[name].chunk(2, dim=1)
+        network = replace(network, tensors={**network.tensors, name: torch.cat(halves[::-1], dim=1).contiguous()})
+    gguf_writer.write(tmp_path / "target.gguf", network, "target", words)
+    options = f"--alias case --ctx-size 512 --parallel 1 --spec-type draft-mtp --spec-draft-n-max {case.num_drafts}"
+    python = server_environment("llamacpp") / "bin" / "python"
+    with serving(python, tmp_path / "target.gguf", None, options.split(), tmp_path / "log") as url:
+        _, out, err = main("conform", MTP, "--server", url, "--json")
+    (found,) = json.loads(out)
+    assert found["compared"] == ["counts", "tokens"], err
+    assert found["state"] == "equal" or found["difference"]["part"] == "counts"
+    share = found["accepted_per_round"] / found["expected_per_round"]
+    assert share < 0.1 if are_swapped else share > 0.9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,12 +14,14 @@ import pytest
 import tiny
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
+from gguf.constants import MODEL_ARCH, MODEL_TENSORS, TENSOR_NAMES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+import dflash_bench
 from dflash_bench.core.errors import UserError
-from dflash_bench.models import targets
+from dflash_bench.models import gguf_writer, targets
 from dflash_bench.models.convert import convert
 from dflash_bench.models.formats import TargetShape, load_draft, save_draft
 from dflash_bench.models.hub import WHOLE
@@ -28,6 +31,7 @@ from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.presets import NANO
 
+CASES_OF_KINDS = Path(dflash_bench.__file__).parent / "conformance"
 KINDS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SIZES = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -105,6 +109,72 @@ def test_transformers_reads_the_same_weights_and_computes_the_same(
         assert torch.equal(before(PROMPT).logits, after(PROMPT).logits)
 
 
+# Qwen3.5: layers of linear attention, whose value heads stand in another order, and MTP heads.
+
+HYBRID = CASES_OF_KINDS / "mtp-qwen3.5-hybrid/target"
+
+
+def hybrid(folder: Path, **settings: Any) -> Path:
+    """A copy of the golden target."""
+    shutil.copytree(HYBRID, folder)
+    return changed(folder, **settings)
+
+
+def test_a_hybrid_target_has_what_llama_cpps_graph_asks_for(tmp_path: Path) -> None:
+    folder = hybrid(tmp_path / "model")
+    network, stored = gguf_writer.read(folder), load_file(folder / WHOLE)
+    layer, mtp, norm = "model.layers.2.linear_attn.", "mtp.", "self_attn.q_norm.weight"
+    got = {name: tensor.float() for name, tensor in network.tensors.items()}
+    known = {TENSOR_NAMES[one] for one in MODEL_TENSORS[MODEL_ARCH.QWEN35]}
+    ours = {re.sub(r"blk\.\d+", "blk.{bid}", name) for name in got if "nextn" not in name}
+    assert {re.sub(r"(ssm_dt|[a-z_0-9]+)\.(weight|bias)$", r"\1", name) for name in ours} == known
+    # Two key heads, each with two value heads of 12 rows: group by group in files, and here the first of each first.
+    rows = stored[f"{layer}in_proj_z.weight"].float().unflatten(0, (4, 12))
+    assert torch.equal(got["blk.2.attn_gate.weight"], rows[[0, 2, 1, 3]].flatten(0, 1))
+    columns = stored[f"{layer}out_proj.weight"].float().unflatten(1, (4, 12))
+    assert torch.equal(got["blk.2.ssm_out.weight"], columns[:, [0, 2, 1, 3]].flatten(1, 2))
+    assert torch.equal(got["blk.2.ssm_a"], -stored[f"{layer}A_log"].float()[[0, 2, 1, 3]].exp())
+    assert torch.equal(got["blk.2.attn_qkv.weight"][:48], stored[f"{layer}in_proj_qkv.weight"].float()[:48])
+    assert got["blk.2.ssm_conv1d.weight"].shape == (96, 4)
+    assert torch.equal(got["blk.1.attn_q_norm.weight"], stored[f"model.layers.1.{norm}"].float() + 1)
+    assert torch.equal(got["blk.2.ssm_norm.weight"], stored[f"{layer}norm.weight"].float())
+    # The heads' block stands behind the last layer.
+    assert torch.equal(got["blk.4.nextn.eh_proj.weight"], stored[f"{mtp}fc.weight"].float())
+    assert torch.equal(got["blk.4.nextn.shared_head_norm.weight"], stored[f"{mtp}norm.weight"].float() + 1)
+    assert torch.equal(got["blk.4.attn_q.weight"], stored[f"{mtp}layers.0.self_attn.q_proj.weight"].float())
+    expected = {"block_count": 5, "nextn_predict_layers": 1, "full_attention_interval": 2, "rope.dimension_count": 4,
+                "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 48}  # fmt: skip
+    assert expected.items() <= network.settings.items()
+
+
+def test_a_hybrid_target_without_heads_has_no_block_for_them(tmp_path: Path) -> None:
+    folder = hybrid(tmp_path / "model")
+    save_file({name: t for name, t in load_file(folder / WHOLE).items() if "mtp." not in name}, folder / WHOLE)
+    network = gguf_writer.read(folder)
+    assert network.settings["block_count"] == 4 and "nextn_predict_layers" not in network.settings
+    assert not [name for name in network.tensors if "blk.4" in name]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layers are in another order"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "it is quantised; convert the original"),
+    ],
+)
+def test_a_hybrid_target_that_it_cannot_compute_is_refused(settings: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        gguf_writer.read(hybrid(tmp_path / "model", **settings))
+
+
+def test_half_a_head_is_refused(tmp_path: Path) -> None:
+    folder = hybrid(tmp_path / "model")
+    save_file({name: t for name, t in load_file(folder / WHOLE).items() if name != "mtp.fc.weight"}, folder / WHOLE)
+    with pytest.raises(UserError, match=r"missing tensor mtp\.fc\.weight"):
+        gguf_writer.read(folder)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matrices_keep_their_type_and_norms_are_float32(dtype: str, tmp_path: Path) -> None:
     convert(str(build(tmp_path / "model", dtype=dtype)), tmp_path / "model.gguf", "gguf", None)
@@ -163,6 +233,8 @@ def test_the_vocabulary_is_nanos_with_a_name_for_every_row(tmp_path: Path) -> No
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
+QWEN35 = QWEN.replace(r"\p{L}+|", r"[\p{L}\p{M}]+|").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+
 
 def split(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -171,6 +243,7 @@ def split(pattern: str) -> dict[str, Any]:
 SPLITTERS = {
     "gpt-2": {**BYTES, "use_regex": True},
     "qwen2": {"type": "Sequence", "pretokenizers": [split(QWEN), BYTES]},
+    "qwen35": {"type": "Sequence", "pretokenizers": [split(QWEN35), BYTES]},
     "smollm": {
         "type": "Sequence",
         "pretokenizers": [{"type": "Digits", "individual_digits": True}, {**BYTES, "use_regex": True}],
@@ -181,7 +254,7 @@ SPLITTERS = {
 def every_pair_of_bytes(content: dict[str, Any]) -> None:
     """A vocabulary in which wherever text is cut shows: most neighbours merge."""
     vocab = {token: index for index, token in enumerate(sorted(content["model"]["vocab"], key=len)) if len(token) == 1}
-    letters = [token for token in vocab if token.isascii() or token in "ĠĊĉč"]
+    letters = [token for token in vocab if token.isascii() or token in "ĠĊĉčÌģ"]
     pairs = [(a, b) for a in letters for b in letters][:16384]
     content["added_tokens"] = []
     content["model"]["vocab"] = {**vocab, **{a + b: len(vocab) + i for i, (a, b) in enumerate(pairs)}}

@@ -103,6 +103,14 @@ def test_vllm_finds_the_heads_of_mtp_in_the_target_itself() -> None:
     assert json.loads(words[words.index("--speculative-config") + 1]) == {"method": "mtp", "num_speculative_tokens": 3}
 
 
+def test_llama_cpp_finds_the_heads_of_mtp_in_the_targets_file() -> None:
+    words = program_named("llama.cpp").argv(spec("mtp:3", draft=None, num_drafts=3, kind="MTP"), 81)
+    assert " ".join(words).partition(" --spec-type ")[2].startswith("draft-mtp --spec-draft-n-max 3")
+    assert "--model-draft" not in words
+    plain = program_named("llama.cpp").argv(spec("ar", draft=None, num_drafts=None), 81)
+    assert "--spec-type" not in plain
+
+
 def test_mtp_is_launched_only_with_the_heads_of_the_targets_own_checkpoint(
     main: Main, program: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -110,16 +110,17 @@ def argv(spec: LaunchSpec, port: int) -> list[str]:
         # It divides its context between concurrent answers.
         "--ctx-size", str(spec.length * spec.slots), "--parallel", str(spec.slots), "--metrics",
         *(EXACT if exact else ()),
-        *(_speculation(spec) + list(EXACT_DRAFT if exact else ()) if spec.draft is not None else ()),
+        *(_speculation(spec) + list(EXACT_DRAFT if exact else ()) if spec.num_drafts is not None else ()),
     ]  # fmt: skip
 
 
 def _speculation(spec: LaunchSpec) -> list[str]:
     # Its `draft-dflash` leaves out the anchor's slot, whatever the file says; `draft-dspark` is for those that use it,
     # with a Markov head or without one.
+    # The heads of MTP are in the target's file.
     name = "dspark" if spec.shifted else spec.method.name
     return [
-        "--model-draft", str(spec.draft), "--spec-type", f"draft-{name}",
+        *(() if spec.draft is None else ("--model-draft", spec.draft)), "--spec-type", f"draft-{name}",
         "--spec-draft-n-max", str(spec.num_drafts),
     ]  # fmt: skip
 
@@ -159,5 +160,5 @@ DIALECT = Dialect(
         ),
     ),
     remedies={"uncounted": "start llama.cpp's server with --metrics, and let nobody else use it"},
-    program=Program("llama.cpp", "llama-server", True, ("dflash", "eagle3"), "LLAMA_API_KEY", argv),
+    program=Program("llama.cpp", "llama-server", True, ("dflash", "eagle3", "mtp"), "LLAMA_API_KEY", argv),
 )  # fmt: skip

@@ -24,12 +24,14 @@ def main() -> None:
         params.flash_attn_type = {"on": on, "off": off}[options.flash_attn]
     if options.cache_type_k == options.cache_type_v == "f32":
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    if options.model_draft:
+    # The heads of MTP are in the target's file, and only read where they are asked for.
+    params.load_mtp = options.spec_type == "draft-mtp"
+    if options.spec_type:
         types = xllamacpp.common_speculative_type
         kind = options.spec_type.upper().replace("-", "_")
         params.speculative.types = [getattr(types, f"COMMON_SPECULATIVE_TYPE_{kind}")]
         draft = params.speculative.draft
-        draft.mparams.path, draft.n_max = options.model_draft, options.spec_draft_n_max
+        draft.mparams.path, draft.n_max = options.model_draft or "", options.spec_draft_n_max
         draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = options.threads
         if options.cache_type_k_draft == options.cache_type_v_draft == "f32":
             draft.cache_type_k = draft.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
