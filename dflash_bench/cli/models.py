@@ -12,8 +12,8 @@ from typer import Argument, Option
 
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
-from dflash_bench.core.labels import WIDTH
-from dflash_bench.core.terminal import note, say, terminal_width
+from dflash_bench.core.labels import WIDTH, wrapped
+from dflash_bench.core.terminal import note, say, terminal_width, wide
 from dflash_bench.models.presets import HOME
 
 app = typer.Typer()
@@ -66,7 +66,9 @@ def fetch(
 
 @app.command(cls=Command)
 def inspect(
-    checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="A draft: a folder or a hub id.")],
+    checkpoint: Annotated[
+        str, Argument(metavar="CHECKPOINT", help="A draft: a folder, a hub id, or such as nano/dflash.")
+    ],
     target: Annotated[
         str | None,
         Option(metavar="T", help="Check whether the draft fits this target: nano, a preset, or a folder with a model."),
@@ -81,7 +83,8 @@ def inspect(
     from dflash_bench.models import inspect
 
     seen = api.inspect(checkpoint, target)
-    say(json.dumps(inspect.as_json(seen), indent=1) if as_json else inspect.text(seen))
+    shown = "\n".join(wrapped(line, wide(), others=" " * 15) for line in inspect.text(seen).splitlines())
+    say(json.dumps(inspect.as_json(seen), indent=1) if as_json else shown)
     if seen.problems:
         sys.exit(1)
 

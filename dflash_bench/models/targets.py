@@ -96,10 +96,17 @@ LEAST_POSITIONS = 32
 
 
 def find_draft(reference: str) -> Path:
-    """Return the folder of a draft: a folder as it is, or a hub id's snapshot. Raises UserError."""
-    if reference in presets.table():
-        drafts = presets.table()[reference].drafts.values()
-        raise UserError(f"{reference} is a model and not a draft; its drafts are {', '.join(drafts)}")
+    """Return the folder of a draft: a folder as it is, a hub id's snapshot, or MODEL/DRAFT of a model known by name.
+
+    Raises UserError.
+    """
+    name, _, draft = reference.partition("/")
+    drafts = presets.table()[name].drafts if name in presets.table() else {}
+    if drafts and not draft:
+        # Where the package lies on a disk says nothing; a hub id does.
+        named = [f"{name}/{key}" if Path(own).is_absolute() else own for key, own in drafts.items()]
+        raise UserError(f"{name} is a model and not a draft; its drafts are {', '.join(named)}")
+    reference = drafts.get(draft, reference)
     return hub.folder_of(reference) or hub.fetch(reference, pickles=True).folder
 
 

@@ -127,7 +127,7 @@ def changes(comparisons: Sequence[tuple[str, Comparison]]) -> list[ForestRow]:
 def placed(known: Sequence[Placed]) -> list[ForestRow]:
     """Put intervals on one scale from 0 to the highest bound, but not far beyond the highest value."""
     values = [interval.value for *_, interval in known]
-    far = max((interval.high or interval.value for *_, interval in known), default=1.0)
+    far = max((_ends(interval)[1] for *_, interval in known), default=1.0)
     top = 1.04 * max(1.0, min(far, FARTHEST * max(values, default=1.0)))
 
     def place(value: float) -> float:
@@ -136,7 +136,7 @@ def placed(known: Sequence[Placed]) -> list[ForestRow]:
     return [
         ForestRow(
             key, group, name, colour, with_interval(interval), place(interval.value),
-            place(_or(interval.low, interval.value)), place(_or(interval.high, interval.value)), place(1.0),
+            place(_ends(interval)[0]), place(_ends(interval)[1]), place(1.0),
         )
         for key, group, name, colour, interval in known
     ]  # fmt: skip
@@ -191,8 +191,11 @@ def colour_of(document: Document, method: str) -> str:
     return f"--series-{document.methods.index(method) % 7}"
 
 
-def _or(bound: float | None, value: float) -> float:
-    return value if bound is None else bound
+def _ends(interval: Interval) -> tuple[float, float]:
+    """Return the bounds that are drawn: the value itself if there are none, or if they are too far apart to tell."""
+    if interval.low is None or interval.high is None or interval.is_vague:
+        return interval.value, interval.value
+    return interval.low, interval.high
 
 
 Filters = Mapping[str, tuple[str, Mapping[str, str]]]

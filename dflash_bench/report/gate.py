@@ -16,7 +16,7 @@ from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.labels import wrapped
 from dflash_bench.report import render
-from dflash_bench.report.tables import Column, ReportTable, Section, TableRow, in_markdown, p_value
+from dflash_bench.report.tables import VAGUE, Column, ReportTable, Section, TableRow, in_markdown, p_value
 
 COUNTS = ("mismatch", "failed", "witnesses")
 COLUMNS = (
@@ -129,7 +129,7 @@ def benchmark(cells: Runs) -> str:
             "name": " ".join(filter(None, (key.suite, runs[0].setting, key.slice, key.method, name))),
             "unit": UNITS[name],
             "value": float(f"{interval.value:.6g}"),
-            "range": "n/a" if interval.half_width is None else f"± {interval.half_width:.3g}",
+            "range": _range(interval),
             "extra": f"{runs[0].num_prompts} prompts" + (f", {len(runs)} runs" if len(runs) > 1 else ""),
         }
         for key, runs in cells.items()
@@ -137,6 +137,13 @@ def benchmark(cells: Runs) -> str:
         if name in UNITS and (key.method != BASELINE or name == "tps.decode") and (interval := _over(runs, name))
     ]
     return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
+
+
+def _range(interval: Interval) -> str:
+    """Half of an interval's width; in words where it has no bounds, or says nothing."""
+    if interval.half_width is None:
+        return "n/a"
+    return VAGUE if interval.is_vague else f"± {interval.half_width:.3g}"
 
 
 def _over(runs: Sequence[Cell], name: str) -> Interval | None:

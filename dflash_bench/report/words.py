@@ -26,6 +26,10 @@ from dflash_bench.results.run_info import (
 )
 
 GB = 1e9
+PLAIN_WORDS = {
+    "speedup.decode": "speed-up", "al.pooled": "tokens a round", "tps.total": "tokens/s of all answers",
+}  # fmt: skip
+"""Of figures, where there is no room for more: at the axes of plots, which name the ids below."""
 
 
 def sentences(document: Document) -> list[str]:

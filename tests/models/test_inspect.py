@@ -171,6 +171,9 @@ def test_another_verifier_is_a_line(copied: Path) -> None:
 
 
 def test_a_model_is_no_draft_and_its_drafts_are_named() -> None:
+    with pytest.raises(UserError, match=r"nano is a model and not a draft; its drafts are nano/dflash, nano/eagle3, "):
+        inspect("nano")
+    assert inspect("nano/dflash") == inspect(str(NANO / "dflash"))
     with pytest.raises(UserError, match=r"qwen3-8b is a model and not a draft; its drafts are z-lab/Qwen3-8B-DFlash"):
         inspect("qwen3-8b")
 

@@ -210,6 +210,9 @@ def test_filters_move_tables_charts_and_answers_together(opened: Any) -> None:
     assert suites() == [{"gsm8k"}] * 3 and set(column(opened, 0)) == {"p0", "p1", "p2", "p3"}
     assert not opened.find_element("css selector", "[data-name=speedup]").is_displayed()
     assert opened.find_element("id", "away").text.endswith("with the rest: speedup, rounds.")
+    caption = "return document.querySelector(`[data-name=${arguments[0]}] figcaption`).textContent"
+    assert opened.execute_script(caption, "speedup").endswith("the charts under Results show the same.")
+    assert "under Results" not in opened.execute_script(caption, "acceptance")
     assert drawn(opened, "acceptance") == {"gsm8k": {"dflash"}}
     first = opened.execute_script(place, "gsm8k")
     assert all(now < then for now, then in zip(opened.execute_script(painted), before, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,11 +12,11 @@ from typing import Any
 
 import pytest
 from rows import generation, pair, record
-from runs import IDENTITY, SUITES, answers, asked, known, slower, stored
+from runs import IDENTITY, SUITES, answers, asked, in_time, known, slower, stored
 
 from dflash_bench.analysis import metrics
 from dflash_bench.core.types import Answer, Settings
-from dflash_bench.report import plots, read_document
+from dflash_bench.report import charts, gate, plots, read_document
 from dflash_bench.report.plots import acceptance, speed, style
 from dflash_bench.report.plots.curves import training, trend
 from dflash_bench.report.plots.style import Material
@@ -299,3 +300,23 @@ def test_acceptance_over_a_training_is_drawn_from_its_history(tmp_path: Path) ->
     with pytest.raises(plots.NothingToPlotError, match="how many tokens"):
         plots.write_training({"medusa": [{"step": 9}]}, tmp_path / "none.svg")
     assert not (tmp_path / "none.svg").exists()
+
+
+def test_an_interval_too_wide_to_tell_is_left_out_of_every_drawing_and_said(tmp_path: Path) -> None:
+    rows = answers(6)
+    stalled = next(row for row in rows if row.method == "ar").generation
+    rows[0] = replace(rows[0], generation=in_time(stalled, 1000 * stalled.decode_s))
+    document = read_document(stored(tmp_path / "run", rows))
+    (cell,) = (cell for cell in document.cells if cell.method == "dflash")
+    assert cell.figures["speedup.decode"].is_vague
+    figure = plots.drawn(plots.Material(document), "speedup")
+    (bars,) = [one for one in figure.axes[0].containers if type(one).__name__ == "ErrorbarContainer"]
+    (lines,) = bars.lines[2]
+    assert not lines.get_segments()[0].size
+    assert "none where it is too wide to tell" in figure.legends[0].get_title().get_text()
+    assert "speed-up: speedup.decode" in figure.legends[0].get_title().get_text()
+    assert figure.axes[0].get_ylabel() == "speed-up"
+    (row,) = charts.forest(document, document.means())
+    assert row.low == row.value == row.high and "cannot tell" in row.text
+    (entry, *_) = (e for e in json.loads(gate.benchmark({cell.key: [cell]})) if e["name"].endswith("speedup.decode"))
+    assert entry["range"] == "cannot tell"

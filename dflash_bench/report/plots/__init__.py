@@ -46,7 +46,7 @@ CAPTIONS = {
     "load": "Where the right line falls to 1, drafting no longer pays: so many answers keep the machine busy without.",
     "frontier": "Each point is a method under a load: to the left one answer comes faster, higher up all together do.",
     "sweep": "Where acceptance still rises but the speed-up does not, the longer round costs what the draft gains.",
-    "context": "Where al.pooled falls below break_even_al (dashed), a longer context costs more than the draft gains.",
+    "context": "Where tokens a round fall below the dashed line, a longer context costs more than the draft gains.",
     "headroom": "Hatched: the right token was among the draft's best, and a better choice among them would pay. What "
     "is left up to the limit only another draft can bring.",
     "reliability": "Below the dashed line the draft is surer of itself than it should be, above it less sure.",

@@ -12,12 +12,14 @@ from dflash_bench.report.plots.style import (
     Group,
     Material,
     NothingToPlotError,
+    bars_note,
     finish,
     key_of,
     looks,
     mark,
     name_axes,
     panels,
+    told,
     top_of,
 )
 from dflash_bench.results.rounds import Histogram, accept_at
@@ -84,17 +86,17 @@ def output(material: Material) -> Any:
             style = {"color": look[method]["color"], "marker": look[method]["marker"]}
             line = axes.plot([x for x, _ in points], [interval.value for _, interval in points], label=method, **style)
             mark(line, method=method)
-            bounds = [(x, interval.low, interval.high) for x, interval in points if interval.low is not None]
+            bounds = [(x, known.low, known.high) for x, known in ((x, told(one)) for x, one in points) if known.low]
             if bounds:
                 color = look[method]["color"]
                 band = axes.fill_between(*zip(*bounds, strict=True), color=color, alpha=0.16, linewidth=0)
                 mark(band, method=method)
         axes.set_xticks(range(len(bins)), bins, rotation=20)
-    top = top_of([interval for by in intervals_of.values() for interval in by.values()])
+    drawn = [interval for by in intervals_of.values() for interval in by.values()]
+    top = top_of(drawn)
     next(iter(axes_of.values())).set_ylim(1, top)
     name_axes(axes_of, "tokens into the answer", "al.pooled")
-    note = "band: 95 % interval over prompts" + (", cut off where too wide" if top is not None else "")
-    return finish(figure, axes_of, "Acceptance along the answer", note, len(groups))
+    return finish(figure, axes_of, "Acceptance along the answer", bars_note(drawn, top, "band"), len(groups))
 
 
 def _groups_with_rounds(material: Material) -> list[Group]:

@@ -69,7 +69,7 @@ def training(histories: Mapping[str, History]) -> Any:
     }
     if not any(points.values()):
         raise NothingToPlotError("no draft's history says what was accepted after how many tokens")
-    title = "al.pooled on held-out prompts"
+    title = "tokens a round (al.pooled) on held-out prompts"
     figure, axes_of = panels([title], 2.6)
     axes, look = axes_of[title], looks(list(points))
     for name, measured in points.items():
@@ -107,7 +107,8 @@ def trend(runs: Sequence[Material], unlike: Sequence[Difference] = ()) -> Any:
         axes.set_ylim(bottom=0)
         axes.set_ylabel(figure_id)
     kinds = dict.fromkeys(difference.kind for difference in unlike)
-    note = bars_note() + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
+    drawn = [cell.figures[name] for run in runs for cell in run.cells for name in FIGURES if name in cell.figures]
+    note = bars_note(drawn) + (f"; the runs differ in {', '.join(kinds)}" if kinds else "")
     return finish(figure, axes_of, f"Over {len(over_time)} runs", note, len(names))
 
 

@@ -65,7 +65,8 @@ def load(material: Material) -> Any:
         if top is not None:
             tops.append(top)
     title = "Throughput and speed-up by concurrency" if SPEEDUP in shown_ids else "Throughput by concurrency"
-    note = bars_note(max(tops, default=None))
+    everywhere = [level.speedup for one in loads for level in one.levels if level.speedup]
+    note = bars_note(everywhere, max(tops, default=None))
     return finish(figure, axes_of, title, note, len(names))
 
 
@@ -114,7 +115,9 @@ def sweep(material: Material) -> Any:
         if (top := top_of(_drawn(swept, suites, figure_id))) is not None:
             axes.set_ylim(0, top)
             tops.append(top)
-    note = f"{bars_note(max(tops, default=None))}; ring: highest speed-up"
+    everywhere = [interval for (_, suites), swept in rows.items() for figure_id in FIGURES
+                  for interval in _drawn(swept, suites, figure_id)]  # fmt: skip
+    note = f"{bars_note(everywhere, max(tops, default=None))}; ring: highest speed-up"
     title = "Acceptance and speed-up by the value of an option"
     return finish(figure, axes_of, title, note, len(names))
 
@@ -185,7 +188,7 @@ PANELS = {
 """The figures of each panel by the label of its axis: the first is drawn solid, the second dashed."""
 WITH_BARS = ("al.pooled", SPEEDUP_TERM)
 """Milliseconds have narrow intervals, which would only hide the points."""
-NOTE = "dashed: break_even_al, draft ms; grey: a plain step; bars: 95 % interval"
+NOTE = "dashed: where drafting breaks even (break_even_al), draft ms; grey: a plain step"
 
 
 def context(material: Material) -> Any:
@@ -206,7 +209,8 @@ def context(material: Material) -> Any:
         _name_axes(axes, beside, of_suite)
         drawn = [cell.figures[beside] for one in of_suite for cell in one.cells if beside in cell.figures]
         axes.set_ylim(0, top_of(drawn) if beside in WITH_BARS else None)
-    return finish(figure, axes_of, "By context", NOTE, len(names))
+    drawn = [cell.figures[name] for one in series for cell in one.cells for name in WITH_BARS if name in cell.figures]
+    return finish(figure, axes_of, "By context", f"{NOTE}; {bars_note(drawn, what='bars')}", len(names))
 
 
 def _lines(axes: Any, series: ContextCurve, figure_ids: Sequence[str], look: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from dflash_bench.report.plots.style import (
     mark,
     name_axes,
     panels,
+    told,
     top_of,
     type_size,
 )
@@ -67,7 +68,7 @@ def speedup(material: Material) -> Any:
         axes.errorbar(xs, values, errors(intervals), fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
         for x, interval in zip(xs, intervals, strict=True):
             if len(groups) * len(methods) <= MOST_LABELS:
-                above = min(interval.high or interval.value, top or inf)
+                above = min(told(interval).high or interval.value, top or inf)
                 axes.annotate(f"{interval.value:.2f}", (x, above), (0, 3),
                               textcoords="offset points", ha="center", va="bottom",
                               fontsize=type_size(10.5))  # fmt: skip
@@ -80,7 +81,7 @@ def speedup(material: Material) -> Any:
     axes.set_ylabel("speedup.decode")
     bars = axes.get_legend_handles_labels()[0][: len(methods)]
     marks = _published_marks(axes, material, groups)
-    note = f"{bars_note(top)}; dashed line: plain decoding"
+    note = f"{bars_note(speedups.values(), top)}; dashed line: plain decoding"
     return finish(figure, {"": axes}, "Speed-up over plain decoding", note, handles=[*bars, *marks])
 
 

@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from math import nan
 from shutil import which
+from textwrap import fill
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,7 @@ from dflash_bench.core.labels import visible
 from dflash_bench.core.types import CellKey
 from dflash_bench.report.document import Document
 from dflash_bench.report.printed import printed
+from dflash_bench.report.words import PLAIN_WORDS
 from dflash_bench.results.rounds import Histogram, RunRounds, bin_name, read_rounds
 from dflash_bench.results.run_info import RunInfo
 
@@ -47,6 +49,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 HATCHES = ("", "///", "\\\\\\", "xx", "--", "++", "||")
 WIDTH = 6.4
 MOST_PANELS = 8
+MOST_IN_NOTE = 84
+"""Letters of a line of the note below a plot."""
 TALLEST = 3.0
 """An axis ends at this many times the highest value at most."""
 DPI = 200
@@ -186,8 +190,14 @@ def name_axes(axes_of: Mapping[Any, Any], below: str, beside: str) -> None:
             axes.set_xlabel(below)
 
 
+def told(interval: Interval) -> Interval:
+    """Return an interval without its bounds if they are too far apart to tell anything: a plot leaves them out."""
+    return replace(interval, low=None, high=None) if interval.is_vague else interval
+
+
 def errors(intervals: Sequence[Interval]) -> list[list[float]]:
     """Return distances below and above the values, for error bars; NaN, which draws nothing, without an interval."""
+    intervals = list(map(told, intervals))
     below = [nan if interval.low is None else interval.value - interval.low for interval in intervals]
     above = [nan if interval.high is None else interval.high - interval.value for interval in intervals]
     return [below, above]
@@ -208,13 +218,17 @@ def draw_plain(axes: Any) -> None:
 
 def top_of(intervals: Sequence[Interval]) -> float | None:
     """The end of an axis whose intervals, over a handful of prompts, would flatten their values; None if none does."""
+    intervals = list(map(told, intervals))
     values = [interval.value for interval in intervals]
     highest = max((interval.high for interval in intervals if interval.high is not None), default=0.0)
     return TALLEST * max(values) if values and highest > TALLEST * max(values) else None
 
 
-def bars_note(top: float | None = None) -> str:
-    return "error bars: 95 % interval over prompts" + (", cut off where too long" if top is not None else "")
+def bars_note(intervals: Iterable[Interval], top: float | None = None, what: str = "error bars") -> str:
+    """Explain the error bars, and those that are cut off at the `top` or left out."""
+    cut = ", cut off where too long" if top is not None else ""
+    none = ", none where it is too wide to tell" if any(interval.is_vague for interval in intervals) else ""
+    return f"{what}: 95 % interval over prompts{cut}{none}"
 
 
 def finish(
@@ -229,7 +243,8 @@ def finish(
     else:
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
     left_out = num_panels - len(axes_of)
-    notes = [*filter(None, [note]), *([f"{left_out} more panels not shown"] if left_out > 0 else [])]
+    ids = [] if is_printed else _put_words(axes_of.values())
+    notes = [*filter(None, [note]), *ids, *([f"{left_out} more panels not shown"] if left_out > 0 else [])]
     known = [handle for axes in axes_of.values() for handle in axes.get_legend_handles_labels()[0]]
     shown = (
         list({handle.get_label(): handle for handle in reversed(known)}.values())[::-1] if handles is None else handles
@@ -240,12 +255,23 @@ def finish(
     labels = [len(handle.get_label()) for handle in shown]
     across = 4 if sum(labels) < 40 else 2 if max(labels, default=0) < 30 else 1
     across = min(across, 2) if is_printed else across
-    below = "" if is_printed else "; ".join(notes)
+    below = "" if is_printed else fill("; ".join(notes), MOST_IN_NOTE)
     legend = figure.legend(handles=shown, loc="outside lower left", ncols=across, title=below or None)
     legend.set_alignment("left")
     legend.get_title().set(color=MUTED, fontsize=type_size(9.5))
     _mark_entries(legend, shown)
     return figure
+
+
+def _put_words(several: Iterable[Any]) -> list[str]:
+    """Put plain words in place of ids at axes, and return what each stands for."""
+    found = {}
+    for axes in several:
+        for label, put in ((axes.get_xlabel(), axes.set_xlabel), (axes.get_ylabel(), axes.set_ylabel)):
+            if label in PLAIN_WORDS:
+                put(PLAIN_WORDS[label])
+                found[label] = f"{PLAIN_WORDS[label]}: {label}"
+    return list(found.values())
 
 
 def _mark_entries(legend: Any, handles: Iterable[Any]) -> None:
