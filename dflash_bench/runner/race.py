@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SHARES = (1.0, 0.75, 0.5, 0.25)
 """The lengths that are tried of a method whose length is left open, as shares of its own."""
 CUTS = ("0.5", "auto")
-NOT_RACED = ("over", "rate", "workers", "record", "skip", "one_at_a_time")
+NOT_RACED = ("over", "rate", "workers", "record", "headroom", "skip", "one_at_a_time", "every_answer")
 """Options of a run that a race has no use for; the command has no flags for them."""
 
 
@@ -58,7 +58,7 @@ def checked(request: RunRequest) -> tuple[RunRequest, list[Method], Preset]:
             "no method is usable: the model comes with no draft, and lookups are not launched; give --method with "
             "--draft, or another --model"
         )
-    of_all = replace(request, methods=() if request.servers else tuple(method.label for method in found))
+    of_all = request if request.servers else replace(request, methods=tuple(method.label for method in found))
     _, chosen, model = plan.methods_and_model(of_all)
     check_options(of_all)
     return of_all, [method for method in chosen if method.name != BASELINE], model

@@ -3,7 +3,7 @@
 It does what FAKE_PROGRAM says as JSON: `late_s` seconds until it listens, `dies_at` the answer at which it kills
 itself, `exits` a status to end with at once, `ignores` SIGTERM or not, `child` a file for the ids of its processes, of
 which one leaves the group, `answers` by prompt with `words` for their tokens, `drafting` what else holds for a server
-that drafts.
+that drafts, of which only those that are told the text `only` if there is one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fake_server import FakeServer
 def main(words: list[str]) -> None:
     does = json.loads(os.environ["FAKE_PROGRAM"])
     drafts = "--speculative-config" in words or "--spec-type" in words
-    does |= does.get("drafting", {}) if drafts else {}
+    does |= does.get("drafting", {}) if drafts and does.get("only", "") in " ".join(words) else {}
     say(f"loading for {words[words.index('--port') + 1]}")
     say(f"args: {words} {dict(os.environ)}")
     if does.get("ignores"):

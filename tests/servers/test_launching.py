@@ -260,3 +260,19 @@ def test_a_launched_run_is_judged_and_a_death_keeps_its_rows(
     assert logs == [f"servers-{part}/{label}.log" for part in (1, 2) for label in ("ar", "dflash:3")]
     assert results.info.identity.to_json()["servers"]["ar"]["address"] == "launched: vllm"
     assert not Path("run.servers").exists()
+
+
+def test_a_server_that_dies_in_a_race_puts_its_own_method_out(
+    main: Main, program: Callable[..., Path], engine: dict[str, list[int]]
+) -> None:
+    path = program(answers=engine, most=24, only="eagle3", drafting={"exits": 3})
+    words = ("recommend", *ASKED[1:], "--launch", "vllm", "--launch-with", path, "--method", "dflash:3,eagle3:3")
+    code, told, err = main(*words, "--out", "race", "--json")
+    assert code == 0, err
+    (decision,) = json.loads(told)["decisions"]
+    found = {one["method"]: one for one in decision["tried"]}
+    assert decision["verdict"] == "too_few" and found["dflash:3"]["num_prompts"] == 2
+    assert found["eagle3:3"]["verdict"] == "failed"
+    assert "vllm for eagle3:3 did not start; exit status 3" in found["eagle3:3"]["error"]
+    assert "each method is now measured by itself" in err
+    assert set(json.loads(told)["flags"]) == {"dflash:3"} and list(json.loads(told)["flags"]["dflash:3"]) == ["vllm"]

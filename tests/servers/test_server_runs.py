@@ -341,3 +341,18 @@ def test_options_without_effect_on_a_server_are_refused_before_it_is_asked(
 def test_options_of_servers_have_no_effect_without_one(main: Main, flag: tuple[str, ...]) -> None:
     code, _, err = main("run", "--suite", "gsm8k", *flag)
     assert (code, f"{flag[0]} has no effect without --server" in err) == (2, True)
+
+
+def test_servers_that_run_are_raced_as_they_were_started(
+    main: Main, tmp_path: Path, pair: Callable[..., tuple[FakeServer, FakeServer]]
+) -> None:
+    asked = tmp_path / "eight.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": f"What is {n} times 7?"}) + "\n" for n in range(8)))
+    plain, dflash = pair({"round_s": 0.008})
+    shown = ("recommend", "--server", f"dflash={dflash.url}", "--server", f"plain={plain.url}", "--prompts", asked)
+    code, told, err = main(*shown, "--max-new-tokens", 32, "--out", "race")
+    assert code == 0, err
+    assert "\n1 at a time: dflash, " in told and "dflash: as its server was started" in told
+    assert "longest context" not in told
+    assert Path("race/c1-1/run.json").exists()
+    assert main(*shown, "--method", "dflash", "--out", "other")[0] == 2
