@@ -3,8 +3,9 @@
 With drafts recorded at every position (`run --record every-position`), another length of the same draft is replayed:
 each round begins where it would have begun, and accepts what it would have accepted. From stored rounds alone that is
 an estimate: a shorter draft is taken to accept min(a_i, n) in the rounds that were measured, although it would have
-begun others; a longer one to go on at the rate of its last place. Intervals cover the choice of prompts, and not
-how far off this is.
+begun others; a longer one to go on at the rate of its last place. Their intervals reach from the least to the most
+that the stored rounds allow (`_bounds`), each with the choice of prompts. Other estimates have no interval: nothing
+stored says how far off they may be.
 
 Times are always estimates: the seconds of the measured rounds, scaled by the width curve that the run measured.
 """

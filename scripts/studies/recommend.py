@@ -8,7 +8,7 @@ turns, five times under each load.
 from __future__ import annotations
 
 import json
-import time
+import resource
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,9 +40,9 @@ PAGE = """# Which method for my traffic? The races beside a grid
 {machine}.
 
 `dflash-bench recommend` raced {num_methods} methods and lengths of nano under two loads, on {num_prompts} prompts: as
-many each of gsm8k, math500 and humaneval, embedded, in one file. The grid measured all of them on all prompts. The
-races took {race_s:.0f} s with loading and imports, the grid {grid_s:.0f} s: {share:.2f} of its time (at most
-{most:.2f} is claimed).
+many each of gsm8k, math500 and humaneval, embedded, in one file. The grid measured all of them on all prompts. With
+loading and imports, the races took {race_s:.0f} s of a processor, and the grid {grid_s:.0f} s: {share:.2f} of its time
+(at most {most:.2f} is claimed).
 
 {chosen}
 
@@ -52,7 +52,8 @@ apart. {num_right} of {num_repeats} repeats are right ({claimed} are claimed).
 
 {again}
 
-Where both name the same, there is nothing to tell apart. Speed-ups are `speedup.decode` with 95 % intervals over
+Where both name the same, there is nothing to tell apart. With four at a time, the grid has one wave of answers for each
+method, and a disturbance while it lasts is in all of its figures. Speed-ups are `speedup.decode` with 95 % intervals over
 prompts; greedy, float32, one thread. The best of a grid is chosen by its own figures, too, so that it partly is the
 luckiest.
 """
@@ -138,15 +139,21 @@ def _rows(limit: int) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
+def _spent_s() -> float:
+    """Of a processor, by all commands so far: a neighbour on the machine would lengthen the one step or the other."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def _timed(work: Work, name: str, do: Callable[[], object]) -> float:
-    """Return the seconds of a step. Raises StudyError if it was interrupted: its time is then not known."""
+    """Return the processor's seconds of a step, with imports and loading. Raises StudyError if it was interrupted: its time is then not known."""
     path = work.folder / f"{name}.seconds"
     if not path.exists():
         if (work.folder / name).exists():
             raise StudyError(f"the {name} was interrupted, so that its time is not known; give --fresh")
-        begun_s = time.monotonic()
+        begun_s = _spent_s()
         do()
-        write(path, f"{time.monotonic() - begun_s:.1f}\n")
+        write(path, f"{_spent_s() - begun_s:.1f}\n")
     return float(path.read_text(encoding="utf-8"))
 
 
