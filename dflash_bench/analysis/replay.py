@@ -13,7 +13,7 @@ Times are always estimates: the seconds of the measured rounds, scaled by the wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -236,6 +236,27 @@ def _longer(answer: StoredAnswer, n: int, rate: float) -> Walk:
     return rounds, rounds * float(accepted.mean()), rounds * n
 
 
+def _bounds(answer: StoredAnswer, n: int) -> tuple[Walk, Walk]:
+    """Return the least and the most that a draft of another length can have accepted.
+
+    A shorter draft begins anew within a stored round, and is taken to be right at least up to where the stored one
+    was, which knew less; beyond, all of it may be wrong, or right. Of a longer draft, all or nothing that it drafts
+    beyond the stored one may be right where the stored one was.
+    """
+    accepted, most = answer.accepted, int(answer.drafted.max())
+    num, tokens = float(len(accepted)), float((accepted + 1).sum())
+    if n > most:
+        found = [(num, tokens), (num, tokens + (n - most) * float((accepted == answer.drafted).sum()))]
+    else:
+        # A stored round of a + 1 tokens, n + 1 at a time; the first of them begins as the stored one did.
+        parts = -(-(accepted + 1) // (n + 1))
+        more = np.where(parts > 1, parts * (n + 1) - accepted - 1, 0)
+        found = [(float(parts.sum()), tokens), (float(parts.sum()), tokens + float(more.sum()))]
+    rounds_of = [(answer.decoded / all_tokens * rounds) for rounds, all_tokens in found]
+    least, largest = ((rounds, answer.decoded - rounds, rounds * n) for rounds in rounds_of)
+    return least, largest
+
+
 def _fewer_nodes(answer: StoredAnswer, nodes: int) -> Walk:
     accepted = np.array([sum(place < nodes for place in way) for way in answer.depths])
     rounds = answer.decoded / float((accepted + 1).mean())
@@ -322,7 +343,30 @@ def _seconds(
 def replay(cell: ReplayCell, change: Alternative, info: RunInfo, concurrency: int = 1) -> Replayed:
     """Replay a cell with a change that its rounds can answer (`why_not`)."""
     cost = WidthSeconds(info)
-    walks = _walks(cell, change, cost)
+    is_exact = change.name == MEASURED or (
+        cell.is_recorded and not cell.num_off and change.block is None and change.nodes is None
+        and (change.n is None or change.n <= cell.most)
+    )  # fmt: skip
+    table, length, speedup = _figures(cell, change, cost, _walks(cell, change, cost), concurrency)
+    if not is_exact and change.n is not None and change.block is None:
+        for several in zip(*(_bounds(answer, change.n) for answer in cell.answers), strict=True):
+            _, *bounds = _figures(cell, change, cost, several, concurrency)
+            length, speedup = map(_reaching, (length, speedup), bounds)
+    elif not is_exact:
+        length, speedup = (own and replace(own, low=None, high=None) for own in (length, speedup))
+    total = table.sum(axis=0)
+    has_times = cost.line is not None
+    speed = concurrency * float(total[TOKENS] / total[SECONDS]) if has_times and total[SECONDS] > 0 else None
+    return Replayed(
+        cell.suite, cell.method, cell.settings, change.name, concurrency, is_exact, len(table), length,
+        float(total[VERIFIED] / total[ROUNDS]), speedup if total[PLAIN_S] > 0 else None, speed,
+    )  # fmt: skip
+
+
+def _figures(
+    cell: ReplayCell, change: Alternative, cost: WidthSeconds, walks: Sequence[Walk], concurrency: int
+) -> tuple[Floats, Interval | None, Interval | None]:
+    """Return the sums of prompts, al.pooled and the speed-up of these walks through the answers of a cell."""
     most = cell.most if change.n is None else change.n
     has_times = cost.line is not None
     sums: dict[str, Floats] = {}
@@ -339,16 +383,14 @@ def replay(cell: ReplayCell, change: Alternative, info: RunInfo, concurrency: in
         with_all,
         [stats.ratio([7], [ROUNDS], at_most=most + 1), stats.ratio([PLAIN_S, TOKENS], [PLAIN_TOKENS, SECONDS])],
     )
-    total = table.sum(axis=0)
-    speed = concurrency * float(total[TOKENS] / total[SECONDS]) if has_times and total[SECONDS] > 0 else None
-    is_exact = change.name == MEASURED or (
-        cell.is_recorded and not cell.num_off and change.block is None and change.nodes is None
-        and (change.n is None or change.n <= cell.most)
-    )  # fmt: skip
-    return Replayed(
-        cell.suite, cell.method, cell.settings, change.name, concurrency, is_exact, len(table), length,
-        float(total[VERIFIED] / total[ROUNDS]), speedup if total[PLAIN_S] > 0 else None, speed,
-    )  # fmt: skip
+    return table, length, speedup
+
+
+def _reaching(own: Interval | None, bound: Interval | None) -> Interval | None:
+    """Return an interval that also reaches the bounds of another."""
+    if own is None or bound is None or None in (own.low, own.high, bound.low, bound.high):
+        return own
+    return replace(own, low=min(own.low, bound.low), high=max(own.high, bound.high))  # type: ignore[type-var]
 
 
 MEASURED = "as measured"

@@ -53,9 +53,9 @@ apart. {num_right} of {num_repeats} repeats are right ({claimed} are claimed).
 {again}
 
 Where both name the same, there is nothing to tell apart. With four at a time, the grid has one wave of answers for each
-method, and a disturbance while it lasts is in all of its figures. Speed-ups are `speedup.decode` with 95 % intervals over
-prompts; greedy, float32, one thread. The best of a grid is chosen by its own figures, too, so that it partly is the
-luckiest.
+method, and a disturbance while it lasts is in all of its figures. Speed-ups are `speedup.decode` with 95 % intervals
+over prompts; greedy, float32, one thread. The best of a grid is chosen by its own figures, too, so that it partly is
+the luckiest.
 """
 
 
@@ -146,7 +146,10 @@ def _spent_s() -> float:
 
 
 def _timed(work: Work, name: str, do: Callable[[], object]) -> float:
-    """Return the processor's seconds of a step, with imports and loading. Raises StudyError if it was interrupted: its time is then not known."""
+    """Return the processor's seconds of a step, with imports and loading.
+
+    Raises StudyError if it was interrupted: its time is then not known.
+    """
     path = work.folder / f"{name}.seconds"
     if not path.exists():
         if (work.folder / name).exists():

@@ -14,7 +14,7 @@ from rows import drafted, generation, plain, record
 import dflash_bench as db
 from dflash_bench.analysis import controllers
 from dflash_bench.analysis.confidence import calibration
-from dflash_bench.analysis.replay import StoredAnswer, cells_of, walk
+from dflash_bench.analysis.replay import StoredAnswer, _bounds, cells_of, changes_of, replay, walk
 from dflash_bench.core.methods import METHODS, parse, require_recorded
 from dflash_bench.report import plots
 from dflash_bench.report.replay import confidence
@@ -116,6 +116,28 @@ def answer(positions: list[int], scores: list[list[float]] | None = None) -> Sto
         "p", len(positions), 1.0, none, none, none, 0.0, 0.0, 0.0, np.array(positions),
         None if scores is None else np.array(scores),
     )  # fmt: skip
+
+
+def test_an_estimate_reaches_from_the_least_to_the_most_that_its_rounds_allow() -> None:
+    """Rounds of 8 and 2 tokens, of 7 drafted: two at a time they begin anew after 3 and 6, where nothing is stored."""
+    stored = StoredAnswer("p", 10, 1.0, np.array([7, 7]), np.array([7, 1]), np.array([7, 7]), 0.0, 0.0, 0.0)
+    least, most = (tokens / rounds for tokens, rounds in ((10, 4), (11, 4)))
+    assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 2)] == [least, most]
+    assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 7)] == [5, 5], "the stored rounds themselves"
+    assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 9)] == [5, 6], "two more, after the round of 8"
+
+
+def test_estimates_cover_what_a_recorded_run_says_exactly(recorded: db.Run) -> None:
+    for cell in cells_of(recorded.document.results):
+        bare = replace(cell, answers=tuple(replace(one, positions=None, scores=None) for one in cell.answers))
+        for change in changes_of(n=range(1, cell.most)):
+            true, estimate = (replay(one, change, recorded.document.results.info) for one in (cell, bare))
+            assert true.is_exact and not estimate.is_exact
+            assert true.length and estimate.length and estimate.length.contains(true.length.value), change.name
+        (block,) = changes_of(block=[4]) if cell.method == "dflash" else [None]
+        if block is not None:
+            unknown = replay(bare, block, recorded.document.results.info).length
+            assert unknown is not None and unknown.low is None, "another block drafts other tokens"
 
 
 def test_a_walk_begins_each_round_where_the_one_before_ended() -> None:

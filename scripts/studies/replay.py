@@ -1,0 +1,144 @@
+"""Does `replay` say what another draft length gives, before it is measured?
+
+A run with drafts recorded at every position is replayed at other lengths, once with the recordings and once from its
+rounds alone, as if nothing had been recorded. Each length is then measured.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass, replace
+
+from dflash_bench.analysis.metrics import FORMULAS, Cell
+from dflash_bench.analysis.replay import ReplayCell, Replayed, cells_of, changes_of
+from dflash_bench.analysis.replay import replay as replayed
+from dflash_bench.analysis.stats import Interval
+from dflash_bench.report import document
+from dflash_bench.report.tables import markdown, number, with_interval
+from dflash_bench.results.run_info import RunInfo
+from studies._study import Made, Work
+
+TAKES = "five minutes of one core"
+PAGES = ("replay.md",)
+SUITES = ("gsm8k", "humaneval", "mt_bench")
+LENGTHS = {"eagle3": (2, 3, 5), "mtp": (1, 2), "draft-model": (2, 4)}
+"""Of methods that draft token by token: the same draft, cut shorter."""
+LENGTH, SPEEDUP = "al.pooled", "speedup.decode"
+PAGE = """# Replay: estimates beside measurements
+
+```
+{command}
+```
+
+{machine}.
+
+`{methods}` of nano, each at its own length, on {num_prompts} prompts of {suites}, with `--record every-position`. Other
+lengths are replayed from that run, and then measured in another. *exact*: from the recordings; *estimate*: from the
+rounds alone, with an interval that reaches from the least to the most that these allow.
+
+{lengths}
+
+- Exact al.pooled is that of the measured run in {num_equal} of {num} cells{unequal}.
+- The intervals of estimates contain the measured al.pooled in {num_covered} of {num} cells; the estimates themselves
+  are off by {least:+.1%} to {most:+.1%}.
+
+Times are always estimates: the seconds of the recorded run's rounds, scaled by its width curve. `speedup.decode`, from
+the recordings and from the rounds alone, beside the measured one:
+
+{speedups}
+
+The replayed speed-up's interval contains the measured one in {num_exact_speed} of {num} cells with the recordings, and
+in {num_speed} from the rounds alone. What differs between two runs besides the draft (clocks, neighbours) is in these
+figures, and in no interval.
+
+{formulas}
+
+95 % intervals over prompts; greedy, float32, one thread.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A method on a suite at another length, replayed in two ways and measured."""
+
+    cell: Cell
+    n: int
+    exact: Replayed
+    estimate: Replayed
+
+    @property
+    def name(self) -> list[str]:
+        return [self.cell.suite, self.cell.method]
+
+
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--limit", type=int, default=24, help="prompts of each suite (24)")
+
+
+def make(work: Work, options: Namespace) -> Made:
+    given = ("--suite", ",".join(SUITES), "--limit", options.limit, "--threads", 1)
+    recorded = work.run("recorded", *given, "--method", ",".join(LENGTHS), "--record", "every-position")
+    labels = [f"{method}:{n}" for method, several in LENGTHS.items() for n in several]
+    measured = document.read_document(work.run("measured", *given, "--method", ",".join(labels)))
+    stored = document.read_document(recorded).results
+    known = {(cell.suite, cell.method): cell for cell in measured.cells if not cell.slice}
+    found = [
+        Compared(known[cell.suite, f"{cell.method}:{n}"], n, *_both(cell, n, stored.info))
+        for cell in cells_of(stored)
+        for n in LENGTHS[cell.method]
+    ]
+    equal = [one for one in found if abs(_value(one.exact.length) / _value(_length(one)) - 1) < 1e-9]
+    covered = [one for one in found if one.estimate.length and one.estimate.length.contains(_value(_length(one)))]
+    off = [_value(one.estimate.length) / _value(_length(one)) - 1 for one in found]
+    page = PAGE.format(
+        command=work.command, machine=stored.info.environment.one_line(), methods="`, `".join(LENGTHS),
+        num_prompts=options.limit, suites=", ".join(SUITES), num=len(found), num_equal=len(equal),
+        unequal="" if len(equal) == len(found) else ", and is off in the others",
+        num_covered=len(covered), least=min(off), most=max(off),
+        lengths=markdown(
+            ["suite", "method", "measured", "exact", "estimate [from, to]", "contains it"],
+            [
+                [
+                    *one.name, number(_value(_length(one))), number(_value(one.exact.length)),
+                    with_interval(one.estimate.length), "yes" if one in covered else "no",
+                ] for one in found
+            ],
+            left=2,
+        ),
+        speedups=markdown(
+            ["suite", "method", "measured [95 %]", "with the recordings [95 %]", "from rounds alone [from, to]"],
+            [
+                [
+                    *one.name, with_interval(one.cell.figures[SPEEDUP]), with_interval(one.exact.speedup),
+                    with_interval(one.estimate.speedup),
+                ] for one in found
+            ],
+            left=2,
+        ),
+        num_exact_speed=_covering(found, [one.exact.speedup for one in found]),
+        num_speed=_covering(found, [one.estimate.speedup for one in found]),
+        formulas="\n".join(f"- `{name}`: {FORMULAS[name]}" for name in (LENGTH, SPEEDUP)),
+    )  # fmt: skip
+    problems = [] if len(equal) == len(found) else [f"{len(found) - len(equal)} exact lengths are not those measured"]
+    return Made({PAGES[0]: page}, problems)
+
+
+def _both(cell: ReplayCell, n: int, info: RunInfo) -> tuple[Replayed, Replayed]:
+    """Replay a cell as it is, and as if its drafts had not been recorded."""
+    (change,) = changes_of(n=[n])
+    bare = replace(cell, answers=tuple(replace(one, positions=None, scores=None) for one in cell.answers))
+    return replayed(cell, change, info), replayed(bare, change, info)
+
+
+def _length(one: Compared) -> Interval:
+    return one.cell.figures[LENGTH]
+
+
+def _value(interval: Interval | None) -> float:
+    assert interval is not None
+    return interval.value
+
+
+def _covering(found: list[Compared], intervals: list[Interval | None]) -> int:
+    pairs = zip(found, intervals, strict=True)
+    return sum(interval is not None and interval.contains(one.cell.figures[SPEEDUP].value) for one, interval in pairs)
