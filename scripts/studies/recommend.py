@@ -1,6 +1,6 @@
 """Does `recommend` choose what an exhaustive grid would, and in what part of the grid's time?
 
-Prompts of three kinds, in one file as a user's traffic would be, at two loads. The grid measures every method and
+Prompts of five kinds, in one file as a user's traffic would be, at two loads. The grid measures every method and
 length that the races could choose on all prompts. Then the races' choice and the grid's best are measured again, in
 turns, five times under each load.
 """
@@ -24,7 +24,7 @@ from studies._study import Made, StudyError, Work, bench, tell, write
 
 TAKES = "about ten minutes of one core"
 PAGES = ("recommend.md",)
-SUITES = ("gsm8k", "math500", "humaneval")
+SUITES = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench")
 METHODS = "dflash,ddtree,eagle3,mtp,ngram,suffix"
 LOADS = (1, 4)
 REPEATS, RIGHT = 5, 9
@@ -40,7 +40,7 @@ PAGE = """# Which method for my traffic? The races beside a grid
 {machine}.
 
 `dflash-bench recommend` raced {num_methods} methods and lengths of nano under two loads, on {num_prompts} prompts: as
-many each of gsm8k, math500 and humaneval, embedded, in one file. The grid measured all of them on all prompts. With
+many each of {suites}, embedded, in one file. The grid measured all of them on all prompts. With
 loading and imports, the races took {race_s:.0f} s of a processor, and the grid {grid_s:.0f} s: {share:.2f} of its time
 (at most {most:.2f} is claimed).
 
@@ -105,7 +105,7 @@ def make(work: Work, options: Namespace) -> Made:
     share = race_s / grid_s
     info = read_run(work.folder / "grid").info
     page = PAGE.format(
-        command=work.command, machine=info.environment.one_line(), num_methods=len(labels),
+        command=work.command, suites=", ".join(SUITES), machine=info.environment.one_line(), num_methods=len(labels),
         num_prompts=len(prompts.read_text(encoding="utf-8").splitlines()), race_s=race_s, grid_s=grid_s, share=share,
         most=SHARE, repeats=REPEATS, num_again=options.again, num_right=num_right,
         num_repeats=len(repeats), claimed=RIGHT,
