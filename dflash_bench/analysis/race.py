@@ -164,6 +164,11 @@ class Race:
     def num_rounds(self) -> int:
         return max(self.rounds.values(), default=0)
 
+    @property
+    def num_prompts(self) -> int:
+        """The prompts measured so far, of all suites together."""
+        return max(map(_num_prompts, self._sums.values()), default=0)
+
     def add(self, tables: Sequence[RunTable], failed: Mapping[str, str]) -> None:
         """Add a round: its runs, and the errors of methods that could not be measured; see who leaves."""
         self.tables += tables

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,11 +63,11 @@ def recommend(
     asked, chosen, model = race.checked(request)
     engine = race.SharedEngine(chosen)
     course = race.Course(asked, tuple(chosen), model, out, engine, tell, progress or Progress)
-    num_prompts = course.num_prompts()
+    sizes = course.num_prompts()
     labels = tuple(method.label for method in chosen)
     with _clock(out, request, budget_s) as clock:
         races = [Race(load, labels) for load in _loads(asked)]
-        held = _hold(course, races, num_prompts, clock)
+        held = _hold(course, races, sizes, clock)
     made = tuple(decisions(races))
     best = [method for method in chosen if method.label in {one.choice for one in made}]
     flags, rooms = {}, {}
@@ -124,8 +124,12 @@ def _clock(out: Path, request: RunRequest, budget_s: float | None) -> Iterator[_
         clock.store()
 
 
-def _hold(course: Course, races: Sequence[Race], num_prompts: int, clock: _Clock) -> list[RunTable]:
-    """Hold the rounds of all races, each round under every load before the next. Return the runs."""
+def _hold(course: Course, races: Sequence[Race], sizes: Sequence[int], clock: _Clock) -> list[RunTable]:
+    """Hold the rounds of all races, each round under every load before the next. Return the runs.
+
+    `sizes` are the prompts of each suite.
+    """
+    num_prompts, num_suites = max(sizes), len(sizes)
     held: list[RunTable] = []
     costs: dict[Load, float] = {}
     rounds = {race.load: slices(num_prompts, race.load.concurrency) for race in races}
@@ -135,20 +139,40 @@ def _hold(course: Course, races: Sequence[Race], num_prompts: int, clock: _Clock
             begin, end = rounds[race.load][number]
             name = f"{race.load.id}-{number + 1}"
             begun = course.begun(name)
-            expected_s = costs.get(race.load, 0.0) * (end - begin)
-            if not begun and not _makes_room(race, expected_s, clock.left_s() / (len(waiting) - at), bool(held)):
+            left_s = clock.left_s() / (len(waiting) - at)
+            expected_s = _expected_s(costs, race.load) * (end - begin) * num_suites
+            if not begun and not _makes_room(race, expected_s, left_s, bool(held)):
                 continue
             clock.earlier_s += _earlier_s(course.folder / name) if begun else 0.0
-            begun_s = clock.spent_s()
+            begun_s, before = clock.spent_s(), race.num_prompts
             labels = [label for label in race.racing if label in begun] if begun else race.racing
             race.leave([label for label in race.racing if label not in labels])
-            tables, failed = _round(course, race, name, labels, (begin, end))
+            where = {"skip": begin or None, "limit": end, **_under(race.load, left_s)}
+            tables, failed = _round(course, name, labels, where)
             race.add(tables, failed)
             held += tables
-            costs[race.load] = (clock.spent_s() - begun_s) / (end - begin) / (1 + len(labels))
+            # What an earlier process measured took its answers' time, at least.
+            took_s = max(clock.spent_s() - begun_s, sum(own_s(table.rows, is_open=False) for table in tables))
+            costs[race.load] = took_s / max(race.num_prompts - before, 1) / (1 + len(labels))
             clock.store()
-            course.tell(_line(race, name, end))
+            course.tell(_line(race, name))
     return held
+
+
+def _expected_s(costs: Mapping[Load, float], load: Load) -> float:
+    """Return the seconds of one method on one prompt as they were last time, or at fewer answers at a time, where they
+    are not less; 0 if nothing is known."""
+    return next(
+        (costs[known] for known in sorted(costs, reverse=True) if known <= load and known.context == load.context), 0.0
+    )
+
+
+def _under(load: Load, left_s: float) -> dict[str, Any]:
+    """Return the options of a run under a load. One answer at a time, the run itself ends when the time is up."""
+    where: dict[str, Any] = {"concurrency": (load.concurrency,), "context": (load.context,) if load.context else ()}
+    if load.concurrency == 1 and left_s < float("inf"):
+        where["budget"] = f"{max(left_s, 0.001):.3f}s"
+    return where
 
 
 def _earlier_s(folder: Path) -> float:
@@ -177,12 +201,9 @@ def _makes_room(race: Race, per_method_s: float, left_s: float, is_any_held: boo
 
 
 def _round(
-    course: Course, race: Race, name: str, labels: Sequence[str], some: tuple[int, int]
+    course: Course, name: str, labels: Sequence[str], where: Mapping[str, Any]
 ) -> tuple[list[RunTable], dict[str, str]]:
     """Measure a round; if servers for all methods cannot be had together, each method by itself. Return what failed."""
-    load = race.load
-    where: dict[str, Any] = {"skip": some[0] or None, "limit": some[1], "concurrency": (load.concurrency,)}
-    where["context"] = (load.context,) if load.context else ()
     if not course.request.asks_servers:
         return [_sound(course.run(name, labels, where))], {}
     tables, failed = [], {}
@@ -218,8 +239,8 @@ def _room(course: Course, label: str) -> tuple[int, int]:
     return with_draft, without
 
 
-def _line(race: Race, name: str, end: int) -> str:
+def _line(race: Race, name: str) -> str:
     first = next(iter(race.fastest_first()), None)
     speedup = race.speedup(first) if first else None
     leads = f"{first} leads with {speedup.value:.2f} times" if speedup else "plain decoding leads"
-    return f"{name}: {end} prompts, {leads}, {len(race.racing)} of {len(race.methods)} methods left"
+    return f"{name}: {race.num_prompts} prompts, {leads}, {len(race.racing)} of {len(race.methods)} methods left"

@@ -157,8 +157,7 @@ def _said(one: Decision, names_load: bool) -> str:
         return f"cannot tell{where}: there was no time to measure; raise --for"
     best = one.of(one.choice)
     if one.verdict == "too_few":
-        num = best.num_prompts
-        return f"cannot tell{where}: {num} answered prompts are too few for an interval; give more of them"
+        return f"cannot tell{where}: too few answered prompts for an interval ({best.num_prompts}); give more, or more time"
     more = f"about {one.more_prompts:,} more prompts would tell" if one.more_prompts else "more prompts hardly would"
     return f"cannot tell{where}: {described(best)}, has {_times(one.speedup)} the speed of plain decoding; {more}"
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SHARES = (1.0, 0.75, 0.5, 0.25)
 """The lengths that are tried of a method whose length is left open, as shares of its own."""
 CUTS = ("0.5", "auto")
+NO_LIMIT = "999999s"
 NOT_RACED = ("over", "rate", "workers", "record", "headroom", "skip", "one_at_a_time", "every_answer")
 """Options of a run that a race has no use for; the command has no flags for them."""
 
@@ -177,10 +178,10 @@ class Course:
     tell: Callable[[str], object]
     progress: Callable[..., Progress] = Progress
 
-    def num_prompts(self) -> int:
-        """Return the prompts of the largest suite. Raises UserError for prompts that cannot be measured."""
+    def num_prompts(self) -> list[int]:
+        """Return the prompts of each suite. Raises UserError for prompts that cannot be measured."""
         resolved = plan.plan_run(self.request, self.methods, self.model)
-        return max(len(loaded.prompts) for loaded in resolved.suites)
+        return [len(loaded.prompts) for loaded in resolved.suites]
 
     def fits(self, label: str) -> PreparedRun:
         """What memory a run of one method would take (`setup.check_fits`)."""
@@ -198,10 +199,14 @@ class Course:
     def run(self, name: str, labels: Sequence[str], where: Mapping[str, Any]) -> RunTable:
         """Measure these methods and plain decoding, or finish it, and read the run; `where` is set in the request."""
         folder = self.folder / name
-        begun = (folder / FILE).exists()
-        if not begun or read_info(folder).state != "complete":
+        begun = read_info(folder) if (folder / FILE).exists() else None
+        if begun is None or begun.state != "complete":
+            if begun is not None:
+                # With a time limit prompts are in the order in which they were drawn: a run goes on as it was begun.
+                limit_s = where.get("budget", NO_LIMIT) if begun.to_json().get("options", {}).get("budget") else None
+                where = {**where, "budget": limit_s}
             request = replace(self.request, methods=() if self.request.servers else tuple(labels), **where)
             known = ("plain", BASELINE, *labels)
             request = replace(request, servers=tuple(one for one in request.servers if one.partition("=")[0] in known))
-            session.perform(request, folder, begun, self.tell, self.progress, opens=self.engine.open)
+            session.perform(request, folder, begun is not None, self.tell, self.progress, opens=self.engine.open)
         return read_run(folder, judging=True)

@@ -110,15 +110,18 @@ def test_a_method_with_other_answers_is_out_and_the_command_fails(
     assert "out: answers are not the model's own" in capsys.readouterr().out
 
 
-def test_a_short_time_says_so_and_measures_no_more_than_a_round(
+def test_a_short_time_says_so_and_measures_a_prompt(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(monkeypatch, *WORDS, "--context", "none,200", "--for", "0.001s") == 0
     assert [path.parent.name for path in Path("out").glob("*/run.json")] == ["c1-1"]
     assert "context 200, 1 at a time: cannot tell: there was no time to measure; raise --for" in capsys.readouterr().out
+    (first, _) = answer()["decisions"]
+    assert (first["verdict"], first["tried"][1]["num_prompts"]) == ("too_few", 1)
     # More time goes on with the same folder.
     assert main(monkeypatch, *WORDS, "--context", "none,200", "--for", "10m") == 0
-    assert sorted(path.parent.name for path in Path("out").glob("*/run.json")) == ["c1-1", "c1-200-1"]
+    assert [one["verdict"] for one in answer()["decisions"]] == ["faster", "faster"]
+    assert answer()["decisions"][0]["tried"][1]["num_prompts"] == 9
 
 
 def test_plain_decoding_that_fails_ends_it(
