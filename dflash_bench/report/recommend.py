@@ -157,7 +157,8 @@ def _said(one: Decision, names_load: bool) -> str:
         return f"cannot tell{where}: there was no time to measure; raise --for"
     best = one.of(one.choice)
     if one.verdict == "too_few":
-        return f"cannot tell{where}: too few answered prompts for an interval ({best.num_prompts}); give more, or more time"
+        few = f"too few answered prompts for an interval ({best.num_prompts})"
+        return f"cannot tell{where}: {few}; give more of them, or more time"
     more = f"about {one.more_prompts:,} more prompts would tell" if one.more_prompts else "more prompts hardly would"
     return f"cannot tell{where}: {described(best)}, has {_times(one.speedup)} the speed of plain decoding; {more}"
 
