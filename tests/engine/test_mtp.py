@@ -111,12 +111,11 @@ class Formula:
         if "layers.0.self_attn.q_norm.weight" in self.w:
             query, key = self.norm(query, "layers.0.self_attn.q_norm"), self.norm(key, "layers.0.self_attn.k_norm")
         query, key = self.turned(query), self.turned(key)
-        out = torch.zeros_like(query)
-        for t in range(len(x)):
-            for head in range(heads):
-                group = head // (heads // groups)
-                share = (key[: t + 1, group] @ query[t, head] / size**0.5).softmax(dim=0)
-                out[t, head] = share @ value[: t + 1, group]
+        out, later = torch.zeros_like(query), torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        for head in range(heads):
+            group = head // (heads // groups)
+            scores = query[:, head] @ key[:, group].T / size**0.5
+            out[:, head] = scores.masked_fill(later, -torch.inf).softmax(dim=-1) @ value[:, group]
         if gate is not None:
             out = out * gate.sigmoid()
         return self.project(out.flatten(1), "self_attn.o_proj")
