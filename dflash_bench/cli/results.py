@@ -18,7 +18,7 @@ from dflash_bench.cli.command import Command
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.files import require_output, write_output
 from dflash_bench.core.labels import WIDTH, visible
-from dflash_bench.core.terminal import note, say, terminal_width, wide
+from dflash_bench.core.terminal import note, say, wide
 
 if TYPE_CHECKING:
     from dflash_bench.report.document import Document
@@ -369,7 +369,7 @@ def report(
         raise unknown("layout", str(layout), list(LAYOUTS))
     finished = api.load(found_one(run), allow or ())
     document = finished.document
-    width = terminal_width(WIDTH) if out is None else WIDTH
+    width = (wide() if out is None else None) or WIDTH
     if by is not None:
         _give(table_by(document, by, width), out)
         return

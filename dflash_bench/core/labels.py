@@ -38,12 +38,12 @@ WIDTH = 100
 def wrapped(text: str, width: int | None = WIDTH, first: str = "", others: str = "  ") -> str:
     """Return a paragraph whose first line begins with `first`, and all others with `others`.
 
-    It is one line if `width` is None; words, such as ids and paths, are never broken.
+    It is one line if `width` is None, and else no wider than `WIDTH`; words, such as ids and paths, are never broken.
     """
     if width is None:
         return first + visible(text)
     return textwrap.fill(
-        visible(text), width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False,
+        visible(text), min(width, WIDTH), initial_indent=first, subsequent_indent=others, break_on_hyphens=False,
         break_long_words=False,
     )  # fmt: skip
 

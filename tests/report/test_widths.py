@@ -72,6 +72,13 @@ def _is_a_name(line: str) -> bool:
     return len(word) > LONGEST and sum(map(len, marks)) <= LONGEST
 
 
+def test_a_wide_terminal_has_every_column_and_short_lines_of_text(shown: Callable[[str, int], list[str]]) -> None:
+    lines = shown("report", 200)
+    assert not any(line.startswith("Too narrow") for line in lines)
+    assert max(len(line) for line in lines if line.endswith(".")) <= 100
+    assert any(line.startswith("Too narrow for ") for line in shown("report", 60))
+
+
 def test_a_table_that_does_not_fit_loses_spare_columns_and_then_stands_row_by_row() -> None:
     columns = [Column("m", "method", "left"), Column("v", "value"), Column("s", "spare", is_spare=True)]
     table = ReportTable(columns, [TableRow(["dflash", "1.25", "7"], "gsm8k")], "suite")
