@@ -153,11 +153,9 @@ def next_commands(folder: Path) -> str:
     from dflash_bench.results.store import RUNS
 
     run = "" if folder.parent == RUNS else f" {folder}"
-    return (
-        f"saved in {folder}\n"
-        f"by suite: dflash-bench report{run}   all figures: dflash-bench report{run} --full\n"
-        f"the page: dflash-bench open{run}"
-    )
+    by_suite, whole = f"by suite: dflash-bench report{run}", f"all figures: dflash-bench report{run} --full"
+    between = "   " if len(f"{by_suite}   {whole}") <= 80 else "\n"
+    return f"saved in {folder}\n{by_suite}{between}{whole}\nthe page: dflash-bench open{run}"
 
 
 def _stopped(folder: Path) -> str:
