@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from dflash_bench.core.methods import name_of
 from dflash_bench.core.types import Settings
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import StoredRows
-from dflash_bench.results.run_info import RunInfo
+from dflash_bench.results.run_info import RunInfo, read_sessions
 from dflash_bench.results.table import RunTable
 
 COLUMNS = (
@@ -47,6 +48,7 @@ class StoredAnswer:
     """An answer of a drafting method, as far as replaying needs it."""
 
     prompt_id: str
+    """The prompt, or the session that it belongs to."""
     decoded: int
     """Tokens after the first."""
     decode_s: float
@@ -138,7 +140,9 @@ def stored_cells(run: RunTable) -> list[ReplayCell]:
     """Return the cells of a run with answers that were decoded alone and show their rounds."""
     answers: dict[tuple[str, str, Settings], list[StoredAnswer]] = {}
     plain: dict[tuple[str, Settings], dict[str, tuple[float, float]]] = {}
+    sessions = read_sessions(Path(run.name))
     for row, settings in _rows(run.stored):
+        row["prompt_id"] = sessions.get((row["suite"], row["prompt_id"]), row["prompt_id"])
         num, place = len(row["token_ids"]) - 1, (row["suite"], settings)
         if row["method"] == BASELINE:
             seconds, tokens = plain.setdefault(place, {}).get(row["prompt_id"], (0.0, 0.0))

@@ -19,11 +19,11 @@ from dflash_bench.analysis import stats
 from dflash_bench.analysis.stats import Floats, Interval
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.methods import METHODS, is_lossy, is_tree, name_of
-from dflash_bench.core.types import SESSION, Settings
+from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import settings_of
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import StoredRows, lengths_of
-from dflash_bench.results.run_info import RunInfo, read_slices
+from dflash_bench.results.run_info import RunInfo, read_sessions
 from dflash_bench.results.table import RunTable
 
 SCHEMA, SCHEMA_VERSION = "dflash-bench.speculation-profile", "1.0"
@@ -70,7 +70,7 @@ def profiles_of(run: RunTable, method: str) -> tuple[int, list[AcceptanceProfile
     """Return the most tokens drafted in a round, and profiles: for each settings over all prompts, by suite and by
     category, the first settings first. Raises UserError for a method whose rounds say nothing."""
     _check(run, method)
-    sessions = read_slices(Path(run.name)).get(SESSION, {})
+    sessions = read_sessions(Path(run.name))
     num_drafts, rounds = _read(run.stored, method, sessions)
     if not rounds:
         raise UserError(f"{run.name} holds no round of {method}: its answers failed, or its server hides its rounds")

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def suites_text(
     listings: Sequence[SuiteListing], groups: Mapping[str, Sequence[str]], width: int | None = None
 ) -> str:  # fmt: skip
-    """One line per suite, with its title and its source on the hub below; then the groups."""
+    """One line per suite, with its title and its source below; then the groups."""
     heads = ("suite", "embedded", "scored by", "licence")
-    below = [[one.suite.title, f"hub: {_source(one)}"] for one in listings]
+    below = [[one.suite.title, _source(one)] for one in listings]
     lines = _list(heads, [_suite_row(listing) for listing in listings], below, width)
     named = (wrapped(f"group {name}: {', '.join(members)}", width) for name, members in groups.items())
     return "\n".join([*lines, "", *named])
@@ -36,7 +36,13 @@ def _suite_row(listing: SuiteListing) -> tuple[str, ...]:
 
 
 def _source(listing: SuiteListing) -> str:
-    return " ".join(filter(None, [listing.suite.source, listing.suite.subset, listing.suite.split]))
+    suite = listing.suite
+    match suite.home:
+        case "folder":
+            return f"your own copy, by 'suites prepare {suite.name}': {suite.source}"
+        case "shipped":
+            return suite.source
+    return "hub: " + " ".join(filter(None, [suite.source, suite.subset, suite.split]))
 
 
 def _list(

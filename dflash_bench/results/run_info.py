@@ -14,7 +14,7 @@ from dflash_bench.core import environment, files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, require_file, write_text, write_whole
 from dflash_bench.core.labels import visible
-from dflash_bench.core.types import SCHEMA_VERSION, Settings
+from dflash_bench.core.types import SCHEMA_VERSION, SESSION, Settings
 
 SCHEMA = "schema"
 """The key of the schema version, in `run.json`, parts and baselines."""
@@ -496,6 +496,11 @@ def read_slices(folder: Path) -> dict[str, dict[tuple[str, str], str]]:
                 values = slices.setdefault(visible(one["column"]), {})
                 values[row["suite"], row["prompt_id"]] = visible(one["value"])
     return slices
+
+
+def read_sessions(folder: Path) -> dict[tuple[str, str], str]:
+    """Return the session of each prompt that is of one, by suite and id: intervals draw whole sessions."""
+    return read_slices(folder).get(SESSION, {})
 
 
 def _read_prompts(folder: Path, columns: Sequence[str]) -> list[dict[str, Any]]:

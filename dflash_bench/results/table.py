@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.forwards import Size
-from dflash_bench.core.types import SESSION, Generation, Settings
+from dflash_bench.core.types import Generation, Settings
 from dflash_bench.results import integrity, parts
 from dflash_bench.results.identity import COLUMNS as SETTINGS
 from dflash_bench.results.identity import SETTINGS_ID, settings_numbers, settings_of
@@ -22,7 +22,7 @@ from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, RoundTable, StoredRows, lengths_of, sliced
 from dflash_bench.results.row_arrays import HEADROOM, Facts
-from dflash_bench.results.run_info import FILE, RunIdentity, RunInfo, carried, read_info, read_slices
+from dflash_bench.results.run_info import FILE, RunIdentity, RunInfo, carried, read_info, read_sessions, read_slices
 
 # Answers that end in a loop: the same words over and over until the token limit.
 #
@@ -164,7 +164,7 @@ def read_run(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judg
 
 def _with_units(frame: Any, folder: Path) -> Any:
     """Add the column `unit`, what intervals draw: the session of each prompt. A run without sessions has no units."""
-    if not (sessions := read_slices(folder).get(SESSION)):
+    if not (sessions := read_sessions(folder)):
         return frame
     places = zip(frame["suite"], frame["prompt_id"], strict=True)
     # The ids of prompts that have no session cannot be those of sessions.
