@@ -39,7 +39,7 @@ def _source(listing: SuiteListing) -> str:
     suite = listing.suite
     match suite.home:
         case "folder":
-            return f"your own copy, by 'suites prepare {suite.name}': {suite.source}"
+            return f"suites prepare {suite.name}: {suite.source}"
         case "shipped":
             return suite.source
     return "hub: " + " ".join(filter(None, [suite.source, suite.subset, suite.split]))

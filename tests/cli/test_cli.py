@@ -357,7 +357,7 @@ def test_a_flag_that_has_no_effect_or_no_sense_is_refused(words: str, refused: C
 
 
 UNKNOWN = {
-    "--suite gsm9k": "unknown suite 'gsm9k' (did you mean 'gsm8k'?); known: aime24, aime25, chat, code, gsm8k,",
+    "--suite gsm9k": "unknown suite 'gsm9k' (did you mean 'gsm8k'?); known: aime24, aime25, alpaca, chat, code, gsm8k,",
     "--suite gsm8k --method nonsense": f"unknown method 'nonsense'; known: {', '.join(sorted(METHODS))}",
     "--suite gsm8k --model none": "unknown model 'none'; known: ",
     "--suite gsm8k --device tpu": "unknown device 'tpu'; known: cpu, cuda, cuda:N",
