@@ -11,14 +11,16 @@ import pandas as pd
 import pytest
 from runs import known
 
-from dflash_bench.analysis.concurrency import Crossing, concurrency_curves, falls_to_one
+from dflash_bench.analysis.concurrency import Crossing, concurrency_curves, falls_to_one, points_of
+from dflash_bench.analysis.concurrency import frontier as best_of
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import Settings
 from dflash_bench.report import data
 from dflash_bench.report import sections as words
+from dflash_bench.report.plots import frontier
 from dflash_bench.report.plots.series import load
-from dflash_bench.report.plots.style import scope_of
+from dflash_bench.report.plots.style import NothingToPlotError, scope_of
 from dflash_bench.results.identity import settings_to_json
 
 SETTINGS = [Settings(concurrency=number) for number in (1, 4, 16)]
@@ -162,3 +164,16 @@ def test_the_plot_says_which_method_each_line_shows_for_the_filters_of_a_page() 
     assert scope_of(throughput) == scope_of(speedup) == {"suite": "gsm8k", "settings": ""}
     assert [scope_of(line)["method"] for line in throughput.lines] == ["ar", "dflash"]
     assert scope_of(speedup.containers[0]) == {"method": "dflash"}
+
+
+def test_the_frontier_is_drawn_through_what_no_level_beats() -> None:
+    material: Any = SimpleNamespace(document=SimpleNamespace(loads=measured(ROWS)))
+    (axes,) = frontier.frontier(material).axes
+    *methods, line = axes.lines
+    assert [scope_of(one)["method"] for one in methods] == ["ar", "dflash"] and scope_of(axes)["suite"] == "gsm8k"
+    points = points_of(measured(ROWS))
+    best = [(point.ms_per_token, point.tokens_per_s) for point in best_of(points)]
+    assert list(zip(*line.get_data(), strict=True)) == best and len(best) < len(points)
+    assert axes.texts[0].get_text() == f"{best_of(points)[0].method}, 1 at a time"
+    with pytest.raises(NothingToPlotError, match="no levels of concurrency"):
+        frontier.frontier(SimpleNamespace(document=SimpleNamespace(loads=[])))  # type: ignore[arg-type]

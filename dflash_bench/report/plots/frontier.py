@@ -9,7 +9,17 @@ from dflash_bench.analysis.concurrency import SpeedPoint, points_of
 from dflash_bench.analysis.concurrency import frontier as best_of
 from dflash_bench.core import labels
 from dflash_bench.core.methods import name_of
-from dflash_bench.report.plots.style import INK, Material, NothingToPlotError, finish, looks, mark, panels, type_size
+from dflash_bench.report.plots.style import (
+    INK,
+    Material,
+    NothingToPlotError,
+    finish,
+    looks,
+    mark,
+    only,
+    panels,
+    type_size,
+)
 
 NOTE = "line: no other point is both quicker and gives more"
 TITLE = "Throughput against latency"
@@ -46,7 +56,7 @@ def drawn(points_by_panel: Mapping[str, Sequence[SpeedPoint]], suites: Mapping[s
             own = [point for point in points if name_of(point.method) == kind]
             at, speeds = [point.ms_per_token for point in own], [point.tokens_per_s for point in own]
             style = {"color": look[kind]["color"], "marker": look[kind]["marker"], "linestyle": "none"}
-            mark(axes.plot(at, speeds, label=kind, **style), method="")
+            mark(axes.plot(at, speeds, label=kind, **style), method=only(point.method for point in own))
         _draw_best(axes, best_of(points))
         axes.set_xscale("log", base=2)
         axes.set_xlabel("ms per token of one answer")
