@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import tiny
 from rows import drafted, generation, plain, record
+from runs import about
 
 import dflash_bench as db
 from dflash_bench.analysis import controllers
 from dflash_bench.analysis.confidence import calibration
-from dflash_bench.analysis.replay import StoredAnswer, _bounds, cells_of, changes_of, replay, walk
+from dflash_bench.analysis.replay import ReplayCell, StoredAnswer, _bounds, cells_of, changes_of, replay, walk
 from dflash_bench.core.methods import METHODS, parse, require_recorded
+from dflash_bench.core.types import GREEDY
 from dflash_bench.report import plots
 from dflash_bench.report.replay import confidence
 from dflash_bench.results import laws, parts
@@ -125,6 +127,10 @@ def test_an_estimate_reaches_from_the_least_to_the_most_that_its_rounds_allow() 
     assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 2)] == [least, most]
     assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 7)] == [5, 5], "the stored rounds themselves"
     assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 9)] == [5, 6], "two more, after the round of 8"
+    # Of prompts that are all alike, nothing else makes the interval wide.
+    alike = tuple(replace(stored, prompt_id=str(number)) for number in range(6))
+    length = replay(ReplayCell("s", "eagle3:7", GREEDY, alike, {}), *changes_of(n=[2]), about()).length
+    assert length is not None and (length.value, length.low, length.high) == pytest.approx((2.5, 2.5, 2.75))
 
 
 def test_estimates_cover_what_a_recorded_run_says_exactly(recorded: db.Run) -> None:

@@ -72,8 +72,9 @@ def test_the_answer_its_table_and_its_files(
 def test_a_killed_race_goes_on_by_the_same_command(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    backend.faults = {"dflash:7": uneven(1), "eagle3:3": uneven(2)}
-    append, left = store.RunStore.append, iter([True] * 26)
+    backend.faults = {"dflash:7": uneven(1), "eagle3:3": uneven(2), "ngram:3": faster(0.2)}
+    words = [word.replace("eagle3:3", "eagle3:3,ngram:3") for word in WORDS]
+    append, left = store.RunStore.append, iter([True] * 30)
 
     def dying(run: store.RunStore, records: list[store.Answer]) -> None:
         if not next(left, False):
@@ -82,19 +83,24 @@ def test_a_killed_race_goes_on_by_the_same_command(
 
     monkeypatch.setattr(store.RunStore, "append", dying)
     with pytest.raises(Stop):
-        main(monkeypatch, *WORDS)
+        main(monkeypatch, *words)
     before = sorted(path.parent.name for path in Path("out").glob("*/run.json"))
     assert before == ["c1-1", "c1-2"] and read_info(Path("out/c1-2")).state != "complete"
+    plans = [read_info(Path("out") / name).plan for name in before]
+    assert [plan and plan.methods[1:] for plan in plans] == [
+        ["dflash:7", "eagle3:3", "ngram:3"],
+        ["dflash:7", "eagle3:3"],
+    ]
     stored = {store.key(record) for name in before for record in store.load(Path("out") / name)[1]}
     monkeypatch.setattr(store.RunStore, "append", append)
     backend.calls.clear()
-    assert main(monkeypatch, *WORDS) == 0
+    assert main(monkeypatch, *words) == 0
     rows = [record for name in ("c1-1", "c1-2") for record in store.load(Path("out") / name)[1]]
     assert stored < {store.key(record) for record in rows} and len(rows) == len({store.key(record) for record in rows})
     asked = len(backend.calls)
     # Once more: everything is stored, and nothing is measured.
     capsys.readouterr()
-    assert main(monkeypatch, *WORDS, "--json") == 0
+    assert main(monkeypatch, *words, "--json") == 0
     assert len(backend.calls) == asked
     assert json.loads(capsys.readouterr().out)["decisions"] == answer()["decisions"]
 
