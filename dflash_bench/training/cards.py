@@ -81,6 +81,9 @@ def write(
 def _given(request: TrainRequest) -> str:
     """Return the options that decide the draft and were given."""
     chosen = request.values(*DECISIVE)
+    if request.init is not None:
+        # A path is named by its end, which says which draft it is, and not whose machine it was on.
+        chosen["init"] = "/".join(Path(request.init).parts[-2:])
     given = [f"{name} {chosen[name]}" for name in DECISIVE if chosen[name] not in (None, False)]
     return ", ".join(given) or "all defaults"
 

@@ -67,8 +67,8 @@ def test_the_list_names_every_model_and_draft_in_100_columns(
         "  * dflash@dspark   in this package, DSpark",
         "  * mtp             in this package",
     ]
-    assert blocks[1].splitlines()[1] == "    target  'dflash-bench fetch smollm2' gets it (93 MB)"
-    assert blocks[1].splitlines()[2].startswith("  * dflash  in this package")
+    assert blocks[1].splitlines()[1] == "    target   'dflash-bench fetch smollm2' gets it (93 MB)"
+    assert blocks[1].splitlines()[2].startswith("  * dflash   in this package")
     assert blocks[3].splitlines()[:3] == [
         "qwen3-8b: needs about 16 GB, has 24 GB",
         "    target             Qwen/Qwen3-8B",

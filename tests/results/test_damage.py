@@ -152,7 +152,7 @@ def test_a_depth_that_is_given_is_not_told_as_the_drafts_own(model: Path) -> Non
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda c, _: c["dflash_config"].update(target_layer_ids=[0, 3]), "taps layer 3, but the target has layers 0"),
+        (lambda c, _: c["dflash_config"].update(target_layer_ids=[0, 4]), "taps layer 4, but the target has layers 0"),
         (lambda c, _: c["dflash_config"].update(target_layer_ids=[-1, 2]), "taps layer -1"),
         (lambda c, _: c["dflash_config"].update(mask_token_id=1024), "mask id 1024 is outside the target's embedding"),
     ],
