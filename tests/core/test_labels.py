@@ -79,7 +79,7 @@ def test_the_page_names_the_source_in_title_tables_plots_and_answers(run: Path, 
     assert main("report", "run", "--html", "page.html")[0] == 0
     page = Path("page.html").read_text(encoding="utf-8")
     assert "<title>nano: dflash on gsm8k (folder data)</title>" in page
-    assert '<tr class="suite"><th colspan="10">gsm8k (folder data)</th></tr>' in page
+    assert '<tr class="suite"><th scope="rowgroup" colspan="10">gsm8k (folder data)</th></tr>' in page
     plots = page[page.index('<section id="plots">') : page.index('<section id="answers">')]
     assert plots.count("gsm8k (folder data)") >= 4
     packed = page.partition('<script id="data" type="application/octet-stream">')[2].partition("</script>")[0]
