@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from rows import pair
 
 from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, Answer, CellKey, Divergence, Generation, Settings
@@ -202,3 +203,19 @@ def failing(records: Sequence[Answer], method: str = "dflash", first: int = 1) -
 
 def slower(records: Sequence[Answer], times: float, method: str = "dflash") -> list[Answer]:
     return changed(records, method, decode_s=lambda row: row.generation.decode_s * times)
+
+
+class Stop(BaseException):
+    """The end of a process, which nothing catches."""
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, num: int) -> None:
+    """Have any run stop, as if killed, when it would store one part more than `num`."""
+    append, left = store.RunStore.append, iter([True] * num)
+
+    def dying(run: store.RunStore, records: list[Answer]) -> None:
+        if not next(left, False):
+            raise Stop
+        append(run, records)
+
+    monkeypatch.setattr(store.RunStore, "append", dying)

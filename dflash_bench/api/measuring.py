@@ -148,7 +148,6 @@ def measure(
 
     `shown` goes to `session.perform`; without it only a notebook shows progress.
     """
-    from dflash_bench.api.measuring import progress_display
     from dflash_bench.runner import session
 
     if resume and out is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -31,6 +31,7 @@ from dflash_bench.core.types import Audit, is_greedy
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
+from dflash_bench.runner import rules
 from dflash_bench.servers import address, launch
 from dflash_bench.servers.address import Access, Address, key_of
 
@@ -41,119 +42,6 @@ from dflash_bench.servers.address import Access, Address, key_of
 
 
 # ruff: noqa: RUF009 - the calls make fields
-
-
-DTYPES = ("float32", "bfloat16", "float16", "auto")
-ATTENTION = ("sdpa", "eager")
-"""Attention implementations that accept the engine's masks, which ragged batches and trees need."""
-ENGINES = ("native", "transformers")
-KERNELS = ("numba", "torch")
-THINKING: dict[str, tuple[bool, ...]] = {"on": (True,), "off": (False,), "both": (False, True)}
-
-# Where an option has an effect, and where it has none
-
-
-def _is_served(options: Any) -> bool:
-    """By servers that run already."""
-    return bool(options.servers) and options.launch is None
-
-
-def _is_alone(options: Any) -> bool:
-    return _is_served(options) and not options.has_target
-
-
-def _is_concurrent(options: Any) -> bool:
-    return max(options.concurrency, default=1) > 1
-
-
-LAUNCH = condition(lambda options: options.launch is not None, "without --launch")
-SERVERS = condition(lambda options: options.asks_servers, "without --server")
-SAMPLES = "at temperature 0"
-TRUNCATES = condition(lambda options: options.samples, f"{SAMPLES}, where the best token is taken", is_of_sweep=True)
-LAUNCHED = condition(LAUNCH.holds, "with --launch, which starts servers and knows them")
-ENGINE_HERE = condition(LAUNCH.holds, "with --launch: it is for the engine here")
-SERVED = condition(
-    _is_served,
-    "with --server: how a server drafts is said where it is started, and its method is the NAME of NAME=URL",
-)
-SERVED_ALONE = condition(
-    _is_alone,
-    "with --server alone: give --model or --target too, the same weights as the server's, to make its prompts and "
-    "judge its answers here",
-)
-"""Options that a server decides itself, so they apply only to a target in this process."""
-
-
-def _all_together(flag: str, is_so: Any) -> Condition:
-    error = f"--for measures prompt by prompt, and {flag} all prompts of a suite together; use --limit instead"
-    return Condition(is_so, error, is_of_sweep=True)
-
-
-def _one_process(flag: str, is_so: Any) -> Condition:
-    error = f"--workers measure one prompt each at a time, and {flag} is for one process; leave one out"
-    return Condition(is_so, error, is_of_sweep=True)
-
-
-def _served_work(flag: str, is_so: Any) -> Condition:
-    why = "a server does the work; --concurrency asks it for several answers at a time"
-    return condition(is_so, f"with {flag}: {why}")
-
-
-def _is_capturing(options: Any) -> bool:
-    return options.graph == "on" and options.compile is None
-
-
-_FOR_NATIVE = "--graph on has no effect on --engine transformers; leave one of them out"
-_FOR_PLAIN = "--graph on is for --engine native, which computes plain weights only; leave it or --quantize out"
-
-# How values are checked
-
-
-def _check_scorer(name: str) -> None:
-    from dflash_bench.tasks import scorers
-
-    scorers.check_name(name)
-
-
-def _prompt_styles() -> Sequence[str]:
-    from dflash_bench.tasks import suites
-
-    return suites.STYLES
-
-
-def _quantizations() -> Sequence[str]:
-    from dflash_bench.models import quantization
-
-    return list(quantization.PACKAGES)
-
-
-def _check_budget(text: str) -> None:
-    from dflash_bench.runner import budget
-
-    budget.seconds(text)
-
-
-def _check_attention(name: str) -> None:
-    if name.startswith("flash"):
-        raise UserError(
-            f"--attention {name} takes no mask, and this engine needs one for ragged rows and trees; "
-            f"use {' or '.join(ATTENTION)}"
-        )
-
-
-def objectives(text: str) -> dict[str, float]:
-    """Seconds by `ttft_s` and `tpot_s`, of `ttft=500ms,tpot=0.05s` or one of them. Raises UserError otherwise."""
-    limits: dict[str, float] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"(ttft|tpot)=([0-9]{1,6}(?:\.[0-9]{1,6})?)(ms|s)", part)
-        if match is None or float(match[2]) == 0 or f"{match[1]}_s" in limits:
-            raise UserError(f"--slo takes times with their units, such as ttft=500ms,tpot=50ms, not '{text[:40]}'")
-        limits[f"{match[1]}_s"] = float(match[2]) / (1000 if match[3] == "ms" else 1)
-    return limits
-
-
-def _above_zero(value: float) -> bool:
-    return math.isfinite(value) and value > 0
 
 
 _prompts, _models, _servers, _answers = under("Prompts"), under("Models"), under("Servers"), under("Answers")
@@ -191,7 +79,7 @@ class PromptOptions:
         "evaluate:FOLDER, a metric of the evaluate library on this disk (evaluate:FOLDER#FIGURE if it has several "
         "figures). With --trust-remote-code, also evaluate:NAME, a metric of the hub.",
         metavar="NAME",
-        check=_check_scorer,
+        check=rules.check_scorer,
         needs=(
             condition(
                 lambda options: options.prompts is not None, "without --prompts: a suite says itself how it is scored"
@@ -211,7 +99,7 @@ class PromptOptions:
         default="paper",
         metavar="STYLE",
         kind="prompt style",
-        choices=_prompt_styles,
+        choices=rules.prompt_styles,
         needs=(condition(lambda options: bool(options.suites), "without --suite"),),
     )
     limit: int | None = _prompts(
@@ -238,17 +126,17 @@ class PromptOptions:
         "--limit of each suite. Loading models does not count; with --resume, earlier parts of the run do.",
         flag="--for",
         metavar="TIME",
-        check=_check_budget,
+        check=rules.check_budget,
         conflicts=(
-            _all_together("--concurrency", _is_concurrent),
-            _all_together("--rate", lambda options: bool(options.rate)),
+            rules.all_together("--concurrency", rules.is_concurrent),
+            rules.all_together("--rate", lambda options: bool(options.rate)),
         ),
     )
     """How long to measure, such as 5m; all prompts if absent."""
     thinking: str | None = _prompts(
         "The chat template's thinking mode: on, off, or both in one run. Default: the model's own, else off.",
         metavar="MODE",
-        choices=lambda: list(THINKING),
+        choices=lambda: list(rules.THINKING),
         kind="mode of thinking",
     )
     context: tuple[int | None, ...] = _prompts(
@@ -257,7 +145,7 @@ class PromptOptions:
         default=(),
         metavar="N[,N...]",
         parse=context_lengths,
-        conflicts=(SERVED_ALONE,),
+        conflicts=(rules.SERVED_ALONE,),
     )
     """Tokens that prompts are padded to; None among them is as they are."""
 
@@ -273,7 +161,7 @@ class ModelOptions:
         flag="--method",
         metavar="NAME[@LABEL][:KEY=VALUE,...]",
         has_commas=True,
-        conflicts=(SERVED,),
+        conflicts=(rules.SERVED,),
     )
     model: str | None = _models(
         "A name from 'dflash-bench models', or a folder with target/ and a folder for each draft. Default: nano.",
@@ -287,7 +175,7 @@ class ModelOptions:
         default=(),
         flag="--draft",
         metavar="NAME[@LABEL]=PATH|ID[@REV]",
-        conflicts=(SERVED,),
+        conflicts=(rules.SERVED,),
     )
     """METHOD=REFERENCE"""
     trust_remote_code: bool = _models(
@@ -296,8 +184,8 @@ class ModelOptions:
         default=False,
         conflicts=(
             Condition(
-                lambda options: _is_alone(options) and not (options.score or "").startswith("evaluate:"),
-                SERVED_ALONE.error,
+                lambda options: rules.is_alone(options) and not (options.score or "").startswith("evaluate:"),
+                rules.SERVED_ALONE.error,
             ),
         ),
     )
@@ -315,7 +203,7 @@ class ServerOptions:
         default=(),
         flag="--server",
         metavar="NAME=URL",
-        conflicts=(LAUNCHED,),
+        conflicts=(rules.LAUNCHED,),
     )
     """NAME=URL"""
     dialect: str | None = _servers(
@@ -323,20 +211,20 @@ class ServerOptions:
         "their responses; mlx must be named.",
         metavar="NAME",
         choices=lambda: tuple(DIALECTS),
-        needs=(SERVERS,),
-        conflicts=(LAUNCHED,),
+        needs=(rules.SERVERS,),
+        conflicts=(rules.LAUNCHED,),
     )
     served_model: str | None = _servers(
         "The model to request, if a server has several. Default: its only one.",
         metavar="NAME",
-        needs=(SERVERS,),
-        conflicts=(LAUNCHED,),
+        needs=(rules.SERVERS,),
+        conflicts=(rules.LAUNCHED,),
     )
     api_key_env: str | None = _servers(
         "The environment variable that holds the servers' key. The key is sent to them, and never shown or saved.",
         metavar="VARIABLE",
-        needs=(SERVERS,),
-        conflicts=(LAUNCHED,),
+        needs=(rules.SERVERS,),
+        conflicts=(rules.LAUNCHED,),
     )
     """The variable of the environment that holds the key; the key itself is nowhere in a request."""
     json_schema: Path | None = _servers(
@@ -344,7 +232,7 @@ class ServerOptions:
         metavar="FILE",
         needs=(
             Condition(
-                _is_alone,
+                rules.is_alone,
                 "{flag} needs --server alone, without --model, --target and --launch: a judge here does not know what "
                 "a schema forbids",
             ),
@@ -358,14 +246,14 @@ class ServerOptions:
     timeout: float | None = _servers(
         "Seconds after which an unfinished answer counts as failed. Default: 600.",
         metavar="S",
-        range=Range(_above_zero, "is a number of seconds above 0, not {values}"),
-        needs=(SERVERS,),
+        range=Range(rules.above_zero, "is a number of seconds above 0, not {values}"),
+        needs=(rules.SERVERS,),
     )
     env_proxy: bool = _servers(
         "Connect to the servers through the proxies named by environment variables.",
         default=False,
-        needs=(SERVERS,),
-        conflicts=(LAUNCHED,),
+        needs=(rules.SERVERS,),
+        conflicts=(rules.LAUNCHED,),
     )
     launch: str | None = _servers(
         "Start servers here, measure them and stop them: vllm or llama.cpp, one for plain decoding and one for each "
@@ -374,13 +262,13 @@ class ServerOptions:
     )
     """The name of a `dialects.Program`."""
     launch_with: str | None = _servers(
-        "The program for --launch. Default: vllm or llama-server, from the PATH.", metavar="PATH", needs=(LAUNCH,)
+        "The program for --launch. Default: vllm or llama-server, from the PATH.", metavar="PATH", needs=(rules.LAUNCH,)
     )
     launch_args: Arguments | None = _servers(
         "More options for each server of --launch, as in a shell: '--enforce-eager'.",
         metavar="TEXT",
         parse=arguments,
-        needs=(LAUNCH,),
+        needs=(rules.LAUNCH,),
     )
     rate: tuple[float, ...] = _servers(
         "Send R requests per second, at random times (Poisson, the same for each server), whether or not earlier "
@@ -388,8 +276,8 @@ class ServerOptions:
         default=(),
         metavar="R[,R...]",
         parse=numbers,
-        range=Range(_above_zero, "is a number of answers per second above 0, not {values}"),
-        needs=(condition(SERVERS.holds, "without --server: the engine here takes the next prompt when it can"),),
+        range=Range(rules.above_zero, "is a number of answers per second above 0, not {values}"),
+        needs=(condition(rules.SERVERS.holds, "without --server: the engine here takes the next prompt when it can"),),
         conflicts=(
             Condition(
                 lambda options: bool(options.concurrency),
@@ -421,7 +309,7 @@ class DecodingOptions:
         metavar="K[,K...]",
         parse=whole_numbers,
         range=Range(lambda value: value >= 1, "is a number of tokens from 1 up, not {values}"),
-        needs=(TRUNCATES,),
+        needs=(rules.TRUNCATES,),
     )
     top_p: tuple[float, ...] = _answers(
         "Sample only from the likeliest tokens whose probabilities add up to P.",
@@ -429,7 +317,7 @@ class DecodingOptions:
         metavar="P[,P...]",
         parse=numbers,
         range=_SHARE,
-        needs=(TRUNCATES,),
+        needs=(rules.TRUNCATES,),
     )
     min_p: tuple[float, ...] = _answers(
         "Sample only from tokens at least P times as likely as the likeliest one.",
@@ -437,14 +325,14 @@ class DecodingOptions:
         metavar="P[,P...]",
         parse=numbers,
         range=_SHARE,
-        needs=(TRUNCATES,),
+        needs=(rules.TRUNCATES,),
     )
     repetition_penalty: tuple[float, ...] = _answers(
         "Above 1, tokens that have already occurred become less likely.",
         default=(),
         metavar="R[,R...]",
         parse=numbers,
-        range=Range(_above_zero, "is a number above 0 other than 1, which changes nothing; not {values}"),
+        range=Range(rules.above_zero, "is a number above 0 other than 1, which changes nothing; not {values}"),
         conflicts=(
             Condition(
                 lambda options: options.repetition_penalty == (1,),
@@ -465,10 +353,10 @@ class DecodingOptions:
         "Count the answers per second that meet these limits, such as ttft=500ms,tpot=50ms (goodput), with --rate or "
         "--concurrency.",
         metavar="ttft=T,tpot=T",
-        check=objectives,
+        check=rules.objectives,
         needs=(
             condition(
-                lambda options: bool(options.rate) or _is_concurrent(options),
+                lambda options: bool(options.rate) or rules.is_concurrent(options),
                 "without --rate or --concurrency: it counts answers per second",
                 is_of_sweep=True,
             ),
@@ -483,7 +371,7 @@ class DecodingOptions:
         needs=(
             condition(
                 lambda options: options.samples,
-                f"{SAMPLES}; it seeds sampling (prompts are drawn by the suite's own seed)",
+                f"{rules.SAMPLES}; it seeds sampling (prompts are drawn by the suite's own seed)",
                 is_of_sweep=True,
             ),
         ),
@@ -492,13 +380,13 @@ class DecodingOptions:
         "Block size for every method that drafts blocks and does not set block= itself. Several, such as 4,8,16, "
         "are measured side by side. Default: the draft's own.",
         metavar="B[,B...]",
-        conflicts=(SERVED,),
+        conflicts=(rules.SERVED,),
     )
     """One, or several with commas between them; and so `draft_steps`."""
     draft_steps: str | None = _drafting(
         "Draft passes per block, for every method that has this option and does not set steps= itself.",
         metavar="S[,S...]",
-        conflicts=(SERVED, ENGINE_HERE),
+        conflicts=(rules.SERVED, rules.ENGINE_HERE),
     )
     repeats: int = _measuring(
         "Answer every prompt R times with each method.", default=1, metavar="R", minimum=1, most=10**5
@@ -515,7 +403,7 @@ class DecodingOptions:
                 is_of_sweep=True,
             ),
         ),
-        conflicts=(SERVED_ALONE,),
+        conflicts=(rules.SERVED_ALONE,),
     )
     record: str | None = _measuring(
         "every-position: after each answer, outside the clock, also draft once at each of its positions, for exact "
@@ -530,7 +418,7 @@ class DecodingOptions:
                 is_of_sweep=True,
             ),
         ),
-        conflicts=(SERVED, ENGINE_HERE),
+        conflicts=(rules.SERVED, rules.ENGINE_HERE),
     )
     headroom: int | None = _measuring(
         "After each answer, outside the clock, also record whether the right token was among the N likeliest of the "
@@ -547,7 +435,7 @@ class DecodingOptions:
                 is_of_sweep=True,
             ),
         ),
-        conflicts=(SERVED, ENGINE_HERE),
+        conflicts=(rules.SERVED, rules.ENGINE_HERE),
     )
     unsafe_code: bool = _measuring(
         "Run model-written code even where it cannot be sandboxed. Without it, such code is not run there.",
@@ -564,7 +452,7 @@ class DecodingOptions:
         "Vary one option at a time, starting from --method, instead of trying all combinations.",
         default=False,
         needs=(condition(lambda options: bool(options.over), "without --over"),),
-        conflicts=(SERVED,),
+        conflicts=(rules.SERVED,),
     )
 
 
@@ -575,28 +463,28 @@ class MachineOptions:
     device: str | None = _machine(
         "cpu or cuda. Default: cpu for nano; for other models cuda if there is one.",
         metavar="D",
-        conflicts=(SERVED_ALONE, condition(lambda options: options.device_map is not None, "with --device-map")),
+        conflicts=(rules.SERVED_ALONE, condition(lambda options: options.device_map is not None, "with --device-map")),
     )
     device_map: str | None = _machine(
         "Spread the target over all GPUs, if one cannot hold it.",
         metavar="auto",
         choices=lambda: ("auto",),
         kind="device map",
-        conflicts=(SERVED_ALONE,),
+        conflicts=(rules.SERVED_ALONE,),
     )
     dtype: str | None = _machine(
         "float32, bfloat16, float16, or auto (the checkpoint's own). Default: float32 on the CPU, else bfloat16.",
         metavar="T",
-        choices=lambda: DTYPES,
-        conflicts=(SERVED_ALONE,),
+        choices=lambda: rules.DTYPES,
+        conflicts=(rules.SERVED_ALONE,),
     )
     attention: str | None = _machine(
         "sdpa or eager. Default: what transformers chooses for the target.",
         metavar="A",
-        check=_check_attention,
-        choices=lambda: ATTENTION,
+        check=rules.check_attention,
+        choices=lambda: rules.ATTENTION,
         conflicts=(
-            SERVED_ALONE,
+            rules.SERVED_ALONE,
             condition(
                 lambda options: options.engine == "native",
                 "on --engine native, which has its own; leave one of them out",
@@ -607,19 +495,19 @@ class MachineOptions:
         "Forward pass of the target: native (our own) or transformers. Default: native, which is faster, if it covers "
         "the target and agrees with transformers. The judge always uses transformers.",
         metavar="E",
-        choices=lambda: ENGINES,
+        choices=lambda: rules.ENGINES,
         aliases={"lean": "native"},
-        conflicts=(SERVED, ENGINE_HERE),
+        conflicts=(rules.SERVED, rules.ENGINE_HERE),
     )
     """By whose code the target is computed."""
     kernels: str | None = _machine(
         "Kernels of --engine native on a CPU: numba, compiled for this processor (ten seconds, once), or torch. "
         "Default: numba, which is faster, if it covers the target and agrees with transformers.",
         metavar="K",
-        choices=lambda: KERNELS,
+        choices=lambda: rules.KERNELS,
         conflicts=(
-            SERVED,
-            ENGINE_HERE,
+            rules.SERVED,
+            rules.ENGINE_HERE,
             condition(
                 lambda options: options.engine == "transformers", "on --engine transformers; leave one of them out"
             ),
@@ -634,10 +522,12 @@ class MachineOptions:
         metavar="on|off",
         choices=lambda: ("on", "off"),
         conflicts=(
-            SERVED,
-            ENGINE_HERE,
-            Condition(lambda options: _is_capturing(options) and options.engine == "transformers", _FOR_NATIVE),
-            Condition(lambda options: _is_capturing(options) and options.quantize is not None, _FOR_PLAIN),
+            rules.SERVED,
+            rules.ENGINE_HERE,
+            Condition(
+                lambda options: rules.is_capturing(options) and options.engine == "transformers", rules.FOR_NATIVE
+            ),
+            Condition(lambda options: rules.is_capturing(options) and options.quantize is not None, rules.FOR_PLAIN),
         ),
     )
     compile: str | None = _machine(
@@ -647,8 +537,8 @@ class MachineOptions:
         kind="compiler",
         choices=lambda: ("inductor",),
         conflicts=(
-            SERVED,
-            ENGINE_HERE,
+            rules.SERVED,
+            rules.ENGINE_HERE,
             Condition(
                 lambda options: options.graph == "on",
                 "--compile and --graph on: a pass is compiled or captured as a graph; leave one of them out",
@@ -667,10 +557,10 @@ class MachineOptions:
         "packages of dflash-bench[quantize]. Drafts are not quantised.",
         metavar="Q",
         kind="quantisation",
-        choices=_quantizations,
+        choices=rules.quantizations,
         conflicts=(
-            SERVED,
-            ENGINE_HERE,
+            rules.SERVED,
+            rules.ENGINE_HERE,
             Condition(
                 lambda options: (
                     options.quantize != "int8" and (options.engine == "native" or options.kernels is not None)
@@ -688,7 +578,7 @@ class MachineOptions:
         metavar="N",
         minimum=1,
         check=check_threads,
-        conflicts=(SERVED_ALONE,),
+        conflicts=(rules.SERVED_ALONE,),
     )
     workers: int | None = _machine(
         "Measure prompts in N processes at the same time, each with its own models and its own processors or GPU. The "
@@ -697,10 +587,10 @@ class MachineOptions:
         metavar="N",
         minimum=1,
         conflicts=(
-            _served_work("--launch", LAUNCH.holds),
-            _served_work("--server", _is_served),
-            _one_process("--for", lambda options: options.budget is not None),
-            _one_process("--concurrency", _is_concurrent),
+            rules.served_work("--launch", rules.LAUNCH.holds),
+            rules.served_work("--server", rules.is_served),
+            rules.one_process("--for", lambda options: options.budget is not None),
+            rules.one_process("--concurrency", rules.is_concurrent),
             Condition(
                 lambda options: options.device_map is not None,
                 "{flag} take one GPU each, and --device-map all of them; leave one of them out",

@@ -19,7 +19,8 @@ from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner import config
-from dflash_bench.runner.config import THINKING, RunRequest, require_prompts, schema_of
+from dflash_bench.runner.config import RunRequest, require_prompts, schema_of
+from dflash_bench.runner.rules import THINKING
 from dflash_bench.tasks import prompts, sandbox, scorers, suites
 from dflash_bench.tasks.scorers import schema
 from dflash_bench.tasks.suites import Loaded

@@ -24,9 +24,10 @@ from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.run_info import RunInfo, read_info
 from dflash_bench.runner import budget, config, loop, work, workers
 from dflash_bench.runner.canaries import Canaries, Canary, silent, together
-from dflash_bench.runner.config import RunRequest, objectives, schema_of
+from dflash_bench.runner.config import RunRequest, schema_of
 from dflash_bench.runner.plan import RunPlan, methods_and_model, modes_of, plan_run, settings_of
 from dflash_bench.runner.ray_workers import opened_workers, require_ray
+from dflash_bench.runner.rules import objectives
 from dflash_bench.runner.setup import (
     PreparedRun,
     add_judge,

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from fake import FakeBackend, install, main, other_tokens
-from runs import in_time
-from test_runner import Stop
+from runs import Stop, in_time, stop_after
 
 from dflash_bench.core import methods
 from dflash_bench.core.types import Generation
@@ -74,14 +73,8 @@ def test_a_killed_race_goes_on_by_the_same_command(
 ) -> None:
     backend.faults = {"dflash:7": uneven(1), "eagle3:3": uneven(2), "ngram:3": faster(0.2)}
     words = [word.replace("eagle3:3", "eagle3:3,ngram:3") for word in WORDS]
-    append, left = store.RunStore.append, iter([True] * 30)
-
-    def dying(run: store.RunStore, records: list[store.Answer]) -> None:
-        if not next(left, False):
-            raise Stop
-        append(run, records)
-
-    monkeypatch.setattr(store.RunStore, "append", dying)
+    append = store.RunStore.append
+    stop_after(monkeypatch, 30)
     with pytest.raises(Stop):
         main(monkeypatch, *words)
     before = sorted(path.parent.name for path in Path("out").glob("*/run.json"))

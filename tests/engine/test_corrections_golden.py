@@ -11,6 +11,7 @@ from golden_drafts import CASES, assert_drafts_as_published, golden
 import dflash_bench as db
 from dflash_bench.engine.drafters import dflash
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.models.nets.corrections import markov
 
 METHODS = {
     "deepspec-dspark-vanilla": "dflash",
@@ -56,10 +57,19 @@ def test_confidences_are_the_publishers(name: str, monkeypatch: pytest.MonkeyPat
         return corrected, probs
 
     monkeypatch.setattr(DFlashDrafter, "draft_tokens", kept)
+    monkeypatch.setattr(DFlashDrafter, "reads_confidence", True)
     first_answer(name)
     assert len(ours) > 3
     for confidence, expected in zip(ours, known, strict=False):
         torch.testing.assert_close(confidence, torch.tensor(expected), atol=2e-5, rtol=0)
+
+
+def test_confidences_that_nobody_reads_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(markov.ConfidenceHead, "forward")
+    first_answer("deepspec-dspark-vanilla")
+    monkeypatch.setattr(DFlashDrafter, "reads_confidence", True)
+    with pytest.raises(NotImplementedError):
+        first_answer("deepspec-dspark-vanilla")
 
 
 def test_lilicorrs_candidates_and_scores_are_its_publishers(monkeypatch: pytest.MonkeyPatch) -> None:

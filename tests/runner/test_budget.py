@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from fake import FakeBackend, install, main
-from runs import in_time
-from test_runner import Stop, loaded, prompts
+from runs import Stop, in_time
+from test_runner import loaded, prompts
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import GREEDY, Answer, Generation, Message, Settings

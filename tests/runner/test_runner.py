@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake import FakeBackend, other_tokens
-from runs import bare
+from runs import Stop, bare
 
 from dflash_bench.core.types import Answer, Divergence, Generation, Message, Prompt, Settings
 from dflash_bench.results import store
@@ -259,10 +259,6 @@ def test_the_last_answer_is_scored_and_equal_texts_once(runs: Runs, monkeypatch:
 
 
 # Storage
-
-
-class Stop(BaseException):
-    pass
 
 
 def comparable(records: list[Answer]) -> list[Answer]:

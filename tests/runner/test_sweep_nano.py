@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fake import main
-from test_runner import Stop
+from runs import Stop, stop_after
 
 from dflash_bench.results import store
 
@@ -17,14 +17,8 @@ def test_a_killed_sweep_goes_on_to_the_run_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    append, left = store.RunStore.append, iter([True] * 5)
-
-    def dying(run: store.RunStore, records: list[store.Answer]) -> None:
-        if not next(left, False):
-            raise Stop
-        append(run, records)
-
-    monkeypatch.setattr(store.RunStore, "append", dying)
+    append = store.RunStore.append
+    stop_after(monkeypatch, 5)
     with pytest.raises(Stop):
         main(monkeypatch, *WORDS)
     monkeypatch.setattr(store.RunStore, "append", append)

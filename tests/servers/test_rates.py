@@ -23,7 +23,7 @@ from dflash_bench.core.types import Message, Settings
 from dflash_bench.report import sections as words
 from dflash_bench.results import table
 from dflash_bench.results.identity import settings_to_json
-from dflash_bench.runner.config import objectives
+from dflash_bench.runner.rules import objectives
 from dflash_bench.runner.setup import late
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend, arrivals

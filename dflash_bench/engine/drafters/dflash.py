@@ -112,6 +112,9 @@ class DFlashDrafter(CachedDrafter):
     (`ddtree.py`) may have more or fewer nodes than `num_predicted`.
     """
 
+    reads_confidence = False
+    """Does it cut by the confidences of the draft's head?"""
+
     def __init__(
         self,
         draft: DFlashDraft,
@@ -130,7 +133,7 @@ class DFlashDrafter(CachedDrafter):
         self.head: Product = lay_out(draft.lm_head) if self.config.own_head else head
         self.num_drafts = self.num_predicted
         self.draft_sampler = DraftSampler(rule, draft.target_ids, self.config.draft_vocab_size)
-        self.corrector = BlockCorrector.of(draft, self.draft_sampler)
+        self.corrector = BlockCorrector.of(draft, self.draft_sampler, self.reads_confidence)
 
     def compile(self) -> None:
         network, head = self.network, self.head
@@ -307,6 +310,8 @@ class CutDFlashDrafter(DFlashDrafter):
     about the token itself, so drawn tokens still follow their q.
     """
 
+    reads_confidence = True
+
     def __init__(self, *args: Any, threshold: float, **options: Any) -> None:
         super().__init__(*args, **options)
         self.threshold = threshold
@@ -336,6 +341,7 @@ class AutoCutDFlashDrafter(AdaptiveDrafter):
     """
 
     may_be_none = True
+    reads_confidence = True
 
     def propose(self) -> Draft:
         self.adaptive.start()
@@ -412,18 +418,22 @@ class SamplingPick:
 class BlockCorrector:
     """Runs a draft's correction head on its blocks, row by row as they are committed."""
 
-    def __init__(self, draft: DFlashDraft, head: CorrectionHead, sampler: DraftSampler) -> None:
+    def __init__(self, draft: DFlashDraft, head: CorrectionHead, sampler: DraftSampler, reads_confidence: bool) -> None:
         config: Any = draft.config.correction
         self.draft, self.head, self.sampler = draft, head, sampler
         self.reads_before, self.reads_context = config.reads_before, config.reads_context
         self.weight = draft.norm.weight
         self.new_pick: Callable[[DraftSampler], SamplingPick] = SamplingPick
+        self.reads_confidence = reads_confidence
 
     @classmethod
-    def of(cls, draft: DFlashDraft, sampler: DraftSampler) -> BlockCorrector | None:
-        """Return the corrector of a draft, or None if it has no head for that."""
+    def of(cls, draft: DFlashDraft, sampler: DraftSampler, reads_confidence: bool) -> BlockCorrector | None:
+        """Return the corrector of a draft, or None if it has no head for that.
+
+        Confidences are computed in each round if they are read there; a listener hears them in any case.
+        """
         head = draft.correction
-        return None if head is None else cls(draft, head, sampler)
+        return None if head is None else cls(draft, head, sampler, reads_confidence)
 
     def begin(self, num_rows: int) -> None:
         self.before = [0] * num_rows
@@ -460,6 +470,7 @@ class BlockCorrector:
             hidden.to(self.weight.dtype), logits, slots, anchor, embed, self.draft.target_ids,
             to_device(self.before, self.weight.device) if self.reads_before else None,
             self.context if self.reads_context else None,
+            self.reads_confidence or self.sampler.listener is not None,
         )  # fmt: skip
         corrected = self.head.correct(block, pick)
         return corrected, pick.probs

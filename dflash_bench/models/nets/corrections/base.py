@@ -50,6 +50,8 @@ class BlockPass:
     """[B], the tokens before the anchors, for heads that read them (`reads_before`)."""
     context: Tensor | None = None
     """[B, H], fused and normed features of the positions before the anchors (`reads_context`)."""
+    wants_confidence: bool = True
+    """Does anyone read the confidences of heads that have them?"""
 
     @property
     def drafting(self) -> Tensor:

@@ -119,7 +119,7 @@ class MarkovCorrection:
         for slot in range(block.num_drafts):
             hidden, row = block.drafting[:, slot], self.markov.markov_w1(last)
             bias, state = self.markov.bias(hidden, row, state)
-            if self.confidence is not None:
+            if self.confidence is not None and block.wants_confidence:
                 confidence.append(self.confidence(torch.cat([hidden, row], dim=-1) if self.with_markov else hidden))
             last = pick((block.logits[:, slot] + bias)[:, None], slot)[:, 0]
             tokens.append(last)
