@@ -7,7 +7,8 @@ begun others; a longer one to go on at the rate of its last place. Their interva
 that the stored rounds allow (`_bounds`), each with the choice of prompts. Other estimates have no interval: nothing
 stored says how far off they may be.
 
-Times are always estimates: the seconds of the measured rounds, scaled by the width curve that the run measured.
+Times are always estimates: the seconds of the measured rounds, scaled by the width curve that the run measured. So a
+replayed speed-up has no interval: one over prompts would say nothing of how far the scaling is off.
 """
 
 from __future__ import annotations
@@ -354,10 +355,11 @@ def replay(cell: ReplayCell, change: Alternative, info: RunInfo, concurrency: in
     table, length, speedup = _figures(cell, change, cost, _walks(cell, change, cost), concurrency)
     if not is_exact and change.n is not None and change.block is None:
         for several in zip(*(_bounds(answer, change.n) for answer in cell.answers), strict=True):
-            _, *bounds = _figures(cell, change, cost, several, concurrency)
-            length, speedup = map(_reaching, (length, speedup), bounds)
+            length = _reaching(length, _figures(cell, change, cost, several, concurrency)[1])
     elif not is_exact:
-        length, speedup = (own and replace(own, low=None, high=None) for own in (length, speedup))
+        length = _bare(length)
+    if change.name != MEASURED:
+        speedup = _bare(speedup)
     total = table.sum(axis=0)
     has_times = cost.line is not None
     speed = concurrency * float(total[TOKENS] / total[SECONDS]) if has_times and total[SECONDS] > 0 else None
@@ -388,6 +390,10 @@ def _figures(
         [stats.ratio([7], [ROUNDS], at_most=most + 1), stats.ratio([PLAIN_S, TOKENS], [PLAIN_TOKENS, SECONDS])],
     )
     return table, length, speedup
+
+
+def _bare(own: Interval | None) -> Interval | None:
+    return own and replace(own, low=None, high=None)
 
 
 def _reaching(own: Interval | None, bound: Interval | None) -> Interval | None:
