@@ -27,7 +27,7 @@ Audit = Literal["all", "divergent", "none"]
 
 CLOCK_SHARE, CLOCK_S = 0.02, 0.001
 """The runner's clock and the backend's may differ by this share of a time plus these seconds."""
-CODE_SCORERS = frozenset(("humaneval", "mbpp"))
+CODE_SCORERS = frozenset(("humaneval", "livecodebench", "mbpp"))
 """Scorers that run code written by the model."""
 CEILINGS = {"float32": 1e-3, "float16": 0.25, "bfloat16": 2.0}
 """Gap in logits by the target's dtype (others as float32) beyond which nothing is attributed to rounding, whatever the

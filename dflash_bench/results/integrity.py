@@ -376,7 +376,7 @@ def _contradictions(
 
 
 def _unscored(identity: RunIdentity, match: PlanMatch, rows: RowIndex) -> Iterator[tuple[str, Any]]:
-    """Find answers without a score in suites whose scorer could have given one."""
+    """Find answers without a score in suites whose scorer could have given one. Prompts are excused by their ids."""
     without_code = identity.code == "not run"
     scored = [
         rows.code("suite", name)
@@ -384,6 +384,9 @@ def _unscored(identity: RunIdentity, match: PlanMatch, rows: RowIndex) -> Iterat
         if suite.scorer != "none" and not (without_code and suite.scorer in CODE_SCORERS)
     ]
     wanted = np.isin(rows.codes["suite"], scored) & match.is_last_turn & ~rows.failed
+    for name, suite in identity.suites.items():
+        excused = [rows.code("prompt_id", prompt_id) for prompt_id in suite.unscored]
+        wanted &= (rows.codes["suite"] != rows.code("suite", name)) | ~np.isin(rows.codes["prompt_id"], excused)
     yield "not scored, although the suite has a scorer", np.flatnonzero(wanted & ~rows.scored)
 
 

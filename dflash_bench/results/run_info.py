@@ -131,6 +131,8 @@ class SuiteEntry(StoredModel):
     scorer: str = "none"
     style: str = "paper"
     """Of the prompts: `paper` or `verbatim`."""
+    unscored: list[str] = []
+    """The ids of prompts whose answers the scorer cannot score."""
     metric: dict[str, str] = {}
     """For a metric of evaluate, what decides its scores: the SHA-256 of its code, or its revision on the hub."""
     contexts: dict[str, str] = {}

@@ -116,6 +116,8 @@ class Canaries:
             self._excuse("code" if scorer in CODE_SCORERS else "no_scorer", "scorer")
         elif record.passed is None:
             self._excuse("no_verdict", "scorer")
+        elif scorer not in scorers.BY_NUMBERS:
+            self._excuse("not_by_numbers", "scorer")
         elif not record.passed:
             self._excuse("none_passed", "scorer")
         elif self._wants("scorer", "numbers"):

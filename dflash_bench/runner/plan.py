@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
@@ -201,6 +202,7 @@ def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Ru
     scorers.require({one.suite.scorer for one in loaded}, request.trust_remote_code)
     for one in loaded:
         scorers.check_references(one.suite.scorer, one.prompts)
+    loaded = [_with_unscored(one) for one in loaded]
     refuse_too_few(loaded, max(request.concurrency, default=1))
     _refuse_shared_memory(request, chosen)
     for method in chosen:
@@ -211,6 +213,16 @@ def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Ru
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
     return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded))
+
+
+def _with_unscored(loaded: Loaded) -> Loaded:
+    """Name the prompts whose answers the scorer cannot score."""
+    found = scorers.unscored(loaded.suite.scorer, loaded.prompts)
+    told = [
+        f"{number} prompts of {loaded.suite.name} are not scored: {why}"
+        for why, number in Counter(found.values()).items()
+    ]
+    return replace(loaded, notes=(*loaded.notes, *told), unscored=tuple(found))
 
 
 def refuse_too_few(loaded: Sequence[Loaded], concurrency: int) -> None:
@@ -348,7 +360,9 @@ def _cage(request: RunRequest, loaded: Sequence[Loaded]) -> sandbox.Isolation | 
     """Choose the sandbox for code written by the model. Raises UserError if --unsafe-code would have no effect."""
     if not has_code(loaded):
         if request.unsafe_code:
-            raise UserError("--unsafe-code has no effect without a suite of code (humaneval or mbpp)")
+            raise UserError(
+                f"--unsafe-code has no effect without a suite of code ({' or '.join(sorted(CODE_SCORERS))})"
+            )
         return None
     cage = sandbox.strongest()
     if cage and request.unsafe_code:

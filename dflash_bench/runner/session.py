@@ -465,6 +465,7 @@ def _identity_of_suite(loaded: Loaded, prepared: PreparedRun) -> dict[str, Any]:
         "prompts": len(loaded.prompts),
         "scorer": suite.scorer,
         **({"style": suite.style} if suite.style != STYLES[0] else {}),
+        **({"unscored": list(loaded.unscored)} if loaded.unscored else {}),
         **({"metric": metric} if (metric := scorers.origin(suite.scorer)) else {}),
         **({"contexts": hashes} if hashes else {}),
     }

@@ -35,8 +35,7 @@ def prepare(name: str, source: Path, out: Path) -> PreparedRows:
         raise unknown("suite to prepare", name, list(known))
     suite = known[name]
     rows = [row for path in _files_of(suite, source) for row in rows_in(path)]
-    prompts = [suites.to_prompt(suite, where, index, row) for index, (where, row) in enumerate(rows)]
-    loaded = suites.draw(suite, prompts, str(source), None)
+    loaded = suites.draw(suite, suites.prompts_of(suite, rows), str(source), None)
     path = out / suite.name / f"{suite.split}.jsonl"
     files.write_output(path, "".join(f"{json.dumps(dict(row), default=str)}\n" for _, row in rows))
     categories = Counter(prompt.category for prompt in loaded.prompts if prompt.category)

@@ -6,9 +6,8 @@ columns become slices where they hold names.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import MOST_NESTED, io_error, require_file
-from dflash_bench.core.labels import shortened, visible
-from dflash_bench.core.types import SESSION, TOOLS, Message, Prompt
+from dflash_bench.core.files import io_error, require_file
+from dflash_bench.core.types import SESSION, Prompt
+from dflash_bench.tasks.conversations import MESSAGES, RecordedChat, answers_in, in_text, is_talk, of_messages, tools_of
 from dflash_bench.tasks.suites import (
     LONGEST_LINE,
     Loaded,
@@ -31,193 +30,9 @@ from dflash_bench.tasks.suites import (
     json_lines,
     name_of,
     parquet_rows,
-    refuse_placeholder,
     text_of,
     with_slices,
 )
-
-# Conversations as others write them: OpenAI's messages with tool calls, ShareGPT's turns, and JSON text of either.
-#
-# The last answer is what will be generated again. Everything before it is sent as it was recorded.
-
-
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""OpenAI's roles, and those of chat templates."""
-SPEAKERS = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
-    "bard": "assistant", "bing": "assistant", "bot": "assistant", "assistant": "assistant",
-}  # fmt: skip
-"""ShareGPT's names in `from`, and the roles that they stand for."""
-MESSAGES = f"a list of {{role, content}} with a message of the user; roles: {', '.join(ROLES)}"
-AS_OPENAI = "write it as OpenAI's API has it"
-TEXT_PARTS = ("text", "input_text", "output_text")
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedChat:
-    """What is asked: the user's `turns`, with `opening` before and `closing` after them."""
-
-    turns: tuple[str, ...]
-    opening: tuple[Message, ...] = ()
-    closing: tuple[Message, ...] = ()
-    answer: str | None = None
-    """The recorded answer: its text, or if it has none its tool calls as JSON."""
-
-
-def of_messages(where: str, key: str, value: Any, tools: Any = None) -> RecordedChat | None:
-    """Return the conversation in a list of messages; None if the user says nothing in it.
-
-    Raises UserError, which begins with `where`, for a list that holds anything else.
-    """
-    if isinstance(value, str):
-        value = files.parse_json(f"{where}: {key}", value)
-    if not isinstance(value, list):
-        raise UserError(f"{where}: {key} must be {MESSAGES}")
-    messages = [_message(f"{where}: message {number} of {key}", one) for number, one in enumerate(value, start=1)]
-    answer = None
-    if messages and messages[-1].role == "assistant":
-        *messages, last = messages
-        answer = said(last)
-    said_by_user = [number for number, message in enumerate(messages) if message.role == "user"]
-    if not said_by_user:
-        return None
-    at = said_by_user[-1]
-    for message in (*messages[:at], *messages[at + 1 :]):
-        refuse_placeholder(where, message.content)
-    opening = (*tools_of(where, tools), *messages[:at])
-    return RecordedChat((messages[at].content,), opening, tuple(messages[at + 1 :]), answer)
-
-
-def said(message: Message) -> str | None:
-    """Return the text of an answer, or if it has none its tool calls as JSON."""
-    if message.content.strip():
-        return message.content
-    calls = json.loads(message.more).get("tool_calls") if message.more else None
-    return json.dumps([call["function"] for call in calls], ensure_ascii=False) if calls else None
-
-
-def in_text(text: str) -> tuple[Any, bool]:
-    """Return the list or object that a text is as JSON, or None; and whether that is a list of messages."""
-    if text.lstrip()[:1] not in ("[", "{"):
-        return None, False
-    try:
-        value = files.parse_json("", text)
-    except UserError:
-        return None, False
-    return value or None, is_talk(value)
-
-
-def is_talk(value: Any) -> bool:
-    """Return True for a list in which something looks like a message."""
-    return isinstance(value, list) and any(
-        isinstance(one, Mapping) and ({"role", "content"} <= one.keys() or {"from", "value"} <= one.keys())
-        for one in value
-    )
-
-
-def _message(where: str, value: Any) -> Message:
-    if not isinstance(value, Mapping) or not (isinstance(value.get("role", value.get("from")), str)):
-        raise UserError(f"{where} must be an object with a role and content")
-    known, name = (ROLES, value["role"]) if "role" in value else (SPEAKERS, value["from"])
-    if name not in known:
-        raise UserError(f"{where} has the role '{shortened(visible(name), 40)}'; roles: {', '.join(known)}")
-    role = known[name]
-    more = _more(where, role, value)
-    text = _text(where, value.get("content", value.get("value")), "tool_calls" in more)
-    return Message(role, text, json.dumps(more, ensure_ascii=False) if more else "")
-
-
-def _text(where: str, content: Any, has_calls: bool) -> str:
-    """Return the text of a message. Raises UserError for images and whatever else is no text."""
-    match content:
-        case str():
-            return content
-        case None if has_calls:
-            return ""
-        case list():
-            return "\n".join(_part(where, part) for part in content)
-    raise UserError(f"{where} has no content: a text, or a list of texts")
-
-
-def _part(where: str, part: Any) -> str:
-    match part:
-        case str():
-            return part
-        case {"type": str(kind), "text": str(text)} if kind in TEXT_PARTS:
-            return text
-        case {"type": str(kind)} if kind not in TEXT_PARTS:
-            raise UserError(f"{where} holds {shortened(visible(kind), 40)}, and only text can be asked here")
-    raise UserError(f"{where}: a part of its content must be a text, or {{type: text, text}}")
-
-
-def _more(where: str, role: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a template reads besides role and content."""
-    more: dict[str, Any] = {}
-    if role == "assistant":
-        if calls := _calls(where, value.get("tool_calls") or value.get("tool_calls_json")):
-            more["tool_calls"] = calls
-        reasoning = value.get("reasoning_content") or value.get("reasoning")
-        if isinstance(reasoning, str) and reasoning.strip():
-            more["reasoning_content"] = reasoning
-    if role == "tool":
-        if not _is_id(value.get("tool_call_id")):
-            raise UserError(f"{where} has no tool_call_id, which says what call it answers; {AS_OPENAI}")
-        more["tool_call_id"] = value["tool_call_id"]
-        if isinstance(value.get("name"), str):
-            more["name"] = value["name"]
-    return more
-
-
-def _calls(where: str, value: Any) -> list[dict[str, Any]]:
-    if isinstance(value, str):
-        value = files.parse_json(f"{where}: tool_calls", value)
-    if not value:
-        return []
-    if not isinstance(value, list):
-        raise UserError(f"{where}: tool_calls must be a list")
-    return [_call(where, call) for call in value]
-
-
-def _call(where: str, value: Any) -> dict[str, Any]:
-    """Return a tool call as templates take it: with arguments as an object, where they are one."""
-    match value:
-        case {"function": {"name": str(name), **rest}}:
-            arguments = rest.get("arguments") or {}
-        case _:
-            raise UserError(f"{where}: a tool call must be {{id, function: {{name, arguments}}}}; {AS_OPENAI}")
-    called = shortened(visible(name), 40)
-    if not _is_id(value.get("id")):
-        raise UserError(f"{where}: its call of {called} has no id, by which tools answer; {AS_OPENAI}")
-    if isinstance(arguments, str):
-        # What a model wrote may be no JSON, and is then sent as it was written.
-        parsed, _ = in_text(arguments)
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    if not isinstance(arguments, str | dict):
-        raise UserError(f"{where}: the arguments of {called} must be an object, or its JSON")
-    return {"id": value["id"], "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-def tools_of(where: str, value: Any) -> tuple[Message, ...]:
-    """Return the message that says which tools there are; none if there are none."""
-    if isinstance(value, str):
-        value = files.parse_json(f"{where}: tools", value) if value.strip() else None
-    if not value:
-        return ()
-    if not isinstance(value, list) or not all(map(_is_tool, value)):
-        raise UserError(f"{where}: tools must be a list of {{type: function, function: {{name, ...}}}}; {AS_OPENAI}")
-    return (Message(TOOLS, json.dumps(value, ensure_ascii=False)),)
-
-
-def _is_tool(value: Any) -> bool:
-    match value:
-        case {"type": "function", "function": {"name": str()}}:
-            return True
-    return False
-
 
 # Rows of a user's own files: JSON lines, a JSON array, an agent trace, Parquet, and folders of them.
 
@@ -253,7 +68,7 @@ def _files_in(folder: Path) -> list[Path]:
 def _rows(path: Path) -> Rows:
     start = _start(path)
     if path.suffix == ".parquet" or start.startswith(PARQUET):
-        return ((where, _without_nulls(where, row)) for where, row in parquet_rows(path))
+        return parquet_rows(path)
     first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if first == b"[" or (first == b"{" and path.suffix == ".json" and not _is_in_lines(path)):
         return _rows_of_whole(path)
@@ -305,18 +120,6 @@ def _requests(where: str, row: Row) -> Rows:
             yield f"{where} request {session}-{number}", place | request
 
 
-def _without_nulls(where: str, value: Any, depth: int = 0) -> Any:
-    """Return a value without the nulls inside its objects: Parquet gives all objects of a column the same keys."""
-    if depth > MOST_NESTED:
-        raise UserError(f"{where}: nested more than {MOST_NESTED} levels deep")
-    if isinstance(value, dict):
-        kept = {key: inner for key, inner in value.items() if inner is not None or depth == 0}
-        return {key: _without_nulls(where, inner, depth + 1) for key, inner in kept.items()}
-    if isinstance(value, list):
-        return [_without_nulls(where, inner, depth + 1) for inner in value]
-    return value
-
-
 LOGS = ("conversations", "conversation", "messages_json", "trajectory")
 """Other names of `messages`: ShareGPT, WildChat, agents' trajectories."""
 FORMS = {
@@ -337,7 +140,6 @@ LIKE_A_KNOWN_KEY = 0.85
 MOST_NAMED = 3
 REQUEST = "request"
 """The column that numbers the requests of a session."""
-ANSWERING = tuple(name for names in (ROLES, SPEAKERS) for name, role in names.items() if role == "assistant")
 
 
 @dataclass(slots=True)
@@ -399,14 +201,8 @@ def _answers_of(rows: Rows) -> Rows:
         form, messages, tools = _messages_of(where, row)
         known = next((str(row[key]) for key in (SESSION, "session_id", *IDS) if _is_given(row, key)), str(index))
         of_row = {key: value for key, value in row.items() if key not in (form, *IDS, *REFERENCES)}
-        number, has_asked = 0, False
-        for end, message in enumerate(messages, start=1):
-            role = message.get("role", message.get("from")) if isinstance(message, dict) else None
-            has_asked |= role in ("user", "human")
-            if has_asked and role in ANSWERING:
-                place = {"id": f"{known}-{number}", SESSION: known, "answer_number": number}
-                yield f"{where} answer {number}", of_row | place | {"messages": messages[:end], "tools": tools}
-                number += 1
+        for place, until in answers_in(known, messages):
+            yield f"{where} answer {place['answer_number']}", of_row | place | {"messages": until, "tools": tools}
 
 
 def _messages_of(where: str, row: Row) -> tuple[str, list[Any], Any]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import count, zip_longest
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import Any, TypeGuard
 
 from dflash_bench.core import files as core_files
 from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.files import MOST_NESTED
 from dflash_bench.core.labels import shortened, visible
 from dflash_bench.core.types import NO_VALUE, Message, Prompt
+from dflash_bench.tasks.conversations import answers_in, in_text, of_messages, refuse_placeholder
 
 # The rows of a data set, each with its place for error messages.
 
@@ -91,9 +93,23 @@ def parquet_rows(path: Path) -> Rows:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(ROWS_AT_A_TIME):
-                yield from ((f"{path} row {next(numbers)}", row) for row in batch.to_pylist())
+                for row in batch.to_pylist():
+                    where = f"{path} row {next(numbers)}"
+                    yield where, _without_nulls(where, row)
     except (OSError, ValueError, ArithmeticError, pa.ArrowException) as error:
         raise UserError(f"cannot read {path}: {_first_line(error)}") from error
+
+
+def _without_nulls(where: str, value: Any, depth: int = 0) -> Any:
+    """Return a value without the nulls inside its objects: Parquet gives all objects of a column the same keys."""
+    if depth > MOST_NESTED:
+        raise UserError(f"{where}: nested more than {MOST_NESTED} levels deep")
+    if isinstance(value, dict):
+        kept = {key: inner for key, inner in value.items() if inner is not None or depth == 0}
+        return {key: _without_nulls(where, inner, depth + 1) for key, inner in kept.items()}
+    if isinstance(value, list):
+        return [_without_nulls(where, inner, depth + 1) for inner in value]
+    return value
 
 
 def from_hub(data: DataSet) -> tuple[Rows, str]:
@@ -151,11 +167,6 @@ HOMES = ("hub", "shipped", "folder")
 users have them in a folder of their own."""
 STYLES = ("paper", "verbatim")
 """Wordings of prompts: with the instructions of the paper's harness, or the publisher's text alone, as AIPerf asks."""
-_PLACEHOLDER = re.compile(
-    r"^[ \t]*FULL BENCHMARK DATA SHOULD BE FETCHED.*|^[^\"'`\n]*\{(question|article)\}[ \t]*$",
-    re.IGNORECASE | re.MULTILINE,
-)
-"""Texts that publishers leave where they may not distribute the original, and unfilled templates (quoted: code)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +191,10 @@ class Suite:
     reference: str | None = None
     turns: tuple[str, ...] = ()
     turns_column: str | None = None
+    messages: str | None = None
+    """Column that holds a conversation, as a list of messages or its JSON; in place of `turns`."""
+    session: str | None = None
+    """Column that names a conversation of which every recorded answer is a prompt, not only the last."""
     verbatim: tuple[str, ...] = ()
     """Templates that hold the publisher's text and nothing else, where `turns` add words to it."""
     style: str = STYLES[0]
@@ -209,6 +224,8 @@ class Loaded:
     """Number of rows to draw from."""
     notes: tuple[str, ...] = ()
     """Notes for the user, such as ignored columns."""
+    unscored: tuple[str, ...] = ()
+    """The ids of prompts whose answers the suite's scorer cannot score."""
     pool: tuple[Prompt, ...] = field(default=(), repr=False)
     """All prompts of the source, which others can be padded with."""
     order: tuple[str, ...] = field(default=(), repr=False)
@@ -267,7 +284,7 @@ def _parse(path: Path) -> Suite:
 
 def _check_columns(path: Path, suite: Suite) -> None:
     """Raise UserError if a part of a prompt is not a column, or if a template does more than fill in columns."""
-    for part in ("id", "category", "turns_column"):
+    for part in ("id", "category", "turns_column", "messages", "session"):
         if (column := getattr(suite, part)) is not None and column not in suite.columns:
             raise UserError(f"{path}: {part} is '{shortened(column, 40)}', which is not among its columns")
     for template in (*suite.turns, *suite.verbatim, *filter(None, [suite.reference])):
@@ -334,9 +351,28 @@ def load_prompts(
         placed_rows, source = from_hub(suite.data)
     else:
         placed_rows, source = from_folder(suite.data, Path(data)), f"folder {data}"
-    prompts = [to_prompt(suite, where, index, row) for index, (where, row) in enumerate(placed_rows)]
-    read = {suite.id, suite.turns_column, *_columns_in(*suite.turns, suite.reference or "")}
-    return draw(suite, with_slices(prompts, read), source, limit, balance=balance)
+    return draw(suite, prompts_of(suite, placed_rows), source, limit, balance=balance)
+
+
+def prompts_of(suite: Suite, rows: Iterable[tuple[str, Row]]) -> list[Prompt]:
+    """Make prompts of rows, with slices. Raises UserError for a row that does not fit the suite."""
+    rows = _answers_of(suite, rows) if suite.session else rows
+    prompts = [to_prompt(suite, where, index, row) for index, (where, row) in enumerate(rows)]
+    read = {suite.id, suite.turns_column, suite.messages, *_columns_in(*suite.turns, suite.reference or "")}
+    return with_slices(prompts, read)
+
+
+def _answers_of(suite: Suite, rows: Iterable[tuple[str, Row]]) -> Rows:
+    """Yield a row for each answer that was recorded in each conversation."""
+    assert suite.session is not None and suite.messages is not None
+    for where, row in rows:
+        _require_columns(suite, where, row)
+        messages = row[suite.messages]
+        messages = in_text(messages)[0] if isinstance(messages, str) else messages
+        if not isinstance(messages, list):
+            raise UserError(f"{where}: '{suite.messages}' must be a list of messages, or its JSON")
+        for place, until in answers_in(text_of(where, suite.session, row), messages):
+            yield f"{where} answer {place['answer_number']}", {**row, **place, suite.messages: until}
 
 
 def chats(loaded: Loaded) -> Iterator[tuple[str, list[Message]]]:
@@ -390,7 +426,7 @@ def draw(
     drawn_ids = set(order[:limit])
     drawn = tuple(prompt for prompt in prompts if prompt.prompt_id in drawn_ids)
     sha256 = _sha256([prompt.row for prompt in drawn])
-    return Loaded(suite, drawn, source, sha256, len(prompts), notes, tuple(prompts), tuple(order[:limit]))
+    return Loaded(suite, drawn, source, sha256, len(prompts), notes, pool=tuple(prompts), order=tuple(order[:limit]))
 
 
 def _rank(suite: Suite, prompt_id: str) -> bytes:
@@ -477,19 +513,34 @@ def is_name(value: object) -> bool:
     return len(text) <= LONGEST_NAME and bool(text.strip()) and visible(text) == text
 
 
+def _require_columns(suite: Suite, where: str, row: Row) -> None:
+    for column in suite.columns:
+        if column not in row:
+            raise UserError(f"{where}: no column '{column}' (the row has {', '.join(row)})")
+
+
 def to_prompt(suite: Suite, where: str, index: int, row: Row) -> Prompt:
     """Make a prompt of a row. Raises UserError, which begins with `where`, for a row that does not fit the suite."""
-    missing = [column for column in suite.columns if column not in row]
-    if missing:
-        raise UserError(f"{where}: no column '{missing[0]}' (the row has {', '.join(row)})")
-    texts = {column: text_of(where, column, row, column in suite.list_columns) for column in suite.columns}
+    _require_columns(suite, where, row)
+    texts = {
+        column: text_of(where, column, row, column in suite.list_columns)
+        for column in suite.columns
+        if column != suite.messages
+    }
+    chat = of_messages(where, suite.messages, row[suite.messages], row.get("tools")) if suite.messages else None
+    if suite.messages and chat is None:
+        raise UserError(f"{where}: '{suite.messages}' holds no message of the user")
     from_templates = [template.format_map(texts) for template in suite.turns]
+    turns = chat.turns if chat else row[suite.turns_column] if suite.turns_column else from_templates
+    key = "id" if suite.session else suite.id
     return Prompt(
         suite=suite.name,
-        prompt_id=name_of(where, suite.id, texts[suite.id]) if suite.id else str(index),
-        turns=filled(where, row[suite.turns_column] if suite.turns_column else from_templates),
+        prompt_id=name_of(where, key, text_of(where, key, row)) if key else str(index),
+        turns=filled(where, turns),
+        opening=chat.opening if chat else (),
+        closing=chat.closing if chat else (),
         category=name_of(where, suite.category, texts[suite.category]) if suite.category else None,
-        reference=suite.reference.format_map(texts) if suite.reference else None,
+        reference=suite.reference.format_map(texts) if suite.reference else chat.answer if chat else None,
         row=row,
     )
 
@@ -520,15 +571,6 @@ def filled(where: str, turns: Sequence[str]) -> tuple[str, ...]:
     for turn in turns:
         refuse_placeholder(where, turn)
     return tuple(turns)
-
-
-def refuse_placeholder(where: str, text: str) -> None:
-    """Raise UserError for a placeholder, which would be answered and measured as if it were a prompt."""
-    if match := _PLACEHOLDER.search(text):
-        raise UserError(
-            f"{where}: its text is a placeholder ('{shortened(visible(match[0].strip()), 60)}'), not a prompt; prepare "
-            "the data set as its publisher describes, and use the result"
-        )
 
 
 def is_texts(value: object) -> TypeGuard[list[str]]:

@@ -149,6 +149,7 @@ def test_the_scorer_is_asked_of_a_right_answer_with_other_numbers() -> None:
     given = Canaries()
     for scorer, passed, text, why in (
         ("none", None, "7", "no_scorer"), ("humaneval", True, "7", "code"), ("gsm8k_number", False, "7", "none_passed"),
+        ("ifeval", True, "7", "not_by_numbers"), ("choice", True, "B, as 7", "not_by_numbers"),
         ("gsm8k_number", True, "seven", "no_numbers"),
     ):  # fmt: skip
         said = generation([1], 2, text=text)

@@ -15,7 +15,7 @@ from pyarrow import parquet
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import TOOLS, Message, Prompt
 from dflash_bench.tasks import prompts, suites
-from dflash_bench.tasks.prompts import MESSAGES
+from dflash_bench.tasks.conversations import MESSAGES
 from dflash_bench.tasks.suites import Loaded
 
 DOCS = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists()) / "docs"
@@ -401,7 +401,7 @@ def test_parquet_nested_too_deep_is_refused(tmp_path: Path) -> None:
     deep: Any = "x"
     for _ in range(120):
         deep = [deep]
-    assert "nested more than 100 levels" in refusal(lambda: prompts._without_nulls("here row 1", deep))
+    assert "nested more than 100 levels" in refusal(lambda: suites._without_nulls("here row 1", deep))
     (tmp_path / "part.parquet").write_bytes(b"PAR1 and nothing else")
     assert refusal(lambda: prompts.load(tmp_path / "part.parquet")).startswith(f"cannot read {tmp_path}/part.parquet")
 

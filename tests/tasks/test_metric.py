@@ -38,7 +38,7 @@ def test_a_scorer_is_loaded_by_the_path_of_the_file(name: str, predictions: list
 
 @pytest.mark.parametrize("name", ["humaneval", "bleu", None])
 def test_what_is_no_scorer_of_text_lists_those_that_are(name: str | None, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^unknown metric '.*'; known: aime_integer, gsm8k_number, math$"):
+    with pytest.raises(UserError, match=r"^unknown metric '.*'; known: aime_integer, choice, gsm8k_number, math$"):
         evaluate.load(scorers.METRIC, name, cache_dir=str(tmp_path))
 
 

@@ -22,11 +22,21 @@ SPEED = [
      "source": "ours", "src_id": str(number), "difficulty": "easy", "multiturn": turns > 1}
     for number, (category, turns) in enumerate([("coding", 1), ("writing", 2), ("coding", 1)])
 ]  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}
 LIVE = {
     "question_title": "Sum", "question_content": "Add two numbers.", "platform": "atcoder", "question_id": "abc1_a",
     "contest_id": "abc1", "contest_date": "2026-01-01T00:00:00", "starter_code": "", "difficulty": "easy",
-    "public_test_cases": "[]", "private_test_cases": "e30=", "metadata": "{}",
+    "public_test_cases": '[{"input": "1 2", "output": "3", "testtype": "stdin"}]',
+    "private_test_cases": "[]", "metadata": "{}",
 }  # fmt: skip
+CALL = {"id": "c1", "type": "function", "function": {"name": "ls", "arguments": '{"path": "."}'}}
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "You mend code."},
+    {"role": "user", "content": "The tests fail."},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "a.py", "tool_call_id": "c1", "name": "ls"},
+    {"role": "assistant", "content": "It is in a.py."},
+]
 PUBLISHED: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "speed_bench": ("qualitative.jsonl", SPEED, "Say a."),
     "speed_bench_1k": ("speed/throughput_1k/test.parquet", [row | {"category": "mixed"} for row in SPEED], "Say a."),
@@ -35,6 +45,21 @@ PUBLISHED: dict[str, tuple[str, list[dict[str, Any]], str]] = {
         {"key": 1000, "prompt": "Say it without commas.", "instruction_id_list": ["punctuation:no_comma"],
          "kwargs": [{}]}
     ], "Say it without commas."),
+    "mrcr": ("2needle/2needle_0.parquet", [
+        {"prompt": json.dumps([{"role": "user", "content": "Write a poem."}, {"role": "assistant", "content": "So."},
+                               {"role": "user", "content": "Prepend aB3 to the first poem."}]),
+         "answer": "aB3So.", "random_string_to_prepend": "aB3", "n_needles": 2, "desired_msg_index": 1,
+         "total_messages": 3, "n_chars": 60}
+    ], "Prepend aB3"),
+    "longbench_v2": ("LongBench-v2/data.json", [
+        {"_id": "66f", "domain": "Code", "sub_domain": "x", "difficulty": "easy", "length": "short", "answer": "B",
+         "choice_A": "a", "choice_B": "b", "choice_C": "c", "choice_D": "d", "question": "What?", "context": "def f()"}
+    ], "Read this document."),
+    "agentic_coding": ("data/sessions.parquet", [
+        {"session_id": "s1", "agent_framework": "openhands", "source_dataset": "ours", "total_tokens": 60,
+         "messages_json": json.dumps(
+             [*TALK[:2], {"role": "assistant", "content": "", "tool_calls_json": json.dumps([CALL])}, TALK[3]])}
+    ], "The tests fail."),
     "alpaca": ("eagle/data/alpaca/question.jsonl", [
         {"question_id": 1, "category": "alpaca", "turns": ["Name three tips."]}], "Name three tips."),
     "spec_bench": ("data/spec_bench/question.jsonl", [
@@ -47,7 +72,8 @@ def publish(path: Path, rows: list[dict[str, Any]]) -> None:
     if path.suffix == ".parquet":
         parquet.write_table(pa.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        path.write_text(json.dumps(rows) if path.suffix == ".json" else lines)
 
 
 def suite_named(name: str) -> Suite:
@@ -63,6 +89,48 @@ def test_rows_of_the_published_shape_are_found_and_load(name: str, tmp_path: Pat
     loaded = suites.load_prompts(suite_named(name), tmp_path / "data")
     assert len(loaded.prompts) == len(rows)
     assert loaded.prompts[0].turns[0].startswith(first)
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_every_answer_of_a_suites_sessions_is_a_prompt(is_prepared: bool, tmp_path: Path) -> None:
+    about = {"instance_id": "i", "repo": "r", "resolved": 1, "exit_status": None, "tools": [TOOL]}
+    rows = [{"trajectory_id": name, "trajectory": TALK, **about} for name in ("a", "b")]
+    file = "theirs/trajectories.parquet" if is_prepared else "data/swe_rebench/trajectories.parquet"
+    publish(tmp_path / file, rows)
+    if is_prepared:
+        assert prepare("swe_rebench", tmp_path / "theirs", tmp_path / "data").num_prompts == 4
+    found = suites.load_prompts(suite_named("swe_rebench"), tmp_path / "data").prompts
+    assert [(one.prompt_id, one.slices["session"], one.turns) for one in found] == [
+        (f"{name}-{number}", name, ("The tests fail.",)) for name in ("a", "b") for number in (0, 1)
+    ]
+    # Parquet gives every message the keys of all.
+    assert [message.role for message in found[1].chat()] == ["tools", "system", "user", "assistant", "tool"]
+    assert json.loads(found[1].closing[0].more)["tool_calls"][0]["function"]["arguments"] == {"path": "."}
+    assert (found[0].reference, found[1].reference) == (
+        '[{"name": "ls", "arguments": {"path": "."}}]',
+        TALK[4]["content"],
+    )
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "a role that is none": (
+        {"trajectory": [{"role": "robot", "content": "x"}, *TALK[1:]]}, "message 1 of trajectory has the role 'robot'",
+    ),
+    "text": ({"trajectory": "Hi"}, "'trajectory' must be a list of messages, or its JSON"),
+    "nobody who asks": ({"trajectory": TALK[:1]}, "no rows for suite 'swe_rebench'"),
+    "no name": ({"trajectory_id": None}, "'trajectory_id' must be a string or an integer"),
+    "tools": ({"tools": [{"name": "ls"}]}, "tools must be a list of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_session_that_cannot_be_replayed_is_refused(what: str, tmp_path: Path) -> None:
+    changed, told = BROKEN[what]
+    rows = [{"trajectory_id": "a", "trajectory": TALK} | changed]
+    (tmp_path / "swe_rebench").mkdir()
+    (tmp_path / "swe_rebench/trajectories.jsonl").write_text(json.dumps(rows[0]))
+    with pytest.raises(UserError, match=told):
+        suites.load_prompts(suite_named("swe_rebench"), tmp_path)
 
 
 def test_a_users_own_copy_is_laid_out_and_measured(main: Main, tmp_path: Path) -> None:
@@ -103,7 +171,7 @@ def test_lines_and_parquet_beside_each_other_are_not_read_twice(tmp_path: Path) 
 
 
 def test_only_suites_of_a_folder_are_prepared(main: Main) -> None:
-    assert "unknown suite to prepare 'gsm8k'; known: alpaca, ifeval" in main(
+    assert "unknown suite to prepare 'gsm8k'; known: agentic_coding, alpaca, ifeval" in main(
         "suites", "prepare", "gsm8k", "--from", ".")[2]  # fmt: skip
     assert "write: dflash-bench suites prepare NAME --from FOLDER" in main("suites", "prepare", "speed_bench")[2]
     assert "--from has no effect without prepare NAME" in main("suites", "--from", ".")[2]

@@ -11,7 +11,7 @@ import pytest
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Message
 from dflash_bench.tasks import prompts
-from dflash_bench.tasks.prompts import MESSAGES
+from dflash_bench.tasks.conversations import MESSAGES
 
 
 def refusal(path: Path, **options: Any) -> str:

@@ -278,7 +278,9 @@ def test_an_unscored_suite_has_neither_answer_nor_verdict() -> None:
 
 
 def test_an_unknown_scorer_lists_the_known_ones() -> None:
-    with pytest.raises(UserError, match="unknown scorer 'gsm9k'; known: aime_integer, evaluate:FOLDER, gsm8k_number"):
+    with pytest.raises(
+        UserError, match="unknown scorer 'gsm9k'; known: aime_integer, choice, evaluate:FOLDER, gsm8k_number"
+    ):
         score("gsm9k", prompt(), "7")
 
 
@@ -332,3 +334,26 @@ def test_every_solution_of_mbpp_is_right(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.undo()
     for row in rows("mbpp/test.jsonl"):
         assert score("mbpp", prompt(row=row), f"```python\n{row['code']}\n```", CAGE).passed, row["task_id"]
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("So it is B", "B"),
+        ("A lion is no fish. The answer is (c).\nThe correct answer is **C**, as option A is wrong.", "C"),
+        ("A or B? I think the choice: D", "D"),
+        ("B.\nA text says so.", "B"),
+        ("\\boxed{\\text{B}} no, \\boxed{(B)}, not D", "B"),
+        ("Answer: A", "A"),
+        ("Dogs", None),
+        ("", None),
+    ],
+)
+def test_the_last_letter_that_is_said_to_be_the_answer_counts(text: str, letter: str | None) -> None:
+    score = scorers.score("choice", Prompt("s", "1", (), reference="b"), text)
+    assert (score.answer, score.passed) == (letter, letter == "B")
+
+
+def test_a_reference_that_is_no_choice_is_refused() -> None:
+    with pytest.raises(UserError, match="prompt 1 of suite s: its reference 'E' is none of A, B, C and D"):
+        scorers.check_references("choice", [Prompt("s", "1", (), reference="E")])

@@ -299,9 +299,9 @@ def test_groups_expand_in_order_and_each_suite_comes_once() -> None:
 
 def test_an_unknown_name_lists_suites_and_groups() -> None:
     known = (
-        "aime24, aime25, alpaca, chat, code, gsm8k, humaneval, ifeval, livecodebench, longbench_v2, math, math500, "
-        "mbpp, mt_bench, multilingual, paper, spec_bench, speed_bench, speed_bench_16k, speed_bench_1k, "
-        "speed_bench_2k, speed_bench_32k, speed_bench_8k"
+        "agentic_coding, aime24, aime25, alpaca, chat, code, gsm8k, humaneval, ifeval, livecodebench, longbench_v2, "
+        "math, math500, mbpp, mrcr, mt_bench, multilingual, paper, spec_bench, speed_bench, speed_bench_16k, "
+        "speed_bench_1k, speed_bench_2k, speed_bench_32k, speed_bench_8k, swe_rebench"
     )
     assert refusal(suites.expand, ["math", "gsm8"]) == f"unknown suite 'gsm8' (did you mean 'gsm8k'?); known: {known}"
 
@@ -310,9 +310,9 @@ def test_an_unknown_name_lists_suites_and_groups() -> None:
 def test_a_shipped_suite_is_pinned_and_uses_only_columns_it_requires(suite: Suite) -> None:
     templates = [*suite.turns, *suite.verbatim, suite.reference or ""]
     fields = {field for text in templates for _, field, _, _ in string.Formatter().parse(text) if field}
-    named = {suite.id, suite.category, suite.turns_column, *suite.list_columns} - {None}
-    assert fields | named <= set(suite.columns)
-    assert bool(suite.turns) != bool(suite.turns_column)
+    parts = suite.id, suite.category, suite.turns_column, suite.messages, suite.session
+    assert fields | {*parts, *suite.list_columns} - {None} <= set(suite.columns)
+    assert [bool(suite.turns), bool(suite.turns_column), bool(suite.messages)].count(True) == 1
     if suite.home == "hub":
         assert len(suite.revision) == 40
         assert set(suite.revision) <= set("0123456789abcdef")
@@ -365,7 +365,7 @@ def test_a_suite_of_the_users_own_folder_says_where_to_get_it(tmp_path: Path) ->
     for data in ("embedded", "hub"):
         told = refusal(suites.load_prompts, suite, data)
         assert told.startswith(
-            "suite 'spec_bench' is neither embedded nor on the hub: get question.jsonl of hemingkx/Spec-Bench"
+            "suite 'spec_bench' is neither embedded nor on the hub: get data/spec_bench/question.jsonl of hemingkx"
         )
         assert told.endswith("suites prepare spec_bench --from FOLDER', and give --data data")
     rows = [
@@ -394,7 +394,7 @@ def test_longbench_is_read_from_its_one_json_file(tmp_path: Path) -> None:
     (prompt,) = suites.load_prompts(suite, tmp_path).prompts
     assert prompt.turns[0].startswith("Read this document.\n\ndef f(): ...\n")
     assert "Question: What does {f} do?\nA) a\nB) b\nC) c\nD) d\n" in prompt.turns[0]
-    assert prompt.slices == about
+    assert (prompt.reference, prompt.slices) == ("B", {key: about[key] for key in about if key != "answer"})
     path.write_text(json.dumps(row))
     assert refusal(suites.load_prompts, suite, tmp_path) == f"{path}: must be an array of rows, not dict"
     path.write_text(json.dumps([row, 1]))

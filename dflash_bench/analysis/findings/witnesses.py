@@ -24,6 +24,7 @@ WHY = {
     "code": "code is not run again for this",
     "no_verdict": "it finds no answer right or wrong",
     "none_passed": "no answer was right",
+    "not_by_numbers": "other numbers do not make its answers wrong",
     "no_numbers": "right answers contain no numbers",
     "no_tokenizer": "the target's files are not here",
 }

@@ -15,7 +15,17 @@ from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.plugins import Registry
 from dflash_bench.core.types import CODE_SCORERS, Prompt
 from dflash_bench.tasks.sandbox import Isolation
-from dflash_bench.tasks.scorers import code, evaluated, formulas, needles, numbers, schema
+from dflash_bench.tasks.scorers import (
+    choices,
+    code,
+    contests,
+    evaluated,
+    formulas,
+    instructions,
+    needles,
+    numbers,
+    schema,
+)
 from dflash_bench.tasks.scorers.base import Score, reference, require_module
 
 Scorer = Callable[[Prompt, str], Score]
@@ -54,6 +64,14 @@ def check_references(name: str, prompts: Iterable[Prompt]) -> None:
             if not isinstance(prompt.row.get(column), kind):
                 where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
                 raise UserError(f"{where} has no {column} (a {kind.__name__}), which the scorer {name} needs")
+        if name in CHECKS:
+            CHECKS[name](prompt)
+
+
+def unscored(name: str, prompts: Iterable[Prompt]) -> dict[str, str]:
+    """Return why the answers to prompts cannot be scored, by their ids."""
+    why = UNSCORED.get(name)
+    return {prompt.prompt_id: text for prompt in prompts if (text := why(prompt))} if why else {}
 
 
 def score(name: str, prompt: Prompt, text: str, cage: Isolation | None = None) -> Score:
@@ -82,6 +100,7 @@ def _score_nothing(_prompt: Prompt, _text: str) -> Score:
 
 _TEXT_SCORERS: dict[str, Scorer] = {
     "aime_integer": numbers.number,
+    "choice": choices.choice,
     "gsm8k_number": numbers.number,
     "math": formulas.math,
 }
@@ -99,6 +118,8 @@ SCORERS: Registry[Callable[..., Score]] = Registry(
     {
         **_TEXT_SCORERS,
         "humaneval": code.humaneval,
+        instructions.NAME: instructions.ifeval,
+        "livecodebench": contests.livecodebench,
         "mbpp": code.mbpp,
         "mrcr": needles.mrcr,
         schema.NAME: schema.json_schema,
@@ -108,15 +129,27 @@ SCORERS: Registry[Callable[..., Score]] = Registry(
 )
 COLUMNS: dict[str, dict[str, type]] = {
     "humaneval": {"prompt": str, "entry_point": str, "test": str},
+    instructions.NAME: {instructions.IDS: list, instructions.PARAMETERS: list},
+    "livecodebench": dict.fromkeys((contests.PUBLIC, contests.PRIVATE, contests.ABOUT), str),
     "mbpp": {"test_list": list, "test_imports": list},
     "mrcr": {needles.PREFIX: str},
     schema.NAME: {schema.NAME: dict},
 }
 """Columns of a prompt's row that scorers need."""
+CHECKS: Mapping[str, Callable[[Prompt], object]] = {
+    "choice": choices.right_letter, instructions.NAME: instructions.check, "livecodebench": contests.contest_of,
+}  # fmt: skip
+"""What raises UserError for a prompt whose columns or reference a scorer cannot use."""
+UNSCORED: Mapping[str, Callable[[Prompt], str]] = {
+    instructions.NAME: instructions.unscored, "livecodebench": contests.unscored,
+}  # fmt: skip
+"""What says why the answers to a prompt cannot be scored; empty if they can."""
 METRIC = str(Path(__file__).parent / "evaluate_metric.py")
 """The path to give `evaluate.load`, along with the name of a text scorer."""
 NUMBER_SCORERS = frozenset(("aime_integer", "gsm8k_number"))
 """Scorers whose reference must hold a number."""
+BY_NUMBERS = NUMBER_SCORERS | {"math"}
+"""Scorers to which a right answer with other numbers is wrong."""
 
 
 def require_text_scorer(name: str) -> None:

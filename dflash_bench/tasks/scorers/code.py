@@ -26,7 +26,7 @@ LIMITS = ProgramLimits(cpu_s=20, wall_s=30.0)  # several times what the slowest 
 def humaneval(prompt: Prompt, text: str, cage: Isolation | None) -> Score:
     """Run HumanEval's tests, with whatever the prompt defines before the function taken from the prompt."""
     stub, name = prompt.row["prompt"], prompt.row["entry_point"]
-    code = _code(text, {name})
+    code = code_in(text, {name})
     given = stub.partition(f"def {name}(")[0]
     if _defines(code, {name}):
         solution = given + code
@@ -39,7 +39,7 @@ def humaneval(prompt: Prompt, text: str, cage: Isolation | None) -> Score:
 def mbpp(prompt: Prompt, text: str, cage: Isolation | None) -> Score:
     """Run MBPP's tests, which name the functions that the answer has to define."""
     imports, tests = prompt.row["test_imports"], prompt.row["test_list"]
-    code = _code(text, set(re.findall(r"([A-Za-z_]\w*)\s*\(", "\n".join(tests))))
+    code = code_in(text, set(re.findall(r"([A-Za-z_]\w*)\s*\(", "\n".join(tests))))
     program = _join(*imports, *tests)
     return _score(code, _join(*imports, code), program, _undefined_names(program) or _solution_names(prompt), cage)
 
@@ -72,7 +72,7 @@ def _used(table: symtable.SymbolTable) -> set[str]:
     return used.union(*map(_used, table.get_children()))
 
 
-def _code(text: str, names: Collection[str]) -> str:
+def code_in(text: str, names: Collection[str]) -> str:
     """Return the last Python block that defines one of `names`, preceded by the blocks it may depend on.
 
     Without such a block, return the text that is most likely code.
@@ -91,7 +91,7 @@ def _code(text: str, names: Collection[str]) -> str:
 
 
 def _defines(code: str, names: Collection[str]) -> bool:
-    any_name = "|".join(map(re.escape, names))
+    any_name = "|".join(map(re.escape, names)) or "(?!)"
     by_statement = rf"^(?:(?:async )?(?:def|class) (?:{any_name})\b|(?:{any_name})\s*(?::[^=\n]+)?=(?!=))"
     return re.search(by_statement, code, re.MULTILINE) is not None
 
