@@ -329,7 +329,7 @@ NO_EFFECT = {
     "--suite gsm8k --seed 1": "--seed has no effect at temperature 0",
     "--suite gsm8k --resume": "--resume needs --out FOLDER",
     "--prompts p.jsonl --data embedded": "--data has no effect without --suite",
-    "--method dflash": "nothing to run: give --suite (aime24,",
+    "--method dflash": "nothing to run: give --suite (agentic_coding, aime24,",
     "--suite gsm8k --draft eagle3=a/b --method dflash": "--draft eagle3= has no effect without --method eagle3",
     "--suite gsm8k --target a/b": "target a/b comes with no draft for dflash (it has none); give --draft dflash=PATH",
     "--suite gsm8k --draft dflash": "--draft dflash: write METHOD=PATH or METHOD=HUBID, such as dflash=org/name",
@@ -357,7 +357,7 @@ def test_a_flag_that_has_no_effect_or_no_sense_is_refused(words: str, refused: C
 
 
 UNKNOWN = {
-    "--suite gsm9k": "unknown suite 'gsm9k' (did you mean 'gsm8k'?); known: aime24, aime25, alpaca, chat, code, gsm8k,",
+    "--suite gsm9k": "unknown suite 'gsm9k' (did you mean 'gsm8k'?); known: agentic_coding, aime24, aime25, alpaca,",
     "--suite gsm8k --method nonsense": f"unknown method 'nonsense'; known: {', '.join(sorted(METHODS))}",
     "--suite gsm8k --model none": "unknown model 'none'; known: ",
     "--suite gsm8k --device tpu": "unknown device 'tpu'; known: cpu, cuda, cuda:N",

@@ -336,7 +336,7 @@ def test_commands_that_need_no_prompts_ask_for_none(asked: Callable[..., RunRequ
     assert asked("--model", "nano", command="doctor") == asked("--model", "nano", command="profile")
     assert asked("--model", "nano", command="profile") == RunRequest(model="nano")
     check_options(RunRequest(model="nano"))
-    with pytest.raises(UserError, match=r"^nothing to run: give --suite \(aime24,"):
+    with pytest.raises(UserError, match=r"^nothing to run: give --suite \(agentic_coding, aime24,"):
         require_prompts(RunRequest(model="nano"))
 
 

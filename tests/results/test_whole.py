@@ -422,6 +422,15 @@ def test_a_row_that_no_run_writes_is_named(what: str, audited: Path, tmp_path: P
     assert [cell["num_prompts"] for cell in shown["cells"]] == [11, 10]
 
 
+def test_only_prompts_that_the_run_names_may_be_without_a_score(tmp_path: Path, main: Main) -> None:
+    suites = {"gsm8k": SUITES["gsm8k"] | {"prompts": 5, "unscored": ["p003", "p900"]}}
+    run = stored(tmp_path / "run", answers(5), suites=suites)
+    with_rows(run, p003=set_to(passed=None))
+    assert not check_runs([run], None, None, ()).outcome.failures
+    with_rows(run, p002=set_to(passed=None))
+    assert [(kind, why.endswith("first p002")) for _, kind, why in failed_checks(main)] == [("invalid", True)]
+
+
 def test_a_page_shows_none_of_the_rows_that_would_upset_it(audited: Path, tmp_path: Path, main: Main) -> None:
     """All at once: none of them hides another, since a single one that came through would upset it."""
     run = Path(shutil.copytree(audited, tmp_path / "run"))
