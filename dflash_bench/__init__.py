@@ -13,8 +13,8 @@ from importlib import import_module
 
 __version__ = "1.0.0"
 __all__ = [
-    "CheckResult", "Compared", "Engine", "Reply", "ReplyStream", "Run", "UserError",
-    "check", "compare", "crosscheck", "doctor", "inspect", "load", "profile", "run", "train",
+    "CheckResult", "Compared", "Engine", "Recommended", "Reply", "ReplyStream", "Run", "UserError",
+    "check", "compare", "crosscheck", "doctor", "inspect", "load", "profile", "recommend", "run", "train",
 ]  # fmt: skip
 
 

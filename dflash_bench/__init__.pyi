@@ -2,6 +2,7 @@
 from dflash_bench.api import CheckResult as CheckResult
 from dflash_bench.api import Compared as Compared
 from dflash_bench.api import Engine as Engine
+from dflash_bench.api import Recommended as Recommended
 from dflash_bench.api import Reply as Reply
 from dflash_bench.api import ReplyStream as ReplyStream
 from dflash_bench.api import Run as Run
@@ -13,6 +14,7 @@ from dflash_bench.api import doctor as doctor
 from dflash_bench.api import inspect as inspect
 from dflash_bench.api import load as load
 from dflash_bench.api import profile as profile
+from dflash_bench.api import recommend as recommend
 from dflash_bench.api import run as run
 from dflash_bench.api import train as train
 

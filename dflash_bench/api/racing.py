@@ -11,14 +11,16 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from dflash_bench.analysis.concurrency import own_s
-from dflash_bench.analysis.race import Load, Race, Recommendation, decisions, slices
+from dflash_bench.analysis.race import Decision, Load, Race, Recommendation, decisions, slices
+from dflash_bench.api.measuring import Options, Words, progress_display, request_of
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import json_of, write_json
+from dflash_bench.core.files import json_of, write_json, write_text
 from dflash_bench.core.option import to_json
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.run_info import read_info
@@ -46,16 +48,122 @@ def _canonical(request: RunRequest) -> str:
     return json.dumps(to_json(replace(request, budget=None)), sort_keys=True)
 
 
+@dataclass(frozen=True)
+class Recommended:
+    """What to serve a model with, load by load. `str` is the text of `dflash-bench recommend`, `data` its JSON."""
+
+    found: Recommendation = field(repr=False)
+    """For the command line; not part of what is promised."""
+
+    @property
+    def folder(self) -> Path:
+        """The races' runs, with recommendation.md, recommendation.json and frontier.svg."""
+        return self.found.folder
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """A decision per load, each with `load` (concurrency, context), `choice` (a method, or "ar"), `speedup`
+        (value, low, high) and `verdict`: faster, plain, unclear, too_few or no_time."""
+        return self.found.decisions
+
+    @property
+    def flags(self) -> dict[str, dict[str, list[str]]]:
+        """By method that was chosen and by program, the arguments that tell a server to draft so."""
+        return dict(self.data["flags"])
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """Everything as codes and numbers, as `--json` prints it; intervals are [value, low, high]."""
+        from dflash_bench.report import recommend as shown
+
+        return shown.as_json(self.found)
+
+    @cached_property
+    def table(self) -> Any:
+        """A tidy pandas DataFrame with a row per load and method that was tried, plain decoding ("ar") first.
+
+        Columns: concurrency, context (tokens; 0: prompts as they are), method, verdict (leads, level, slower, ...),
+        prompts, speedup, low, high (its 95 % interval, or NaN), al_pooled, tokens_per_s (of all answers together),
+        ms_per_token (of one).
+        """
+        import pandas as pd
+
+        rows = [
+            (
+                one.load.concurrency, one.load.context, tried.method, tried.verdict, tried.num_prompts,
+                *(getattr(tried.speedup, name, None) for name in ("value", "low", "high")),
+                getattr(tried.length, "value", None), tried.tokens_per_s, tried.ms_per_token,
+            ) for one in self.decisions for tried in one.standings
+        ]  # fmt: skip
+        numbers = ["speedup", "low", "high", "al_pooled", "tokens_per_s", "ms_per_token"]
+        columns = ["concurrency", "context", "method", "verdict", "prompts", *numbers]
+        return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(numbers, float))
+
+    def __str__(self) -> str:
+        from dflash_bench.report import recommend as shown
+
+        return shown.text(self.found)
+
+    def _repr_html_(self) -> str:
+        from dflash_bench.report.html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
+
+
 def recommend(
+    *,
+    suite: Words = (),
+    methods: Words = (),
+    model: str | Path | None = None,
+    limit: int | None = None,
+    out: str | Path | None = None,
+    tell: Callable[[str], object] = lambda _: None,
+    **options: Unpack[Options],
+) -> Recommended:
+    """Race methods under your loads, and say which to serve with.
+
+    The loads are `concurrency` and `context`, each a number or several; `budget` limits the time, such as "30m".
+    `methods` are tried with several lengths unless they name one (default: all that have what they need). Other
+    options are those of `dflash-bench recommend`. `out` is the folder (default: one in results/runs, the same for the
+    same options); called again, it goes on where it was stopped. `tell` receives notes and each round's end.
+
+    Raises UserError for options that a race has no use for, for another one's folder, and if plain decoding fails. A
+    method with wrong answers raises nothing: its verdict is wrong.
+    """
+    given = {"suite": suite, "methods": methods, "model": model, "limit": limit, **options}
+    request = request_of(**{name: value for name, value in given.items() if value not in (None, ())})
+    return decide(request, None if out is None else Path(out), tell, progress_display())
+
+
+def decide(
+    request: RunRequest,
+    out: Path | None,
+    tell: Callable[[str], object],
+    progress: Callable[..., Any] | None = None,
+) -> Recommended:
+    """Do it for a request, as both `db.recommend` and the command do, and write what it came to beside the runs."""
+    from dflash_bench.report import plots
+    from dflash_bench.report import recommend as shown
+
+    folder = out or default_folder(request)
+    made = Recommended(_race(request, folder, tell, progress))
+    picture: str | None = "frontier.svg"
+    try:
+        plots.write_frontier(shown.points(made.decisions), folder / "frontier.svg")
+    except plots.NothingToPlotError:
+        picture = None
+    write_json(folder / "recommendation.json", made.data)
+    write_text(folder / "recommendation.md", shown.page(made.found, picture))
+    return made
+
+
+def _race(
     request: RunRequest,
     out: Path,
     tell: Callable[[str], object],
     progress: Callable[..., Any] | None = None,
 ) -> Recommendation:
-    """Race the methods of a request under each of its loads, and decide; `tell` receives notes and each round's end.
-
-    Raises UserError for a request that cannot be raced, for another one's folder, and if plain decoding fails.
-    """
+    """Race the methods of a request under each of its loads, and decide."""
     from dflash_bench.runner import budget, launch, race
     from dflash_bench.runner.session import Progress
 

@@ -122,29 +122,19 @@ def recommend(
     Exit status 1: a method gave answers that are not the model's own. It is out of the race.
     """
     from dflash_bench.api import racing
-    from dflash_bench.core.files import write_json, write_text
-    from dflash_bench.report import plots
     from dflash_bench.report import recommend as shown
 
-    folder = out or racing.default_folder(request)
     try:
-        found = racing.recommend(request, folder, note)
+        made = racing.decide(request, out, note)
     except KeyboardInterrupt:
         note("stopped; finished rounds are saved, and the same command goes on")
         sys.exit(130)
-    picture: str | None = "frontier.svg"
-    try:
-        plots.write_frontier(shown.points(found.decisions), folder / "frontier.svg")
-    except plots.NothingToPlotError:
-        picture = None
-    write_json(folder / "recommendation.json", shown.as_json(found))
-    write_text(folder / "recommendation.md", shown.page(found, picture))
     if as_json:
-        say(json.dumps(shown.as_json(found), indent=1, allow_nan=False))
+        say(json.dumps(made.data, indent=1, allow_nan=False))
     else:
-        say(shown.text(found, terminal_width(100)), end="")
-        note(f"wrote {folder / 'recommendation.md'}")
-    if found.is_wrong:
+        say(shown.text(made.found, terminal_width(100)), end="")
+        note(f"wrote {made.folder / 'recommendation.md'}")
+    if made.found.is_wrong:
         sys.exit(1)
 
 

@@ -262,8 +262,10 @@ class Program:
     """Looked up on the PATH unless the user gives another."""
     wants_gguf: bool
     """It loads weights from GGUF files instead of folders."""
-    methods: tuple[str, ...]
-    """Methods it can draft by, besides plain decoding."""
+    methods: Mapping[str, tuple[str, ...]]
+    """The methods it can draft by, besides plain decoding, each with the options that it can be told."""
+    kinds: tuple[str, ...]
+    """Of drafts for the method dflash, the kinds that it computes, by their publishers' files."""
     key_variable: str
     """The environment variable that holds the API key it requires."""
     argv: Callable[[LaunchSpec, int], list[str]]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dflash_bench.core import environment
 from dflash_bench.core.dialects import LaunchSpec, Program
+from dflash_bench.core.draft_kinds import FAMILY
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method, parse
 from dflash_bench.core.secrets import Arguments
@@ -39,16 +40,21 @@ def check(request: RunRequest, methods: Sequence[Method]) -> None:
     servers_launch.executable(program, request.launch_with)
     for method in methods[1:]:
         if not can_draft(program, method):
+            known = "; ".join(f"{name} ({', '.join(options)})" for name, options in program.methods.items())
             raise UserError(
-                f"--launch {program.name} cannot draft by {method.label}; it can by {' and '.join(program.methods)}, "
-                "with the number of drafted tokens as the only option"
+                f"--launch {program.name} cannot draft by {method.label}; it can by these, with these options: {known}"
             )
 
 
 def can_draft(program: Program, method: Method) -> bool:
     """Return whether a program knows the method, and all of its options."""
-    options = {*method.options} - {"n", "block"}
-    return method.name in program.methods and not options and "auto" not in method.options.values()
+    told = program.methods.get(method.name, ())
+    return method.name in program.methods and {*method.options} <= {*told} and "auto" not in method.options.values()
+
+
+def computes(program: Program, spec: LaunchSpec) -> bool:
+    """Return whether a program computes drafts of this kind; those that are not of the DFlash family have none."""
+    return spec.kind not in FAMILY.values() or spec.kind in program.kinds
 
 
 def server_flags(request: RunRequest, model: Preset, method: Method) -> tuple[ServerFlags, ...]:
@@ -68,7 +74,7 @@ def server_flags(request: RunRequest, model: Preset, method: Method) -> tuple[Se
         config = _draft_config(targets.find_draft(reference), home)
         plain = replace(plain, kind=getattr(config, "kind", ""), shifted=getattr(config, "shifted_labels", False))
     found = []
-    for program in able:
+    for program in [program for program in able if computes(program, plain)]:
         draft = None
         if method.draft is not None and method.name != presets.MTP:
             name = presets.name(reference)
@@ -135,7 +141,9 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
         plain = replace(plain, target=str(_as_gguf(home, None, tell)))
     specs = [plain]
     for method in resolved.methods[1:]:
-        assert method.draft is not None
+        if method.draft is None:
+            specs.append(replace(plain, method=method, num_drafts=_num_drafts(method, model, None)))
+            continue
         if method.name == presets.MTP:
             _require_own_heads(home, method.draft in drafts)
             number = _num_drafts(method, model, None)
@@ -143,11 +151,17 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
             continue
         draft = drafts[method.draft]
         config = _draft_config(draft, home)
+        drafting = replace(
+            plain, method=method, num_drafts=_num_drafts(method, model, config), kind=getattr(config, "kind", ""),
+            shifted=getattr(config, "shifted_labels", False),
+        )  # fmt: skip
+        if not computes(program, drafting):
+            raise UserError(
+                f"--launch {program.name} cannot draft by {method.label}, a {drafting.kind} draft; of its family it "
+                f"computes {', '.join(program.kinds)}"
+            )
         weights = _as_gguf(str(draft), home, tell) if program.wants_gguf else draft
-        specs.append(replace(
-            plain, method=method, draft=str(weights), num_drafts=_num_drafts(method, model, config),
-            kind=getattr(config, "kind", ""), shifted=getattr(config, "shifted_labels", False),
-        ))  # fmt: skip
+        specs.append(replace(drafting, draft=str(weights)))
     return specs
 
 

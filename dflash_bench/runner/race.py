@@ -56,8 +56,8 @@ def checked(request: RunRequest) -> tuple[RunRequest, list[Method], Preset]:
     found = list(_named(request) if request.methods or request.servers else _usable(request))
     if not found:
         raise UserError(
-            "no method is usable: the model comes with no draft, and lookups are not launched; give --method with "
-            "--draft, or another --model"
+            f"no method is usable: the model comes with no draft, and {request.launch} drafts by nothing else; give "
+            "--method with --draft, or another --model"
         )
     of_all = request if request.servers else replace(request, methods=tuple(method.label for method in found))
     _, chosen, model = plan.methods_and_model(of_all)

@@ -1,8 +1,8 @@
 """Does `recommend` choose what an exhaustive grid would, and in what part of the grid's time?
 
-Prompts of five kinds, in one file as a user's traffic would be, at two loads. The grid measures every method and
-length that the races could choose on all prompts. Then the races' choice and the grid's best are measured again, in
-turns, five times under each load.
+For two models: prompts of five kinds, in one file as a user's traffic would be, at two loads. The grid measures every
+method and length that the races could choose on all prompts. Then the races' choice and the grid's best are measured
+again, in turns, five times under each load.
 """
 
 from __future__ import annotations
@@ -22,15 +22,33 @@ from dflash_bench.results.table import read_run
 from dflash_bench.tasks import suites
 from studies._study import Made, StudyError, Work, bench, tell, write
 
-TAKES = "about ten minutes of one core"
+TAKES = "half an hour of one core, of which nano takes five minutes"
 PAGES = ("recommend.md",)
 SUITES = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench")
-METHODS = "dflash,ddtree,eagle3,mtp,ngram,suffix"
 LOADS = (1, 4)
-REPEATS, RIGHT = 5, 9
-"""Of each load; and of all repeats, those in which the choice must be as good."""
+REPEATS, RIGHT = 5, 0.9
+"""Of each load; and the share of a model's repeats in which the choice must be as good."""
 SLOWER, SHARE = 0.95, 0.25
 """The least speed beside the grid's best, and the most time beside the grid's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """What is raced on a model, and on how much."""
+
+    model: str
+    methods: str
+    limit: int
+    """Prompts of each suite."""
+    again: int
+    """Prompts of all suites, for the choice and the grid's best."""
+    max_new_tokens: int
+
+
+FIELDS = (
+    Field("nano", "dflash,ddtree,eagle3,mtp,ngram,suffix", 32, 32, 96),
+    Field("smollm2", "dflash,dflash@2,eagle3", 16, 16, 32),
+)
 PAGE = """# Which method for my traffic? The races beside a grid
 
 ```
@@ -39,24 +57,28 @@ PAGE = """# Which method for my traffic? The races beside a grid
 
 {machine}.
 
-`dflash-bench recommend` raced {num_methods} methods and lengths of nano under two loads, on {num_prompts} prompts: as
-many each of {suites}, embedded, in one file. The grid measured all of them on all prompts. With
-loading and imports, the races took {race_s:.0f} s of a processor, and the grid {grid_s:.0f} s: {share:.2f} of its time
-(at most {most:.2f} is claimed).
+For each model, `dflash-bench recommend` raced its methods and lengths under two loads, on prompts of {suites}: as many
+of each, embedded, in one file. The grid measured all of them on all prompts. Times are a processor's, with loading and
+imports; at most {most:.2f} of the grid's is claimed. The choice and the grid's best were then measured again, in turns,
+{repeats} times under each load. A repeat is right if the choice is at most 5 % slower, or if the interval over prompts
+cannot tell them apart; nine in ten are claimed.
 
-{chosen}
-
-The choice and the grid's best were then measured again on {num_again} of the prompts, in turns, {repeats} times under
-each load. A repeat is right if the choice is at most 5 % slower, or if the interval over prompts cannot tell them
-apart. {num_right} of {num_repeats} repeats are right ({claimed} are claimed).
-
-{again}
+{sections}
 
 Where both name the same, there is nothing to tell apart. With four at a time, the grid has one wave of answers for each
 method, and a disturbance while it lasts is in all of its figures. Speed-ups are `speedup.decode` with 95 % intervals
 over prompts; greedy, float32, one thread. The best of a grid is chosen by its own figures, too, so that it partly is
 the luckiest.
 """
+SECTION = """## {model}
+
+{num_methods} methods and lengths, {num_prompts} prompts, up to {max_new_tokens} tokens each. The races took {race_s:.0f} s,
+and the grid {grid_s:.0f} s: {share:.2f} of its time. {num_right} of {num_repeats} repeats are right, on {again} of the
+prompts.
+
+{chosen}
+
+{repeats}"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,43 +98,60 @@ class Repeat:
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--limit", type=int, default=32, help="prompts of each suite (32, all that are embedded)")
-    parser.add_argument("--again", type=int, default=32, help="prompts for the choice and the grid's best (32)")
+    parser.add_argument("--only", choices=[one.model for one in FIELDS], help="one model alone, for a try")
+    parser.add_argument("--limit", type=int, help="prompts of each suite (32 for nano, 16 for smollm2)")
 
 
 def make(work: Work, options: Namespace) -> Made:
-    prompts = work.once("prompts.jsonl", lambda: _rows(options.limit))
-    given = ("--prompts", prompts, "--threads", 1, "--max-new-tokens", 96)
+    sections, problems = [], []
+    for one in FIELDS:
+        if options.only in (None, one.model):
+            text, wrong = _on_model(work, replace(one, limit=options.limit or one.limit))
+            sections.append(text)
+            problems += wrong
+            machine = read_run(work.folder / f"{one.model}-grid").info.environment.one_line()
+    page = PAGE.format(
+        command=work.command, machine=machine, suites=", ".join(SUITES), most=SHARE, repeats=REPEATS,
+        sections="\n\n".join(sections),
+    )  # fmt: skip
+    return Made({PAGES[0]: page}, problems)
+
+
+def _on_model(work: Work, field: Field) -> tuple[str, list[str]]:
+    """The section on a model, and what it holds against what is claimed."""
+    prompts = work.once(f"{field.model}.jsonl", lambda: _rows(field.limit))
+    given = (
+        "--model", field.model, "--prompts", prompts, "--threads", 1, "--max-new-tokens", field.max_new_tokens,
+    )  # fmt: skip
     loads = ",".join(map(str, LOADS))
-    raced = work.folder / "race"
-    race_words = ("recommend", *given, "--method", METHODS, "--concurrency", loads, "--out", raced)
-    race_s = _timed(work, "race", lambda: bench(*race_words, shown=True))
+    raced, grid_name = work.folder / f"{field.model}-race", f"{field.model}-grid"
+    race_words = ("recommend", *given, "--method", field.methods, "--concurrency", loads, "--out", raced)
+    race_s = _timed(work, raced.name, lambda: bench(*race_words, shown=True))
     found = json.loads((raced / "recommendation.json").read_text(encoding="utf-8"))
     labels = [one["method"] for one in found["decisions"][0]["tried"] if one["verdict"] != "baseline"]
     grid_words = (*given, "--method", ",".join(labels), "--concurrency", loads)
-    grid_s = _timed(work, "grid", lambda: work.run("grid", *grid_words))
-    grid = {load: _read(work.folder / "grid", Load(concurrency=load), labels) for load in LOADS}
+    grid_s = _timed(work, grid_name, lambda: work.run(grid_name, *grid_words))
     repeats, rows = [], []
     for one in found["decisions"]:
-        load, race = Load(concurrency=one["concurrency"]), grid[one["concurrency"]]
-        best, choice = race.fastest_first()[0], one["choice"]
-        repeats += _again(work, (*given, "--limit", options.again), load, choice, best)
+        load = Load(concurrency=one["concurrency"])
+        grid, choice = _read(work.folder / grid_name, load, labels), one["choice"]
+        best = grid.fastest_first()[0]
+        if (speedup := grid.speedup(best)) is None or speedup.value < 1:
+            best = "ar"
+        repeats += _again(work, field, (*given, "--limit", field.again), load, choice, best)
         rows.append([
             str(load.concurrency), choice, with_interval(_interval(one["speedup"])), best,
-            with_interval(race.speedup(best)), with_interval(race.speedup(choice)) if choice in labels else "1.00",
+            *(with_interval(grid.speedup(name)) if name in labels else "1.00" for name in (best, choice)),
         ])  # fmt: skip
-    num_right = sum(repeat.is_right for repeat in repeats)
-    share = race_s / grid_s
-    info = read_run(work.folder / "grid").info
-    page = PAGE.format(
-        command=work.command, suites=", ".join(SUITES), machine=info.environment.one_line(), num_methods=len(labels),
-        num_prompts=len(prompts.read_text(encoding="utf-8").splitlines()), race_s=race_s, grid_s=grid_s, share=share,
-        most=SHARE, repeats=REPEATS, num_again=options.again, num_right=num_right,
-        num_repeats=len(repeats), claimed=RIGHT,
+    num_right, share = sum(repeat.is_right for repeat in repeats), race_s / grid_s
+    text = SECTION.format(
+        model=field.model, num_methods=len(labels), num_prompts=len(prompts.read_text(encoding="utf-8").splitlines()),
+        max_new_tokens=field.max_new_tokens, race_s=race_s, grid_s=grid_s, share=share, num_right=num_right,
+        num_repeats=len(repeats), again=field.again,
         chosen=markdown(
             ["at a time", "races' choice", "by the races", "grid's best", "by the grid", "the choice by the grid"], rows
         ),
-        again=markdown(
+        repeats=markdown(
             ["at a time", "repeat", "choice", "grid's best", "choice / best [95 %]", "right"],
             [
                 [
@@ -122,9 +161,10 @@ def make(work: Work, options: Namespace) -> Made:
             ],
         ),
     )  # fmt: skip
-    problems = [f"{num_right} of {len(repeats)} repeats are right"] if num_right < RIGHT else []
-    problems += [f"the races took {number(share)} of the grid's time"] if share > SHARE else []
-    return Made({PAGES[0]: page}, problems)
+    is_right = num_right >= RIGHT * len(repeats)
+    problems = [] if is_right else [f"{field.model}: {num_right} of {len(repeats)} repeats are right"]
+    problems += [f"{field.model}: the races took {number(share)} of the grid's time"] if share > SHARE else []
+    return text, problems
 
 
 def _rows(limit: int) -> str:
@@ -171,12 +211,12 @@ def _read(folder: Path, load: Load, labels: Sequence[str], repeat: int | None = 
     return race
 
 
-def _again(work: Work, given: Sequence[object], load: Load, choice: str, best: str) -> list[Repeat]:
+def _again(work: Work, field: Field, given: Sequence[object], load: Load, choice: str, best: str) -> list[Repeat]:
     if choice == best:
         return [Repeat(load, number, choice, best, None) for number in range(REPEATS)]
     labels = [label for label in (choice, best) if label != "ar"]
-    name = f"again-{load.concurrency}"
-    tell(f"{choice} and {best} again, {load.concurrency} at a time")
+    name = f"{field.model}-again-{load.concurrency}"
+    tell(f"{field.model}: {choice} and {best} again, {load.concurrency} at a time")
     words = (*given, "--method", ",".join(labels), "--concurrency", load.concurrency, "--repeats", REPEATS)
     run = work.run(name, *words)
     found = []

@@ -13,9 +13,10 @@ import pytest
 from fake import FakeBackend, install, main, other_tokens
 from runs import Stop, in_time, stop_after
 
+import dflash_bench as db
 from dflash_bench.core import methods
 from dflash_bench.core.types import Generation
-from dflash_bench.models.presets import NANO, preset
+from dflash_bench.models.presets import preset
 from dflash_bench.results import store
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import launch
@@ -66,6 +67,27 @@ def test_the_answer_its_table_and_its_files(
     plan = read_info(Path("out/c1-1")).plan
     assert plan and plan.methods == ["ar", "dflash:7", "eagle3:3"] and len(plan.prompts["gsm8k"]) == 8
     assert main(monkeypatch, "report", "out/c1-1") == 0
+
+
+def test_python_returns_what_the_command_shows(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+    made = db.recommend(suite="gsm8k", limit=16, methods=["dflash:7", "eagle3:3"], out="out", tell=told.append)
+    (decision,) = made.decisions
+    assert (decision.load.concurrency, decision.choice, decision.verdict) == (1, "dflash:7", "faster")
+    assert decision.speedup and decision.speedup.low and decision.speedup.low > 1
+    assert made.data == answer() and made.flags["dflash:7"]["llama.cpp"][-2:] == ["--spec-draft-n-max", "7"]
+    assert list(made.table["method"]) == ["ar", "dflash:7", "eagle3:3"]
+    fastest = made.table.iloc[1]
+    assert fastest["low"] < fastest["speedup"] < fastest["high"] and fastest["verdict"] == "leads"
+    assert told[-1].startswith("c1-1: 8 prompts, dflash:7 leads") and capsys.readouterr().out == ""
+    # It is the command: the same request goes on in the same folder, and asks nothing again.
+    backend.calls.clear()
+    assert main(monkeypatch, *WORDS) == 0 and not backend.calls
+    assert capsys.readouterr().out.startswith(str(made).partition("\nMeasured")[0])
+    with pytest.raises(db.UserError, match="--workers has no effect on a race"):
+        db.recommend(suite="gsm8k", workers=2)
 
 
 def test_a_killed_race_goes_on_by_the_same_command(
@@ -142,7 +164,6 @@ def test_plain_decoding_that_fails_ends_it(
         (("--suite", "gsm8k", "--concurrency", "64"), "--concurrency 64 is more than the 32 prompts of gsm8k"),
         (("--prompts", "none.jsonl"), "no rows for suite 'prompts'"),
         (("--suite", "gsm8k", "--for", "soon"), "--for takes a time above 0"),
-        (("--target", str(NANO / "target"), "--launch", "vllm", "--suite", "gsm8k"), "no method is usable"),
         ((), "nothing to run: give --suite"),
     ],
 )
@@ -177,4 +198,6 @@ def test_servers_are_told_what_a_launched_one_is_told() -> None:
     assert found["llama.cpp"].words[-2:] == ("--spec-draft-n-max", "7")
     assert found["llama.cpp"].first[:1] == ("convert",) and found["llama.cpp"].words[1] == found["llama.cpp"].first[2]
     assert json.loads(found["vllm"].words[1])["num_speculative_tokens"] == 7
+    lookup = {one.program: one for one in launch.server_flags(RunRequest(), preset("nano"), methods.parse("ngram:4"))}
+    assert {name: one.first for name, one in lookup.items()} == {"vllm": (), "sglang": (), "llama.cpp": ()}
     assert launch.server_flags(RunRequest(), preset("nano"), methods.parse("ddtree:7")) == ()

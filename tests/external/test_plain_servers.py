@@ -51,14 +51,14 @@ def mlx_words(serving: LaunchSpec, port: int) -> list[str]:
 KINDS = {
     "transformers_serve": Kind(
         "transformers serve",
-        Program("transformers serve", "transformers", False, (), "", transformers_words),
+        Program("transformers serve", "transformers", False, {}, (), "", transformers_words),
         # It is like any OpenAI-compatible server, and its template would think unless told otherwise.
         ("--thinking", "off"),
         ("transformers", "torch"),
     ),
     "mlx": Kind(
         "mlx_lm.server",
-        Program("mlx_lm.server", "mlx_lm.server", False, (), "", mlx_words),
+        Program("mlx_lm.server", "mlx_lm.server", False, {}, (), "", mlx_words),
         ("--dialect", "mlx"),
         ("mlx-lm", "mlx"),
     ),

@@ -1,4 +1,4 @@
-"""In place of `vllm` and `llama-server`: a program that `--launch` starts.
+"""In place of `vllm`, `sglang` and `llama-server`: a program that `--launch` starts.
 
 It does what FAKE_PROGRAM says as JSON: `late_s` seconds until it listens, `dies_at` the answer at which it kills
 itself, `exits` a status to end with at once, `ignores` SIGTERM or not, `child` a file for the ids of its processes, of
@@ -25,7 +25,7 @@ from fake_server import FakeServer
 
 def main(words: list[str]) -> None:
     does = json.loads(os.environ["FAKE_PROGRAM"])
-    drafts = "--speculative-config" in words or "--spec-type" in words
+    drafts = not {"--speculative-config", "--speculative-algorithm", "--spec-type"}.isdisjoint(words)
     does |= does.get("drafting", {}) if drafts and does.get("only", "") in " ".join(words) else {}
     say(f"loading for {words[words.index('--port') + 1]}")
     say(f"args: {words} {dict(os.environ)}")
@@ -38,7 +38,7 @@ def main(words: list[str]) -> None:
         say("CUDA error: out of memory")
         sys.exit(does["exits"])
     time.sleep(does.get("late_s", 0))
-    dialect = "vllm" if words[0] == "serve" else "llamacpp"
+    dialect = "sglang" if "--model-path" in words else "vllm" if words[0] == "serve" else "llamacpp"
     accepts = {"accepts": (2,), "block": 3} if drafts else {}
     with Dying(does, dialect=dialect, port=int(words[words.index("--port") + 1]), **accepts, **answering(does)):
         while True:

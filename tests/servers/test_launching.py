@@ -23,8 +23,9 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.models.presets import NANO
 from dflash_bench.results import store, table
-from dflash_bench.servers import launch, supervisor
-from dflash_bench.servers.launch import LaunchedServers, program_named
+from dflash_bench.runner import launch
+from dflash_bench.servers import supervisor
+from dflash_bench.servers.launch import LaunchedServers, added_by_draft, program_named
 
 Main = Callable[..., tuple[int, str, str]]
 PROGRAM = Path(__file__).parent / "fake_program.py"
@@ -75,40 +76,60 @@ def gone(processes: Sequence[int]) -> bool:
     return not any(map(is_alive, processes))
 
 
-def test_vllm_is_asked_for_what_is_documented() -> None:
-    words = program_named("vllm").argv(spec("dflash@a:5"), 81)
-    assert words[:2] == ["serve", "T"]
-    said = json.loads(words[words.index("--speculative-config") + 1])
-    assert said == {"method": "dflash", "model": "D", "num_speculative_tokens": 5}
-    assert words[words.index("--per-request-spec-decode-metrics") + 1] == "summary"
-    # It refuses to count where nothing is drafted.
-    plain = program_named("vllm").argv(spec(), 81)
-    assert not {"--speculative-config", "--per-request-spec-decode-metrics"} & {*plain}
+BY_MTP = {"draft": None, "num_drafts": 3, "kind": "MTP"}
+LOOKUP = {"draft": None, "num_drafts": 4}
+DRAFT = "--speculative-draft-model-path D"
 
 
-def test_a_kind_that_a_server_calls_a_method_of_its_own_is_asked_for_by_that_name() -> None:
-    words = program_named("vllm").argv(spec("dflash", kind="DSpark", shifted=True), 81)
-    assert json.loads(words[words.index("--speculative-config") + 1])["method"] == "dspark"
-    for kind, shifted, expected in (
-        ("DSpark", True, "dspark"),
-        ("DFlash", True, "dspark"),
-        ("DFlash 2", False, "dflash"),
-    ):
-        words = program_named("llama.cpp").argv(spec("dflash", kind=kind, shifted=shifted), 81)
-        assert words[words.index("--spec-type") + 1] == f"draft-{expected}"
+def config(**said: Any) -> str:
+    return f"--speculative-config {json.dumps(said)} --per-request-spec-decode-metrics summary"
 
 
-def test_vllm_finds_the_heads_of_mtp_in_the_target_itself() -> None:
-    words = program_named("vllm").argv(spec("mtp:3", draft=None, num_drafts=3, kind="MTP"), 81)
-    assert json.loads(words[words.index("--speculative-config") + 1]) == {"method": "mtp", "num_speculative_tokens": 3}
+@pytest.mark.parametrize(
+    ("name", "text", "changes", "told"),
+    [
+        ("vllm", "dflash@a:5", {}, config(method="dflash", model="D", num_speculative_tokens=5)),
+        # A server sees by a draft's files that it is a DFlash 2; DSpark is a method of its own.
+        ("vllm", "dflash", {"kind": "DFlash 2"}, config(method="dflash", model="D", num_speculative_tokens=5)),
+        ("vllm", "dflash", {"kind": "DSpark", "shifted": True},
+         config(method="dspark", model="D", num_speculative_tokens=5)),
+        ("vllm", "mtp:3", BY_MTP, config(method="mtp", num_speculative_tokens=3)),
+        ("vllm", "ngram:n=4,max=5", LOOKUP,
+         config(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=5)),
+        # It counts the anchor, too.
+        ("sglang", "dflash", {"kind": "DFlash 2"},
+         f"--speculative-algorithm DFLASH {DRAFT} --speculative-num-draft-tokens 6"),
+        ("sglang", "dflash", {"kind": "DSpark", "shifted": True},
+         f"--speculative-algorithm DSPARK {DRAFT} --speculative-dspark-block-size 5"),
+        ("sglang", "eagle3", {}, f"--speculative-algorithm EAGLE3 {DRAFT} --speculative-num-steps 5 "
+         "--speculative-eagle-topk 1 --speculative-num-draft-tokens 6"),
+        ("sglang", "mtp:3", BY_MTP, "--speculative-algorithm NEXTN --speculative-num-steps 3 "
+         "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4"),
+        ("sglang", "ngram:4", LOOKUP, "--speculative-algorithm NGRAM --speculative-num-draft-tokens 5 "
+         "--speculative-ngram-max-bfs-breadth 1"),
+        ("llama.cpp", "dflash", {"kind": "DFlash 2"}, "--model-draft D --spec-type draft-dflash --spec-draft-n-max 5"),
+        ("llama.cpp", "dflash", {"kind": "DSpark", "shifted": True},
+         "--model-draft D --spec-type draft-dspark --spec-draft-n-max 5"),
+        ("llama.cpp", "dflash", {"kind": "DFlash", "shifted": True},
+         "--model-draft D --spec-type draft-dspark --spec-draft-n-max 5"),
+        ("llama.cpp", "eagle3", {}, "--model-draft D --spec-type draft-eagle3 --spec-draft-n-max 5"),
+        ("llama.cpp", "mtp:3", BY_MTP, "--spec-type draft-mtp --spec-draft-n-max 3"),
+        ("llama.cpp", "ngram:n=4,max=5", LOOKUP,
+         "--spec-type ngram-simple --spec-ngram-simple-size-n 5 --spec-ngram-simple-size-m 4"),
+    ],
+)  # fmt: skip
+def test_each_server_is_told_in_its_own_words(name: str, text: str, changes: Any, told: str) -> None:
+    program = program_named(name)
+    drafting, plain = (spec(one, dtype="auto", **more) for one, more in ((text, changes), ("ar", {})))
+    assert launch.can_draft(program, drafting.method) and launch.computes(program, drafting)
+    flags = added_by_draft(program, plain, drafting)
+    assert " ".join(flags.words) == told
 
 
-def test_llama_cpp_finds_the_heads_of_mtp_in_the_targets_file() -> None:
-    words = program_named("llama.cpp").argv(spec("mtp:3", draft=None, num_drafts=3, kind="MTP"), 81)
-    assert " ".join(words).partition(" --spec-type ")[2].startswith("draft-mtp --spec-draft-n-max 3")
-    assert "--model-draft" not in words
-    plain = program_named("llama.cpp").argv(spec("ar", draft=None, num_drafts=None), 81)
-    assert "--spec-type" not in plain
+def test_a_kind_that_a_server_would_compute_as_another_is_refused() -> None:
+    for name, kind in (("vllm", "Domino"), ("vllm", "JetSpec"), ("sglang", "JetSpec"), ("llama.cpp", "DFlare")):
+        assert not launch.computes(program_named(name), spec("dflash", kind=kind))
+    assert launch.computes(program_named("llama.cpp"), spec("dflash", kind="JetSpec"))
 
 
 def test_mtp_is_launched_only_with_the_heads_of_the_targets_own_checkpoint(
@@ -125,14 +146,14 @@ def test_mtp_is_launched_only_with_the_heads_of_the_targets_own_checkpoint(
 
 def test_llama_cpp_computes_in_float32_only_where_that_is_asked_for() -> None:
     words = program_named("llama.cpp").argv(spec("eagle3"), 81)
-    assert words[words.index("--spec-type") + 1] == "draft-eagle3"
-    assert words[words.index("--spec-draft-n-max") + 1] == "5"
     assert words[words.index("--ctx-size") + 1] == str(4 * 512)
     assert words[words.index("--flash-attn") + 1] == "off"
     assert "--flash-attn" not in program_named("llama.cpp").argv(spec("eagle3", dtype="bfloat16"), 81)
+    lookup = program_named("llama.cpp").argv(spec("ngram:4", **LOOKUP), 81)
+    assert "--cache-type-k-draft" in words and "--cache-type-k-draft" not in lookup
 
 
-@pytest.mark.parametrize("name", ["vllm", "llama.cpp"])
+@pytest.mark.parametrize("name", ["vllm", "sglang", "llama.cpp"])
 def test_servers_are_waited_for_and_gone_afterwards(program: Callable[..., Path], tmp_path: Path, name: str) -> None:
     with launched(program(late_s=0.3), tmp_path / "logs", name) as servers:
         addresses = servers.start([spec(), spec("dflash")])
@@ -154,7 +175,7 @@ def test_what_ignores_being_ended_and_leaves_its_group_is_ended_all_the_same(
 ) -> None:
     short = tmp_path / "keeper.py"
     short.write_text(Path(supervisor.__file__).read_text().replace("GRACE_S = 10.0", "GRACE_S = 0.3"))
-    monkeypatch.setattr(launch.supervisor, "__file__", str(short))
+    monkeypatch.setattr(supervisor, "__file__", str(short))
     with launched(program(ignores=True, child=str(tmp_path / "pids")), tmp_path / "logs") as servers:
         servers.start([spec()])
         processes = [int(word) for word in (tmp_path / "pids").read_text().split()]
@@ -199,12 +220,12 @@ def test_a_program_that_ends_at_once_is_told_with_its_last_lines(program: Callab
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--launch", "x"), "unknown program to launch 'x'; known: llama.cpp, vllm"),
+        (("--launch", "x"), "unknown program to launch 'x'; known: llama.cpp, sglang, vllm"),
         (("--launch", "vllm", "--launch-with", "no-such"), "no-such is not an executable file; give --launch-with"),
         (("--launch-with", "x"), "--launch-with has no effect without --launch"),
         (("--launch", "vllm", "--server", "plain=http://x:1"), "--server has no effect with --launch"),
         (("--launch", "vllm", "--engine", "native"), "--engine has no effect with --launch"),
-        (("--launch", "vllm", "--launch-with", "sh", "--method", "ngram"), "cannot draft by ngram"),
+        (("--launch", "vllm", "--launch-with", "sh", "--method", "suffix"), "cannot draft by suffix"),
         (("--launch", "vllm", "--launch-with", "sh", "--method", "dflash:steps=2"), "cannot draft by dflash:steps=2"),
         (("--launch", "vllm", "--launch-with", "sh", "--launch-args", "'"), "--launch-args: No closing quotation"),
     ],
@@ -260,6 +281,21 @@ def test_a_launched_run_is_judged_and_a_death_keeps_its_rows(
     assert logs == [f"servers-{part}/{label}.log" for part in (1, 2) for label in ("ar", "dflash:3")]
     assert results.info.identity.to_json()["servers"]["ar"]["address"] == "launched: vllm"
     assert not Path("run.servers").exists()
+
+
+def test_sglang_drafts_with_weights_and_without(
+    main: Main, program: Callable[..., Path], engine: dict[str, list[int]]
+) -> None:
+    path = program(answers=engine, most=24)
+    words = (*ASKED, "--launch", "sglang", "--launch-with", path, "--method", "dflash:3,ngram:3", "--out", "run")
+    code, _, err = main(*words)
+    assert code == 0, err
+    rows = table.read_run(Path("run")).rows
+    assert set(rows["exactness"].dropna()) == {"exact"} and set(rows["audit"]) == {"exact"}
+    counted = rows[rows["method"] != "ar"].groupby("method")["counted_by"].first()
+    assert dict(counted) == dict.fromkeys(("dflash:3", "ngram:3"), "sglang.request")
+    told = {name: Path(f"run/servers-1/{name}.log").read_text().partition("\n")[0] for name in ("ar", "ngram:3")}
+    assert "--speculative-algorithm NGRAM" in told["ngram:3"] and "--speculative" not in told["ar"]
 
 
 def test_a_server_that_dies_in_a_race_puts_its_own_method_out(

@@ -110,7 +110,8 @@ def argv(spec: LaunchSpec, port: int) -> list[str]:
         # It divides its context between concurrent answers.
         "--ctx-size", str(spec.length * spec.slots), "--parallel", str(spec.slots), "--metrics",
         *(EXACT if exact else ()),
-        *(_speculation(spec) + list(EXACT_DRAFT if exact else ()) if spec.num_drafts is not None else ()),
+        *(_speculation(spec) if spec.num_drafts is not None else ()),
+        *(EXACT_DRAFT if exact and (spec.draft or spec.method.name == "mtp") else ()),
     ]  # fmt: skip
 
 
@@ -118,6 +119,10 @@ def _speculation(spec: LaunchSpec) -> list[str]:
     # Its `draft-dflash` leaves out the anchor's slot, whatever the file says; `draft-dspark` is for those that use it,
     # with a Markov head or without one.
     # The heads of MTP are in the target's file.
+    if spec.method.name == "ngram":
+        # It looks up n-grams of one length, and drafts this many tokens or none.
+        size, number = str(spec.method.number("max")), str(spec.num_drafts)
+        return ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", size, "--spec-ngram-simple-size-m", number]
     name = "dspark" if spec.shifted else spec.method.name
     return [
         *(() if spec.draft is None else ("--model-draft", spec.draft)), "--spec-type", f"draft-{name}",
@@ -160,5 +165,9 @@ DIALECT = Dialect(
         ),
     ),
     remedies={"uncounted": "start llama.cpp's server with --metrics, and let nobody else use it"},
-    program=Program("llama.cpp", "llama-server", True, ("dflash", "eagle3", "mtp"), "LLAMA_API_KEY", argv),
+    program=Program(
+        "llama.cpp", "llama-server", True,
+        {"dflash": ("n", "block"), "eagle3": ("n",), "mtp": ("n",), "ngram": ("n", "max")},
+        ("DFlash", "JetSpec", "DFlash 2", "DSpark"), "LLAMA_API_KEY", argv,
+    ),
 )  # fmt: skip

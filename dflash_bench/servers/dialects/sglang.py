@@ -13,7 +13,9 @@ from dflash_bench.core.dialects import (
     CountingRule,
     DecodedAnswer,
     Dialect,
+    LaunchSpec,
     Pages,
+    Program,
     ServerInfo,
     ServerRequest,
 )
@@ -104,6 +106,37 @@ def _derive(answer: DecodedAnswer) -> AcceptanceCounts:
     return AcceptanceCounts(rounds, accepted, rounds * answer.num_drafts)
 
 
+def argv(spec: LaunchSpec, port: int) -> list[str]:
+    """Options as in SGLang's documentation of its server's arguments and of speculative decoding."""
+    return [
+        "serve", "--model-path", spec.target, "--served-model-name", spec.model, "--host", "127.0.0.1",
+        "--port", str(port), "--context-length", str(spec.length), "--dtype", spec.dtype,
+        "--mem-fraction-static", f"{spec.memory_share:.2f}", "--max-running-requests", str(spec.slots),
+        *(["--trust-remote-code"] if spec.trust_remote_code else []),
+        *([] if spec.num_drafts is None else _speculation(spec, spec.num_drafts)),
+    ]  # fmt: skip
+
+
+ALGORITHMS = {"dflash": "DFLASH", "eagle3": "EAGLE3", "mtp": "NEXTN", "ngram": "NGRAM"}
+
+
+def _speculation(spec: LaunchSpec, num_drafts: int) -> list[str]:
+    """Its number of draft tokens counts the anchor, too, or what stands for it."""
+    algorithm = "DSPARK" if spec.shifted else ALGORITHMS[spec.method.name]
+    verified = ["--speculative-num-draft-tokens", str(num_drafts + 1)]
+    numbers = {
+        # Its blocks are drafted tokens alone.
+        "DSPARK": ["--speculative-dspark-block-size", str(num_drafts)],
+        "DFLASH": verified,
+        # A chain, as ours; it would draft a tree.
+        "NGRAM": [*verified, "--speculative-ngram-max-bfs-breadth", "1"],
+    }
+    chain = ["--speculative-num-steps", str(num_drafts), "--speculative-eagle-topk", "1", *verified]
+    # The heads of MTP are in the target.
+    draft = [] if spec.draft is None else ["--speculative-draft-model-path", spec.draft]
+    return ["--speculative-algorithm", algorithm, *draft, *numbers.get(algorithm, chain)]
+
+
 DIALECT = Dialect(
     "sglang", INFO, identify, call, read, flush="/flush_cache", repeats=True,
     rules=(
@@ -130,4 +163,9 @@ DIALECT = Dialect(
         "uncounted": "use a version of SGLang that counts verified drafts in meta_info",
         "reused_prompts": "start SGLang with --disable-radix-cache",
     },
+    program=Program(
+        "sglang", "sglang", False,
+        {"dflash": ("n", "block"), "eagle3": ("n",), "mtp": ("n",), "ngram": ("n",)},
+        ("DFlash", "DFlash 2", "DSpark"), "", argv,
+    ),
 )  # fmt: skip

@@ -78,6 +78,8 @@ def _speculation(spec: LaunchSpec) -> list[str]:
         **({} if spec.draft is None else {"model": spec.draft}),
         "num_speculative_tokens": spec.num_drafts,
     }
+    if spec.method.name == "ngram":
+        speculation |= {f"prompt_lookup_{name}": spec.method.number(name) for name in ("min", "max")}
     # Its counters cannot tell concurrent answers apart; its answers can report their own rounds.
     return ["--speculative-config", json.dumps(speculation), "--per-request-spec-decode-metrics", "summary"]
 
@@ -105,5 +107,10 @@ DIALECT = Dialect(
         "reused_prompts": "start vLLM with VLLM_SERVER_DEV_MODE=1, so that its cache can be emptied, or with "
         "--no-enable-prefix-caching",
     },
-    program=Program("vllm", "vllm", False, ("dflash", "eagle3", "mtp"), "VLLM_API_KEY", argv),
+    program=Program(
+        "vllm", "vllm", False,
+        {"dflash": ("n", "block"), "eagle3": ("n",), "mtp": ("n",), "ngram": ("n", "max", "min")},
+        # It knows a JetSpec draft only by a key that its publisher's files do not have.
+        ("DFlash", "DFlash 2", "DSpark"), "VLLM_API_KEY", argv,
+    ),
 )  # fmt: skip

@@ -31,7 +31,10 @@ def main() -> None:
         kind = options.spec_type.upper().replace("-", "_")
         params.speculative.types = [getattr(types, f"COMMON_SPECULATIVE_TYPE_{kind}")]
         draft = params.speculative.draft
-        draft.mparams.path, draft.n_max = options.model_draft or "", options.spec_draft_n_max
+        draft.mparams.path, draft.n_max = options.model_draft or "", options.spec_draft_n_max or draft.n_max
+        simple = params.speculative.ngram_simple
+        simple.size_n = options.spec_ngram_simple_size_n or simple.size_n
+        simple.size_m = options.spec_ngram_simple_size_m or simple.size_m
         draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = options.threads
         if options.cache_type_k_draft == options.cache_type_v_draft == "f32":
             draft.cache_type_k = draft.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
@@ -45,7 +48,8 @@ def parsed() -> argparse.Namespace:
     for name in ("--model", "--alias", "--host", "--flash-attn", "--cache-type-k", "--cache-type-v", "--model-draft",
                  "--spec-type", "--cache-type-k-draft", "--cache-type-v-draft"):  # fmt: skip
         parser.add_argument(name)
-    for name in ("--port", "--ctx-size", "--parallel", "--spec-draft-n-max", "--batch-size", "--ubatch-size"):
+    for name in ("--port", "--ctx-size", "--parallel", "--spec-draft-n-max", "--batch-size", "--ubatch-size",
+                 "--spec-ngram-simple-size-n", "--spec-ngram-simple-size-m"):  # fmt: skip
         parser.add_argument(name, type=int)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--metrics", action="store_true")
