@@ -72,9 +72,9 @@ the luckiest.
 """
 SECTION = """## {model}
 
-{num_methods} methods and lengths, {num_prompts} prompts, up to {max_new_tokens} tokens each. The races took {race_s:.0f} s,
-and the grid {grid_s:.0f} s: {share:.2f} of its time. {num_right} of {num_repeats} repeats are right, on {again} of the
-prompts.
+{num_methods} methods and lengths, {num_prompts} prompts, up to {max_new_tokens} tokens each. The races took
+{race_s:.0f} s, and the grid {grid_s:.0f} s: {share:.2f} of its time. {num_right} of {num_repeats} repeats are right,
+on {again} of the prompts.
 
 {chosen}
 
