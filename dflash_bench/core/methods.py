@@ -197,12 +197,14 @@ _OWN: dict[str, MethodSpec] = {
             count="n", alternatives=(frozenset({"block", "n"}),), is_recorded=True, is_ranked=True,
         ),
         MethodSpec(
-            "ddtree", "a tree of the likeliest paths through one DFlash block (DDTree)", "dflash", "tree", True,
+            "ddtree", "a tree of the likeliest paths through one DFlash block (DDTree; PCTree for DFlash 2 and DSpark)",
+            "dflash", "tree", True,
             (
                 Option("nodes", f"nodes of the tree, not counting the anchor; all are verified; {_PACED}", 32, 1, 255,
                        "nodes", ("auto",)),
-                Option("top_k", "candidate tokens at each position of the block; by default as many as nodes", None,
-                       1, 255, "tokens"),
+                Option("top_k", "candidate tokens at each slot of the block, by default as many as nodes; in PCTree "
+                       "the children of a node and nodes expanded at each depth, by default 4", None, 1, 255,
+                       "tokens"),
                 _BLOCK, _SHIFT,
                 Option("tree", "best: the likeliest nodes; expanded: in turn all top_k children, by default 7, of the "
                        "likeliest node that has none, as JetSpec does", "best", words=("best", "expanded"), kind=str),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dflash_bench.models import formats, loading, mtp_heads, presets, targets, w
 from dflash_bench.models.formats import TargetShape, base, medusa
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format
 from dflash_bench.models.hub import read_config
+from dflash_bench.models.nets.bodies import PLAIN, WHOLE, BlockView
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.mtp import MTPConfig
 
@@ -53,6 +55,12 @@ class Inspection:
     """None for Medusa heads, which embed nothing."""
     own_head: bool = True
     layers: str
+    attention: str | None = None
+    """What the slots of a block see, where it is not the whole context and the whole block in every layer."""
+    body: str | None = None
+    """What else a block's body differs in from DFlash's."""
+    correction: str | None = None
+    """The head that corrects a block, with its sizes."""
     rotary: str | None = None
     num_parameters: int
     size_bytes: int
@@ -101,6 +109,7 @@ def _of_draft(folder: Path, home: Path | None, shape: TargetShape | None, target
         own_embedding=config.own_embedding,
         own_head=not checkpoint.target_head and (dflash.own_head if dflash else True),
         layers=_layers(config),
+        **(_of_block(dflash) if dflash else {}),
         rotary=_rotary(config),
         **_size(checkpoint.tensors),
         trained_for=_trained_for(checkpoint),
@@ -199,6 +208,34 @@ def _layers(config: DraftConfig | MTPConfig) -> str:
     return ", ".join([f"{count} of {config.hidden_size}/{config.intermediate_size}", heads, *variants])
 
 
+def _of_block(config: DFlashConfig) -> dict[str, Any]:
+    """Return what tells a block draft from a plain DFlash, as lines for people."""
+    body, head = config.body, config.correction
+    kept = Counter(body.view(layer) for layer in range(config.num_layers))
+    seen = [f"{count} layer{'s' * (count > 1)} {_view(view)}" for view, count in kept.items()]
+    taps, group = body.conv_kernel_size, body.conv_group_size
+    plain = replace(PLAIN, conv_kernel_size=taps, conv_group_size=group)
+    parts = [] if taps is None else [f"convolutions of {taps} taps in groups of {group}"]
+    for field in fields(body):
+        value = getattr(body, field.name)
+        if field.name != "views" and value != getattr(plain, field.name):
+            parts.append(field.name if value is True else f"{field.name} {value}")
+    own = "" if head is None else f"{head.kind.lower()}_"
+    sizes = [] if head is None else [f"{name.removeprefix(own)} {value}" for name, value in asdict(head).items()]
+    return {
+        "attention": None if kept.keys() == {WHOLE} else "; ".join(seen),
+        "body": ", ".join(parts) or None,
+        "correction": None if head is None else f"{head.kind}: {', '.join(sizes)}",
+    }
+
+
+def _view(view: BlockView) -> str:
+    order = "causal in the block" if view.is_causal else "both ways in the block"
+    if view.window is None:
+        return f"{order}, no window"
+    return f"{order}, a window of {view.window}" + " before the anchor" * view.from_anchor
+
+
 def _rotary(config: DraftConfig) -> str:
     scaling = config.rope_scaling
     return f"theta {config.rope_theta:g}" + (f", {scaling['rope_type']} x {scaling['factor']:g}" if scaling else "")
@@ -225,6 +262,9 @@ def text(inspection: Inspection) -> str:
         "embedding": _embedding(inspection),
         "head": "its own" if inspection.own_head else "the target's",
         "layers": inspection.layers,
+        "attention": inspection.attention,
+        "body": inspection.body,
+        "correction": inspection.correction,
         "rotary": inspection.rotary,
         "size": f"{parameters}, {mebibytes}, {inspection.dtype}",
         "trained for": inspection.trained_for,

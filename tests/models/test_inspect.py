@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash_bench.core.errors import DraftProblem, UserError
 from dflash_bench.core.methods import METHODS
+from dflash_bench.diagnose.golden_cases import CASES
 from dflash_bench.models import weights
 from dflash_bench.models.inspect import as_json, inspect, text
 from dflash_bench.models.presets import NANO
@@ -58,6 +59,27 @@ def test_nanos_dflash_draft_is_described() -> None:
         "trained for    a target of 16 layers",
         "fits           nano",
     ]
+
+
+TOLD = {
+    "zlab-dflash2-sliding": (
+        "attention      1 layer causal in the block, a window of 12; 1 layer both ways in the block, no window",
+        "body           convolutions of 3 taps in groups of 8, output_multiplier 0.5, logit_softcap 5.0",
+        "correction     DFlash 2: selector_rank 8, selector_top_k 8",
+    ),
+    "zlab-sliding-noncausal": (
+        "attention      2 layers both ways in the block, a window of 5; 1 layer both ways in the block, no window",
+    ),
+    "jetspec-causal-head": ("attention      2 layers causal in the block, no window",),
+    "angelslim-dflare": ("body           mixing by layer, own_context_weights",),
+    "speculators-xpress": ("correction     XPress: rank 16, mlp_ratio 2, num_jacobi_passes 3",),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_what_tells_a_draft_from_a_plain_dflash_is_told(case: str) -> None:
+    lines = text(inspect(str(CASES / case / "draft"))).splitlines()
+    assert tuple(line for line in lines if line.split()[0] in ("attention", "body", "correction")) == TOLD[case]
 
 
 def test_nanos_eagle3_draft_is_described_as_json() -> None:

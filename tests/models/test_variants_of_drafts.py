@@ -73,12 +73,12 @@ def test_what_changes_a_body_is_read(model: Path) -> None:
 
 
 UNSOUND: dict[str, dict[str, Any]] = {
-    "sliding_window cannot be 0": {"use_swa": True, "swa_window_size": 0},
+    "sliding_window cannot be 0; expected a whole number above 0": {"use_swa": True, "swa_window_size": 0},
     "sliding_window cannot be -3": {"use_swa": True, "swa_window_size": -3},
     "sliding_window cannot be 2.5": {"use_swa": True, "swa_window_size": 2.5},
     "lacks 'swa_window_size'": {"use_swa": True},
-    "is_causal cannot be 'yes'": {"is_causal": "yes"},
-    "embedding_scale cannot be -1": {"input_embedding_scale": -1},
+    "is_causal cannot be 'yes'; expected true or false": {"is_causal": "yes"},
+    "embedding_scale cannot be -1; expected a number above 0": {"input_embedding_scale": -1},
     "value_scale cannot be 0": {"attention_value_scale": 0},
     "has_sinks cannot be 1": {"attention_sink_bias": 1},
     "turns_neighbours cannot be 'gptj'": {"rope_is_neox_style": "gptj"},

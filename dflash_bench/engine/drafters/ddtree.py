@@ -6,11 +6,15 @@ by level on the device, which gives the same nodes in the same order, as no node
 
 JetSpec's own tree (arXiv 2606.18394) is another one: in turn it expands the likeliest node that is not expanded yet,
 and takes in all of its `top_k` children.
+
+Where a head corrects a slot by the token before it, siblings have different children. PCTree (arXiv 2608.02123,
+algorithm 1) scores them under each of their parents: at each depth the `top_k` likeliest nodes get `top_k` children,
+and the best nodes of all depths make the tree. It was published for DSpark; DFlash 2's selector takes it as well.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -24,38 +28,26 @@ from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
 from dflash_bench.models.memory import MOST_NODES
+from dflash_bench.models.nets.corrections.base import Branches, BranchingHead
 from dflash_bench.models.nets.dflash import DFlashDraft
 
 
 def build(models: Models, target: Target, method: Method) -> DDTreeDrafter:
     """Raises UserError for a draft that offers no tree, and for more nodes than a tree can have."""
     draft = with_labels(models.draft_of(method), method)
-    if draft.config.correction is not None:
-        raise UserError(
-            f"method '{method.label}': a tree of the block's own logits would leave out the {draft.config.kind} "
-            "draft's head, which looks at the tokens before a slot, and its publisher grows no tree; use dflash"
-        )
+    _refuse(draft, method)
     top_k, block_size = (None if method.option(name) is None else method.number(name) for name in ("top_k", "block"))
-    if method.option("tree") == "expanded":
-        return _expanded(draft, target, method, block_size)
-    if method.option("nodes") == "auto":
-        return AutoDDTreeDrafter(draft, target.embedding, target.head, MOST_NODES, top_k, block_size)
-    nodes = method.number("nodes")
-    drafter = DDTreeDrafter(draft, target.embedding, target.head, nodes, top_k, block_size)
-    return _of_its_size(drafter, method)
-
-
-def _expanded(draft: DFlashDraft, target: Target, method: Method, block_size: int | None) -> DDTreeDrafter:
-    """Raises UserError as `build` does."""
-    if method.option("nodes") == "auto":
-        raise UserError(f"method '{method.label}': nodes=auto needs the likeliest nodes first; leave tree=expanded out")
-    top_k = TOP_K if method.option("top_k") is None else method.number("top_k")
-    drafter = ExpandedTreeDrafter(draft, target.embedding, target.head, method.number("nodes"), top_k, block_size)
-    return _of_its_size(drafter, method)
-
-
-def _of_its_size(drafter: DDTreeDrafter, method: Method) -> DDTreeDrafter:
-    if "nodes" in method.options and drafter.num_drafts < method.number("nodes"):
+    is_auto = method.option("nodes") == "auto"
+    kind: type[DDTreeDrafter]
+    if draft.config.correction is not None:
+        kind = AutoBranchingTreeDrafter if is_auto else BranchingTreeDrafter
+    elif method.option("tree") == "expanded":
+        kind = ExpandedTreeDrafter
+    else:
+        kind = AutoDDTreeDrafter if is_auto else DDTreeDrafter
+    nodes = MOST_NODES if is_auto else method.number("nodes")
+    drafter = kind(draft, target.embedding, target.head, nodes, top_k, block_size)
+    if "nodes" in method.options and not is_auto and drafter.num_drafts < nodes:
         raise UserError(
             f"method '{method.label}': with top_k {drafter.top_k} and block {drafter.block_size} the tree has at most "
             f"{drafter.num_drafts} nodes; give fewer nodes, or a greater top_k or block"
@@ -63,8 +55,28 @@ def _of_its_size(drafter: DDTreeDrafter, method: Method) -> DDTreeDrafter:
     return drafter
 
 
+def _refuse(draft: DFlashDraft, method: Method) -> None:
+    """Raises UserError for a tree that nobody grows from this draft."""
+    head, where, is_expanded = draft.correction, f"method '{method.label}'", method.option("tree") == "expanded"
+    if head is not None and not isinstance(head, BranchingHead):
+        raise UserError(
+            f"{where}: a tree of the block's own logits would leave out the {draft.config.kind} draft's head, which "
+            "looks at the tokens before a slot, and its publisher grows no tree; use dflash"
+        )
+    if head is not None and is_expanded:
+        raise UserError(
+            f"{where}: tree=expanded is JetSpec's, whose slots look at no drafted token, and the head of this "
+            f"{draft.config.kind} draft does; leave it out"
+        )
+    if is_expanded and method.option("nodes") == "auto":
+        raise UserError(f"{where}: nodes=auto needs the likeliest nodes first; leave tree=expanded out")
+
+
 class DDTreeDrafter(DFlashDrafter):
     """`nodes` below the anchor, from at most `top_k` candidates per slot; with top_k 1 it is DFlash's own chain."""
+
+    usual_top_k: int | None = None
+    """Candidates where nothing is said; None: as many as nodes."""
 
     def __init__(
         self,
@@ -76,11 +88,18 @@ class DDTreeDrafter(DFlashDrafter):
         block_size: int | None = None,
     ) -> None:
         super().__init__(draft, embedding, head, block_size)
-        vocab_size = self.config.draft_vocab_size or self.config.vocab_size
-        self.top_k = min(top_k or nodes, nodes, vocab_size)
-        self.tree = Levels.of(self.num_predicted, nodes, self.top_k, self.device)
-        self.num_drafts = self.tree.num_nodes
+        self.top_k = min(top_k or self.usual_top_k or nodes, self._most_children(nodes))
+        self.num_drafts = self._plan(nodes)
         self.chain = torch.arange(-1, self.num_drafts - 1, device=self.device)
+
+    def _most_children(self, nodes: int) -> int:
+        vocab_size: int = self.config.draft_vocab_size or self.config.vocab_size
+        return min(nodes, vocab_size)
+
+    def _plan(self, nodes: int) -> int:
+        """Lay out trees of this block and `top_k`, and return how many of so many nodes they have."""
+        self.tree = Levels.of(self.num_predicted, nodes, self.top_k, self.device)
+        return self.tree.num_nodes
 
     def propose(self) -> Draft:
         nodes, tokens = self.whole_tree()
@@ -95,6 +114,8 @@ class DDTreeDrafter(DFlashDrafter):
 
 class ExpandedTreeDrafter(DDTreeDrafter):
     """JetSpec's tree; `top_k` is its width, and its budget is one more than `nodes`, as it counts the anchor."""
+
+    usual_top_k = 7
 
     def whole_tree(self) -> tuple[Nodes, Tensor]:
         best, ids = self.block_logits().float().log_softmax(dim=-1).topk(self.top_k)
@@ -115,8 +136,30 @@ class AutoDDTreeDrafter(AdaptiveDrafter, DDTreeDrafter):
         return Draft(tokens, None if is_chain else parents)
 
 
-TOP_K = 7
-"""Children of a node that JetSpec's tree takes in where nothing else is said."""
+class BranchingTreeDrafter(DDTreeDrafter):
+    """PCTree: a head scores what follows each node; with top_k 1 it drafts its chain."""
+
+    usual_top_k = 4
+
+    def _most_children(self, nodes: int) -> int:
+        candidates: int = getattr(self.config.correction, "selector_top_k", nodes)
+        return min(super()._most_children(nodes), candidates)
+
+    def _plan(self, nodes: int) -> int:
+        return min(nodes, self.top_k + (self.num_predicted - 1) * self.top_k**2)
+
+    def whole_tree(self) -> tuple[Nodes, Tensor]:
+        assert self.corrector is not None and isinstance(self.corrector.head, BranchingHead)
+        logits, anchor = self.block_logits(), self.block[:, 0]
+        block = self.corrector.block_pass(self.hidden, logits, self.slots, anchor, self.embedding)
+        branches = self.corrector.head.branches(block)
+        return branching_nodes(branches, anchor, self.num_predicted, self.top_k, self.num_drafts)
+
+
+class AutoBranchingTreeDrafter(AutoDDTreeDrafter, BranchingTreeDrafter):
+    """As many of PCTree's nodes, best first, as pay."""
+
+
 LEAST = -1e30
 """A log-probability below any other: a broken one must not stop a tree from growing."""
 
@@ -221,11 +264,49 @@ def best_nodes(log_q: Tensor, levels: Levels) -> Nodes:
         score = score[:, :size]
         scores.append(score)
         kept.append(order[:, :size] + levels.firsts[depth])
-    best, order = torch.cat(scores, dim=1).sort(dim=1, descending=True, stable=True)
-    # The new place of each node. A parent goes before its children: it scores no less, and is shallower.
+    candidates = torch.cat(kept, dim=1)
+    nodes = _best_first(torch.cat(scores, dim=1), levels.parents[candidates], levels.num_nodes)
+    return replace(nodes, choices=levels.choices[candidates.gather(1, nodes.choices)])
+
+
+def branching_nodes(
+    branches: Branches, anchor: Tensor, num_slots: int, top_k: int, num_nodes: int
+) -> tuple[Nodes, Tensor]:
+    """Return the best nodes below an anchor [B] and their target ids [B, N], best first as in `best_nodes`.
+
+    `Nodes.choices` are the places of nodes in the order in which they are made.
+    """
+    last, state, score = anchor[:, None], branches.state, branches.state.new_zeros(len(anchor), 1).float()
+    above = torch.full_like(last, -1)
+    tokens: list[Tensor] = []
+    scores: list[Tensor] = []
+    parents: list[Tensor] = []
+    for slot in range(num_slots):
+        logits, state = branches.after(last, state, slot)
+        logits = logits.float()
+        best, candidates = logits.topk(top_k)
+        log_q = (best - logits.logsumexp(dim=-1, keepdim=True)).clamp_(max=0).nan_to_num_(nan=-torch.inf)
+        score = (score[..., None] + log_q).flatten(1)
+        last = branches.ids(candidates.flatten(1), slot)
+        first = sum(each.shape[1] for each in tokens)
+        tokens.append(last)
+        scores.append(score)
+        parents.append(above.repeat_interleave(top_k, dim=1))
+        score, order = score.sort(dim=1, descending=True, stable=True)
+        score, order = score[:, :top_k], order[:, :top_k]
+        last, above = last.gather(1, order), order + first
+        state = state.gather(1, (order // top_k)[..., None].expand(-1, -1, state.shape[-1]))
+    nodes = _best_first(torch.cat(scores, dim=1), torch.cat(parents, dim=1), num_nodes)
+    return nodes, torch.cat(tokens, dim=1).gather(1, nodes.choices)
+
+
+def _best_first(scores: Tensor, parents: Tensor, num_nodes: int) -> Nodes:
+    """Return the best of nodes [B, M], given in order of depth; `parents` and `choices` are places in that order.
+
+    A parent goes before its children: it scores no less, and is shallower.
+    """
+    best, order = scores.sort(dim=1, descending=True, stable=True)
     place = order.argsort(dim=1)
-    order, best = order[:, : levels.num_nodes], best[:, : levels.num_nodes]
-    nodes = torch.cat(kept, dim=1).gather(1, order)
-    above = levels.parents[nodes]
-    parents = place.gather(1, above.clamp(min=0)).masked_fill_(above < 0, -1)
-    return Nodes(levels.choices[nodes], parents, best)
+    order = order[:, :num_nodes]
+    above = parents.gather(1, order)
+    return Nodes(order, place.gather(1, above.clamp(min=0)).masked_fill_(above < 0, -1), best[:, :num_nodes])

@@ -466,11 +466,16 @@ class BlockCorrector:
         `hidden` [B, K, H] and `logits` [B, N, Vd] are of one pass over blocks that begin with `anchor` [B].
         """
         pick = self.new_pick(self.sampler)
-        block = BlockPass(
+        corrected = self.head.correct(self.block_pass(hidden, logits, slots, anchor, embed), pick)
+        return corrected, pick.probs
+
+    def block_pass(
+        self, hidden: Tensor, logits: Tensor, slots: slice, anchor: Tensor, embed: Callable[[Tensor], Tensor]
+    ) -> BlockPass:
+        """Return what the head reads of such a pass."""
+        return BlockPass(
             hidden.to(self.weight.dtype), logits, slots, anchor, embed, self.draft.target_ids,
             to_device(self.before, self.weight.device) if self.reads_before else None,
             self.context if self.reads_context else None,
             self.reads_confidence or self.sampler.listener is not None,
         )  # fmt: skip
-        corrected = self.head.correct(block, pick)
-        return corrected, pick.probs

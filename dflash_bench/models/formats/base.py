@@ -272,12 +272,31 @@ LARGEST_OTHER = 1 << 24
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 FLAGS = ("attention_bias", "shifted_labels", "last_slot_idle", "own_embedding", "own_head", "qk_norm", *EAGLE3_FLAGS)
+OTHER_FLAGS = ("is_causal", "has_sinks", "turns_neighbours", "enable_confidence_head", "confidence_head_with_markov")
+REALS = (
+    "rms_norm_eps", "rope_theta", "embedding_scale", "output_multiplier", "logit_softcap", "value_scale",
+    "lilicorr_mlp_ratio", "lilicorr_logit_scale", "lilicorr_vector_eps",
+)  # fmt: skip
+EXPECTED = {
+    **dict.fromkeys((*FLAGS, *OTHER_FLAGS), "true or false"),
+    **dict.fromkeys(REALS, "a number above 0"),
+    "target_layer_ids": "a list of layers",
+    "rope_scaling": "an object",
+    "layer_types": "one entry a layer",
+    "markov_head_type": "vanilla, gated or rnn",
+    "conv_group_size": "a whole number that divides the hidden size",
+    "lilicorr_num_heads": "a whole number that divides lilicorr_hidden_size",
+    "selector_top_k": "a whole number from 1 to the size of the draft's vocabulary",
+    "lilicorr_candidate_topk": "a whole number from 2 to the size of the draft's vocabulary",
+}
+"""What a field must be; one that is not here is a size."""
+SIZE = "a whole number above 0, no larger than in any network"
 
 
 def check_values(where: str, config: DraftConfig) -> None:
     """Raises UserError for the first value that no network can have."""
     for name, value in _unsound(config):
-        raise UserError(f"{where}: {name} cannot be {value!r}")
+        raise UserError(f"{where}: {name} cannot be {value!r}; expected {EXPECTED.get(name, SIZE)}")
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise UserError(
             f"{where}: {config.num_heads} heads of {config.head_dim} on {config.num_kv_heads} key-value heads "

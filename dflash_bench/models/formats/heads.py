@@ -86,11 +86,12 @@ def markov(config: Json, tensors: Tensors) -> MarkovConfig:
     keys = both_levels(config)
     weight = tensors.get("confidence_head.proj.weight")
     enabled, with_markov = keys.get("enable_confidence_head"), keys.get("confidence_head_with_markov")
+    head_type = keys.get("markov_head_type")
     if with_markov is None:
         with_markov = weight is None or weight.ndim != 2 or weight.shape[1] != keys["hidden_size"]
     return MarkovConfig(
         markov_rank=keys["markov_rank"],
-        markov_head_type=keys.get("markov_head_type") or "vanilla",
+        markov_head_type="vanilla" if head_type is None else head_type,
         enable_confidence_head=weight is not None if enabled is None else enabled,
         confidence_head_with_markov=with_markov,
     )

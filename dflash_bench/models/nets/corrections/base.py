@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -73,6 +73,30 @@ class Corrected:
 
 class CorrectionHead(Protocol):
     def correct(self, block: BlockPass, pick: Pick) -> Corrected: ...
+
+
+class Branches(Protocol):
+    """What a head says of a block where the tokens before a slot may be any of several, as in a tree of drafts."""
+
+    @property
+    def state(self) -> Tensor:
+        """Return [B, 1, S], what it knows before the first slot; S may be 0."""
+        ...
+
+    def after(self, last: Tensor, state: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        """Return logits [B, P, C] of the slot's candidates, and states [B, P, S], after tokens [B, P] and states."""
+        ...
+
+    def ids(self, candidates: Tensor, slot: int) -> Tensor:
+        """Return the target ids of candidates [B, N], indices of C."""
+        ...
+
+
+@runtime_checkable
+class BranchingHead(CorrectionHead, Protocol):
+    """A head that looks at the tokens before a slot one by one, so that it can score several of them at once."""
+
+    def branches(self, block: BlockPass) -> Branches: ...
 
 
 @dataclass(frozen=True, slots=True)

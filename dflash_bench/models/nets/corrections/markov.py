@@ -84,7 +84,7 @@ class MarkovHead(nn.Module):
         return self.markov_w1.weight.new_zeros(num_rows, self.rank)
 
     def bias(self, hidden: Tensor, row: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bias [B, Vd] of a slot and the next state [B, r], given h [B, H], e [B, r] and the state."""
+        """Return a slot's bias [..., Vd] and the next state [..., r], given h [..., H], e [..., r] and the state."""
         if self.kind == "vanilla":
             return self.markov_w2(row), state
         if self.kind == "gated":
@@ -124,3 +124,23 @@ class MarkovCorrection:
             last = pick((block.logits[:, slot] + bias)[:, None], slot)[:, 0]
             tokens.append(last)
         return Corrected(torch.stack(tokens, dim=1), torch.stack(confidence, dim=1) if confidence else None)
+
+    def branches(self, block: BlockPass) -> MarkovBranches:
+        return MarkovBranches(self.markov, block, self.markov.start(len(block.anchor))[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class MarkovBranches:
+    """All tokens of the draft's head are candidates of each slot."""
+
+    markov: MarkovHead
+    block: BlockPass
+    state: Tensor
+
+    def after(self, last: Tensor, state: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        hidden = self.block.drafting[:, slot, None].expand(-1, last.shape[1], -1)
+        bias, state = self.markov.bias(hidden, self.markov.markov_w1(last), state)
+        return self.block.logits[:, slot, None] + bias, state
+
+    def ids(self, candidates: Tensor, slot: int) -> Tensor:
+        return self.block.to_target(candidates)

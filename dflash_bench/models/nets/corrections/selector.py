@@ -56,14 +56,38 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.zeros(sizes.num_ids, config.selector_rank))
 
     def correct(self, block: BlockPass, pick: Pick) -> Corrected:
-        values, ids = block.logits.topk(self.top_k, dim=-1)
-        projected = self.hidden_projection(block.drafting)
-        successors = self.successor_codebook[ids] * projected[:, :, None]
-        candidates, last = block.to_target(ids), block.anchor
+        candidates, last = self.branches(block), block.anchor[:, None]
         chosen: list[Tensor] = []
         for slot in range(block.num_drafts):
-            gains = torch.bmm(successors[:, slot], self.predecessor_codebook[last][..., None])[..., 0]
-            index = pick.among(candidates[:, slot], values[:, slot] + gains, slot)
-            last = candidates[:, slot].gather(1, index[:, None])[:, 0]
+            scores, _ = candidates.after(last, candidates.state, slot)
+            index = pick.among(candidates.target_ids[:, slot], scores[:, 0], slot)
+            last = candidates.ids(index[:, None], slot)
             chosen.append(last)
-        return Corrected(torch.stack(chosen, dim=1))
+        return Corrected(torch.cat(chosen, dim=1))
+
+    def branches(self, block: BlockPass) -> Candidates:
+        values, ids = block.logits.topk(self.top_k, dim=-1)
+        successors = self.successor_codebook[ids] * self.hidden_projection(block.drafting)[:, :, None]
+        state = values.new_zeros(len(values), 1, 0)
+        return Candidates(self.predecessor_codebook, values, successors, block.to_target(ids), state)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The best tokens of each slot of a block."""
+
+    predecessors: Tensor
+    values: Tensor
+    """[B, N, C], their logits."""
+    successors: Tensor
+    """[B, N, C, r], their rows, times what the slot's hidden state says."""
+    target_ids: Tensor
+    """[B, N, C]"""
+    state: Tensor
+
+    def after(self, last: Tensor, state: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        gains = torch.matmul(self.predecessors[last], self.successors[:, slot].transpose(1, 2))
+        return self.values[:, slot, None] + gains, state
+
+    def ids(self, candidates: Tensor, slot: int) -> Tensor:
+        return self.target_ids[:, slot].gather(1, candidates)
