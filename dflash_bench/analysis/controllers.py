@@ -11,10 +11,17 @@ A file holds a class `Controller` with three methods, which see one answer at a 
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import json
+import operator
+import os
+import runpy
+import select
+import subprocess
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +32,7 @@ from dflash_bench.core.pace import STEP, WIDTHS, best_width, expected_tokens
 
 Scores = Sequence[float] | None
 TOO_LONG_S = 5.0
-"""Seconds that one call of a controller may take."""
+"""Seconds that one call of a controller from a file may take."""
 
 
 class Controller(Protocol):
@@ -129,28 +136,28 @@ def controller_of(text: str) -> Controller:
         return Fixed(int(number))
     if not text.endswith(".py"):
         raise unknown("controller", text, [*NAMES, "FILE.py"])
-    return _loaded(Path(text))
+    if not Path(text).is_file():
+        raise UserError(f"--controller: there is no file {text}")
+    return ForeignController(Path(text))
 
 
-def _loaded(path: Path) -> Controller:
-    import runpy
+class ForeignController:
+    """Somebody's own, in a process of its own: whatever it does there is a UserError that says so.
 
-    if not path.is_file():
-        raise UserError(f"--controller: there is no file {path}")
-    with _guarded(str(path)):
-        made: Any = runpy.run_path(str(path)).get("Controller")
-        found = made() if isinstance(made, type) else None
-    if found is None or not all(callable(getattr(found, name, None)) for name in ("start", "choose", "learn")):
-        raise UserError(f"--controller {path}: it needs a class Controller with start(), choose() and learn()")
-    return Limited(found, str(path))
+    It may raise, end its process, return what is no length, or take too long for a call, even where no signal and no
+    other thread of this process could stop it.
+    """
 
+    needs_scores = False
 
-class Limited:
-    """Calls a controller that may raise, loop, or return what is no length: each is a UserError that says so."""
-
-    def __init__(self, inner: Any, name: str) -> None:
-        self.inner, self.name = inner, name
-        self.needs_scores, self.most = False, 0
+    def __init__(self, path: Path) -> None:
+        self.name, self.most = f"--controller {path}", 0
+        command = [sys.executable, "-P", "-c", _START, str(Path(__file__).parents[2])]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        weakref.finalize(self, _end, self._process)
+        self._read(START_S)
+        if self._call("load", str(path)) is not True:
+            raise UserError(f"{self.name}: it needs a class Controller with start(), choose() and learn()")
 
     def start(self, most: int) -> None:
         self.most = most
@@ -158,44 +165,68 @@ class Limited:
 
     def choose(self, scores: Scores) -> int:
         length = self._call("choose", scores)
-        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= self.most:
-            raise UserError(
-                f"--controller {self.name}: choose() returned {str(length)[:40]!r}, "
-                f"and not a length from 0 to {self.most}"
-            )
+        if type(length) is not int or not 0 <= length <= self.most:
+            raise UserError(f"{self.name}: choose() returned {length}, and not a length from 0 to {self.most}")
         return length
 
     def learn(self, verified: int, accepted: int) -> None:
         self._call("learn", verified, accepted)
 
     def _call(self, method: str, *values: Any) -> Any:
-        with _guarded(self.name):
-            return getattr(self.inner, method)(*values)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # then there is nothing to read either
+            self._process.stdin.write(json.dumps([method, *values]).encode() + b"\n")
+            self._process.stdin.flush()
+        why, said = self._read(TOO_LONG_S)
+        if why is not None:
+            raise UserError(f"{self.name}: it raised {why}")
+        return said
+
+    def _read(self, limit_s: float) -> Any:
+        stdout = self._process.stdout
+        assert stdout is not None
+        if not select.select([stdout], [], [], limit_s)[0]:
+            raise UserError(f"{self.name}: it did not return within {limit_s:g} s")
+        try:
+            return json.loads(stdout.readline())
+        except ValueError:
+            raise UserError(f"{self.name}: it ended its process") from None
 
 
-class _TooLongError(BaseException):
-    """Not an Exception, so that a controller's own handlers let it pass."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with process:
+        pass
 
 
-@contextmanager
-def _guarded(name: str) -> Iterator[None]:
-    """Turn whatever somebody's code raises, or its taking too long, into a UserError."""
-    if threading.current_thread() is not threading.main_thread():
-        raise UserError(f"--controller {name}: only the main thread can stop a controller that loops; replay there")
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from dflash_bench.analysis.controllers import serve; serve()"
+START_S = 60.0
+"""Seconds that the process may take to begin, on a busy machine."""
 
-    def stop(*_: object) -> None:
-        raise _TooLongError
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, TOO_LONG_S)
-    try:
-        yield
-    except _TooLongError:
-        raise UserError(f"--controller {name}: it did not return within {TOO_LONG_S:g} s") from None
-    # The code is someone else's, and may fail in any way.
-    except (Exception, SystemExit) as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        raise UserError(f"--controller {name}: it raised {why}") from error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def serve() -> None:
+    """Be the process of a controller: a line of input is a call, one of output why it failed and what it returned."""
+    # What the controller itself reads and prints is neither.
+    calls, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    print("[]", file=answers, flush=True)
+    controller: Any = None
+    for line in calls:
+        method, *values = json.loads(line)
+        try:
+            if method == "load":
+                made = runpy.run_path(*values).get("Controller")
+                controller = made() if isinstance(made, type) else None
+                answer = [None, all(callable(getattr(controller, name, None)) for name in ("start", "choose", "learn"))]
+            else:
+                answer = [None, _plain(getattr(controller, method)(*values))]
+        except BaseException as error:  # noqa: BLE001 (whatever somebody's code may raise)
+            answer = [" ".join(traceback.format_exception_only(error)[-1].split())[:160], None]
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _plain(said: Any) -> int | str:
+    """Return a whole number of any type as an int, and anything else that may be no length as a short text."""
+    number = operator.index(said) if hasattr(type(said), "__index__") and not isinstance(said, bool) else -1
+    return number if 0 <= number < 1000 else repr(said)[:40]

@@ -103,7 +103,7 @@ class Run:
         the answer before this round; the first token comes from prefill), drafted (number of draft tokens, for a tree
         all its nodes), drafted_ids (an array of them, or None if they were not stored), ranks (an array of where the
         right token of each place is among the draft's likeliest: from 1 on, 0 if not among those recorded, -1 if not
-        known; or None), verified (number of draft tokens that the target read), accepted (number of draft tokens
+        known; or None), verified (number of draft tokens up to where a draft is cut), accepted (number of draft tokens
         accepted), emitted (tokens that the round added), draft_s, verify_s, round_s (seconds). Empty for
         servers, which hide their rounds.
         """

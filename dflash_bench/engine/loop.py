@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -230,6 +230,8 @@ class _State:
         verdict, tokens = outcome.verdict, outcome.tokens
         self.sampler.commit(tokens, verdict.num_accepted)
         host = to_host(_parts(draft, outcome))
+        if draft is not None and "lengths" in host:
+            draft = replace(draft, lengths=[length for (length,) in host["lengths"]])
         kept = [count for (count,) in host["accepted"]]
         alive = [slot.is_decoding for slot in self.slots]
         _refuse_broken(self.slots, host["broken"], kept)
@@ -336,6 +338,8 @@ def _parts(draft: Draft | None, outcome: Outcome) -> dict[str, Tensor]:
         parts["drafted"] = draft.all_drafted
         if draft.parents is not None:
             parts["parents"] = draft.parents
+        if isinstance(draft.lengths, Tensor):
+            parts["lengths"] = draft.lengths[:, None]
         if draft.wants_choices and verdict.choices is not None:
             parts["choices"] = verdict.choices
     return parts

@@ -27,7 +27,8 @@ class Draft:
     `probs` [B, N, V] are the distributions that the tokens were drawn from; None means they were chosen, not drawn. A
     tree's node may be drawn given its elder siblings (without replacement, say); its probs are then conditional, too.
     `lengths` says how many leading tokens of each row are real; padding is never accepted. A drafter with nothing for
-    any row proposes None in place of a draft.
+    any row proposes None in place of a draft. Lengths [B] that the device decides reach the host with the round's
+    outcome.
     `drafted` [B, M] are all tokens that were drafted, where only the first of them, `tokens`, are to be verified.
     `following` [B] is the token after a draft that is the answer itself: both are committed without being verified.
     `wants_choices` asks for the target's choice after each place (`Committed.choices`).
@@ -36,7 +37,7 @@ class Draft:
     tokens: Tensor
     parents: Tensor | None = None
     probs: Tensor | None = None
-    lengths: Sequence[int] | None = None
+    lengths: Sequence[int] | Tensor | None = None
     wants_choices: bool = False
     following: Tensor | None = None
     drafted: Tensor | None = None
@@ -51,7 +52,8 @@ class Draft:
         return self.tokens if self.drafted is None else self.drafted
 
     def num_verified(self) -> list[int]:
-        """Return how many tokens of each row are to be verified."""
+        """Return how many tokens of each row are to be verified; the host must know it."""
+        assert not isinstance(self.lengths, Tensor)
         return [self.width] * len(self.tokens) if self.lengths is None else list(self.lengths)
 
     def num_drafted(self) -> list[int]:
@@ -60,7 +62,9 @@ class Draft:
 
     @property
     def is_padded(self) -> bool:
-        return self.lengths is not None and min(self.lengths) < self.width
+        if self.lengths is None or isinstance(self.lengths, Tensor):
+            return self.lengths is not None
+        return min(self.lengths) < self.width
 
     @property
     def padding(self) -> Tensor | None:
@@ -68,8 +72,9 @@ class Draft:
         if not self.is_padded:
             return None
         assert self.lengths is not None
-        ends = to_device(self.lengths, self.tokens.device)[:, None]
-        return torch.arange(self.width, device=self.tokens.device) >= ends
+        device = self.tokens.device
+        ends = self.lengths if isinstance(self.lengths, Tensor) else to_device(self.lengths, device)
+        return torch.arange(self.width, device=device) >= ends[:, None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,16 +186,21 @@ def test_a_run_of_batches_alone_has_nothing_to_calibrate(folder: Path) -> None:
         ("return 1 / 0", "it raised ZeroDivisionError"),
         ("while True: pass", "did not return within"),
         ("return most_of_all", "it raised NameError"),
-        ("return 99", "returned '99', and not a length"),
-        ("return True", "not a length"),
+        ("return sum(iter(int, 1))", "did not return within"),
+        ("return 99", "returned 99, and not a length from 0 to 2"),
+        ("return True", "returned True, and not a length"),
         ("return -1", "not a length"),
+        ("return 1.0", "returned 1.0, and not a length"),
         ("raise SystemExit", "it raised SystemExit"),
+        ("raise BaseException", "it raised BaseException"),
+        ("import os; os._exit(0)", "it ended its process"),
     ],
 )
 def test_a_controller_that_misbehaves_is_named(
     shorter: db.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, why: str
 ) -> None:
-    monkeypatch.setattr(controllers, "TOO_LONG_S", 0.05)
+    if "within" in why:
+        monkeypatch.setattr(controllers, "TOO_LONG_S", 0.2)
     path = tmp_path / "mine.py"
     path.write_text(
         "class Controller:\n    def start(self, most): pass\n    def learn(self, verified, accepted): pass\n"

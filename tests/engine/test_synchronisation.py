@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from toy import Decoded, Scripted, run, sometimes_wrong, tiny
 from varlen import varlen_attn
 
+from dflash_bench.core.methods import METHODS as TABLE
 from dflash_bench.engine import backend, cache, lengths, loop
 from dflash_bench.engine import target as target_module
 from dflash_bench.engine.backend import capture_passes, capture_stats
@@ -31,15 +33,22 @@ from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Captures, Committed, NoDrafter
 from dflash_bench.engine.drafters import base
 from dflash_bench.engine.drafters import dflash as dflash_module
-from dflash_bench.engine.drafters.ddtree import AutoDDTreeDrafter, DDTreeDrafter
-from dflash_bench.engine.drafters.dflash import AutoDFlashDrafter, DFlashDrafter
+from dflash_bench.engine.drafters.ddtree import AutoDDTreeDrafter, DDTreeDrafter, ExpandedTreeDrafter
+from dflash_bench.engine.drafters.dflash import AutoCutDFlashDrafter, AutoDFlashDrafter, CutDFlashDrafter, DFlashDrafter
+from dflash_bench.engine.drafters.dflash_ngram import DFlashNGramDrafter
 from dflash_bench.engine.drafters.draft_model import ModelDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.drafters.eagle3_tree import Eagle3TreeDrafter
+from dflash_bench.engine.drafters.lookahead import LookaheadDrafter
 from dflash_bench.engine.drafters.medusa import MedusaDrafter
 from dflash_bench.engine.drafters.mtp import MTPDrafter
 from dflash_bench.engine.drafters.ngram import NGramDrafter
+from dflash_bench.engine.drafters.oracle import OracleDrafter
 from dflash_bench.engine.drafters.p_eagle import PEagleDrafter
+from dflash_bench.engine.drafters.random import RandomDrafter
+from dflash_bench.engine.drafters.rest import RestDrafter
+from dflash_bench.engine.drafters.suffix import SuffixDrafter
+from dflash_bench.engine.drafters.synthetic import SyntheticDrafter
 from dflash_bench.engine.forward import native as native_module
 from dflash_bench.engine.forward.fused import FusedGated, fuse
 from dflash_bench.engine.forward.native import NativeForward
@@ -49,6 +58,9 @@ from dflash_bench.engine.rows import to_host
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
+from dflash_bench.models.datastore import of_texts
+from dflash_bench.models.nets.bodies import BlockView, DraftBody, Mixing
+from dflash_bench.models.nets.corrections.base import CorrectionConfig
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 
@@ -71,8 +83,34 @@ def dflash(target: Target, place: Place, kind: Any = DFlashDrafter, **options: A
     return kind(place(enlarged(DFlashDraft(DFLASH))), target.embedding, target.head, **options)
 
 
-def corrected(target: Target, place: Place, head: str, rule: str = "match") -> Any:
-    return DFlashDrafter(place(draft_of(head)), target.embedding, target.head, rule=rule)
+def corrected(target: Target, place: Place, head: str, kind: Any = DFlashDrafter, **options: Any) -> Any:
+    return kind(place(draft_of(head)), target.embedding, target.head, **options)
+
+
+def of_body(target: Target, place: Place, name: str) -> Any:
+    draft = enlarged(DFlashDraft(replace(DFLASH, **BODIES[name])))
+    return DFlashDrafter(place(draft), target.embedding, target.head)
+
+
+def beside_lookup(target: Target, place: Place) -> Any:
+    return DFlashNGramDrafter(dflash(target, place), 2, 4)
+
+
+def of_texts_like_these(target: Target, _place: Place) -> Any:
+    return RestDrafter(of_texts([PROMPTS[1], PROMPTS[2]]), 6, 3, 4, 1, target.device)
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "DFlash 2": {"body": DraftBody(conv_kernel_size=2, conv_group_size=16)},
+    "DFlare": {"body": DraftBody(mixing=Mixing.BY_LAYER, own_context_weights=True)},
+    "DFlare, normed apart": {"body": DraftBody(mixing=Mixing.BY_LAYER_NORMED)},
+    "JetSpec": {"shifted_labels": True, "body": DraftBody(views=(BlockView(is_causal=True),) * 2)},
+    "windows": {"body": DraftBody(views=(BlockView(3, from_anchor=True), BlockView(5, is_causal=True)))},
+    "sinks, scaled and capped": {
+        "body": DraftBody(has_sinks=True, value_scale=0.7, output_multiplier=0.5, logit_softcap=9.0)
+    },
+    "a head and ids of its own": {"own_head": True, "draft_vocab_size": 40},
+}
 
 
 def eagle3(target: Target, place: Place) -> Any:
@@ -115,14 +153,25 @@ METHODS: dict[str, Callable[[Target, Place], Any]] = {
     "medusa, a chain": lambda target, place: medusa(target, place, 3, 1),
     "dflash, as much as pays": lambda target, place: dflash(target, place, AutoDFlashDrafter),
     "ddtree, as much as pays": lambda target, place: dflash(target, place, AutoDDTreeDrafter, nodes=12, top_k=4),
+    "dflash, cut": partial(corrected, head="gated", kind=CutDFlashDrafter, threshold=0.5),
+    "dflash, cut, drawn": partial(corrected, head="gated", kind=CutDFlashDrafter, threshold=0.5, rule="rejection"),
+    "dflash, cut to what pays": partial(corrected, head="vanilla", kind=AutoCutDFlashDrafter),
+    "ddtree, expanded": lambda target, place: dflash(target, place, ExpandedTreeDrafter, nodes=12, top_k=4),
     "ngram": lambda target, _place: NGramDrafter(4, 3, 1, target.device),
+    "dflash+ngram": beside_lookup,
+    "suffix": lambda target, _place: SuffixDrafter(4, 0.1, 16, 2.0, True, target.device),
+    "rest": of_texts_like_these,
+    "lookahead": lambda target, _place: LookaheadDrafter(3, 3, 3, target.device),
+    "oracle": lambda target, _place: OracleDrafter(4, target),
+    "random": lambda target, _place: RandomDrafter(4, 0, target),
+    "synthetic": lambda target, _place: SyntheticDrafter((0.9, 0.5), 0, target),
     "draft-model": draft_model,
     "draft-model, drawn": lambda target, place: draft_model(target, place, "rejection"),
+    **{f"dflash, {name}": partial(of_body, name=name) for name in BODIES},
     **{f"dflash, {head}": partial(corrected, head=head) for head in HEADS},
     **{f"dflash, {head}, drawn": partial(corrected, head=head, rule="rejection") for head in HEADS},
 }
 DRAWN = {label for label in METHODS if label.endswith("drawn")}
-CORRECTED = {f"dflash, {head}" for head in HEADS}
 
 
 class Knowing:
@@ -143,11 +192,12 @@ class Knowing:
         draft: Draft | None = self.inner.propose()
         if draft is None or draft.probs is not None:
             return draft
-        rows = [[self.scripted.change(token) for token in row] for row in self.scripted.right(draft.width)]
+        width = draft.all_drafted.shape[1]
+        rows = [[self.scripted.change(token) for token in row] for row in self.scripted.right(width)]
         right = to_device(rows, draft.tokens.device)
         if draft.parents is not None:
             right = right.gather(1, depths(draft.parents)[:, 1:] - 1)
-        return Draft(right, draft.parents)
+        return replace(draft, tokens=right[:, : draft.width], drafted=None if draft.drafted is None else right)
 
 
 def decoded(
@@ -161,6 +211,8 @@ def decoded(
     """Decode, with mostly right drafts if `texts` are known, and by captured passes if there is a `capture`."""
     target = native(tiny("qwen3"), place)
     drafter = METHODS[label](target, place)
+    if isinstance(drafter, OracleDrafter):
+        drafter.known = [list(text) for text in texts]
     known = drafter
     if texts:
         known = Knowing(drafter, Scripted(texts, drafter.num_drafts, sometimes_wrong(0.8, 97)))
@@ -208,9 +260,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 CASES = [
     (label, num_rows, sampling)
     for label in METHODS
-    for num_rows, sampling in ((1, Sampling()), (3, Sampling()), (3, SAMPLED))
-    # Heads differ in what they draft of a block, and not in how rows are told apart.
-    if not (sampling.greedy and (label in DRAWN or (num_rows == 1 and label in CORRECTED)))
+    for num_rows, sampling in ((1, Sampling()), (3, Sampling()), (1, SAMPLED), (3, SAMPLED))
+    if not (sampling.greedy and label in DRAWN)
+    # Heads and bodies differ in what they draft of a block: once alone and greedily, once in rows that are drawn.
+    if label.removeprefix("dflash, ").removesuffix(", drawn") not in {*HEADS, *BODIES}
+    or (num_rows == 1) == (sampling.greedy and label not in DRAWN)
 ]
 
 
@@ -227,8 +281,26 @@ def test_a_round_waits_once_and_says_what_it_says_on_the_cpu(
     assert device.num_copies <= MOST_COPIES * len(there.rounds)
 
 
+def test_every_method_is_tried() -> None:
+    """But for block diffusion, which no target verifies: how many passes a block takes is decided by its tokens."""
+    assert {label.partition(",")[0] for label in METHODS} == {*TABLE} - {"block-diffusion"}
+    kinds = {type(config.correction).__name__ for config in HEADS.values()}
+    assert kinds == {kind.__name__ for kind in CorrectionConfig.__subclasses__()}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_where_the_device_cuts_as_much_is_verified_as_on_the_cpu(device: Device, sampling: Sampling) -> None:
+    texts = texts_of(on_the_cpu(3, sampling))
+    here, there = (decoded("dflash, cut", place, 3, sampling, texts) for place in (lambda module: module, moved))
+    assert [step.verified for step in there.rounds] == [step.verified for step in here.rounds]
+    assert [step.accepted for step in there.rounds] == [step.accepted for step in here.rounds]
+    assert {count for step in there.rounds for count in step.verified or ()} >= {0, 1, 8}
+
+
 @pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("label", ["ar", "dflash", "ddtree", "eagle3", "draft-model", "dflash, lilicorr"])
+@pytest.mark.parametrize(
+    "label", ["ar", "dflash", "ddtree", "eagle3", "draft-model", "dflash, lilicorr", "dflash, cut"]
+)
 def test_captured_passes_exchange_nothing_with_the_host(device: Device, label: str, num_rows: int) -> None:
     expected = on_the_cpu(num_rows, Sampling())
     there = decoded(label, moved, num_rows, Sampling(), texts_of(expected), device.capture)

@@ -306,8 +306,12 @@ class AdaptiveDrafter(DFlashDrafter):
 class CutDFlashDrafter(DFlashDrafter):
     """Verifies a row's draft up to its first token whose own confidence is below the threshold, as DeepSpec does.
 
-    That may be none of it: the target then reads the anchor alone. A confidence is about the tokens before, and never
-    about the token itself, so drawn tokens still follow their q.
+    That may be none of it. A confidence is about the tokens before, and never about the token itself, so drawn tokens
+    still follow their q.
+
+    On a CPU the target reads no more than the longest row's part. A GPU would have to tell the host how wide that is,
+    and so be waited for twice a round, to make a pass shorter that takes hardly less time: there the target reads the
+    whole block, and nothing behind a row's cut is accepted.
     """
 
     reads_confidence = True
@@ -328,9 +332,10 @@ class CutDFlashDrafter(DFlashDrafter):
     def propose(self) -> Draft:
         corrected, probs = self.draft_tokens(self.block_logits())
         assert corrected.confidence is not None
-        # How wide the pass of the target is must be known on the host.
-        sure = (corrected.confidence >= self.threshold).cumprod(dim=1).sum(dim=1).tolist()
-        lengths = [length * alive for length, alive in zip(sure, self.alive, strict=True)]
+        sure = (corrected.confidence >= self.threshold).cumprod(dim=1).sum(dim=1)
+        if self.device.type != "cpu":
+            return verified_in_part(corrected.tokens, probs, corrected.tokens.shape[1], sure)
+        lengths = [length * alive for length, alive in zip(sure.tolist(), self.alive, strict=True)]
         return verified_in_part(corrected.tokens, probs, max(lengths), lengths)
 
 
@@ -351,7 +356,9 @@ class AutoCutDFlashDrafter(AdaptiveDrafter):
         return verified_in_part(corrected.tokens, probs, width)
 
 
-def verified_in_part(tokens: Tensor, probs: Tensor | None, width: int, lengths: Sequence[int] | None = None) -> Draft:
+def verified_in_part(
+    tokens: Tensor, probs: Tensor | None, width: int, lengths: Sequence[int] | Tensor | None = None
+) -> Draft:
     """Return a draft of tokens [B, N], with q [B, N, V], of which at most the first `width` are verified."""
     probs = None if probs is None else probs[:, :width]
     return Draft(tokens[:, :width], probs=probs, lengths=lengths, drafted=tokens)
