@@ -64,7 +64,7 @@ from dflash_bench.models.nets.corrections.base import CorrectionConfig
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 
-NEW = 16
+NEW = 12
 SAMPLED = Sampling(temperature=0.8, seed=3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1)
 MOST_COPIES = 10
 """In a round with the longest chain here: five steps of EAGLE-3 and rows of different lengths."""
@@ -297,9 +297,15 @@ def test_where_the_device_cuts_as_much_is_verified_as_on_the_cpu(device: Device,
     assert {count for step in there.rounds for count in step.verified or ()} >= {0, 1, 8}
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
+CORRECTED = [f"dflash, {head}" for head in ("selector", "rnn", "domino", "xpress", "lilicorr")]
+
+
 @pytest.mark.parametrize(
-    "label", ["ar", "dflash", "ddtree", "eagle3", "draft-model", "dflash, lilicorr", "dflash, cut"]
+    ("label", "num_rows"),
+    [
+        *((label, num_rows) for label in ("ar", "dflash", "ddtree", "eagle3", "draft-model") for num_rows in (1, 3)),
+        *((label, 3) for label in (*CORRECTED, "dflash, cut")),
+    ],
 )
 def test_captured_passes_exchange_nothing_with_the_host(device: Device, label: str, num_rows: int) -> None:
     expected = on_the_cpu(num_rows, Sampling())

@@ -150,10 +150,10 @@ class BranchingTreeDrafter(DDTreeDrafter):
 
     def whole_tree(self) -> tuple[Nodes, Tensor]:
         assert self.corrector is not None and isinstance(self.corrector.head, BranchingHead)
-        logits, anchor = self.block_logits(), self.block[:, 0]
-        block = self.corrector.block_pass(self.hidden, logits, self.slots, anchor, self.embedding)
-        branches = self.corrector.head.branches(block)
-        return branching_nodes(branches, anchor, self.num_predicted, self.top_k, self.num_drafts)
+        logits, anchor = self.block_logits(), self.block[:, :1]
+        inputs = self.corrector.inputs(self.hidden, logits, anchor)
+        branches = self.corrector.head.branches(self.corrector.block_pass(inputs, self.slots, self.embedding))
+        return branching_nodes(branches, anchor[:, 0], self.num_predicted, self.top_k, self.num_drafts)
 
 
 class AutoBranchingTreeDrafter(AutoDDTreeDrafter, BranchingTreeDrafter):

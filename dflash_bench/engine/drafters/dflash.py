@@ -206,10 +206,32 @@ class DFlashDrafter(CachedDrafter):
         if self.corrector is None:
             tokens, probs = self.draft_sampler.sample(logits)
             return Corrected(tokens), probs
-        corrected, probs = self.corrector.correct(self.hidden, logits, self.slots, self.block[:, 0], self.embedding)
+        inputs = self.corrector.inputs(self.hidden, logits, self.block[:, :1])
+        if (chosen := self._chosen_captured(inputs)) is not None:
+            return chosen, None
+        corrected, probs = self.corrector.correct(inputs, self.slots, self.embedding)
         if self.draft_sampler.listener is not None and corrected.confidence is not None:
             self.draft_sampler.listener.trusting(corrected.confidence)
         return corrected, probs
+
+    def _chosen_captured(self, inputs: Sequence[Tensor]) -> Corrected | None:
+        """Return what the head chooses by a captured pass, or None if there is none; draws are not captured.
+
+        A head that goes from slot to slot has some ten short operations for each.
+        """
+        graphs, sampler = self.graph_cache, self.draft_sampler
+        if graphs is None or not graphs.captures_small or sampler.draws or sampler.listener is not None:
+            return None
+        key = ("correct", *(value.shape[1:] for value in inputs))
+        if (results := graphs.replay(key, self._steady_correction, None, *inputs)) is None:
+            return None
+        tokens, *confidence = (result.clone() for result in results)
+        return Corrected(tokens, *confidence)
+
+    def _steady_correction(self, _num_places: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        assert self.corrector is not None
+        corrected, _ = self.corrector.correct(inputs, self.slots, self.embedding)
+        return (corrected.tokens,) if corrected.confidence is None else (corrected.tokens, corrected.confidence)
 
     def block_logits(self) -> Tensor:
         """Return the logits [B, num_predicted, Vd] of the tokens that the block predicts."""
@@ -465,24 +487,28 @@ class BlockCorrector:
         rows = committed.row_slice
         self.context[rows] = torch.where(counts > 0, fused, self.context[rows])
 
-    def correct(
-        self, hidden: Tensor, logits: Tensor, slots: slice, anchor: Tensor, embed: Callable[[Tensor], Tensor]
-    ) -> tuple[Corrected, Tensor | None]:
-        """Return the drafted tokens, and their distributions q [B, N, V] if they were drawn.
+    def inputs(self, hidden: Tensor, logits: Tensor, anchor: Tensor) -> tuple[Tensor, ...]:
+        """Return what `correct` reads; `hidden` [B, K, H] and `logits` [B, N, Vd] are of a pass behind `anchor` [B, 1].
 
-        `hidden` [B, K, H] and `logits` [B, N, Vd] are of one pass over blocks that begin with `anchor` [B].
+        What stands before the anchors [B] and their contexts [B, H] are among it for heads that read them.
         """
+        before = [on_host(self.before, self.weight.device)] if self.reads_before else []
+        return hidden, logits, anchor, *before, *([self.context] if self.reads_context else [])
+
+    def correct(
+        self, inputs: Sequence[Tensor], slots: slice, embed: Callable[[Tensor], Tensor]
+    ) -> tuple[Corrected, Tensor | None]:
+        """Return the drafted tokens, and their distributions q [B, N, V] if they were drawn."""
         pick = self.new_pick(self.sampler)
-        corrected = self.head.correct(self.block_pass(hidden, logits, slots, anchor, embed), pick)
+        corrected = self.head.correct(self.block_pass(inputs, slots, embed), pick)
         return corrected, pick.probs
 
-    def block_pass(
-        self, hidden: Tensor, logits: Tensor, slots: slice, anchor: Tensor, embed: Callable[[Tensor], Tensor]
-    ) -> BlockPass:
+    def block_pass(self, inputs: Sequence[Tensor], slots: slice, embed: Callable[[Tensor], Tensor]) -> BlockPass:
         """Return what the head reads of such a pass."""
+        hidden, logits, anchor, *read = inputs
+        context = read.pop() if self.reads_context else None
+        before = read.pop().to(self.weight.device, non_blocking=True) if self.reads_before else None
         return BlockPass(
-            hidden.to(self.weight.dtype), logits, slots, anchor, embed, self.draft.target_ids,
-            to_device(self.before, self.weight.device) if self.reads_before else None,
-            self.context if self.reads_context else None,
+            hidden.to(self.weight.dtype), logits, slots, anchor[:, 0], embed, self.draft.target_ids, before, context,
             self.reads_confidence or self.sampler.listener is not None,
         )  # fmt: skip
