@@ -212,6 +212,7 @@ def serve() -> None:
     os.dup2(2, 1)
     print("[]", file=answers, flush=True)
     controller: Any = None
+    answer: list[Any]
     for line in calls:
         method, *values = json.loads(line)
         try:

@@ -102,7 +102,8 @@ class _ForcedDrafter:
             depths = [draft.width + 1] * len(self.texts)
         elif draft is not None and draft.following is None:
             # Of a draft that is cut, only what is verified is of interest here.
-            draft = replace(draft, drafted=None)
+            lengths = draft.lengths.tolist() if isinstance(draft.lengths, Tensor) else draft.lengths
+            draft = replace(draft, drafted=None, lengths=lengths)
             forces = draft.probs is None or (draft.parents is None and not self.proposals)
             draft = self._cut(draft, forces)
             if forces:
@@ -132,7 +133,7 @@ class _ForcedDrafter:
         probs = None if draft.probs is None else draft.probs.clone()
         for row, favourites in enumerate(favoured.tolist()):
             below = range(-1, draft.width - 1) if parents is None else parents[row]
-            length = draft.width if draft.lengths is None else draft.lengths[row]
+            length = draft.num_verified()[row]
             start, upcoming = self._upcoming(row)
             path = self._path(below, length)[: len(upcoming)]
             depth = self._depth(row, start, path, below[:length], favourites)
