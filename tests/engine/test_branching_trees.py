@@ -36,10 +36,8 @@ def build(target: Target, kind: str, method: str) -> Any:
 def by_the_paper(drafter: BranchingTreeDrafter, row: int) -> list[tuple[tuple[int, ...], float]]:
     """Algorithm 1 for one row, path by path: what follows a path is asked of the head along that path alone."""
     corrector: Any = drafter.corrector
-    block = corrector.block_pass(
-        drafter.hidden, drafter.block_logits(), drafter.slots, drafter.block[:, 0], drafter.embedding
-    )
-    branches = corrector.head.branches(block)
+    inputs = corrector.inputs(drafter.hidden, drafter.block_logits(), drafter.block[:, :1])
+    branches = corrector.head.branches(corrector.block_pass(inputs, drafter.slots, drafter.embedding))
 
     def children(path: tuple[int, ...]) -> list[tuple[int, float]]:
         state, last = branches.state, int(drafter.block[row, 0])

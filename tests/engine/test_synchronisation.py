@@ -33,7 +33,12 @@ from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Captures, Committed, NoDrafter
 from dflash_bench.engine.drafters import base
 from dflash_bench.engine.drafters import dflash as dflash_module
-from dflash_bench.engine.drafters.ddtree import AutoDDTreeDrafter, DDTreeDrafter, ExpandedTreeDrafter
+from dflash_bench.engine.drafters.ddtree import (
+    AutoDDTreeDrafter,
+    BranchingTreeDrafter,
+    DDTreeDrafter,
+    ExpandedTreeDrafter,
+)
 from dflash_bench.engine.drafters.dflash import AutoCutDFlashDrafter, AutoDFlashDrafter, CutDFlashDrafter, DFlashDrafter
 from dflash_bench.engine.drafters.dflash_ngram import DFlashNGramDrafter
 from dflash_bench.engine.drafters.draft_model import ModelDrafter
@@ -157,6 +162,10 @@ METHODS: dict[str, Callable[[Target, Place], Any]] = {
     "dflash, cut, drawn": partial(corrected, head="gated", kind=CutDFlashDrafter, threshold=0.5, rule="rejection"),
     "dflash, cut to what pays": partial(corrected, head="vanilla", kind=AutoCutDFlashDrafter),
     "ddtree, expanded": lambda target, place: dflash(target, place, ExpandedTreeDrafter, nodes=12, top_k=4),
+    **{
+        f"ddtree, {head}": partial(corrected, head=head, kind=BranchingTreeDrafter, nodes=8, top_k=3)
+        for head in ("selector", "rnn")
+    },
     "ngram": lambda target, _place: NGramDrafter(4, 3, 1, target.device),
     "dflash+ngram": beside_lookup,
     "suffix": lambda target, _place: SuffixDrafter(4, 0.1, 16, 2.0, True, target.device),
@@ -345,7 +354,7 @@ class Launches:
         return replayed
 
 
-LAUNCHES = {"ar": 8, "dflash": 22, "ddtree": 95, "eagle3": 89}
+LAUNCHES = {"ar": 8, "dflash": 22, "ddtree": 96, "eagle3": 89, "dflash, selector": 26, "dflash, cut": 43}
 """The most launches of a round of one row whose passes are captured, copies to the host and the device included."""
 
 
