@@ -131,6 +131,8 @@ OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
     "prompt_tokens": lambda rows: rows["num_prompt_tokens"],
     "draft_prefill_s": lambda rows: rows["draft_prefill_s"],
     "draft_prefills": lambda rows: rows.has("draft_prefill_s"),
+    "energy_j": lambda rows: rows["energy_j"],
+    "energy_tokens": lambda rows: np.where(rows.has("energy_j"), rows["num_tokens"], 0),
     **{f"right_of_{num}": _right_of(num) for num in HEADROOM},
     **{f"ranked_{num}": _ranked(num) for num in HEADROOM},
 }
@@ -165,7 +167,7 @@ def prompt_sums(good: Any) -> Any:
 # these sums. Failed answers are in no sum. A metric that needs what the backend does not report is left out, never 0.
 
 
-Unit = Literal["tokens/round", "forwards/token", "share", "tokens/s", "x", "ms", "tokens", "points"]
+Unit = Literal["tokens/round", "forwards/token", "share", "tokens/s", "x", "ms", "tokens", "points", "J/token"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +354,12 @@ _DECLARED = (
     Metric(
         id="plain_ms", formula="milliseconds per token of plain decoding, over the same answers",
         top=("plain_s",), bottom=("plain_tokens",), **_TIME,
+    ),
+    Metric(
+        id="joules_per_token",
+        formula="energy of the machine while answers were made, prompts included / sum(T); its idle power counts",
+        unit="J/token", top=("energy_j",), bottom=("energy_tokens",), higher_is_better=False, is_timing=True,
+        shown=(Shown("results", 8, "J/token", digits=3, is_optional=True),),
     ),
     Metric(
         id="prompt_tokens", formula="mean tokens of a prompt, the chat template included",

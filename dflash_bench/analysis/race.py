@@ -77,6 +77,8 @@ class Standing:
     """What a program said when the method failed."""
     num_drafts: int | None = None
     """The most tokens that it drafts per round."""
+    joules_per_token: float | None = None
+    """If energy is measured: plain decoding's of the whole race, times the ratio to plain in the method's runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +290,7 @@ class Race:
         return Standing(
             BASELINE, "baseline", self.num_rounds, _num_prompts(longest), one, None, one,
             tokens_per_s=_throughput(self.tables, BASELINE), ms_per_token=ms.value if ms else None,
+            joules_per_token=_joules(self.tables, BASELINE),
         )  # fmt: skip
 
     def _standing(self, method: str, racing: Verdict | None, best: str | None, plain: Standing) -> Standing:
@@ -297,15 +300,14 @@ class Race:
             return Standing(method, verdict if self.tables else "no_time", self.rounds.get(method, 0), error=error)
         speedup, even = self.speedup(method), _mean(parts, BREAK_EVEN)
         with_it = [table for table in self.tables if (table.rows["method"] == method).any()]
-        own, beside_it = (_throughput(with_it, name) for name in (method, BASELINE))
-        known = own and beside_it and plain.tokens_per_s
         return Standing(
             method, verdict, self.rounds.get(method, 0), _num_prompts(parts), speedup,
             None if best is None or best == method else self.beside(method, best),
             _mean(parts, LENGTH), even.value if even else None,
-            plain.tokens_per_s * own / beside_it if known else None,  # type: ignore[operator]
+            _scaled(plain.tokens_per_s, *(_throughput(with_it, name) for name in (method, BASELINE))),
             plain.ms_per_token / speedup.value if plain.ms_per_token and speedup and speedup.value else None, error,
             with_it[-1].info.identity.methods[method].num_drafts if with_it else None,
+            _scaled(plain.joules_per_token, *(_joules(with_it, name) for name in (method, BASELINE))),
         )  # fmt: skip
 
 
@@ -383,6 +385,18 @@ def _throughput(tables: Sequence[RunTable], method: str) -> float | None:
         tokens += float(answers["num_tokens"].sum())
         seconds += own_s(answers, is_open=False) if len(answers) else 0.0
     return tokens / seconds if seconds else None
+
+
+def _joules(tables: Sequence[RunTable], method: str) -> float | None:
+    """Return the joules per token of a method in these runs; None if energy was not measured."""
+    rows = [without_errors(table.rows[table.rows["method"] == method]) for table in tables]
+    joules, tokens = (sum(float(one[name].sum()) for one in rows) for name in ("energy_j", "num_tokens"))
+    return joules / tokens if joules and tokens else None
+
+
+def _scaled(plain: float | None, own: float | None, beside: float | None) -> float | None:
+    """Return plain decoding's figure of the whole race, times the ratio of a method's own to plain's beside it."""
+    return plain * own / beside if plain and own and beside else None
 
 
 def first_size(concurrency: int) -> int:

@@ -79,6 +79,7 @@ class Options(TypedDict, total=False):
     audit: str
     record: str
     headroom: int
+    energy: bool
     over: Mapping[str, Iterable[object]]
     one_at_a_time: bool
     device: str

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 OF_ANSWERS = (
     "suite", "prompt_id", "category", "turn", "repeat", "method", "settings", "order",
     "text", "token_ids", "finish_reason", "error", "answer", "passed", "score", "exactness", "audit",
-    "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "peak_memory_bytes", "prompt_hash",
+    "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "energy_j", "peak_memory_bytes",
+    "prompt_hash",
 )  # fmt: skip
 """The columns of `Run.answers`."""
 OF_ROUNDS = (
@@ -83,7 +84,8 @@ class Run:
         token_ids (an array [T]; empty if a server reports none), finish_reason (stop, length or error), error (why it
         failed, else None), answer (as the scorer extracted it), passed (True, False, or None if it was not scored),
         exactness (against the baseline: exact, near_tie, mismatch or differs), audit (against the published model),
-        num_prompt_tokens, prefill_s, decode_s, draft_prefill_s (seconds), peak_memory_bytes, prompt_hash.
+        num_prompt_tokens, prefill_s, decode_s, draft_prefill_s (seconds), energy_j (joules of the
+        machine, if measured), peak_memory_bytes, prompt_hash.
 
         It includes failed answers, which no metric counts.
         """

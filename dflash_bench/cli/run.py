@@ -91,7 +91,7 @@ app.command(
     "suites", "prompts", "data", "limit", "balance", "budget", "thinking", "context", "methods", "model", "target",
     "drafts", "trust_remote_code", "servers", "dialect", "served_model", "api_key_env", "timeout", "env_proxy",
     "launch", "launch_with", "launch_args", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
-    "repetition_penalty", "concurrency", "seed", "audit", "device", "dtype", "attention", "engine", "kernels",
+    "repetition_penalty", "concurrency", "seed", "audit", "energy", "device", "dtype", "attention", "engine", "kernels",
     "graph", "compile", "quantize", "threads", "unsafe_code", "out", "as_json",
     helps={
         "budget": "Measure for about this long, such as 30m: no round of a race is begun that is expected to take "

@@ -366,6 +366,8 @@ class Answer:
     """Rounds that the runner observed."""
     clock_passes: int | None = None
     """Forward passes of the target after the first token; None if other answers were decoded at the same time."""
+    energy_j: float | None = None
+    """Joules of this machine while it was answered; of answers decoded together, a share by their tokens."""
     worker: int | None = None
     """Index in `run.json` of the worker that measured it; None without workers."""
     departure: Divergence | None = None

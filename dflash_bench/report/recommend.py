@@ -238,17 +238,20 @@ def _load(one: Decision) -> str:
 
 
 def _tried(made: Sequence[Decision]) -> Section:
+    has_joules = any(standing.joules_per_token for one in made for standing in one.standings)
     columns = [
         Column("method", "method", "left"), Column("speedup", "speed-up [95 %]"),
         Column("beside", "of the fastest [95 %]", is_spare=True), Column("length", "al.pooled", has_interval=False),
         Column("tokens_per_s", "tokens/s", digits=0), Column("ms_per_token", "ms/token"),
+        *([Column("joules", "J/token", digits=3)] if has_joules else []),
         Column("prompts", "prompts"), Column("outcome", "outcome", "left"),
     ]  # fmt: skip
     rows = [
         TableRow(
             [
                 standing.method, standing.speedup, standing.beside, standing.length, standing.tokens_per_s,
-                standing.ms_per_token, standing.num_prompts, _outcome(standing),
+                standing.ms_per_token, *([standing.joules_per_token] if has_joules else []), standing.num_prompts,
+                _outcome(standing),
             ],
             _load(one),
         )

@@ -68,10 +68,10 @@ COLUMNS = {
     "verified": "list of int16", "draft_kind": "string",
     "recorded_ids": "list of int32", "recorded_accepted": "list of int16", "recorded_scores": "list of float",
     "score": "double",
-    "ranks": "list of int16",
+    "ranks": "list of int16", "energy_j": "double",
 }
 # fmt: on
-ADDED = ("verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores", "score", "ranks")
+ADDED = ("verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores", "score", "ranks", "energy_j")
 """Columns that were added since version 1, and are null in runs from before."""
 PLACES = {
     "divergence": {"index": "first_divergence", "gap": "divergence_gap", "tolerance": "divergence_tolerance"},

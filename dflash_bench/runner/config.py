@@ -439,6 +439,15 @@ class DecodingOptions:
         ),
         conflicts=(rules.SERVED, rules.ENGINE_HERE),
     )
+    energy: bool = _measuring(
+        "Also measure joules per token, by the counters of this machine's processors (Linux; as a rule they want root) "
+        "and GPUs (dflash-bench[energy]).",
+        default=False,
+        conflicts=(
+            condition(rules.is_served, "with --server, which spends energy elsewhere"),
+            rules.one_process("--energy", lambda options: options.workers is not None),
+        ),
+    )
     unsafe_code: bool = _measuring(
         "Run model-written code even where it cannot be sandboxed. Without it, such code is not run there.",
         default=False,

@@ -68,7 +68,7 @@ class Conversation:
                 continue
             self.watcher.begins(self.item.suite, self.doing(method))
             start_s = self.run.seconds()
-            with Stopwatch() as watch:
+            with Stopwatch(self.plan.meter) as watch:
                 generation = self.backend.generate(method, messages, self.item.settings, self.item.repeat, watch)
             served = TimedGeneration(generation, 0.0, self.run.seconds() - start_s)
             record = self.record(method, turn, served, start_s, watch)
@@ -101,7 +101,8 @@ class Conversation:
             self.canaries.timed(served, watch.call_s, object_to, tells_rounds=self.backend.tells_rounds)
         generation = served.generation if why is None else served.generation.refused(str(why))
         times = start_s + served.start_s, start_s + served.end_s
-        record = self.item.record(method, turn, generation, times, watch.columns(request))
+        columns = watch.columns(request) | {"energy_j": watch.share(generation.num_tokens)}
+        record = self.item.record(method, turn, generation, times, columns)
         self.watcher.measured(record, self.doing(method))
         return record
 
@@ -232,8 +233,9 @@ def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
         watcher.begins(item.suite, first.doing(method))
         start_s = run.seconds()
         counted = _Counted(watcher, item.suite, first.doing(method), len(requests))
-        with Stopwatch() as watch:
+        with Stopwatch(first.plan.meter) as watch:
             answers = first.backend.serve(method, requests, item.settings, counted, watch)
+        watch.num_tokens = sum(served.generation.num_tokens for served in answers)
         for number, (conversation, served) in enumerate(zip(conversations, answers, strict=True)):
             records.append((number, conversation.record(method, turn, served, start_s, watch, number)))
     answer_of = {number: record.generation for number, record in records if record.method == first.plan.first}

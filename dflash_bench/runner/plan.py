@@ -19,8 +19,9 @@ from dflash_bench.core.types import CODE_SCORERS, Audit, Settings, is_greedy
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.runner import config
+from dflash_bench.runner import config, energy
 from dflash_bench.runner.config import RunRequest, require_prompts, schema_of
+from dflash_bench.runner.energy import EnergyMeter
 from dflash_bench.runner.rules import THINKING
 from dflash_bench.tasks import prompts, sandbox, scorers, suites
 from dflash_bench.tasks.scorers import schema
@@ -166,6 +167,7 @@ class RunPlan:
     """The sandbox for code written by the model; without one it is not run, and not scored."""
     cache_bytes: int = 0
     """Bytes of the KV caches, once known."""
+    meter: EnergyMeter | None = None
 
     @property
     def drafts(self) -> list[str]:
@@ -212,7 +214,8 @@ def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Ru
             methods.require_ranked(method)
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
-    return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded))
+    meter = energy.meter() if request.energy else None
+    return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded), meter=meter)
 
 
 def _with_unscored(loaded: Loaded) -> Loaded:

@@ -334,7 +334,7 @@ def _plan(resolved: RunPlan, settings: Sequence[Settings], prepared: PreparedRun
     repeats, paddings = resolved.request.repeats, prepared.contexts.paddings
     return WorkPlan(
         resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.cage, paddings,
-        resolved.request.record is not None, resolved.request.headroom,
+        resolved.request.record is not None, resolved.request.headroom, resolved.meter,
     )  # fmt: skip
 
 
@@ -432,6 +432,7 @@ def _info(
         "memory": prepared.memory,
         "contexts": prepared.contexts.about,
         **({"left_out": left_out} if (left_out := prepared.contexts.left_out) else {}),
+        **({"energy": plan.meter.names} if plan.meter else {}),
     }
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Generation, TimedGeneration
+from dflash_bench.runner.energy import EnergyMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +95,25 @@ class Stopwatch:
     A round costs two readings of the clock and a few statements beside them: half a microsecond of the host.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, meter: EnergyMeter | None = None) -> None:
         self.answers: dict[int, AnswerMoments] = {}
         self.call_s = 0.0
+        self.num_tokens: int | None = None
+        """Of all answers, if the call was for several."""
+        self._meter, self._joules = meter, 0.0
         self._num_passes = 0
         self._open: list[Moment] = []
         self._start = 0.0
 
     def __enter__(self) -> Stopwatch:
+        # Outside of what is timed.
+        self._joules = self._meter.joules() if self._meter else 0.0
         self._start = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.call_s = time.perf_counter() - self._start
+        self._joules = self._meter.joules() - self._joules if self._meter else 0.0
 
     def began(self, request: int) -> None:
         moment = Moment(time.perf_counter())
@@ -134,6 +141,12 @@ class Stopwatch:
 
     def passed(self) -> None:
         self._num_passes += 1
+
+    def share(self, num_tokens: int) -> float | None:
+        """Return the joules of an answer of so many tokens; None if they are not measured."""
+        if self._meter is None:
+            return None
+        return self._joules if self.num_tokens is None else self._joules * num_tokens / max(self.num_tokens, 1)
 
     def columns(self, request: int | None = None) -> dict[str, float | int | None]:
         """Return what the record of a request keeps; without one, of the answer that was decoded alone."""

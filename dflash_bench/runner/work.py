@@ -21,6 +21,7 @@ from dflash_bench.core.types import (
     TimedGeneration,
 )
 from dflash_bench.results.store import Key
+from dflash_bench.runner.energy import EnergyMeter
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.padding import Paddings
 from dflash_bench.tasks.sandbox import Isolation
@@ -150,6 +151,8 @@ class WorkPlan:
     """Whether drafts at every position of greedy answers are recorded."""
     num_candidates: int | None = None
     """Among how many of the draft's likeliest tokens the right one is looked for; None if that is not recorded."""
+    meter: EnergyMeter | None = None
+    """Counts joules; None if they are not measured."""
 
     @property
     def first(self) -> str:
