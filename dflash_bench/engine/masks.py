@@ -202,6 +202,16 @@ def block_mask(cache: KVCache, columns: Tensor, view: BlockView = WHOLE) -> Tens
     return seen[:, None]
 
 
+def pairs_mask(cache: KVCache, dtype: torch.dtype, hidden_to: Tensor) -> Tensor:
+    """Return an additive mask [B, 1, N, visible] for the pairs just placed: each sees its row's past and itself.
+
+    Of the past, places up to `hidden_to` [B, N] are hidden.
+    """
+    columns = torch.arange(cache.visible, device=cache.device)
+    seen = (columns <= cache.positions[..., None]) & (columns > hidden_to[..., None])
+    return _additive(~seen, dtype)[:, None]
+
+
 class FrontierMask:
     """The mask of an EAGLE-3 tree that grows level by level: each node sees its row's past, its ancestors and itself.
 
@@ -217,16 +227,19 @@ class FrontierMask:
         self._itself = torch.full_like(self._mask[0, 0, :, :top_k], hides).fill_diagonal_(0)
         self._columns = torch.arange(capacity, device=like.device)
 
-    def open(self, starts: Sequence[int], start: Tensor) -> None:
+    def open(self, starts: Sequence[int], start: Tensor, window: int | None = None) -> None:
         """Begin a tree: show each row its past, and hide the places from its end up to where the longest row ends.
 
-        `start` [B, 1] are the starts on the device.
+        `start` [B, 1] are the starts on the device. With a `window` only so many places of the past are shown.
         """
         self._end, self._seen = max(starts), self._unseen
         past = self._mask[..., : self._end].zero_()
         if min(starts) < self._end:
             behind = self._columns[: self._end] >= start
             past.masked_fill_(behind[:, None, None], torch.finfo(past.dtype).min)
+        if window is not None:
+            before = self._columns[: self._end] < start - window
+            past.masked_fill_(before[:, None, None], torch.finfo(past.dtype).min)
 
     def grow(self, parent: Tensor, level: int, visible: int) -> Tensor:
         """Return the mask [B, 1, top_k, visible] of the frontier at this level.

@@ -276,6 +276,7 @@ def _eagle3(config: Eagle3Config, tensors: dict[str, Tensor]) -> GgufNetwork:
         norm_before_fc=config.norm_before_fc,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
+        window=config.window,
         **{"P-EAGLE's masks": isinstance(config, PEagleConfig)},
     )
     if len(config.target_layer_ids) != NUM_EAGLE3_TAPS:

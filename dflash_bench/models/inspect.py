@@ -109,7 +109,7 @@ def _of_draft(folder: Path, home: Path | None, shape: TargetShape | None, target
         own_embedding=config.own_embedding,
         own_head=not checkpoint.target_head and (dflash.own_head if dflash else True),
         layers=_layers(config),
-        **(_of_block(dflash) if dflash else {}),
+        **(_of_block(dflash) if dflash else _of_pairs(config)),
         rotary=_rotary(config),
         **_size(checkpoint.tensors),
         trained_for=_trained_for(checkpoint),
@@ -227,6 +227,11 @@ def _of_block(config: DFlashConfig) -> dict[str, Any]:
         "body": ", ".join(parts) or None,
         "correction": None if head is None else f"{head.kind}: {', '.join(sizes)}",
     }
+
+
+def _of_pairs(config: Any) -> dict[str, Any]:
+    """Return what an EAGLE-3 or P-EAGLE draft sees, as a line for people, where it is not the whole text."""
+    return {} if config.window is None else {"attention": f"a window of {config.window}"}
 
 
 def _view(view: BlockView) -> str:

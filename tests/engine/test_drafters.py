@@ -202,12 +202,18 @@ def test_dflash_gives_the_plain_tokens(block_size: int, num_rows: int) -> None:
 
 @torch.inference_mode()
 def eagle3_from_scratch(drafter: Eagle3Drafter, features: Tensor, tokens: list[int]) -> tuple[Tensor, list[int]]:
-    """Logits [k, Vd] of one row's chain; every step reads the whole row again in one causal pass."""
+    """Logits [k, Vd] of one row's chain; every step reads the whole row again in one causal pass.
+
+    Windows count the pairs up to the newest one alone.
+    """
     draft, states = drafter.draft, drafter.draft.fuse(features)
     rotary = Rotary(8, drafter.config.rope_theta, len(tokens) + drafter.num_drafts, torch.device("cpu"), torch.float32)
+    newest, window = len(tokens) - 1, drafter.config.window or len(tokens) + drafter.num_drafts
 
     def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+        at, seen = torch.arange(query.shape[2])[:, None], torch.arange(query.shape[2])[None]
+        mask = (seen <= at) & (seen > at.clamp(max=newest) - window)
+        return scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
 
     logits, tokens = [], list(tokens)
     for _ in range(drafter.num_drafts):

@@ -162,13 +162,15 @@ def test_few_nodes_or_a_small_vocabulary_make_a_small_tree() -> None:
         assert out.rounds[0].drafted == [made[0]] * 3
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize(("num_rows", "window"), [(1, None), (3, None), (3, 4), (8, None)])
 @pytest.mark.parametrize("length", [1, 2, 6])
-def test_a_tree_with_one_child_per_node_is_the_chain(length: int, num_rows: int) -> None:
+def test_a_tree_with_one_child_per_node_is_the_chain(length: int, num_rows: int, window: int | None) -> None:
+    draft = enlarged(Eagle3Draft(replace(EAGLE3, window=window)))
     target, prompts = Target(tiny("llama")), RAGGED[:num_rows]
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain_answers(target, prompts, 20), strict=True)]
     proposed = []
-    for drafter in (eagle3_drafter(target, length), eagle3_tree_drafter(target, length, 1, length - 1)):
+    chain, tree = eagle3_drafter(target, length, draft), eagle3_tree_drafter(target, length, 1, length - 1, draft)
+    for drafter in (chain, tree):
         recorded = Recorded(drafter, Scripted(texts, length, sometimes_wrong(0.7, 97)))
         run(target, recorded, prompts, 20)
         proposed.append([draft.tokens.tolist() for draft, *_ in recorded.proposed])

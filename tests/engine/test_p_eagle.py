@@ -37,6 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a norm before fc": {"norm_before_fc": True},
     "query and key norms, biases": {"qk_norm": True, "attention_bias": True},
     "a reduced vocabulary": {"draft_vocab_size": 40},
+    "windows": {"window": 5},
+    "windows shorter than a round": {"window": 2, "num_layers": 1},
 }
 
 
@@ -72,7 +74,8 @@ def by_formula(draft: PEagleDraft, table: Tensor, features: Tensor, tokens: list
     anchors = torch.tensor([*range(n), *[n - 1] * (num_drafts - 1)])
     depths = torch.tensor([0] * n + [*range(1, num_drafts)])
     positions = anchors + depths
-    seen = ((depths[None] == 0) & (anchors[None] <= anchors[:, None])) | (
+    within = positions[:, None] - anchors[None] < (config.window or len(ids) + 1)
+    seen = ((depths[None] == 0) & (anchors[None] <= anchors[:, None]) & within) | (
         (anchors[None] == anchors[:, None]) & (depths[None] <= depths[:, None])
     )
 

@@ -473,13 +473,40 @@ def test_a_missing_key_is_named(key: str, saved: Path) -> None:
         load(saved)
 
 
-def test_a_dflash_config_without_mask_or_block_is_refused(saved_dflash: Path) -> None:
+def test_a_dflash_config_without_a_mask_is_refused(saved_dflash: Path) -> None:
     edit(saved_dflash, lambda c: c["dflash_config"].pop("mask_token_id"))
     with pytest.raises(UserError, match="lacks 'mask_token_id'"):
         load(saved_dflash)
-    edit(saved_dflash, lambda c: (c["dflash_config"].update(mask_token_id=59), c.pop("block_size")))
-    with pytest.raises(UserError, match="lacks 'block_size'"):
-        load(saved_dflash)
+
+
+def test_what_a_dflash_config_leaves_out_is_what_z_labs_code_takes(saved_dflash: Path) -> None:
+    edit(saved_dflash, lambda c: c.pop("block_size"))
+    edit(saved_dflash, lambda c: c.update(use_sliding_window=True, layer_types=["sliding_attention"] * 2))
+    edit(saved_dflash, lambda c: (c.pop("sliding_window", None), c.update(max_position_embeddings=8192)))
+    config: Any = load(saved_dflash).config
+    assert config.block_size == 16 and {view.window for view in config.body.views} == {4096}
+
+
+def test_angles_by_kind_of_layer_are_those_of_sliding_layers_in_the_speculators_library(tmp_path: Path) -> None:
+    angles = {"full_attention": {"rope_theta": 2e6}, "sliding_attention": {"rope_theta": 3e3}}
+    angles = {kind: {"rope_type": "default", **one} for kind, one in angles.items()}
+    own = DFlashDraft(replace(dflash().config, own_embedding=True, own_head=True))
+    own_eagle = Eagle3Draft(replace(eagle().config, own_embedding=True))
+    for name, draft in {"dflash": own, "eagle3": own_eagle}.items():
+        initialise(draft, 3)
+        save_draft(draft, tmp_path / name, "speculators")
+        edit(tmp_path / name, lambda c: c["transformer_layer_config"].update(rope_parameters=angles))
+        assert load(tmp_path / name).config.rope_theta == 3e3
+
+
+def test_keys_of_the_speculators_library_about_training_change_nothing(tmp_path: Path) -> None:
+    save_draft(DFlashDraft(replace(dflash().config, own_embedding=True, own_head=True)), tmp_path, "speculators")
+    edit(tmp_path, lambda c: c.update(progressive_gamma=True, gamma_start=4.5, gamma_max=10.5, loss_decay_gamma=None))
+    edit(tmp_path, lambda c: c.update(anchor_cap_to_max_valid=False, prefix_valid_mask=True, eval_jacobi_passes=None))
+    load(tmp_path)
+    edit(tmp_path, lambda c: c.update(gamma=4.5))
+    with pytest.raises(UserError, match=r"with 'gamma' in config\.json is not supported"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

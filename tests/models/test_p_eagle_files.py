@@ -52,6 +52,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "speculators'": ("speculators", {"trained_drafts": 7}),
     "speculators' EAGLE 3.1": ("speculators", {"trained_drafts": 4, "fc_norm": True, "norm_output": True}),
     "speculators' with a norm before fc": ("speculators", {"trained_drafts": 4, "norm_before_fc": True}),
+    "speculators' windows": ("speculators", {"trained_drafts": 4, "window": 7}),
     "speculators' Qwen 3": ("speculators", {"trained_drafts": 2, "qk_norm": True, "num_layers": 1}),
 }
 
@@ -79,6 +80,24 @@ def test_specforges_taps_name_inputs_even_if_they_begin_with_1() -> None:
     config = read_checkpoint(GOLDEN, None, headers_only=True)[1].config
     assert isinstance(config, PEagleConfig)
     assert (config.target_layer_ids, config.num_layers, config.mask_token_id) == ((0, 1, 2), 2, 3)
+
+
+def test_specforges_angles_are_not_scaled_as_in_its_own_code(tmp_path: Path) -> None:
+    save_draft(made(), tmp_path, "specforge")
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    edit(tmp_path, lambda config: config.update(rope_theta=5e4, rope_scaling=scaling))
+    config = load(tmp_path).config
+    assert config.rope_scaling is None and config.rope_theta == 5e4
+    assert "rotary scaling in config.json is left out" in text(inspect(str(tmp_path)))
+
+
+def test_layers_with_and_without_a_window_are_not_read_as_one(tmp_path: Path) -> None:
+    save_draft(made(window=7), tmp_path, "speculators")
+    assert "a window of 7" in text(inspect(str(tmp_path)))
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    edit(tmp_path, lambda config: config["transformer_layer_config"].update(layer_types=kinds))
+    with pytest.raises(UserError, match="only some layers have a sliding window"):
+        load(tmp_path)
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -6,7 +6,7 @@ features that it made up itself, then proposes `num_drafts` tokens greedily.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native_drafts import Eagle3Network, NativeEagle3, StepNetwork
+from dflash_bench.engine.graphs import Function
 from dflash_bench.engine.lengths import Seen, placed_lengths
-from dflash_bench.engine.masks import causal_mask
+from dflash_bench.engine.masks import causal_mask, pairs_mask
 from dflash_bench.engine.target import Target, part_size
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
@@ -128,14 +129,43 @@ class Eagle3Drafter(StepDrafter):
         self.network = compiled_once(self.draft, lambda: CompiledEagle3(network))
         self.embedding = lookup_of(self.embedding)
 
+    def begin(self, num_rows: int, capacity: int) -> None:
+        super().begin(num_rows, capacity)
+        self.newest: Tensor | None = None
+        if self.config.window is not None:
+            self.by_lengths = False
+
+    def replayed(self, function: Function, starts: Sequence[int], *inputs: Tensor) -> tuple[Tensor, ...] | None:
+        return None if self.config.window is not None else super().replayed(function, starts, *inputs)
+
     def fuse(self, features: Tensor) -> Tensor:
         return self.network.fuse(features)
 
+    def _seen(self) -> Seen:
+        if self.config.window is None:
+            return super()._seen()
+        return pairs_mask(self.cache, self.weight.dtype, self.hidden_to(self.cache.positions, self.config.window))
+
+    def hidden_to(self, read_at: Tensor, window: int) -> Tensor:
+        """Return the last place [B, N] that a window hides from what is read at these places [B, N].
+
+        As in training, the window of what is drafted ends at the newest pair, `newest` [B, 1].
+        """
+        return (read_at if self.newest is None else read_at.minimum(self.newest)) - window
+
     def propose(self) -> Draft:
+        if self.config.window is not None:
+            self.newest = to_device(self.starts, self.device)[:, None] - 1
+        tokens = self._chain()
+        self.newest = None
+        return Draft(tokens)
+
+    def _chain(self) -> Tensor:
+        """Return the drafted tokens [B, num_drafts]."""
         hidden = self.hidden
         for i in range(self.num_drafts):
             if i:
                 starts = [start + i - 1 for start in self.starts]
                 hidden = self.step(self.tokens[:, i - 1 : i], hidden, starts)
             self.tokens[:, i : i + 1], _ = self.draft_sampler.sample(self.network.logits(hidden))
-        return Draft(self.tokens)
+        return self.tokens

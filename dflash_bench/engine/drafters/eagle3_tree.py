@@ -62,7 +62,7 @@ class Eagle3TreeDrafter(Eagle3Drafter):
     def propose(self) -> Draft:
         k, first = self.top_k, 0
         self.end, self.start = max(self.starts), to_device(self.starts, self.device)[:, None]
-        self.mask.open(self.starts, self.start)
+        self.mask.open(self.starts, self.start, self.config.window)
         # The anchor is the first frontier: one node, which has been read with the target's features.
         out, score = self.hidden, self.no_score
         for step in range(self.steps + 1):

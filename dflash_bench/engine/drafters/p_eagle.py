@@ -73,6 +73,11 @@ class PEagleDrafter(Eagle3Drafter):
         tokens, probs = self.draft_sampler.sample(self.network.logits(self._read_block()))
         return Draft(tokens, probs=probs)
 
+    def hidden_to(self, read_at: Tensor, window: int) -> Tensor:
+        """As of EAGLE-3; but a mask's window ends at the mask itself, and hides no other of its round, nor its pair."""
+        hidden_to = read_at - window
+        return hidden_to if self.newest is None else hidden_to.minimum(self.newest - 1)
+
     def _read_block(self) -> Tensor:
         """Return the outputs [B, num_drafts, H] after each row's newest pair and after the masks behind it."""
         starts, counts = [start for start, _ in self.pending], [count for _, count in self.pending]
@@ -83,12 +88,15 @@ class PEagleDrafter(Eagle3Drafter):
         tokens = torch.where(is_pair, self.tokens[:, :width], self.config.mask_token_id)
         fused = self.fuse(self.features[:, :num_pairs])
         masks = self.mask.expand(len(starts), width - num_pairs, -1)
+        if self.config.window is not None:
+            self.newest = to_device(starts, self.device)[:, None] + ends - 1
         hidden = torch.where(is_pair[..., None], torch.cat([fused, masks], dim=1), self.mask)
         if (results := self.replayed(self.steady, starts, tokens, hidden)) is not None:
             (read,) = results
         else:
             self.cache.place(starts, width)
             read = self._through(tokens, hidden)
+        self.newest = None
         if min(counts) == max(counts):
             return read[:, num_pairs - 1 :]
         drafting = (ends - 1).clamp(min=0) + self.places[: self.num_drafts]

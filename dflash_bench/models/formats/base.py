@@ -144,7 +144,7 @@ def refuse_sliding(config: Json, what: str) -> None:
     types = config.get("layer_types")
     own = isinstance(types, list | tuple) and len(types) == config.get("num_hidden_layers")
     if own and "sliding_attention" in types:  # type: ignore[operator]
-        raise UserError(f"{what} with sliding-window layers is not supported: no publisher's code computes one")
+        raise UserError(f"{what} with sliding-window layers is not supported: its publisher's code computes none")
 
 
 def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
@@ -302,8 +302,7 @@ def check_values(where: str, config: DraftConfig) -> None:
             f"{where}: {config.num_heads} heads of {config.head_dim} on {config.num_kv_heads} key-value heads "
             "do not add up"
         )
-    if isinstance(config, DFlashConfig):
-        _check_windows(where, config)
+    _check_windows(where, config)
     if isinstance(config, DFlashConfig) and config.num_drafts(config.block_size) < 1:
         raise UserError(f"{where}: a block of {config.block_size} drafts nothing")
     if isinstance(config, Eagle3Config) and config.norm_before_fc and config.fc_norm:
@@ -312,12 +311,13 @@ def check_values(where: str, config: DraftConfig) -> None:
         _check_scaling(where, config)
 
 
-def _check_windows(where: str, config: DFlashConfig) -> None:
+def _check_windows(where: str, config: DraftConfig) -> None:
     """Raises UserError for a window that no text can fill."""
-    for view in config.body.views:
-        if view.window is not None and view.window > config.max_positions:
+    views = config.body.views if isinstance(config, DFlashConfig) else (config,)
+    for window in (view.window for view in views):
+        if window is not None and window > config.max_positions:
             raise UserError(
-                f"{where}: a window of {view.window} is more than its context of {config.max_positions} "
+                f"{where}: a window of {window} is more than its context of {config.max_positions} "
                 "(max_position_embeddings)"
             )
 

@@ -19,6 +19,8 @@ from dflash_bench.models.nets.bodies import WHOLE, BlockView, DraftBody, Mixing
 from dflash_bench.models.nets.dflash import DFlashConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+USUAL_WINDOW = 4096
+"""The window of layers that have one of no size, by transformers' Qwen3, whose config class z-lab's code reads."""
 CAUSAL = ("is_causal", "causal", "causal_head")
 """Keys of `dflash_config`, of z-lab's, NeMo's and JetSpec's own, of which the first that is given counts."""
 SCALES = {
@@ -45,7 +47,7 @@ def read(config: Json, tensors: Tensors) -> DraftBody:
     """Read a body by the rule of z-lab's code and vLLM's. Raises UserError for layers of an unknown kind."""
     inner: Json = config.get("dflash_config") or {}
     both = {**config, **inner}
-    window = both.get("sliding_window") if both.get("use_sliding_window") else None
+    window = both.get("sliding_window", USUAL_WINDOW) if both.get("use_sliding_window") else None
     if inner.get("use_swa"):
         window = inner["swa_window_size"] if window is None else inner.get("swa_window_size", window)
     given = [config.get("is_causal"), *map(inner.get, CAUSAL)]

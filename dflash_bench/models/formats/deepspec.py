@@ -98,6 +98,7 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
         target_hidden_size=config.target_hidden_size,
         **{name: getattr(config, name) for name in base.EAGLE3_FLAGS},
         layer_without_query_and_key_norms=not config.qk_norm,
+        window=config.window,
     )
     base.needs_vocabulary("deepspec", checkpoint)
     header = {"architectures": ["Qwen3Eagle3Model"], "draft_num_hidden_layers": 1}

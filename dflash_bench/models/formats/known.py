@@ -18,9 +18,10 @@ ARCHITECTURES = {
     "DFlashDraftModel": "DFlash", "DFlashSpeculator": "DFlash", "DFlash2DraftModel": "DFlash 2",
     "DFlash2Speculator": "DFlash 2", "DominoDraftModel": "Domino", "DSparkDraftModel": "DSpark",
     "DSparkSpeculator": "DSpark", "Qwen3DSparkModel": "DSpark", "Gemma4DSparkModel": "DSpark",
-    "QwenDFlareDraftModel": "DFlare", "DFlareSpeculator": "DFlare", "LiLiCorrDraftModel": "LiLiCorr",
-    "XPressSpeculator": "XPress", "XPressDraftModel": "XPress", "PEagleDraftModel": "P-EAGLE",
-    "PEagleSpeculator": "P-EAGLE", "MuseGlimmerAssistantModel": "an assistant for transformers' own DFlash",
+    "QwenDFlareDraftModel": "DFlare", "DFlareDraftModel": "DFlare", "DFlareSpeculator": "DFlare",
+    "LiLiCorrDraftModel": "LiLiCorr", "XPressSpeculator": "XPress", "XPressDraftModel": "XPress",
+    "PEagleDraftModel": "P-EAGLE", "PEagleSpeculator": "P-EAGLE",
+    "MuseGlimmerAssistantModel": "an assistant for transformers' own DFlash",
     "Eagle3Speculator": "EAGLE-3", "Eagle3DraftModel": "EAGLE-3", "Qwen3Eagle3Model": "EAGLE-3",
 }  # fmt: skip
 SPECULATORS = {
@@ -34,6 +35,8 @@ DESCRIBING = (
     "speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config",
     "aux_hidden_state_layer_ids", "sliding_window_non_causal", "num_jacobi_passes", "eval_jacobi_passes",
     "embed_requires_grad", "has_no_defaults_at_init", "max_anchors", "loss_config", "layer_types",
+    "progressive_gamma", "gamma_start", "gamma_max", "loss_decay_gamma", "ce_loss_alpha", "l1_loss_alpha",
+    "anchor_cap_to_max_valid", "prefix_valid_mask",
 )  # fmt: skip
 """Keys of flat configs that say what a checkpoint is, or how it was trained."""
 OF_TRANSFORMERS_4 = (

@@ -10,12 +10,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.models.formats import base, safeailab, speculators, zlab
+from dflash_bench.models.formats import base, bodies, safeailab, speculators, zlab
 from dflash_bench.models.formats.base import Checkpoint, Format, Json, Stored, Tensors
 from dflash_bench.models.nets.eagle3 import default_target_layers
 from dflash_bench.models.nets.p_eagle import USUAL_DRAFTS, PEagleConfig
 
 LAYER = "layers.0."
+UNSCALED = "its rotary scaling in config.json is left out, as SpecForge's code does; vLLM would apply it"
 MASK = "mask_hidden"
 """The tensor that only P-EAGLE has."""
 
@@ -26,7 +27,9 @@ def read_specforge(config: Json, tensors: Tensors, depth: int | None) -> Checkpo
     read = safeailab.read_eagle3({"draft_vocab_size": vocab_size, **config}, tensors, depth)
     taps = both.get("eagle_aux_hidden_state_layer_ids")
     ids = base.shift_ids(taps, -1) if taps else default_target_layers(depth or zlab.UNKNOWN_DEPTH)
-    described = replace(read, config=replace(read.config, target_layer_ids=ids), notes=())
+    # Its angles come from theta alone, whatever config.json says of them.
+    notes = () if read.config.rope_scaling is None else (UNSCALED,)
+    described = replace(read, config=replace(read.config, target_layer_ids=ids, rope_scaling=None), notes=notes)
     return _with_masks(described, both, config["num_hidden_layers"], None)
 
 
@@ -66,6 +69,7 @@ def write_specforge(checkpoint: Checkpoint) -> Stored:
     base.cannot_hold(
         "specforge", query_and_key_norms=config.qk_norm, attention_bias=config.attention_bias,
         norm_before_fc=config.norm_before_fc, fc_norm=config.fc_norm, rope_scaling=config.rope_scaling,
+        window=config.window,
     )  # fmt: skip
     width = {} if config.target_hidden_size is None else {"target_hidden_size": config.target_hidden_size}
     written = {
@@ -90,13 +94,14 @@ def write_speculators(checkpoint: Checkpoint) -> Stored:
     config = _config_of(checkpoint)
     written, _ = speculators.write_eagle3(checkpoint)
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.trained_drafts or USUAL_DRAFTS}
+    kinds = {} if config.window is None else {"layer_types": [bodies.SLIDING] * config.num_layers}
     written |= {
         "architectures": ["PEagleSpeculator"],
         "auto_map": {"": "config.PEagleSpeculatorConfig"},
         "speculators_model_type": "peagle",
         "mask_token_id": config.mask_token_id,
         "transformer_layer_config": {
-            **written["transformer_layer_config"], "num_hidden_layers": config.num_layers,
+            **written["transformer_layer_config"], "num_hidden_layers": config.num_layers, **kinds,
         },
         "speculators_config": {
             **written["speculators_config"], "algorithm": "peagle", "proposal_methods": [proposal],

@@ -65,6 +65,7 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
         query_and_key_norms=config.qk_norm,
         norm_before_residual=config.norm_before_residual,
         taps_that_start_with_layer_0=inputs[0] == 1,
+        window=config.window,
     )
     norms = {name: True for name in ("fc_norm", "norm_output") if getattr(config, name)}
     inner = {"norm_before_fc": True} if config.norm_before_fc else {}

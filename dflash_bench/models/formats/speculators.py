@@ -102,10 +102,21 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
         qk_norm=body["model_type"] == "qwen3",
         **base.eagle3_flags(config) | {"fc_norm": bool(config.get("fc_norm")) or "fc_norm.0.weight" in tensors},
         own_embedding="embed_tokens.weight" in tensors,
-        **base.body(body, safeailab.WHAT),
+        window=_window(body),
+        **base.body(body, safeailab.WHAT, may_slide=True),
     )
     notes = () if "norm_before_residual" in config else (NO_FLAG,)
     return Checkpoint(draft, tensors, _verifier(config), notes, None if taps or depth else safeailab.FORMULA)
+
+
+def _window(body: Json) -> int | None:
+    """Return how many pairs the layers of an EAGLE-3 or P-EAGLE draft see; None: all. Its trainer's default is 2048."""
+    kinds = {*(body.get("layer_types") or ())[: body["num_hidden_layers"]]}
+    if bodies.SLIDING not in kinds:
+        return None
+    if len(kinds) > 1:
+        raise UserError(f"{safeailab.WHAT} of which only some layers have a sliding window is not supported")
+    return body.get("sliding_window")
 
 
 def _body(config: Json) -> dict[str, Any]:
@@ -122,7 +133,10 @@ def _body(config: Json) -> dict[str, Any]:
         whole: dict[str, Any] = CONFIG_MAPPING[kind](**nested).to_dict()
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    return whole | {"target_hidden_size": config.get("target_hidden_size")}
+    # Of angles that differ by kind of layer, the library gives all layers those of the sliding ones.
+    angles = whole.get("rope_parameters") or {}
+    angles = angles.get("sliding_attention", angles)
+    return whole | {"rope_parameters": angles, "target_hidden_size": config.get("target_hidden_size")}
 
 
 def _verifier(config: Json) -> str | None:
@@ -183,7 +197,9 @@ def write_eagle3(checkpoint: Checkpoint) -> Stored:
         "eagle_aux_hidden_state_layer_ids": list(base.shift_ids(config.target_layer_ids, 1)),
         **{name: getattr(config, name) for name in base.EAGLE3_FLAGS},
     }
-    layer = {"model_type": "qwen3" if config.qk_norm else "llama", "num_hidden_layers": 1}
+    layer: dict[str, Any] = {"model_type": "qwen3" if config.qk_norm else "llama", "num_hidden_layers": 1}
+    if config.window is not None:
+        layer |= {"sliding_window": config.window, "use_sliding_window": True, "layer_types": [bodies.SLIDING]}
     tensors = base.without_whole_map(config, checkpoint.tensors)
     return header | _rest(checkpoint, "eagle3", 5, layer), base.rename_tensors(tensors, "midlayer.", LAYER)
 

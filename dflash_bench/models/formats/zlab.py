@@ -101,6 +101,8 @@ READ = (
 )  # fmt: skip
 """Keys of `dflash_config` that are read here."""
 SECOND = "DFlash2DraftModel"
+USUAL_BLOCK = 16
+"""The block of a file that names none."""
 
 
 def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
@@ -109,7 +111,7 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     selector = _selector(config)
     config = config if selector is None else heads.without(config, SelectorConfig)
     inner = config.get("dflash_config") or {}
-    both = {**config, **inner}
+    both = {"block_size": USUAL_BLOCK, **config, **inner}
     # An inner one counts, but does not take back what stands beside it.
     variants.refuse(config, WHAT, UNREAD_BESIDE)
     variants.refuse_unknown(inner, "dflash_config", WHAT, READ)

@@ -32,6 +32,8 @@ class Eagle3Config(DraftShape):
     """A norm for each feature; cannot be combined with `norm_before_fc`."""
     norm_output: bool = False
     """EAGLE 3.1: the state that is fed back is taken after the last norm."""
+    window: int | None = None
+    """How many pairs a row sees, itself included. What its own round made up of pairs does not count, and is seen."""
 
 
 class MidLayer(DraftLayer):
