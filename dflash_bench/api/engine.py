@@ -160,7 +160,7 @@ class Engine(AbstractContextManager["Engine"]):
         check_options(request)
         self.preset = presets.combine(request.model, request.target, presets.parse_drafts(texts))
         self._request = request
-        self._load(*configure_torch(_wanted(request))[:2])
+        self._load(*configure_torch(request)[:2])
 
     def _load(self, device: str, dtype: str) -> None:
         import torch
@@ -169,14 +169,11 @@ class Engine(AbstractContextManager["Engine"]):
         from dflash_bench.engine.rows import clock_for
         from dflash_bench.engine.selection import target_of
         from dflash_bench.models.loading import load
-        from dflash_bench.models.targets import Placement
+        from dflash_bench.runner.setup import placement_of
 
         request = self._request
-        placement = Placement(
-            attention=request.attention, trust_remote_code=request.trust_remote_code, quantize=request.quantize
-        )
         kind = "auto" if dtype == "auto" else getattr(torch, dtype)
-        self._models = load(self.preset, [], device, kind, placement, needs_tokenizer=False)
+        self._models = load(self.preset, [], device, kind, placement_of(request), needs_tokenizer=False)
         self._target = target_of(self._models.target, request.engine, request.kernels)
         self._drafters: dict[str, Drafter] = {}
         self._open: Iterator[object] | None = None
@@ -333,12 +330,6 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _text(self, tokens: Sequence[int]) -> str:
         return "" if self.tokenizer is None else str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-def _wanted(request: Any) -> Any:
-    from dflash_bench.runner.setup import machine_of
-
-    return machine_of(request)
 
 
 def _token_ids(prompt: Any, vocab_size: int) -> list[int]:

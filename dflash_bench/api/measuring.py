@@ -138,16 +138,10 @@ def run(
     return Run(folder, notes=notes)
 
 
-def measure(
-    request: RunRequest,
-    out: Path | None,
-    resume: bool,
-    tell: Callable[[str], object],
-    **shown: Any,
-) -> Path:
+def measure(request: RunRequest, out: Path | None, resume: bool, tell: Callable[[str], object], **shown: Any) -> Path:
     """Run or continue a request, as both `db.run` and the command do, and return its folder.
 
-    `shown` goes to `session.perform`; without it only a notebook shows progress.
+    `shown` are fields of `session.Caller`; without them only a notebook shows progress.
     """
     from dflash_bench.runner import session
 
@@ -156,7 +150,7 @@ def measure(
     # tqdm warns of missing widgets in a notebook, although none of its bars is shown.
     warnings.filterwarnings("ignore", message="IProgress not found")
     folder = out or default_folder(request)
-    session.perform(request, folder, resume, tell, **{"progress": progress_display(), **shown})
+    session.perform(request, folder, resume, session.Caller(tell, **{"progress": progress_display(), **shown}))
     return folder
 
 

@@ -32,7 +32,7 @@ from dflash_bench.models.nets.corrections.base import BlockPass, Corrected, Corr
 from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.quantization import linear_layers
-from dflash_bench.runner.setup import MachineConfig
+from dflash_bench.runner.config import RunRequest
 
 # Drafters of servers with a known fault, which a change to the draft cannot express.
 
@@ -162,8 +162,8 @@ class ReferenceSide:
     prompts: Sequence[Tokens]
     chats: Sequence[Sequence[Message]]
     settings: Settings
-    wanted: MachineConfig
-    reopen: Callable[[MachineConfig], LocalBackend]
+    wanted: RunRequest
+    reopen: Callable[[RunRequest], LocalBackend]
     """Load the same models again, in another way."""
     server_renders: bool
     """The server gets chats, and renders them itself."""
@@ -289,7 +289,7 @@ def _about_targets(side: ReferenceSide) -> Iterator[Hypothesis]:
         yield Hypothesis(cause, partial(_reopen, side, side.wanted, bits), side.prompts)
 
 
-def _reopen(side: ReferenceSide, wanted: MachineConfig, bits: int | None = None) -> tuple[Target, Drafter]:
+def _reopen(side: ReferenceSide, wanted: RunRequest, bits: int | None = None) -> tuple[Target, Drafter]:
     backend = side.reopen(wanted)
     if bits is not None:
         round_weights(backend.target.model, bits)

@@ -43,7 +43,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models.loading import Models, load, with_draft
 from dflash_bench.models.presets import Preset
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.setup import configure_torch, machine_of
+from dflash_bench.runner.setup import configure_torch
 
 Tell = Callable[[str], object]
 State = Literal["equal", "differs", "unread", "failed", "inapplicable", "untold"]
@@ -230,7 +230,7 @@ def check_engine(
 ) -> list[Conformance]:
     """Decode cases under each forward, prompt by prompt and then together. Raises UserError for an unknown device."""
     check_options(request)
-    wanted = replace(machine_of(request), device=request.device or "cpu", dtype="float32")
+    wanted = replace(request, device=request.device or "cpu", dtype="float32")
     device, _, _ = configure_torch(wanted)
     return [found for case in cases for found in _check_case(case, forwards, device, tell)]
 

@@ -31,7 +31,7 @@ from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner import config
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import RunPlan, methods_and_model, modes_of, plan_run
-from dflash_bench.runner.setup import attach, machine_of, open_engine, open_local
+from dflash_bench.runner.setup import attach, open_engine, open_local
 from dflash_bench.servers import address
 from dflash_bench.servers.address import Address
 from dflash_bench.servers.backend import ServerBackend
@@ -196,7 +196,7 @@ class CrossCheck:
         prompts = [self.local.encode(chat, self.settings) for chat in chats]
         return ReferenceSide(
             self.local, method, drafts_per_round(base)[1] or self._num_drafts(method), prompts, chats, self.settings,
-            machine_of(self.resolved.request),
+            self.resolved.request,
             lambda machine: open_engine(self.model, [method], machine, self.resolved.max_new_tokens),
             not self.servers.sends_ids(pair.address.method.label),
         )  # fmt: skip

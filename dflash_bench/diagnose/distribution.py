@@ -37,7 +37,7 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import model_of
-from dflash_bench.runner.setup import machine_of, open_engine
+from dflash_bench.runner.setup import open_engine
 
 # Continues prompts, and computes the published model's probability of each token that was drawn.
 
@@ -365,7 +365,7 @@ def open_backend(request: RunRequest, chosen: Sequence[methods.Method], seed: in
     model = model_of(request, chosen)
     if request.dtype not in (None, *DTYPES):
         raise unknown("dtype", str(request.dtype), list(DTYPES))
-    return open_engine(model, chosen, machine_of(request), LENGTH, seed)
+    return open_engine(model, chosen, replace(request, seed=seed), LENGTH)
 
 
 def measure(

@@ -25,7 +25,7 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.results import table
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
-from dflash_bench.runner.setup import MachineConfig, machine_of, open_engine
+from dflash_bench.runner.setup import open_engine
 from dflash_bench.tasks import suites
 from dflash_bench.training import cards
 from dflash_bench.training import prompts as training_prompts
@@ -246,12 +246,11 @@ class _Examiner:
         own = prompts_of(request, model) if request.suites or request.prompts else []
         self.own = [list(chat) for one in own for _, chat in suites.chats(one)]
         tell("loading the models")
-        self.wanted = machine_of(request)
-        self.backend = self._open(self.wanted)
+        self.backend = self._open(request)
         self.settings = Settings(thinking=modes_of(request, model, self.backend.has_thinking)[0])
         self.ours = [list(chat) for chat in _our_chats(model, request.limit or NUM_OURS)]
 
-    def _open(self, wanted: MachineConfig) -> LocalBackend:
+    def _open(self, wanted: RunRequest) -> LocalBackend:
         longest = self.request.max_new_tokens or MAX_NEW_TOKENS
         return open_engine(self.model, [self.method], wanted, longest)
 
@@ -314,13 +313,13 @@ class _Examiner:
         if own and own != used:
             yield self._change(
                 f"the target in {own}", f"the draft was trained on the target in {own}, and not in {used}",
-                f"give --dtype {own}", prompts, self._open(replace(self.wanted, dtype="auto")),
+                f"give --dtype {own}", prompts, self._open(replace(self.request, dtype="auto")),
             )  # fmt: skip
-        if (kind := self.wanted.quantize) is not None:
+        if (kind := self.request.quantize) is not None:
             yield self._change(
                 "the unquantised target", f"the draft was trained on the unquantised target, and not in {kind}",
                 f"leave out --quantize {kind}, or train the draft on the quantised target's answers",
-                prompts, self._open(replace(self.wanted, quantize=None)),
+                prompts, self._open(replace(self.request, quantize=None)),
             )  # fmt: skip
 
     def _change(

@@ -23,7 +23,7 @@ from dflash_bench.perf import verdict as judging
 from dflash_bench.report.perf import Profiled
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import drafts_of, model_of
-from dflash_bench.runner.setup import configure_torch, machine_of
+from dflash_bench.runner.setup import configure_torch
 
 WIDEST = 64
 """The tokens of a pass that memory is predicted for; as wide as any block."""
@@ -66,7 +66,7 @@ def profile(request: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
         for method in drafting
     ]
     tell("reading shapes")
-    device, dtype, threads = configure_torch(machine_of(of_run))
+    device, dtype, threads = configure_torch(of_run)
     import torch
 
     from dflash_bench.engine.selection import network_name, target_of

@@ -1,9 +1,9 @@
 """The laws of a row: how its times, counts, tokens and verdicts hang together, whatever was measured.
 
-`LAWS` names each once. Rows are held to them when they are written, where a row that breaks one becomes a failed row,
-and whenever they are read. What no single row shows (answers that overlap, sums over the run) is in `integrity.py`. The
-laws find mistakes, of the engine's bookkeeping too, and careless edits. Whoever forges a row to fit them all is not
-found.
+Each is declared once, by `law`. Rows are held to them when they are written, where a row that breaks one becomes a
+failed row, and whenever they are read. What no single row shows (answers that overlap, sums over the run) is in
+`integrity.py`. The laws find mistakes, of the engine's bookkeeping too, and careless edits. Whoever forges a row to fit
+them all is not found.
 
 Of a failed generation nothing is checked but that it has an error, and no verdict. An answer without rounds is valid,
 one whose rounds are hidden (null lists), and one of a single token, which takes no time to decode.
@@ -12,6 +12,7 @@ one whose rounds are hidden (null lists), and one of a single token, which takes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -42,57 +43,85 @@ COLUMNS = (
 SHARE, AT_LEAST_S = 1e-3, 1e-4
 """Two readings of one time agree within this share plus these seconds: rounds are stored in float32, and a GPU's clock
 is not the host's. The rounds of an answer follow each other without a gap, so nothing else is between them."""
-Broken = Callable[[RowArrays], Any]
-"""The mask of rows that break a law, [rows]."""
+
+
+class RowLaw(NamedTuple):
+    why: str
+    """The problem of a row that breaks it."""
+    broken: Callable[[RowArrays], Any]
+    """The mask of rows that break it, [rows]."""
+    group: int
+
+
+FORM, VALUES, PHYSICS = range(3)
+"""A group of laws is held to the rows that break none of an earlier one: FORM is for all rows, VALUES and PHYSICS for
+those that did not fail."""
+LAWS: list[RowLaw] = []
+"""In the order in which they stand below, which is that in which a row's first problem is looked for."""
+NO_TIME = "NaN, infinite, negative, or zero although work was done"
+
+
+def law(group: int, why: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare a law. With names, it is one for each of these columns, which `why` names as {}."""
+
+    def declare(broken: Callable[..., Any]) -> Callable[..., Any]:
+        each = [RowLaw(why.format(name), partial(broken, name=name), group) for name in names]
+        LAWS.extend(each if names else [RowLaw(why, broken, group)])
+        return broken
+
+    return declare
+
 
 # Form: known words, lists of one length.
 
 
+@law(FORM, "its finish_reason is unknown")
 def _unknown_end(rows: RowArrays) -> Any:
     return ~rows.is_one_of("finish_reason", get_args(FinishReason))
 
 
+@law(FORM, "error and finish_reason disagree about whether it failed")
 def _fails_without_error(rows: RowArrays) -> Any:
     return rows.is_one_of("finish_reason", ["error"]) == rows.succeeded
 
 
-def _negative(name: str) -> Broken:
-    return lambda rows: rows.numbers(name) < 0
+@law(FORM, "{} is missing or negative", "order", "num_prompt_tokens")
+def _missing_or_negative(rows: RowArrays, name: str) -> Any:
+    return rows.counts(name) < 0
 
 
-def _missing_or_negative(name: str) -> Broken:
-    return lambda rows: rows.counts(name) < 0
+@law(FORM, "its {} is unknown", *VERDICTS)
+def _unknown_verdict(rows: RowArrays, name: str) -> Any:
+    return rows.is_known(name) & ~rows.is_one_of(name, get_args(Exactness))
 
 
-def _unknown_verdict(name: str) -> Broken:
-    return lambda rows: rows.is_known(name) & ~rows.is_one_of(name, get_args(Exactness))
+@law(FORM, "it failed, yet it has a verdict ({})", *VERDICTS)
+def _verdict_of_failure(rows: RowArrays, name: str) -> Any:
+    return rows.is_known(name) & ~rows.succeeded
 
 
-def _verdict_of_failure(name: str) -> Broken:
-    return lambda rows: rows.is_known(name) & ~rows.succeeded
+@law(FORM, "{} is exact but has a place of divergence, or the reverse", *VERDICTS)
+def _misplaced(rows: RowArrays, name: str) -> Any:
+    return rows.is_known(name) & (rows.is_known(VERDICTS[name][0]) == rows.is_one_of(name, ["exact"]))
 
 
-def _misplaced(name: str) -> Broken:
-    return lambda rows: rows.is_known(name) & (rows.is_known(VERDICTS[name][0]) == rows.is_one_of(name, ["exact"]))
+@law(FORM, "{} contradicts its gap and tolerance", *VERDICTS)
+def _contradicted(rows: RowArrays, name: str) -> Any:
+    gap, tolerance = (rows.numbers(column) for column in VERDICTS[name][1:])
+    is_explained = gap <= tolerance  # false for NaN
+    is_judged = rows.is_known(name) & ~rows.is_one_of(name, ["exact"])
+    return is_judged & (is_explained != rows.is_one_of(name, ["near_tie"]))
 
 
-def _contradicted(name: str) -> Broken:
-    def broken(rows: RowArrays) -> Any:
-        gap, tolerance = (rows.numbers(column) for column in VERDICTS[name][1:])
-        is_explained = gap <= tolerance  # false for NaN
-        is_judged = rows.is_known(name) & ~rows.is_one_of(name, ["exact"])
-        return is_judged & (is_explained != rows.is_one_of(name, ["near_tie"]))
-
-    return broken
-
-
-def _uneven(name: str) -> Broken:
-    return lambda rows: (rows.lengths(name) >= 0) & (rows.lengths(name) != rows.lengths("accepted"))
+@law(FORM, "{} has more or fewer entries than accepted", *COUNTS, *SECONDS, "verified")
+def _uneven(rows: RowArrays, name: str) -> Any:
+    return (rows.lengths(name) >= 0) & (rows.lengths(name) != rows.lengths("accepted"))
 
 
 # Values: what each time and count can be.
 
 
+@law(VALUES, "a round accepts more tokens than it drafts, or fewer than 0")
 def _accepts_too_much(rows: RowArrays) -> Any:
     def broken(rows: RowArrays) -> Any:
         drafted, accepted = rows.flat("drafted"), rows.flat("accepted")
@@ -101,6 +130,7 @@ def _accepts_too_much(rows: RowArrays) -> Any:
     return rows.among(rows.is_counted, broken)
 
 
+@law(VALUES, "a round verifies more tokens than it drafts, or fewer than it accepts")
 def _verifies_another_number(rows: RowArrays) -> Any:
     def broken(rows: RowArrays) -> Any:
         drafted, verified, accepted = rows.flat("drafted"), rows.verified, rows.flat("accepted")
@@ -109,6 +139,7 @@ def _verifies_another_number(rows: RowArrays) -> Any:
     return rows.among(rows.is_counted, broken)
 
 
+@law(VALUES, "a round does not emit one token more than it accepts")
 def _emits_another_number(rows: RowArrays) -> Any:
     """Only the last round of an answer can be cut short, and it still emits a token."""
 
@@ -122,51 +153,61 @@ def _emits_another_number(rows: RowArrays) -> Any:
     return rows.among(rows.is_counted, broken)
 
 
-def _no_round_time(name: str) -> Broken:
-    def broken(rows: RowArrays) -> Any:
-        seconds = rows.flat(name)
-        return rows.owning(name, _no_time(seconds, np.True_ if name == "draft_s" else np.False_))
-
-    return broken
+@law(VALUES, f"{{}} is {NO_TIME}", *SECONDS)
+def _no_round_time(rows: RowArrays, name: str) -> Any:
+    return rows.owning(name, _no_time(rows.flat(name), np.True_ if name == "draft_s" else np.False_))
 
 
 def _no_time(seconds: Any, can_be_zero: Any) -> Any:
     return ~((seconds > 0) | ((seconds == 0) & can_be_zero)) | ~np.isfinite(seconds)
 
 
+@law(VALUES, "its rounds do not add up to its tokens")
 def _rounds_off_tokens(rows: RowArrays) -> Any:
     """The first token comes from prefill; if that was a stop, which is not part of the answer, there is none."""
     tokens, decoded = np.maximum(rows.lengths("token_ids"), 0), rows.round_sum("emitted")
     return rows.is_counted & (tokens != 1 + decoded) & ((tokens > 0) | (decoded > 0))
 
 
+@law(VALUES, "it hides its tokens, and has some")
 def _hides_and_shows(rows: RowArrays) -> Any:
     return (rows.counts("num_hidden_tokens") >= 0) & (rows.lengths("token_ids") > 0)
 
 
+@law(VALUES, "more tokens arrived with the first than it has")
 def _more_first_than_all(rows: RowArrays) -> Any:
     tokens = np.maximum(np.maximum(rows.lengths("token_ids"), 0), rows.counts("num_hidden_tokens"))
     return rows.counts("num_first_tokens") > np.maximum(tokens, 1)
 
 
+@law(VALUES, "{} is negative", *TOKENS, *TOTALS)
+def _negative(rows: RowArrays, name: str) -> Any:
+    return rows.numbers(name) < 0
+
+
+@law(VALUES, "its totals of rounds contradict each other")
 def _contradictory_totals(rows: RowArrays) -> Any:
     """More accepted than drafted, or some of them without a round."""
     rounds, drafted, accepted = (rows.counts(name) for name in TOTALS)
     return ((drafted >= 0) & (accepted > drafted)) | ((rounds == 0) & ((drafted > 0) | (accepted > 0)))
 
 
+@law(VALUES, f"prefill_s is {NO_TIME}")
 def _no_prefill_time(rows: RowArrays) -> Any:
     return _no_time(rows.numbers("prefill_s"), np.False_)
 
 
+@law(VALUES, f"decode_s is {NO_TIME}")
 def _no_decode_time(rows: RowArrays) -> Any:
     return _no_time(rows.numbers("decode_s"), rows.num_decoded <= 0)
 
 
+@law(VALUES, f"draft_prefill_s is {NO_TIME}")
 def _no_draft_prefill_time(rows: RowArrays) -> Any:
     return rows.is_known("draft_prefill_s") & _no_time(rows.numbers("draft_prefill_s"), np.True_)
 
 
+@law(VALUES, "its times are not those of the runner's own clock")
 def _off_clock(rows: RowArrays) -> Any:
     """See `runner/stopwatch.py`."""
     names = ("prefill_s", "decode_s", *CLOCK[:4])
@@ -180,6 +221,7 @@ def _off_clock(rows: RowArrays) -> Any:
     return off
 
 
+@law(VALUES, "its rounds are not those that the runner heard of")
 def _other_rounds_than_heard(rows: RowArrays) -> Any:
     heard, passes, num_rounds = rows.counts("clock_rounds"), rows.counts("clock_passes"), rows.lengths("accepted")
     return (heard >= 0) & (((num_rounds >= 0) & (heard != num_rounds)) | ((passes >= 0) & (passes != heard)))
@@ -188,11 +230,13 @@ def _other_rounds_than_heard(rows: RowArrays) -> Any:
 # Times
 
 
+@law(PHYSICS, "its rounds took longer than decode_s")
 def _rounds_are_longer(rows: RowArrays) -> Any:
     known = rows.lengths("round_s") >= 0
     return known & (rows.numbers("decode_s") < _least(_in_rounds(rows)))
 
 
+@law(PHYSICS, "its rounds took less than decode_s, and nothing else was done")
 def _rounds_are_shorter(rows: RowArrays) -> Any:
     # An answer without a round takes no time to decode, which is another law.
     known = rows.lengths("round_s") > 0
@@ -207,6 +251,7 @@ def _least(seconds: Any) -> Any:
     return seconds * (1 - SHARE) - AT_LEAST_S
 
 
+@law(PHYSICS, "drafting and verifying took longer than their round")
 def _parts_are_longer(rows: RowArrays) -> Any:
     def broken(rows: RowArrays) -> Any:
         draft, verify, whole = (rows.flat(name) for name in SECONDS)
@@ -215,12 +260,14 @@ def _parts_are_longer(rows: RowArrays) -> Any:
     return rows.among(np.logical_and.reduce([rows.lengths(name) >= 0 for name in SECONDS]), broken)
 
 
+@law(PHYSICS, "prefill_s and decode_s are longer than from start_s to end_s")
 def _longer_than_its_interval(rows: RowArrays) -> Any:
     between = rows.numbers("end_s") - rows.numbers("start_s")
     wrong: Any = between < _least(rows.numbers("prefill_s") + rows.numbers("decode_s"))
     return wrong
 
 
+@law(PHYSICS, "prefill_s and decode_s are shorter than from start_s to end_s")
 def _shorter_than_its_interval(rows: RowArrays) -> Any:
     """Of answers decoded among others here: they begin with the prompt's first pass and end with the last round."""
     if not rows.facts.is_engine:
@@ -230,6 +277,7 @@ def _shorter_than_its_interval(rows: RowArrays) -> Any:
     return is_shared & (_least(between) > rows.numbers("prefill_s") + rows.numbers("decode_s"))
 
 
+@law(PHYSICS, "it began before the run")
 def _before_the_run(rows: RowArrays) -> Any:
     begin: Any = rows.numbers("start_s") < 0
     return begin
@@ -238,10 +286,12 @@ def _before_the_run(rows: RowArrays) -> Any:
 # Counts and tokens
 
 
+@law(PHYSICS, "drafted_ids or drafted_parents are not as many as were drafted")
 def _ids_off_count(rows: RowArrays) -> Any:
     return rows.ids_off_count
 
 
+@law(PHYSICS, "drafted_parents are no tree")
 def _no_tree(rows: RowArrays) -> Any:
     drafts = rows.drafts
     if drafts.parents is None:
@@ -250,12 +300,14 @@ def _no_tree(rows: RowArrays) -> Any:
     return rows.per_row(wrong, drafts.owner[drafts.round])
 
 
+@law(PHYSICS, "a round drafts more tokens than its method can")
 def _wider_than_its_method(rows: RowArrays) -> Any:
     widest = rows.by_method(lambda label: rows.facts.blocks[label].widest if label in rows.facts.blocks else 1 << 16)
     owners = rows.owners("drafted")
     return rows.per_row(rows.flat("drafted") > widest[owners], owners)
 
 
+@law(PHYSICS, "a round drafts less than its method's block")
 def _less_than_a_block(rows: RowArrays) -> Any:
     if not rows.facts.is_engine:
         return np.zeros(rows.num, dtype=bool)
@@ -265,16 +317,19 @@ def _less_than_a_block(rows: RowArrays) -> Any:
     return rows.per_row(rows.flat("drafted") < whole[owners], owners)
 
 
+@law(PHYSICS, "what a round accepted is not what it drafted")
 def _kept_what_was_not_drafted(rows: RowArrays) -> Any:
     return rows.along_the_drafts[0]
 
 
+@law(PHYSICS, "a round accepted less than was right")
 def _kept_too_little(rows: RowArrays) -> Any:
     """Applies only where correct drafts are certain to be accepted: greedy decoding by a lossless method."""
     greedy: Any = is_greedy(rows.numbers("temperature"))
     return rows.along_the_drafts[1] & greedy & ~rows.by_method(is_lossy)
 
 
+@law(PHYSICS, "its recorded drafts are not those of its tokens")
 def _recorded_something_else(rows: RowArrays) -> Any:
     """A draft is recorded for each token but the last, and as many of it are right as the answer's own tokens say."""
     broken = np.zeros(rows.num, dtype=bool)
@@ -301,6 +356,7 @@ def _follows(ids: Any, accepted: Any, tokens: Any) -> bool:
     return bool(((accepted >= 0) & (accepted <= width)).all() and is_same[is_inside & is_kept].all() and not ends.any())
 
 
+@law(PHYSICS, "its ranks are not those of its drafts and tokens")
 def _ranked_otherwise(rows: RowArrays) -> Any:
     """The right token is the draft's likeliest one wherever it was accepted, or would have been had a round come to it,
     and nowhere else.
@@ -327,6 +383,7 @@ def _ranked_off_the_drafts(rows: RowArrays) -> Any:
 # Ends
 
 
+@law(PHYSICS, "it does not end at its first stop token")
 def _wrong_end(rows: RowArrays) -> Any:
     """An answer ends at its first stop token, which it holds, or where there is no more room."""
     facts, num = rows.facts, np.maximum(rows.lengths("token_ids"), 0)
@@ -340,6 +397,7 @@ def _wrong_end(rows: RowArrays) -> Any:
     return (num > 0) & np.where(stopped, ~last | (num_stops != 1), num_stops > 0)
 
 
+@law(PHYSICS, "it is longer than allowed, or was cut off before that")
 def _wrong_length(rows: RowArrays) -> Any:
     facts, num = rows.facts, np.maximum(rows.lengths("token_ids"), 0)
     if facts.max_new_tokens is None or facts.context_length is None or not facts.is_engine:
@@ -352,11 +410,13 @@ def _wrong_length(rows: RowArrays) -> Any:
 # What others say
 
 
+@law(PHYSICS, "a verdict excuses more than rounding can")
 def _excused_too_much(rows: RowArrays) -> Any:
     tolerances = (rows.numbers(columns[2]) for columns in VERDICTS.values())
     return np.logical_or.reduce([tolerance > rows.facts.ceiling * (1 + 1e-6) for tolerance in tolerances])
 
 
+@law(PHYSICS, "its totals of rounds are not those of its tokens")
 def _totals_of_no_answer(rows: RowArrays) -> Any:
     """Check totals by the server's counting rule, and by the limits that all rules share."""
     num = _num_tokens(rows)
@@ -385,77 +445,10 @@ def _contradicting(rows: RowArrays) -> Any:
     ], dtype=bool)  # fmt: skip
 
 
+@law(PHYSICS, f"its rounds follow {UNKNOWN_RULE}")
 def _unknown_rule(rows: RowArrays) -> Any:
     named = rows.batch.column("counted_by").unique().to_pylist()
     return rows.is_one_of("counted_by", [way for way in named if way is not None and rule_of(way) is None])
-
-
-class RowLaw(NamedTuple):
-    why: str
-    """The problem of a row that breaks it."""
-    broken: Broken
-    group: int
-    """A group is held to those of the others: FORM is for all rows, VALUES for those that did not fail and keep to all
-    laws of form, PHYSICS for those that keep to all laws of both."""
-
-
-FORM, VALUES, PHYSICS = range(3)
-NO_TIME = "NaN, infinite, negative, or zero although work was done"
-LAWS = (
-    RowLaw("its finish_reason is unknown", _unknown_end, FORM),
-    RowLaw("error and finish_reason disagree about whether it failed", _fails_without_error, FORM),
-    *(
-        RowLaw(f"{name} is missing or negative", _missing_or_negative(name), FORM)
-        for name in ("order", "num_prompt_tokens")
-    ),
-    *(
-        law
-        for name in VERDICTS
-        for law in (
-            RowLaw(f"its {name} is unknown", _unknown_verdict(name), FORM),
-            RowLaw(f"it failed, yet it has a verdict ({name})", _verdict_of_failure(name), FORM),
-            RowLaw(f"{name} is exact but has a place of divergence, or the reverse", _misplaced(name), FORM),
-            RowLaw(f"{name} contradicts its gap and tolerance", _contradicted(name), FORM),
-        )
-    ),
-    *(
-        RowLaw(f"{name} has more or fewer entries than accepted", _uneven(name), FORM)
-        for name in (*COUNTS, *SECONDS, "verified")
-    ),
-    RowLaw("a round accepts more tokens than it drafts, or fewer than 0", _accepts_too_much, VALUES),
-    RowLaw("a round verifies more tokens than it drafts, or fewer than it accepts", _verifies_another_number, VALUES),
-    RowLaw("a round does not emit one token more than it accepts", _emits_another_number, VALUES),
-    *(RowLaw(f"{name} is {NO_TIME}", _no_round_time(name), VALUES) for name in SECONDS),
-    RowLaw("its rounds do not add up to its tokens", _rounds_off_tokens, VALUES),
-    RowLaw("it hides its tokens, and has some", _hides_and_shows, VALUES),
-    RowLaw("more tokens arrived with the first than it has", _more_first_than_all, VALUES),
-    *(RowLaw(f"{name} is negative", _negative(name), VALUES) for name in (*TOKENS, *TOTALS)),
-    RowLaw("its totals of rounds contradict each other", _contradictory_totals, VALUES),
-    RowLaw(f"prefill_s is {NO_TIME}", _no_prefill_time, VALUES),
-    RowLaw(f"decode_s is {NO_TIME}", _no_decode_time, VALUES),
-    RowLaw(f"draft_prefill_s is {NO_TIME}", _no_draft_prefill_time, VALUES),
-    RowLaw("its times are not those of the runner's own clock", _off_clock, VALUES),
-    RowLaw("its rounds are not those that the runner heard of", _other_rounds_than_heard, VALUES),
-    RowLaw("its rounds took longer than decode_s", _rounds_are_longer, PHYSICS),
-    RowLaw("its rounds took less than decode_s, and nothing else was done", _rounds_are_shorter, PHYSICS),
-    RowLaw("drafting and verifying took longer than their round", _parts_are_longer, PHYSICS),
-    RowLaw("prefill_s and decode_s are longer than from start_s to end_s", _longer_than_its_interval, PHYSICS),
-    RowLaw("prefill_s and decode_s are shorter than from start_s to end_s", _shorter_than_its_interval, PHYSICS),
-    RowLaw("it began before the run", _before_the_run, PHYSICS),
-    RowLaw("drafted_ids or drafted_parents are not as many as were drafted", _ids_off_count, PHYSICS),
-    RowLaw("drafted_parents are no tree", _no_tree, PHYSICS),
-    RowLaw("a round drafts more tokens than its method can", _wider_than_its_method, PHYSICS),
-    RowLaw("a round drafts less than its method's block", _less_than_a_block, PHYSICS),
-    RowLaw("what a round accepted is not what it drafted", _kept_what_was_not_drafted, PHYSICS),
-    RowLaw("a round accepted less than was right", _kept_too_little, PHYSICS),
-    RowLaw("its recorded drafts are not those of its tokens", _recorded_something_else, PHYSICS),
-    RowLaw("its ranks are not those of its drafts and tokens", _ranked_otherwise, PHYSICS),
-    RowLaw("it does not end at its first stop token", _wrong_end, PHYSICS),
-    RowLaw("it is longer than allowed, or was cut off before that", _wrong_length, PHYSICS),
-    RowLaw("a verdict excuses more than rounding can", _excused_too_much, PHYSICS),
-    RowLaw("its totals of rounds are not those of its tokens", _totals_of_no_answer, PHYSICS),
-    RowLaw(f"its rounds follow {UNKNOWN_RULE}", _unknown_rule, PHYSICS),
-)
 
 
 def faults(batch: Any, facts: Facts) -> dict[str, Any]:

@@ -643,6 +643,11 @@ class RunRequest(MachineOptions, DecodingOptions, ServerOptions, ModelOptions, P
         return self.model or (self.target or "nano").partition("@")[0]
 
     @property
+    def is_small(self) -> bool:
+        """Is it nano, for which a GPU is slow?"""
+        return self.name == "nano"
+
+    @property
     def asks_servers(self) -> bool:
         """Those that run already, or that are launched?"""
         return bool(self.servers) or self.launch is not None

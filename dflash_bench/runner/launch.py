@@ -22,7 +22,7 @@ from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import RunPlan
-from dflash_bench.runner.setup import device_and_dtype, machine_of
+from dflash_bench.runner.setup import device_and_dtype
 from dflash_bench.servers import launch as servers_launch
 from dflash_bench.servers.address import Address
 from dflash_bench.servers.launch import LaunchedServers, ServerFlags
@@ -112,7 +112,7 @@ def with_dtype(resolved: RunPlan) -> RunPlan:
     import torch
 
     request = resolved.request
-    on_gpus = torch.cuda.device_count() > 0 and not machine_of(request).is_small
+    on_gpus = torch.cuda.device_count() > 0 and not request.is_small
     return replace(resolved, request=replace(request, dtype=request.dtype or ("bfloat16" if on_gpus else "float32")))
 
 
@@ -129,7 +129,7 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
     home = model.target if gguf.is_file(model.target) else str(targets.find_target(model.target))
     drafts = {name: targets.find_draft(model.drafts[name]) for name in resolved.drafts if name in model.drafts}
     num_gpus = torch.cuda.device_count()
-    device, dtype = device_and_dtype(machine_of(request), num_gpus)
+    device, dtype = device_and_dtype(request, num_gpus)
     # The target here takes the servers' memory unless it is kept on the processor, and they on GPUs.
     num_copies = len(resolved.methods) + (0 if num_gpus and device == "cpu" else 1)
     _refuse_too_little(home, num_copies, list(drafts.values()), num_gpus)

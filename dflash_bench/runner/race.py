@@ -208,5 +208,6 @@ class Course:
             request = replace(self.request, methods=() if self.request.servers else tuple(labels), **where)
             known = ("plain", BASELINE, *labels)
             request = replace(request, servers=tuple(one for one in request.servers if one.partition("=")[0] in known))
-            session.perform(request, folder, begun is not None, self.tell, self.progress, opens=self.engine.open)
+            caller = session.Caller(self.tell, self.progress, opens=self.engine.open)
+            session.perform(request, folder, begun is not None, caller)
         return read_run(folder, judging=True)

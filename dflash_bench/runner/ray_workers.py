@@ -28,17 +28,10 @@ from dflash_bench.core.types import SHARED_WEIGHTS, Answer, Message, Settings
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.run_info import differences
 from dflash_bench.runner.canaries import Canaries, Canary
+from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.loop import WarmUp
 from dflash_bench.runner.plan import RunPlan
-from dflash_bench.runner.setup import (
-    MachineConfig,
-    captured_of,
-    device_and_dtype,
-    forwards_of,
-    machine_of,
-    open_engine,
-    witnessed,
-)
+from dflash_bench.runner.setup import captured_of, device_and_dtype, forwards_of, open_engine, witnessed
 from dflash_bench.runner.work import Witnessed
 from dflash_bench.runner.workers import Job, JobDone, Ready, WorkerDied, WorkerPool, measure
 
@@ -65,9 +58,8 @@ class WorkerConfig:
 
     model: Preset
     methods: tuple[Method, ...]
-    wanted: MachineConfig
+    request: RunRequest
     max_new_tokens: int
-    seed: int
 
 
 class RayWorker:
@@ -77,7 +69,7 @@ class RayWorker:
         """Load the models. Return what decides the worker's answers, and its machine."""
         import ray
 
-        self.backend = open_engine(order.model, order.methods, order.wanted, order.max_new_tokens, order.seed)
+        self.backend = open_engine(order.model, order.methods, order.request, order.max_new_tokens)
         self.backend.witness.read()
         self.warm: dict[str, WarmUp] = {}
         self.canaries = Canaries()
@@ -227,9 +219,9 @@ def opened_workers(resolved: RunPlan) -> Iterator[RayPool]:
     assert request.workers is not None
     if request.ray_address is not None:
         refuse_silent(request.ray_address)
-    wanted, elsewhere = machine_of(request), request.ray_address is not None
-    device, _ = device_and_dtype(wanted, 1 if elsewhere else torch.cuda.device_count())
-    threads = (wanted.threads or 1) if device == "cpu" else 1
+    elsewhere = request.ray_address is not None
+    device, _ = device_and_dtype(request, 1 if elsewhere else torch.cuda.device_count())
+    threads = (request.threads or 1) if device == "cpu" else 1
     resources = {"num_cpus": threads, "num_gpus": 0 if device == "cpu" else 1}
     if not elsewhere:
         refuse_too_many(request.workers, threads, device, torch.cuda.device_count())
@@ -237,9 +229,7 @@ def opened_workers(resolved: RunPlan) -> Iterator[RayPool]:
     try:
         if elsewhere:
             _refuse_small_cluster(ray.cluster_resources(), request.workers, resources)
-        order = WorkerConfig(
-            resolved.model, resolved.methods, wanted, resolved.max_new_tokens, request.seed or 0
-        )  # fmt: skip
+        order = WorkerConfig(resolved.model, resolved.methods, request, resolved.max_new_tokens)
         pool = RayPool(ray, order, resources)
         pool.wait_for_all(request.workers)
         yield pool

@@ -180,7 +180,7 @@ class Caller:
     """None: the command line."""
     stages: Stages | None = None
     opens: Callable[[RunPlan, Callable[[str], object]], Backend] | None = None
-    """How the engine of this process is opened, if not by `open_local`."""
+    """How the engine of this process is opened, if not by `open_local`: by a caller that keeps it for several runs."""
 
     def begins(self, doing: str) -> None:
         """Show what is done before the first answer."""
@@ -193,21 +193,8 @@ class Caller:
             self.stages.end()
 
 
-def perform(
-    request: RunRequest,
-    folder: Path,
-    resume: bool,
-    tell: Callable[[str], object],
-    progress: Callable[..., Progress] = Progress,
-    words: str | None = None,
-    stages: Stages | None = None,
-    opens: Callable[[RunPlan, Callable[[str], object]], Backend] | None = None,
-) -> None:
-    """Run, or continue the run in `folder`. Raises UserError before anything is written.
-
-    `opens` opens the engine of this process, for a caller that keeps it for several runs.
-    """
-    caller = Caller(tell, progress, words, stages, opens)
+def perform(request: RunRequest, folder: Path, resume: bool, caller: Caller) -> None:
+    """Run, or continue the run in `folder`. Raises UserError before anything is written."""
     try:
         _perform(request, folder, resume, caller)
     finally:

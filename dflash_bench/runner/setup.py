@@ -30,29 +30,11 @@ if TYPE_CHECKING:
 
     from dflash_bench.engine.backend import LocalBackend
     from dflash_bench.engine.witness import Witness
+    from dflash_bench.models.targets import Placement
     from dflash_bench.servers.address import Address
     from dflash_bench.servers.backend import ServerBackend
 
 # From the plan of a run to a backend: the device, the type, and the weights loaded there.
-
-
-@dataclass(frozen=True, slots=True)
-class MachineConfig:
-    """Where and how to compute a model, as far as the user says; `is_small` is nano, for which a GPU is slow."""
-
-    device: str | None = None
-    dtype: str | None = None
-    threads: int | None = None
-    device_map: str | None = None
-    attention: str | None = None
-    trust_remote_code: bool = False
-    engine: str | None = None
-    kernels: str | None = None
-    capture: str | None = None
-    quantize: str | None = None
-    is_small: bool = False
-    workers: int = 1
-    """The number of workers that share the machine's memory on the CPU."""
 
 
 def open_local(resolved: RunPlan, begins: Callable[[str], object] = lambda _: None) -> LocalBackend:
@@ -60,9 +42,8 @@ def open_local(resolved: RunPlan, begins: Callable[[str], object] = lambda _: No
 
     `begins` hears of the second. Raises UserError as `open_engine`.
     """
-    wanted, seed = machine_of(resolved.request), resolved.request.seed or 0
     backend = open_engine(
-        resolved.model, resolved.methods, wanted, resolved.max_new_tokens, seed, resolved.cache_bytes, lets_go=True
+        resolved.model, resolved.methods, resolved.request, resolved.max_new_tokens, resolved.cache_bytes, lets_go=True
     )
     begins("loading the judge")
     backend.witness.read()
@@ -100,9 +81,9 @@ def kernels_note(resolved: RunPlan) -> str | None:
     """Return a note if opening the engine will compile kernels, unless they turn out not to cover the target."""
     from dflash_bench.engine.forward.choice import compile_note
 
-    machine = machine_of(resolved.request)
-    uses_numba = machine.kernels != "torch" and machine.engine != "transformers" and machine.capture != "inductor"
-    return compile_note() if uses_numba and configure_torch(machine)[0] == "cpu" else None
+    request = resolved.request
+    uses_numba = request.kernels != "torch" and request.engine != "transformers" and request.capture != "inductor"
+    return compile_note() if uses_numba and configure_torch(request)[0] == "cpu" else None
 
 
 def fallen_back(about: Mapping[str, Any]) -> list[str]:
@@ -146,21 +127,11 @@ def late(backend: Backend) -> list[str]:
     ]
 
 
-def machine_of(request: RunRequest) -> MachineConfig:
-    return MachineConfig(
-        request.device, request.dtype, request.threads, request.device_map, request.attention,
-        request.trust_remote_code, request.engine, request.kernels, request.capture, request.quantize,
-        is_small=request.name == "nano",
-        workers=request.workers or 1,
-    )  # fmt: skip
-
-
 def open_engine(
     model: Preset,
     methods: Sequence[Method],
-    machine: MachineConfig,
+    request: RunRequest,
     max_new_tokens: int,
-    seed: int = 0,
     cache_bytes: int = 0,
     lets_go: bool = False,
 ) -> LocalBackend:
@@ -170,26 +141,29 @@ def open_engine(
     `lets_go` the models keep no weights that the engine holds in another layout (`selection.target_of`). Raises
     UserError for a device, a type or a model that cannot be had.
     """
-    device, dtype, threads = configure_torch(machine)
+    device, dtype, threads = configure_torch(request)
     import torch
 
     from dflash_bench.engine.backend import open_backend
     from dflash_bench.models.loading import load
+
+    kind = "auto" if dtype == "auto" else getattr(torch, dtype)
+    models = load(model, drafts_of(methods), device, kind, placement_of(request))
+    if (num_workers := request.workers or 1) > 1 and device == "cpu":
+        models = models.sharing_memory(num_workers)
+    where = {"device": device, "device_map": request.device_map, "threads": threads, "quantize": request.quantize}
+    return open_backend(
+        models, model, methods, max_new_tokens, request.seed or 0, where, request.engine, request.capture, cache_bytes,
+        request.kernels, lets_go,
+    )  # fmt: skip
+
+
+def placement_of(request: RunRequest) -> Placement:
     from dflash_bench.models.targets import Placement
 
-    placement = Placement(
-        spread=machine.device_map is not None,
-        attention=machine.attention,
-        trust_remote_code=machine.trust_remote_code,
-        quantize=machine.quantize,
-    )
-    models = load(model, drafts_of(methods), device, "auto" if dtype == "auto" else getattr(torch, dtype), placement)
-    if machine.workers > 1 and device == "cpu":
-        models = models.sharing_memory(machine.workers)
-    where = {"device": device, "device_map": machine.device_map, "threads": threads, "quantize": machine.quantize}
-    return open_backend(
-        models, model, methods, max_new_tokens, seed, where, machine.engine, machine.capture, cache_bytes,
-        machine.kernels, lets_go,
+    return Placement(
+        spread=request.device_map is not None, attention=request.attention,
+        trust_remote_code=request.trust_remote_code, quantize=request.quantize,
     )  # fmt: skip
 
 
@@ -216,15 +190,15 @@ def captured_of(backend: Backend) -> dict[str, float | int]:
     return backend.captured() if isinstance(backend, LocalBackend) else {}
 
 
-def configure_torch(wanted: MachineConfig) -> tuple[str, str, int | None]:
+def configure_torch(request: RunRequest) -> tuple[str, str, int | None]:
     """Set torch up. Return the device, the type and the number of threads (None: a GPU)."""
     # Read when torch is imported: waiting threads that spin take the cores from those that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
-    device, dtype = device_and_dtype(wanted, torch.cuda.device_count())
+    device, dtype = device_and_dtype(request, torch.cuda.device_count())
     # Small models are faster on one thread, and two busy threads spin against each other.
-    threads = (wanted.threads or 1) if device == "cpu" else None
+    threads = (request.threads or 1) if device == "cpu" else None
     if threads is not None:
         torch.set_num_threads(threads)
     _silence_transformers()
@@ -244,9 +218,9 @@ def _silence_transformers() -> None:
     its_own.set_verbosity_error()
 
 
-def device_and_dtype(wanted: MachineConfig, num_gpus: int) -> tuple[str, str]:
+def device_and_dtype(request: RunRequest, num_gpus: int) -> tuple[str, str]:
     """Return the device and type. Raises UserError for a device that does not exist, and for options without effect."""
-    device = wanted.device or ("cuda" if num_gpus and not wanted.is_small else "cpu")
+    device = request.device or ("cuda" if num_gpus and not request.is_small else "cpu")
     if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
         raise unknown("device", device, ["cpu", "cuda", "cuda:N"])
     kind, _, index = device.partition(":")
@@ -254,13 +228,13 @@ def device_and_dtype(wanted: MachineConfig, num_gpus: int) -> tuple[str, str]:
         raise UserError("no CUDA device here; use --device cpu")
     if index and (len(index) > 4 or int(index) >= num_gpus):
         raise UserError(f"--device {device}: this machine has cuda:0 to cuda:{num_gpus - 1}")
-    if kind == "cuda" and wanted.threads is not None:
+    if kind == "cuda" and request.threads is not None:
         raise UserError("--threads has no effect on a GPU")
-    if wanted.device_map is not None and kind == "cpu":
+    if request.device_map is not None and kind == "cpu":
         raise UserError("--device-map has no effect on the CPU: it spreads a target over GPUs")
-    if wanted.quantize is not None:
-        quantization.check(wanted.quantize, device)
-    dtype = wanted.dtype or ("float32" if kind == "cpu" else "bfloat16")
+    if request.quantize is not None:
+        quantization.check(request.quantize, device)
+    dtype = request.dtype or ("float32" if kind == "cpu" else "bfloat16")
     return device, dtype
 
 
@@ -319,21 +293,19 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
     import torch
 
     from dflash_bench.models import chat, gguf, loading, memory, targets
-    from dflash_bench.models.targets import Placement
 
-    wanted, elsewhere = machine_of(resolved.request), resolved.request.ray_address is not None
-    device, dtype = device_and_dtype(wanted, 1 if elsewhere else torch.cuda.device_count())
-    model, trusted = resolved.model, wanted.trust_remote_code
+    request, model = resolved.request, resolved.model
+    trusted, elsewhere = request.trust_remote_code, request.ray_address is not None
+    device, dtype = device_and_dtype(request, 1 if elsewhere else torch.cuda.device_count())
     fetched = {name: loading.fetch(name, model.reference(name)) for name in resolved.drafts}
     drafts = {name: draft.folder for name, draft in fetched.items()}
     place = str(gguf.converted_folder(Path(model.target))) if gguf.is_file(model.target) else model.target
     target = hub.fetch(place, code=trusted)
     folder, of_hub = target.folder, {"target": target, **fetched}
     commits = {part: one.revision for part, one in of_hub.items() if "@" in one.revision}
-    spread = wanted.device_map is not None
-    config = targets.check(folder, Placement(spread=spread, trust_remote_code=trusted, quantize=wanted.quantize))
+    config = targets.check(folder, placement_of(request))
     tokenizer = targets.tokenizer_of(folder, trusted)
-    modes = [bool(mode) for mode in modes_of(resolved.request, model, chat.has_thinking(tokenizer))]
+    modes = [bool(mode) for mode in modes_of(request, model, chat.has_thinking(tokenizer))]
     for mode in modes:
         chat.check(tokenizer, [asked for loaded in resolved.suites for asked in chats(loaded)], mode)
 
@@ -341,17 +313,17 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
         return max(len(chat.encode(tokenizer, messages, mode)) for mode in modes)
 
     length = getattr(config, "max_position_embeddings", None) or 2**31
-    padded = padding.padded(resolved.suites, resolved.request.context, size, length, resolved.max_new_tokens)
+    padded = padding.padded(resolved.suites, request.context, size, length, resolved.max_new_tokens)
     counts = model.num_drafts or {}
     methods = [one if one.tag else one.with_count(counts.get(one.name)) for one in resolved.methods]
     kind = None if dtype == "auto" else getattr(torch, dtype)
-    in_kernels = _expects_kernels(wanted, device, config, kind)
-    demand = memory.demand_of(folder, drafts, methods, kind, trusted, wanted.quantize, in_kernels)
-    demand = replace(demand, rows=max(resolved.request.concurrency, default=1))
+    in_kernels = _expects_kernels(request, device, config, kind)
+    demand = memory.demand_of(folder, drafts, methods, kind, trusted, request.quantize, in_kernels)
+    demand = replace(demand, rows=max(request.concurrency, default=1))
     # How much is free on the machines of a cluster is not known here.
-    free = None if elsewhere else _free_bytes(device, spread)
+    free = None if elsewhere else _free_bytes(device, request.device_map is not None)
     if free is not None and device == "cpu":
-        free //= resolved.request.workers or 1
+        free //= request.workers or 1
     footprint = demand.held(padded.longest)
     with_drafts, without = (
         None if free is None else max(0, min(one.longest_within(free), length) - padded.rest)
@@ -362,18 +334,18 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
         raise _too_little(demand.target.loading_bytes, free, device, 0, 0)
     if free is not None and footprint.total > free:
         where = f"{device} at concurrency {demand.rows}" if demand.rows > 1 else device
-        where += " for each worker" if (resolved.request.workers or 1) > 1 else ""
+        where += " for each worker" if (request.workers or 1) > 1 else ""
         rows = demand.most_rows_within(free, padded.longest) if demand.rows > 1 else 0
         raise _too_little(footprint.total, free, where, with_drafts or 0, without or 0, rows)
     found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": without}
     return PreparedRun(padded, asdict(footprint) | found, commits)
 
 
-def _expects_kernels(wanted: MachineConfig, device: str, config: Any, dtype: torch.dtype | None) -> bool:
+def _expects_kernels(request: RunRequest, device: str, config: Any, dtype: torch.dtype | None) -> bool:
     """Return True if numba's kernels will compute this target, as `engine/selection.py` chooses."""
     from dflash_bench.engine.forward.choice import expects_kernels
 
-    others = wanted.engine == "transformers" or wanted.kernels == "torch" or wanted.capture == "inductor"
+    others = request.engine == "transformers" or request.kernels == "torch" or request.capture == "inductor"
     return device == "cpu" and not others and expects_kernels(config, dtype or config.dtype)
 
 

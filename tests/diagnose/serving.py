@@ -23,7 +23,7 @@ from dflash_bench.diagnose.crosscheck import CrosscheckRequest
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.models import presets
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.setup import MachineConfig, open_engine
+from dflash_bench.runner.setup import open_engine
 from dflash_bench.tasks import suites
 
 plainly.apply()
@@ -54,7 +54,7 @@ def engine(
     chosen = [parse("ar"), parse(method)]
     drafts = {} if draft is None else {method.partition(":")[0]: str(draft)}
     model = presets.combine("nano", None if target is None else str(target), drafts)
-    return open_engine(model, chosen, MachineConfig(is_small=True, **wanted), LENGTH, 0)
+    return open_engine(model, chosen, RunRequest(**wanted), LENGTH)
 
 
 shared_engine = cache(engine)

@@ -23,7 +23,8 @@ from dflash_bench.models import presets, quantization, targets
 from dflash_bench.models.loading import Models, load
 from dflash_bench.models.memory import demand_of, size_of
 from dflash_bench.models.targets import Placement
-from dflash_bench.runner.setup import MachineConfig, device_and_dtype
+from dflash_bench.runner.config import RunRequest
+from dflash_bench.runner.setup import device_and_dtype
 
 QUESTION = [Message("user", "Tom has 7 apples and buys 5 more. How many apples does he have?")]
 LABELS = ("dflash", "dflash:block=4", "eagle3", "eagle3-tree:nodes=15", "ddtree:nodes=15", "ngram", "lookahead")
@@ -53,19 +54,19 @@ def linear(model: Any) -> list[Any]:
 def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization, "find_spec", lambda _name: None)
     with pytest.raises(UserError, match=r"--quantize nf4 needs bitsandbytes.*run: pip install bitsandbytes"):
-        device_and_dtype(MachineConfig(quantize="nf4"), 0)
-    assert device_and_dtype(MachineConfig(quantize="int8"), 0)[0] == "cpu"
+        device_and_dtype(RunRequest(quantize="nf4"), 0)
+    assert device_and_dtype(RunRequest(quantize="int8"), 0)[0] == "cpu"
 
 
 def test_fp8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization, "find_spec", lambda _name: object())
     with pytest.raises(UserError, match=r"fp8 \(compute capability 8.9 or newer\); on cpu here, int8 and nf4 work"):
-        device_and_dtype(MachineConfig(quantize="fp8"), 0)
+        device_and_dtype(RunRequest(quantize="fp8"), 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     with pytest.raises(UserError, match="on cuda here, int8 and nf4 work"):
-        device_and_dtype(MachineConfig(quantize="fp8"), 1)
+        device_and_dtype(RunRequest(model="mine", quantize="fp8"), 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    assert device_and_dtype(MachineConfig(quantize="fp8"), 1) == ("cuda", "bfloat16")
+    assert device_and_dtype(RunRequest(model="mine", quantize="fp8"), 1) == ("cuda", "bfloat16")
 
 
 def test_a_checkpoint_that_is_quantised_already_is_refused(tmp_path: Path) -> None:

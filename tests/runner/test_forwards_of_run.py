@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def perform(model: Path, folder: Path, resume: bool = False) -> None:
     asked = RunRequest(suites=("gsm8k",), methods=(), model=str(model), limit=1, max_new_tokens=4)
-    session.perform(asked, folder, resume=resume, tell=print)
+    session.perform(asked, folder, resume=resume, caller=session.Caller(print))
 
 
 def cells(folder: Path) -> list[Cell]:

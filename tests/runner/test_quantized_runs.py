@@ -42,7 +42,7 @@ def test_a_sweep_over_it_says_how_to_do_it_instead() -> None:
 def test_a_quantised_run_says_so_and_is_not_mixed_with_another(tmp_path: Path, main: Main) -> None:
     asked = replace(ASKED, model=str(tiny.build(tmp_path / "model")))
     for name, kind in (("plain", None), ("quantised", "int8")):
-        session.perform(replace(asked, quantize=kind), tmp_path / name, resume=False, tell=print)
+        session.perform(replace(asked, quantize=kind), tmp_path / name, resume=False, caller=session.Caller(print))
     infos = {name: read_info(tmp_path / name).to_json() for name in ("plain", "quantised")}
     assert [infos[name]["identity"]["quantize"] for name in infos] == [None, "int8"]
     assert infos["quantised"]["identity"]["network"] == "native, numba kernels"
@@ -59,7 +59,7 @@ def test_a_quantised_run_says_so_and_is_not_mixed_with_another(tmp_path: Path, m
     }
     assert kinds == {"int8"}
     with pytest.raises(UserError, match='quantize was "int8", now null'):
-        session.perform(asked, tmp_path / "quantised", resume=True, tell=print)
+        session.perform(asked, tmp_path / "quantised", resume=True, caller=session.Caller(print))
     status, _, error = main("compare", "plain", "quantised")
     assert status == 2 and "quantize none and int8" in error and "--allow dtype" in error
     shown = json.loads(main("compare", "plain", "quantised", "--allow", "dtype", "--json")[1])

@@ -19,7 +19,7 @@ from dflash_bench.results.identity import settings_to_json
 from dflash_bench.runner import session
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
-from dflash_bench.runner.setup import MachineConfig, device_and_dtype
+from dflash_bench.runner.setup import device_and_dtype
 from dflash_bench.tasks import sandbox
 
 
@@ -88,19 +88,19 @@ def test_thinking_has_no_effect_on_a_template_without_it(asked: str) -> None:
     [
         ({}, False, ("cpu", "float32")),
         ({}, True, ("cpu", "float32")),
-        ({"is_small": False}, False, ("cpu", "float32")),
-        ({"is_small": False}, True, ("cuda", "bfloat16")),
+        ({"model": "mine"}, False, ("cpu", "float32")),
+        ({"model": "mine"}, True, ("cuda", "bfloat16")),
         ({"device": "cuda:1"}, True, ("cuda:1", "bfloat16")),
         ({"device": "cuda", "dtype": "float32"}, True, ("cuda", "float32")),
         ({"dtype": "float16"}, False, ("cpu", "float16")),
         ({"dtype": "auto"}, True, ("cpu", "auto")),
-        ({"is_small": False, "device_map": "auto"}, True, ("cuda", "bfloat16")),
+        ({"model": "mine", "device_map": "auto"}, True, ("cuda", "bfloat16")),
     ],
 )
 def test_device_and_type_where_none_is_given(
     changes: dict[str, object], has_cuda: bool, expected: tuple[str, str]
 ) -> None:
-    assert device_and_dtype(MachineConfig(**{"is_small": True, **changes}), 2 * has_cuda)  # type: ignore[arg-type] == expected
+    assert device_and_dtype(RunRequest(**changes), 2 * has_cuda)  # type: ignore[arg-type] == expected
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_device_and_type_where_none_is_given(
 )
 def test_a_device_that_has_no_such_name_is_refused(device: str) -> None:
     with pytest.raises(UserError, match=r"^unknown device '.*'(| \(did you mean '.+'\?\)); known: cpu, cuda, cuda:N$"):
-        device_and_dtype(MachineConfig(device=device), 2)
+        device_and_dtype(RunRequest(device=device), 2)
 
 
 @pytest.mark.parametrize("index", ["2", "99", "9" * 5000])
 def test_a_gpu_that_is_not_there_is_refused(index: str) -> None:
     with pytest.raises(UserError, match=r"^--device cuda:\d+: this machine has cuda:0 to cuda:1$"):
-        device_and_dtype(MachineConfig(device=f"cuda:{index}"), 2)
+        device_and_dtype(RunRequest(device=f"cuda:{index}"), 2)
 
 
 def test_own_prompts_come_after_the_suites_and_share_the_limit(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_run_remembers_what_it_was_made_with(
     words = ["dflash-bench", "run", "--suite", "mbpp", "--model", "my model"]
     monkeypatch.setattr(sys, "argv", words)
     asked = request(suites=("mbpp",), model=str(model), limit=1, max_new_tokens=4, prompts=None)
-    session.perform(asked, tmp_path / "run", resume=False, tell=print)
+    session.perform(asked, tmp_path / "run", resume=False, caller=session.Caller(print))
     info, records = store.load(tmp_path / "run")
     info = info.to_json()
     assert [record.method for record in records] == ["ar", "dflash"]
@@ -171,7 +171,7 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "strongest", lambda: None)
-    session.perform(code_run(model), tmp_path / "not run", resume=False, tell=print)
+    session.perform(code_run(model), tmp_path / "not run", resume=False, caller=session.Caller(print))
     info, records = store.load(tmp_path / "not run")
     info = info.to_json()
     assert (info["sandbox"], info["identity"]["code"]) == (sandbox.describe(None), "not run")
@@ -180,8 +180,10 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
     noted = findings(read.rows, metrics.summarise(read.rows, read.info.identity), read.info.identity)
     assert [note.remedy for note in noted if note.kind == "code_not_run"] == [sandbox.REMEDY]
     with pytest.raises(UserError, match='code was "not run", now "unsafe"'):
-        session.perform(code_run(model, unsafe_code=True), tmp_path / "not run", resume=True, tell=print)
-    session.perform(code_run(model, unsafe_code=True), tmp_path / "unsafe", resume=False, tell=print)
+        session.perform(
+            code_run(model, unsafe_code=True), tmp_path / "not run", resume=True, caller=session.Caller(print)
+        )
+    session.perform(code_run(model, unsafe_code=True), tmp_path / "unsafe", resume=False, caller=session.Caller(print))
     info, records = store.load(tmp_path / "unsafe")
     info = info.to_json()
     assert (info["sandbox"], info["identity"]["code"]) == (sandbox.describe(sandbox.UNSAFE), "unsafe")
@@ -196,10 +198,12 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
 def test_unsafe_code_must_have_an_effect(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "open_local", lambda *_: pytest.fail("loaded a model"))
     with pytest.raises(UserError, match="no effect without a suite of code"):
-        session.perform(request(model=str(model), unsafe_code=True), tmp_path / "run", resume=False, tell=print)
+        session.perform(
+            request(model=str(model), unsafe_code=True), tmp_path / "run", resume=False, caller=session.Caller(print)
+        )
     monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Isolation(landlock=True))
     with pytest.raises(UserError, match=r"no effect here: this system has a cage \(landlock, seccomp"):
-        session.perform(code_run(model, unsafe_code=True), tmp_path / "run", resume=False, tell=print)
+        session.perform(code_run(model, unsafe_code=True), tmp_path / "run", resume=False, caller=session.Caller(print))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -208,7 +212,7 @@ def test_a_run_goes_on_after_keepers_that_break_down(
 ) -> None:
     monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Isolation(landlock=True))
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (sys.executable, "-c", "raise SystemExit('no room')"))
-    session.perform(code_run(model), tmp_path / "run", resume=False, tell=print)
+    session.perform(code_run(model), tmp_path / "run", resume=False, caller=session.Caller(print))
     info, records = store.load(tmp_path / "run")
     info = info.to_json()
     assert (info["state"], [record.passed for record in records]) == ("complete", [False, False])
