@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp
 from dflash_bench.cli.options import under
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import write_text
+from dflash_bench.core.files import json_text, write_text
 from dflash_bench.core.option import whole_numbers
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import note, say
@@ -81,14 +80,8 @@ def verify_distribution(
     )
     tests = analysis.run_tests(draws_of_methods)
     verdicts = analysis.judge_methods(draws_of_methods, tests)
-    if as_json:
-        say(
-            json.dumps(
-                report.distribution_as_json(draws_of_methods, tests, verdicts, settings), indent=1, allow_nan=False
-            )
-        )
-    else:
-        say(report.distribution_text(draws_of_methods, tests, verdicts, settings))
+    found = draws_of_methods, tests, verdicts, settings
+    say(json_text(report.distribution_as_json(*found)) if as_json else report.distribution_text(*found))
     if any(verdict.state != "as the model" for verdict in verdicts):
         sys.exit(1)
 
@@ -152,7 +145,7 @@ def profile(
     profile.check_out(out)
     with status() as tell:
         profiled = profile.profile(profile_request, tell)
-    text = json.dumps(shown.as_json(profiled), indent=1, allow_nan=False)
+    text = json_text(shown.as_json(profiled))
     if out is not None:
         title = f"Cost of a forward, {profiled.about['model']}{shown.estimate_note(profiled)}"
         plots.write_profile(profiled.judged, title, out / "profile.svg")
@@ -186,9 +179,15 @@ def doctor(request: RunRequest, as_json: options.AsJson = False) -> None:
 
     with status() as tell:
         found = examine(request, tell)
-    say(json.dumps(show.diagnosis_as_json(found), indent=1, allow_nan=False) if as_json else show.diagnosis_text(found))
+    say(json_text(show.diagnosis_as_json(found)) if as_json else show.diagnosis_text(found))
     if found.has_cause:
         sys.exit(1)
+
+
+def _require_folder(out: Path | None) -> None:
+    """Raise UserError before anything slow, if a page could not be written there."""
+    if out is not None and not out.parent.is_dir():
+        raise UserError(f"the folder {out.parent} for {out.name} does not exist; create it, or give another --out")
 
 
 STATUS = {"agree": 0, "differ": 1, "cannot tell": 2}
@@ -232,19 +231,14 @@ def crosscheck(
     from dflash_bench.diagnose import show as report
     from dflash_bench.diagnose.crosscheck import CrosscheckRequest
 
-    if out is not None and not out.parent.is_dir():
-        raise UserError(f"the folder {out.parent} for {out.name} does not exist; create it, or give another --out")
+    _require_folder(out)
     with status() as tell:
         checked = crosscheck.crosscheck(
             CrosscheckRequest(request.without(ServerOptions), request.only(ServerOptions), chats), tell
         )
     if out is not None:
         write_text(out, report.page(checked, command(sys.argv[1:])))
-    say(
-        json.dumps(report.crosscheck_as_json(checked), indent=1, allow_nan=False)
-        if as_json
-        else report.crosscheck_text(checked)
-    )
+    say(json_text(report.crosscheck_as_json(checked)) if as_json else report.crosscheck_text(checked))
     if out is not None:
         note(f"wrote {out}")
     if code := max((STATUS[one.verdict] for one in checked), key=[0, 2, 1].index):
@@ -286,8 +280,7 @@ def conform(
     from dflash_bench.diagnose import conform, conform_server, golden_cases
     from dflash_bench.diagnose import show_conform as report
 
-    if out is not None and not out.parent.is_dir():
-        raise UserError(f"the folder {out.parent} for {out.name} does not exist; create it, or give another --out")
+    _require_folder(out)
     chosen, forwards = golden_cases.read_cases(cases or ()), conform.forwards_named(forward or ())
     if server is not None:
         if forward:
@@ -304,7 +297,7 @@ def conform(
         )
     if out is not None:
         write_text(out, report.conform_page(found, command(sys.argv[1:])))
-    say(json.dumps(report.conform_as_json(found), indent=1, allow_nan=False) if as_json else report.conform_text(found))
+    say(json_text(report.conform_as_json(found)) if as_json else report.conform_text(found))
     if out is not None:
         note(f"wrote {out}")
     if code := conform.exit_status(found):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +11,7 @@ from typer import Argument, Option
 
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
+from dflash_bench.core.files import json_text
 from dflash_bench.core.labels import WIDTH, wrapped
 from dflash_bench.core.terminal import note, say, terminal_width, wide
 from dflash_bench.models.presets import HOME
@@ -36,11 +36,8 @@ def models(
     """
     from dflash_bench.models import catalogue
 
-    listings, machine = catalogue.list_presets(kind), catalogue.machine()
-    if as_json:
-        say(json.dumps(catalogue.as_json(listings, machine), indent=1, allow_nan=False))
-    else:
-        say(catalogue.text(listings, machine, terminal_width(WIDTH)))
+    found = catalogue.list_presets(kind), catalogue.machine()
+    say(json_text(catalogue.as_json(*found)) if as_json else catalogue.text(*found, terminal_width(WIDTH)))
 
 
 @app.command(cls=Command)
@@ -84,7 +81,7 @@ def inspect(
 
     seen = api.inspect(checkpoint, target)
     shown = "\n".join(wrapped(line, wide(), others=" " * 15) for line in inspect.text(seen).splitlines())
-    say(json.dumps(inspect.as_json(seen), indent=1) if as_json else shown)
+    say(json_text(inspect.as_json(seen)) if as_json else shown)
     if seen.problems:
         sys.exit(1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typer import Argument, Option
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.files import require_output, write_output
+from dflash_bench.core.files import io_error, json_text, require_output, write_output, write_text
 from dflash_bench.core.labels import WIDTH, visible
 from dflash_bench.core.terminal import note, say, wide
 
@@ -85,7 +84,7 @@ def runs(as_json: options.AsJson = False) -> None:
     from dflash_bench.report.site import listings, runs_text
 
     several = listings()
-    say(json.dumps(listed_json(several), indent=1) if as_json else runs_text(several, wide()))
+    say(json_text(listed_json(several)) if as_json else runs_text(several, wide()))
 
 
 @app.command(cls=Command)
@@ -182,7 +181,7 @@ def compare(
         note(f"wrote {compared.report(out)}")
         return
     is_json = as_json or kind == "json"
-    _give(f"{json.dumps(compared.data, indent=1, allow_nan=False)}\n" if is_json else str(compared), out)
+    _give(f"{json_text(compared.data)}\n" if is_json else str(compared), out)
 
 
 @app.command("import", cls=Command)
@@ -201,9 +200,7 @@ def import_results(
     from dflash_bench.report.compare import imported
 
     found = [one for path in paths for one in benches.read_results(path)]
-    say(
-        json.dumps([asdict(one) for one in found], indent=1) if as_json else imported(found, wide()), end="\n" * as_json
-    )
+    say(json_text([asdict(one) for one in found]) if as_json else imported(found, wide()).rstrip("\n"))
 
 
 @app.command(cls=Command)
@@ -277,10 +274,7 @@ def check(
     _save(junit, "w", lambda: formats.junit(result.outcome, "dflash-bench"))
     _save(summary, "a", lambda: formats.summary(result.outcome))
     _save(benchmark, "w", lambda: formats.benchmark(result.cells))
-    if as_json:
-        say(json.dumps(formats.as_json(result.outcome), indent=1, allow_nan=False))
-    else:
-        say(formats.text(result.outcome, every, wide()))
+    say(json_text(formats.as_json(result.outcome)) if as_json else formats.text(result.outcome, every, wide()))
     if result.outcome.failures:
         sys.exit(1)
 
@@ -293,7 +287,7 @@ def _save(path: Path | None, mode: str, text_of: Callable[[], str]) -> None:
         with open(path, mode, encoding="utf-8") as file:
             file.write(visible(text_of(), keep="\n\t"))
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise io_error("write", path, error) from error
 
 
 @app.command(cls=Command)
@@ -425,10 +419,7 @@ def replay(
         method, n=read("--n", n), block=read("--block", block), cut=read("--cut", cut, whole=False),
         nodes=read("--nodes", nodes), controller=controller or (), concurrency=read("--concurrency", concurrency),
     )  # fmt: skip
-    if as_json:
-        say(json.dumps(shown.as_json(replayed), indent=1, allow_nan=False))
-    else:
-        say(shown.text(replayed, wide()), end="")
+    say(json_text(shown.as_json(replayed)) if as_json else shown.text(replayed, wide()).rstrip("\n"))
 
 
 @app.command(cls=Command)
@@ -486,9 +477,9 @@ def _write_profile(document: Document, method: str | None, path: Path) -> None:
         listed = ", ".join(document.methods) or "none"
         raise UserError(f"a profile is of one method; give --method NAME, one that drafts in this run: {listed}")
     made = speculation.as_json(document.results, method or document.methods[0])
-    text = json.dumps(made, indent=1, allow_nan=False)
     # Lists of numbers in a line each.
-    write_output(path, re.sub(r"\[[^][{}]+\]", lambda found: " ".join(found[0].split()), text) + "\n")
+    text = re.sub(r"\[[^][{}]+\]", lambda found: " ".join(found[0].split()), json_text(made))
+    write_output(path, f"{text}\n")
     note(f"wrote {path}: {made['num_rounds']:,} rounds of {made['num_prompts']:,} prompts")
 
 
@@ -517,7 +508,6 @@ def movie(
     Plain and drafted, side by side, typed at their measured times, in a loop: for a README or a talk.
     """
     from dflash_bench import api
-    from dflash_bench.core.files import write_text
     from dflash_bench.report.movie import movie as filmed
 
     folder = found_one(run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ from typer import Argument, Context, Option
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp, config_text
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.files import json_text, write_json, write_text
 from dflash_bench.core.labels import WIDTH, wrapped
 from dflash_bench.core.option import check_options
 from dflash_bench.core.secrets import command
@@ -42,8 +42,6 @@ def run(
         raise UserError(f"nothing to sweep over: give {plan.EXAMPLE}")
     check_options(output)
     if output.save_config is not None:
-        from dflash_bench.core.files import write_text
-
         write_text(output.save_config, config_text(ctx))
         note(f"wrote {output.save_config}")
     with Stages() as stages:
@@ -66,7 +64,7 @@ def run(
     results = table.read_run(folder)
     rows, document = results.rows, report.document_of(results)
     if as_json:
-        say(json.dumps(report.as_json(document), indent=1, allow_nan=False))
+        say(json_text(report.as_json(document)))
     else:
         show(report.screen(document, terminal_width()))
         say(next_commands(folder))
@@ -130,7 +128,7 @@ def recommend(
         note("stopped; finished rounds are saved, and the same command goes on")
         sys.exit(130)
     if as_json:
-        say(json.dumps(made.data, indent=1, allow_nan=False))
+        say(json_text(made.data))
     else:
         say(shown.text(made.found, terminal_width(100)), end="")
         note(f"wrote {made.folder / 'recommendation.md'}")

@@ -32,7 +32,7 @@ def describe() -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu": _cpu_model(),
         "num_cores": os.cpu_count(),
-        "num_usable_cores": _num_usable_cores(),
+        "num_usable_cores": num_usable_cores(),
         "memory_bytes": _memory_bytes(),
         "python": platform.python_version(),
         # Our own version is that of the running code: the metadata of a checkout can be older.
@@ -110,7 +110,7 @@ def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     return match[1].strip() if match else platform.processor() or None
 
 
-def _num_usable_cores() -> int | None:
+def num_usable_cores() -> int | None:
     """Return how many processors this process may use, fewer if it is pinned to some; None except on Linux."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 

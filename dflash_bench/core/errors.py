@@ -23,6 +23,11 @@ def unknown(kind: str, name: str, known: list[str]) -> UserError:
     return UserError(f"unknown {kind} '{name}'{meant}; known: {', '.join(sorted(known))}")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 @dataclass(frozen=True, slots=True)
 class DraftProblem:
     """A reason why a draft cannot be used with a target."""

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from dflash_bench.core.errors import UserError
+from dflash_bench.core.errors import UserError, first_line
 
 MOST_NESTED = 100
 """Levels of JSON: more than our files or any publisher's have, and few enough for every JSON reader and writer."""
@@ -168,19 +168,24 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, lambda file: file.write(text.encode()))
 
 
-def write_output(path: Path, text: str) -> None:
-    """As `write_text`, for a place that a user named: folders that are missing above it are made."""
+def write_output(path: Path, content: str | bytes) -> None:
+    """As `write_whole`, for a place that a user named: folders that are missing above it are made."""
     require_output(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise io_error("write", path, error) from error
-    write_text(path, text)
+    write_whole(path, lambda file: file.write(content if isinstance(content, bytes) else content.encode()))
+
+
+def json_text(value: Any) -> str:
+    """Return JSON for people and programs. Raises ValueError for NaN and infinity, which JSON does not have."""
+    return json.dumps(value, indent=1, allow_nan=False)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file by `write_whole`."""
-    write_text(path, json.dumps(value, indent=1))
+    write_text(path, json_text(value))
 
 
 def sync(folder: Path) -> None:
@@ -194,5 +199,4 @@ def sync(folder: Path) -> None:
 
 def io_error(do: str, path: Path, error: BaseException) -> UserError:
     """Return the error for a file that we could not read or write, with the first line of the reason."""
-    reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
-    return UserError(f"cannot {do} {path}: {reason}")
+    return UserError(f"cannot {do} {path}: {getattr(error, 'strerror', None) or first_line(error)}")

@@ -114,3 +114,8 @@ def _kind(source: str) -> str:
         return kind
     name = PurePosixPath(place).name or place
     return f"{kind} {name if len(name) <= LONGEST else f'{name[: LONGEST - 1]}…'}"
+
+
+def dtype_name(dtype: object) -> str:
+    """Return `float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_bench.core.labels import dtype_name
 from dflash_bench.core.methods import Method
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.diagnose.compare_counts import Cause
@@ -273,7 +274,7 @@ def _about_prompts(side: ReferenceSide) -> Iterator[Hypothesis]:
 
 
 def _about_targets(side: ReferenceSide) -> Iterator[Hypothesis]:
-    own = str(side.backend.target.model.dtype).removeprefix("torch.")
+    own = dtype_name(side.backend.target.model.dtype)
     for dtype in DTYPES:
         if dtype != own:
             cause = Cause(f"all in {dtype}", f"it computes target and draft in {dtype}, and our engine in {own}")

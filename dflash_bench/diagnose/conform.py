@@ -18,17 +18,19 @@ from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.methods import Method
 from dflash_bench.core.option import check_options
-from dflash_bench.diagnose.case_details import DetailDifference, drawn_difference, tree_difference
 from dflash_bench.diagnose.compare_rounds import (
     DecodedPrompt,
+    DetailDifference,
     Explanation,
     RoundDifference,
     accepted_per_round,
     differences_of,
+    drawn_difference,
     explanations,
     num_equal_rounds,
     published_figure,
     room_of,
+    tree_difference,
 )
 from dflash_bench.diagnose.golden_cases import CaseRound, GoldenCase, GoldenPrompt, WrongReading, edited_copy
 from dflash_bench.engine.backend import RequestTrace, build_drafter, capture_passes

@@ -11,6 +11,7 @@ import numpy as np
 
 from dflash_bench.analysis import stats
 from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
+from dflash_bench.core.labels import dtype_name
 from dflash_bench.core.methods import Method, parse
 from dflash_bench.core.option import check_options
 from dflash_bench.core.types import Message, Settings
@@ -103,12 +104,10 @@ def judge(
     before: Sequence[AcceptedAnswer], outcomes: Sequence[tuple[DraftChange, Sequence[AcceptedAnswer]]]
 ) -> list[ChangeTrial]:
     """Compare each change with the draft as it is; causes first, then by gain. p is corrected for their number."""
-    al, ps = al_pooled(before), [p_of_gain(before, after) for _, after in outcomes]
-    known = iter(stats.holm([p for p in ps if p is not None]))
-    corrected = [None if p is None else next(known) for p in ps]
+    al, ps = al_pooled(before), stats.holm_where_tested([p_of_gain(before, after) for _, after in outcomes])
     trials = [
         ChangeTrial(change, al_pooled(after), al_pooled(after) / al, p)
-        for (change, after), p in zip(outcomes, corrected, strict=True)
+        for (change, after), p in zip(outcomes, ps, strict=True)
     ]
     return sorted(trials, key=lambda one: (-one.is_cause, -one.gain))
 
@@ -308,7 +307,7 @@ class _Examiner:
             )  # fmt: skip
         config = read_config(targets.find_target(self.request.target or self.request.model or "nano"))
         own = str(config.get("dtype") or config.get("torch_dtype") or "")
-        used = str(self.backend.target.model.dtype).removeprefix("torch.")
+        used = dtype_name(self.backend.target.model.dtype)
         # A draft learns from the target in its checkpoint's dtype.
         if own and own != used:
             yield self._change(

@@ -15,6 +15,7 @@ from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error
 from dflash_bench.core.forwards import ProfileData, Size
+from dflash_bench.core.labels import dtype_name
 from dflash_bench.core.methods import Method
 from dflash_bench.core.option import check_options
 from dflash_bench.models import presets
@@ -95,7 +96,7 @@ def profile(request: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
     about = {
         "model": of_run.name, "target": preset.target, "methods": [method.label for method in drafting],
         "layers": cut.num_layers, "all_layers": subject.num_layers, "random_weights": request.random_weights,
-        "device": device, "dtype": str(target.model.dtype).removeprefix("torch."), "threads": threads,
+        "device": device, "dtype": dtype_name(target.model.dtype), "threads": threads,
         "engine": network_name(target), "capture": captured,
     }  # fmt: skip
     return judged(about, measured, subject.full, acceptance)

@@ -8,8 +8,7 @@ from typing import Any
 
 from dflash_bench.core.draft_kinds import name_of_kind
 from dflash_bench.core.labels import wrapped
-from dflash_bench.diagnose.case_details import DetailDifference
-from dflash_bench.diagnose.compare_rounds import Explanation, How, RoundDifference
+from dflash_bench.diagnose.compare_rounds import DetailDifference, Explanation, How, RoundDifference
 from dflash_bench.diagnose.conform import Conformance, State
 from dflash_bench.report import render
 from dflash_bench.report.tables import ABSENT, ReportTable, Section, in_markdown, number

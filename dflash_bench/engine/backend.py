@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.labels import dtype_name
 from dflash_bench.core.methods import Method
 from dflash_bench.core.types import (
     GREEDY,
@@ -288,7 +289,7 @@ def _about(
         "target": presets.name(preset.target),
         "drafts": drafts,
         "revisions": models.revisions | {method.label: sha for method in methods for sha in _sha256_of_files(method)},
-        "dtype": str(models.target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(models.target.dtype),
         "attention": models.target.config._attn_implementation,
     }  # fmt: skip
 

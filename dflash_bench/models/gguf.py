@@ -15,9 +15,9 @@ from tempfile import mkdtemp
 from typing import Any
 
 from dflash_bench.core import files
-from dflash_bench.core.errors import UserError
+from dflash_bench.core.errors import UserError, first_line
 from dflash_bench.models import hub
-from dflash_bench.models.hub import cannot_load, first_line, is_unreadable
+from dflash_bench.models.hub import cannot_load, is_unreadable
 from dflash_bench.models.presets import HOME, cache_folder
 
 LARGEST = 1 << 24

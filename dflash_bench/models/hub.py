@@ -14,7 +14,7 @@ from typing import Any, cast
 from huggingface_hub.errors import StrictDataclassError
 
 from dflash_bench.core import files
-from dflash_bench.core.errors import UserError
+from dflash_bench.core.errors import UserError, first_line
 
 # A model's folder before it is loaded: its JSON files, and whether its parts are really files. Needs no torch.
 
@@ -194,11 +194,6 @@ UNREADABLE = (
 def is_unreadable(error: BaseException) -> bool:
     """Return True for an error that a damaged file causes; the tokenizers library raises bare Exceptions."""
     return isinstance(error, UNREADABLE) or type(error) is Exception
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def cannot_load(folder: Path, error: Exception) -> UserError:

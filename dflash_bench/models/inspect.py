@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dflash_bench.core.draft_kinds import with_kind
 from dflash_bench.core.errors import DraftProblem, UserError
+from dflash_bench.core.labels import dtype_name
 from dflash_bench.core.methods import users_of
 from dflash_bench.models import formats, loading, mtp_heads, presets, targets, weights
 from dflash_bench.models.formats import TargetShape, base, medusa
@@ -166,7 +167,7 @@ def _size(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
         "num_parameters": sum(tensor.numel() for tensor in parameters),
         "size_bytes": sum(tensor.nbytes for tensor in tensors.values()),
-        "dtype": ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in parameters})),
+        "dtype": ", ".join(sorted({dtype_name(tensor.dtype) for tensor in parameters})),
     }
 
 

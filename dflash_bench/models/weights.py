@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dflash_bench.core import files
-from dflash_bench.core.errors import UserError
-from dflash_bench.models.hub import INDEX, WHOLE, first_line, read_json
+from dflash_bench.core.errors import UserError, first_line
+from dflash_bench.models.hub import INDEX, WHOLE, read_json
 
 # The tensors of a checkpoint, in any of the four ways to store them.
 #

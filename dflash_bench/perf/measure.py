@@ -19,7 +19,7 @@ from dflash_bench.engine.backend import capture_passes
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters import dflash, eagle3, mtp, p_eagle
 from dflash_bench.engine.loop import decode
-from dflash_bench.engine.rows import Limits, clock_for
+from dflash_bench.engine.rows import Clock, Limits, clock_for
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.selection import compile_like
 from dflash_bench.engine.target import Target
@@ -53,30 +53,29 @@ def medians_s(
     the extra work of a first call is negligible then.
     """
     clock, turns = clock_for(device), list[list[float]]()
-
-    def turn() -> list[float]:
-        times = []
-        for call in calls:
-            start = clock.mark()
-            call()
-            times.append(clock.seconds(start, clock.mark()))
-        return times
-
-    first = turn()
+    first = _turn(calls, clock)
     if sum(first) > 2 * budget_s:
         turns, least = [first], 2
     while len(turns) < least or (len(turns) < most and sum(map(sum, turns)) < budget_s):
-        turns.append(turn())
+        turns.append(_turn(calls, clock))
     return [median(times) for times in zip(*turns, strict=True)]
+
+
+def _turn(calls: Sequence[Callable[[], object]], clock: Clock) -> list[float]:
+    """Return the seconds of each call, made once."""
+    times = []
+    for call in calls:
+        start = clock.mark()
+        call()
+        times.append(clock.seconds(start, clock.mark()))
+    return times
 
 
 def least_s(call: Callable[[], object], device: torch.device, budget_s: float = 0.1, most: int = 32) -> float:
     """Return the seconds of the shortest of up to `most` calls, the one least disturbed by the rest of the machine."""
     clock, times = clock_for(device), list[float]()
     while not times or (len(times) < most and sum(times) < budget_s):
-        start = clock.mark()
-        call()
-        times.append(clock.seconds(start, clock.mark()))
+        times += _turn([call], clock)
     return min(times)
 
 
@@ -124,12 +123,7 @@ def _quickest_s(calls: Sequence[Callable[[], object]], device: torch.device, bud
     """Return the shortest seconds of each call; they take turns, three times or more until the budget is spent."""
     clock, turns = clock_for(device), list[list[float]]()
     while len(turns) < 3 or (len(turns) < 8 and sum(map(sum, turns)) < budget_s):
-        times = []
-        for call in calls:
-            start = clock.mark()
-            call()
-            times.append(clock.seconds(start, clock.mark()))
-        turns.append(times)
+        turns.append(_turn(calls, clock))
     return [min(times) for times in zip(*turns, strict=True)]
 
 

@@ -10,11 +10,10 @@ from dflash_bench import __version__
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
-from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import write_output
 from dflash_bench.core.labels import visible
 from dflash_bench.core.methods import is_lossy
-from dflash_bench.report.document import Document, MethodLine, require_answers
+from dflash_bench.report.document import Document, MethodLine
 from dflash_bench.report.screen import judged, num_wrong
 from dflash_bench.report.tables import bounds, number
 
@@ -30,7 +29,7 @@ def write_hub_card(document: Document, folder: Path) -> list[Path]:
 
     Raises UserError for a run without a speed-up.
     """
-    line, speedup = _fastest(require_answers(document))
+    line, speedup = document.fastest()
     write_output(folder / BADGE, badge(document, line, speedup))
     entries = _entries(document, line)
     if not entries:
@@ -39,13 +38,6 @@ def write_hub_card(document: Document, folder: Path) -> list[Path]:
 
     write_output(folder / RESULTS, yaml.safe_dump(entries, sort_keys=False, allow_unicode=True))
     return [folder / BADGE, folder / RESULTS]
-
-
-def _fastest(document: Document) -> tuple[MethodLine, Interval]:
-    known = [(line, speedup) for line, speedup, _ in document.means() if speedup]
-    if not known:
-        raise UserError(f"{document.folder} has no speed-up to show: it holds no answers of plain decoding")
-    return max(known, key=lambda one: one[1].value)
 
 
 def badge(document: Document, line: MethodLine, speedup: Interval) -> str:

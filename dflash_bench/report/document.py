@@ -80,6 +80,13 @@ class Document:
         """Each of `lines` with its speedup.decode and al.pooled over all suites (`over_all`)."""
         return [(line, *over_all(self.cells, line)) for line in self.lines]
 
+    def fastest(self) -> tuple[MethodLine, Interval]:
+        """The line with the highest speed-up. Raises UserError for a run without one."""
+        known = [(line, speedup) for line, speedup, _ in require_answers(self).means() if speedup]
+        if not known:
+            raise UserError(f"{self.folder} has no speed-up: it holds no answers of plain decoding")
+        return max(known, key=lambda one: one[1].value)
+
     @property
     def suites(self) -> list[str]:
         return list(dict.fromkeys(cell.suite for cell in self.cells))

@@ -69,7 +69,7 @@ def movie(
     Raises UserError for a method or an answer that the run does not have, for one whose rounds are hidden, and if the
     target's tokenizer, which says which letters are which tokens, is not on this disk.
     """
-    method = method or _fastest(require_answers(document))
+    method = method or require_answers(document).fastest()[0].method
     if method not in document.methods:
         raise unknown("method of this run", method, document.methods)
     decoder = load_tokenizer(document.results.info, tokenizer)
@@ -80,13 +80,6 @@ def movie(
     about = facts(document.results.info)
     model = Path(str(document.results.info.identity.model)).name
     return _svg(both, f"{plain['suite']}/{plain['prompt_id']} · {model} · {about['machine']}")
-
-
-def _fastest(document: Document) -> str:
-    known = [(speedup.value, line.method) for line, speedup, _ in document.means() if speedup]
-    if not known:
-        raise UserError(f"{document.folder} has no speed-up: it holds no answers of plain decoding")
-    return max(known)[1]
 
 
 Row = dict[str, Any]

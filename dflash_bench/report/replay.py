@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dflash_bench.analysis.confidence import Calibration, CutPoint, calibrations
-from dflash_bench.analysis.headroom import Headroom, headroom_of
+from dflash_bench.analysis.draft_quality import Calibration, CutPoint, Headroom, calibrations, headroom_of
 from dflash_bench.analysis.replay import Replayed
 from dflash_bench.core.labels import WIDTH
 from dflash_bench.core.types import CellKey

@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any
 
 from dflash_bench.core import environment
-from dflash_bench.core.errors import UserError
+from dflash_bench.core.errors import UserError, first_line
 from dflash_bench.core.methods import Method
 from dflash_bench.core.terminal import status
 from dflash_bench.core.types import SHARED_WEIGHTS, Answer, Message, Settings
@@ -135,7 +135,7 @@ class RayPool(WorkerPool):
             errors.OutOfMemoryError,
         ) as error:
             del self._actors[worker]
-            return WorkerDied(worker, _short(error))
+            return WorkerDied(worker, first_line(error)[:200])
         if worker in self._abouts:
             return JobDone(worker, *value)
         return Ready(worker, self._known(worker, value))
@@ -259,7 +259,7 @@ def refuse_too_many(workers: int, threads: int, device: str, num_gpus: int) -> N
 
 def num_processors() -> int:
     """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return environment.num_usable_cores() or os.cpu_count() or 1
 
 
 def refuse_silent(address: str) -> None:
@@ -302,7 +302,7 @@ def _started(address: str | None, num_cpus: int) -> Any:
             ray.init(address=address, **usual)
         except (ConnectionError, RuntimeError, ValueError) as error:
             remedy = "if that cluster asks for a token, set RAY_AUTH_MODE=token"
-            raise UserError(f"--ray-address {address}: {_short(error)}; {remedy}") from error
+            raise UserError(f"--ray-address {address}: {first_line(error)[:200]}; {remedy}") from error
     return ray
 
 
@@ -314,7 +314,3 @@ def _alike(identity: Mapping[str, Any]) -> dict[str, Any]:
 def _kind(machine: Mapping[str, Any]) -> str:
     """Return the kind of a machine, processor and GPUs; times may be compared within a kind only."""
     return ", ".join([str(machine["cpu"] or machine["machine"]), *(gpu["name"] for gpu in machine["gpus"])])
-
-
-def _short(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

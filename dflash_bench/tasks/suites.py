@@ -14,7 +14,7 @@ from string import Formatter
 from typing import Any, TypeGuard
 
 from dflash_bench.core import files as core_files
-from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.errors import UserError, first_line, unknown
 from dflash_bench.core.files import MOST_NESTED
 from dflash_bench.core.labels import shortened, visible
 from dflash_bench.core.types import NO_VALUE, Message, Prompt
@@ -97,7 +97,7 @@ def parquet_rows(path: Path) -> Rows:
                     where = f"{path} row {next(numbers)}"
                     yield where, _without_nulls(where, row)
     except (OSError, ValueError, ArithmeticError, pa.ArrowException) as error:
-        raise UserError(f"cannot read {path}: {_first_line(error)}") from error
+        raise UserError(f"cannot read {path}: {first_line(error)}") from error
 
 
 def _without_nulls(where: str, value: Any, depth: int = 0) -> Any:
@@ -129,7 +129,7 @@ def from_hub(data: DataSet) -> tuple[Rows, str]:
         commit = data.revision if constants.HF_HUB_OFFLINE else _commit(constants.ENDPOINT, data)
         table = datasets.load_dataset(data.source, data.subset, split=data.split, revision=commit)
     except failures as error:
-        raise UserError(f"cannot get {data.source} from the hub ({_first_line(error)}); {remedy}") from error
+        raise UserError(f"cannot get {data.source} from the hub ({first_line(error)}); {remedy}") from error
     _refuse_stale_cache(table, data, commit)
     where = f"hub {data.source}@{commit}"
     return ((f"{where} row {number}", row) for number, row in enumerate(table, start=1)), where
@@ -151,10 +151,6 @@ def _refuse_stale_cache(table: Any, data: DataSet, commit: str) -> None:
     others = sorted(name for name in folders - {commit} if re.fullmatch("[0-9a-f]{40}", name))
     if others:
         raise UserError(f"the cache holds {data.source} at {others[0]}, not {commit}; go online to fetch it")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 # A suite is a TOML file that says how a row becomes a prompt. Runs show and record where its rows come from, and

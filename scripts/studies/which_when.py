@@ -9,8 +9,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dflash_bench.analysis.confidence import Calibration, CutPoint, calibration
-from dflash_bench.analysis.headroom import headroom_of
+from dflash_bench.analysis.draft_quality import Calibration, CutPoint, calibration, headroom_of
 from dflash_bench.analysis.metrics import COLUMN, FORMULAS
 from dflash_bench.analysis.replay import stored_cells
 from dflash_bench.analysis.stats import Interval

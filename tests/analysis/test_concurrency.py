@@ -18,7 +18,7 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import Settings
 from dflash_bench.report import data
 from dflash_bench.report import sections as words
-from dflash_bench.report.plots import frontier
+from dflash_bench.report.plots import series
 from dflash_bench.report.plots.series import load
 from dflash_bench.report.plots.style import NothingToPlotError, scope_of
 from dflash_bench.results.identity import settings_to_json
@@ -168,7 +168,7 @@ def test_the_plot_says_which_method_each_line_shows_for_the_filters_of_a_page() 
 
 def test_the_frontier_is_drawn_through_what_no_level_beats() -> None:
     material: Any = SimpleNamespace(document=SimpleNamespace(loads=measured(ROWS)))
-    (axes,) = frontier.frontier(material).axes
+    (axes,) = series.frontier(material).axes
     *methods, line = axes.lines
     assert [scope_of(one)["method"] for one in methods] == ["ar", "dflash"] and scope_of(axes)["suite"] == "gsm8k"
     points = points_of(measured(ROWS))
@@ -176,4 +176,4 @@ def test_the_frontier_is_drawn_through_what_no_level_beats() -> None:
     assert list(zip(*line.get_data(), strict=True)) == best and len(best) < len(points)
     assert axes.texts[0].get_text() == f"{best_of(points)[0].method}, 1 at a time"
     with pytest.raises(NothingToPlotError, match="no levels of concurrency"):
-        frontier.frontier(SimpleNamespace(document=SimpleNamespace(loads=[])))  # type: ignore[arg-type]
+        series.frontier(SimpleNamespace(document=SimpleNamespace(loads=[])))  # type: ignore[arg-type]

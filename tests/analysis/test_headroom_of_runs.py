@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 import dflash_bench as db
-from dflash_bench.analysis.headroom import headroom_of
+from dflash_bench.analysis.draft_quality import headroom_of
 from dflash_bench.core.methods import METHODS, parse, require_ranked
 from dflash_bench.engine import backend
 from dflash_bench.report import plots

@@ -14,7 +14,7 @@ from runs import about
 
 import dflash_bench as db
 from dflash_bench.analysis import controllers
-from dflash_bench.analysis.confidence import calibration
+from dflash_bench.analysis.draft_quality import calibration
 from dflash_bench.analysis.replay import ReplayCell, StoredAnswer, _bounds, cells_of, changes_of, replay, walk
 from dflash_bench.core.methods import METHODS, parse, require_recorded
 from dflash_bench.core.types import GREEDY

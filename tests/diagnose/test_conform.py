@@ -15,8 +15,7 @@ from fake_server import Count, FakeServer
 
 from dflash_bench.core.dialects import WHOLE, AcceptanceCounts, Conversion, rule_of
 from dflash_bench.diagnose import compare_rounds, conform, conform_server, golden_cases, show_conform
-from dflash_bench.diagnose.case_details import DetailDifference
-from dflash_bench.diagnose.compare_rounds import DecodedPrompt
+from dflash_bench.diagnose.compare_rounds import DecodedPrompt, DetailDifference
 from dflash_bench.diagnose.conform import FORWARDS, CaseSubject, Conformance
 from dflash_bench.diagnose.conform_server import AskedPrompt, answer_of, asked_prompts
 from dflash_bench.diagnose.golden_cases import CaseRound, GoldenCase, WrongReading, read_case

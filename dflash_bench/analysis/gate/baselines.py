@@ -146,12 +146,7 @@ def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: M
         "prompt_hashes": hashes,
         "cells": [_cells_as_json(of_runs, kept, with_timings) for of_runs in cells.values() if of_runs[0].num_prompts],
     }
-    files.require_output(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_one_cell_a_line(stored), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    files.write_output(path, _one_cell_a_line(stored))
 
 
 def _cells_as_json(cells: Sequence[Cell], kept: Sequence[str], with_timings: bool) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dflash_bench import __version__
+from dflash_bench.core.labels import dtype_name
 from dflash_bench.engine.forward.native import COVERED, Gated, Layer, NativeForward
 from dflash_bench.models.architecture import decoder_layers
 from dflash_bench.models.presets import cache_folder
@@ -44,7 +45,7 @@ def why_not_layers(layers: Sequence[Layer]) -> str | None:
     if weight.device.type != "cpu":
         return "it is not on the CPU"
     if weight.dtype not in DTYPES:
-        return f"its weights are {str(weight.dtype).removeprefix('torch.')}"
+        return f"its weights are {dtype_name(weight.dtype)}"
     if not all(isinstance(layer.feed, Gated) for layer in layers):
         return "it has experts"
     if shape.head_dim % 8 or shape.num_heads * shape.head_dim % 16:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dflash_bench.core.errors import DraftProblem, UserError, unknown
+from dflash_bench.core.errors import DraftProblem, UserError, first_line, unknown
 from dflash_bench.models import weights
 from dflash_bench.models.formats import (
     base,
@@ -25,7 +25,7 @@ from dflash_bench.models.formats import (
     zlab,
 )
 from dflash_bench.models.formats.base import Checkpoint, DraftModel, Format, Json, TargetShape
-from dflash_bench.models.hub import first_line, read_config
+from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.p_eagle import PEagleDraft
 

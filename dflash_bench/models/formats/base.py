@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
+from dflash_bench.core.labels import dtype_name
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.layers import frequencies
@@ -163,7 +164,7 @@ def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
         **scaling,
         "max_position_embeddings": config.max_positions,
         "vocab_size": config.vocab_size,
-        "torch_dtype": str(tensors["norm.weight"].dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(tensors["norm.weight"].dtype),
     }
 
 
@@ -367,7 +368,7 @@ def check_map(where: str, tensors: Mapping[str, Tensor]) -> None:
     """Raises UserError if `d2t` is not a vocabulary map, before anything is computed from it."""
     d2t = tensors.get("d2t")
     if d2t is not None and (d2t.ndim != 1 or d2t.dtype not in SIGNED):
-        kind = str(d2t.dtype).removeprefix("torch.")
+        kind = dtype_name(d2t.dtype)
         raise UserError(f"{where}: d2t is {kind} {list(d2t.shape)}, not one integer offset per token of the draft")
 
 

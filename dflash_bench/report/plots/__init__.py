@@ -8,10 +8,10 @@ from typing import Any
 
 from dflash_bench.analysis.compare import Difference
 from dflash_bench.analysis.concurrency import SpeedPoint
-from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.files import require_output
+from dflash_bench.core.errors import unknown
+from dflash_bench.core.files import require_output, write_output
 from dflash_bench.perf.verdict import ProfiledBatch
-from dflash_bench.report.plots import acceptance, drafts, frontier, series, speed
+from dflash_bench.report.plots import acceptance, series, speed
 from dflash_bench.report.plots.curves import History, profile, training, trend
 from dflash_bench.report.plots.style import (
     PAPER_WIDTHS,
@@ -34,8 +34,8 @@ KINDS = ("png", "svg", "pdf", "pgf")
 PLOTS: dict[str, Callable[[Material], Any]] = {
     "speedup": speed.speedup, "acceptance": acceptance.histogram, "positions": acceptance.positions,
     "output": acceptance.output, "rounds": speed.rounds, "prompts": speed.prompts,
-    "load": series.load, "frontier": frontier.frontier, "sweep": series.sweep, "context": series.context,
-    "headroom": drafts.headroom, "reliability": drafts.reliability,
+    "load": series.load, "frontier": series.frontier, "sweep": series.sweep, "context": series.context,
+    "headroom": acceptance.headroom, "reliability": acceptance.reliability,
 }  # fmt: skip
 CAPTIONS = {
     "speedup": "Seconds per token of plain decoding divided by those of the method, over the same answers.",
@@ -98,7 +98,7 @@ def write_profile(places: Sequence[ProfiledBatch], title: str, path: Path) -> Pa
 
 def write_frontier(points: Mapping[str, Sequence[SpeedPoint]], path: Path) -> Path:
     """Draw throughput against latency, with a panel for each title. Raises NothingToPlotError without a point."""
-    return _write(frontier.drawn, points, path)
+    return _write(series.drawn_frontier, points, path)
 
 
 def drawn(material: Material, name: str, into: Any = None) -> Any:
@@ -116,10 +116,5 @@ def svg(material: Material, name: str) -> str:
 
 def _write(draw: Callable[[Any], Any], what: Any, path: Path) -> Path:
     require_output(path)
-    image: bytes = with_style(lambda: encoded(draw(what), path.suffix[1:]))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(image)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    write_output(path, with_style(lambda: encoded(draw(what), path.suffix[1:])))
     return path
