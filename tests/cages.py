@@ -135,7 +135,7 @@ def _boxes() -> list[Any]:
         if is_nobody and isinstance(_server(), str):
             params.append(pytest.param(None, id="asked by nobody", marks=pytest.mark.skip(reason=_server())))
             continue
-        for cage in sandbox.cages():
+        for cage in sandbox.isolations():
             if is_nobody and cage.as_nobody:
                 continue  # only root can choose
             cage_holds = _ask(cage, ProgramLimits(), None)[0] if is_nobody else sandbox.holds(cage)

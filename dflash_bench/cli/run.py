@@ -186,8 +186,9 @@ def suites(
     from dflash_bench.tasks.suites import known_groups, listings
 
     say(report.suites_text(listings(), known_groups(), wide()))
-    cage = sandbox.strongest()
-    here = f"runs here in: {cage}" if cage else "is not run here, where it cannot be sandboxed; see 'run --unsafe-code'"
+    isolation = sandbox.strongest()
+    nowhere = "is not run here, where it cannot be sandboxed; see 'run --unsafe-code'"
+    here = f"runs here in: {isolation}" if isolation else nowhere
     say(f"\n{wrapped(f'model-written code {here}', wide())}")
 
 

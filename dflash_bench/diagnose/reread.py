@@ -70,7 +70,7 @@ class _Reader:
     scores: dict[tuple[str, str, str], Any] = field(default_factory=dict)
     tokenizer: Path | None = None
     num_other: int = 0
-    cage: Isolation | None = None
+    isolation: Isolation | None = None
 
     @property
     def identity(self) -> RunIdentity:
@@ -101,10 +101,10 @@ class _Reader:
         if code and not rescore:
             self.notes.append(f"scores of {' and '.join(sorted(code))} were not tried: --rescore runs the code again")
         if code and rescore and self.identity.code != "not run":
-            self.cage = sandbox.strongest()
-            if self.cage is None:
-                raise UserError(f"--rescore: {sandbox.NO_CAGE}, so the code cannot be run again; leave it out")
-        left_out = {*gone, *(CODE_SCORERS if self.cage is None else ())}
+            self.isolation = sandbox.strongest()
+            if self.isolation is None:
+                raise UserError(f"--rescore: {sandbox.NO_SANDBOX}, so the code cannot be run again; leave it out")
+        left_out = {*gone, *(CODE_SCORERS if self.isolation is None else ())}
         chosen = {suite: scorer for suite, scorer in known.items() if scorer not in left_out}
         tasks_scorers.require(set(chosen.values()))
         return chosen
@@ -166,7 +166,7 @@ class _Reader:
             return ""
         place = row["suite"], row["prompt_id"], row["text"]
         if place not in self.scores:
-            self.scores[place] = tasks_scorers.score(scorer, prompt, row["text"], self.cage)
+            self.scores[place] = tasks_scorers.score(scorer, prompt, row["text"], self.isolation)
         score = self.scores[place]
         if score.passed != row["passed"]:
             return f"scored {_word(row['passed'])}, but {scorer} says {_word(score.passed)}"

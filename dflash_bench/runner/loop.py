@@ -209,7 +209,7 @@ class Conversation:
             return record
         if text not in self.scores:
             scorer = self.item.loaded.suite.scorer
-            self.scores[text] = scorers.score(scorer, self.item.prompt, text, self.plan.cage)
+            self.scores[text] = scorers.score(scorer, self.item.prompt, text, self.plan.isolation)
         found = self.scores[text]
         record = replace(record, answer=found.answer, passed=found.passed, score=found.value)
         self.canaries.scored(record, self.item.prompt, self.item.loaded.suite.scorer)

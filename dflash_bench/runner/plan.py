@@ -163,7 +163,7 @@ class RunPlan:
     model: Preset
     suites: tuple[Loaded, ...]
     audit: Audit
-    cage: sandbox.Isolation | None
+    isolation: sandbox.Isolation | None
     """The sandbox for code written by the model; without one it is not run, and not scored."""
     cache_bytes: int = 0
     """Bytes of the KV caches, once known."""
@@ -215,7 +215,7 @@ def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Ru
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
     meter = energy.meter() if request.energy else None
-    return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), _cage(request, loaded), meter=meter)
+    return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), _isolation(request, loaded), meter=meter)
 
 
 def _with_unscored(loaded: Loaded) -> Loaded:
@@ -359,7 +359,7 @@ def has_code(loaded: Sequence[Loaded]) -> bool:
     return bool(CODE_SCORERS & {one.suite.scorer for one in loaded})
 
 
-def _cage(request: RunRequest, loaded: Sequence[Loaded]) -> sandbox.Isolation | None:
+def _isolation(request: RunRequest, loaded: Sequence[Loaded]) -> sandbox.Isolation | None:
     """Choose the sandbox for code written by the model. Raises UserError if --unsafe-code would have no effect."""
     if not has_code(loaded):
         if request.unsafe_code:
@@ -367,10 +367,12 @@ def _cage(request: RunRequest, loaded: Sequence[Loaded]) -> sandbox.Isolation | 
                 f"--unsafe-code has no effect without a suite of code ({' or '.join(sorted(CODE_SCORERS))})"
             )
         return None
-    cage = sandbox.strongest()
-    if cage and request.unsafe_code:
-        raise UserError(f"--unsafe-code has no effect here: this system has a cage ({cage}), and code runs in it")
-    return sandbox.UNSAFE if request.unsafe_code else cage
+    isolation = sandbox.strongest()
+    if isolation and request.unsafe_code:
+        raise UserError(
+            f"--unsafe-code has no effect here: this system has a sandbox ({isolation}), and code runs in it"
+        )
+    return sandbox.UNSAFE if request.unsafe_code else isolation
 
 
 def _audit(request: RunRequest) -> Audit:

@@ -320,7 +320,7 @@ def _plan(resolved: RunPlan, settings: Sequence[Settings], prepared: PreparedRun
     labels = tuple(method.label for method in resolved.methods)
     repeats, paddings = resolved.request.repeats, prepared.contexts.paddings
     return WorkPlan(
-        resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.cage, paddings,
+        resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.isolation, paddings,
         resolved.request.record is not None, resolved.request.headroom, resolved.meter,
     )  # fmt: skip
 
@@ -413,7 +413,7 @@ def _info(
         "command": caller.words or command(sys.argv[1:]),
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "plan": work.to_store(plan),
-        "sandbox": sandbox.describe(resolved.cage) if resolved.has_code else None,
+        "sandbox": sandbox.describe(resolved.isolation) if resolved.has_code else None,
         # Measured anew by each process that works on the run, and so no part of what they must have in common.
         "forwards": forwards,
         "memory": prepared.memory,
@@ -433,7 +433,7 @@ def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described, prepared: P
         "seed": resolved.request.seed or 0,
         "repeats": plan.repeats,
         "audit": plan.audit,
-        "code": sandbox.how_run(resolved.cage) if resolved.has_code else None,
+        "code": sandbox.how_run(resolved.isolation) if resolved.has_code else None,
         **({"unpinned": unpinned} if (unpinned := prepared.unpinned(resolved)) else {}),
         **({"record": resolved.request.record} if resolved.request.record else {}),
         **({"headroom": resolved.request.headroom} if resolved.request.headroom else {}),

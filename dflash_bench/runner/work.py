@@ -143,7 +143,7 @@ class WorkPlan:
     repeats: int = 1
     settings: tuple[Settings, ...] = (GREEDY,)
     audit: Audit = "all"
-    cage: Isolation | None = None
+    isolation: Isolation | None = None
     """The sandbox for code written by the model; without one it is not run, and not scored."""
     paddings: Paddings = field(default_factory=dict)
     """The padding of prompts under settings with a context."""

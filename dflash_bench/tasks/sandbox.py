@@ -4,9 +4,9 @@ The answer's program and the tests are two processes. The tests call the answer'
 values back, rebuilt from exact built-in types (`isolation.protocol`), so that the verdict is reached where nothing of
 the answer's program is. A returned value that cannot be passed this way is refused, and the answer has not passed.
 
-Each of the two has a *supervisor* (`isolation.supervisor`), which builds a cage and watches the clock, and a *runner*
-forked from it (`isolation.child`), which executes the program. The kernel enforces the cage; where it cannot, nothing
-is run. The walls:
+Each of the two has a *supervisor* (`isolation.supervisor`), which builds a sandbox and watches the clock, and a
+*runner* forked from it (`isolation.child`), which executes the program. The kernel enforces the sandbox; where it
+cannot, nothing is run. The walls:
 
 - a filter of system calls (seccomp), always: no second process, no other program, no socket, no signal to others;
 - namespaces, if granted: an empty network, no other processes, no files except read-only libraries and a small
@@ -14,15 +14,15 @@ is run. The walls:
 - Landlock, from Linux 5.13: no files except the libraries, to read, and that temporary folder, to write. Without
   namespaces there is no such folder, and writing any file raises PermissionError.
 
-A cage has namespaces or Landlock or both, so it needs Linux on x86-64 or 64-bit ARM. It does not prevent
+A sandbox has namespaces or Landlock or both, so it needs Linux on x86-64 or 64-bit ARM. It does not prevent
 
 - answers that know the tests' inputs by heart, or that are right for the tests and wrong elsewhere;
 - keeping the processor busy up to the limits, and exploiting bugs of the kernel itself;
 - reading any file in the library folders, including packages installed beside the standard library;
 - without namespaces: seeing that a file or process exists, a file's size, owner and times, and where a link leads.
 
-The number of threads is checked every 50 ms. Without any cage (`--unsafe-code`) none of this holds: such a program can
-do whatever its user can, including reading the tests and writing the verdict.
+The number of threads is checked every 50 ms. Without any sandbox (`--unsafe-code`) none of this holds: such a program
+can do whatever its user can, including reading the tests and writing the verdict.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _SUPERVISOR: tuple[str, ...] = (sys.executable, "-P", "-s", "-S", "-c", _START, 
 # A fixed hash seed repeats verdicts that depend on the order of sets. With an arena for each thread, the C library
 # would reserve more memory than the limit allows to be addressed.
 _SUPERVISOR_ENV = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
-_GRACE_S = 10.0  # for building the cage, on top of the program's wall clock
+_GRACE_S = 10.0  # for building the sandbox, on top of the program's wall clock
 _PATIENCE_S = 2.0  # for the tests, on top of the program's wall clock, so that it is the program that times out
 _ANSWER = re.compile(rf"(\d+)\n({'|'.join(VERDICTS)})(?: (.*))?\n", re.DOTALL)
 _MIB = 2**20
-NO_CAGE = "this system does not offer seccomp together with namespaces or Landlock"
+NO_SANDBOX = "this system does not offer seccomp together with namespaces or Landlock"
 REMEDY = "use Linux 5.13 or newer on x86-64 or 64-bit ARM; or, at your own risk, run it again with --unsafe-code"
 
 
@@ -85,7 +85,7 @@ class ProgramOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """The walls of a cage, and whether root becomes the user `nobody` inside."""
+    """The walls of a sandbox, and whether root becomes the user `nobody` inside."""
 
     namespaces: bool = False
     landlock: bool = False
@@ -102,11 +102,11 @@ class Isolation:
 
 _JUDGED = "judged from outside by what it returns: only tests known by heart can be cheated"
 UNSAFE = Isolation(seccomp=False)
-"""No cage: only a process with limits, killed together with its process group."""
+"""No sandbox: only a process with limits, killed together with its process group."""
 
 
-def cages() -> list[Isolation]:
-    """Return all possible cages, strongest first. The last is for an interpreter in root's home, closed to `nobody`."""
+def isolations() -> list[Isolation]:
+    """Return all possible ones, strongest first. The last is for an interpreter in root's home, closed to `nobody`."""
     is_root = os.geteuid() == 0
     walls = (True, True, is_root), (True, False, is_root), (False, True, is_root), (False, True, False)
     return [Isolation(spaces, files, as_nobody=nobody) for spaces, files, nobody in dict.fromkeys(walls)]
@@ -114,28 +114,28 @@ def cages() -> list[Isolation]:
 
 @functools.cache
 def strongest() -> Isolation | None:
-    """Return the best cage that this system offers and that holds when tried; None if there is none."""
-    return next(filter(holds, cages()), None) if sys.platform == "linux" else None
+    """Return the best sandbox that this system offers and that holds when tried; None if there is none."""
+    return next(filter(holds, isolations()), None) if sys.platform == "linux" else None
 
 
-def describe(cage: Isolation | None) -> str:
-    """Describe the cage for records and results: its walls, and who can still cheat."""
-    if cage is None:
-        return f"none: not run ({NO_CAGE})"
-    return f"{cage}; {'it can forge its verdict' if cage == UNSAFE else _JUDGED}"
+def describe(isolation: Isolation | None) -> str:
+    """Describe the sandbox for records and results: its walls, and who can still cheat."""
+    if isolation is None:
+        return f"none: not run ({NO_SANDBOX})"
+    return f"{isolation}; {'it can forge its verdict' if isolation == UNSAFE else _JUDGED}"
 
 
-def how_run(cage: Isolation | None) -> str:
+def how_run(isolation: Isolation | None) -> str:
     """Return one word for how a run treats code, which must not change within a run: scores would not be comparable."""
-    return "not run" if cage is None else "unsafe" if cage == UNSAFE else "caged"
+    return "not run" if isolation is None else "unsafe" if isolation == UNSAFE else "caged"
 
 
-def holds(cage: Isolation) -> bool:
+def holds(isolation: Isolation) -> bool:
     """Does a harmless program pass in it, and are the most common ways out all blocked?"""
     with tempfile.NamedTemporaryFile(prefix="dflash-bench-") as secret:
         os.chmod(secret.name, 0o666)
-        program = _PROBE.format(private=_private_file(), secret=secret.name, has_folder=cage.namespaces)
-        return run_tests(program, cage).passed is True
+        program = _PROBE.format(private=_private_file(), secret=secret.name, has_folder=isolation.namespaces)
+        return run_tests(program, isolation).passed is True
 
 
 def _private_file() -> str:
@@ -167,7 +167,7 @@ for way, *args in ways_out:
 
 def run_tests(
     program: str,
-    cage: Isolation,
+    isolation: Isolation,
     limits: ProgramLimits = ProgramLimits(),
     tests: str = "",
     functions: Collection[str] = (),
@@ -177,7 +177,7 @@ def run_tests(
     None of the processes is alive when this returns. If a supervisor itself fails, the program has failed.
     """
     folder = tempfile.mkdtemp(prefix="dflash-bench-")
-    terms = {"parent": os.getpid(), **asdict(cage), **asdict(limits)}
+    terms = {"parent": os.getpid(), **asdict(isolation), **asdict(limits)}
     requests = {**terms, "program": program, "functions": None}, {**terms, "program": tests, "functions": [*functions]}
     requests[1]["wall_s"] = limits.wall_s + _PATIENCE_S
     try:
@@ -234,7 +234,7 @@ class _Supervisor:
         """Return the verdict and its reason, after ending the supervisor if it takes too long."""
         match = _ANSWER.fullmatch(self.end(timeout_s))
         if match is None:
-            return FAILED, f"the cage broke down: {last_line(self.errors) or 'its supervisor was killed'}"
+            return FAILED, f"the sandbox broke down: {last_line(self.errors) or 'its supervisor was killed'}"
         return match[2], match[3] or ""
 
     def end(self, timeout_s: float) -> str:

@@ -245,13 +245,13 @@ def test_sampled_answers_and_failed_ones_are_not_judged(runs: Runs, tmp_path: Pa
 def test_the_last_answer_is_scored_and_equal_texts_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     scored: list[str] = []
 
-    def score(name: str, prompt: Prompt, text: str, cage: Isolation | None) -> scorers.Score:
-        assert cage == Isolation(landlock=True)
+    def score(name: str, prompt: Prompt, text: str, isolation: Isolation | None) -> scorers.Score:
+        assert isolation == Isolation(landlock=True)
         scored.append(f"{name} {prompt.prompt_id} {text}")
         return scorers.Score("42", True)
 
     monkeypatch.setattr(scorers, "score", score)
-    plan = WorkPlan((loaded(*prompts(2, 2), scorer="math"),), METHODS, cage=Isolation(landlock=True))
+    plan = WorkPlan((loaded(*prompts(2, 2), scorer="math"),), METHODS, isolation=Isolation(landlock=True))
     # Of texts without numbers no spoiled copies are scored.
     records = runs(plan, FakeBackend(text_of=lambda question: question.replace("0", "a").replace("1", "b")))
     assert scored == ["math p0 and then? a", "math p1 and then? b"]

@@ -202,7 +202,7 @@ def test_unsafe_code_must_have_an_effect(tmp_path: Path, model: Path, monkeypatc
             request(model=str(model), unsafe_code=True), tmp_path / "run", resume=False, caller=session.Caller(print)
         )
     monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Isolation(landlock=True))
-    with pytest.raises(UserError, match=r"no effect here: this system has a cage \(landlock, seccomp"):
+    with pytest.raises(UserError, match=r"no effect here: this system has a sandbox \(landlock, seccomp"):
         session.perform(code_run(model, unsafe_code=True), tmp_path / "run", resume=False, caller=session.Caller(print))
     assert list(tmp_path.iterdir()) == []
 

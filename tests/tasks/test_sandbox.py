@@ -256,7 +256,7 @@ def test_a_supervisor_that_breaks_down_is_a_failed_answer(script: str, reason: s
     monkeypatch.setattr(sandbox, "_GRACE_S", 0.5)
     outcome = sandbox.run_tests(RIGHT, Isolation(landlock=True), ProgramLimits(wall_s=0.1))
     assert not outcome.passed
-    assert re.fullmatch(f"the cage broke down: {reason}", outcome.reason)
+    assert re.fullmatch(f"the sandbox broke down: {reason}", outcome.reason)
 
 
 @needs_a_cage
@@ -276,7 +276,7 @@ def test_a_runner_dies_with_its_supervisor_before_the_verdict(cage: Isolation, m
     outcome = sandbox.run_tests("while True: pass", cage, ProgramLimits(cpu_s=30, wall_s=30.0))
     assert num_processes() == 0
     assert not outcome.passed
-    assert outcome.reason.startswith("the cage broke down: ")
+    assert outcome.reason.startswith("the sandbox broke down: ")
     killer.join()
 
 
@@ -344,7 +344,7 @@ def test_an_older_landlock_holds_with_the_filter(version: int, box: Box, monkeyp
 
 def test_cages_are_named() -> None:
     walls = r"(namespaces, )?(landlock, )?seccomp, rlimits(, as (nobody|root))?"
-    assert all(re.fullmatch(walls, str(cage)) for cage in sandbox.cages())
+    assert all(re.fullmatch(walls, str(cage)) for cage in sandbox.isolations())
     assert str(sandbox.UNSAFE) == "unsafe: a plain process, rlimits"
     assert sandbox.describe(None).startswith("none: not run")
     assert sandbox.describe(sandbox.UNSAFE) == "unsafe: a plain process, rlimits; it can forge its verdict"

@@ -239,7 +239,7 @@ def _code(context: CellContext) -> Observation | None:
 
 
 _CODE = {
-    "not run": ("code_not_run", f"which was not run and so is not scored: {sandbox.NO_CAGE}", sandbox.REMEDY),
+    "not run": ("code_not_run", f"which was not run and so is not scored: {sandbox.NO_SANDBOX}", sandbox.REMEDY),
     "unsafe": (
         "code_unsafe", "which ran without a sandbox and can have forged its verdict",
         "run it on a system that has a sandbox",

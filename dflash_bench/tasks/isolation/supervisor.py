@@ -1,4 +1,4 @@
-"""The supervisor: builds the cage, forks the runner into it, watches it, and reports how it ended.
+"""The supervisor: builds the sandbox, forks the runner into it, watches it, and reports how it ended.
 
 Its answer is two lines: the runner's process id, then the verdict. At the end it kills its process group and itself.
 """

@@ -206,7 +206,7 @@ def _checks(conditions: Iterable[Condition]) -> list[tuple[int, int, int, int]]:
 
 
 class SandboxRequest:
-    """What the caller sends to a supervisor: one program, and the cage and limits to run it under.
+    """What the caller sends to a supervisor: one program, and the sandbox and limits to run it under.
 
     A plain class: importing `dataclasses` would make the supervisor's start a third longer.
     """

@@ -1,4 +1,4 @@
-"""Is an answer right? `SCORERS` maps the name of a scorer to a function of prompt and text (and, for code, cage).
+"""Is an answer right? `SCORERS` maps the name of a scorer to a function of prompt and text (and, for code, sandbox).
 
 Numbers and formulas are compared by value, code by running its tests in the sandbox. Only this package handles the text
 around an answer: prose, code fences, units, several boxes.
@@ -74,16 +74,16 @@ def unscored(name: str, prompts: Iterable[Prompt]) -> dict[str, str]:
     return {prompt.prompt_id: text for prompt in prompts if (text := why(prompt))} if why else {}
 
 
-def score(name: str, prompt: Prompt, text: str, cage: Isolation | None = None) -> Score:
+def score(name: str, prompt: Prompt, text: str, isolation: Isolation | None = None) -> Score:
     """Score an answer by its prompt's reference and alternatives, any of which makes it right.
 
-    Code runs in `cage`; without one it is not run and stays unscored.
+    Code runs in `isolation`; without one it is not run and stays unscored.
     """
     check_name(name)
     if evaluated.is_evaluated(name):
         return evaluated.metric(name, True).score(prompt, text)
     if name in CODE_SCORERS:
-        return SCORERS[name](prompt, text, cage)
+        return SCORERS[name](prompt, text, isolation)
     found = SCORERS[name](prompt, text)
     others = _otherwise_right(prompt) if found.passed is False else ()
     return next((again for other in others if (again := SCORERS[name](other, text)).passed), found)

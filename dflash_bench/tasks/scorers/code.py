@@ -23,7 +23,7 @@ _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 LIMITS = ProgramLimits(cpu_s=20, wall_s=30.0)  # several times what the slowest correct solution takes
 
 
-def humaneval(prompt: Prompt, text: str, cage: Isolation | None) -> Score:
+def humaneval(prompt: Prompt, text: str, isolation: Isolation | None) -> Score:
     """Run HumanEval's tests, with whatever the prompt defines before the function taken from the prompt."""
     stub, name = prompt.row["prompt"], prompt.row["entry_point"]
     code = code_in(text, {name})
@@ -33,21 +33,21 @@ def humaneval(prompt: Prompt, text: str, cage: Isolation | None) -> Score:
     else:  # only the body, or what follows the stub
         solution = stub + (code if code.lstrip("\n")[:1].isspace() else textwrap.indent(code, "    "))
     tests = _join(given, prompt.row["test"], f"check({name})")
-    return _score(code, _join(solution), tests, {name} | _undefined_names(tests), cage)
+    return _score(code, _join(solution), tests, {name} | _undefined_names(tests), isolation)
 
 
-def mbpp(prompt: Prompt, text: str, cage: Isolation | None) -> Score:
+def mbpp(prompt: Prompt, text: str, isolation: Isolation | None) -> Score:
     """Run MBPP's tests, which name the functions that the answer has to define."""
     imports, tests = prompt.row["test_imports"], prompt.row["test_list"]
     code = code_in(text, set(re.findall(r"([A-Za-z_]\w*)\s*\(", "\n".join(tests))))
     program = _join(*imports, *tests)
-    return _score(code, _join(*imports, code), program, _undefined_names(program) or _solution_names(prompt), cage)
+    return _score(code, _join(*imports, code), program, _undefined_names(program) or _solution_names(prompt), isolation)
 
 
-def _score(code: str, program: str, tests: str, functions: Collection[str], cage: Isolation | None) -> Score:
-    if cage is None:
+def _score(code: str, program: str, tests: str, functions: Collection[str], isolation: Isolation | None) -> Score:
+    if isolation is None:
         return Score(code, None)
-    outcome = run_tests(program, cage, LIMITS, tests, sorted(functions))
+    outcome = run_tests(program, isolation, LIMITS, tests, sorted(functions))
     return Score(code if outcome.by_value else f"{code.rstrip()}\n\n# {outcome.reason}", outcome.passed)
 
 
