@@ -22,7 +22,8 @@ from dflash_bench.core.methods import METHODS, is_lossy, is_tree, name_of
 from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import settings_of
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.results.rounds import StoredRows, lengths_of
+from dflash_bench.results.rounds import StoredRows
+from dflash_bench.results.row_arrays import lengths_of
 from dflash_bench.results.run_info import RunInfo, read_sessions
 from dflash_bench.results.table import RunTable
 
@@ -97,7 +98,7 @@ def _read(
     found: dict[tuple[Settings, str, str | None, str], _PromptRounds] = {}
     num_drafts = 0
     for batch, numbers in stored.batches(COLUMNS):
-        lengths = lengths_of(batch.column("accepted"))
+        lengths = lengths_of(batch.column("accepted"), 0)
         ends = np.cumsum(lengths)
         accepted = batch.column("accepted").flatten().to_numpy(zero_copy_only=False)
         drafted = batch.column("drafted").flatten().to_numpy(zero_copy_only=False)

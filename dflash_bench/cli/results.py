@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
@@ -15,7 +14,7 @@ from typer import Argument, Option
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.files import io_error, json_text, require_output, write_output, write_text
+from dflash_bench.core.files import io_error, json_lines, json_text, require_output, write_output, write_text
 from dflash_bench.core.labels import WIDTH, visible
 from dflash_bench.core.terminal import note, say, wide
 
@@ -477,9 +476,7 @@ def _write_profile(document: Document, method: str | None, path: Path) -> None:
         listed = ", ".join(document.methods) or "none"
         raise UserError(f"a profile is of one method; give --method NAME, one that drafts in this run: {listed}")
     made = speculation.as_json(document.results, method or document.methods[0])
-    # Lists of numbers in a line each.
-    text = re.sub(r"\[[^][{}]+\]", lambda found: " ".join(found[0].split()), json_text(made))
-    write_output(path, f"{text}\n")
+    write_output(path, f"{json_lines(made)}\n")
     note(f"wrote {path}: {made['num_rounds']:,} rounds of {made['num_prompts']:,} prompts")
 
 

@@ -183,6 +183,20 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=1, allow_nan=False)
 
 
+def json_lines(value: Any, newline: str = "\n") -> str:
+    """Return JSON with a line for each list or object of plain values alone, so that a diff shows what changed."""
+    is_object = isinstance(value, dict)
+    inner = value.values() if is_object else value if isinstance(value, list | tuple) else ()
+    if not any(isinstance(one, dict | list | tuple) for one in inner):
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    deeper = f"{newline} "
+    lines = [json_lines(one, deeper) for one in inner]
+    if is_object:
+        lines = [f"{json.dumps(name, ensure_ascii=False)}: {line}" for name, line in zip(value, lines, strict=True)]
+    opening, closing = "{}" if is_object else "[]"
+    return f"{opening}{deeper}{f',{deeper}'.join(lines)}{newline}{closing}"
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file by `write_whole`."""
     write_text(path, json_text(value))

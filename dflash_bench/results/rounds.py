@@ -14,7 +14,7 @@ from dflash_bench.core.types import NO_VALUE, CellKey, Settings
 from dflash_bench.results import parts
 from dflash_bench.results.identity import checked_settings, needed_for
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.results.row_arrays import HEADROOM, leads
+from dflash_bench.results.row_arrays import HEADROOM, leads, lengths_of
 
 # What a run stores besides the table that `table.read` makes of it, read once for all who need it.
 
@@ -233,7 +233,7 @@ class RoundTable:
 
     @classmethod
     def of(cls, batch: Any, by: str) -> RoundTable:
-        lengths = lengths_of(batch.column("accepted"))
+        lengths = lengths_of(batch.column("accepted"), 0)
         has_rounds = batch.column("accepted").is_valid().to_numpy(zero_copy_only=False)
         owners = np.repeat(np.arange(len(lengths)), lengths)
         values = {name: _flat(batch.column(name), lengths) for name in LISTS if name in batch.schema.names}
@@ -306,17 +306,10 @@ def _prompts(batch: Any) -> Any:
     return np.maximum(batch.column("num_prompt_tokens").fill_null(0).to_numpy(zero_copy_only=False), 0)
 
 
-def lengths_of(column: Any) -> Any:
-    """The length of each list; 0 for null."""
-    from pyarrow import compute
-
-    return compute.fill_null(compute.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-
-
 def _flat(column: Any, lengths: Any) -> Any:
     """Concatenate the values of all lists, [sum of lengths]; a null list counts as NaNs of its length in `lengths`."""
     values = column.flatten().to_numpy(zero_copy_only=False)
-    stored = lengths_of(column)
+    stored = lengths_of(column, 0)
     if np.array_equal(stored, lengths):
         return values
     spread = np.full(int(lengths.sum()), np.nan)
@@ -331,7 +324,7 @@ def _headroom(batch: Any, owners: Any) -> dict[str, Any]:
     if has_ranks.any():
         own = batch.take(np.flatnonzero(has_ranks))
         drafted = own.column("drafted").flatten().to_numpy(zero_copy_only=False).astype(np.int64)
-        verified = _flat(own.column("verified"), lengths_of(own.column("drafted")))
+        verified = _flat(own.column("verified"), lengths_of(own.column("drafted"), 0))
         most = np.where(np.isnan(verified), drafted, verified)
         ranks = own.column("ranks").flatten().to_numpy(zero_copy_only=False)
         for num in HEADROOM:

@@ -81,7 +81,7 @@ class RowArrays:
 
     def numbers(self, name: str) -> Any:
         """Return a column of numbers, NaN for null, [rows]."""
-        return self.batch.column(name).cast("double").fill_null(np.nan).to_numpy(zero_copy_only=False)
+        return numbers_of(self.batch, name)
 
     def counts(self, name: str) -> Any:
         """Return a column of whole numbers, -1 for null, [rows]."""
@@ -324,8 +324,13 @@ def leads(ranks: Any, drafted: Any, most: Any, num: int) -> Any:
     return np.minimum(found, most)
 
 
-def lengths_of(column: Any) -> Any:
-    """Return the length of each list, -1 for null."""
+def lengths_of(column: Any, of_null: int = -1) -> Any:
+    """Return the length of each list."""
     from pyarrow import compute
 
-    return compute.fill_null(compute.list_value_length(column), -1).to_numpy(zero_copy_only=False).astype(np.int64)
+    return compute.fill_null(compute.list_value_length(column), of_null).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def numbers_of(batch: Any, name: str) -> Any:
+    """Return a column of numbers, NaN for null, [rows]."""
+    return batch.column(name).cast("double").fill_null(np.nan).to_numpy(zero_copy_only=False)

@@ -388,7 +388,7 @@ def refuse_other_schema(path: Path, versions: Mapping[str, Any], remedy: str) ->
 
 
 def write_info(folder: Path, info: RunInfo) -> None:
-    write_text(folder / FILE, _text(info.to_json()))
+    write_text(folder / FILE, f"{files.json_lines(info.to_json())}\n")
 
 
 def with_changes(info: RunInfo, changes: Mapping[str, Any], without: Sequence[str] = ()) -> RunInfo:
@@ -401,24 +401,6 @@ def as_json(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return content as it will be read back: tuples become lists."""
     read_back: dict[str, Any] = json.loads(json.dumps(dict(content)))
     return read_back
-
-
-def _text(info: Mapping[str, Any]) -> str:
-    """Return JSON with one line for each prompt of the plan, of which there may be many."""
-    text = json.dumps({name: value for name, value in info.items() if name != "plan"}, indent=2, ensure_ascii=False)
-    if "plan" not in info:
-        return text + "\n"
-    plan = info["plan"]
-    suites = ",\n".join(
-        f"      {json.dumps(suite, ensure_ascii=False)}: [\n{_lines(prompts)}\n      ]"
-        for suite, prompts in plan["prompts"].items()
-    )
-    rest = "".join(f"    {json.dumps(name)}: {json.dumps(plan[name])},\n" for name in ("methods", "repeats"))
-    return f'{text[:-2]},\n  "plan": {{\n{rest}    "prompts": {{\n{suites}\n    }}\n  }}\n}}\n'
-
-
-def _lines(prompts: Sequence[Any]) -> str:
-    return ",\n".join(f"        {json.dumps(prompt, ensure_ascii=False)}" for prompt in prompts)
 
 
 def carried(info: RunInfo) -> dict[str, Any]:

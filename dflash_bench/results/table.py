@@ -20,8 +20,8 @@ from dflash_bench.results.integrity import COLUMNS as CHECKED
 from dflash_bench.results.integrity import IntegrityReport, PartSummary, Problem, check_integrity, summarize_part
 from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, RoundTable, StoredRows, lengths_of, sliced
-from dflash_bench.results.row_arrays import HEADROOM, Facts
+from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, RoundTable, StoredRows, sliced
+from dflash_bench.results.row_arrays import HEADROOM, Facts, lengths_of, numbers_of
 from dflash_bench.results.run_info import FILE, RunIdentity, RunInfo, carried, read_info, read_sessions, read_slices
 
 # Answers that end in a loop: the same words over and over until the token limit.
@@ -312,8 +312,8 @@ def _settings_ids(numbers: Any, run_settings: Sequence[Settings]) -> Any:
 
 def num_tokens(batch: Any) -> dict[str, Any]:
     """Return the number of tokens of each answer, and of those decoded during `decode_s`, [rows]."""
-    counts = lengths_of(batch.column("token_ids"))
-    hidden, first = (_numbers(batch, name) for name in ("num_hidden_tokens", "num_first_tokens"))
+    counts = lengths_of(batch.column("token_ids"), 0)
+    hidden, first = (numbers_of(batch, name) for name in ("num_hidden_tokens", "num_first_tokens"))
     counts = np.where(np.isnan(hidden), counts, hidden).astype(np.int64)
     # An answer is empty if its first token was a stop.
     return {"num_tokens": counts, "decode_tokens": np.maximum(counts - np.where(np.isnan(first), 1, first), 0)}
@@ -339,7 +339,7 @@ def _quick_rounds(batch: Any) -> Any:
     from pyarrow import compute
 
     plain = compute.fill_null(compute.equal(batch.column("method"), BASELINE), False).to_numpy(zero_copy_only=False)
-    alone = (_numbers(batch, "concurrency") <= 1) & np.isnan(_numbers(batch, "rate"))
+    alone = (numbers_of(batch, "concurrency") <= 1) & np.isnan(numbers_of(batch, "rate"))
     quick = np.full(len(batch), np.nan)
     for row in np.flatnonzero(plain & alone & (lengths_of(batch.column("round_s")) > 0)).tolist():
         quick[row] = np.quantile(batch.column("round_s")[row].values.to_numpy(), QUICK)
@@ -351,16 +351,11 @@ def _totals(batch: Any, sums: dict[str, Any], decoded: Any) -> dict[str, Any]:
 
     It may count only rounds that draft: where there was none, the plain steps are not known.
     """
-    rounds, drafted, accepted = (_numbers(batch, f"total_{name}") for name in ("rounds", "drafted", "accepted"))
+    rounds, drafted, accepted = (numbers_of(batch, f"total_{name}") for name in ("rounds", "drafted", "accepted"))
     known = rounds > 0
     shown = {"num_rounds": rounds, "num_accepted": accepted, "num_emitted": decoded}
     shown = {name: np.where(known, values, np.nan) for name, values in shown.items()} | {"num_drafted": drafted}
     return {name: np.where(np.isnan(sums[name]), values, sums[name]) for name, values in shown.items()}
-
-
-def _numbers(batch: Any, name: str) -> Any:
-    """Return a column of numbers, NaN for null, [rows]."""
-    return batch.column(name).cast("double").fill_null(np.nan).to_numpy(zero_copy_only=False)
 
 
 def _without_wholes(table: Any) -> Any:

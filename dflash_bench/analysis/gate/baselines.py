@@ -5,7 +5,6 @@ A baseline holds sums per run and prompt, so that later runs are compared prompt
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -146,7 +145,7 @@ def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: M
         "prompt_hashes": hashes,
         "cells": [_cells_as_json(of_runs, kept, with_timings) for of_runs in cells.values() if of_runs[0].num_prompts],
     }
-    files.write_output(path, _one_cell_a_line(stored))
+    files.write_output(path, f"{files.json_lines(stored)}\n")
 
 
 def _cells_as_json(cells: Sequence[Cell], kept: Sequence[str], with_timings: bool) -> dict[str, Any]:
@@ -170,21 +169,6 @@ def _cells_as_json(cells: Sequence[Cell], kept: Sequence[str], with_timings: boo
 
 def _short(value: float) -> float | int:
     return int(value) if value.is_integer() else float(f"{value:.{DIGITS}g}")
-
-
-def _one_cell_a_line(stored: Mapping[str, Any]) -> str:
-    """Return JSON with a line for each list of sums, so that a diff shows which metric changed."""
-    cells = stored["cells"]
-    head = json.dumps({name: value for name, value in stored.items() if name != "cells"}, indent=1, ensure_ascii=False)
-    lines = ",\n".join(_cell_lines(cell) for cell in cells)
-    return f'{head[:-2]},\n "cells": [\n{lines}\n ]\n}}\n'
-
-
-def _cell_lines(cell: Mapping[str, Any]) -> str:
-    of_runs = {name: ",\n".join(f"    {json.dumps(values)}" for values in runs) for name, runs in cell["sums"].items()}
-    sums = ",\n".join(f"   {json.dumps(name)}: [\n{lines}\n   ]" for name, lines in of_runs.items())
-    rest = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in cell.items() if name != "sums")
-    return f'  {{\n{rest},\n  "sums": {{\n{sums}\n  }}}}'
 
 
 def read(path: Path) -> Baseline:
