@@ -49,15 +49,15 @@ class AnswerColumns:
         return self._columns[name]
 
     def has(self, name: str) -> Any:
-        """The mask of answers that have this column."""
+        """Return the mask of answers that have this column, [answers]."""
         return ~np.isnan(self[name])
 
     def plain(self, name: str) -> Floats:
-        """The column of the baseline's answer to the same question; NaN where that answer failed or is missing."""
+        """Return the column of the baseline's answer to the same question, [answers]; NaN where there is none."""
         return np.where(self._plain_rows >= 0, self[name][self._plain_rows], np.nan)
 
     def paired(self, cost: tuple[str, str]) -> Any:
-        """The mask of answers for which both sides have these seconds and tokens."""
+        """Return the mask of answers for which both sides have these seconds and tokens, [answers]."""
         if cost not in self._paired:
             known = sum(side(name) for side in (self.plain, self.__getitem__) for name in cost)
             self._paired[cost] = ~np.isnan(known)
@@ -411,7 +411,7 @@ class Cell:
 
     @property
     def num_units(self) -> int:
-        """How many prompts intervals draw from, or sessions."""
+        """The number of prompts, or sessions, that intervals draw from."""
         return self.num_prompts if self.sums is None else len(self.sums)
 
     @property

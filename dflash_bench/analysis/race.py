@@ -168,7 +168,7 @@ class Race:
 
     @property
     def num_prompts(self) -> int:
-        """The prompts measured so far, of all suites together."""
+        """The number of prompts measured so far, over all suites."""
         return max(map(_num_prompts, self._sums.values()), default=0)
 
     def add(self, tables: Sequence[RunTable], failed: Mapping[str, str]) -> None:
@@ -191,7 +191,7 @@ class Race:
         self.left |= dict.fromkeys(methods, ("no_time", ""))
 
     def fastest_first(self) -> list[str]:
-        """The methods that are left, those without a figure last."""
+        """Return the remaining methods, the fastest first and those without a speed-up last."""
         values = {method: self.speedup(method) for method in self.racing}
         return sorted(values, key=lambda method: -value.value if (value := values[method]) else math.inf)
 
@@ -207,7 +207,7 @@ class Race:
                     self.left[str(method)] = (verdict, str(errors.iloc[0]) if len(errors) else "")  # type: ignore[assignment]
 
     def _verdicts(self) -> dict[str, Verdict]:
-        """The verdict on each method that is left, the leader's first."""
+        """Return the verdict on each remaining method, the leader's first."""
         order = self.fastest_first()
         found: dict[str, Verdict] = {}
         is_wave = self.load.concurrency > 1 and self.num_rounds < 2
@@ -252,7 +252,7 @@ class Race:
                 yield name, _num_prompts(parts), speedup
 
     def decision(self) -> Decision:
-        """What the race comes to so far."""
+        """Return the decision of the race so far."""
         verdicts = self._verdicts()
         leader = next(iter(verdicts), None)
         # Where no method is left, those that are out are set beside the best of them.
@@ -282,7 +282,7 @@ class Race:
         return None if wanted > 10_000 else max(1, math.ceil(wanted - number))
 
     def _plain(self) -> Standing:
-        """Plain decoding, over all runs of the race."""
+        """Return the standing of plain decoding, over all runs of the race."""
         longest = max(self._sums.values(), key=_num_prompts, default=None)
         if longest is None:
             return Standing(BASELINE, "waiting")
@@ -312,7 +312,7 @@ class Race:
 
 
 def decisions(races: Sequence[Race]) -> list[Decision]:
-    """What each race comes to, by context and concurrency.
+    """Return the decision of each race, by context and concurrency.
 
     A choice is kept from one concurrency to the next where the best there cannot be told apart from it: a server is
     started once for both.

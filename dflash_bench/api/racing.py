@@ -44,7 +44,7 @@ def default_folder(request: RunRequest) -> Path:
 
 
 def _canonical(request: RunRequest) -> str:
-    """The request without its time limit: more time only goes on."""
+    """Return the request as text, without its time limit: with more time the same race goes on."""
     return json.dumps(to_json(replace(request, budget=None)), sort_keys=True)
 
 

@@ -350,6 +350,6 @@ def describe_rule(counted_by: str) -> str:
 
 
 def remedy(dialect: str, code: str) -> str | None:
-    """What to do about this finding on such a server; None where nothing particular is known."""
+    """Return what to do about this finding on such a server; None where nothing particular is known."""
     found = DIALECTS.get(dialect)
     return None if found is None else found.remedies.get(code)

@@ -70,13 +70,13 @@ _used: dict[str, str] = {}
 
 
 def used() -> dict[str, str]:
-    """Version by package, of the plug-ins that this process has loaded."""
+    """Return the version of each package whose plug-ins this process has loaded."""
     return dict(_used)
 
 
 @cache
 def found(group: str) -> dict[str, EntryPoint]:
-    """By name; of two that add the same name, none can be meant. Raises UserError for these."""
+    """Return the entry points by name. Raises UserError if two packages add the same name."""
     entries: dict[str, EntryPoint] = {}
     for entry in entry_points(group=group):
         other = entries.setdefault(entry.name, entry)

@@ -91,7 +91,7 @@ class _Lines:
     """Writes the newest line of progress every few seconds, from a thread, since what goes on may say nothing."""
 
     def __init__(self, stream: TextIO, every_s: float, is_first_due: bool = False) -> None:
-        """`is_first_due`: the first line is written at once."""
+        """With `is_first_due` the first line is written at once."""
         self.stream, self.every_s, self.is_due = stream, every_s, is_first_due
         self.text, self.begun_s, self.is_new = "", time.monotonic(), False
         self.ended = threading.Event()

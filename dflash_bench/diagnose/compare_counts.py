@@ -118,7 +118,7 @@ class CountComparison:
 
     @property
     def distance(self) -> int:
-        """By how many rounds and accepted drafts equal answers differ in total."""
+        """The number of rounds and accepted drafts by which equal answers differ, in total."""
         return sum(abs(a.rounds - b.rounds) + abs(a.accepted - b.accepted) for a, b in self.counted)
 
     @property

@@ -222,7 +222,7 @@ class Served:
     def _are_counted(
         self, decoded: Sequence[DecodedPrompt], counts: Sequence[AcceptanceCounts | None], conversion: Conversion
     ) -> bool:
-        """Are these rounds what the server counts, in every answer that it counts?"""
+        """Return whether these rounds are those that the server counts, in every answer that it counts."""
         for one, ours, theirs in zip(self.asked, decoded, counts, strict=True):
             accepted = [step.accepted for step in ours.rounds]
             converted = conversion.convert(answer_of(ours.tokens, accepted, self.case.num_drafts, one.limit))

@@ -232,7 +232,7 @@ class CrossCheck:
         return drafter.num_drafts, answers
 
     def _text(self, tokens: Sequence[int], counted: Sequence[CountedAnswer]) -> str:
-        """Only needed where a server hides its tokens."""
+        """Return the text of an answer, which is needed only where a server hides its tokens."""
         if all(answer.tokens for answer in counted):
             return ""
         return str(self.local.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -411,7 +411,7 @@ def _draw_guided(
 
 
 def _jobs(prompts: Sequence[Sequence[int]], num_draws: int, seed: int, rows: int) -> Iterator[PromptDraws]:
-    """Every answer has a seed of its own, the same for all methods."""
+    """Yield the answers to draw, each with a seed of its own that is the same for all methods."""
     for number, prompt in enumerate(prompts):
         first = (seed * len(prompts) + number) * num_draws
         for start in range(0, num_draws, rows):

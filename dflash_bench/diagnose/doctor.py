@@ -359,7 +359,7 @@ def _perhaps(tried: Sequence[ChangeTrial], as_it_is: Sample) -> Iterator[DraftFi
 
 
 def _domain(samples: Sequence[Sample], card: cards.Acceptance | None, is_explained: bool) -> Iterator[DraftFinding]:
-    """A draft that does well on other text has not learnt this kind."""
+    """Look for a draft that does well on other text, and so has not learnt this kind."""
     if is_explained:
         return
     own, *rest = samples

@@ -157,7 +157,7 @@ def _check(request: ProfileRequest) -> None:
 
 
 def _preset(request: ProfileRequest, drafting: Sequence[Method]) -> Preset:
-    """A preset for random weights may have no drafts."""
+    """Return the model; with random weights it needs no drafts of its own."""
     of_run = request.of_run
     return presets.combine(of_run.model, of_run.target, {}) if request.random_weights else model_of(of_run, drafting)
 

@@ -45,7 +45,7 @@ class Judge:
         """Its name in transformers, which changed in 5.24."""
 
     def audit(self, prompt: Sequence[int], answer: Sequence[int], repetition_penalty: float = 1.0) -> Divergence | None:
-        """Where the model's own choice is furthest ahead of what was answered; None if every token is its choice."""
+        """Return where the model's own choice is furthest ahead of the answer; None if every token is its choice."""
         end = self._end(prompt, answer)
         if end != len(answer):
             return Divergence(min(end, len(answer)))
@@ -64,7 +64,7 @@ class Judge:
         return self._divergence(text, index, float(gaps[index]), pair, repetition_penalty)
 
     def _end(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
-        """How many tokens of it there should be; one more than there are, where it breaks off."""
+        """Return how many tokens the answer should have; one more than it has, if it breaks off."""
         stops = [place for place, token in enumerate(answer) if token in self.stop_ids]
         if self.max_new_tokens is None:
             return len(answer)
@@ -74,7 +74,7 @@ class Judge:
     def divergence(
         self, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], repetition_penalty: float = 1.0
     ) -> Divergence:
-        """What the model says where two answers, which differ, part: are both tokens its choice, up to rounding?"""
+        """Judge the place where two answers part: are both tokens the model's choice, up to rounding?"""
         shorter = min(len(plain), len(other))
         index = next((i for i in range(shorter) if plain[i] != other[i]), shorter)
         if index == shorter:
@@ -88,7 +88,7 @@ class Judge:
     def _divergence(
         self, text: Sequence[int], index: int, gap: float, pair: tuple[int, int], penalty: float
     ) -> Divergence:
-        """After this text the first of the pair was said, and is so far behind the second."""
+        """Return the divergence after this text, where the first token of the pair stands instead of the second."""
         if not math.isfinite(gap):
             return Divergence(index)
         if gap > self.ceiling:
@@ -99,7 +99,7 @@ class Judge:
         return Divergence(index, gap, min(self.ceiling, MARGIN * rounding) if math.isfinite(rounding) else 0.0)
 
     def _rounding(self, text: Sequence[int], pair: tuple[int, int], penalty: float) -> float:
-        """The most by which the difference between two tokens' logits depends on the form, near the text's end."""
+        """Return how far the gap between two tokens' logits depends on the form of the pass, near the text's end."""
         places = min(STEPS, len(text))
         forms = [_penalised(form(text, places), text, penalty) for form in (self._in_one_pass, self._in_steps)]
         differences = [logits[:, pair[0]].float() - logits[:, pair[1]].float() for logits in forms]
@@ -107,12 +107,12 @@ class Judge:
 
     @torch.inference_mode()
     def _in_one_pass(self, text: Sequence[int], places: int) -> Tensor:
-        """Logits [places, V] after each of the last tokens."""
+        """Return the logits [places, V] after each of the last tokens, from one pass."""
         return self._logits(self.model(self._row(text), use_cache=False, **self._kept(places)), places)
 
     @torch.inference_mode()
     def _in_steps(self, text: Sequence[int], places: int) -> Tensor:
-        """The same; all but the first of these places are read one token at a time."""
+        """Return the same logits, with all places but the first read one token at a time."""
         steps = len(text) - places + 1
         output = self.model(self._row(text[:steps]), use_cache=True, **self._kept(1))
         logits = [self._logits(output, 1)]

@@ -80,7 +80,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Without the least likely tokens that together hold no more than 1 - top_p; the likeliest always stays."""
+    """Drop the least likely tokens that together hold no more than 1 - top_p; the likeliest always stays."""
     ascending, order = scores.sort(dim=-1, stable=True)
     tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
     tail[..., -1] = False
@@ -88,7 +88,7 @@ def _nucleus(scores: Tensor, top_p: float) -> Tensor:
 
 
 def inverse_cdf(p: Tensor, uniform: Tensor) -> Tensor:
-    """The token where the cumulative sum of p [..., V] passes uniform [...]: a draw from p without a device sync."""
+    """Return where the cumulative sum of p [..., V] passes uniform [...]: a draw from p without a device sync."""
     # In float64: the parallel sum of a GPU may fall by a rounding, which must not open a gap for a token of p 0.
     cumulative = p.cumsum(dim=-1, dtype=torch.float64)
     # Scaling by the sum keeps rounding from ever pointing past the last token.

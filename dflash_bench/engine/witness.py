@@ -73,7 +73,7 @@ class Witness:
 
     @cached_property
     def judge(self) -> Judge:
-        """The judge of answers to prompts of token ids. Raises UserError if its weights cannot be read."""
+        """Return the judge of answers to prompts of token ids. Raises UserError if its weights cannot be read."""
         return Judge(self._model(), self.words.stop_ids, self.max_new_tokens)
 
     def read(self) -> None:
@@ -195,7 +195,7 @@ def has_room_for_layers(models: Models, source: Source, other_bytes: int) -> boo
 
 
 def _fits(models: Models, source: Source, target: memory.Footprint, more_bytes: int) -> bool:
-    """Is there room for this beside target and drafts?"""
+    """Return whether there is room for this beside target and drafts."""
     assert source.free_bytes is not None
     drafts = sum(map(_bytes_of, models.drafts.values()))
     left = source.free_bytes - target.weights_bytes - drafts - more_bytes

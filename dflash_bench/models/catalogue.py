@@ -117,7 +117,7 @@ def text(listings: Sequence[Listing], machine: Machine, width: int = WIDTH) -> s
 
 
 def _lines(listing: Listing, width: int) -> list[str]:
-    """Target and drafts, with the settings that a run uses by default."""
+    """Yield the lines of a target and its drafts, with the settings that a run uses by default."""
     preset = listing.preset
     notes = {"target": ["thinking on"] if preset.thinking else []}
     for method in preset.drafts:

@@ -240,7 +240,7 @@ def _unheld_of_head(config: DFlashConfig) -> dict[str, object]:
 
 
 def _unheld_of_views(config: DFlashConfig) -> dict[str, object]:
-    """It has one flag of causality for all layers, one window, and none for what comes after a slot."""
+    """Return what its one flag of causality and one window, the same for all layers, cannot express."""
     views = [config.body.view(layer) for layer in range(config.num_layers)]
     narrow = [view.window for view in views if view.window and not view.is_causal and view.window < config.block_size]
     return {
@@ -494,7 +494,7 @@ def convert(reference: str, destination: Path, of_target: str | None) -> list[st
 
 
 def _draft(folder: Path, of_target: str | None) -> tuple[GgufNetwork, Path]:
-    """The draft, and the folder of its target."""
+    """Return the draft, and the folder of its target."""
     if of_target is None:
         raise UserError(f"{folder} is a draft, and its GGUF file holds its target's tokenizer; give --target")
     home = targets.find_target(of_target)

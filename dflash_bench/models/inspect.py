@@ -254,7 +254,7 @@ def _trained_for(checkpoint: Checkpoint) -> str | None:
 
 
 def text(inspection: Inspection) -> str:
-    """The inspection as lines for people."""
+    """Return the inspection as lines for people."""
     parameters, mebibytes = f"{inspection.num_parameters:,} parameters", f"{inspection.size_bytes / 2**20:,.1f} MiB"
     values: dict[str, Any] = {
         "format": f"{inspection.format} ({inspection.method})",

@@ -208,7 +208,7 @@ def _mtp_passes(draft: MTPDraft, target: Any, num_drafts: int, kept: int) -> tup
 
 
 def _part_size(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) -> Size:
-    """The size of these modules of a draft, with so many layers of attention."""
+    """Return the size of these modules of a draft, with so many layers of attention."""
     itemsize = draft.norm.weight.element_size()
     weights = [weight for module in modules for weight in module.parameters()]
     attention = (memory.draft_attention(draft.config, num_layers, itemsize),) if num_layers else ()

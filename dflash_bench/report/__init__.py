@@ -32,7 +32,7 @@ __all__ = [
 
 
 def table_by(document: Document, by: str, width: int = WIDTH) -> str:
-    """The tables of `report`, with answers split by category, part or whatever else `table.read` splits by."""
+    """Return the tables of `report`, with answers split by category, part or whatever `read_run` splits by."""
     require_answers(document)
     results = table.read_run(document.folder, by=by, allow=document.allow)
     cells = metrics.summarise(results.rows, results.info.identity)
@@ -44,7 +44,7 @@ def table_by(document: Document, by: str, width: int = WIDTH) -> str:
 
 
 def text(document: Document, width: int = WIDTH, full: bool = True) -> str:
-    """The report for a terminal of this width: all of it, or only the table by suite and the conclusions."""
+    """Return the report for a terminal of this width, in full or only the table by suite and the conclusions."""
     left_out = () if full else sections.ONLY_IN_FULL
     several = [section for section in sections.of_document(document) if section.id not in left_out]
     if full and not document.why_empty:
@@ -77,7 +77,7 @@ def _csv(document: Document) -> str:
 
 
 def _latex(document: Document) -> str:
-    """The main table; its formulas and the machine are in the caption. Raises UserError if every answer failed."""
+    """Return the main table, with formulas and machine in its caption. Raises UserError if every answer failed."""
     info = require_answers(document).results.info
     results = sections.of_cells(document.cells, document.findings)[0]
     formulas = columns.formulas(*(column for column in RESULTS if column.in_paper))

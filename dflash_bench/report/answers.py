@@ -58,7 +58,7 @@ def _places(folder: Path) -> list[Path]:
 
 
 def known(info: RunInfo) -> Iterator[Path]:
-    """Where the model of a run is, as the run recorded it; for a model from the hub, in the local cache."""
+    """Yield where the tokenizer of a run's model may be: as the run recorded it, or in the local cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     identity, options = info.identity, info.options
@@ -175,7 +175,7 @@ def _utf16_length(text: str) -> int:
 
 
 def _asked(stored: Sequence[dict[str, Any]]) -> dict[tuple[str, str, int, int | None], str]:
-    """The user's message in each turn of each prompt, in a first turn with the messages around it.
+    """Return the user's message in each turn of each prompt; in a first turn with the messages around it.
 
     In a first turn, for each context, also with the padding before it, shortened.
     """
@@ -190,14 +190,14 @@ def _asked(stored: Sequence[dict[str, Any]]) -> dict[tuple[str, str, int, int | 
 
 
 def _texts(messages: Sequence[dict[str, Any]] | None, turn: int) -> Iterator[str]:
-    """The texts of a prompt's other messages, in its first turn alone; tool calls have none."""
+    """Yield the texts of a prompt's other messages, in its first turn only; tool calls have none."""
     for message in messages or () if turn == 0 else ():
         if message["role"] != TOOLS and message["content"]:
             yield message["content"]
 
 
 def _references(stored: Sequence[dict[str, Any]], info: RunInfo) -> dict[tuple[str, str], str]:
-    """The last line of each prompt's reference, where the answer stands; not of code, whose reference is tests."""
+    """Return the last line of each reference, where the answer stands, but not of code, whose reference is tests."""
     of_code = {name for name, suite in info.identity.suites.items() if suite.scorer in CODE_SCORERS}
     return {
         (prompt["suite"], prompt["prompt_id"]): prompt["reference"].strip().splitlines()[-1][-LONGEST_REFERENCE:]
@@ -207,7 +207,7 @@ def _references(stored: Sequence[dict[str, Any]], info: RunInfo) -> dict[tuple[s
 
 
 def _rejected(decoder: Any, row: dict[str, Any]) -> list[str]:
-    """What a chain's draft said that was verified and not accepted, by round; empty for trees and if not stored."""
+    """Return the text that each round drafted and the target rejected; empty for trees and if ids were not stored."""
     if row["drafted_ids"] is None or is_tree(row["method"]):
         return []
     said, at = [], 0

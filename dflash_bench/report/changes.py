@@ -75,7 +75,7 @@ NO_CHANGE = (
 
 
 def cell_sections(cells: Sequence[Cell], *, with_means: bool = True) -> list[Section]:
-    """The metrics of one run, and the geometric mean over its suites."""
+    """Return the metrics of one run, and the geometric mean over its suites."""
     made = [
         Section("time_free", "time-free", _cell_table(cells, TIME_FREE, SHARES)),
         Section("timings", "timings", _cell_table(cells, TIMINGS)),
@@ -107,7 +107,7 @@ def _cell_table(cells: Sequence[Cell], ids: Sequence[str], shares: Sequence[str]
 
 
 def change_sections(comparisons: Sequence[Comparison]) -> list[Section]:
-    """After over before: a row for each metric, the time-free ones first."""
+    """Return tables of after / before with a row for each metric, the time-free ones first."""
     pair, headings = _pair(comparisons), headings_of(comparisons)
     made = []
     for title, is_timing in (("time-free", False), ("timings", True)):
@@ -169,7 +169,7 @@ def _answered_right(comparisons: Sequence[Comparison], headings: Sequence[str]) 
 
 
 def points(change: Interval | None) -> str:
-    """`-2.5 [-6.1, +1.1]`: a difference of percentages."""
+    """Format a difference of percentages: `-2.5 [-6.1, +1.1]`."""
     if change is None:
         return ABSENT
     if change.low is None or change.high is None:
@@ -184,7 +184,7 @@ def _place(one: Comparison | Agreement) -> str:
 
 
 def agreement_section(agreements: Sequence[Agreement]) -> Section:
-    """How far the target's own answers are the same in two runs."""
+    """Return how far the target's own answers are the same in two runs."""
     is_told = bool(_pair(agreements))
     rows: list[list[Value]] = [
         [

@@ -158,7 +158,7 @@ def waterfalls(document: Document) -> list[Waterfall]:
 
 
 def _steps(cell: Cell) -> list[tuple[str, str, float]]:
-    """Each part's name, its cost in words, and the speed-up that would be left if there were no other."""
+    """Return each part's name, its cost in words, and the speed-up that would be left if there were no other."""
     values = [cell.value(name) for name in ("al.pooled", "plain_ms", "verify_ms", "draft_ms", "other_ms")]
     if any(value is None for value in values) or not values[1]:
         return []

@@ -48,7 +48,7 @@ ROUNDS = (
 
 
 def main_table(cells: Sequence[Cell], columns: Sequence[Column], findings: Sequence[Finding]) -> ReportTable:
-    """A row for each cell, under its suite and settings."""
+    """Return a table with a row for each cell, under its suite and settings."""
     columns = [
         column for column in columns if not column.is_optional or any(value_of(column.id, cell) for cell in cells)
     ]
@@ -60,7 +60,7 @@ def main_table(cells: Sequence[Cell], columns: Sequence[Column], findings: Seque
 
 
 def all_figures(cells: Sequence[Cell]) -> ReportTable:
-    """Every count, share and metric of every cell, for programs: suites have their bare names."""
+    """Return every count, share and metric of every cell, for programs: suites have their bare names."""
     ids = [name for name in METRICS if name not in SHARES and any(name in cell.figures for cell in cells)]
     settings = [Column("settings", "settings")] if any(cell.setting for cell in cells) else []
     columns = [
@@ -78,7 +78,7 @@ def all_figures(cells: Sequence[Cell]) -> ReportTable:
 
 
 def value_of(name: str, cell: Cell) -> Value:
-    """A count, a share, or a metric with its interval; None if the cell does not have it."""
+    """Return a count, a share, or a metric with its interval; None if the cell does not have it."""
     value: Value = getattr(cell, name) if name in (*COUNTS, *SHARES) else cell.figures.get(name)
     return value
 
@@ -100,7 +100,7 @@ def legend(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
 
 
 def counted(cells: Sequence[Cell]) -> list[str]:
-    """How servers that hide their rounds counted them, in a sentence for each way; nothing for engines."""
+    """Explain how servers that hide their rounds counted them, in a sentence for each way; nothing for engines."""
     ways: dict[str, dict[str, None]] = {}
     for cell in cells:
         for by in cell.counted_by if cell.method != BASELINE else ():
@@ -119,7 +119,7 @@ def notes(cells: Sequence[Cell]) -> list[str]:
 
 
 def intervals_note(num_prompts: Iterable[int]) -> str:
-    """What "95 %" means for a run with so many prompts; for several runs, with the fewest that have an interval."""
+    """Explain "95 %" for a run with so many prompts; for several runs, by the fewest that have an interval."""
     known = [number for number in num_prompts if number >= FEWEST]
     held = covered(min(known)) if known else None
     if held is None:
@@ -137,6 +137,6 @@ def _to(least: float, most: float) -> str:
 
 
 def formulas(*columns: Column) -> dict[str, str]:
-    """The formula of every metric that one of these columns shows."""
+    """Return the formula of every metric that one of these columns shows."""
     shown = {column.id for column in columns}
     return {name: formula for name, formula in FORMULAS.items() if name in shown}

@@ -148,7 +148,7 @@ def compared(
 
 
 def _last_parts(names: Iterable[str]) -> dict[str, str]:
-    """The names of runs for tables: those of their folders alone, where that tells them apart."""
+    """Return the names of runs for tables: those of their folders alone, where that tells them apart."""
     ends = {name: Path(name).name or name for name in names}
     return ends if len({*ends.values()}) == len(ends) else {name: name for name in ends}
 
@@ -233,7 +233,7 @@ def _sections(
     alike: Sequence[Agreement],
     by: str,
 ) -> list[Section]:
-    """The cells of each run, then what changed, and last whether the target still gives the same answers."""
+    """Return the cells of each run, then what changed, and last whether the target still gives the same answers."""
     made = []
     for name, cells in cells_of.items():
         made += [*([_heading(name)] if len(cells_of) > 1 else []), *cell_sections(cells)]
@@ -308,7 +308,7 @@ def _unlike_published(model: str, target: str, figures: Sequence[paper.PaperComp
 
 
 def _beside_served(runs: Sequence[RunTable], served: Sequence[benches.BenchResult]) -> _Found:
-    """By formula id; acceptance means the same on both sides, the rest has one side only."""
+    """Set runs beside results of servers, by formula id; only acceptance means the same on both sides."""
     ids = list(dict.fromkeys(("al.pooled", "accept_rate", *(name for bench in served for name in bench.figures))))
     ours = [
         (run.name, cell, reached.get(cell.key, {}))
@@ -326,7 +326,7 @@ def _beside_served(runs: Sequence[RunTable], served: Sequence[benches.BenchResul
 
 
 def _served_section(rows: Sequence[list[Value]], served: Sequence[benches.BenchResult], ids: Sequence[str]) -> Section:
-    """Our rows, and one for each result of another program, by formula."""
+    """Return our rows, and one for each result of another program, by formula."""
     theirs: list[list[Value]] = [
         [f"{bench.name} ({bench.model})", f"{bench.num_requests or 'some'} requests", bench.num_failed,
          str(bench.concurrency or "no limit"), *(bench.figures.get(name) for name in ids)] for bench in served
@@ -338,7 +338,7 @@ def _served_section(rows: Sequence[list[Value]], served: Sequence[benches.BenchR
 
 
 def imported(served: Sequence[benches.BenchResult], width: int | None) -> str:
-    """Results of other programs as a table for a terminal of this width."""
+    """Return results of other programs as a table for a terminal of this width."""
     ids = list(dict.fromkeys(name for bench in served for name in bench.figures))
     notes = [wrapped(f"note: {text}", width) for text in left_out(served)]
     return "\n\n".join([render.terminal(_served_section([], served, ids), width), *notes]) + "\n"
@@ -353,7 +353,7 @@ def left_out(served: Sequence[benches.BenchResult]) -> Iterator[str]:
 
 
 def _accept_at(run: RunTable) -> dict[CellKey, dict[str, float]]:
-    """The share of all rounds that accepts so many tokens or more, which is what vLLM calls its rate per position."""
+    """Return the share of all rounds that accept at least k tokens, which vLLM calls its rate per position."""
     return {
         key: {f"accept_at[{position.k}]": position.unconditional for position in rounds.accept_at(counts, key.method)}
         for key, counts in rounds.read_rounds(run.stored).histograms.items()

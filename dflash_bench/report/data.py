@@ -25,7 +25,7 @@ IN_TABLES = tuple(metric.id for metric in METRICS.values() if metric.shown)
 
 
 def as_json(document: Document) -> dict[str, Any]:
-    """What `run --json` prints; `sweeps` and `loads` only where there are any."""
+    """Return what `run --json` prints; `sweeps` and `loads` only where there are any."""
     made: dict[str, Any] = {
         "run": str(document.folder),
         "cells": [_json_cell(cell) for cell in document.cells],
@@ -50,7 +50,7 @@ def document_json(document: Document) -> dict[str, Any]:
 
 
 def _json_cell(cell: Cell) -> dict[str, Any]:
-    """Speed-ups have their intervals; what cannot be computed is null."""
+    """Return a cell; speed-ups have their intervals, and what cannot be computed is null."""
     figures = {
         name.replace(".", "_"): cell.figures.get(name) if METRICS[name].unit == "x" else cell.value(name)
         for name in IN_TABLES
@@ -64,7 +64,7 @@ def _json_cell(cell: Cell) -> dict[str, Any]:
 
 
 def _finding_json(finding: Finding) -> dict[str, Any]:
-    """At each place the values that it was seen by."""
+    """Return a finding with the values that it was seen by at each place."""
     values = finding.values or ({},) * len(finding.places)
     places = [
         place._asdict() | {"values": json_value(dict(own))} for place, own in zip(finding.places, values, strict=True)
@@ -173,7 +173,7 @@ def comparison_json(
     pooled: Mapping[str, Sequence[Cell]],
     alike: Sequence[Agreement],
 ) -> dict[str, Any]:
-    """The cells of runs, what changed between them, and what each did over its repetitions."""
+    """Return the cells of runs, what changed between them, and the figures over their repetitions."""
     named = [{"run": name, **cell} for name, cells in cells_of.items() for cell in cells_json(cells)]
     made: dict[str, Any] = {"cells": named, "changes": versus_json(changes)}
     if pooled:
@@ -184,7 +184,7 @@ def comparison_json(
 
 
 def contexts_json(cells_of: Mapping[str, Sequence[Cell]]) -> list[dict[str, Any]]:
-    """From which context on each method stops paying, of cells sliced by where in the context rounds begin."""
+    """Return the context from which on each method stops paying, of cells sliced by where in it rounds begin."""
     return [
         {
             "run": name, "suite": curve.cells[0].suite, "settings_id": curve.cells[0].settings.id,
@@ -196,7 +196,7 @@ def contexts_json(cells_of: Mapping[str, Sequence[Cell]]) -> list[dict[str, Any]
 
 
 def compat_json(name: str, official: Sequence[Official], ours: Sequence[Cell], ids: Sequence[str]) -> dict[str, Any]:
-    """What the official harness would have printed, with our figures of the same cells."""
+    """Return what the official harness would have printed, with our figures of the same cells."""
     figures = [
         asdict(printed) | {"source": cell.source} | {of: cell.value(of) for of in ids}
         for printed, cell in zip(official, ours, strict=True)
@@ -210,7 +210,7 @@ def published_json(target: str, figures: Sequence[PaperComparison], identity: Ru
 
 
 def served_json(ours: Sequence[tuple[str, Cell, Mapping[str, float]]], served: Sequence[BenchResult]) -> dict[str, Any]:
-    """Our cells with their run and what their rounds reached, and the results of servers."""
+    """Return our cells with their run and how far their rounds got, and the results of servers."""
     several = cells_json([cell for _, cell, _ in ours])
     cells = [
         {"run": run, **cell, "accept_at": positions} for (run, _, positions), cell in zip(ours, several, strict=True)

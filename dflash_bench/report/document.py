@@ -77,7 +77,7 @@ class Document:
         return sorted(drafting, key=lambda line: methods.index(line.method))
 
     def means(self) -> list[Mean]:
-        """Each of `lines` with its speedup.decode and al.pooled over all suites (`over_all`)."""
+        """Return each of `lines` with its speedup.decode and al.pooled over all suites (`over_all`)."""
         return [(line, *over_all(self.cells, line)) for line in self.lines]
 
     def fastest(self) -> tuple[MethodLine, Interval]:
@@ -92,11 +92,11 @@ class Document:
         return list(dict.fromkeys(cell.suite for cell in self.cells))
 
     def label(self, suite: str) -> str:
-        """The name of a suite for people, with the source of its prompts."""
+        """Return the name of a suite for people, with the source of its prompts."""
         return next(cell.label for cell in self.cells if cell.suite == suite)
 
     def badges(self, line: MethodLine) -> list[Badge]:
-        """The badges of a method's mean speed-up over suites; none if there is no speed-up."""
+        """Return the badges of a method's mean speed-up over suites; none if there is no speed-up."""
         speedup, _ = over_all(self.cells, line)
         return base.beside_mean(self.findings, line.settings.id, speedup.contains(1)) if speedup else []
 

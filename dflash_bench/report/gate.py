@@ -31,13 +31,13 @@ NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def section(outcome: GateOutcome, checks: Sequence[Check]) -> Section:
-    """A row for each of these checks, if there are any, and the notes below."""
+    """Return a table with a row for each of these checks, if there are any, and the notes below."""
     table = ReportTable(COLUMNS, [TableRow(_row(check)) for check in checks]) if checks else None
     return Section("check", table=table, sentences=[f"note: {note}" for note in outcome.notes])
 
 
 def text(outcome: GateOutcome, every: bool = False, width: int | None = None) -> str:
-    """The verdict, the failures, and with `every` all that passed; in logs, which have no width, a line each."""
+    """Return the verdict, the failures, and with `every` all that passed; in logs, which have no width, a line each."""
     failures, passed = outcome.failures, [check for check in outcome.checks if not check.failed]
     shown = section(outcome, [*failures, *(passed if every else [])])
     left_out = [] if every or not passed else [f"passed and not listed: {len(passed)} checks; --all lists them"]
@@ -46,7 +46,7 @@ def text(outcome: GateOutcome, every: bool = False, width: int | None = None) ->
 
 
 def summary(outcome: GateOutcome) -> str:
-    """Markdown for $GITHUB_STEP_SUMMARY: what passed is folded."""
+    """Return Markdown for $GITHUB_STEP_SUMMARY, in which the checks that passed are folded."""
     sign = "❌" if outcome.failures else "✅"
     passed = [check for check in outcome.checks if not check.failed]
     blocks = [
@@ -140,14 +140,14 @@ def benchmark(cells: Runs) -> str:
 
 
 def _range(interval: Interval) -> str:
-    """Half of an interval's width; in words where it has no bounds, or says nothing."""
+    """Return half of an interval's width; in words where it has no bounds, or says nothing."""
     if interval.half_width is None:
         return "n/a"
     return VAGUE if interval.is_vague else f"± {interval.half_width:.3g}"
 
 
 def _over(runs: Sequence[Cell], name: str) -> Interval | None:
-    """For one run its interval over prompts; for several their mean, with the lowest and the highest of them."""
+    """Return one run's interval over prompts, or the mean of several runs with the lowest and the highest of them."""
     intervals = [cell.figures[name] for cell in runs if name in cell.figures]
     if len(runs) == 1 or not intervals:
         return intervals[0] if intervals else None

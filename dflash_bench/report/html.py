@@ -43,7 +43,7 @@ def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS,
 
 
 def read_page(document: Document, most_answers: int = MOST_ANSWERS) -> RunRounds:
-    """The rounds of a run for its plots, and the answers that the page shows, in one pass."""
+    """Read the rounds of a run for its plots, and the answers that the page shows, in one pass."""
     rows = document.results.rows
     chosen = answers.first_prompts(rows, most_answers)
     read = read_rounds(document.results.stored, chosen, answers.COLUMNS)
@@ -60,7 +60,7 @@ def escape(text: str) -> str:
 def page(
     document: Document, figures: Mapping[str, tuple[str, str]], listed: answers.PageAnswers, read: RunRounds
 ) -> str:
-    """`figures` by name: the SVG, and a caption."""
+    """Return the page; `figures` holds by name the SVG and a caption."""
     from markupsafe import Markup
 
     info = document.results.info
@@ -95,7 +95,7 @@ def page(
 
 
 def excerpt(document: Document) -> str:
-    """What a notebook shows of a run: its verdict, the first table and the findings."""
+    """Return what a notebook shows of a run: its verdict, the first table and the findings."""
     shown = {section.id: section for section in sections.of_document(document)}
     parts = [
         Section("title", _title(document), sentences=[*document.notes, *sentences(document)]),
@@ -114,13 +114,13 @@ def _title(document: Document) -> str:
 
 
 def _verdict(document: Document, means: Sequence[Mean]) -> tuple[str, list[str]]:
-    """The page's headline, and above all else what is not exact."""
+    """Return the page's headline, and the sentences on answers that are not exact, which stand above all else."""
     *_, said = screen.answers(document, means) or [_title(document)]
     return _title(document) if document.sweeps or document.loads else said, screen.not_exact(document)
 
 
 def _tiles(document: Document, means: Sequence[Mean]) -> list[dict[str, Any]]:
-    """Each method's speed-up over all suites, and what must stand beside it."""
+    """Return each method's speed-up over all suites, and what must stand beside it."""
     bars = {row.key: row for row in charts.placed(charts.overall(document, means))}
     return [_tile(document, mean, bars) for mean in means]
 

@@ -221,7 +221,7 @@ def _binds(verdict: RoundVerdict) -> str:
 
 
 def as_json(profile: Profiled) -> dict[str, Any]:
-    """What `--json` prints and profile.json holds: measurements first, then the figures made from them."""
+    """Return what `--json` prints and profile.json holds: measurements first, then the figures made from them."""
     return {
         **profile.about,
         "measured": asdict(profile.measured),

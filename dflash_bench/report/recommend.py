@@ -60,7 +60,7 @@ def text(found: Recommendation, width: int | None = WIDTH) -> str:
 
 
 def page(found: Recommendation, plot: str | None) -> str:
-    """As Markdown; `plot` is the name of the picture beside it."""
+    """Return the recommendation as Markdown; `plot` is the name of the picture beside it."""
     parts = []
     for section in sections(found):
         if section.id == "flags":
@@ -73,7 +73,7 @@ def page(found: Recommendation, plot: str | None) -> str:
 
 
 def as_json(found: Recommendation) -> dict[str, Any]:
-    """Everything as codes and numbers; intervals as [value, low, high]."""
+    """Return everything as codes and numbers; intervals as [value, low, high]."""
     return {
         "model": found.model, "machine": found.machine, "spent_s": json_value(found.spent_s),
         "decisions": [
@@ -99,7 +99,7 @@ def _standing_json(standing: Standing) -> dict[str, Any]:
 
 
 def points(made: Sequence[Decision]) -> dict[str, list[SpeedPoint]]:
-    """The points of the plot, by the context that its panels are named after."""
+    """Return the points of the plot, by the context that its panels are named after."""
     panels: dict[str, list[SpeedPoint]] = {}
     for one in made:
         panels.setdefault(_context(one), []).extend(
@@ -118,7 +118,7 @@ def _context(one: Decision) -> str:
 
 
 def _by_load(made: Sequence[Decision]) -> Iterator[str]:
-    """A sentence for neighbouring loads that come to the same."""
+    """Yield a sentence for each group of neighbouring loads with the same decision."""
     for context, of_context in groupby(made, key=_context):
         several = list(of_context)
         groups = [list(same) for _, same in groupby(several, key=lambda one: (one.verdict, one.choice))]
@@ -141,7 +141,7 @@ def _name(one: Decision) -> str:
 
 
 def described(standing: Standing) -> str:
-    """A method as people say it: `dflash, 10 drafted tokens`."""
+    """Return a method as people say it: `dflash, 10 drafted tokens`."""
     method = methods.parse(standing.method)
     others = method.options.keys() - {method.kind.count, "n", "block", "nodes"}
     head = standing.method if others else standing.method.partition(":")[0]
@@ -178,7 +178,7 @@ def _times(interval: Interval | None) -> str:
 
 
 def _changes(made: Sequence[Decision]) -> Iterator[str]:
-    """What the next best lacks, and where the choice would stop paying."""
+    """Yield what the next best method lacks, and where the choice would stop paying."""
     for one in made:
         if one.verdict not in ("faster", "plain"):
             continue
@@ -225,7 +225,7 @@ def _room(label: str, with_draft: int, without: int) -> str:
 
 
 def _sliced(made: Sequence[Decision]) -> Section:
-    """What the choice brings by category."""
+    """Return the speed-up of each choice by category."""
     heads = ["load", "method", "category", "prompts", "speed-up [95 %]"]
     rows: list[list[Value]] = [
         [_load(one), one.choice, name, num, speedup] for one in made for name, num, speedup in one.slices

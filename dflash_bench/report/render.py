@@ -24,7 +24,7 @@ TEMPLATES = Path(__file__).parent
 
 
 def terminal(section: Section, width: int | None = WIDTH) -> str:
-    """Paragraphs are wrapped at `width`; None leaves each on one line, as logs want it."""
+    """Return a section for a terminal, its paragraphs wrapped at `width`; None leaves each on one line, as in logs."""
     title = section.title[:1].lower() + section.title[1:]
     below = [wrapped(text, width) for text in section.legend]
     heading = [wrapped(title, width)] if title and section.items is None else []
@@ -39,7 +39,7 @@ def terminal(section: Section, width: int | None = WIDTH) -> str:
 
 
 def _lines(table: ReportTable | None, width: int | None) -> list[str]:
-    """The lines of a table. Groups stand on lines of their own, above their rows.
+    """Return the lines of a table. Groups stand on lines of their own, above their rows.
 
     Spare columns that do not fit into the width are left out, and named below. If that is not enough, each value of a
     row stands on a line of its own.
@@ -86,7 +86,7 @@ def _stacked(table: ReportTable, width: int) -> Iterable[str]:
 
 
 def _field_lines(head: str, value: str, width: int, indent: str) -> list[str]:
-    """A value after its head, or below it."""
+    """Return a value after its head, or below it if both do not fit on a line."""
     whole = f"{indent}{head}: {visible(value)}" if head else f"{indent}{visible(value)}"
     if len(whole) <= width:
         return [whole]
@@ -108,7 +108,7 @@ def _item(item: ListItem, width: int | None) -> str:
 
 
 def markdown(section: Section, level: int = 2) -> str:
-    """The paragraphs of a section, whose title is a heading of this level."""
+    """Return the paragraphs of a section, whose title is a heading of this level."""
     items = (
         f"- {tables.in_markdown(item.text)}. Remedy: {tables.in_markdown(item.remedy)}." for item in section.items or ()
     )
@@ -204,7 +204,7 @@ def csv_text(table: ReportTable) -> str:
 
 
 def _fields(column: Column, values: Sequence[Value]) -> list[list[Any]]:
-    """The CSV columns of a column, each with its head."""
+    """Return the CSV columns of a column, each with its head."""
     kinds = {_kind(value) for value in values}
     kind = column.kind or ("metric" if "metric" in kinds else "share" if "share" in kinds else "")
     parts = {"": ("",), "share": ("_num", "_of"), "metric": ("", ".low", ".high")}[kind]
@@ -228,7 +228,7 @@ def _parts(kind: str, value: Value) -> tuple[Any, ...]:
 
 
 def _field(value: Any) -> Any:
-    """Text that a spreadsheet would take for a formula and run is quoted; of a float six digits."""
+    """Return a CSV field: text that a spreadsheet would run as a formula is quoted, and a float has six digits."""
     if isinstance(value, str):
         return f"'{visible(value)}" if value.lstrip().startswith(("=", "+", "-", "@")) else visible(value)
     if isinstance(value, float):
@@ -240,7 +240,7 @@ def _field(value: Any) -> Any:
 
 
 def template(name: str, values: Mapping[str, Any]) -> str:
-    """A template of this room, filled in. Text is made visible and escaped, unless it is `Markup`."""
+    """Fill in a template of this room. Text is made visible and escaped, unless it is `Markup`."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -268,7 +268,7 @@ def _breakable(text: str) -> Any:
 
 
 def _whole_bounds(text: str) -> Any:
-    """A value with its interval, whose bounds stay on one line."""
+    """Return a value with its interval, whose bounds stay on one line."""
     from markupsafe import Markup, escape
 
     bounds = r'<span class="bounds">\g<0></span>'
@@ -276,14 +276,14 @@ def _whole_bounds(text: str) -> Any:
 
 
 def _longest_word(table: ReportTable) -> int:
-    """Letters of the longest word that the first column must hold, at most `LONGEST_WORD`."""
+    """Return the length of the longest word that the first column must hold, at most `LONGEST_WORD`."""
     names = [table.columns[0].text(row.values[0]) for row in table.rows]
     words = [word for name in [table.columns[0].one_line, *names] for word in PLACES.sub(r"\1 ", name).split()]
     return min(max(map(len, words), default=0), LONGEST_WORD)
 
 
 def scripted(name: str, scripts: Sequence[str], values: Mapping[str, Any]) -> str:
-    """A whole page by a template that extends `base.html`, which runs these scripts of this room and no other."""
+    """Return a page by a template that extends `base.html`; it runs these scripts of this room and no other."""
     from markupsafe import Markup
 
     style, *several = ((TEMPLATES / file).read_text(encoding="utf-8") for file in ("page.css", *scripts))

@@ -53,7 +53,7 @@ def as_json(replayed: Sequence[Replayed]) -> list[dict[str, Any]]:
 
 
 def confidence(document: Document) -> list[Section]:
-    """A table for each recorded draft that says how sure it is; nothing for a run that recorded none."""
+    """Return tables for the recorded drafts that report a confidence; nothing for a run that recorded none."""
     found = calibrations(document.results)
     if not found:
         return []

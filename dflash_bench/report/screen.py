@@ -79,7 +79,7 @@ def _filled(text: str, indent: str, width: int) -> str:
 
 
 def _rows(document: Document, means: Sequence[Mean]) -> list[ScreenRow]:
-    """The drafting methods, the fastest marked, and plain decoding under each settings last."""
+    """Return rows for the drafting methods, the fastest marked, and last for plain decoding under each settings."""
     known = [speedup for _, speedup, _ in means if speedup]
     best = max((speedup.value for speedup in known), default=None)
     scale = _scale(known)

@@ -34,7 +34,7 @@ ONLY_IN_FULL = ("rounds", "width_curve", "formulas")
 
 
 def of_document(document: Document) -> list[Section]:
-    """The sections of a run's report, in the order that every form shows them; why there are none if all failed."""
+    """Return the sections of a run's report in the order of every form, or why there are none if all answers failed."""
     if document.why_empty:
         return [Section("empty", sentences=[f"{document.why_empty}."]), findings(document.findings)]
     info = document.results.info
@@ -51,7 +51,7 @@ def of_document(document: Document) -> list[Section]:
 
 
 def of_cells(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[Section]:
-    """The two tables that every run has."""
+    """Return the two tables that every run has."""
     return [
         Section(
             "results",
@@ -89,7 +89,7 @@ LOAD_LEGEND = (
 
 
 def concurrency(loads: Sequence[ConcurrencyCurve]) -> list[Section]:
-    """With goodput where the run has an objective; nothing for a run of single answers."""
+    """Return the table by concurrency, with goodput for a run with an objective; nothing for single answers."""
     if not loads:
         return []
     levels = [level for load in loads for level in load.levels]
@@ -127,12 +127,12 @@ def _goodput(level: Level) -> str:
 
 
 def _milliseconds(percentiles: Mapping[int, float | None]) -> str:
-    """Those percentiles for which there are enough answers."""
+    """Return the percentiles for which there are enough answers."""
     return "/".join(number(1000 * seconds, 1) for seconds in percentiles.values() if seconds is not None)
 
 
 def crossings(loads: Sequence[ConcurrencyCurve]) -> list[str]:
-    """Up to which concurrency each method pays, on each suite."""
+    """Return up to which concurrency each method pays, on each suite."""
     return [
         f"{load.method} on {labels.with_settings(load.suite, load.setting)} "
         f"{_pays(load.crossing, (load.levels[0].concurrency, load.levels[-1].concurrency), load.levels[-1].speedup)}."
@@ -142,7 +142,7 @@ def crossings(loads: Sequence[ConcurrencyCurve]) -> list[str]:
 
 
 def paying_contexts(cells: Sequence[Cell]) -> list[Section]:
-    """Up to which context each method pays, from cells sliced by it."""
+    """Return up to which context each method pays, from cells sliced by it."""
     said = []
     for curve in context_curves(cells):
         first, last = curve.cells[0], curve.cells[-1]
@@ -166,7 +166,7 @@ CONCURRENCY, CONTEXT = GrowingLoad("concurrency"), GrowingLoad("context", " toke
 def _pays(
     crossing: Crossing | None, ends: tuple[int, int], at_last: Interval | None, load: GrowingLoad = CONCURRENCY
 ) -> str:
-    """`ends` are the least and the most that were measured; `at_last` is the speed-up there."""
+    """Say up to where a draft pays; `ends` are the least and the most measured, `at_last` the speed-up there."""
     name, unit, digits = load
     first, last = (f"{end:,}{unit}" for end in ends)
     if crossing is None:
@@ -197,7 +197,7 @@ SWEEP_LEGEND = (
 
 
 def sweeps(several: Sequence[Sweep], info: RunInfo) -> list[Section]:
-    """A section for each option; the last also explains the marks, and names the best values."""
+    """Return a section for each option; the last also explains the marks, and names the best values."""
     made = [Section("sweep", f"Sweep over {option_name(sweep)}", _sweep_table(sweep)) for sweep in several]
     if made:
         made[-1] = replace(made[-1], legend=[SWEEP_LEGEND], sentences=best_values(several, info))
@@ -205,13 +205,13 @@ def sweeps(several: Sequence[Sweep], info: RunInfo) -> list[Section]:
 
 
 def best_values(sweeps: Sequence[Sweep], info: RunInfo) -> list[str]:
-    """A sentence for each method that was swept, and one on the engine and machine that this holds for."""
+    """Return a sentence for each method that was swept, and one on the engine and machine that this holds for."""
     sentences = [_best_value(sweep, curve) for sweep in sweeps for curve in sweep.summaries]
     return [*sentences, f"This holds for {engine(info)}. On a faster or slower engine another value may be the best."]
 
 
 def engine(info: RunInfo) -> str:
-    """The engine and machine that the best value holds for: `this engine (local, ...) and this machine (...)`."""
+    """Name the engine and machine that the best value holds for: `this engine (local, ...) and this machine (...)`."""
     identity, env = info.identity, info.environment
     packages = env.packages
     software = [f"{name} {packages[name]}" for name in ("transformers", "torch") if packages.get(name)]
@@ -227,7 +227,7 @@ def option_name(sweep: Sweep) -> str:
 
 
 def value_texts(option: str, values: Iterable[Value]) -> dict[Value, str]:
-    """The values of a swept option in words, no two alike."""
+    """Return the values of a swept option in words, no two alike."""
     several = list(dict.fromkeys(values))
     numbers = labels.number_words(value for value in several if isinstance(value, float))
     return {
@@ -330,7 +330,7 @@ class ContextCurve:
 
 
 def by_context(cells: Sequence[Cell]) -> list[ContextCurve]:
-    """Those with answers at several contexts; none in a run with a single context."""
+    """Return the curves of methods with answers at several contexts; none in a run with a single context."""
     answered = [cell for cell in cells if cell.num_prompts and cell.method != BASELINE]
     others = short_names(list(dict.fromkeys(replace(cell.settings, context=None) for cell in answered)))
     groups: dict[CellKey, list[Cell]] = {}
@@ -348,7 +348,7 @@ def by_context(cells: Sequence[Cell]) -> list[ContextCurve]:
 
 
 def contexts(cells: Sequence[Cell]) -> list[Section]:
-    """Nothing for a run with a single context."""
+    """Return the table by context; nothing for a run with a single context."""
     rows = [
         TableRow(
             [

@@ -130,7 +130,7 @@ class RunListing:
 
     @property
     def short_suites(self) -> str:
-        """The suites for a table; if they are many, their number."""
+        """Return the suites for a table; if they are many, their number."""
         names, _, source = self.suites.partition(" (")
         is_long = len(self.suites) > LONGEST and source.count(" (") == 0
         return f"{names.count(',') + 1} suites{f' ({source}' if source else ''}" if is_long else self.suites

@@ -27,7 +27,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def bounds(interval: Interval | None, digits: int = 2) -> str:
-    """`2.86 to 3.73`; "cannot tell" where the interval is too wide to say anything, nothing where there is none."""
+    """Format bounds: `2.86 to 3.73`; "cannot tell" where they are too far apart to say anything, empty without any."""
     if interval is None or interval.low is None or interval.high is None:
         return ""
     return VAGUE if interval.is_vague else f"{number(interval.low, digits)} to {number(interval.high, digits)}"
@@ -94,7 +94,7 @@ class Column:
         return self.head.replace(".\n", ".").replace("\n", " ")
 
     def text(self, value: Value) -> str:
-        """The value for people, without its badges."""
+        """Return the value for people, without its badges."""
         match value:
             case Entry(text=str(text)):
                 return text
@@ -113,7 +113,7 @@ class Column:
         return number(value, self.digits)
 
     def marked(self, value: Value) -> str:
-        """The value for people, followed by the marks of its badges."""
+        """Return the value for people, followed by the marks of its badges."""
         return " ".join(filter(None, [self.text(value), base.marks(badges_of(value))]))
 
 
@@ -144,7 +144,7 @@ class ReportTable:
         cls, heads: Sequence[str], rows: Sequence[Sequence[Value]], left: int = 1, keys: Sequence[CellKey] = (),
         spare: Sequence[str] = (), groups: Sequence[str] = (),
     ) -> ReportTable:  # fmt: skip
-        """A table whose columns are known by their heads alone; the first `left` hold names.
+        """Make a table whose columns are known by their heads alone; the first `left` hold names.
 
         `keys` are those of the rows, if a page can filter them, and `groups` the suites under which they stand; narrow
         screens leave out the columns `spare`.
@@ -161,7 +161,7 @@ class ReportTable:
         return ((group, list(rows)) for group, rows in groupby(self.rows, key=lambda row: row.group))
 
     def flat(self) -> tuple[list[str], list[list[str]], list[bool]]:
-        """Heads and rows as text, the groups in a column of their own, and whether each column is left-justified."""
+        """Return heads and rows as text, groups in a column of their own, and whether each column is left-justified."""
         names = [self.group] if self.group else []
         heads = [*names, *(column.one_line for column in self.columns)]
         rows = [[*([row.group] if names else []), *map(Column.marked, self.columns, row.values)] for row in self.rows]
@@ -216,7 +216,7 @@ def aligned(heads: Sequence[str], rows: Rows, left: int | Sequence[bool] = 1) ->
 
 
 def markdown(heads: Sequence[str], rows: Rows, left: int | Sequence[bool] = 1) -> str:
-    """`left` as in `aligned`."""
+    """Return a table in Markdown; `left` as in `aligned`."""
     rule = ["---" if at_left else "---:" for at_left in _each(left, len(heads))]
     cells = [[in_markdown(text) for text in row] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in [heads, rule, *cells])

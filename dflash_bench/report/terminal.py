@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def suites_text(
     listings: Sequence[SuiteListing], groups: Mapping[str, Sequence[str]], width: int | None = None
 ) -> str:  # fmt: skip
-    """One line per suite, with its title and its source below; then the groups."""
+    """Return one line per suite, with its title and its source below; then the groups."""
     heads = ("suite", "embedded", "scored by", "licence")
     below = [[one.suite.title, _source(one)] for one in listings]
     lines = _list(heads, [_suite_row(listing) for listing in listings], below, width)

@@ -164,7 +164,7 @@ def _drafting(identity: RunIdentity) -> Sequence[tuple[str, MethodEntry]]:
 
 
 def _draft(label: str, method: MethodEntry, identity: RunIdentity) -> str:
-    """With the draft's name where that says more than the label, and its revision."""
+    """Describe a draft, with its name where that says more than the label, and its revision."""
     draft = draft_of(label) or ""
     entry = identity.drafts.get(draft, DraftEntry())
     name, kind = entry.name or draft, entry.kind if entry.kind != DFLASH else None
@@ -183,17 +183,17 @@ def _server(label: str, server: ServerEntry) -> str:
 
 
 def _whose(identity: RunIdentity) -> str:
-    """Servers may run elsewhere, and do not report their machine."""
+    """Note that the machine is not the servers', which may run elsewhere and do not report theirs."""
     return " (of the client; the servers' is not known)" if identity.servers else ""
 
 
 def _revision(text: str | None) -> str:
-    """A hash of weights by its first digits."""
+    """Return a revision in brackets; a hash of weights is cut to its first digits."""
     return f" ({text[:12] if re.fullmatch('[0-9a-f]{40,64}', text) else text})" if text else ""
 
 
 def _suite(name: str, suite: SuiteEntry, info: RunInfo) -> str:
-    """With the whole source where its name for people leaves something out: a commit, or the way to a folder."""
+    """Describe a suite, with its full source where the short one leaves something out: a commit, or a folder's path."""
     _, _, place = suite.source.partition(" ")
     number = f"{suite.prompts:,}"
     if info.measured is not None:
@@ -237,7 +237,7 @@ def _workers(identity: RunIdentity) -> str | None:
 
 
 def _of_settings(several: Sequence[Settings]) -> dict[str, str]:
-    """Each setting that was changed, with all its values: `temperature 0 and 1`; and always thinking."""
+    """Return each setting that was changed with all its values, such as `temperature 0 and 1`, and always thinking."""
     usual = Settings()
     sampled = [settings for settings in several if not settings.greedy]
     values = {

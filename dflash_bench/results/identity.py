@@ -91,7 +91,7 @@ def columns_of_run(identity: Identity) -> dict[str, Any]:
 
 
 def columns_of_method(identity: Identity, label: str) -> dict[str, Any]:
-    """`method_options` is JSON: the options the user set, and the most tokens that the method drafts per round."""
+    """Return a method's columns; `method_options` is JSON: the options set, and the most tokens drafted per round."""
     method = identity.get("methods", {}).get(label)
     if method is None:
         return {}

@@ -391,7 +391,7 @@ def _unscored(identity: RunIdentity, match: PlanMatch, rows: RowIndex) -> Iterat
 
 
 def _by_cell(kind: str, what: str, which: Any, rows: RowIndex, names: Sequence[str]) -> Iterator[Problem]:
-    """One problem per suite, settings and method of these rows, in the order of their first rows.
+    """Yield one problem per suite, settings and method of these rows, in the order of their first rows.
 
     `names` are those of the settings for people; the last entry is for settings that are not the run's.
     """

@@ -187,7 +187,7 @@ def _negative(rows: RowArrays, name: str) -> Any:
 
 @law(VALUES, "its totals of rounds contradict each other")
 def _contradictory_totals(rows: RowArrays) -> Any:
-    """More accepted than drafted, or some of them without a round."""
+    """Find totals with more accepted than drafted, or with some of them and no round."""
     rounds, drafted, accepted = (rows.counts(name) for name in TOTALS)
     return ((drafted >= 0) & (accepted > drafted)) | ((rounds == 0) & ((drafted > 0) | (accepted > 0)))
 
@@ -269,7 +269,7 @@ def _longer_than_its_interval(rows: RowArrays) -> Any:
 
 @law(PHYSICS, "prefill_s and decode_s are shorter than from start_s to end_s")
 def _shorter_than_its_interval(rows: RowArrays) -> Any:
-    """Of answers decoded among others here: they begin with the prompt's first pass and end with the last round."""
+    """Applies to answers decoded among others here, which begin with the first pass and end with the last round."""
     if not rows.facts.is_engine:
         return np.zeros(rows.num, dtype=bool)
     is_shared = (np.nan_to_num(rows.numbers("concurrency"), nan=1.0) > 1) | ~np.isnan(rows.numbers("rate"))
@@ -475,7 +475,7 @@ OTHER = "its text is not what its tokens say"
 
 
 def other(batch: Any, decode: Decode) -> list[int]:
-    """The rows of an Arrow batch whose text is another; those without tokens have none to be held against."""
+    """Return the rows of an Arrow batch whose text is not that of their tokens, if they have tokens."""
     has_tokens = batch.column("error").is_null().to_numpy(zero_copy_only=False) & (
         lengths_of(batch.column("token_ids")) > 0
     )

@@ -95,7 +95,7 @@ def schema() -> Any:
 
 
 def is_of_run(stored: Any) -> bool:
-    """Has a part with this Arrow schema the columns of a run, now or before some were added?"""
+    """Return whether a part with this Arrow schema has the columns of a run, now or before some were added."""
     wanted = schema()
     for name in ADDED:
         if name not in stored.names:

@@ -39,7 +39,7 @@ class StoredRows:
     """The mask of rows that are not shown, [rows], for parts that have some."""
 
     def batches(self, columns: Sequence[str]) -> Iterator[tuple[Any, Any]]:
-        """Arrow batches with these columns among others, and the number of each row's settings, [rows]."""
+        """Yield Arrow batches with these columns among others, and the number of each row's settings, [rows]."""
         for part in self.sizes:
             yield from self.batches_of(part, columns)
 
@@ -83,7 +83,7 @@ def read_rounds(stored: StoredRows, chosen: Any | None = None, columns: Sequence
 
 
 def _of_batch(batch: Any, numbers: Any) -> tuple[Any, Any]:
-    """The number of rounds by `BY_COUNTS`, and the tokens verified and the rounds by `BY_POSITION`."""
+    """Return the number of rounds by `BY_COUNTS`, and the tokens verified and the rounds by `BY_POSITION`."""
     import pandas as pd
     from pyarrow import compute
 
@@ -127,7 +127,7 @@ class AcceptAt:
 
 
 def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
-    """For k from 1 to the longest draft; for trees, whose depth is not recorded, to the longest accepted path."""
+    """Return shares for k from 1 to the longest draft; for trees, of unknown depth, to the longest path accepted."""
     longest = max((kept if is_tree(method) else drafted for drafted, kept in histogram), default=0)
     reached = [sum(n for (_, kept), n in histogram.items() if kept >= k) for k in range(longest + 1)]
     return [
@@ -183,18 +183,18 @@ def sliced(frame: Any, by: str, values: Mapping[tuple[str, str], str] | None = N
 
 
 def _reading_order(value: str) -> tuple[bool, bool, int, str]:
-    """Numbers by their size, then names, then `NO_VALUE`."""
+    """Sort numbers by their size, then names, then `NO_VALUE`."""
     is_number = value.isascii() and value.isdigit() and len(value) < 20
     return value == NO_VALUE, not is_number, int(value) if is_number else 0, value
 
 
 def position_bin(lengths: Any) -> Any:
-    """The bin of each length or position: 0 for up to `FIRST_EDGE` tokens, and one more for every doubling."""
+    """Return the bin of each length or position: 0 for up to `FIRST_EDGE` tokens, and one more for every doubling."""
     return np.ceil(np.log2(np.maximum(np.asarray(lengths, dtype=np.float64), FIRST_EDGE) / FIRST_EDGE)).astype(np.int64)
 
 
 def part_of(num_out: Any, num_thinking: Any) -> Any:
-    """The index in `PARTS` of rounds that begin after `num_out` tokens of an answer that starts with `num_thinking`."""
+    """Return the index in `PARTS` of rounds that begin after `num_out` tokens, of which `num_thinking` are thinking."""
     return (num_out >= num_thinking).astype(np.int64)
 
 
@@ -280,7 +280,7 @@ class RoundTable:
         return sums | {name: self.sum_of(name) for name in ("draft_s", "verify_s", "round_s")}
 
     def sum_of(self, name: str) -> Any:
-        """The sum of a list over each segment, [segments]."""
+        """Return the sum of a list over each segment, [segments]."""
         return self._sum(self.values[name])
 
     def _sum(self, values: Any) -> Any:
@@ -297,12 +297,12 @@ class RoundTable:
 
 
 def _thinking(batch: Any) -> Any:
-    """Thinking tokens of each answer; 0 if the model does not think, or if it is not known."""
+    """Return the thinking tokens of each answer; 0 if the model does not think, or if it is not known."""
     return batch.column("num_thinking_tokens").fill_null(0).to_numpy(zero_copy_only=False)
 
 
 def _prompts(batch: Any) -> Any:
-    """Tokens of each prompt; 0 where a server does not say."""
+    """Return the tokens of each prompt; 0 where a server does not report them."""
     return np.maximum(batch.column("num_prompt_tokens").fill_null(0).to_numpy(zero_copy_only=False), 0)
 
 
@@ -346,7 +346,7 @@ class Question(NamedTuple):
 
 
 def plain_answers(stored: StoredRows) -> dict[Question, Any]:
-    """Token ids [T]; only of first turns, as later ones depend on earlier answers."""
+    """Return the token ids [T] of plain answers to first turns; later turns depend on earlier answers."""
     answers: dict[Question, Any] = {}
     for batch, numbers in stored.batches(ANSWER_COLUMNS):
         for number in np.flatnonzero(_is_plain(batch)).tolist():
@@ -359,7 +359,7 @@ def plain_answers(stored: StoredRows) -> dict[Question, Any]:
 
 
 def _is_plain(batch: Any) -> Any:
-    """The mask of good first answers by plain decoding whose tokens are known, [rows]."""
+    """Return the mask of good first answers by plain decoding whose tokens are known, [rows]."""
     from pyarrow import compute
 
     first = compute.equal(batch.column("turn"), 0)

@@ -165,7 +165,7 @@ class RowArrays:
 
     @cached_property
     def has_ids(self) -> Any:
-        """Rows that name their rounds and all that was drafted in them, [rows]."""
+        """The mask of rows that name all tokens drafted in their rounds, [rows]."""
         return self.is_counted & (self.lengths("drafted_ids") >= 0)
 
     @cached_property
@@ -255,21 +255,21 @@ class Drafts:
         )
 
     def emitted(self, rounds: Any, place: Any) -> Any:
-        """The tokens that these rounds emitted at these places; of places behind the end, another."""
+        """Return the tokens that these rounds emitted at these places; beyond the end, any other token."""
         if not len(self.tokens):
             return np.zeros(len(rounds), dtype=np.int64)
         return self.tokens[np.minimum(self.begins[rounds] + place, len(self.tokens) - 1)]
 
 
 def _places(drafted: Any) -> tuple[Any, Any]:
-    """The round of each drafted token, and its place in it, [drafted]; 32 bits, as there are many of them."""
+    """Return the round of each drafted token, and its place in it, [drafted]; 32 bits, as there are many of them."""
     of_token = np.repeat(np.arange(len(drafted), dtype=np.int32), drafted)
     begins = (np.cumsum(drafted, dtype=np.int64) - drafted).astype(np.int32)
     return of_token, np.arange(len(of_token), dtype=np.int32) - np.repeat(begins, drafted)
 
 
 def _parents(rows: RowArrays, of_round: Any) -> tuple[Any | None, Any]:
-    """Those of all drafted tokens, chains' too; and which rounds are of a row that names them."""
+    """Return the parents of all drafted tokens, chains' too, and which rounds are of a row that names them."""
     named = rows.lengths("drafted_parents") >= 0
     is_tree = named[of_round]
     if not named.any():
@@ -281,7 +281,7 @@ def _parents(rows: RowArrays, of_round: Any) -> tuple[Any | None, Any]:
 
 
 def _down_the_trees(drafts: Drafts) -> tuple[Any, Any]:
-    """Rounds whose tokens are no way down their tree, and those whose way could have gone on, [rounds]."""
+    """Return rounds whose tokens are no path of their tree, and those whose path could have gone on, [rounds]."""
     assert drafts.parents is not None
     nodes = np.flatnonzero(drafts.is_tree[drafts.round])
     rounds, ids = drafts.round[nodes], drafts.ids[nodes]

@@ -335,7 +335,7 @@ def parse(model: type[Stored], content: Any, complaint: str, remedy: str = "") -
 
 
 def _first_fault(error: ValidationError) -> str:
-    """Such as "identity.dtype is 3, but should be a valid string"."""
+    """Describe the first error, such as "identity.dtype is 3, but should be a valid string"."""
     fault = error.errors(include_url=False)[0]
     place = ""
     for key in fault["loc"]:
@@ -376,7 +376,7 @@ def read_info(folder: Path) -> RunInfo:
 
 
 def refuse_other_schema(path: Path, versions: Mapping[str, Any], remedy: str) -> None:
-    """`versions` is what the file holds under its keys. Raises UserError if this version cannot read it."""
+    """Raise UserError if this version cannot read the file; `versions` is what it holds under the keys of a schema."""
     version = versions.get(SCHEMA)
     if version == SCHEMA_VERSION and not isinstance(version, bool):
         return
@@ -412,7 +412,7 @@ def carried(info: RunInfo) -> dict[str, Any]:
 
 
 def differences(then: Any, now: Any, path: str = "") -> Iterator[str]:
-    """Key by key: "temperature was 0.0, now 1.0"."""
+    """Yield the differences key by key: "temperature was 0.0, now 1.0"."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in sorted(then.keys() | now.keys()):
             yield from differences(then.get(key), now.get(key), f"{path}.{key}" if path else key)
@@ -464,7 +464,7 @@ def write_prompts(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_prompts(folder: Path) -> list[dict[str, Any]]:
-    """Empty for a run that stored no prompts; columns that its version did not have are None.
+    """Return the stored prompts; none for a run that stored none. Columns that its version did not have are None.
 
     Raises UserError for a file that cannot be read.
     """

@@ -119,7 +119,7 @@ class RunTable:
 
     @property
     def missing(self) -> list[str]:
-        """Sentences about what the numbers leave out, to be shown above them."""
+        """Return sentences about what the numbers leave out, to be shown above them."""
         unfinished = self.info.state not in (None, "complete")
         return [
             *([f"{self.name} is not finished"] if unfinished else []),

@@ -637,29 +637,29 @@ class RunRequest(MachineOptions, DecodingOptions, ServerOptions, ModelOptions, P
 
     @property
     def name(self) -> str:
-        """Of the model, for people."""
+        """The name of the model, for people."""
         if self.servers and self.launch is None and self.model is None and self.target is None:
             return "server"
         return self.model or (self.target or "nano").partition("@")[0]
 
     @property
     def is_small(self) -> bool:
-        """Is it nano, for which a GPU is slow?"""
+        """Whether it is nano, for which a GPU is slow."""
         return self.name == "nano"
 
     @property
     def asks_servers(self) -> bool:
-        """Those that run already, or that are launched?"""
+        """Whether servers answer, already running or launched."""
         return bool(self.servers) or self.launch is not None
 
     @property
     def has_target(self) -> bool:
-        """Are the weights here, too, beside those of servers?"""
+        """Whether the target's weights are here, too, beside those of servers."""
         return self.model is not None or self.target is not None
 
     @property
     def samples(self) -> bool:
-        """Is there a temperature at which tokens are drawn?"""
+        """Whether tokens are drawn at some temperature."""
         return not all(map(is_greedy, self.temperature))
 
     @property
@@ -668,11 +668,11 @@ class RunRequest(MachineOptions, DecodingOptions, ServerOptions, ModelOptions, P
         return self.compile or {None: None, "on": "graph", "off": "off"}[self.graph]
 
     def only(self, group: type) -> RunRequest:
-        """The options of one group; all others as if they were not given."""
+        """Return the options of one group; all others as if they were not given."""
         return RunRequest(**{item.name: getattr(self, item.name) for item in fields(group)})
 
     def without(self, group: type) -> RunRequest:
-        """The options of all groups but one."""
+        """Return the options of all groups but one."""
         usual: dict[str, Any] = {item.name: item.default for item in fields(group)}
         return replace(self, **usual)
 
@@ -747,7 +747,7 @@ def methods_of(request: RunRequest) -> list[Method]:
 
 
 def model_of(request: RunRequest) -> Preset:
-    """Without drafts: the servers have their own."""
+    """Return the target that judges servers, without drafts: they have their own."""
     if not request.has_target:
         return Preset("", {})
     return replace(presets.combine(request.model, request.target, {}), drafts={})

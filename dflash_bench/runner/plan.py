@@ -48,7 +48,7 @@ class Axis:
     flag: str = "--over"
 
     def is_of(self, method: Method) -> bool:
-        """Has the method such an option, and is it meant?"""
+        """Return whether the method has such an option, and the axis is meant for it."""
         return self.owner in (None, method.name) and any(self.name == option.name for option in method.kind.options)
 
     @property
@@ -73,7 +73,7 @@ def _axis(text: str) -> Axis:
 
 
 def split(text: str, where: str) -> tuple[str, ...]:
-    """The values between commas. Raises UserError for an empty one, or one that is there twice."""
+    """Split values at commas. Raises UserError for an empty one, or one that is there twice."""
     values = tuple(text.split(","))
     if not all(values):
         raise UserError(f"{where} has an empty value in '{text}'; write the values with a comma between them")
@@ -84,7 +84,7 @@ def split(text: str, where: str) -> tuple[str, ...]:
 
 
 def divided(axes: Sequence[Axis], chosen: Sequence[Method]) -> tuple[list[Axis], list[Axis]]:
-    """Those of methods, and those of settings. Raises UserError for one of neither or of both."""
+    """Divide axes into those of methods and those of settings. Raises UserError for one of neither or of both."""
     of_methods = [axis for axis in axes if any(axis.is_of(method) for method in chosen)]
     of_settings = [axis for axis in axes if axis.is_of_settings]
     for axis in axes:
@@ -113,7 +113,7 @@ def _unknown(axis: Axis, chosen: Sequence[Method]) -> UserError:
 
 
 def laid_out(chosen: Sequence[Method], axes: Sequence[Axis], one_at_a_time: bool) -> list[Method]:
-    """Each method with every combination of values; or as it is, and with each value of one option at a time.
+    """Return each method with every combination of values; or as it is, and with each value of one option at a time.
 
     In a grid a method that says an option itself keeps its own. Raises UserError where that leaves an axis unused.
     """
@@ -176,7 +176,7 @@ class RunPlan:
 
     @property
     def judging(self) -> RunPlan:
-        """The same with plain decoding only, for a target that judges the answers of servers."""
+        """The same plan with plain decoding only, for a target that judges the answers of servers."""
         return replace(self, methods=(methods.parse("ar"),), request=replace(self.request, concurrency=(), rate=()))
 
     @property

@@ -66,7 +66,7 @@ def checked(request: RunRequest) -> tuple[RunRequest, list[Method], Preset]:
 
 
 def _named(request: RunRequest) -> Iterator[Method]:
-    """Those of the user, each with several lengths and cuts if it leaves them open."""
+    """Return the user's methods, each with several lengths and cuts if it leaves them open."""
     chosen = plan.methods_of(request)
     model = plan.model_of(request, chosen)
     drafting = [method for method in chosen if method.name != BASELINE]
@@ -78,7 +78,7 @@ def _named(request: RunRequest) -> Iterator[Method]:
 
 
 def _usable(request: RunRequest) -> Iterator[Method]:
-    """Every method that has what it needs here: a draft of the model or of the user, or none at all."""
+    """Return every method that has what it needs here: a draft of the model or of the user, or none at all."""
     own = parse_drafts(request.drafts)
     model = plan.model_of(replace(request, methods=(), drafts=()), [])
     drafts = [name for name in (*model.drafts, *own) if "@" not in name or name in own]
@@ -123,7 +123,7 @@ def _is_recurrent(model: Preset, request: RunRequest) -> bool:
 
 
 def _varied(request: RunRequest, found: Sequence[Method], model: Preset) -> Iterator[Method]:
-    """Each method as it is, and with each shorter length and cut that it leaves open."""
+    """Return each method as it is, and with each shorter length and cut that it leaves open."""
     from dflash_bench.models import formats, loading, memory, targets
 
     is_launched, counts = request.launch is not None, model.num_drafts or {}
@@ -184,13 +184,13 @@ class Course:
         return [len(loaded.prompts) for loaded in resolved.suites]
 
     def fits(self, label: str) -> PreparedRun:
-        """What memory a run of one method would take (`setup.check_fits`)."""
+        """Return what memory a run of one method would take (`setup.check_fits`)."""
         request = replace(self.request, methods=(label,), concurrency=())
         chosen = methods.chosen([label])
         return check_fits(plan.plan_run(request, chosen, self.model))
 
     def begun(self, name: str) -> tuple[str, ...]:
-        """The methods of a run that an earlier process began; empty if there is none."""
+        """Return the methods of a run that an earlier process began; empty if there is none."""
         if not (self.folder / name / FILE).exists():
             return ()
         found = read_info(self.folder / name).plan

@@ -22,7 +22,7 @@ THINKING: dict[str, tuple[bool, ...]] = {"on": (True,), "off": (False,), "both":
 
 
 def is_served(options: Any) -> bool:
-    """By servers that run already."""
+    """Return whether servers that run already answer."""
     return bool(options.servers) and options.launch is None
 
 
@@ -110,7 +110,7 @@ def check_attention(name: str) -> None:
 
 
 def objectives(text: str) -> dict[str, float]:
-    """Seconds by `ttft_s` and `tpot_s`, of `ttft=500ms,tpot=0.05s` or one of them. Raises UserError otherwise."""
+    """Parse `ttft=500ms,tpot=0.05s`, or one of them, into seconds by `ttft_s` and `tpot_s`. Raises UserError."""
     limits: dict[str, float] = {}
     for part in text.split(","):
         match = re.fullmatch(r"(ttft|tpot)=([0-9]{1,6}(?:\.[0-9]{1,6})?)(ms|s)", part)

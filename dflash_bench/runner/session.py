@@ -271,7 +271,7 @@ def _run(
     caller: Caller,
     begun: Callable[[], object] = lambda: None,
 ) -> None:
-    """`begun` is called when the run's folder exists."""
+    """Run with an open backend; `begun` is called when the run's folder exists."""
     resolved = prepared.fitted(resolved)
     request, model, tell = resolved.request, resolved.model, caller.tell
     settings = settings_of(request, modes_of(request, model, backend.has_thinking))

@@ -241,7 +241,7 @@ class WorkItem:
 
     @property
     def turns(self) -> tuple[str, ...]:
-        """The user's messages."""
+        """The user's messages, one for each turn."""
         return (self.padding + self.prompt.turns[0], *self.prompt.turns[1:])
 
     @property

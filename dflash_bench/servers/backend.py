@@ -163,7 +163,7 @@ class ServerBackend:
     def answer(
         self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0
     ) -> TimedGeneration:
-        """The same, with what the server accepted by position."""
+        """Ask for one answer alone; the result also has what the server accepted by position."""
         server = self.servers[method]
         request = self._request(server, messages, settings, repeat)
         return self._with_text(self._runner.run(sequential(server, request, self.clock)), request)

@@ -198,7 +198,7 @@ def _baseline_of_json(name: str, stored: StoredBaseline) -> Baseline:
 
 
 def _cells_of_json(stored: StoredCell, named: Mapping[Settings, str]) -> tuple[Cell, ...]:
-    """`named` has the settings of the run."""
+    """Return the cells of each run; `named` has the settings of the run."""
     if surplus := stored.settings.model_extra:
         raise ValueError(f"the settings of {stored.suite} {stored.method} have a key {min(surplus)!r}")
     settings = stored.settings.to_settings()

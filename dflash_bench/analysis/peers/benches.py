@@ -210,7 +210,7 @@ def _specdec(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
 
 
 def _profile(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
-    """Ours counts rounds; that of Model-Optimizer chunks, so that its first step is the token from prefill."""
+    """Read a speculation profile: ours counts rounds, Model-Optimizer's chunks, the first of them from prefill."""
     is_ours = str(result.get("schema", "")).startswith("dflash-bench.")
     pooled, by_request = ("al.pooled", "al.request_mean") if is_ours else (
         "al.specdec_bench.pooled", "al.specdec_bench")  # fmt: skip

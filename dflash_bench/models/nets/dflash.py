@@ -77,7 +77,7 @@ class DFlashConfig(DraftShape):
 
     @property
     def has_fixed_slots(self) -> bool:
-        """Has it a head with weights of their own for each slot, which fit no larger block and no other labels?"""
+        """Whether its head has weights for each slot, which fit no larger block and no other labels."""
         return self.correction is not None and self.correction.is_of_slots
 
     @property

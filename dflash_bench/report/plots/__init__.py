@@ -63,7 +63,7 @@ def check_kind(kind: str, paper: str | None = None) -> None:
 
 
 def names_for(material: Material) -> list[str]:
-    """The plots that a run has data for: in most runs no option has several values, and answers come one at a time."""
+    """Return the plots that a run has data for: most runs sweep no option and answer one prompt at a time."""
     lacking = {
         "sweep": not material.document.sweeps,
         "load": not material.document.loads,

@@ -139,7 +139,7 @@ class CorrectionConfig:
 
     @property
     def has_confidence(self) -> bool:
-        """Does it say how likely each token is to be accepted?"""
+        """Whether it predicts how likely each token is to be accepted."""
         return False
 
     def unsound(self, sizes: HeadSizes) -> Iterator[tuple[str, object]]:
