@@ -18,6 +18,7 @@ from dflash_bench import __version__
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.stats import Floats, Interval
 from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.labels import PromptSource
 from dflash_bench.core.methods import METHODS, is_lossy, is_tree, name_of
 from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import settings_of
@@ -240,5 +241,5 @@ def _conditions(info: RunInfo) -> dict[str, Any]:
 
 
 def _without_path(source: str) -> str:
-    kind, space, path = source.partition(" ")
-    return f"{kind} {path.rstrip('/').rpartition('/')[2]}" if space and kind in ("folder", "file") else source
+    kind, path = PromptSource.read(source)
+    return f"{kind} {path.rstrip('/').rpartition('/')[2]}" if kind in ("folder", "file") else source

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 _UNSEEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
@@ -72,14 +73,26 @@ LONGEST = 24
 """Letters of a folder's or file's name that are shown."""
 
 
+class PromptSource(NamedTuple):
+    """Where prompts came from, as runs record it: embedded, shipped, hub ID@COMMIT, folder PATH or file PATH."""
+
+    kind: str
+    place: str
+
+    @classmethod
+    def read(cls, source: str) -> PromptSource:
+        kind, _, place = source.partition(" ")
+        return cls(kind, place)
+
+
 def suite_label(suite: str, *sources: str) -> str:
     """Return `gsm8k (embedded)`, or for runs with different sources `gsm8k (embedded and hub)`."""
-    kinds = list(dict.fromkeys(filter(None, map(_kind, sources))))
+    kinds = list(dict.fromkeys(filter(None, map(source_label, sources))))
     return visible(f"{suite} ({' and '.join(kinds)})" if kinds else suite)
 
 
 def is_embedded(source: str) -> bool:
-    return _kind(source) == EMBEDDED
+    return PromptSource.read(source).kind == EMBEDDED
 
 
 def notes(sources: Iterable[str]) -> list[str]:
@@ -103,13 +116,15 @@ def number_words(values: Iterable[float]) -> dict[float, str]:
 
 def suite_list(suites: Iterable[tuple[str, str]]) -> str:
     """Join pairs of suite and source, each source once, after its suites: `gsm8k, math500 (embedded)`."""
-    groups = [(kind, [suite for suite, _ in members]) for kind, members in groupby(suites, lambda pair: _kind(pair[1]))]
+    groups = [
+        (kind, [suite for suite, _ in members]) for kind, members in groupby(suites, lambda pair: source_label(pair[1]))
+    ]
     return visible(", ".join(f"{', '.join(members)}{f' ({kind})' if kind else ''}" for kind, members in groups))
 
 
-def _kind(source: str) -> str:
-    """Shorten "folder /sets/data" to "folder data"; the full path is in the run's identity."""
-    kind, _, place = source.partition(" ")
+def source_label(source: str) -> str:
+    """Shorten "folder /sets/data" to "folder data", and what names a commit to "hub"; the run's identity has it all."""
+    kind, place = PromptSource.read(source)
     if kind not in ("folder", "file"):
         return kind
     name = PurePosixPath(place).name or place

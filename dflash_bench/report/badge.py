@@ -75,7 +75,7 @@ def _entries(document: Document, line: MethodLine) -> list[dict[str, Any]]:
 
     entries = []
     for cell in document.cells:
-        kind, _, place = cell.source.partition(" ")
+        kind, place = labels.PromptSource.read(cell.source)
         if cell.method != BASELINE or cell.settings != line.settings or kind != "hub" or not cell.passed:
             continue
         dataset, _, revision = place.partition("@")

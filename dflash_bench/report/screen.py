@@ -301,8 +301,8 @@ def _where(document: Document, method: str) -> str:
     suites = dict.fromkeys((cell.suite, cell.source) for cell in document.cells if cell.num_prompts)
     named = labels.suite_list(suites)
     if len(named) > MOST_NAMED:
-        sources = dict.fromkeys(label.partition(" ")[2] for label in (labels.suite_label(*suite) for suite in suites))
-        named = " ".join([f"{len(suites)} suites", *filter(None, sources)])
+        sources = filter(None, dict.fromkeys(labels.source_label(source) for _, source in suites))
+        named = visible(" ".join([f"{len(suites)} suites", *(f"({source})" for source in sources)]))
     mean = ", geometric mean" if len(suites) > 1 else ""
     known = ": text of the kind that nano and its drafts were trained on"
     return f" on {named}{mean}{known if is_known_text(document, method) else ''}"

@@ -194,7 +194,7 @@ def _revision(text: str | None) -> str:
 
 def _suite(name: str, suite: SuiteEntry, info: RunInfo) -> str:
     """Describe a suite, with its full source where the short one leaves something out: a commit, or a folder's path."""
-    _, _, place = suite.source.partition(" ")
+    place = labels.PromptSource.read(suite.source).place
     number = f"{suite.prompts:,}"
     if info.measured is not None:
         number = f"{info.measured.get(name, 0):,} of {number}"

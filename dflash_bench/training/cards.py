@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.labels import PromptSource
 from dflash_bench.models import presets
 from dflash_bench.training.config import DECISIVE, TrainRequest
 from dflash_bench.training.contamination import NUM_WORDS, Overlap
@@ -98,7 +99,7 @@ def overlap_table(overlaps: Sequence[Overlap], num_prompts: int) -> list[str]:
         "| suite | rows | share | share but for numbers |",
         "|---|---:|---:|---:|",
         *(
-            f"| {o.suite} ({o.source.partition(' ')[0]}) | {o.num_rows:,} | {o.num_shared:,} | {o.num_alike:,} |"
+            f"| {o.suite} ({PromptSource.read(o.source).kind}) | {o.num_rows:,} | {o.num_shared:,} | {o.num_alike:,} |"
             for o in overlaps
         ),
     ]

@@ -18,6 +18,7 @@ from dflash_bench.analysis.peers.zlab import Official
 from dflash_bench.core import labels
 from dflash_bench.core.draft_kinds import DFLASH
 from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.labels import PromptSource
 from dflash_bench.core.methods import name_of
 from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import full_names, settings_of
@@ -150,7 +151,9 @@ def beside(cells: Sequence[Official], target: str, identity: RunIdentity) -> lis
 
     Raises UserError if there are none, and for embedded prompts, which are not those of the public suites.
     """
-    embedded = [suite for suite in dict.fromkeys(cell.suite for cell in cells) if _is_embedded(identity, suite)]
+    embedded = [
+        suite for suite in dict.fromkeys(cell.suite for cell in cells) if labels.is_embedded(identity.source_of(suite))
+    ]
     if embedded:
         label = labels.suite_list((suite, EMBEDDED) for suite in embedded)
         raise UserError(
@@ -196,10 +199,6 @@ def _conditions(settings: Settings, run_settings: Sequence[Settings]) -> str:
     return f"{'with' if settings.thinking else 'without'} thinking at temperature {temperature}{others}"
 
 
-def _is_embedded(identity: RunIdentity, suite: str) -> bool:
-    return identity.source_of(suite) == EMBEDDED
-
-
 def unlike_conditions(comparisons: Sequence[PaperComparison], identity: RunIdentity) -> Iterator[str]:
     """Yield how the run's conditions differ from the authors', one sentence each."""
     others = [c for c in comparisons if not c.published.is_of_authors]
@@ -214,7 +213,7 @@ def unlike_conditions(comparisons: Sequence[PaperComparison], identity: RunIdent
     limit = identity.max_new_tokens
     if limit != MAX_NEW_TOKENS:
         yield f"answers end at {limit} tokens here, but at {MAX_NEW_TOKENS:,} in the paper's main tables"
-    local = [suite for suite in suites if identity.source_of(suite).startswith("folder ")]
+    local = [suite for suite in suites if PromptSource.read(identity.source_of(suite)).kind == "folder"]
     if local:
         yield f"the rows of {', '.join(local)} are from a folder: it was not checked that they are the hub's"
     bare = [suite for suite in suites if suite in identity.suites and identity.suites[suite].style != "paper"]
