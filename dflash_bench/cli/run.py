@@ -12,7 +12,7 @@ from typer import Argument, Context, Option
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp, config_text
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.files import json_text, write_json, write_text
+from dflash_bench.core.files import json_text, write_text
 from dflash_bench.core.labels import WIDTH, wrapped
 from dflash_bench.core.option import check_options
 from dflash_bench.core.secrets import command

@@ -29,7 +29,7 @@ MOST_BYTES = 256 << 20
 MOST_AT_ONCE = 8 << 20
 """Characters of test cases that run in one process; more are divided."""
 MOST_IN_CASE = 48 << 20
-"""Characters of a test case that the cage's memory still holds."""
+"""Characters of a test case that the sandbox's memory still holds."""
 FRAMING = frozenset(("PROTO", "FRAME", "MEMOIZE", "BINPUT", "PUT", "STOP"))
 TEXTS = frozenset(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"))
 PIECE = 1 << 17
@@ -58,7 +58,7 @@ class Contest:
 
 
 def unscored(prompt: Prompt) -> str:
-    """Return why a prompt's answers are not scored: one of its test cases is more than a cage holds."""
+    """Return why a prompt's answers are not scored: one of its test cases is more than a sandbox holds."""
     return f"a test case has more than {MOST_IN_CASE >> 20} MiB" if contest_of(prompt).is_too_large else ""
 
 
@@ -108,11 +108,11 @@ def _unpacked(where: str, text: str) -> str:
     return str(found[0])
 
 
-def livecodebench(prompt: Prompt, text: str, cage: Isolation | None) -> Score:
-    """Run all test cases, public ones first, until one fails. One that no cage can hold leaves the answer unscored."""
+def livecodebench(prompt: Prompt, text: str, isolation: Isolation | None) -> Score:
+    """Run all test cases, public ones first, until one fails; one too large for a sandbox leaves the answer unscored."""
     contest = contest_of(prompt)
     code = code_in(text, {"Solution", contest.function} if contest.function else set())
-    if cage is None or contest.is_too_large:
+    if isolation is None or contest.is_too_large:
         return Score(code, None)
     program = _PROGRAM.format(code=code, function=contest.function, seconds=CASE_S, piece=PIECE)
     for cases in _divided(contest.cases):
@@ -120,7 +120,7 @@ def livecodebench(prompt: Prompt, text: str, cage: Isolation | None) -> Score:
         pairs = [(case.given, case.expected) for case in cases]
         tests = _TESTS.format(cases=pairs, piece=PIECE, is_json=contest.function is not None)
         limits = replace(LIMITS, cpu_s=seconds, wall_s=2.0 * seconds)
-        outcome = run_tests(program, cage, limits, tests, ["feed", "run", "said"])
+        outcome = run_tests(program, isolation, limits, tests, ["feed", "run", "said"])
         if not outcome.passed:
             return Score(f"{code.rstrip()}\n\n# {outcome.reason}", outcome.passed)
     return Score(code, True)
