@@ -109,7 +109,7 @@ def _unpacked(where: str, text: str) -> str:
 
 
 def livecodebench(prompt: Prompt, text: str, isolation: Isolation | None) -> Score:
-    """Run all test cases, public ones first, until one fails; one too large for a sandbox leaves the answer unscored."""
+    """Run all test cases, public ones first, until one fails; one too large for a sandbox leaves it unscored."""
     contest = contest_of(prompt)
     code = code_in(text, {"Solution", contest.function} if contest.function else set())
     if isolation is None or contest.is_too_large:
