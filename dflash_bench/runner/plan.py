@@ -215,7 +215,8 @@ def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Ru
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
     meter = energy.meter() if request.energy else None
-    return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), _isolation(request, loaded), meter=meter)
+    isolation = _isolation(request, loaded)
+    return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), isolation, meter=meter)
 
 
 def _with_unscored(loaded: Loaded) -> Loaded:
