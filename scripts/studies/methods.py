@@ -21,11 +21,12 @@ from studies._study import Made, Work, add_data, bench
 TAKES = "forty minutes of one core"
 PAGES = ("methods-nano-cpu.md",)
 DRAFTING = (
-    "dflash", "ddtree", "ddtree:nodes=auto", "dflash:block=auto", "eagle3", "eagle3-tree:nodes=15,top_k=4,depth=6",
-    "medusa", "draft-model", "ngram", "dflash+ngram", "suffix", "lookahead", "rest:datastore={store}",
+    "dflash", "dflash@2", "dflash@dspark", "mtp", "ddtree", "ddtree@2", "ddtree:nodes=auto", "dflash:block=auto", "eagle3",
+    "eagle3-tree:nodes=15,top_k=4,depth=6", "medusa", "draft-model", "ngram", "dflash+ngram", "suffix", "lookahead",
+    "rest:datastore={store}",
 )  # fmt: skip
 OTHERS = ("block-diffusion", "oracle", "random")
-REJECTING = ("dflash:rule=rejection", "draft-model:rule=rejection")
+REJECTING = tuple(f"{name}:rule=rejection" for name in ("dflash", "dflash@2", "dflash@dspark", "mtp", "draft-model"))
 RUNS = {"embedded": "--suite paper", "real": "--suite gsm8k --suite math500 --suite humaneval --suite mt_bench"}
 
 NUM_TEXTS = 4000
@@ -54,8 +55,14 @@ more than here.
   (level {level})
 - passed: answers that the suite's scorer calls right, of those that it scores
 
-Drafts that bring their own probabilities can be verified by rejection instead. By `verify-distribution`:
-{rejection}.
+`dflash@2` is DFlash 2, `dflash@dspark` DSpark, each with a draft of nano of its own.
+"""
+SAMPLED = """## Matching and rejection, temperature 1
+
+Drafts that bring their own probabilities can be verified by rejection instead: drafts are drawn from their own
+distribution q, which may accept more than matching what the target draws. `al.pooled` over all prompts of each table:
+
+{table}
 """
 
 
@@ -71,11 +78,14 @@ def make(work: Work, options: Namespace) -> Made:
     asked = [*_each(*drafting, *OTHERS), "--temperature", "0,1", "--threads", 1, "--limit", options.limit]
     sources = {"embedded": ()} if options.data is None else {"embedded": (), "real": ("--data", options.data)}
     runs = [work.run(name, *RUNS[name].split(), *more, *asked) for name, more in sources.items()]
+    drawn = [*_each(*REJECTING), "--temperature", "1", "--threads", 1, "--limit", options.limit]
+    rejecting = [work.run(f"{name}-rejecting", *RUNS[name].split(), *more, *drawn) for name, more in sources.items()]
     # 1: a method does not draw as the model does, which the table then shows.
     verdicts = ("verify-distribution", *_each(*drafting, *REJECTING), "--json")
     tested = work.once("distribution.json", lambda: bench(*verdicts, allowed=(0, 1)))
-    documents = [document.read_document(run) for run in runs]
-    return Made({PAGES[0]: page(work, documents, json.loads(tested.read_text(encoding="utf-8")), options.limit)})
+    documents, drawn_by_q = ([document.read_document(run) for run in some] for some in (runs, rejecting))
+    verdict = json.loads(tested.read_text(encoding="utf-8"))
+    return Made({PAGES[0]: page(work, documents, drawn_by_q, verdict, options.limit)})
 
 
 def _each(*methods: str) -> list[str]:
@@ -96,24 +106,47 @@ def corpus() -> str:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
-def page(work: Work, documents: Sequence[Document], tested: Mapping[str, Any], limit: int) -> str:
+def page(
+    work: Work, documents: Sequence[Document], rejecting: Sequence[Document], tested: Mapping[str, Any], limit: int
+) -> str:
     verdicts = {verdict["method"]: verdict["state"] for verdict in tested["verdicts"]}
     head = HEAD.format(
         command=work.command, machine=documents[0].results.info.environment.one_line(), limit=limit,
         al=FORMULAS["al.pooled"], tested=Settings(**tested["settings"]), draws=tested["draws"], level=tested["level"],
         texts=NUM_TEXTS,
-        rejection=", ".join(f"`{name}` {state}" for name, state in verdicts.items() if name.endswith("rule=rejection")),
     )  # fmt: skip
     sections = [
         _section(run, settings, verdicts)
         for run in documents
         for settings in dict.fromkeys(cell.settings for cell in run.cells)
     ]
-    return "\n".join([head, *sections])
+    return "\n".join([head, *sections, SAMPLED.format(table=_matching_and_rejection(documents, rejecting, verdicts))])
+
+
+def _matching_and_rejection(
+    matching: Sequence[Document], rejecting: Sequence[Document], verdicts: Mapping[str, str]
+) -> str:
+    heads, columns = ["method"], []
+    for run, other in zip(matching, rejecting, strict=True):
+        heads += [f"{_source(run)}, {rule}" for rule in ("matching", "rejection")]
+        columns += [_acceptance(run, [name.partition(":")[0] for name in REJECTING]), _acceptance(other, REJECTING)]
+    drawn = [verdicts.get(name, ABSENT) for name in REJECTING]
+    names = [name.partition(":")[0] for name in REJECTING]
+    rows = [list(row) for row in zip(names, *columns, drawn, strict=True)]
+    return markdown([*heads, "by rejection drawn"], rows)
+
+
+def _acceptance(run: Document, names: Sequence[str]) -> list[str]:
+    """`al.pooled` of each method, over all rounds of all suites in which tokens were drawn."""
+    lines = {line.method: line for line in run.lines if not line.settings.greedy}
+    return [number(over_all(lines[name].cells_of(run.cells), lines[name])[1]) for name in names]
+
+
+def _source(run: Document) -> str:
+    return "embedded prompts" if "embedded" in run.cells[0].label else "real prompts"
 
 
 def _section(run: Document, settings: Settings, verdicts: Mapping[str, str]) -> str:
-    source = "embedded prompts" if "embedded" in run.cells[0].label else "real prompts"
     cells = [cell for cell in run.cells if cell.settings == settings]
     lines = [line for line in run.lines if line.settings == settings]
     rows = [_row(line, line.cells_of(cells), verdicts) for line in lines]
@@ -125,7 +158,7 @@ def _section(run: Document, settings: Settings, verdicts: Mapping[str, str]) -> 
         for line in lines
     ]
     return (
-        f"## {source.capitalize()}, temperature {settings.temperature:g}\n\n{markdown(HEADS, rows)}\n\n"
+        f"## {_source(run).capitalize()}, temperature {settings.temperature:g}\n\n{markdown(HEADS, rows)}\n\n"
         f"Speed-up and, in brackets, `al.pooled` by suite:\n\n{markdown(['method', *suites], by_suite)}\n"
     )
 
