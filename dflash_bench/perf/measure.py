@@ -17,7 +17,7 @@ from dflash_bench.core.forwards import DraftPass, DraftTiming, ForwardTiming, Ho
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.backend import capture_passes
 from dflash_bench.engine.drafter import Committed, NoDrafter
-from dflash_bench.engine.drafters import dflash, eagle3, mtp, p_eagle
+from dflash_bench.engine.drafters import ddtree, dflash, eagle3, mtp, p_eagle
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.rows import Clock, Limits, clock_for
 from dflash_bench.engine.sampling import Sampling
@@ -321,7 +321,8 @@ def forward_curve(target: Target) -> dict[str, Any]:
 
 
 BUILDERS: Mapping[str, Callable[[Models, Target, Method], Any]] = {
-    "dflash": dflash.build, "eagle3": eagle3.build, "p-eagle": p_eagle.build, "mtp": mtp.build,
+    "dflash": dflash.build, "ddtree": ddtree.build, "eagle3": eagle3.build, "p-eagle": p_eagle.build,
+    "mtp": mtp.build,
 }  # fmt: skip
 """The methods whose drafts can be timed without a text."""
 KEPT = 4
@@ -345,8 +346,8 @@ def check(methods: Sequence[Method]) -> None:
     for method in methods:
         if method.name not in BUILDERS:
             raise unknown("method to profile", method.name, list(BUILDERS))
-        if method.name == "dflash" and method.option("block") == "auto":
-            raise UserError(f"--method {method.label}: a profile needs one width; leave out block=auto")
+        if paced := [name for name, value in method.options.items() if value == "auto"]:
+            raise UserError(f"--method {method.label}: a profile needs one width; leave out {paced[0]}=auto")
         if method.options.get("rule", "match") != "match":
             raise UserError(f"--method {method.label}: a profile draws no tokens; leave out rule=")
 
@@ -355,6 +356,8 @@ def num_drafts(method: Method, draft: Any) -> int:
     """Return how many tokens a round drafts; the draft may be on the `meta` device."""
     if method.name == "dflash":
         return int(draft.config.num_drafts(dflash.block_size(draft, method)))
+    if method.name == "ddtree":
+        return method.number("nodes")
     if method.name == "p-eagle":
         return int(draft.config.num_drafts(method.option("n")))
     return method.number("n")
@@ -404,9 +407,9 @@ def measure(
 def _single_token_drafters(models: Models, target: Target, method: Method, drafter: Any) -> list[Any]:
     """Return the method's drafter for a single token, if shorter drafts are cheaper.
 
-    They are not for DFlash: a block is drafted whole, even if only a part of it is verified, as with `block=auto`.
+    They are not for DFlash and its trees: a block is drafted whole, even if only a part of it is verified, as with `block=auto`.
     """
-    if method.name == "dflash" or drafter.num_drafts == 1:
+    if method.draft is None or method.draft.startswith("dflash") or drafter.num_drafts == 1:
         return []
     return [BUILDERS[method.name](models, target, replace(method, options={**method.options, "n": 1}))]
 
@@ -432,7 +435,9 @@ def _time_draft(models: Models, target: Target, method: Method, drafter: Any, ro
         draft()
         drafter.capture(context + 1, capacity)
     (seconds,) = medians_s([draft], target.device)
-    passes = draft_passes(drafter.draft, target.model, drafter.num_drafts, kept)
+    # Of a tree, the slots of the block that it is made of.
+    predicted = getattr(drafter, "num_predicted", drafter.num_drafts)
+    passes = draft_passes(drafter.draft, target.model, predicted, kept)
     return DraftTiming(method.label, drafter.num_drafts, rows, context, seconds, passes)
 
 

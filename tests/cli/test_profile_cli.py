@@ -81,6 +81,14 @@ def test_mtp_and_p_eagle_are_profiled_with_random_weights(
     assert all(one["draft_s"] > 0 for one in place["rounds"])
 
 
+def test_a_tree_is_a_block_and_a_pass_as_wide_as_the_tree(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place,) = shown(monkeypatch, capsys, "--model", model, "--method", "ddtree:6", *SMALL)["places"]
+    (whole,) = [one for one in place["rounds"] if one["width"] == 7]
+    assert whole["draft_roofline_s"] is not None and place["verdicts"][0]["width"] == 7
+
+
 def test_heads_of_its_own_are_profiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,8 +126,9 @@ def test_bytes_and_operations_of_a_tiny_model(
         (("--batch", "0"), "--batch takes numbers from 1 up, not 0"),
         (("--context", "a"), "--context takes a whole number"),
         (("--context", "9999999"), "leaves no room for 4 tokens: the target's context is"),
-        (("--method", "ngram"), "unknown method to profile 'ngram'; known: dflash, eagle3, mtp, p-eagle"),
+        (("--method", "ngram"), "unknown method to profile 'ngram'; known: ddtree, dflash, eagle3, mtp, p-eagle"),
         (("--method", "dflash:block=auto"), "leave out block=auto"),
+        (("--method", "ddtree:nodes=auto"), "leave out nodes=auto"),
         (("--method", "dflash:rule=rejection"), "leave out rule="),
         (("--engine", "slow"), "unknown engine"),
     ],
