@@ -17,10 +17,13 @@ import pytest
 import torch
 from llamacpp_here import serving
 
-from dflash_bench.diagnose import conform, golden_cases
-from dflash_bench.diagnose.conform import CaseSubject
+from dflash_bench.core.errors import UserError
+from dflash_bench.diagnose import conform, conform_server, golden_cases, show_conform
+from dflash_bench.diagnose.conform import CaseSubject, Conformance
+from dflash_bench.diagnose.golden_cases import GoldenCase
 from dflash_bench.engine.selection import target_of
 from dflash_bench.models import formats, gguf_writer, targets
+from dflash_bench.runner.config import RunRequest
 
 pytestmark = pytest.mark.llamacpp
 Main = Callable[..., tuple[int, str, str]]
@@ -104,6 +107,62 @@ def test_a_draft_that_taps_other_layers_is_named(
     assert found["compared"] == ["counts", "tokens"]
     assert [one["reading"] for one in found["named"]] == ([OTHER_TAPS] if state == "differs" else [])
     assert (found["num_equal_rounds"] == found["num_rounds"]) == (state == "equal")
+
+
+# Every golden case that a GGUF file can hold.
+
+
+TARGET_LENGTH = 512
+
+
+def launched(case: GoldenCase, folder: Path) -> list[str]:
+    """Write a case's files; returns the server's options. Raises UserError for what llama.cpp cannot compute."""
+    shape = targets.shape_of(case.target)
+    used = {token for prompt in case.prompts for token in prompt.tokens}
+    words = vocabulary(shape.vocab_size, next(token for token in range(shape.vocab_size) if token not in used))
+    gguf_writer.write(folder / "target.gguf", gguf_writer.read(case.target), "target", words)
+    method = "mtp"
+    if case.draft is not None:
+        checkpoint = formats.read_checkpoint(case.draft, shape)[1]
+        network = gguf_writer.describe(checkpoint, shape.num_layers)
+        gguf_writer.write(folder / "draft.gguf", network, "draft", words)
+        # Those whose first slot drafts are its DSpark.
+        method = "dspark" if getattr(checkpoint.config, "shifted_labels", False) else "dflash"
+    options = f"--alias case --ctx-size {TARGET_LENGTH} --parallel 1 --spec-type draft-{method} --spec-draft-n-max"
+    return [*options.split(), str(case.num_drafts)]
+
+
+def asked_of_server(case: GoldenCase, folder: Path, python: Path) -> Conformance:
+    try:
+        options = launched(case, folder)
+    except UserError as error:
+        return Conformance(case, "llamacpp", "inapplicable", str(error).replace(f"{golden_cases.CASES}/", ""))
+    draft = None if case.draft is None else folder / "draft.gguf"
+    with serving(python, folder / "target.gguf", draft, options, folder / "log") as url:
+        return conform_server.check_server(case, RunRequest(), url, lambda told: None)
+
+
+def test_every_golden_case_that_a_gguf_file_can_hold(
+    tmp_path: Path, server_environment: Callable[[str], Path], write_page: Callable[..., None],
+    command: Callable[[str], str],
+) -> None:  # fmt: skip
+    python = server_environment("llamacpp") / "bin" / "python"
+    found = []
+    for name in golden_cases.known_cases():
+        (tmp_path / name).mkdir()
+        found.append(asked_of_server(golden_cases.read_case(name), tmp_path / name, python))
+    asked = {one.case.name: one for one in found if one.state != "inapplicable"}
+    assert asked.keys() == {"deepspec-dspark-vanilla", "jetspec-causal-head", "zlab-causal-full", "mtp-qwen3.5-hybrid"}
+    for one in asked.values():
+        assert one.compared == ("counts", "tokens") and one.accepted is not None and one.expected
+        # The text is always the target's own; counts differ by a few tokens at most.
+        assert one.difference is None or one.difference.part == "counts"
+        assert abs(one.accepted / one.expected - 1) < 0.1
+    page = show_conform.conform_page(found, command("llamacpp"))
+    write_page("conformance-llamacpp.md", [page.rstrip().replace(
+        "# Conformance: drafts as their publishers compute them",
+        "# Conformance: drafts as llama.cpp computes them",
+    )])  # fmt: skip
 
 
 MTP = "mtp-qwen3.5-hybrid"
