@@ -407,7 +407,8 @@ def measure(
 def _single_token_drafters(models: Models, target: Target, method: Method, drafter: Any) -> list[Any]:
     """Return the method's drafter for a single token, if shorter drafts are cheaper.
 
-    They are not for DFlash and its trees: a block is drafted whole, even if only a part of it is verified, as with `block=auto`.
+    They are not for DFlash and its trees: a block is drafted whole, even if only a part of it is verified, as with
+    `block=auto`.
     """
     if method.draft is None or method.draft.startswith("dflash") or drafter.num_drafts == 1:
         return []

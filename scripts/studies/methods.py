@@ -22,8 +22,8 @@ TAKES = "forty minutes of one core"
 PAGES = ("methods-nano-cpu.md",)
 DRAFTING = (
     "dflash", "dflash@2", "dflash@dspark", "mtp", "ddtree", "ddtree@2", "ddtree:nodes=auto", "dflash:block=auto",
-    "eagle3", "eagle3-tree:nodes=15,top_k=4,depth=6", "medusa", "draft-model", "ngram", "dflash+ngram", "suffix", "lookahead",
-    "rest:datastore={store}",
+    "eagle3", "eagle3-tree:nodes=15,top_k=4,depth=6", "medusa", "draft-model", "ngram", "dflash+ngram", "suffix",
+    "lookahead", "rest:datastore={store}",
 )  # fmt: skip
 OTHERS = ("block-diffusion", "oracle", "random")
 REJECTING = tuple(f"{name}:rule=rejection" for name in ("dflash", "dflash@2", "dflash@dspark", "mtp", "draft-model"))
