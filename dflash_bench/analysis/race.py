@@ -109,6 +109,46 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """The tokens of the longest context that is predicted to fit, with a draft and without; the model has positions for
+    `limit`."""
+
+    with_draft: int
+    without: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRoom:
+    """What a launched server was resident with: the most bytes by the tokens of context that it was started with."""
+
+    sizes: Mapping[int, int]
+    free_bytes: int | None
+    """Before any server was started."""
+
+    def longest(self, limit: int) -> int | None:
+        """Return the tokens of context that would fit, at most `limit`; None unless two sizes say what tokens take."""
+        (less, little), (more, much) = min(self.sizes.items()), max(self.sizes.items())
+        if self.free_bytes is None or more == less or much <= little:
+            return None
+        return max(0, min(limit, int(more + (self.free_bytes - much) * (more - less) / (much - little))))
+
+
+def server_rooms(tables: Sequence[RunTable], wanted: Sequence[str]) -> dict[str, ServerRoom]:
+    """Return what the launched servers of these runs took, by method. On a machine with GPUs, where a process's memory
+    says nothing about the model's, it is empty."""
+    found: dict[str, ServerRoom] = {}
+    for info in (table.info for table in tables if not table.info.environment.gpus):
+        if info.server_memory is None:
+            continue
+        for method, held in info.server_memory.servers.items():
+            sizes = dict(found[method].sizes) if method in found else {}
+            sizes[held.tokens] = max(held.bytes, sizes.get(held.tokens, 0))
+            found[method] = ServerRoom(sizes, info.server_memory.free_bytes)
+    return {method: found[method] for method in wanted if method in found}
+
+
+@dataclass(frozen=True, slots=True)
 class Recommendation:
     """What all races of a request came to."""
 
@@ -121,9 +161,10 @@ class Recommendation:
     flags: Mapping[str, Sequence[tuple[str, Sequence[str], Sequence[str]]]]
     """By method that was chosen, each program that can draft so, with the arguments that say it, and those of a
     dflash-bench command that is needed before."""
-    rooms: Mapping[str, tuple[int, int]]
-    """By method that was chosen, the tokens of the longest context that is predicted to fit with its draft, and
-    without; nothing for servers that run already, whose memory is not ours to know."""
+    rooms: Mapping[str, Room]
+    """By method that was chosen; nothing for servers that run already, whose memory is not ours to know."""
+    held: Mapping[str, ServerRoom]
+    """By these methods and plain decoding's label, what servers took that were launched on a processor."""
     served: tuple[str, ...] = ()
     """The methods of servers that run already."""
 

@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from dflash_bench.analysis.concurrency import own_s
-from dflash_bench.analysis.race import Decision, Load, Race, Recommendation, decisions, slices
+from dflash_bench.analysis.race import (
+    Decision,
+    Load,
+    Race,
+    Recommendation,
+    Room,
+    decisions,
+    server_rooms,
+    slices,
+)
 from dflash_bench.api.measuring import Options, Words, progress_display, request_of
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_of, write_json, write_text
@@ -184,7 +193,7 @@ def _race(
         rooms[method.label] = _room(course, method.label)
     return Recommendation(
         asked.name, held[0].info.environment.one_line(), made, out, tuple(Path(table.name) for table in held),
-        clock.spent_s(), flags, rooms, labels if asked.servers else (),
+        clock.spent_s(), flags, rooms, server_rooms(held, [BASELINE, *flags]), labels if asked.servers else (),
     )  # fmt: skip
 
 
@@ -341,10 +350,11 @@ def _sound(table: RunTable) -> RunTable:
     return table
 
 
-def _room(course: Course, label: str) -> tuple[int, int]:
-    memory = course.fits(label).memory or {}
-    with_draft, without = (memory.get(name) or 0 for name in ("largest_context", "largest_context_without_drafts"))
-    return with_draft, without
+def _room(course: Course, label: str) -> Room:
+    prepared = course.fits(label)
+    found = prepared.memory or {}
+    with_draft, without = (found.get(name) or 0 for name in ("largest_context", "largest_context_without_drafts"))
+    return Room(with_draft, without, prepared.limit)
 
 
 def _line(race: Race, name: str) -> str:

@@ -270,6 +270,8 @@ class Program:
     """The environment variable that holds the API key it requires."""
     argv: Callable[[LaunchSpec, int], list[str]]
     """The arguments after the executable, to serve on this port of 127.0.0.1."""
+    counting: tuple[str, ...] = ()
+    """Those at the end of a drafting server's, by which it only reports its rounds."""
 
 
 # Dialects, by name.

@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_bench.analysis.concurrency import SpeedPoint
 from dflash_bench.analysis.metrics import BASELINE
-from dflash_bench.analysis.race import WORTH, Decision, Recommendation, Standing
+from dflash_bench.analysis.race import WORTH, Decision, Recommendation, ServerRoom, Standing
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import methods
 from dflash_bench.core.labels import WIDTH
@@ -32,7 +32,7 @@ OUTCOMES = {
     "waiting": "not measured",
 }
 LEGEND = (
-    "of the fastest: its speed-up divided by that of the fastest method, on the prompts that both answered. tokens/s "
+    "vs. fastest: the speed-up divided by that of the fastest method, on the prompts that both answered. tokens/s "
     "of all answers together, and ms per token of one, are plain decoding's times the ratio to plain decoding in the "
     "same runs. The fastest is chosen by these same figures, so that its own are, if anything, a little too high."
 )
@@ -45,7 +45,7 @@ def sections(found: Recommendation) -> list[Section]:
         Section("decision", f"What to serve {found.model} with", sentences=[*_by_load(made)]),
         Section("changes", "What would change it", sentences=[*_changes(made)]),
         Section("flags", "How a server is told", sentences=[line for one in drafting for line in _flags(one, found)]),
-        Section("memory", "Memory", sentences=[_room(method, *room) for method, room in found.rooms.items()]),
+        Section("memory", "Memory", sentences=[line for one in drafting for line in _memory(one, found)]),
         _sliced(made),
         _tried(made),
     ]
@@ -86,8 +86,10 @@ def as_json(found: Recommendation) -> dict[str, Any]:
             } for one in found.decisions
         ],
         "flags": {method: {name: list(words) for name, words, _ in found.flags[method]} for method in found.flags},
-        "longest_context": {
-            method: {"with_draft": with_it, "without": without} for method, (with_it, without) in found.rooms.items()
+        "longest_context": {method: asdict(room) for method, room in found.rooms.items()},
+        "server_memory": {
+            method: {"free_bytes": room.free_bytes, "bytes_by_tokens": sorted(map(list, room.sizes.items()))}
+            for method, room in found.held.items()
         },
         "runs": [str(run) for run in found.runs],
     }  # fmt: skip
@@ -142,11 +144,19 @@ def _name(one: Decision) -> str:
 
 def described(standing: Standing) -> str:
     """Return a method as people say it: `dflash, 10 drafted tokens`."""
+    if standing.num_drafts is None:
+        return standing.method
     method = methods.parse(standing.method)
     others = method.options.keys() - {method.kind.count, "n", "block", "nodes"}
     head = standing.method if others else standing.method.partition(":")[0]
-    unit = "nodes" if method.kind.shape == "tree" else "drafted tokens"
-    return head if standing.num_drafts is None else f"{head}, {standing.num_drafts} {unit}"
+    unit = "node" if method.kind.shape == "tree" else "drafted token"
+    return f"{head}, {standing.num_drafts} {unit}{'' if standing.num_drafts == 1 else 's'}"
+
+
+def _has(standing: Standing) -> str:
+    """`dflash, 10 drafted tokens, has` or `dflash has`."""
+    name = described(standing)
+    return f"{name}{',' if ',' in name else ''} has"
 
 
 def _said(one: Decision, names_load: bool) -> str:
@@ -160,12 +170,12 @@ def _said(one: Decision, names_load: bool) -> str:
         few = f"too few answered prompts for an interval ({best.num_prompts})"
         return f"cannot tell{where}: {few}; give more of them, or more time"
     more = f"about {one.more_prompts:,} more prompts would tell" if one.more_prompts else "more prompts hardly would"
-    return f"cannot tell{where}: {described(best)}, has {_times(one.speedup)} the speed of plain decoding; {more}"
+    return f"cannot tell{where}: {_has(best)} {_times(one.speedup)} the speed of plain decoding; {more}"
 
 
 def _plain(same: Sequence[Decision]) -> str:
     best = [next((standing for standing in one.standings[1:] if standing.speedup), None) for one in same]
-    known = [f"{described(one)}, has {_times(one.speedup)} its speed" for one in best if one]
+    known = [f"{_has(one)} {_times(one.speedup)} its speed" for one in best if one]
     return f"plain decoding; the best method, {known[0]}" if known else "plain decoding"
 
 
@@ -180,7 +190,9 @@ def _times(interval: Interval | None) -> str:
 def _changes(made: Sequence[Decision]) -> Iterator[str]:
     """Yield what the next best method lacks, and where the choice would stop paying."""
     for one in made:
-        if one.verdict not in ("faster", "plain"):
+        if one.verdict == "plain" and (lacks := _lacks(one)):
+            yield f"{_load(one)}: {lacks}"
+        if one.verdict != "faster":
             continue
         where = _load(one)
         parts = []
@@ -193,7 +205,7 @@ def _changes(made: Sequence[Decision]) -> Iterator[str]:
                 f"{rival.method}, next, would have to be {number(1 / rival.beside.value)} times as fast as it is"
             )
         chosen = one.of(one.choice)
-        if one.verdict == "faster" and chosen.length and chosen.break_even:
+        if chosen.length and chosen.break_even:
             parts.append(
                 f"plain decoding wins once al.pooled falls from {number(chosen.length.value)} to "
                 f"{number(chosen.break_even)} (break_even_al)"
@@ -202,6 +214,20 @@ def _changes(made: Sequence[Decision]) -> Iterator[str]:
             parts.append(f"it stops paying at about {one.loses_from:.0f} answers at a time")
         if parts:
             yield f"{where}: {'; '.join(parts)}"
+
+
+def _lacks(one: Decision) -> str | None:
+    """What the best method lacks where plain decoding wins."""
+    best = next((standing for standing in one.standings[1:] if standing.speedup and standing.speedup.value > 0), None)
+    if best is None or best.speedup is None:
+        return None
+    lacks = f"{best.method} would have to be {number(1 / best.speedup.value)} times as fast as it is"
+    if best.length and best.break_even and best.length.value < best.break_even:
+        lacks += (
+            f"; at what its rounds cost, that takes an al.pooled above {number(best.break_even)} (break_even_al) in "
+            f"place of {number(best.length.value)}"
+        )
+    return lacks
 
 
 def _flags(label: str, found: Recommendation) -> Iterator[str]:
@@ -217,11 +243,39 @@ def _flags(label: str, found: Recommendation) -> Iterator[str]:
         yield f"{label}: no server that can be launched drafts so; in this engine, --method {label}"
 
 
-def _room(label: str, with_draft: int, without: int) -> str:
-    return (
-        f"{label}: the longest context that is predicted to fit is {with_draft:,} tokens with its draft, and "
-        f"{without:,} without"
-    )
+def _memory(label: str, found: Recommendation) -> Iterator[str]:
+    """What context is left with the draft and without, as predicted, and as launched servers show."""
+    if (room := found.rooms.get(label)) is None:
+        return
+    least, why = min(room.with_draft, room.without), "" if room.without < room.limit else _POSITIONS
+    if least == room.without:
+        yield f"{label}: the longest context that is predicted to fit is {least:,} tokens, with it or without{why}"
+    else:
+        yield (
+            f"{label}: the longest context that is predicted to fit is {room.with_draft:,} tokens with it, and "
+            f"{room.without:,} without{why}"
+        )
+    own, plain = found.held.get(label), found.held.get(BASELINE)
+    shared = sorted(own.sizes.keys() & plain.sizes.keys()) if own and plain else []
+    if not own or not plain or not shared:
+        return
+    most = shared[-1]
+    measured = f"measured: its server held {_megabytes(own, most)}, and plain decoding's {_megabytes(plain, most)}"
+    with_it, without = own.longest(room.limit), plain.longest(room.limit)
+    if with_it is None or without is None:
+        fits = "other contexts or loads in the same call would say how much more fits"
+    elif with_it == without:
+        fits = f"by what more context took, {with_it:,} tokens fit with it or without"
+    else:
+        fits = f"by what more context took, {with_it:,} tokens fit with it, and {without:,} without"
+    yield f"{measured}, each with {most:,} tokens of context; {fits}"
+
+
+_POSITIONS = " (all that the model has positions for)"
+
+
+def _megabytes(room: ServerRoom, tokens: int) -> str:
+    return f"{room.sizes[tokens] / 1e6:,.0f} MB"
 
 
 def _sliced(made: Sequence[Decision]) -> Section:
@@ -241,7 +295,7 @@ def _tried(made: Sequence[Decision]) -> Section:
     has_joules = any(standing.joules_per_token for one in made for standing in one.standings)
     columns = [
         Column("method", "method", "left"), Column("speedup", "speed-up [95 %]"),
-        Column("beside", "of the fastest [95 %]", is_spare=True), Column("length", "al.pooled", has_interval=False),
+        Column("beside", "vs. fastest [95 %]", is_spare=True), Column("length", "al.pooled", has_interval=False),
         Column("tokens_per_s", "tokens/s", digits=0), Column("ms_per_token", "ms/token"),
         *([Column("joules", "J/token", digits=3)] if has_joules else []),
         Column("prompts", "prompts"), Column("outcome", "outcome", "left"),

@@ -286,6 +286,20 @@ NumTurns = Annotated[int, Field(gt=0, lt=2**31)]
 PromptEntry = Annotated[tuple[str, NumTurns, str], Field(strict=False)]
 
 
+class HeldByServer(StoredModel):
+    """The most bytes that a launched server was resident with, started with so many tokens of context in all."""
+
+    tokens: Count
+    bytes: Count
+
+
+class ServerMemory(StoredModel):
+    """By method; `free_bytes` was free before the first server was started."""
+
+    free_bytes: Count | None
+    servers: dict[str, HeldByServer]
+
+
 class StoredPlan(StoredModel):
     """See `results/plan.py`. `prompts` has for each suite (id, number of turns, hash)."""
 
@@ -317,6 +331,7 @@ class RunInfo(StoredModel):
     span_s: Number | None = None
     times: dict[str, MethodTimes] = {}
     memory: MemoryForecast | None = None
+    server_memory: ServerMemory | None = None
     workers: list[WorkerEntry] = []
     forwards: ForwardTimes | None = None
     pass_at_end_s: Number = 0.0

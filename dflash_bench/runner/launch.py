@@ -96,7 +96,7 @@ def _without_revision(reference: str) -> str:
 def launch(
     resolved: RunPlan, folder: Path, stack: ExitStack, tell: Callable[[str], object]
 ) -> tuple[LaunchedServers, list[Address]]:
-    """Start all servers and wait until they are ready; logs are beside `folder` until `keep_logs`. Raises UserError."""
+    """Start all servers and wait until they are ready; logs are beside `folder` at first. Raises UserError."""
     request = resolved.request
     assert request.launch is not None
     program = servers_launch.program_named(request.launch)
@@ -114,12 +114,6 @@ def with_dtype(resolved: RunPlan) -> RunPlan:
     request = resolved.request
     on_gpus = torch.cuda.device_count() > 0 and not request.is_small
     return replace(resolved, request=replace(request, dtype=request.dtype or ("bfloat16" if on_gpus else "float32")))
-
-
-def keep_logs(launched: LaunchedServers, folder: Path) -> None:
-    """Move logs into the run's folder, beside those of earlier processes of the run."""
-    names = (f"servers-{number}" for number in range(1, 1_000_000))
-    launched.move(next(place for name in names if not (place := folder / name).exists()))
 
 
 def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], object]) -> list[LaunchSpec]:

@@ -44,6 +44,7 @@ from dflash_bench.runner.setup import (
 )
 from dflash_bench.runner.work import Backend, Described, Witnessed, WorkPlan
 from dflash_bench.runner.workers import WorkerPool
+from dflash_bench.servers.launch import LaunchedServers
 from dflash_bench.tasks import sandbox, scorers
 from dflash_bench.tasks.padding import Contexts
 from dflash_bench.tasks.scorers import schema
@@ -232,7 +233,7 @@ def _run_launched(resolved: RunPlan, stack: ExitStack, folder: Path, resume: boo
     prepared = check_fits(resolved.judging)
     add_judge(backend, prepared.pinned(resolved))
     try:
-        _run(resolved, prepared, backend, folder, resume, caller, lambda: launch.keep_logs(launched, folder))
+        _run(resolved, prepared, backend, folder, resume, caller, launched)
     except UserError as error:
         if deaths := launched.died():
             raise UserError("; ".join([*deaths, str(error)])) from error
@@ -269,9 +270,9 @@ def _run(
     folder: Path,
     resume: bool,
     caller: Caller,
-    begun: Callable[[], object] = lambda: None,
+    launched: LaunchedServers | None = None,
 ) -> None:
-    """Run with an open backend; `begun` is called when the run's folder exists."""
+    """Run with an open backend; servers that were launched for it leave their logs in its folder."""
     resolved = prepared.fitted(resolved)
     request, model, tell = resolved.request, resolved.model, caller.tell
     settings = settings_of(request, modes_of(request, model, backend.has_thinking))
@@ -293,7 +294,8 @@ def _run(
         _refuse_other_order(read_info(folder), info["plan"], folder)
     with (store.resume if resume else store.create)(folder, info) as run:
         caller.measures()
-        begun()
+        if launched is not None:
+            launched.keep_logs(folder)
         run.keep_prompts(work.prompt_rows(plan))
         if not request.asks_servers:
             run.decode = decoder_of(model.target, request.trust_remote_code)
@@ -308,10 +310,10 @@ def _run(
             with caller.progress(plan.num_generations, len(run.stored)) as progress:
                 loop.execute(plan, backend, run, progress, canaries=canaries)
             report = _judges_report(witnessed(backend), run, tell)
-            at_end = {"client_lag": late(backend)} if request.asks_servers else _at_end(backend)
-            run.mark_finished(at_end | report | _canary_outcomes(run, canaries, tell))
+            at_end = {"client_lag": late(backend)} if request.asks_servers else {}
+            run.mark_finished(at_end | _at_end(backend, launched) | report | _canary_outcomes(run, canaries, tell))
         else:
-            _execute_within(budget.seconds(request.budget), plan, backend, run, canaries, caller)
+            _execute_within(budget.seconds(request.budget), plan, backend, run, canaries, caller, launched)
     for note in late(backend) if request.asks_servers else ():
         tell(f"note: {note}")
 
@@ -341,6 +343,7 @@ def _execute_within(
     run: store.RunStore,
     canaries: Canaries,
     caller: Caller,
+    launched: LaunchedServers | None = None,
 ) -> None:
     """Run what there is time for, and cut the plan to it."""
     end_s = run.seconds() + budget_s - run.spent_s
@@ -351,7 +354,7 @@ def _execute_within(
         caller.tell(f"note: there was no time for {suite}; raise --for")
     report = _judges_report(witnessed(backend), run, caller.tell)
     run.mark_finished(
-        {"measured": counts, **_at_end(backend), **report, **_canary_outcomes(run, canaries, caller.tell)}
+        {"measured": counts, **_at_end(backend, launched), **report, **_canary_outcomes(run, canaries, caller.tell)}
     )
 
 
@@ -392,8 +395,9 @@ def _has_an_order(generation: Generation) -> bool:
     return generation.error is None and bool(generation.token_ids) and generation.text != generation.text[::-1]
 
 
-def _at_end(backend: Backend) -> dict[str, Any]:
-    return {"captures": captured_of(backend), **pass_of(backend)}
+def _at_end(backend: Backend, launched: LaunchedServers | None) -> dict[str, Any]:
+    held = {} if launched is None else {"server_memory": launched.memory()}
+    return {"captures": captured_of(backend), **pass_of(backend), **held}
 
 
 def _info(

@@ -248,6 +248,8 @@ class PreparedRun:
     """As in `run.json`; None if nothing is loaded."""
     commits: Mapping[str, str] = field(default_factory=dict)
     """For target and drafts from the hub, ID@COMMIT as fetched."""
+    limit: int = 0
+    """The tokens that the target has positions for, answers left out; 0 if nothing is loaded."""
 
     @property
     def cache_bytes(self) -> int:
@@ -338,7 +340,7 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
         rows = demand.most_rows_within(free, padded.longest) if demand.rows > 1 else 0
         raise _too_little(footprint.total, free, where, with_drafts or 0, without or 0, rows)
     found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": without}
-    return PreparedRun(padded, asdict(footprint) | found, commits)
+    return PreparedRun(padded, asdict(footprint) | found, commits, length - padded.rest)
 
 
 def _expects_kernels(request: RunRequest, device: str, config: Any, dtype: torch.dtype | None) -> bool:

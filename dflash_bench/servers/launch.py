@@ -11,9 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from dflash_bench.core import environment
 from dflash_bench.core.dialects import DIALECTS, LaunchSpec, Program
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.labels import visible
@@ -64,8 +67,9 @@ class ServerFlags:
 
 
 def added_by_draft(program: Program, plain: LaunchSpec, drafting: LaunchSpec) -> ServerFlags:
-    """Return the arguments that `drafting` has and `plain`, of the same target, has not."""
+    """Return the arguments that `drafting` has and `plain`, of the same target, has not, without those for counting."""
     given, own = ([str(word) for word in program.argv(spec, 0)] for spec in (plain, drafting))
+    own = own[: len(own) - len(program.counting)] if own[-len(program.counting) :] == [*program.counting] else own
     assert own[: len(given)] == given, f"{program.name} is told how to draft in the middle"
     return ServerFlags(program.name, tuple(own[len(given) :]))
 
@@ -94,6 +98,9 @@ class LaunchedServers:
         self.program, self.path, self.more, self.folder = program, path, more, folder
         self.secrets = (*more.secrets, *of_environment(os.environ))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.specs: dict[str, LaunchSpec] = {}
+        self.free_bytes: int | None = None
+        """Of the machine's memory, before the first was started."""
 
     def __enter__(self) -> LaunchedServers:
         return self
@@ -104,6 +111,7 @@ class LaunchedServers:
     def start(self, specs: Sequence[LaunchSpec]) -> list[Address]:
         """Start one after the other, since each looks how much memory is free. Raises UserError if one fails."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.free_bytes = environment.free_bytes()
         addresses = []
         with status() as tell:
             for spec in specs:
@@ -115,7 +123,18 @@ class LaunchedServers:
                 addresses.append(Address(spec.method, url, shown=f"launched: {self.program.name}"))
         return addresses
 
+    def memory(self) -> dict[str, Any]:
+        """Return the machine's free bytes, and the most that each server was resident with, by method, beside the
+        tokens of context that it was started with. Servers that ended, and other systems than Linux, tell nothing."""
+        found = {
+            label: {"tokens": self.specs[label].length * self.specs[label].slots, "bytes": taken}
+            for label, process in self.processes.items()
+            if (taken := sum(map(_most_resident, _descendants(process.pid))))
+        }
+        return {"free_bytes": self.free_bytes, "servers": found}
+
     def _begin(self, spec: LaunchSpec, port: int) -> None:
+        self.specs[spec.method.label] = spec
         argv = Arguments([self.path, *self.program.argv(spec, port), *self.more.reveal()])
         forms = sorted({form for secret in self.secrets for form in secret.forms})
         with self._log(spec.method.label).open("wb") as log:
@@ -148,6 +167,11 @@ class LaunchedServers:
         """Move the logs, which are still being written."""
         os.replace(self.folder, folder)
         self.folder = folder
+
+    def keep_logs(self, folder: Path) -> None:
+        """Move logs into the run's folder, beside those of earlier processes of the run."""
+        names = (f"servers-{number}" for number in range(1, 1_000_000))
+        self.move(next(place for name in names if not (place := folder / name).exists()))
 
     def died(self) -> list[str]:
         """Return for each server that ended by itself what is known about it."""
@@ -184,6 +208,23 @@ class LaunchedServers:
                 process.kill()
                 process.wait()
         self.processes = {}
+
+
+def _descendants(process: int) -> Iterator[int]:
+    """Yield the children of a process, and theirs."""
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, path.read_text().split()):
+                yield child
+                yield from _descendants(child)
+
+
+def _most_resident(process: int) -> int:
+    """Return the most bytes of a process that were in memory at a time; 0 if nothing says so."""
+    with suppress(OSError):
+        match = re.search(r"^VmHWM:\s*(\d+) kB$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+        return int(match[1]) * 1024 if match else 0
+    return 0
 
 
 def _is_ready(port: int) -> bool:

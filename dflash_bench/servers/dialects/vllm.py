@@ -68,6 +68,9 @@ METHODS = {"DSpark": "dspark"}
 """Kinds of drafts that it calls methods of their own; it reads the others' kind from their files, as `dflash`."""
 
 
+COUNTING = ("--per-request-spec-decode-metrics", "summary")
+
+
 def _speculation(spec: LaunchSpec) -> list[str]:
     if spec.num_drafts is None:
         return []
@@ -81,7 +84,7 @@ def _speculation(spec: LaunchSpec) -> list[str]:
     if spec.method.name == "ngram":
         speculation |= {f"prompt_lookup_{name}": spec.method.number(name) for name in ("min", "max")}
     # Its counters cannot tell concurrent answers apart; its answers can report their own rounds.
-    return ["--speculative-config", json.dumps(speculation), "--per-request-spec-decode-metrics", "summary"]
+    return ["--speculative-config", json.dumps(speculation), *COUNTING]
 
 
 DIALECT = Dialect(
@@ -111,6 +114,6 @@ DIALECT = Dialect(
         "vllm", "vllm", False,
         {"dflash": ("n", "block"), "eagle3": ("n",), "mtp": ("n",), "ngram": ("n", "max", "min")},
         # It knows a JetSpec draft only by a key that its publisher's files do not have.
-        ("DFlash", "DFlash 2", "DSpark"), "VLLM_API_KEY", argv,
+        ("DFlash", "DFlash 2", "DSpark"), "VLLM_API_KEY", argv, COUNTING,
     ),
 )  # fmt: skip
