@@ -22,15 +22,16 @@ from dflash_bench.report.tables import Column, ReportTable, Section, TableRow, V
 OUTCOMES = {
     "baseline": "plain decoding",
     "leads": "the fastest",
-    "level": "not told apart from the fastest",
+    "level": "level with the fastest",
     "slower": "slower than the fastest",
-    "no_gain": f"at most {100 * WORTH:.0f} % faster than the fastest",
+    "no_gain": f"at most {100 * WORTH:.0f} % faster",
     "below_plain": "slower than plain decoding",
-    "wrong": "out: answers are not the model's own",
+    "wrong": "out: wrong answers",
     "failed": "out: failed",
-    "no_time": "left out for lack of time",
+    "no_time": "no time",
     "waiting": "not measured",
 }
+WHYS = {"wrong": "is out, as it gave answers that are not the model's own", "failed": "failed"}
 LEGEND = (
     "vs. fastest: the speed-up divided by that of the fastest method, on the prompts that both answered. tokens/s "
     "of all answers together, and ms per token of one, are plain decoding's times the ratio to plain decoding in the "
@@ -49,7 +50,8 @@ def sections(found: Recommendation) -> list[Section]:
         _sliced(made),
         _tried(made),
     ]
-    about = f"{len(found.runs)} runs in {found.folder}, {found.spent_s / 60:.1f} minutes on {found.machine}."
+    runs = f"{len(found.runs)} run{'' if len(found.runs) == 1 else 's'}"
+    about = f"{runs} in {found.folder}, {found.spent_s / 60:.1f} minutes on {found.machine}."
     return [*(one for one in parts if one.sentences or one.table), Section("about", "Measured", sentences=[about])]
 
 
@@ -295,7 +297,8 @@ def _tried(made: Sequence[Decision]) -> Section:
     has_joules = any(standing.joules_per_token for one in made for standing in one.standings)
     columns = [
         Column("method", "method", "left"), Column("speedup", "speed-up [95 %]"),
-        Column("beside", "vs. fastest [95 %]", is_spare=True), Column("length", "al.pooled", has_interval=False),
+        Column("beside", "vs. fastest [95 %]", is_spare=True),
+        Column("length", "al.pooled", has_interval=False, is_spare=has_joules),
         Column("tokens_per_s", "tokens/s", digits=0), Column("ms_per_token", "ms/token"),
         *([Column("joules", "J/token", digits=3)] if has_joules else []),
         Column("prompts", "prompts"), Column("outcome", "outcome", "left"),
@@ -305,16 +308,17 @@ def _tried(made: Sequence[Decision]) -> Section:
             [
                 standing.method, standing.speedup, standing.beside, standing.length, standing.tokens_per_s,
                 standing.ms_per_token, *([standing.joules_per_token] if has_joules else []), standing.num_prompts,
-                _outcome(standing),
+                OUTCOMES[standing.verdict],
             ],
             _load(one),
         )
         for one in made
         for standing in one.standings
     ]  # fmt: skip
-    return Section("tried", "All that was tried", ReportTable(columns, rows, "load"), [LEGEND])
-
-
-def _outcome(standing: Standing) -> str:
-    said = OUTCOMES[standing.verdict]
-    return f"{said}: {standing.error}" if standing.error else said
+    whys = {
+        f"{standing.method} {WHYS[standing.verdict]}{f': {standing.error}' if standing.error else ''}": None
+        for one in made
+        for standing in one.standings
+        if standing.verdict in WHYS
+    }
+    return Section("tried", "All that was tried", ReportTable(columns, rows, "load"), [*whys, LEGEND])

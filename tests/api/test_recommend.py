@@ -85,7 +85,7 @@ def test_python_returns_what_the_command_shows(
     # It is the command: the same request goes on in the same folder, and asks nothing again.
     backend.calls.clear()
     assert main(monkeypatch, *WORDS) == 0 and not backend.calls
-    assert capsys.readouterr().out.startswith(str(made).partition("\nMeasured")[0])
+    assert capsys.readouterr().out.startswith(str(made).partition("\nmeasured")[0])
     with pytest.raises(db.UserError, match="--workers has no effect on a race"):
         db.recommend(suite="gsm8k", workers=2)
 
@@ -128,7 +128,7 @@ def test_a_method_with_other_answers_is_out_and_the_command_fails(
     (decision,) = answer()["decisions"]
     assert decision["choice"] == "eagle3:3"
     assert {one["method"]: one["verdict"] for one in decision["tried"]}["dflash:7"] == "wrong"
-    assert "out: answers are not the model's own" in capsys.readouterr().out
+    assert "\ndflash:7 is out, as it gave answers that are not the model's own\n" in capsys.readouterr().out
 
 
 def test_a_short_time_says_so_and_measures_a_prompt(
