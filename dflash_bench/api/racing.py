@@ -150,7 +150,7 @@ def decide(
     tell: Callable[[str], object],
     progress: Callable[..., Any] | None = None,
 ) -> Recommended:
-    """Do it for a request, as both `db.recommend` and the command do, and write what it came to beside the runs."""
+    """Recommend for a request, as both `db.recommend` and the command do, and write the result beside the runs."""
     from dflash_bench.report import plots
     from dflash_bench.report import recommend as shown
 

@@ -156,7 +156,7 @@ def described(standing: Standing) -> str:
 
 
 def _has(standing: Standing) -> str:
-    """`dflash, 10 drafted tokens, has` or `dflash has`."""
+    """Return `dflash, 10 drafted tokens, has`, or `dflash has`."""
     name = described(standing)
     return f"{name}{',' if ',' in name else ''} has"
 
@@ -219,7 +219,7 @@ def _changes(made: Sequence[Decision]) -> Iterator[str]:
 
 
 def _lacks(one: Decision) -> str | None:
-    """What the best method lacks where plain decoding wins."""
+    """Return what the best method lacks where plain decoding wins; None if none was measured."""
     best = next((standing for standing in one.standings[1:] if standing.speedup and standing.speedup.value > 0), None)
     if best is None or best.speedup is None:
         return None
@@ -246,7 +246,7 @@ def _flags(label: str, found: Recommendation) -> Iterator[str]:
 
 
 def _memory(label: str, found: Recommendation) -> Iterator[str]:
-    """What context is left with the draft and without, as predicted, and as launched servers show."""
+    """Yield what context is left with the draft and without, as predicted, and as launched servers show."""
     if (room := found.rooms.get(label)) is None:
         return
     least, why = min(room.with_draft, room.without), "" if room.without < room.limit else _POSITIONS
