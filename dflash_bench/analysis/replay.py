@@ -7,8 +7,9 @@ begun others; a longer one to go on at the rate of its last place. Their interva
 that the stored rounds allow (`_bounds`), each with the choice of prompts. Other estimates have no interval: nothing
 stored says how far off they may be.
 
-Times are always estimates: the seconds of the measured rounds, scaled by the width curve that the run measured. So a
-replayed speed-up has no interval: one over prompts would say nothing of how far the scaling is off.
+Times are always estimates: the seconds of the measured rounds, changed by what fewer tokens cost at the recorded
+positions, or else by the width curve that the run measured. Of the latter nothing says how far they are off, so these
+speed-ups have no interval.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from dflash_bench.results.table import RunTable
 COLUMNS = (
     "suite", "method", "prompt_id", "turn", "repeat", "error", "token_ids", "decode_s", "drafted", "accepted",
     "emitted", "draft_s", "verify_s", "round_s", "verified", "drafted_ids", "drafted_parents", "recorded_ids",
-    "recorded_accepted", "recorded_scores",
+    "recorded_accepted", "recorded_scores", "recorded_draft_s", "recorded_verify_s",
 )  # fmt: skip
 STEPPING = ("eagle3", "mtp", "draft-model")
 """Methods that draft token by token: half as many tokens take half the time. Others fill a block in one pass."""
@@ -69,6 +70,10 @@ class StoredAnswer:
     """For trees: per round the places [accepted] of the nodes that were accepted."""
     num_off: int = 0
     """Rounds that drafted or accepted something else than was recorded at their positions."""
+    recorded_draft_s: Any = None
+    """[N], seconds until so many tokens were drafted at its positions."""
+    recorded_verify_s: Any = None
+    """[N + 1], seconds of passes over so many tokens there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +192,7 @@ def _answer(row: dict[str, Any]) -> StoredAnswer:
         row["prompt_id"], len(row["token_ids"]) - 1, row["decode_s"], drafted, accepted, verified,
         draft_s, verify_s, round_s, positions, scores,
         _ways(row) if row["drafted_parents"] is not None else None, num_off,
+        row["recorded_draft_s"], row["recorded_verify_s"],
     )  # fmt: skip
 
 
@@ -277,16 +283,16 @@ def _last_rate(cell: ReplayCell) -> float:
     return float((accepted >= drafted).sum() / reached) if reached else 0.0
 
 
-def _round_seconds(cell: ReplayCell, cost: WidthSeconds) -> Callable[[int], float]:
+def _round_seconds(cell: ReplayCell, costs: RoundCosts) -> Callable[[int], float]:
     """Return the mean seconds of a round of the cell, by how many drafted tokens it verifies."""
     rounds = sum(len(one.drafted) for one in cell.answers)
     fixed_s = sum(one.round_s - one.verify_s for one in cell.answers) / rounds
     verify_s = sum(one.verify_s for one in cell.answers) / rounds
     width = sum(float(one.verified.sum()) for one in cell.answers) / rounds + 1
-    return lambda number: fixed_s + verify_s * cost(number + 1) / cost(width)
+    return lambda number: fixed_s + costs.reading(verify_s, width, number + 1)
 
 
-def _walks(cell: ReplayCell, change: Alternative, cost: WidthSeconds) -> list[Walk]:
+def _walks(cell: ReplayCell, change: Alternative, costs: RoundCosts) -> list[Walk]:
     if change.name == MEASURED:
         return [
             (float(len(one.accepted)), float(one.accepted.sum()), float(one.verified.sum())) for one in cell.answers
@@ -295,7 +301,7 @@ def _walks(cell: ReplayCell, change: Alternative, cost: WidthSeconds) -> list[Wa
         return [_fewer_nodes(answer, change.nodes) for answer in cell.answers]
     if change.controller is not None:
         if isinstance(change.controller, ExpectedSpeed):
-            change.controller.seconds = _round_seconds(cell, cost)
+            change.controller.seconds = _round_seconds(cell, costs)
         return [walk(answer, change.controller) for answer in cell.answers]
     n = cell.most if change.n is None else change.n
     if n > cell.most:
@@ -304,7 +310,7 @@ def _walks(cell: ReplayCell, change: Alternative, cost: WidthSeconds) -> list[Wa
     return [walk(answer, Fixed(n)) for answer in cell.answers]
 
 
-# Costs: the measured seconds of a round, scaled to other widths.
+# Costs: the measured seconds of a round, changed to what they would be with more or fewer tokens.
 
 
 class WidthSeconds:
@@ -314,7 +320,9 @@ class WidthSeconds:
         curve = stored_curve(info)
         self.line = None if curve is None else curve.line
         times = {} if info.forwards is None else {int(w): float(s) for w, s in info.forwards.seconds.items()}
-        self.widths, self.seconds = np.array(sorted(times)), np.array([times[width] for width in sorted(times)])
+        self.widths = np.array(sorted(times))
+        # A narrower pass takes no longer than a wider one, whatever disturbed it.
+        self.seconds = np.minimum.accumulate([times[width] for width in self.widths[::-1].tolist()])[::-1]
 
     def __call__(self, width: float) -> float:
         assert self.line is not None
@@ -323,21 +331,62 @@ class WidthSeconds:
         return float(self.seconds[-1]) + self.line.c1 * (width - float(self.widths[-1]))
 
 
-def _seconds(
-    answer: StoredAnswer, done: Walk, change: Alternative, method: str, cost: WidthSeconds, load: int
-) -> float:
+class RoundCosts:
+    """What drafting and reading other numbers of tokens would cost in the rounds of a cell."""
+
+    def __init__(self, cell: ReplayCell, curve: WidthSeconds) -> None:
+        self.curve = curve
+        self.drafts = _recorded([one.recorded_draft_s for one in cell.answers], cell.most)
+        self.passes = _recorded([one.recorded_verify_s for one in cell.answers], cell.most + 1)
+        is_drafted = self.drafts is not None or name_of(cell.method) not in STEPPING
+        self.are_recorded = self.passes is not None and is_drafted
+
+    def drafting(self, seconds: float, own: float, n: int) -> float:
+        """Return the seconds of drafting n tokens one by one, where a round drafts `own` in so many seconds."""
+        drafts = self.drafts
+        if drafts is not None and n <= len(drafts) == own:
+            return _scaled(seconds, float(drafts[-1]), float(drafts[n - 1]))
+        # These seconds hold those of reading what was kept, several tokens wide: about two steps.
+        return seconds * (n + 2) / (own + 2)
+
+    def reading(self, seconds: float, own: float, width: float) -> float:
+        """Return the seconds of verifying with a pass over `width` tokens, where it takes so many with one of `own`."""
+        passes = self.passes
+        if passes is not None and max(own, width) <= len(passes):
+            before, after = np.interp([own, width], np.arange(1, len(passes) + 1), passes)
+            return _scaled(seconds, float(before), float(after))
+        return _scaled(seconds, self.curve(own), self.curve(width))
+
+
+def _scaled(seconds: float, before: float, after: float) -> float:
+    """Return seconds of a round of which what costs `before` alone costs `after` instead; the rest is as it was."""
+    rest = max(0.0, seconds - before)
+    return rest + (seconds - rest) * after / before
+
+
+def _recorded(found: Sequence[Any], size: int) -> Floats | None:
+    """Return the medians over answers [size]; more tokens never cost less, whatever disturbed their passes."""
+    known = [values for values in found if values is not None and len(values) == size]
+    if not known:
+        return None
+    middle = np.median(np.array(known, dtype=np.float64), axis=0)
+    rising: Floats = (np.maximum.accumulate(middle) + np.minimum.accumulate(middle[::-1])[::-1]) / 2
+    return rising
+
+
+def _seconds(answer: StoredAnswer, done: Walk, change: Alternative, method: str, costs: RoundCosts, load: int) -> float:
     """Estimate the seconds of an answer whose rounds are `done`, with `load` answers decoded at the same time."""
     rounds, _, verified = done
-    num, width = len(answer.drafted), float(answer.verified.mean()) + 1
+    cost, num, width = costs.curve, len(answer.drafted), float(answer.verified.mean()) + 1
     block = float(answer.drafted.mean()) + 1
-    drafting = 1.0
+    draft_s = answer.draft_s / num
     if change.n is not None and name_of(method) in STEPPING:
-        drafting = change.n / max(1.0, block - 1)
+        draft_s = costs.drafting(draft_s, block - 1, change.n)
     elif change.block is not None:
-        drafting = cost(change.block) / cost(block)
-    loaded = cost(load * block) / cost(block)
-    draft_s = answer.draft_s / num * drafting * loaded
-    verify_s = answer.verify_s / num * cost(load * (verified / rounds + 1)) / cost(width)
+        draft_s *= cost(change.block) / cost(block)
+    draft_s *= cost(load * block) / cost(block)
+    read = verified / rounds + 1
+    verify_s = costs.reading(answer.verify_s / num, width, read) * cost(load * read) / cost(read)
     other_s = (answer.round_s - answer.draft_s - answer.verify_s) / num
     return rounds * (draft_s + verify_s + other_s) + answer.decode_s - answer.round_s
 
@@ -347,21 +396,21 @@ def _seconds(
 
 def replay(cell: ReplayCell, change: Alternative, info: RunInfo, concurrency: int = 1) -> Replayed:
     """Replay a cell with a change that its rounds can answer (`why_not`)."""
-    cost = WidthSeconds(info)
+    costs = RoundCosts(cell, WidthSeconds(info))
     is_exact = change.name == MEASURED or (
         cell.is_recorded and not cell.num_off and change.block is None and change.nodes is None
         and (change.n is None or change.n <= cell.most)
     )  # fmt: skip
-    table, length, speedup = _figures(cell, change, cost, _walks(cell, change, cost), concurrency)
+    table, length, speedup = _figures(cell, change, costs, _walks(cell, change, costs), concurrency)
     if not is_exact and change.n is not None and change.block is None:
         for several in zip(*(_bounds(answer, change.n) for answer in cell.answers), strict=True):
-            length = _reaching(length, _figures(cell, change, cost, several, concurrency)[1])
+            length = _reaching(length, _figures(cell, change, costs, several, concurrency)[1])
     elif not is_exact:
         length = _bare(length)
-    if change.name != MEASURED:
+    if change.name != MEASURED and not (is_exact and concurrency == 1 and costs.are_recorded):
         speedup = _bare(speedup)
     total = table.sum(axis=0)
-    has_times = cost.line is not None
+    has_times = costs.curve.line is not None
     speed = concurrency * float(total[TOKENS] / total[SECONDS]) if has_times and total[SECONDS] > 0 else None
     return Replayed(
         cell.suite, cell.method, cell.settings, change.name, concurrency, is_exact, len(table), length,
@@ -370,14 +419,15 @@ def replay(cell: ReplayCell, change: Alternative, info: RunInfo, concurrency: in
 
 
 def _figures(
-    cell: ReplayCell, change: Alternative, cost: WidthSeconds, walks: Sequence[Walk], concurrency: int
+    cell: ReplayCell, change: Alternative, costs: RoundCosts, walks: Sequence[Walk], concurrency: int
 ) -> tuple[Floats, Interval | None, Interval | None]:
     """Return the sums of prompts, al.pooled and the speed-up of these walks through the answers of a cell."""
     most = cell.most if change.n is None else change.n
+    cost = costs.curve
     has_times = cost.line is not None
     sums: dict[str, Floats] = {}
     for answer, done in zip(cell.answers, walks, strict=True):
-        seconds = _seconds(answer, done, change, cell.method, cost, concurrency) if has_times else 0.0
+        seconds = _seconds(answer, done, change, cell.method, costs, concurrency) if has_times else 0.0
         own = sums.setdefault(answer.prompt_id, np.zeros(7))
         own[:PLAIN_S] += [*done, seconds, answer.decoded]
     for prompt_id, (seconds, tokens) in cell.plain.items():

@@ -211,13 +211,17 @@ class Generation:
     uncounted: str | None = None
     """Why there are no totals although rounds are hidden."""
     verified: tuple[int, ...] | None = None
-    """[S] How many of a round's drafted tokens the target read, for drafts that are cut before; None if all."""
+    """[S] How many of a round's drafted tokens could be accepted, for drafts that are cut before; None if all."""
     recorded_ids: tuple[int, ...] | None = None
     """[(T - 1) * N] What would be drafted after each token but the last; None if that was not recorded."""
     recorded_accepted: tuple[int, ...] | None = None
     """[T - 1] How many of these N tokens in a row are the target's own, beyond the end of the answer, too."""
     recorded_scores: tuple[float, ...] | None = None
     """[(T - 1) * N] How likely the draft holds each to be accepted if all before it are; None if it does not say."""
+    recorded_draft_s: tuple[float, ...] | None = None
+    """[N] Seconds until 1, 2, ... N tokens of such a draft were there; None if it is not made token by token."""
+    recorded_verify_s: tuple[float, ...] | None = None
+    """[N + 1] Seconds of a pass of the target that reads 1, 2, ... N + 1 tokens there."""
     ranks: tuple[int, ...] | None = None
     """[sum(drafted)] Which of the draft's likeliest tokens the target's own choice is in each drafted place: 1 for the
     likeliest, 0 if it is not among those that were kept, -1 where it is not known, as a draft that goes token by token

@@ -501,8 +501,9 @@ class LocalBackend:
         if found is None:
             return generation
         return replace(
-            generation, recorded_ids=found.ids, recorded_accepted=found.accepted, recorded_scores=found.scores
-        )
+            generation, recorded_ids=found.ids, recorded_accepted=found.accepted, recorded_scores=found.scores,
+            recorded_draft_s=found.draft_s, recorded_verify_s=found.verify_s,
+        )  # fmt: skip
 
     def with_ranks(
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation, num: int

@@ -1,9 +1,11 @@
-"""What a draft would have done beside what it did: each finished answer is decoded once more, and nothing is timed.
+"""What a draft would have done beside what it did: each finished answer is decoded once more, outside its clock.
 
 Positions: the loop decodes the answer plainly; the drafter observes each token as it would any committed ones and is
 asked for a draft at each, which is kept and not verified. Where a draft depends on the committed text alone, that is
 the draft that a round would have begun with there, whatever the rounds before it were (`MethodSpec.is_recorded` says
-for which methods that holds). Other lengths, cuts and controllers replay exactly from it.
+for which methods that holds). Other lengths, cuts and controllers replay exactly from it. What they cost is tried
+there, too: how long the first tokens of a draft take, and in turn passes of the target over 1, 2, ... N + 1 tokens,
+behind a draft, as in a round. Passes that follow each other find more in the processor's caches.
 
 Ranks: the loop decodes the answer in the same rounds again, and the scores by which each token was chosen say how far
 down the right one was. For drafts made in one pass they are those that the place has, whatever is chosen before it;
@@ -14,15 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dflash_bench.core.types import Generation
 from dflash_bench.engine.drafter import Committed, Drafter
 from dflash_bench.engine.loop import decode
-from dflash_bench.engine.rows import DecodingError, HostClock, Limits
+from dflash_bench.engine.rows import DecodingError, HostClock, Limits, clock_for
 from dflash_bench.engine.sampling import Sampling, likeliest
 from dflash_bench.engine.target import Target
 
@@ -38,40 +42,87 @@ class Recorded:
     scores: tuple[float, ...] | None
     """[P * N], how likely the draft holds each to be accepted if all before it are: its confidence head's word, or else
     the probability of the drafted token. None for drafts without probabilities."""
+    draft_s: tuple[float, ...] | None
+    """[N], as `Generation.recorded_draft_s`; medians over positions."""
+    verify_s: tuple[float, ...] | None
+    """[N + 1], as `Generation.recorded_verify_s`; None for fewer positions, and for targets that keep a state."""
+
+
+Span = tuple[object, object]
+"""Two marks of a clock."""
 
 
 class PositionRecorder:
     """A drafter for the loop that asks another one for drafts of a single row, and proposes nothing itself."""
 
-    def __init__(self, drafter: Any) -> None:
+    def __init__(self, drafter: Any, target: Target) -> None:
         self.drafter, self.num_drafts, self.taps = drafter, drafter.num_drafts, drafter.taps
+        self.target, self.clock = target, clock_for(target.device)
         self.tokens: list[Tensor] = []
         self.scores: list[Tensor] = []
+        self.drafts: list[list[Span]] = []
+        """Of each draft: the whole, and then what this listener did when each token was to be chosen."""
+        self.passes: list[Span] = []
 
     def begin(self, num_rows: int, capacity: int) -> None:
         self.drafter.begin(num_rows, capacity)
 
     def observe(self, committed: Committed) -> None:
         self.drafter.observe(committed)
+        if committed.anchor is not None:
+            self.anchor, self.start = committed.anchor, committed.starts[0] + committed.counts[0]
 
     def propose(self) -> None:
         self.heard: list[Tensor] = []
-        self.tokens.append(self.drafter.propose().all_drafted[0].clone())
+        self.listening: list[Span] = []
+        begin = self.clock.mark()
+        draft = self.drafter.propose().all_drafted
+        self.drafts.append([(begin, self.clock.mark()), *self.listening])
+        self.tokens.append(draft[0].clone())
         if self.heard:
             self.scores.append(torch.cat(self.heard, dim=1)[0])
+        if self.target.reads_in_parts:
+            self._try_pass(draft)
+
+    def _try_pass(self, draft: Tensor) -> None:
+        """Read the anchor and some of a draft [1, N]: the next pass overwrites what they leave in the cache."""
+        begin = self.clock.mark()
+        width = len(self.passes) % (self.num_drafts + 1)
+        block = torch.cat([self.anchor[:, None], draft[:, :width]], dim=1)
+        likeliest(self.target.forward(block, [self.start]).logits)
+        self.passes.append((begin, self.clock.mark()))
 
     def choosing(self, scores: Tensor, _ids: Tensor | None) -> None:
+        begin = self.clock.mark()
         self.heard.append(torch.softmax(scores.float(), dim=-1).amax(dim=-1))
+        self.listening.append((begin, self.clock.mark()))
 
     def trusting(self, confidence: Tensor) -> None:
         self.heard = [confidence]
+
+    def draft_s(self) -> tuple[float, ...] | None:
+        """Return the seconds until each token of a draft was there; None if it is not made token by token."""
+        if any(len(spans) != self.num_drafts + 1 for spans in self.drafts):
+            return None
+        times = []
+        for (begin, end), *listening in self.drafts:
+            own = np.cumsum([0.0, *(self.clock.seconds(*span) for span in listening)])
+            until = np.array([self.clock.seconds(begin, mark) for mark, _ in listening]) - own[:-1]
+            times.append(until + self.clock.seconds(begin, end) - own[-1] - until[-1])
+        return (*np.median(times, axis=0).tolist(),)
+
+    def verify_s(self) -> tuple[float, ...] | None:
+        """Return the seconds of a pass over each number of tokens; None if some were not tried."""
+        times, num = [self.clock.seconds(*span) for span in self.passes], self.num_drafts + 1
+        return None if len(times) < num else tuple(median(times[width::num]) for width in range(num))
 
 
 def record_positions(
     target: Target, drafter: Drafter, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling
 ) -> Recorded | None:
     """Draft at each position of a greedy answer to a prompt; None if it has none, or if it is not decoded again."""
-    num, recorder, sampler = len(answer) - 1, PositionRecorder(drafter), getattr(drafter, "draft_sampler", None)
+    num, sampler = len(answer) - 1, getattr(drafter, "draft_sampler", None)
+    recorder = PositionRecorder(drafter, target)
     if num < 1:
         return None
     # It goes on behind the answer's end, where the last drafts reach.
@@ -92,8 +143,9 @@ def record_positions(
     accepted = [_num_right(draft, text[place + 1 :]) for place, draft in enumerate(drafts)]
     scores = torch.cat(recorder.scores[:num]).tolist() if recorder.scores else None
     return Recorded(
-        tuple(token for draft in drafts for token in draft), tuple(accepted), None if scores is None else tuple(scores)
-    )
+        tuple(token for draft in drafts for token in draft), tuple(accepted), None if scores is None else tuple(scores),
+        recorder.draft_s(), recorder.verify_s(),
+    )  # fmt: skip
 
 
 def _num_right(draft: Sequence[int], following: Sequence[int]) -> int:

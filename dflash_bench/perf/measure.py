@@ -220,7 +220,8 @@ def _part_size(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) ->
 # Nothing is decoded: the tokens are arbitrary, and the context is that of an empty cache, which is read all the same.
 
 
-WIDTHS = (1, 2, 4, 8, 16)
+WIDTHS = (1, 2, 4, 5, 8, 9, 16)
+"""Kernels compute whole tiles, of 4, 8 or 16 tokens: one token more than a tile may cost as much as the next tile."""
 CONTEXT = 128
 """The context at which a run measures its target, or as much as the target has room for."""
 

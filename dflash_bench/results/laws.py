@@ -33,7 +33,7 @@ VERDICTS = {
 """For each verdict the columns of where the answer departs, by how much, and what rounding explains."""
 COLUMNS = (
     "method", "token_ids", "drafted_ids", "drafted_parents", "verified", "recorded_ids", "recorded_accepted",
-    "ranks", "start_s", "end_s", "temperature",
+    "recorded_draft_s", "recorded_verify_s", "ranks", "start_s", "end_s", "temperature",
     "concurrency", "rate", "counted_by", "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s",
     "draft_prefill_s", "error",
     "order", *CLOCK, *COUNTS, *SECONDS, *VERDICTS,
@@ -339,6 +339,11 @@ def _recorded_something_else(rows: RowArrays) -> Any:
             for name in ("recorded_ids", "recorded_accepted", "token_ids")
         )
         broken[row] = not _follows(ids, accepted, tokens)
+        for name, more in (("recorded_draft_s", 0), ("recorded_verify_s", 1)):
+            if (cell := rows.batch.column(name)[row]).is_valid:
+                seconds = cell.values.to_numpy()
+                is_sound = len(seconds) * len(accepted) == len(ids) + more * len(accepted)
+                broken[row] |= not (is_sound and np.isfinite(seconds).all() and seconds.min() >= 0)
     return broken
 
 

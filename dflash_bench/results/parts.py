@@ -67,11 +67,15 @@ COLUMNS = {
     "settings_id": "string",
     "verified": "list of int16", "draft_kind": "string",
     "recorded_ids": "list of int32", "recorded_accepted": "list of int16", "recorded_scores": "list of float",
+    "recorded_draft_s": "list of float", "recorded_verify_s": "list of float",
     "score": "double",
     "ranks": "list of int16", "energy_j": "double",
 }
 # fmt: on
-ADDED = ("verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores", "score", "ranks", "energy_j")
+ADDED = (
+    "verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores", "recorded_draft_s",
+    "recorded_verify_s", "score", "ranks", "energy_j",
+)  # fmt: skip
 """Columns that were added since version 1, and are null in runs from before."""
 PLACES = {
     "divergence": {"index": "first_divergence", "gap": "divergence_gap", "tolerance": "divergence_tolerance"},

@@ -1,7 +1,8 @@
 """Does `replay` say what another draft length gives, before it is measured?
 
-A run with drafts recorded at every position is replayed at other lengths, once with the recordings and once from its
-rounds alone, as if nothing had been recorded. Each length is then measured.
+Methods whose drafts are recorded at every position are replayed at other lengths, once with the recordings and once
+from their rounds alone, as if nothing had been recorded. Each of these lengths is measured in the same run, in turns
+with the others, so that a machine that changes its speed changes all of them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from dflash_bench.analysis.metrics import FORMULAS, Cell
 from dflash_bench.analysis.replay import ReplayCell, Replayed, cells_of, changes_of
@@ -17,6 +19,7 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.report import document
 from dflash_bench.report.tables import markdown, number, with_interval
 from dflash_bench.results.run_info import RunInfo
+from studies._reported import doubts
 from studies._study import Made, Work
 
 TAKES = "five minutes of one core"
@@ -34,24 +37,26 @@ PAGE = """# Replay: estimates beside measurements
 {machine}.
 
 `{methods}` of nano, each at its own length, on {num_prompts} prompts of {suites}, with `--record every-position`. Other
-lengths are replayed from that run, and then measured in another. *exact*: from the recordings; *estimate*: from the
-rounds alone, with an interval that reaches from the least to the most that these allow.
-
+lengths are replayed from these, and measured in the same run, in turns. *exact*: from the recordings; *estimate*: from
+the rounds alone, with an interval that reaches from the least to the most that these allow.
+{noise}
 {lengths}
 
 - Exact al.pooled is that of the measured run in {num_equal} of {num} cells{unequal}.
 - The intervals of estimates contain the measured al.pooled in {num_covered} of {num} cells; the estimates themselves
   are off by {least:+.1%} to {most:+.1%}.
 
-Times are always estimates: the seconds of the recorded run's rounds, scaled by its width curve. `speedup.decode`, from
-the recordings and from the rounds alone, beside the measured one:
+Times are always estimates. The recordings hold what shorter drafts and narrower passes cost there; without them it is
+the run's width curve that says so, and reading what a round kept is taken for two steps of the draft. `speedup.decode`,
+from the recordings with its interval over prompts, and from the rounds alone, beside the measured one:
 
 {speedups}
 
 Replayed over measured, the speed-up is {least_exact:.2f} to {most_exact:.2f} times, {mid_exact:.2f} in the middle,
 with the recordings, and {least_speed:.2f} to {most_speed:.2f}, {mid_speed:.2f} in the middle, from the rounds alone.
-Nothing stored says how far a replayed time is off, so it has no interval: a length that looks better by no more than
-this has to be measured.
+With the recordings, the interval over prompts contains the measured speed-up in {num_timed} of {num} cells. These are
+the same prompts, so that only what times are off shows. From the rounds alone nothing says how far they are off, so
+there is no interval: a length that looks better by no more than this has to be measured.
 
 {formulas}
 
@@ -79,16 +84,18 @@ def options(parser: ArgumentParser) -> None:
 
 def make(work: Work, options: Namespace) -> Made:
     given = ("--suite", ",".join(SUITES), "--limit", options.limit, "--threads", 1)
-    recorded = work.run("recorded", *given, "--method", ",".join(LENGTHS), "--record", "every-position")
-    labels = [f"{method}:{n}" for method, several in LENGTHS.items() for n in several]
-    measured = document.read_document(work.run("measured", *given, "--method", ",".join(labels)))
-    stored = document.read_document(recorded).results
+    labels = [method if n is None else f"{method}:{n}" for method, several in LENGTHS.items() for n in (None, *several)]
+    measured = document.read_document(
+        work.run("turns", *given, "--method", ",".join(labels), "--record", "every-position")
+    )
+    stored = measured.results
     known = {(cell.suite, cell.method): cell for cell in measured.cells if not cell.slice}
     found = [
         Compared(known[cell.suite, f"{cell.method}:{n}"], n, *_both(cell, n, stored.info))
         for cell in cells_of(stored)
-        for n in LENGTHS[cell.method]
+        for n in LENGTHS.get(cell.method, ())
     ]
+    timed = [one for one in found if one.exact.speedup and one.exact.speedup.contains(one.cell.figures[SPEEDUP].value)]
     equal = [one for one in found if abs(_value(one.exact.length) / _value(_length(one)) - 1) < 1e-9]
     covered = [one for one in found if one.estimate.length and one.estimate.length.contains(_value(_length(one)))]
     off = [_value(one.estimate.length) / _value(_length(one)) - 1 for one in found]
@@ -96,7 +103,7 @@ def make(work: Work, options: Namespace) -> Made:
         command=work.command, machine=stored.info.environment.one_line(), methods="`, `".join(LENGTHS),
         num_prompts=options.limit, suites=", ".join(SUITES), num=len(found), num_equal=len(equal),
         unequal="" if len(equal) == len(found) else ", and is off in the others",
-        num_covered=len(covered), least=min(off), most=max(off),
+        num_covered=len(covered), num_timed=len(timed), noise=doubts([measured]), least=min(off), most=max(off),
         lengths=markdown(
             ["suite", "method", "measured", "exact", "estimate [from, to]", "contains it"],
             [
@@ -128,7 +135,8 @@ def make(work: Work, options: Namespace) -> Made:
 def _both(cell: ReplayCell, n: int, info: RunInfo) -> tuple[Replayed, Replayed]:
     """Replay a cell as it is, and as if its drafts had not been recorded."""
     (change,) = changes_of(n=[n])
-    bare = replace(cell, answers=tuple(replace(one, positions=None, scores=None) for one in cell.answers))
+    none: dict[str, Any] = dict.fromkeys(("positions", "scores", "recorded_draft_s", "recorded_verify_s"))
+    bare = replace(cell, answers=tuple(replace(one, **none) for one in cell.answers))
     return replayed(cell, change, info), replayed(bare, change, info)
 
 

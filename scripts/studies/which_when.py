@@ -17,6 +17,7 @@ from dflash_bench.core.draft_kinds import name_of_kind
 from dflash_bench.report import document
 from dflash_bench.report.document import Document, MethodLine, over_all
 from dflash_bench.report.tables import markdown, number, with_interval
+from studies._reported import doubts
 from studies._study import Made, Work
 
 TAKES = "five minutes of one core"
@@ -28,8 +29,6 @@ METHODS = {
 }  # fmt: skip
 SUITES = "--suite gsm8k --suite humaneval --suite mt_bench --audit divergent --threads 1"
 TOGETHER = 4
-DISTURBED = ("drift", "slow_plain")
-"""Findings that say that a run's times are not those of a quiet machine."""
 LITTLE, MUCH = 0.02, 0.05
 """How many more rounds a cut may take, as a share, and how much it must save to be worth a sentence."""
 PAGE = """# MTP, DFlash, DFlash 2, DSpark: which, when
@@ -114,7 +113,7 @@ def make(work: Work, options: Namespace) -> Made:
     alone, plots = document.read_document(folder), work.plots(folder)
     found = [_figures(alone, line, beside) for line in alone.lines]
     page = PAGE.format(
-        doubts=_doubts([alone, beside]),
+        doubts=doubts([alone, beside]),
         command=work.command, machine=alone.results.info.environment.one_line(), limit=options.limit,
         together=TOGETHER, headroom=FORMULAS["headroom.4"].replace("the 4 likeliest", "the K likeliest"),
         advice=advice(found, calibrated := _calibrations(alone)), figures=_table(found), by_suite=_by_suite(alone),
@@ -122,12 +121,6 @@ def make(work: Work, options: Namespace) -> Made:
     )  # fmt: skip
     drawings = {PAGES[1]: plots / "headroom.svg", PAGES[2]: plots / "reliability.svg"}
     return Made({PAGES[0]: page, **drawings})
-
-
-def _doubts(runs: Sequence[Document]) -> str:
-    """Return a sentence on the times of runs that were disturbed, by their own findings; empty if none was."""
-    found = [one.text for run in runs for one in run.findings if one.kind in DISTURBED]
-    return f"\n**The machine was not quiet, so that times are rough**: {'; '.join(found)}.\n" if found else ""
 
 
 def _figures(run: Document, line: MethodLine, beside: Document) -> Figures:

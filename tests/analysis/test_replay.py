@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,17 @@ from runs import about
 import dflash_bench as db
 from dflash_bench.analysis import controllers
 from dflash_bench.analysis.draft_quality import calibration
-from dflash_bench.analysis.replay import ReplayCell, StoredAnswer, _bounds, cells_of, changes_of, replay, walk
+from dflash_bench.analysis.replay import (
+    ReplayCell,
+    RoundCosts,
+    StoredAnswer,
+    WidthSeconds,
+    _bounds,
+    cells_of,
+    changes_of,
+    replay,
+    walk,
+)
 from dflash_bench.core.methods import METHODS, parse, require_recorded
 from dflash_bench.core.types import GREEDY
 from dflash_bench.report import plots
@@ -88,6 +99,46 @@ def test_all_that_a_round_drafted_and_kept_was_recorded_at_its_position(recorded
     results = recorded.replay("eagle3:6", n=(2, 6))
     assert [one.is_exact for one in results] == [True] * 3
     assert results[0].length == pytest.approx(results[2].length) and results[1].verified == 2
+
+
+def test_a_recording_says_what_fewer_tokens_cost_there(recorded: db.Run) -> None:
+    """How long is the machine's affair: there is a time for each length, and a draft grows token by token."""
+    for cell in cells_of(recorded.document.results):
+        by_token = cell.method != "dflash"
+        costs = RoundCosts(cell, WidthSeconds(recorded.document.results.info))
+        assert (costs.drafts is not None) == by_token
+        assert costs.are_recorded == (costs.passes is not None), cell.method
+        for one in cell.answers:
+            drafts, passes = one.recorded_draft_s, one.recorded_verify_s
+            assert (drafts is not None) == by_token
+            assert drafts is None or (len(drafts) == cell.most and (np.diff([0.0, *drafts]) > 0).all())
+            assert (passes is None) == (len(one.positions) <= cell.most)
+            assert passes is None or (len(passes) == cell.most + 1 and passes.min() > 0)
+    (change,) = changes_of(n=[2])
+    eagle = next(cell for cell in cells_of(recorded.document.results) if cell.method == "eagle3:6")
+    bare = replace(eagle, answers=tuple(replace(one, recorded_verify_s=None) for one in eagle.answers))
+    replayed, without = (replay(one, change, recorded.document.results.info).speedup for one in (eagle, bare))
+    assert replayed is not None and replayed.low is not None and replayed.contains(replayed.value)
+    assert without is not None and without.low is None, "nothing says how far the width curve is off"
+
+
+def test_a_round_changes_by_what_was_recorded_and_by_the_curve_without() -> None:
+    stored = StoredAnswer("p", 10, 1.0, np.array([3, 3]), np.array([3, 1]), np.array([3, 3]), 0.0, 0.0, 0.0)
+    known = replace(
+        stored, recorded_draft_s=np.array([0.1, 0.3, 0.5]), recorded_verify_s=np.array([1.0, 1.2, 1.1, 2.0])
+    )
+    curve: Any = lambda width: 1 + 2 * (width - 1) / 3  # noqa: E731
+    costs, bare = (RoundCosts(ReplayCell("s", "eagle3:3", GREEDY, (one,), {}), curve) for one in (known, stored))
+    assert costs.are_recorded and not bare.are_recorded
+    # A round spends 0.4 s around its draft and 0.5 s around its pass; wider passes take no less than narrower ones.
+    assert costs.drafting(0.9, 3, 1) == pytest.approx(0.5)
+    assert costs.reading(2.5, 4, 1) == pytest.approx(1.5)
+    assert costs.reading(2.5, 4, 2) == costs.reading(2.5, 4, 3) == pytest.approx(1.65)
+    # Faster than the recording: then all of it is scaled.
+    assert costs.reading(1.0, 4, 1) == pytest.approx(0.5)
+    # Without a recording: five steps, of which two read what was kept; and by the curve a token takes 1 s, four take 3.
+    assert bare.drafting(0.5, 3, 1) == pytest.approx(0.3)
+    assert bare.reading(3.5, 4, 1) == pytest.approx(1.5)
 
 
 def test_a_run_without_recordings_gives_estimates_and_says_so(shorter: db.Run) -> None:
@@ -227,8 +278,13 @@ def test_a_recording_of_other_tokens_is_no_measurement() -> None:
     tokens, facts = row.token_ids, Facts(blocks={}, ceiling=1e-3)
     ids = (tokens[1], 99, 99, 99, tokens[3], 99)
     good = replace(row, recorded_ids=ids, recorded_accepted=(1, 0, 1))
-    for accepted, broken in (((1, 0, 1), False), ((2, 0, 1), True), ((0, 0, 1), True), ((1, 0), True)):
-        one = record("dflash", "p", replace(good, recorded_accepted=accepted))
+    cases: list[tuple[dict[str, Any], bool]] = [
+        *(({"recorded_accepted": kept}, kept != (1, 0, 1)) for kept in ((1, 0, 1), (2, 0, 1), (0, 0, 1), (1, 0))),
+        *(({"recorded_draft_s": times}, times != (0.1, 0.2)) for times in ((0.1, 0.2), (0.1,), (0.1, float("nan")))),
+        *(({"recorded_verify_s": times}, times != (0.1,) * 3) for times in ((0.1,) * 3, (0.1,) * 2, (0.1, -1.0, 0.1))),
+    ]
+    for changed, broken in cases:
+        one = record("dflash", "p", replace(good, **changed))
         batch = parts.to_table([one, plain("p", 3)], {}).combine_chunks().to_batches()[0]
-        assert bool(laws.faults(batch, facts)) == broken, accepted
+        assert bool(laws.faults(batch, facts)) == broken, changed
     assert generation([1], 2).recorded_ids is None
