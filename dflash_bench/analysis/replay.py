@@ -74,6 +74,9 @@ class StoredAnswer:
     """[N], seconds until so many tokens were drafted at its positions."""
     recorded_verify_s: Any = None
     """[N + 1], seconds of passes over so many tokens there."""
+    usual_draft_s: float = 0.0
+    usual_verify_s: float = 0.0
+    """Medians over its rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +196,7 @@ def _answer(row: dict[str, Any]) -> StoredAnswer:
         draft_s, verify_s, round_s, positions, scores,
         _ways(row) if row["drafted_parents"] is not None else None, num_off,
         row["recorded_draft_s"], row["recorded_verify_s"],
+        float(np.median(row["draft_s"])), float(np.median(row["verify_s"])),
     )  # fmt: skip
 
 
@@ -336,6 +340,10 @@ class RoundCosts:
 
     def __init__(self, cell: ReplayCell, curve: WidthSeconds) -> None:
         self.curve = curve
+        self.draft_s, self.verify_s = (
+            float(np.median([getattr(one, name) for one in cell.answers]))
+            for name in ("usual_draft_s", "usual_verify_s")
+        )
         self.drafts = _recorded([one.recorded_draft_s for one in cell.answers], cell.most)
         self.passes = _recorded([one.recorded_verify_s for one in cell.answers], cell.most + 1)
         is_drafted = self.drafts is not None or name_of(cell.method) not in STEPPING
@@ -345,7 +353,7 @@ class RoundCosts:
         """Return the seconds of drafting n tokens one by one, where a round drafts `own` in so many seconds."""
         drafts = self.drafts
         if drafts is not None and n <= len(drafts) == own:
-            return _scaled(seconds, float(drafts[-1]), float(drafts[n - 1]))
+            return seconds * _share(self.draft_s, float(drafts[-1]), float(drafts[n - 1]))
         # These seconds hold those of reading what was kept, several tokens wide: about two steps.
         return seconds * (n + 2) / (own + 2)
 
@@ -354,14 +362,16 @@ class RoundCosts:
         passes = self.passes
         if passes is not None and max(own, width) <= len(passes):
             before, after = np.interp([own, width], np.arange(1, len(passes) + 1), passes)
-            return _scaled(seconds, float(before), float(after))
-        return _scaled(seconds, self.curve(own), self.curve(width))
+            return seconds * _share(self.verify_s, float(before), float(after))
+        return seconds * _share(self.verify_s, self.curve(own), self.curve(width))
 
 
-def _scaled(seconds: float, before: float, after: float) -> float:
-    """Return seconds of a round of which what costs `before` alone costs `after` instead; the rest is as it was."""
-    rest = max(0.0, seconds - before)
-    return rest + (seconds - rest) * after / before
+def _share(usual: float, before: float, after: float) -> float:
+    """Return which share of its seconds a part of a round takes if what costs `before` alone costs `after` instead.
+
+    The rest of a `usual` round stays. What disturbs rounds, such as other processes, takes more from longer ones.
+    """
+    return after / before if usual <= before else 1 + (after - before) / usual
 
 
 def _recorded(found: Sequence[Any], size: int) -> Floats | None:

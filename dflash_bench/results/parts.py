@@ -71,11 +71,11 @@ COLUMNS = {
     "score": "double",
     "ranks": "list of int16", "energy_j": "double",
 }
-# fmt: on
 ADDED = (
     "verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores", "recorded_draft_s",
     "recorded_verify_s", "score", "ranks", "energy_j",
-)  # fmt: skip
+)
+# fmt: on
 """Columns that were added since version 1, and are null in runs from before."""
 PLACES = {
     "divergence": {"index": "first_divergence", "gap": "divergence_gap", "tolerance": "divergence_tolerance"},

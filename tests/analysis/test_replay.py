@@ -123,22 +123,27 @@ def test_a_recording_says_what_fewer_tokens_cost_there(recorded: db.Run) -> None
 
 
 def test_a_round_changes_by_what_was_recorded_and_by_the_curve_without() -> None:
-    stored = StoredAnswer("p", 10, 1.0, np.array([3, 3]), np.array([3, 1]), np.array([3, 3]), 0.0, 0.0, 0.0)
+    three = np.array([3, 3])
+    stored = StoredAnswer("p", 10, 1.0, three, three, three, 0.0, 0.0, 0.0, usual_draft_s=0.9, usual_verify_s=2.5)
     known = replace(
         stored, recorded_draft_s=np.array([0.1, 0.3, 0.5]), recorded_verify_s=np.array([1.0, 1.2, 1.1, 2.0])
     )
-    curve: Any = lambda width: 1 + 2 * (width - 1) / 3  # noqa: E731
-    costs, bare = (RoundCosts(ReplayCell("s", "eagle3:3", GREEDY, (one,), {}), curve) for one in (known, stored))
+    curve: Any = lambda width: 1 + (width - 1) / 3  # noqa: E731
+    costs, fast, bare = (
+        RoundCosts(ReplayCell("s", "eagle3:3", GREEDY, (one,), {}), curve)
+        for one in (known, replace(known, usual_verify_s=1.0), stored)
+    )
     assert costs.are_recorded and not bare.are_recorded
-    # A round spends 0.4 s around its draft and 0.5 s around its pass; wider passes take no less than narrower ones.
+    # A usual round spends 0.4 s around its draft and 0.5 s around its pass, and a disturbed one twice as much on all.
     assert costs.drafting(0.9, 3, 1) == pytest.approx(0.5)
-    assert costs.reading(2.5, 4, 1) == pytest.approx(1.5)
+    assert costs.reading(2.5, 4, 1) == pytest.approx(1.5) and costs.reading(5.0, 4, 1) == pytest.approx(3.0)
+    # Wider passes take no less than narrower ones.
     assert costs.reading(2.5, 4, 2) == costs.reading(2.5, 4, 3) == pytest.approx(1.65)
-    # Faster than the recording: then all of it is scaled.
-    assert costs.reading(1.0, 4, 1) == pytest.approx(0.5)
-    # Without a recording: five steps, of which two read what was kept; and by the curve a token takes 1 s, four take 3.
+    # Rounds that were faster than the recording.
+    assert fast.reading(1.0, 4, 1) == pytest.approx(0.5)
+    # Without a recording: five steps, of which two read what was kept; and a token of the curve's takes 1 s, four 2 s.
     assert bare.drafting(0.5, 3, 1) == pytest.approx(0.3)
-    assert bare.reading(3.5, 4, 1) == pytest.approx(1.5)
+    assert bare.reading(2.5, 4, 1) == pytest.approx(1.5)
 
 
 def test_a_run_without_recordings_gives_estimates_and_says_so(shorter: db.Run) -> None:
