@@ -25,10 +25,10 @@ from dflash_bench.results.run_info import RunIdentity, RunInfo
 
 KEY = ("suite", "prompt_id", "prompt_hash", "method", "turn", "repeat")
 NAMES = ("suite", "prompt_id", "prompt_hash", "method", "exactness")
-FLAGS = ("error", "passed", "score", "audit", "num_hidden_tokens")
-"""Columns of which only null or not matters."""
 NUMBERS = ("turn", "repeat", "worker")
 """Whole numbers, -1 for null."""
+FLAGS = {"failed": "error", "passed": "passed", "valued": "score", "audited": "audit", "hidden": "num_hidden_tokens"}
+"""Whether a column is null, by what that says."""
 TIMES = ("start_s", "end_s", "prefill_s", "decode_s")
 COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *laws.COLUMNS, "worker", "passed", "score"]))
 """The columns that `summarize_part` needs."""
@@ -36,10 +36,9 @@ COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *laws.COLUMNS, "worker", "passed
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """A row per answer of one part, a digest of each answer's tokens, and the invalid rows by the law they break."""
+    """An Arrow table with a row per answer of one part, and the invalid rows by the law they break."""
 
     rows: Any
-    digests: Any
     faults: Mapping[str, Any]
 
     @property
@@ -53,60 +52,33 @@ def summarize_part(batches: Sequence[Any], run_settings: Sequence[Settings], fac
     import pyarrow as pa
     from pyarrow import compute
 
-    tables, digests, before = [], [], 0
+    tables, before = [], 0
     faults: dict[str, Any] = {}
     for batch in batches:
-        columns = {name: batch.column(name) for name in (*KEY, *NUMBERS, *TIMES)}
-        columns |= {name: batch.column(name).dictionary_encode() for name in NAMES}
-        columns |= {name: compute.is_valid(batch.column(name)) for name in FLAGS}
-        columns["settings"] = pa.array(settings_numbers(batch, run_settings))
+        columns = {name: batch.column(name).dictionary_encode() for name in NAMES}
+        columns |= {name: compute.fill_null(batch.column(name), -1).cast("int64") for name in NUMBERS}
+        columns |= {flag: compute.is_valid(batch.column(name)) for flag, name in FLAGS.items()}
+        columns |= {name: batch.column(name) for name in TIMES}
+        columns |= {"settings": settings_numbers(batch, run_settings), "digest": _digests(batch)}
         tables.append(pa.table(columns))
-        digests.append(_digests(batch))
         for why, rows in laws.faults(batch, facts).items():
             faults[why] = np.concatenate([faults.get(why, rows[:0]), rows + before])
         before += len(batch)
-    return PartSummary(pa.concat_tables(tables), np.concatenate(digests), faults)
+    return PartSummary(pa.concat_tables(tables), faults)
 
 
 def _digests(batch: Any) -> Any:
     """Return a hash of the tokens of each answer, [rows]; comparable only within this process."""
-    ends = np.cumsum(np.maximum(lengths_of(batch.column("token_ids")), 0)) * 4
+    ends = np.cumsum(lengths_of(batch.column("token_ids"), 0)) * 4
     tokens = batch.column("token_ids").flatten().to_numpy().tobytes()
     return np.array([hash(tokens[start:end]) for start, end in pairwise([0, *ends.tolist()])], dtype=np.int64)
 
 
-class RowIndex:
-    """The rows of all parts, one after another; names are codes into `names`, -1 for null."""
+def joined_rows(summaries: Sequence[PartSummary]) -> Any:
+    """Return the rows of all parts, one after another, as a pandas frame; names are categories."""
+    import pyarrow as pa
 
-    def __init__(self, summaries: Sequence[PartSummary]) -> None:
-        import pyarrow as pa
-
-        table = pa.concat_tables([part.rows for part in summaries]).unify_dictionaries()
-        self.num = len(table)
-        self.names: dict[str, list[str]] = {}
-        self.codes: dict[str, Any] = {}
-        for name in NAMES:
-            column = table.column(name).combine_chunks()
-            chunks = getattr(column, "chunks", [column])
-            self.names[name] = chunks[0].dictionary.to_pylist() if chunks else []
-            codes = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False) for chunk in chunks]
-            self.codes[name] = np.concatenate([np.zeros(0, dtype=np.int32), *codes])
-        self.turn, self.repeat, self.worker = (
-            table.column(name).fill_null(-1).to_numpy().astype(np.int64) for name in NUMBERS
-        )
-        self.times = {name: table.column(name).fill_null(np.nan).to_numpy() for name in TIMES}
-        """Seconds by column, NaN for null."""
-        self.settings = table.column("settings").to_numpy()
-        self.failed, passed, valued, self.audited, self.hidden = (table.column(name).to_numpy() for name in FLAGS)
-        self.scored = passed | valued
-        self.digests = np.concatenate([part.digests for part in summaries])
-
-    def code(self, name: str, value: str) -> int:
-        return self.names[name].index(value) if value in self.names[name] else -2
-
-    def name(self, column: str, row: int) -> str:
-        code = self.codes[column][row]
-        return self.names[column][code] if code >= 0 else "?"
+    return pa.concat_tables([part.rows for part in summaries]).unify_dictionaries().to_pandas()
 
 
 def mask(which: Any, size: int) -> Any:
@@ -115,59 +87,61 @@ def mask(which: Any, size: int) -> Any:
     return selected
 
 
+def _by_category(rows: Any, name: str, values: Sequence[Any], of_null: Any) -> Any:
+    """Return for each row the value of its category of this name, [rows]; `values` are in the order of categories."""
+    return np.array([*values, of_null])[rows[name].cat.codes]
+
+
 # Rows matched with the numbered answers of the plan: unexpected ones, duplicates, and those of the baseline.
 
 
+@dataclass(frozen=True, slots=True)
 class PlanMatch:
     """A place is a turn, repeat and settings; an answer is a place and a method."""
 
-    def __init__(self, plan: Plan, rows: RowIndex) -> None:
-        prompt = self._prompts(plan, rows)
-        prompts = [ref for _, ref in plan.prompt_refs]
-        hashes = {text: code for code, text in enumerate(rows.names["prompt_hash"])}
-        wanted = np.array([hashes.get(ref.prompt_hash, -2) for ref in prompts] or [-2])
-        turns = np.array([ref.num_turns for ref in prompts] or [0])
-        codes = [plan.methods.index(name) if name in plan.methods else -1 for name in rows.names["method"]]
-        method = np.array([*codes, -1])[rows.codes["method"]]
-        known = (prompt >= 0) & (method >= 0) & (rows.repeat >= 0) & (rows.repeat < plan.repeats) & (rows.turn >= 0)
-        known &= (rows.turn < turns[prompt]) & (rows.codes["prompt_hash"] == wanted[prompt]) & (rows.settings >= 0)
-        self.unexpected = np.flatnonzero(~known)
-        """Rows that are not in the plan."""
-        place = (np.array(plan.first_turns)[prompt] + rows.turn) * plan.repeats + rows.repeat
-        self.place = np.where(known, place * len(plan.settings) + rows.settings, -1)
-        self.is_last_turn = known & (rows.turn == turns[prompt] - 1)
-        answer = np.where(known, self.place * len(plan.methods) + method, -1)
-        self.counts = np.bincount(answer[known], minlength=plan.num_answers)
-        self.duplicates = self._duplicates(answer)
-        """Rows of an answer that an earlier row already has."""
-        self.is_plain = rows.codes["method"] == rows.code("method", BASELINE)
-        self.plain = np.full(plan.num_answers // len(plan.methods) + 1, -1)
-        """The row of the baseline's answer at each place; -1 where there is none, and in the extra entry at the end."""
-        (plain,) = np.nonzero(self.is_plain & known)
-        self.plain[self.place[plain[::-1]]] = plain[::-1]
+    place: Any
+    """The number of each row's place; -1 for rows that are not in the plan, [rows]."""
+    is_last_turn: Any
+    """[rows]"""
+    counts: Any
+    """How many rows each answer has, [answers]."""
+    unexpected: Any
+    """The indices of rows that are not in the plan."""
+    duplicates: Any
+    """The indices of rows of an answer that an earlier row already has."""
+    plain: Any
+    """The row of the baseline's answer at each place; -1 where there is none, and in the extra entry at the end."""
 
-    @staticmethod
-    def _prompts(plan: Plan, rows: RowIndex) -> Any:
-        """Return the number of each row's prompt in the plan; -1 if the plan has no such prompt."""
-        ids = {text: code for code, text in enumerate(rows.names["prompt_id"])}
-        numbers = np.full((len(plan.prompts) + 1, len(ids) + 1), -1)
-        before = 0
-        for suite, prompts in enumerate(plan.prompts.values()):
-            present = [(ids[ref.prompt_id], before + n) for n, ref in enumerate(prompts) if ref.prompt_id in ids]
-            if present:
-                codes, in_plan = np.array(present).T
-                numbers[suite, codes] = in_plan
-            before += len(prompts)
-        suites = list(plan.prompts)
-        of_suite = np.array([*(suites.index(s) if s in plan.prompts else -1 for s in rows.names["suite"]), -1])
-        return numbers[of_suite[rows.codes["suite"]], rows.codes["prompt_id"]]
+    @classmethod
+    def of(cls, plan: Plan, rows: Any) -> PlanMatch:
+        import pandas as pd
 
-    def _duplicates(self, answer: Any) -> Any:
-        twice: Any = np.zeros(0, dtype=np.int64)
-        if self.counts.max(initial=0) > 1:
-            twice = np.flatnonzero((answer >= 0) & (self.counts[answer] > 1))
-        _, first = np.unique(answer[twice], return_index=True)
-        return np.delete(twice, first)
+        refs = [ref for _, ref in plan.prompt_refs]
+        turns = np.array([*(ref.num_turns for ref in refs), 0])
+        hashes = np.array([*(ref.prompt_hash for ref in refs), ""], dtype=object)
+        prompt = _prompt_numbers(plan, rows)
+        methods = pd.Index(plan.methods).get_indexer(rows["method"].cat.categories)
+        method = _by_category(rows, "method", methods.tolist(), -1)
+        turn, repeat, settings = (rows[name].to_numpy() for name in ("turn", "repeat", "settings"))
+        known = (np.minimum.reduce([prompt, method, turn, repeat, settings]) >= 0) & (repeat < plan.repeats)
+        known &= (turn < turns[prompt]) & (rows["prompt_hash"].to_numpy() == hashes[prompt])
+        place = ((np.array(plan.first_turns)[prompt] + turn) * plan.repeats + repeat) * len(plan.settings) + settings
+        place = np.where(known, place, -1)
+        answer = np.where(known, place * len(plan.methods) + method, -1)
+        plain = np.full(plan.num_answers // len(plan.methods) + 1, -1)
+        of_plain = np.flatnonzero((rows["method"] == BASELINE) & known)[::-1]
+        plain[place[of_plain]] = of_plain
+        return cls(
+            place, known & (turn == turns[prompt] - 1), np.bincount(answer[known], minlength=plan.num_answers),
+            np.flatnonzero(~known), np.flatnonzero(known & pd.Series(answer).duplicated().to_numpy()), plain,
+        )  # fmt: skip
+
+
+def _prompt_numbers(plan: Plan, rows: Any) -> Any:
+    """Return the number of each row's prompt in the plan, [rows]; -1 if the plan has no such prompt."""
+    numbers = {(suite, ref.prompt_id): number for number, (suite, ref) in enumerate(plan.prompt_refs)}
+    prompts = rows.groupby(["suite", "prompt_id"], observed=True, sort=False, dropna=False)
+    return np.array([numbers.get(key, -1) for key in prompts.size().index])[prompts.ngroup()]
 
 
 # The times of answers against each other and against the run's, which no single row shows.
@@ -201,54 +175,38 @@ def _sums(records: Sequence[Answer]) -> dict[str, float]:
     }
 
 
-def off_sums(info: RunInfo, rows: RowIndex) -> Iterator[tuple[str, Any]]:
+def off_sums(info: RunInfo, rows: Any) -> Iterator[tuple[str, Any]]:
     """Find all answers of methods whose times do not add up to the recorded sums."""
-    between = rows.times["end_s"] - rows.times["start_s"]
-    columns = {"between_s": between, "prefill_s": rows.times["prefill_s"], "decode_s": rows.times["decode_s"]}
-    wrong = np.zeros(rows.num, dtype=bool)
+    good = rows[~rows["failed"]].assign(between_s=rows["end_s"] - rows["start_s"])
+    wrong = np.zeros(len(rows), dtype=bool)
     for method, kept in info.times.items():
-        own = (rows.codes["method"] == rows.code("method", method)) & ~rows.failed
-        sums = {name: float(np.nansum(columns[name][own])) for name in SUMS}
-        same = all(abs(sums[name] - getattr(kept, name)) <= 1e-9 * (1 + abs(getattr(kept, name))) for name in SUMS)
-        if own.sum() != kept.answers or not same:
-            wrong |= own
+        own = good[good["method"] == method]
+        pairs = [(float(own[name].sum()), getattr(kept, name)) for name in SUMS]
+        if len(own) != kept.answers or any(abs(now - then) > 1e-9 * (1 + abs(then)) for now, then in pairs):
+            wrong[own.index] = True
     yield "its method's times do not add up to what the run measured", np.flatnonzero(wrong)
 
 
-def span_faults(info: RunInfo, settings: Sequence[Settings], rows: RowIndex, counted: Any) -> Iterator[tuple[str, Any]]:
+def span_faults(info: RunInfo, settings: Sequence[Settings], rows: Any, counted: Any) -> Iterator[tuple[str, Any]]:
     """Find rows of the mask `counted` that overlap with others or end after the run."""
-    timed = counted & ~rows.failed & ~np.isnan(rows.times["start_s"] + rows.times["end_s"])
-    yield "it was measured while another answer was", _overlapping(settings, rows, np.flatnonzero(timed))
+    timed = rows[counted & ~rows["failed"] & rows["start_s"].notna() & rows["end_s"].notna()]
+    yield "it was measured while another answer was", _overlapping(settings, timed)
     if info.span_s is not None:
-        late = timed & (rows.times["end_s"] > info.span_s + AT_LEAST_S)
-        yield "it ended after the run", np.flatnonzero(late)
+        yield "it ended after the run", timed.index[timed["end_s"] > info.span_s + AT_LEAST_S].to_numpy()
 
 
-def _overlapping(settings: Sequence[Settings], rows: RowIndex, at: Any) -> Any:
+def _overlapping(settings: Sequence[Settings], timed: Any) -> Any:
     """Return the later of two rows that one worker measured at the same time; answers of a wave belong together."""
-    if not len(at):
-        return at
-    waves, of_row = np.unique(_waves(settings, rows, at), axis=0, return_inverse=True)
-    of_row = of_row.ravel()
-    start, end = np.full(len(waves), np.inf), np.full(len(waves), -np.inf)
-    np.minimum.at(start, of_row, rows.times["start_s"][at])
-    np.maximum.at(end, of_row, rows.times["end_s"][at])
-    order = np.lexsort((start, waves[:, 0]))
-    worker, start, end = waves[order, 0], start[order], end[order]
-    wrong = np.zeros(len(waves), dtype=bool)
-    for number in np.unique(worker):
-        own = worker == number
-        before = np.maximum.accumulate(end[own] - SHARE * (end[own] - start[own]))
-        wrong[order[own][1:]] = start[own][1:] < before[:-1] - AT_LEAST_S
-    return at[wrong[of_row]]
-
-
-def _waves(settings: Sequence[Settings], rows: RowIndex, at: Any) -> Any:
-    """Return the worker and wave of each row; an answer decoded alone is a wave of its own."""
-    shared = np.array([*(one.is_shared for one in settings), False])[rows.settings[at]]
-    names = (rows.codes["suite"], rows.codes["method"], rows.settings, rows.turn, rows.repeat)
-    place = [np.where(shared, column[at], -1) for column in names]
-    return np.stack([rows.worker[at], np.where(shared, -1, at), *place], axis=1)
+    is_shared = np.array([*(one.is_shared for one in settings), False])[timed["settings"]]
+    keys = ["worker", "suite", "method", "settings", "turn", "repeat"]
+    waves = timed.groupby(keys, observed=True, dropna=False).ngroup()
+    # An answer that was decoded alone is a wave of its own.
+    wave = np.where(is_shared, waves, len(timed) + np.arange(len(timed)))
+    spans = timed.groupby(wave).agg(worker=("worker", "first"), start=("start_s", "min"), end=("end_s", "max"))
+    spans = spans.sort_values(["worker", "start"], kind="stable")
+    ends = (spans["end"] - SHARE * (spans["end"] - spans["start"])).groupby(spans["worker"]).cummax()
+    is_late = spans["start"] < ends.groupby(spans["worker"]).shift() - AT_LEAST_S
+    return timed.index[np.isin(wave, spans.index[is_late])].to_numpy()
 
 
 # The whole check: the rows must be those of the plan, each once, and each must be a possible measurement.
@@ -294,19 +252,19 @@ class IntegrityReport:
 
 def check_integrity(info: RunInfo, where: str, summaries: Sequence[PartSummary]) -> IntegrityReport:
     """Check all parts of the run whose `run.json` is at `where`. Raises UserError if its plan is not valid."""
-    rows = RowIndex(summaries)
+    rows = joined_rows(summaries)
     identity, plan = info.identity, plans.recorded(info, where)
     plans.refuse_size(plan, where)
-    match = PlanMatch(plan, rows)
+    match = PlanMatch.of(plan, rows)
     faults = [*_faults_of_parts(summaries), *_contradictions(identity, plan.settings, match, rows)]
     faults += _unscored(identity, match, rows)
-    out_of_place = mask(match.duplicates, rows.num) | mask(match.unexpected, rows.num)
+    out_of_place = mask([*match.duplicates, *match.unexpected], len(rows))
     faults += span_faults(info, plan.settings, rows, ~out_of_place)
     problems = [*_missing(plan, match)]
     if not problems and not out_of_place.any() and not any(len(which) for _, which in faults):
         # A row with another problem changes the sums, too, and is reported by that problem.
         faults += off_sums(info, rows)
-    invalid = np.zeros(rows.num, dtype=bool)
+    invalid = np.zeros(len(rows), dtype=bool)
     for _, which in faults:
         invalid[which] = True
     names = [*short_names(plan.settings).values(), ""]
@@ -351,64 +309,56 @@ def _faults_of_parts(summaries: Sequence[PartSummary]) -> list[tuple[str, Any]]:
 
 
 def _contradictions(
-    identity: RunIdentity, settings: Sequence[Settings], match: PlanMatch, rows: RowIndex
+    identity: RunIdentity, settings: Sequence[Settings], match: PlanMatch, rows: Any
 ) -> Iterator[tuple[str, Any]]:
     """Find verdicts that the tokens contradict, and missing ones.
 
     Baseline answers were compared with those of the first repeat.
     """
-    first = np.where(match.is_plain, match.place - rows.repeat * len(settings), match.place)
-    other = np.where((match.place >= 0) & ~(match.is_plain & (rows.repeat == 0)), match.plain[first], -1)
-    compared = (other >= 0) & ~rows.failed & ~rows.failed[other]
-    labelled = rows.codes["exactness"] >= 0
-    equal = rows.digests == rows.digests[other]
-    exact = rows.codes["exactness"] == rows.code("exactness", "exact")
+    failed, hidden, digest, repeat = (rows[name].to_numpy() for name in ("failed", "hidden", "digest", "repeat"))
+    is_plain, in_plan = (rows["method"] == BASELINE).to_numpy(), match.place >= 0
+    first = np.where(is_plain & in_plan, match.place - repeat * len(settings), match.place)
+    other = np.where(in_plan & ~(is_plain & (repeat == 0)), match.plain[first], -1)
+    compared = (other >= 0) & ~failed & ~failed[other]
+    labelled, exact = rows["exactness"].notna().to_numpy(), (rows["exactness"] == "exact").to_numpy()
+    equal = digest == digest[other]
     # Hidden tokens were compared by their texts, which are not read again here.
-    judged = compared & labelled & ~rows.hidden & ~rows.hidden[other]
+    judged = compared & labelled & ~hidden & ~hidden[other]
     yield "marked exact, but its tokens differ from the plain answer's", np.flatnonzero(judged & exact & ~equal)
     yield "not marked exact, but its tokens are the plain answer's", np.flatnonzero(judged & ~exact & equal)
-    greedy = np.array([*(one.greedy for one in settings), False])[rows.settings]
-    greedy &= ~np.array([*map(is_lossy, rows.names["method"]), False])[rows.codes["method"]]
-    absent = greedy & compared & ~match.is_plain & ~labelled
+    greedy = np.array([*(one.greedy for one in settings), False])[rows["settings"]]
+    greedy &= ~_by_category(rows, "method", list(map(is_lossy, rows["method"].cat.categories)), False)
+    absent = greedy & compared & ~is_plain & ~labelled
     yield "decoded greedily, but not compared with the plain answer", np.flatnonzero(absent)
-    wanted = {"all": ~rows.failed, "divergent": labelled & ~exact}.get(str(identity.audit), np.False_)
-    yield "not audited, although the run was", np.flatnonzero(greedy & wanted & ~rows.audited & ~rows.hidden)
+    wanted = {"all": ~failed, "divergent": labelled & ~exact}.get(str(identity.audit), np.False_)
+    yield "not audited, although the run was", np.flatnonzero(greedy & wanted & ~rows["audited"] & ~hidden)
 
 
-def _unscored(identity: RunIdentity, match: PlanMatch, rows: RowIndex) -> Iterator[tuple[str, Any]]:
+def _unscored(identity: RunIdentity, match: PlanMatch, rows: Any) -> Iterator[tuple[str, Any]]:
     """Find answers without a score in suites whose scorer could have given one. Prompts are excused by their ids."""
     without_code = identity.code == "not run"
-    scored = [
-        rows.code("suite", name)
-        for name, suite in identity.suites.items()
-        if suite.scorer != "none" and not (without_code and suite.scorer in CODE_SCORERS)
-    ]
-    wanted = np.isin(rows.codes["suite"], scored) & match.is_last_turn & ~rows.failed
+    wanted = np.zeros(len(rows), dtype=bool)
     for name, suite in identity.suites.items():
-        excused = [rows.code("prompt_id", prompt_id) for prompt_id in suite.unscored]
-        wanted &= (rows.codes["suite"] != rows.code("suite", name)) | ~np.isin(rows.codes["prompt_id"], excused)
-    yield "not scored, although the suite has a scorer", np.flatnonzero(wanted & ~rows.scored)
+        if suite.scorer != "none" and not (without_code and suite.scorer in CODE_SCORERS):
+            wanted |= (rows["suite"] == name) & ~rows["prompt_id"].isin(suite.unscored)
+    lacking = match.is_last_turn & ~rows["failed"] & ~rows["passed"] & ~rows["valued"]
+    yield "not scored, although the suite has a scorer", np.flatnonzero(wanted & lacking)
 
 
-def _by_cell(kind: str, what: str, which: Any, rows: RowIndex, names: Sequence[str]) -> Iterator[Problem]:
+def _by_cell(kind: str, what: str, which: Any, rows: Any, names: Sequence[str]) -> Iterator[Problem]:
     """Yield one problem per suite, settings and method of these rows, in the order of their first rows.
 
     `names` are those of the settings for people; the last entry is for settings that are not the run's.
     """
-    num_methods = len(rows.names["method"]) + 1
-    cells = (rows.codes["suite"][which] + 1) * num_methods + rows.codes["method"][which] + 1
-    cells = cells * len(names) + rows.settings[which]
-    _, first, counts = np.unique(cells, return_index=True, return_counts=True)
-    for at, num in sorted(zip(first.tolist(), counts.tolist(), strict=True)):
-        row = int(which[at])
-        place = _place(rows.name("prompt_id", row), int(rows.turn[row]), int(rows.repeat[row]))
+    found = rows.iloc[np.sort(which)]
+    for _, members in found.groupby(["suite", "settings", "method"], observed=True, sort=False, dropna=False):
+        first, num = members.iloc[0], len(members)
+        suite, method, prompt = (
+            "?" if first[name] != first[name] else first[name] for name in ("suite", "method", "prompt_id")
+        )
+        place = _place(prompt, int(first["turn"]), int(first["repeat"]))
         yield Problem(
-            kind,
-            rows.name("suite", row),
-            rows.name("method", row),
-            num,
-            f"{num} answer{'s' * (num > 1)} {what}, first {place}",
-            names[rows.settings[row]],
+            kind, suite, method, num, f"{num} answer{'s' * (num > 1)} {what}, first {place}", names[first["settings"]]
         )
 
 
