@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.pace import STEP, WIDTHS, best_width, expected_tokens
+from dflash_bench.core.forwards import STEP, WIDTHS, best_width, expected_tokens
 
 Scores = Sequence[float] | None
 TOO_LONG_S = 5.0

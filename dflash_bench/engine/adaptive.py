@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from dflash_bench.core.forwards import fit
-from dflash_bench.core.pace import STEP, WIDTHS, Floats, best_width, expected_tokens
+from dflash_bench.core.forwards import STEP, WIDTHS, Floats, best_width, expected_tokens, fit
 
 MEMORY = 128
 """How many of the last rounds the costs are fitted to."""

@@ -72,6 +72,11 @@ def law(group: int, why: str, *names: str) -> Callable[[Callable[..., Any]], Cal
     return declare
 
 
+def of_counted(broken: Callable[[RowArrays], Any]) -> Callable[[RowArrays], Any]:
+    """Hold a law to the rows that count their rounds, looked at without the others."""
+    return lambda rows: rows.among(rows.is_counted, broken)
+
+
 # Form: known words, lists of one length.
 
 
@@ -122,35 +127,28 @@ def _uneven(rows: RowArrays, name: str) -> Any:
 
 
 @law(VALUES, "a round accepts more tokens than it drafts, or fewer than 0")
+@of_counted
 def _accepts_too_much(rows: RowArrays) -> Any:
-    def broken(rows: RowArrays) -> Any:
-        drafted, accepted = rows.flat("drafted"), rows.flat("accepted")
-        return rows.owning("accepted", (accepted > drafted) | (accepted < 0))
-
-    return rows.among(rows.is_counted, broken)
+    drafted, accepted = rows.flat("drafted"), rows.flat("accepted")
+    return rows.owning("accepted", (accepted > drafted) | (accepted < 0))
 
 
 @law(VALUES, "a round verifies more tokens than it drafts, or fewer than it accepts")
+@of_counted
 def _verifies_another_number(rows: RowArrays) -> Any:
-    def broken(rows: RowArrays) -> Any:
-        drafted, verified, accepted = rows.flat("drafted"), rows.verified, rows.flat("accepted")
-        return rows.owning("drafted", (verified > drafted) | (verified < accepted))
-
-    return rows.among(rows.is_counted, broken)
+    drafted, verified, accepted = rows.flat("drafted"), rows.verified, rows.flat("accepted")
+    return rows.owning("drafted", (verified > drafted) | (verified < accepted))
 
 
 @law(VALUES, "a round does not emit one token more than it accepts")
+@of_counted
 def _emits_another_number(rows: RowArrays) -> Any:
     """Only the last round of an answer can be cut short, and it still emits a token."""
-
-    def broken(rows: RowArrays) -> Any:
-        accepted, emitted, num_rounds = rows.flat("accepted"), rows.flat("emitted"), rows.lengths("accepted")
-        is_last = np.zeros(len(emitted), dtype=bool)
-        is_last[np.cumsum(num_rounds)[num_rounds > 0] - 1] = True
-        other = np.where(is_last, emitted - 1 > accepted, emitted != accepted + 1)
-        return rows.owning("emitted", other | (emitted < 1))
-
-    return rows.among(rows.is_counted, broken)
+    accepted, emitted, num_rounds = rows.flat("accepted"), rows.flat("emitted"), rows.lengths("accepted")
+    is_last = np.zeros(len(emitted), dtype=bool)
+    is_last[np.cumsum(num_rounds)[num_rounds > 0] - 1] = True
+    other = np.where(is_last, emitted - 1 > accepted, emitted != accepted + 1)
+    return rows.owning("emitted", other | (emitted < 1))
 
 
 @law(VALUES, f"{{}} is {NO_TIME}", *SECONDS)
