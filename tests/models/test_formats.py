@@ -499,6 +499,15 @@ def test_angles_by_kind_of_layer_are_those_of_sliding_layers_in_the_speculators_
         assert load(tmp_path / name).config.rope_theta == 3e3
 
 
+def test_a_speculators_config_says_one_thing_of_its_layers(tmp_path: Path) -> None:
+    save_draft(DFlashDraft(replace(dflash().config, own_embedding=True, own_head=True)), tmp_path, "speculators")
+    edit(tmp_path, lambda c: c.update(num_hidden_layers=2, sliding_window=None))
+    load(tmp_path)
+    edit(tmp_path, lambda c: c.update(layer_types=["sliding_attention"] * 2))
+    with pytest.raises(UserError, match=r"says layer_types = .'sliding_attention'.*'full_attention'.* in transf"):
+        load(tmp_path)
+
+
 def test_keys_of_the_speculators_library_about_training_change_nothing(tmp_path: Path) -> None:
     save_draft(DFlashDraft(replace(dflash().config, own_embedding=True, own_head=True)), tmp_path, "speculators")
     edit(tmp_path, lambda c: c.update(progressive_gamma=True, gamma_start=4.5, gamma_max=10.5, loss_decay_gamma=None))

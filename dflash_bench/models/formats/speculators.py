@@ -20,6 +20,8 @@ from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config, default_target_layers
 
 LAYER = "layers.0."
+BESIDE = tuple(key for key in base.READ if key not in ("target_hidden_size", "quantization_config"))
+"""Keys of the nested config, which may say nothing else beside it."""
 BODIES = ("qwen3", "llama")
 NO_FLAG = "norm_before_residual is absent: read as False, the library's default; vLLM reads True"
 
@@ -133,6 +135,12 @@ def _body(config: Json) -> dict[str, Any]:
         whole: dict[str, Any] = CONFIG_MAPPING[kind](**nested).to_dict()
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())) from error
+    # The library reads none of these beside it, and vLLM some.
+    for key in BESIDE:
+        if (value := config.get(key)) is not None and value != whole.get(key):
+            raise UserError(
+                f"config.json says {key} = {value!r}, but {whole.get(key)!r} in transformer_layer_config; copy it again"
+            )
     # Of angles that differ by kind of layer, the library gives all layers those of the sliding ones.
     angles = whole.get("rope_parameters") or {}
     angles = angles.get("sliding_attention", angles)
