@@ -224,6 +224,11 @@ def test_a_z_lab_config_is_read(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["QwenDFlashDraftModel", "Qwen3DFlashDraftModel"])
+def test_trainers_own_names_of_dflash_are_known(name: str, tmp_path: Path) -> None:
+    assert read(z_lab(architectures=[name]), tmp_path) == read(z_lab(), tmp_path)
+
+
 def test_the_block_size_is_found_in_either_place_and_the_inner_one_wins(tmp_path: Path) -> None:
     inner = {"mask_token_id": 57, "target_layer_ids": [1, 4, 7], "block_size": 10}
     newer = {key: value for key, value in z_lab(dflash_config=inner).items() if key != "block_size"}
@@ -275,6 +280,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         {"rope_theta": 3e6, "rope_scaling": YARN},
         {"rope_theta": 3e6, "rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 64},
         {"rope_parameters": {**YARN, "rope_theta": 3e6}},
+        {"rope_theta": 3e6, "rope_scaling": {**YARN, "type": "yarn"}},
         {"rope_parameters": {"full_attention": {**YARN, "rope_theta": 3e6}, "sliding_attention": {"rope_theta": 1.0}}},
     ],
 )

@@ -201,7 +201,7 @@ def _usual_format(draft: DraftModel) -> str:
 
 def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool = False) -> tuple[Format, Checkpoint]:
     """Return a folder's format and description. Call `problems` to check that it is complete and fits."""
-    config, path = read_config(folder), folder / "config.json"
+    config, path = known.usually_named(read_config(folder)), folder / "config.json"
     tensors = weights.read_tensors(folder, weights.only_maps if headers_only else weights.everything)
     tensors |= _mask_embedding(folder, config)
     base.check_map(str(folder), tensors)

@@ -195,7 +195,9 @@ def _rotary(config: Json) -> dict[str, Any]:
     settings = {**(config.get("rope_scaling") or {}), **newer}
     theta = float(settings.pop("rope_theta", config.get("rope_theta", 10000.0)))
     length = config.get("max_position_embeddings", 4096)
-    kind = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
+    # transformers 4 wrote the older name beside the newer one.
+    kinds = [settings.pop(key, None) for key in ("rope_type", "type")]
+    kind = kinds[0] or kinds[1] or "default"
     if {**config, **settings}.get("partial_rotary_factor") not in (None, 1.0):
         raise UserError("a draft with partial_rotary_factor in config.json is not supported")
     plain = {"rope_theta": theta, "max_positions": length, "rope_scaling": None}

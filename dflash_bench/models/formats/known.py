@@ -24,6 +24,11 @@ ARCHITECTURES = {
     "MuseGlimmerAssistantModel": "an assistant for transformers' own DFlash",
     "Eagle3Speculator": "EAGLE-3", "Eagle3DraftModel": "EAGLE-3", "Qwen3Eagle3Model": "EAGLE-3",
 }  # fmt: skip
+OTHER_NAMES = {
+    "QwenDFlashDraftModel": "DFlashDraftModel", "Qwen3DFlashDraftModel": "DFlashDraftModel",
+    "Qwen3DFlash2DraftModel": "DFlash2DraftModel",
+}  # fmt: skip
+"""AngelSlim's and NeMo's own names of architectures that compute what these do."""
 SPECULATORS = {
     "dflash": "DFlash", "dflash2": "DFlash 2", "dspark": "DSpark", "dflare": "DFlare", "xpress": "XPress",
     "peagle": "P-EAGLE", "eagle3": "EAGLE-3", "jetspec": "JetSpec", "dels_spec": "DeLS-Spec", "pard2": "PARD-2",
@@ -52,6 +57,14 @@ OF_TRANSFORMERS_4 = (
     "tokenizer_class", "top_k", "top_p", "torchscript", "typical_p", "use_bfloat16", "use_cache",
 )  # fmt: skip
 """Keys that every config of transformers 4 has; none changes a draft."""
+
+
+def usually_named(config: Json) -> Json:
+    """Return the config with the usual names of its architectures."""
+    names = config.get("architectures")
+    if not isinstance(names, list):
+        return config
+    return {**config, "architectures": [OTHER_NAMES.get(str(name), name) for name in names]}
 
 
 def named_kind(config: Json) -> str | None:
