@@ -2,8 +2,9 @@
 
 A race has rounds, each an ordinary run of plain decoding and the methods that are left, on prompts that no earlier
 round had. After a round a method leaves if its interval says that it is slower than the leader, or not worth the time
-that telling them apart would take: at most `WORTH` faster. All speed-ups are ratios within one run, to plain decoding
-of the same prompts, so that rounds measured at different times can be put together prompt by prompt.
+that telling them apart would take: at most `WORTH` faster. At most half of those that took part go on (successive
+halving): where several are level, telling them apart would take all prompts. All speed-ups are ratios within one run,
+to plain decoding of the same prompts, so that rounds measured at different times can be put together prompt by prompt.
 
 The methods that a round leaves over are chosen by the figures that the table shows, so that the leader's own speed-up
 is, if anything, a little too high.
@@ -35,10 +36,14 @@ ONE_WAVE = 0.85
 """Under a load with several answers at a time, a method's answers to a round's prompts are decoded together, so that a
 disturbance hits all of them. After the first round only methods leave whose upper bound is below this."""
 
+ENOUGH = 32
+"""Before so many prompts, two at least go on that no interval tells apart."""
+
 Verdict = Literal[
-    "leads", "level", "slower", "no_gain", "below_plain", "wrong", "failed", "no_time", "waiting", "baseline"
+    "leads", "level", "behind", "slower", "no_gain", "below_plain", "wrong", "failed", "no_time", "waiting", "baseline"
 ]
-"""`level`: not told apart from the leader; `no_gain`: at most `WORTH` faster than it; `waiting`: not yet measured."""
+"""`level`: not told apart from the leader; `behind`: neither, but not in the faster half of a round; `no_gain`: at most
+`WORTH` faster than the leader; `waiting`: not yet measured."""
 Parts = Mapping[str, tuple[Sequence[str], Floats]]
 """By suite: the ids of prompts, and their sums [prompts, sums]."""
 
@@ -198,10 +203,15 @@ class Race:
     def is_decided(self) -> bool:
         """Whether another round could change nothing that matters."""
         racing = self.racing
-        if racing and self.load.concurrency > 1 and self.num_rounds < 2:
+        if racing and self._is_wave:
             return False
         speedup = self.speedup(racing[0]) if len(racing) == 1 else None
         return not racing or (speedup is not None and speedup.low is not None and speedup.low > 1)
+
+    @property
+    def _is_wave(self) -> bool:
+        """Were all answers of a method so far decoded together?"""
+        return self.load.concurrency > 1 and self.num_rounds < 2
 
     @property
     def num_rounds(self) -> int:
@@ -215,6 +225,7 @@ class Race:
     def add(self, tables: Sequence[RunTable], failed: Mapping[str, str]) -> None:
         """Add a round: its runs, and the errors of methods that could not be measured; see who leaves."""
         self.tables += tables
+        num_before = len(self.racing)
         for method in self.racing:
             self.rounds[method] = self.rounds.get(method, 0) + 1
         self.left |= {method: ("failed", error) for method, error in failed.items()}
@@ -226,6 +237,9 @@ class Race:
         for method, verdict in self._verdicts().items():
             if verdict not in ("leads", "level"):
                 self.left[method] = (verdict, "")
+        if not self._is_wave:
+            most = max(1 if self.num_prompts >= ENOUGH else 2, math.ceil(num_before / 2))
+            self.left |= dict.fromkeys(self.fastest_first()[most:], ("behind", ""))
 
     def leave(self, methods: Sequence[str]) -> None:
         """Leave out methods for which there is no time."""
@@ -251,8 +265,7 @@ class Race:
         """Return the verdict on each remaining method, the leader's first."""
         order = self.fastest_first()
         found: dict[str, Verdict] = {}
-        is_wave = self.load.concurrency > 1 and self.num_rounds < 2
-        slow, most = (ONE_WAVE, ONE_WAVE) if is_wave else (1.0, 1 + WORTH)
+        slow, most = (ONE_WAVE, ONE_WAVE) if self._is_wave else (1.0, 1 + WORTH)
         for method in order:
             over_plain, beside = _high(self.speedup(method)), _high(self.beside(method, order[0]))
             if over_plain < slow:

@@ -23,6 +23,7 @@ OUTCOMES = {
     "baseline": "plain decoding",
     "leads": "the fastest",
     "level": "level with the fastest",
+    "behind": "not in the faster half",
     "slower": "slower than the fastest",
     "no_gain": f"at most {100 * WORTH:.0f} % faster",
     "below_plain": "slower than plain decoding",

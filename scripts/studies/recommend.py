@@ -1,8 +1,8 @@
 """Does `recommend` choose what an exhaustive grid would, and in what part of the grid's time?
 
-For two models: prompts of five kinds, in one file as a user's traffic would be, at two loads. The grid measures every
-method and length that the races could choose on all prompts. Then the races' choice and the grid's best are measured
-again, in turns, five times under each load.
+For two models: prompts of five kinds, in one file as a user's traffic would be. The grid measures every method and
+length that the races could choose on all prompts. Then the races' choice and the grid's best are measured again, in
+turns, ten times in all: nano under two loads, SmolLM2 one answer at a time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from dflash_bench.results.table import read_run
 from dflash_bench.tasks import suites
 from studies._study import Made, StudyError, Work, bench, tell, write
 
-TAKES = "half an hour of one core, of which nano takes five minutes"
+TAKES = "half an hour of one core, of which nano takes ten minutes"
 PAGES = ("recommend.md",)
 SUITES = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench")
-LOADS = (1, 4)
-REPEATS, RIGHT = 5, 0.9
-"""Of each load; and the share of a model's repeats in which the choice must be as good."""
+LIMIT, AGAIN = 32, 32
+"""Prompts of each suite, and of all suites where something is measured again."""
+REPEATS, RIGHT = 10, 0.9
+"""Of a model, and the share of these in which the choice must be as good."""
 SLOWER, SHARE = 0.95, 0.25
 """The least speed beside the grid's best, and the most time beside the grid's."""
 
@@ -38,16 +39,13 @@ class Field:
 
     model: str
     methods: str
-    limit: int
-    """Prompts of each suite."""
-    again: int
-    """Prompts of all suites, for the choice and the grid's best."""
+    loads: tuple[int, ...]
     max_new_tokens: int
 
 
 FIELDS = (
-    Field("nano", "dflash,ddtree,eagle3,mtp,ngram,suffix", 32, 32, 96),
-    Field("smollm2", "dflash,dflash@2,eagle3", 16, 16, 32),
+    Field("nano", "dflash,ddtree,eagle3,mtp,ngram,suffix", (1, 4), 96),
+    Field("smollm2", "dflash,dflash@2,eagle3", (1,), 32),
 )
 PAGE = """# Which method for my traffic? The races beside a grid
 
@@ -57,11 +55,11 @@ PAGE = """# Which method for my traffic? The races beside a grid
 
 {machine}.
 
-For each model, `dflash-bench recommend` raced its methods and lengths under two loads, on prompts of {suites}: as many
-of each, embedded, in one file. The grid measured all of them on all prompts. Times are a processor's, with loading and
-imports; at most {most:.2f} of the grid's is claimed. The choice and the grid's best were then measured again, in turns,
-{repeats} times under each load. A repeat is right if the choice is at most 5 % slower, or if the interval over prompts
-cannot tell them apart; nine in ten are claimed.
+For each model, `dflash-bench recommend` raced its methods and lengths on prompts of {suites}:
+as many of each, embedded, in one file. The grid measured all of them on all prompts. Times are a processor's, with
+loading and imports; at most {most:.2f} of the grid's is claimed. The choice and the grid's best were then measured
+again on {again} of the prompts, in turns, {repeats} times for each model. A repeat is right if the choice is at most
+5 % slower, or if the interval over prompts cannot tell them apart; nine in ten are claimed.
 
 {sections}
 
@@ -73,8 +71,7 @@ the luckiest.
 SECTION = """## {model}
 
 {num_methods} methods and lengths, {num_prompts} prompts, up to {max_new_tokens} tokens each. The races took
-{race_s:.0f} s, and the grid {grid_s:.0f} s: {share:.2f} of its time. {num_right} of {num_repeats} repeats are right,
-on {again} of the prompts.
+{race_s:.0f} s, and the grid {grid_s:.0f} s: {share:.2f} of its time. {num_right} of {num_repeats} repeats are right.
 
 {chosen}
 
@@ -99,31 +96,32 @@ class Repeat:
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--only", choices=[one.model for one in FIELDS], help="one model alone, for a try")
-    parser.add_argument("--limit", type=int, help="prompts of each suite (32 for nano, 16 for smollm2)")
+    parser.add_argument("--limit", type=int, default=LIMIT, help=f"prompts of each suite ({LIMIT}, all of them)")
+    parser.add_argument("--again", type=int, default=AGAIN, help=f"prompts that are measured again ({AGAIN})")
 
 
 def make(work: Work, options: Namespace) -> Made:
     sections, problems = [], []
     for one in FIELDS:
         if options.only in (None, one.model):
-            text, wrong = _on_model(work, replace(one, limit=options.limit or one.limit))
+            text, wrong = _on_model(work, one, options.limit, options.again)
             sections.append(text)
             problems += wrong
             machine = read_run(work.folder / f"{one.model}-grid").info.environment.one_line()
     page = PAGE.format(
         command=work.command, machine=machine, suites=", ".join(SUITES), most=SHARE, repeats=REPEATS,
-        sections="\n\n".join(sections),
+        again=options.again, sections="\n\n".join(sections),
     )  # fmt: skip
     return Made({PAGES[0]: page}, problems)
 
 
-def _on_model(work: Work, field: Field) -> tuple[str, list[str]]:
+def _on_model(work: Work, field: Field, limit: int, again: int) -> tuple[str, list[str]]:
     """The section on a model, and what it holds against what is claimed."""
-    prompts = work.once(f"{field.model}.jsonl", lambda: _rows(field.limit))
+    prompts = work.once(f"{field.model}.jsonl", lambda: _rows(limit))
     given = (
         "--model", field.model, "--prompts", prompts, "--threads", 1, "--max-new-tokens", field.max_new_tokens,
     )  # fmt: skip
-    loads = ",".join(map(str, LOADS))
+    loads = ",".join(map(str, field.loads))
     raced, grid_name = work.folder / f"{field.model}-race", f"{field.model}-grid"
     race_words = ("recommend", *given, "--method", field.methods, "--concurrency", loads, "--out", raced)
     race_s = _timed(work, raced.name, lambda: bench(*race_words, shown=True))
@@ -138,7 +136,7 @@ def _on_model(work: Work, field: Field) -> tuple[str, list[str]]:
         best = grid.fastest_first()[0]
         if (speedup := grid.speedup(best)) is None or speedup.value < 1:
             best = "ar"
-        repeats += _again(work, field, (*given, "--limit", field.again), load, choice, best)
+        repeats += _again(work, field, (*given, "--limit", again), load, choice, best)
         rows.append([
             str(load.concurrency), choice, with_interval(_interval(one["speedup"])), best,
             *(with_interval(grid.speedup(name)) if name in labels else "1.00" for name in (best, choice)),
@@ -147,7 +145,7 @@ def _on_model(work: Work, field: Field) -> tuple[str, list[str]]:
     text = SECTION.format(
         model=field.model, num_methods=len(labels), num_prompts=len(prompts.read_text(encoding="utf-8").splitlines()),
         max_new_tokens=field.max_new_tokens, race_s=race_s, grid_s=grid_s, share=share, num_right=num_right,
-        num_repeats=len(repeats), again=field.again,
+        num_repeats=len(repeats),
         chosen=markdown(
             ["at a time", "races' choice", "by the races", "grid's best", "by the grid", "the choice by the grid"], rows
         ),
@@ -212,18 +210,15 @@ def _read(folder: Path, load: Load, labels: Sequence[str], repeat: int | None = 
 
 
 def _again(work: Work, field: Field, given: Sequence[object], load: Load, choice: str, best: str) -> list[Repeat]:
+    numbers = range(REPEATS // len(field.loads))
     if choice == best:
-        return [Repeat(load, number, choice, best, None) for number in range(REPEATS)]
+        return [Repeat(load, number, choice, best, None) for number in numbers]
     labels = [label for label in (choice, best) if label != "ar"]
-    name = f"{field.model}-again-{load.concurrency}"
     tell(f"{field.model}: {choice} and {best} again, {load.concurrency} at a time")
-    words = (*given, "--method", ",".join(labels), "--concurrency", load.concurrency, "--repeats", REPEATS)
-    run = work.run(name, *words)
-    found = []
-    for at in range(REPEATS):
-        race = _read(run, load, labels, at)
-        found.append(Repeat(load, at, choice, best, _beside(race, choice, best)))
-    return found
+    words = (*given, "--method", ",".join(labels), "--concurrency", load.concurrency, "--repeats", len(numbers))
+    run = work.run(f"{field.model}-again-{load.concurrency}", *words)
+    races = [_read(run, load, labels, number) for number in numbers]
+    return [Repeat(load, at, choice, best, _beside(race, choice, best)) for at, race in enumerate(races)]
 
 
 def _beside(race: Race, choice: str, best: str) -> Interval | None:

@@ -103,6 +103,27 @@ def test_a_gain_that_is_not_worth_more_measuring_ends_the_race() -> None:
     assert "no_gain" in verdicts(race.decision()).values()
 
 
+def test_the_faster_half_goes_on_where_no_interval_tells() -> None:
+    race = Race(Load(), tuple(f"dflash:{number}" for number in range(1, 9)))
+    for first, num, most in ((0, 8, 4), (8, 8, 2), (16, 16, 1)):
+        before = race.racing
+        race.add([measured(dict.fromkeys(before, 2.0), first, num, noise=0.4)], {})
+        speeds = {method: speed.value for method in before if (speed := race.speedup(method))}
+        slower = [speeds[method] for method in before if race.left.get(method) == ("behind", "")]
+        assert max(slower, default=0.0) < min(speeds[method] for method in race.racing)
+        assert 1 <= len(race.racing) <= most
+    assert ("behind", "") in race.left.values()
+
+
+def test_two_go_on_until_enough_is_measured_and_of_one_wave_all() -> None:
+    pair = {"dflash": 2.0, "eagle3": 2.0}
+    assert len(raced(measured(pair, noise=0.4), methods=tuple(pair)).racing) == 2
+    assert len(raced(measured(pair, num=32, noise=0.4), methods=tuple(pair)).racing) == 1
+    several = {f"dflash:{number}": 2.0 for number in range(1, 9)}
+    waves = Load(concurrency=4)
+    assert len(raced(measured(several, noise=0.1, load=waves), methods=tuple(several), load=waves).racing) == 8
+
+
 def test_of_one_wave_only_those_leave_that_are_far_behind() -> None:
     """What disturbs a wave makes all of its answers slower, which no interval over prompts shows."""
     load, speeds = Load(concurrency=4), {"dflash": 2.0, "eagle3": 1.8, "ngram": 1.2}
