@@ -41,10 +41,11 @@ SAMPLING = {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
 BOOKS = "dflash-bench, its tests' own formulas (no publisher's code)"
 WHAT = {
     DFLASH: "DFlash in z-lab's format beside a Qwen3 target with experts (4, of which 2 compute each token). Ours: the "
-    "rounds are those of a formula written from the published description, and no publisher's code made them.",
+    "rounds are those of a formula written from the published description; SpecForge's code (a6b6b023) drafts the "
+    "same.",
     MTP: "MTP heads with experts under `mtp.*` in the checkpoint of a Qwen3.5 target with experts, one tensor for each "
-    "expert's matrix. Ours: the rounds are those of a formula written from the published description, and no "
-    "publisher's code made them.",
+    "expert's matrix. Ours: the rounds are those of a formula written from the published description; speculators' "
+    "code (c05b95b3) drafts the same.",
 }
 LEAST_GAP = 1e-3
 """In logits: what float32 decides under every forward."""
