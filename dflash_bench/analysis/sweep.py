@@ -157,23 +157,19 @@ def _by_setting(name: str, cells: Sequence[Cell]) -> Groups:
     """Group the cells that differ only in this setting."""
     groups: Groups = {}
     settings = list(dict.fromkeys(cell.settings for cell in cells))
-    one_way_of_sampling = len({_sampling(sampled) for sampled in settings if not sampled.greedy}) < 2
+    ways = {tuple(getattr(sampled, name) for name in OF_SAMPLING) for sampled in settings if not sampled.greedy}
     for cell in cells:
         settings_of_cell, value = cell.settings, getattr(cell.settings, name)
         value = NONE if name == "context" and value is None else value
         if value is None or (settings_of_cell.greedy and name in OF_SAMPLING):
             continue
         rest: Settings = replace(settings_of_cell, **{name: getattr(GREEDY, name)})
-        if name == "temperature" and one_way_of_sampling:  # sampling settings have no effect in greedy decoding
+        if name == "temperature" and len(ways) < 2:  # sampling settings have no effect in greedy decoding
             rest = replace(rest, **{sampling: getattr(GREEDY, sampling) for sampling in OF_SAMPLING})
         series = labels.with_settings(cell.method, name_without(settings_of_cell, settings, name))
         label = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
         groups.setdefault((cell.method, rest), (series, {}))[1].setdefault(label, (cell.method, settings_of_cell))
     return groups
-
-
-def _sampling(settings: Settings) -> tuple[Any, ...]:
-    return tuple(getattr(settings, name) for name in OF_SAMPLING)
 
 
 def _curves(groups: Groups, cells: Sequence[Cell]) -> tuple[SweepCurve, ...]:

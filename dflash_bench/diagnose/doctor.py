@@ -17,7 +17,6 @@ from dflash_bench.core.option import check_options
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.diagnose.probes import DraftChange, DraftUnderTest, build_drafter, num_drafts_of, probes
 from dflash_bench.engine.backend import LocalBackend
-from dflash_bench.engine.drafter import Drafter
 from dflash_bench.engine.loop import AcceptedAnswer, al_pooled, by_position, measure_acceptance
 from dflash_bench.engine.rows import Limits
 from dflash_bench.models import hub, inspect, targets
@@ -81,12 +80,6 @@ class ChangeTrial:
         if self.p is None:
             return self.gain >= ONE_PROMPT_GAIN
         return self.gain >= LEAST_GAIN and self.p < CHANCE
-
-
-def take_sample(
-    name: str, draft: DraftUnderTest, drafter: Drafter, prompts: Sequence[Tokens], limits: Limits
-) -> Sample:
-    return Sample(name, tuple(measure_acceptance(draft.target, drafter, prompts, limits)))
 
 
 def try_probes(
@@ -286,7 +279,7 @@ class _Examiner:
         backend = backend or self.backend
         subject = self._subject(backend)
         drafter = build_drafter(subject.draft, subject.target, subject.num_drafts)
-        return take_sample(name, subject, drafter, prompts, backend.limits)
+        return Sample(name, tuple(measure_acceptance(subject.target, drafter, prompts, backend.limits)))
 
     def _other_conditions(self, chats: Chats) -> Iterator[tuple[DraftChange, Sample]]:
         """Try the same chats, rendered or computed in another way."""

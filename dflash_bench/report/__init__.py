@@ -72,10 +72,6 @@ def _json(document: Document) -> str:
     return json.dumps(document_json(document), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _csv(document: Document) -> str:
-    return render.csv_text(columns.all_figures(document.cells))
-
-
 def _latex(document: Document) -> str:
     """Return the main table, with formulas and machine in its caption. Raises UserError if every answer failed."""
     info = require_answers(document).results.info
@@ -87,5 +83,6 @@ def _latex(document: Document) -> str:
 
 
 FORMATS: dict[str, Callable[[Document], str]] = {
-    "table": text, "markdown": _markdown, "json": _json, "csv": _csv, "latex": _latex,
+    "table": text, "markdown": _markdown, "json": _json, "latex": _latex,
+    "csv": lambda document: render.csv_text(columns.all_figures(document.cells)),
 }  # fmt: skip

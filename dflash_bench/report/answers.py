@@ -255,7 +255,7 @@ def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
         "finish": row["finish_reason"],
         "tokens": int(row["num_tokens"]),
         "rounds": None if row["num_rounds"] != row["num_rounds"] else int(row["num_rounds"]),
-        "al": _short(_acceptance_length(row)),
+        "al": _short(1 + row["num_accepted"] / row["num_rounds"] if row["num_rounds"] > 0 else None),
         "ms": _short(ms_per_token),
         "speedup": _short(
             plain_ms_per_token / ms_per_token
@@ -270,10 +270,6 @@ def _row(row: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
             spent = zip(row["draft_s"], row["verify_s"], strict=True)
             page_row["times"] = [round(1e6 * (seconds or 0.0)) for both in spent for seconds in both]
     return {name: value for name, value in page_row.items() if value is not None}
-
-
-def _acceptance_length(row: dict[str, Any]) -> float | None:
-    return 1 + row["num_accepted"] / row["num_rounds"] if row["num_rounds"] > 0 else None
 
 
 def _ms_per_token(row: dict[str, Any]) -> float | None:

@@ -287,17 +287,13 @@ def _best_value(sweep: Sweep, curve: SweepCurve) -> str:
     ]
     if slower:
         parts.append(f"it is faster than {_and(slower)}")
-    if not _is_faster(best.speedup):
+    if best.speedup.low is None or best.speedup.low <= 1:
         parts.append("it is not shown to be faster than plain decoding")
     return "; ".join(parts) + "."
 
 
 def _and(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
-
-
-def _is_faster(speedup: Interval) -> bool:
-    return speedup.low is not None and speedup.low > 1
 
 
 # What a longer context does to each method: a table by suite, method and context.

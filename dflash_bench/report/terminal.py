@@ -133,7 +133,8 @@ def markdown() -> str:
     heads = ("method", "what it is", "weights", "drafts", "lossless")
     rows = [
         (
-            f"`{_spelling(kind)}`", tables.in_markdown(kind.summary), f"`{kind.weights}`" if kind.weights else "none",
+            f"`{kind.name}{'[:N]' if kind.count else ''}`", tables.in_markdown(kind.summary),
+            f"`{kind.weights}`" if kind.weights else "none",
             DRAFTED[kind.shape], "yes" if kind.lossless else "**no**",
         )
         for kind in METHODS.values()
@@ -149,10 +150,6 @@ def _table_methods(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _row(kind: MethodSpec) -> list[str]:
     return [kind.name, kind.weights or "none", DRAFTED[kind.shape], "lossless" if kind.lossless else "lossy"]
-
-
-def _spelling(kind: MethodSpec) -> str:
-    return kind.name + ("[:N]" if kind.count else "")
 
 
 def _facts(kind: MethodSpec) -> Iterator[str]:

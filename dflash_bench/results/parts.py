@@ -130,13 +130,10 @@ def to_table(records: Sequence[Answer], identity: Identity) -> Any:
     return pa.Table.from_pylist([_row(record, identity) for record in records], schema())
 
 
-def _columns_of(settings: Settings) -> dict[str, Any]:
-    return asdict(settings) | {SETTINGS_ID: settings.id}
-
-
 def _row(record: Answer, identity: Identity) -> dict[str, Any]:
     row = columns_of_run(identity) | columns_of_method(identity, record.method)
-    row |= columns_of_suite(identity, record.suite) | _columns_of(record.settings)
+    row |= columns_of_suite(identity, record.suite)
+    row |= asdict(record.settings) | {SETTINGS_ID: record.settings.id}
     row |= {name: getattr(record, name) for name in FLAT}
     row |= {field.name: getattr(record.generation, field.name) for field in fields(Generation)}
     for place, columns in PLACES.items():
@@ -177,7 +174,7 @@ def add_checksum(part: Path, content: bytes | memoryview) -> None:
     files.require_output(ledger)
     try:
         with ledger.open("a+b") as file:
-            is_torn = file.tell() > 0 and _last_byte(file.fileno(), file.tell()) != b"\n"
+            is_torn = file.tell() > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
             file.write(b"\n" * is_torn + line)
             file.flush()
             os.fsync(file.fileno())
@@ -230,10 +227,6 @@ def _state(path: Path) -> tuple[int, int, int, int]:
 def _sha256(part: Path, *_state: int) -> str:
     with part.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _last_byte(file: int, size: int) -> bytes:
-    return os.pread(file, 1, size - 1)
 
 
 PARTS = "part-*.parquet"

@@ -83,16 +83,13 @@ def recorded(info: RunInfo, where: str) -> Plan:
     """Return the plan in the `run.json` at `where`. Raises UserError if it was edited or is not there."""
     if info.plan is None or sha256(info.plan.to_json()) != info.identity.plan:
         raise UserError(f"{where}: the plan is not the one the run was started with; restore the original file")
-    methods, prompts = tuple(info.plan.methods), {suite: _refs(some) for suite, some in info.plan.prompts.items()}
+    methods = tuple(info.plan.methods)
+    prompts = {suite: [PromptRef(*entry) for entry in some] for suite, some in info.plan.prompts.items()}
     repeated = [suite for suite, some in prompts.items() if len({prompt.prompt_id for prompt in some}) < len(some)]
     if repeated or len(set(methods)) < len(methods):
         raise UserError(f"{where}: the plan lists a prompt or a method twice; restore the original file")
     plan = Plan(methods, info.plan.repeats, prompts, settings_of(info.identity, where))
     return plan if info.measured is None else _cut(plan, info.measured, where)
-
-
-def _refs(entries: Sequence[tuple[str, int, str]]) -> list[PromptRef]:
-    return [PromptRef(*entry) for entry in entries]
 
 
 def _cut(plan: Plan, measured: Mapping[str, int], where: str) -> Plan:

@@ -249,7 +249,8 @@ class RoundTable:
         # Tokens emitted before each round of an answer, including the one from prefill.
         out = 1 + before - firsts
         if by == "part":
-            bins = part_of(out, _thinking(batch)[owners])
+            # Where the model does not think, or nothing is known of it, all of an answer is the answer itself.
+            bins = part_of(out, batch.column("num_thinking_tokens").fill_null(0).to_numpy(zero_copy_only=False)[owners])
         else:
             bins = position_bin(out + _prompts(batch)[owners] if by == "context-position" else out)
         cuts = (np.diff(owners, prepend=-1) != 0) | (np.diff(bins, prepend=-1) != 0)
@@ -294,11 +295,6 @@ class RoundTable:
         total[self.filled] = values
         total[self.hidden] = np.nan
         return total
-
-
-def _thinking(batch: Any) -> Any:
-    """Return the thinking tokens of each answer; 0 if the model does not think, or if it is not known."""
-    return batch.column("num_thinking_tokens").fill_null(0).to_numpy(zero_copy_only=False)
 
 
 def _prompts(batch: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.methods import Method, MethodSpec
+from dflash_bench.core.methods import Method
 from dflash_bench.core.option import check_options, options_of
 from dflash_bench.models.presets import MTP, Preset, parse_drafts
 from dflash_bench.results.plan import BASELINE
@@ -86,7 +86,8 @@ def _usable(request: RunRequest) -> Iterator[Method]:
     program = None if request.launch is None else servers_launch.program_named(request.launch)
     found = []
     for kind in methods.METHODS.values():
-        if kind.name == BASELINE or kind.is_probe or not kind.lossless or _needs_a_file(kind):
+        needs_a_file = any(option.is_file for option in kind.options)
+        if kind.name == BASELINE or kind.is_probe or not kind.lossless or needs_a_file:
             continue
         if program is not None and kind.name not in program.methods:
             continue
@@ -98,10 +99,6 @@ def _usable(request: RunRequest) -> Iterator[Method]:
     if found and _is_recurrent(model, request):
         found = [method for method in found if method.kind.shape != "tree"]
     yield from _varied(request, found, model)
-
-
-def _needs_a_file(kind: MethodSpec) -> bool:
-    return any(option.is_file for option in kind.options)
 
 
 def _has_heads(model: Preset) -> bool:

@@ -61,11 +61,8 @@ def json_lines(path: Path) -> Rows:
     """Read rows from a file of JSON lines. Raises UserError for a line that is not a JSON object."""
     for number, line in enumerate(core_files.lines_of(path, LONGEST_LINE), start=1):
         if line.strip():
-            yield f"{path} line {number}", _json_object(f"{path} line {number}", line)
-
-
-def _json_object(where: str, line: str) -> Row:
-    return _as_row(where, core_files.parse_json(where, line))
+            where = f"{path} line {number}"
+            yield where, _as_row(where, core_files.parse_json(where, line))
 
 
 def _as_row(where: str, row: Any) -> Row:
