@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -247,6 +248,23 @@ def why_no_compiler(device: torch.device) -> str | None:
     return f"there is no C++ compiler ({compiler}); install one, or set CXX to it"
 
 
+MOST_BYTES = 2**30
+"""Of compiled code that is kept: some hundred passes."""
+
+
 def keep_compiled(folder: Path) -> None:
-    """Keep compiled code in this folder, so that the next run need not compile it again."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    """Keep compiled code in this folder, so that the next run need not compile it again; too much of it is let go."""
+    if os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder)) == str(folder) and folder.is_dir():
+        with suppress(OSError):  # another process deletes it, or it cannot be written
+            _forget_oldest(folder)
+
+
+def _forget_oldest(folder: Path) -> None:
+    """Delete what was used longest ago, until MOST_BYTES are left. Inductor compiles again what it does not find."""
+    files = [(file.stat(), file) for file in folder.rglob("*") if file.is_file()]
+    total = sum(found.st_size for found, _ in files)
+    for found, file in sorted(files, key=lambda one: max(one[0].st_atime, one[0].st_mtime)):
+        if total <= MOST_BYTES:
+            return
+        file.unlink()
+        total -= found.st_size

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
 from dflash_bench.core.option import check_options
 from dflash_bench.core.types import Message
+from dflash_bench.engine import graphs
 from dflash_bench.engine.backend import LocalBackend, capture_passes, open_backend
 from dflash_bench.engine.graphs import BUCKET, GraphCache, bucket_of
 from dflash_bench.models import loading, presets
@@ -158,6 +161,23 @@ def test_a_compiler_that_is_missing_is_named(tiny_backend: LocalBackend, monkeyp
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=r"no C\+\+ compiler \(no-such-compiler\); install one"):
         capture_passes(tiny_backend.target, [], "inductor")
+
+
+def test_compiled_code_is_kept_up_to_a_size_and_the_oldest_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "MOST_BYTES", 250)
+    for age, name in enumerate(("new/a", "old/b", "old/c"), start=1):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "somebody's own")
+    graphs.keep_compiled(tmp_path)
+    assert len([*tmp_path.glob("*/*")]) == 3, "a folder that somebody set is theirs"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    graphs.keep_compiled(tmp_path)
+    assert {file.name for file in tmp_path.glob("*/*")} == {"a", "b"}
+    graphs.keep_compiled(tmp_path / "not there")
 
 
 @pytest.mark.parametrize(
