@@ -228,9 +228,10 @@ def test_a_cell_holds_every_number() -> None:
     assert lengths == pytest.approx([16 / 6, 3.25, 1.7])
     times = [cell.value(name) for name in ("tps.decode", "draft_ms", "verify_ms", "other_ms")]
     assert times == pytest.approx([16 / 0.12, 5, 12, 3])
-    # Rows by hand do not say how long the draft read the prompt, are not cut and have no score of a metric; only plain
-    # decoding has a share of the bandwidth.
-    lacking = {"draft_prefill_ms", "bandwidth_share", "verified", "score", "headroom.1", "headroom.4", "headroom.16"}
+    # Rows by hand do not say how long the draft read the prompt nor what it took of energy, are not cut and have no
+    # score of a metric; only plain decoding has a share of the bandwidth.
+    lacking = {"draft_prefill_ms", "bandwidth_share", "verified", "score", "joules_per_token"}
+    lacking |= {"headroom.1", "headroom.4", "headroom.16"}
     assert cell.figures.keys() == metrics.METRICS.keys() - lacking
     assert cell.value("forwards_per_token") == pytest.approx(6 / 16)
 
