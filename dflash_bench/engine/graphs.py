@@ -82,13 +82,16 @@ class GraphCache:
     """The captured passes over one KV cache.
 
     With `is_whole` the whole cache is the only bucket, where capturing takes long. A pass that cannot be captured is
-    computed as usual, or with `must` raises UserError.
+    computed as usual, or with `must` raises UserError. One that reads the cache takes all others with it, as the device
+    or the network is to blame; what lies around such passes stays out by itself.
     """
 
     def __init__(self, capture: Capture, is_whole: bool = False, must: bool = False) -> None:
         self.capture_pass, self.is_whole, self.must = capture, is_whole, must
         self._known: dict[Hashable, _Pass] = {}
         self._captured: dict[tuple[Hashable, int], _CapturedPass] = {}
+        self._refused: set[Hashable] = set()
+        self._has_given_up = False
         self._capacity = 0
         self.num_captured = self.num_replayed = 0
         self.spent_s = 0.0
@@ -135,12 +138,12 @@ class GraphCache:
         missing = [
             (key, places)
             for key, known in self._known.items()
-            if wanted(key)
+            if wanted(key) and key not in self._refused and not self._has_given_up
             for places in (self._buckets(shortest, longest) if known.reads_cache else [ANY])
             if (key, places) not in self._captured
         ]
         for key, places in missing:
-            if self.why_not is None:
+            if key not in self._refused and not self._has_given_up:
                 self._try(key, num_rows, places)
         return bool(missing)
 
@@ -152,7 +155,10 @@ class GraphCache:
         except (RuntimeError, ValueError, NotImplementedError) as problem:
             # Passes are still computed as usual; warn once, and never try again.
             self.why_not = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
-            self._captured.clear()
+            self._refused.add(key)
+            if self._known[key].reads_cache:
+                self._has_given_up = True
+                self._captured.clear()
             if self.must:
                 raise UserError(f"--compile: a pass cannot be compiled ({self.why_not}); leave it out") from problem
             logging.getLogger(__name__).warning("passes are not captured: %s", self.why_not)

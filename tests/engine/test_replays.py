@@ -134,6 +134,18 @@ def test_what_a_capture_would_bake_in_is_found_and_not_replayed(
         after_capture(faulty, must=True)
 
 
+@torch.inference_mode()
+def test_what_lies_around_a_pass_stays_out_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    replays, inputs = GraphCache(traced), (torch.tensor([[3.0, 4.0]]), torch.tensor([7]))
+    replays.reset(BUCKET)
+    for _ in range(2):
+        whole = replays.replay("whole", reading, 10, *inputs)
+        around = replays.replay("around", with_a_number_of_the_host, None, *inputs)
+        replays.capture(1, 5, BUCKET, lambda _key: True)
+    assert whole is not None and around is None and replays.why_not is not None
+    assert caplog.text.count("passes are not captured") == 1
+
+
 def test_other_rows_and_a_larger_cache_are_captured_anew(replayed: LocalBackend, prompts: list[list[int]]) -> None:
     for num_rows in (1, 2):
         replayed.generate_ids("dflash", prompts[:num_rows])
