@@ -42,8 +42,8 @@ def fetch(name: str, reference: str) -> hub.LocalCheckpoint:
     held = _kind(draft.folder, weights)
     if held != weights:
         raise UserError(
-            f"{reference} is a draft for {held}, and {name} needs one for {weights}; "
-            f"give it as --draft {held}{at}{tag}={reference}"
+            f"{reference} is a draft for {held}, and {name} needs one for {weights}",
+            f"give it as --draft {held}{at}{tag}={reference}",
         )
     return draft
 

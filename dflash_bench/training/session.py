@@ -138,8 +138,13 @@ def block_objective(
 def _begun(prepared: PreparedTraining) -> DFlashDraft:
     """Return the draft of --init with its weights as stored. Raises UserError for one that cannot be continued."""
     request, chosen = prepared.request, Preset(prepared.request.target, {"dflash": str(prepared.request.init)})
-    draft: DFlashDraft = loading.with_draft(prepared.models, chosen, "dflash", torch.float32).drafts["dflash"].train()
-    config, named = draft.config, f"--init {request.init}"
+    named = f"--init {request.init}"
+    try:
+        models = loading.with_draft(prepared.models, chosen, "dflash", torch.float32)
+    except UserError as error:
+        raise UserError(f"{named}: {error.what}", "give a plain DFlash draft of this target") from error
+    draft: DFlashDraft = models.drafts["dflash"].train()
+    config = draft.config
     if config.kind != "DFlash" or config.shifted_labels or config.own_embedding:
         raise UserError(f"{named}: only a plain DFlash draft can be continued, and this is another kind")
     if config.own_head != request.slim:
@@ -262,6 +267,8 @@ def perform(request: TrainRequest, tell: Tell) -> Path | None:
     prepared = prepare(request, tell)
     group = prepared.group
     tell = tell if group.is_first else lambda _: None
+    if request.init is not None:
+        _begun(prepared)  # before anything is written that another --init would have to match
     if group.is_first:
         check_same_options(
             request.out / "work" / f"{request.method}.json", request.values(*DECISIVE, "rate", "seed"), "a training"

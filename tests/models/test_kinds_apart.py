@@ -42,6 +42,7 @@ SELECTOR = {
 EDITS = {
     "JetSpec": Edit("JetSpec", inner={"causal_head": True}),
     "JetSpec, as NeMo writes it": Edit("JetSpec", inner={"causal": True}),
+    "JetSpec, as z-lab's code reads it": Edit("JetSpec", top={"is_causal": True}),
     "DFlash 2, by its architecture": Edit("DFlash 2", "DFlash2DraftModel"),
     "DFlash 2, by its keys": Edit(
         "DFlash 2", inner={"selector_rank": 16, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16}
@@ -73,6 +74,7 @@ EDITS = {
     "DSpark, by its architecture": Edit("DSpark", "DSparkDraftModel"),
     "DSpark, by its rank": Edit("DSpark", inner={"markov_rank": 8}),
     "DSpark, by a tensor": Edit("DSpark", tensors={"markov_head.markov_w1.weight": (VOCABULARY, 8)}),
+    "DSpark, by an older name": Edit("DSpark", tensors={"logit_head.markov_head.markov_w1.weight": (VOCABULARY, 8)}),
     "DSpark, by its confidence": Edit("DSpark", tensors={"confidence_head.proj.weight": (1, HIDDEN)}),
     "DSpark of DeepSpec": Edit(
         "DSpark", "Qwen3DSparkModel",
@@ -93,6 +95,7 @@ EDITS = {
     "LiLiCorr, by a tensor": Edit("LiLiCorr", tensors={"lilicorr.output_norm.weight": (HIDDEN,)}),
     "XPress": Edit("XPress", "XPressSpeculator", speculators="xpress", top={"xpress_rank": 8}),
     "XPress, as it is served": Edit("XPress", "XPressDraftModel", top={"xpress_rank": 8}),
+    "XPress, by a tensor as it is served": Edit("mix_l", tensors={"mix_l": (8, BLOCK, BLOCK)}),
     "XPress, by a tensor": Edit("XPress", tensors={"refiner_head.readout.weight": (VOCABULARY, 8)}),
     "DeLS-Spec": Edit("dels_spec", speculators="dels_spec", top={"head_type": "gru", "fusion_alpha": 0.3}),
     "DeLS-Spec, by a tensor": Edit("local_head", tensors={"local_head.output.weight": (VOCABULARY, 8)}),

@@ -189,6 +189,18 @@ def test_folders_may_be_text_and_every_range_holds_in_python_too() -> None:
             check(replace(asked, **changes))
 
 
+def test_a_draft_that_cannot_be_continued_leaves_nothing_behind_that_another_must_match(
+    target: Path, tmp_path: Path
+) -> None:
+    for init, said in (
+        (NANO / "eagle3", "is a draft for eagle3, and dflash needs one for dflash; give a plain DFlash draft of this"),
+        (tmp_path / "none", "--init .*none"),
+    ):
+        with pytest.raises(UserError, match=said):
+            performed(request(target, tmp_path / "out", method="dflash2", init=str(init)))
+    assert not (tmp_path / "out/work/dflash2.json").exists()
+
+
 def test_other_options_are_not_continued(target: Path, tmp_path: Path) -> None:
     performed(request(target, tmp_path))
     with pytest.raises(UserError, match="holds a draft already"):
