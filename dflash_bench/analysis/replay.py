@@ -8,8 +8,9 @@ that the stored rounds allow (`_bounds`), each with the choice of prompts. Other
 stored says how far off they may be.
 
 Times are always estimates: the seconds of the measured rounds, changed by what fewer tokens cost at the recorded
-positions, or else by the width curve that the run measured. Of the latter nothing says how far they are off, so these
-speed-ups have no interval.
+positions, or else by the width curve that the run measured. What a pass costs also depends on what came before it: a
+longer draft leaves less of the target's weights in the processor's caches. So replayed speed-ups have no interval: one
+over prompts would say nothing of how far times are off.
 """
 
 from __future__ import annotations
@@ -346,8 +347,6 @@ class RoundCosts:
         )
         self.drafts = _recorded([one.recorded_draft_s for one in cell.answers], cell.most)
         self.passes = _recorded([one.recorded_verify_s for one in cell.answers], cell.most + 1)
-        is_drafted = self.drafts is not None or name_of(cell.method) not in STEPPING
-        self.are_recorded = self.passes is not None and is_drafted
 
     def drafting(self, seconds: float, own: float, n: int) -> float:
         """Return the seconds of drafting n tokens one by one, where a round drafts `own` in so many seconds."""
@@ -361,17 +360,20 @@ class RoundCosts:
         """Return the seconds of verifying with a pass over `width` tokens, where it takes so many with one of `own`."""
         passes = self.passes
         if passes is not None and max(own, width) <= len(passes):
-            before, after = np.interp([own, width], np.arange(1, len(passes) + 1), passes)
-            return seconds * _share(self.verify_s, float(before), float(after))
-        return seconds * _share(self.verify_s, self.curve(own), self.curve(width))
+            before, after = np.interp([own, width], np.arange(1, len(passes) + 1), passes).tolist()
+        else:
+            before, after = self.curve(own), self.curve(width)
+        # A longer round leaves less of the weights in the processor's caches.
+        return seconds * _share(self.verify_s, before, after, width / own)
 
 
-def _share(usual: float, before: float, after: float) -> float:
+def _share(usual: float, before: float, after: float, kept: float = 1.0) -> float:
     """Return which share of its seconds a part of a round takes if what costs `before` alone costs `after` instead.
 
-    The rest of a `usual` round stays. What disturbs rounds, such as other processes, takes more from longer ones.
+    Of the rest of a `usual` round, this share is kept. What disturbs rounds, such as other processes, takes more from
+    longer ones.
     """
-    return after / before if usual <= before else 1 + (after - before) / usual
+    return after / before if usual <= before else (after + kept * (usual - before)) / usual
 
 
 def _recorded(found: Sequence[Any], size: int) -> Floats | None:
@@ -417,7 +419,7 @@ def replay(cell: ReplayCell, change: Alternative, info: RunInfo, concurrency: in
             length = _reaching(length, _figures(cell, change, costs, several, concurrency)[1])
     elif not is_exact:
         length = _bare(length)
-    if change.name != MEASURED and not (is_exact and concurrency == 1 and costs.are_recorded):
+    if change.name != MEASURED:
         speedup = _bare(speedup)
     total = table.sum(axis=0)
     has_times = costs.curve.line is not None

@@ -221,7 +221,7 @@ class Generation:
     recorded_draft_s: tuple[float, ...] | None = None
     """[N] Seconds until 1, 2, ... N tokens of such a draft were there; None if it is not made token by token."""
     recorded_verify_s: tuple[float, ...] | None = None
-    """[N + 1] Seconds of a pass of the target that reads 1, 2, ... N + 1 tokens there."""
+    """[N + 1] Seconds of verifying there with a pass of the target over 1, 2, ... N + 1 tokens."""
     ranks: tuple[int, ...] | None = None
     """[sum(drafted)] Which of the draft's likeliest tokens the target's own choice is in each drafted place: 1 for the
     likeliest, 0 if it is not among those that were kept, -1 where it is not known, as a draft that goes token by token

@@ -1,11 +1,11 @@
 """What a draft would have done beside what it did: each finished answer is decoded once more, outside its clock.
 
-Positions: the loop decodes the answer plainly; the drafter observes each token as it would any committed ones and is
-asked for a draft at each, which is kept and not verified. Where a draft depends on the committed text alone, that is
+Positions: the loop decodes the answer token by token; the drafter observes each as it would any committed ones and is
+asked for a draft at each, which is kept and never accepted. Where a draft depends on the committed text alone, that is
 the draft that a round would have begun with there, whatever the rounds before it were (`MethodSpec.is_recorded` says
 for which methods that holds). Other lengths, cuts and controllers replay exactly from it. What they cost is tried
-there, too: how long the first tokens of a draft take, and in turn passes of the target over 1, 2, ... N + 1 tokens,
-behind a draft, as in a round. Passes that follow each other find more in the processor's caches.
+there, too: how long the first tokens of a draft take, and verifying with passes over 1, 2, ... N + 1 tokens in turn.
+There is one pass of the target a round, as ever: a second one would find its weights in the processor's caches.
 
 Ranks: the loop decodes the answer in the same rounds again, and the scores by which each token was chosen say how far
 down the right one was. For drafts made in one pass they are those that the place has, whatever is chosen before it;
@@ -26,9 +26,10 @@ from torch import Tensor
 from dflash_bench.core.types import Generation
 from dflash_bench.engine.drafter import Committed, Drafter
 from dflash_bench.engine.loop import decode
-from dflash_bench.engine.rows import DecodingError, HostClock, Limits, clock_for
+from dflash_bench.engine.rows import Clock, DecodingError, HostClock, Limits, Round, clock_for
 from dflash_bench.engine.sampling import Sampling, likeliest
 from dflash_bench.engine.target import Target
+from dflash_bench.engine.verify import Draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Recorded:
     draft_s: tuple[float, ...] | None
     """[N], as `Generation.recorded_draft_s`; medians over positions."""
     verify_s: tuple[float, ...] | None
-    """[N + 1], as `Generation.recorded_verify_s`; None for fewer positions, and for targets that keep a state."""
+    """[N + 1], as `Generation.recorded_verify_s`; None for fewer positions."""
 
 
 Span = tuple[object, object]
@@ -53,26 +54,24 @@ Span = tuple[object, object]
 
 
 class PositionRecorder:
-    """A drafter for the loop that asks another one for drafts of a single row, and proposes nothing itself."""
+    """A drafter for the loop that asks another one for drafts of a single row, of which it has nothing accepted."""
 
-    def __init__(self, drafter: Any, target: Target) -> None:
-        self.drafter, self.num_drafts, self.taps = drafter, drafter.num_drafts, drafter.taps
-        self.target, self.clock = target, clock_for(target.device)
+    def __init__(self, drafter: Any, clock: Clock) -> None:
+        self.drafter, self.taps, self.clock = drafter, drafter.taps, clock
+        self.num_drafts: int = drafter.num_drafts
         self.tokens: list[Tensor] = []
         self.scores: list[Tensor] = []
         self.drafts: list[list[Span]] = []
         """Of each draft: the whole, and then what this listener did when each token was to be chosen."""
-        self.passes: list[Span] = []
 
     def begin(self, num_rows: int, capacity: int) -> None:
         self.drafter.begin(num_rows, capacity)
 
     def observe(self, committed: Committed) -> None:
         self.drafter.observe(committed)
-        if committed.anchor is not None:
-            self.anchor, self.start = committed.anchor, committed.starts[0] + committed.counts[0]
 
-    def propose(self) -> None:
+    def propose(self) -> Draft | None:
+        """Return as many tokens of the draft as the target is to read this time, all of them padding."""
         self.heard: list[Tensor] = []
         self.listening: list[Span] = []
         begin = self.clock.mark()
@@ -81,16 +80,12 @@ class PositionRecorder:
         self.tokens.append(draft[0].clone())
         if self.heard:
             self.scores.append(torch.cat(self.heard, dim=1)[0])
-        if self.target.reads_in_parts:
-            self._try_pass(draft)
+        width = self.width_of(len(self.tokens) - 1)
+        return Draft(draft[:, :width], lengths=[0]) if width else None
 
-    def _try_pass(self, draft: Tensor) -> None:
-        """Read the anchor and some of a draft [1, N]: the next pass overwrites what they leave in the cache."""
-        begin = self.clock.mark()
-        width = len(self.passes) % (self.num_drafts + 1)
-        block = torch.cat([self.anchor[:, None], draft[:, :width]], dim=1)
-        likeliest(self.target.forward(block, [self.start]).logits)
-        self.passes.append((begin, self.clock.mark()))
+    def width_of(self, position: int) -> int:
+        """Return how many drafted tokens the target reads at this position."""
+        return position % (self.num_drafts + 1)
 
     def choosing(self, scores: Tensor, _ids: Tensor | None) -> None:
         begin = self.clock.mark()
@@ -111,10 +106,12 @@ class PositionRecorder:
             times.append(until + self.clock.seconds(begin, end) - own[-1] - until[-1])
         return (*np.median(times, axis=0).tolist(),)
 
-    def verify_s(self) -> tuple[float, ...] | None:
-        """Return the seconds of a pass over each number of tokens; None if some were not tried."""
-        times, num = [self.clock.seconds(*span) for span in self.passes], self.num_drafts + 1
-        return None if len(times) < num else tuple(median(times[width::num]) for width in range(num))
+    def verify_s(self, steps: Sequence[Round]) -> tuple[float, ...] | None:
+        """Return the seconds of verifying with a pass over each number of tokens; None if some were not tried."""
+        times: list[list[float]] = [[] for _ in range(self.num_drafts + 1)]
+        for position, step in enumerate(steps):
+            times[self.width_of(position)].append(self.clock.seconds(step.marks[1], step.marks[2]))
+        return tuple(map(median, times)) if all(times) else None
 
 
 def record_positions(
@@ -122,7 +119,8 @@ def record_positions(
 ) -> Recorded | None:
     """Draft at each position of a greedy answer to a prompt; None if it has none, or if it is not decoded again."""
     num, sampler = len(answer) - 1, getattr(drafter, "draft_sampler", None)
-    recorder = PositionRecorder(drafter, target)
+    clock = clock_for(target.device)
+    recorder = PositionRecorder(drafter, clock)
     if num < 1:
         return None
     # It goes on behind the answer's end, where the last drafts reach.
@@ -130,7 +128,7 @@ def record_positions(
     if sampler is not None:
         sampler.listener = recorder
     try:
-        steps = list(decode(target, recorder, [prompt], limits, sampling, HostClock()))
+        steps = list(decode(target, recorder, [prompt], limits, sampling, clock))
     except DecodingError:
         return None
     finally:
@@ -144,7 +142,7 @@ def record_positions(
     scores = torch.cat(recorder.scores[:num]).tolist() if recorder.scores else None
     return Recorded(
         tuple(token for draft in drafts for token in draft), tuple(accepted), None if scores is None else tuple(scores),
-        recorder.draft_s(), recorder.verify_s(),
+        recorder.draft_s(), recorder.verify_s(steps[1:]),
     )  # fmt: skip
 
 

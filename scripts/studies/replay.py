@@ -48,15 +48,15 @@ the rounds alone, with an interval that reaches from the least to the most that 
 
 Times are always estimates. The recordings hold what shorter drafts and narrower passes cost there; without them it is
 the run's width curve that says so, and reading what a round kept is taken for two steps of the draft. `speedup.decode`,
-from the recordings with its interval over prompts, and from the rounds alone, beside the measured one:
+from the recordings and from the rounds alone, beside the measured one:
 
 {speedups}
 
 Replayed over measured, the speed-up is {least_exact:.2f} to {most_exact:.2f} times, {mid_exact:.2f} in the middle,
 with the recordings, and {least_speed:.2f} to {most_speed:.2f}, {mid_speed:.2f} in the middle, from the rounds alone.
-With the recordings, the interval over prompts contains the measured speed-up in {num_timed} of {num} cells. These are
-the same prompts, so that only what times are off shows. From the rounds alone nothing says how far they are off, so
-there is no interval: a length that looks better by no more than this has to be measured.
+What a pass of the target takes also depends on what came before it: a shorter draft leaves more of the weights in the
+processor's caches than the recorded one did. So no speed-up has an interval: a length that looks better by no more than
+this has to be measured.
 
 {formulas}
 
@@ -95,7 +95,6 @@ def make(work: Work, options: Namespace) -> Made:
         for cell in cells_of(stored)
         for n in LENGTHS.get(cell.method, ())
     ]
-    timed = [one for one in found if one.exact.speedup and one.exact.speedup.contains(one.cell.figures[SPEEDUP].value)]
     equal = [one for one in found if abs(_value(one.exact.length) / _value(_length(one)) - 1) < 1e-9]
     covered = [one for one in found if one.estimate.length and one.estimate.length.contains(_value(_length(one)))]
     off = [_value(one.estimate.length) / _value(_length(one)) - 1 for one in found]
@@ -103,7 +102,7 @@ def make(work: Work, options: Namespace) -> Made:
         command=work.command, machine=stored.info.environment.one_line(), methods="`, `".join(LENGTHS),
         num_prompts=options.limit, suites=", ".join(SUITES), num=len(found), num_equal=len(equal),
         unequal="" if len(equal) == len(found) else ", and is off in the others",
-        num_covered=len(covered), num_timed=len(timed), noise=doubts([measured]), least=min(off), most=max(off),
+        num_covered=len(covered), noise=doubts([measured]), least=min(off), most=max(off),
         lengths=markdown(
             ["suite", "method", "measured", "exact", "estimate [from, to]", "contains it"],
             [
