@@ -72,9 +72,9 @@ def compare(*runs: Run | str | Path, by: str = "suite", allow: Sequence[str] = (
     """Compare the first run with each other one, or the methods of a single run.
 
     Runs are `Run`s or folders. `by` splits metrics by suite, category, turn, prompt-length, output-position,
-    context-position, part, or a column of the prompts. Raises UserError for runs that differ in model, settings,
-    machine or other things that metrics depend on, unless `allow` names the difference, as `dflash-bench compare
-    --allow` does.
+    context-position, part, text-kind, or a column of the prompts. Raises UserError for runs that differ in model,
+    settings, machine or other things that metrics depend on, unless `allow` names the difference, as `dflash-bench
+    compare --allow` does.
     """
     return comparison(runs, by=by, allow=allow)
 

@@ -141,7 +141,8 @@ def compare(
         Option(
             metavar="WHAT",
             help="Split the figures by suite, category, turn, prompt-length, output-position, context-position "
-            "(where in the context a round begins), part, or a column of the prompts, such as language.",
+            "(where in the context a round begins), part (thinking or answer), text-kind (prose, code, json, tool-call "
+            "or thinking), or a column of the prompts, such as language.",
         ),
     ] = "suite",
     against: Annotated[
@@ -320,8 +321,8 @@ def report(
         str | None,
         Option(
             metavar="WHAT",
-            help="Split the table by category, turn, prompt-length, output-position, context-position, part, or a "
-            "column of the prompts, such as language.",
+            help="Split the table by category, turn, prompt-length, output-position, context-position, part, "
+            "text-kind, or a column of the prompts, such as language.",
         ),
     ] = None,
     full: Annotated[

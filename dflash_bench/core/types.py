@@ -226,6 +226,9 @@ class Generation:
     """[sum(drafted)] Which of the draft's likeliest tokens the target's own choice is in each drafted place: 1 for the
     likeliest, 0 if it is not among those that were kept, -1 where it is not known, as a draft that goes token by token
     had a wrong one before. None if that was not recorded, or if another decoding drafted otherwise."""
+    text_kinds: tuple[int, ...] | None = None
+    """[T] The kind of text that each token belongs to, as an index into `text_kinds.KINDS`; None where no tokenizer was
+    at hand."""
 
     @property
     def hides_tokens(self) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 
 from dflash_bench.core.dialects import UNKNOWN_RULE, AcceptanceCounts, contradiction, rule_of
 from dflash_bench.core.methods import is_lossy
+from dflash_bench.core.text_kinds import KINDS
 from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Exactness, FinishReason, is_greedy
 from dflash_bench.results.row_arrays import COUNTS, SECONDS, Facts, RowArrays, leads, lengths_of
 
@@ -33,7 +34,7 @@ VERDICTS = {
 """For each verdict the columns of where the answer departs, by how much, and what rounding explains."""
 COLUMNS = (
     "method", "token_ids", "drafted_ids", "drafted_parents", "verified", "recorded_ids", "recorded_accepted",
-    "recorded_draft_s", "recorded_verify_s", "ranks", "start_s", "end_s", "temperature",
+    "recorded_draft_s", "recorded_verify_s", "ranks", "text_kinds", "start_s", "end_s", "temperature",
     "concurrency", "rate", "counted_by", "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s",
     "draft_prefill_s", "error",
     "order", *CLOCK, *COUNTS, *SECONDS, *VERDICTS,
@@ -357,6 +358,15 @@ def _follows(ids: Any, accepted: Any, tokens: Any) -> bool:
     is_kept = place < accepted[:, None]
     ends = is_inside & (place == accepted[:, None]) & is_same
     return bool(((accepted >= 0) & (accepted <= width)).all() and is_same[is_inside & is_kept].all() and not ends.any())
+
+
+@law(PHYSICS, "its tokens have other kinds of text than there are, or not one each")
+def _unknown_kinds(rows: RowArrays) -> Any:
+    lengths, kinds = rows.lengths("text_kinds"), rows.flat("text_kinds").astype(np.int64)
+    owners = np.repeat(np.arange(rows.num), np.maximum(lengths, 0))
+    other = (lengths >= 0) & (lengths != rows.lengths("token_ids"))
+    other[owners[(kinds < 0) | (kinds >= len(KINDS))]] = True
+    return other
 
 
 @law(PHYSICS, "its ranks are not those of its drafts and tokens")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflash_bench.core.methods import is_tree
+from dflash_bench.core.text_kinds import KINDS
 from dflash_bench.core.types import NO_VALUE, CellKey, Settings
 from dflash_bench.results import parts
 from dflash_bench.results.identity import checked_settings, needed_for
@@ -140,10 +141,12 @@ def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
 # prompts.
 
 
-SLICES = ("suite", "category", "turn", "prompt-length", "output-position", "context-position", "part")
-STRETCHES = ("output-position", "context-position", "part")
+STRETCHES = ("output-position", "context-position", "part", "text-kind")
 """The slices that divide answers. They do so by rounds: a round belongs to the stretch in which it begins."""
+SLICES = ("suite", "category", "turn", "prompt-length", *STRETCHES)
 PARTS = ("thinking", "answer")
+UNKNOWN_KIND = "unknown"
+"""Of answers whose tokens were not told apart by their kind of text, see `core.text_kinds`."""
 FIRST_EDGE = 32
 """Lengths and positions are sliced at this number of tokens, twice it, four times it and so on."""
 
@@ -174,6 +177,9 @@ def sliced(frame: Any, by: str, values: Mapping[tuple[str, str], str] | None = N
         case "part":
             numbers, codes = np.unique(frame["stretch"], return_inverse=True)
             labels = [PARTS[number] for number in numbers]
+        case "text-kind":
+            numbers, codes = np.unique(frame["stretch"], return_inverse=True)
+            labels = [(*KINDS, UNKNOWN_KIND)[number] for number in numbers]
         case _:
             bins = position_bin(frame["num_prompt_tokens"]) if by == "prompt-length" else frame["stretch"]
             numbers, codes = np.unique(bins, return_inverse=True)
@@ -251,6 +257,11 @@ class RoundTable:
         if by == "part":
             # Where the model does not think, or nothing is known of it, all of an answer is the answer itself.
             bins = part_of(out, batch.column("num_thinking_tokens").fill_null(0).to_numpy(zero_copy_only=False)[owners])
+        elif by == "text-kind":
+            bins = _kinds(batch, out, owners)
+            # Kinds alternate: all rounds of one kind are put together.
+            order = np.lexsort((bins, owners))
+            values, owners, bins = {name: each[order] for name, each in values.items()}, owners[order], bins[order]
         else:
             bins = position_bin(out + _prompts(batch)[owners] if by == "context-position" else out)
         cuts = (np.diff(owners, prepend=-1) != 0) | (np.diff(bins, prepend=-1) != 0)
@@ -295,6 +306,17 @@ class RoundTable:
         total[self.filled] = values
         total[self.hidden] = np.nan
         return total
+
+
+def _kinds(batch: Any, out: Any, owners: Any) -> Any:
+    """Return the kind of text of the first token of rounds that begin after `out` tokens, [rounds]."""
+    column = batch.column("text_kinds")
+    lengths = lengths_of(column)
+    kinds, starts = column.flatten().to_numpy(zero_copy_only=False), np.cumsum(lengths) - lengths
+    is_known = out < lengths[owners]
+    found = np.full(len(owners), len(KINDS), dtype=np.int64)
+    found[is_known] = kinds[(starts[owners] + out)[is_known]]
+    return found
 
 
 def _prompts(batch: Any) -> Any:

@@ -28,6 +28,7 @@ import numpy as np
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, sync
+from dflash_bench.core.text_kinds import kinds_of
 from dflash_bench.core.types import SCHEMA_VERSION, Answer, Settings
 from dflash_bench.results import integrity, laws, parts, run_info
 from dflash_bench.results import plan as plans
@@ -123,6 +124,8 @@ class RunStore(AbstractContextManager["RunStore"]):
         self._facts = Facts.of(info.identity)
         self.decode: Decode | None = None
         """Decodes tokens by the target's tokenizer, where there is one to check texts against."""
+        self._pieces: dict[int, str] = {}
+        """The texts of tokens, each by itself."""
         self.close = finalize(self, os.close, _locked(folder))
         try:
             for stray in folder.glob(".*.tmp"):
@@ -219,12 +222,27 @@ class RunStore(AbstractContextManager["RunStore"]):
 
     def append(self, records: Sequence[Answer]) -> None:
         """Write the records as one part and add them to `stored`; one that no run can measure becomes a failed row."""
+        if self.decode is not None:
+            records = [self._with_kinds(record, self.decode) for record in records]
         table = parts.to_table(records, self.identity)
         if wrong := self._wrong(table):
             kept = [_failed(record, wrong[row]) if row in wrong else record for row, record in enumerate(records)]
             self.keep(kept)
         else:
             self._write(records, table)
+
+    def _with_kinds(self, record: Answer, decode: Decode) -> Answer:
+        """Add what kind of text each token belongs to; nothing if the tokens are hidden or not the tokenizer's."""
+        generation = record.generation
+        if generation.error is not None or not generation.token_ids:
+            return record
+        unknown = list({*generation.token_ids} - self._pieces.keys())
+        try:
+            self._pieces |= zip(unknown, decode([[token] for token in unknown]), strict=True)
+        except OverflowError:
+            return record
+        kinds = kinds_of([self._pieces[token] for token in generation.token_ids], generation.num_thinking_tokens)
+        return replace(record, generation=replace(generation, text_kinds=kinds))
 
     def why_wrong(self, record: Answer) -> str | None:
         """Return why no run can have measured this record; None if one can."""
@@ -321,7 +339,7 @@ def without_rounds(record: Answer) -> Answer:
     bare = replace(
         record.generation, drafted=None, drafted_ids=None, drafted_parents=None, accepted=None, emitted=None,
         draft_s=None, verify_s=None, round_s=None, verified=None, recorded_ids=None, recorded_accepted=None,
-        recorded_scores=None, recorded_draft_s=None, recorded_verify_s=None, ranks=None,
+        recorded_scores=None, recorded_draft_s=None, recorded_verify_s=None, ranks=None, text_kinds=None,
     )  # fmt: skip
     return replace(record, generation=bare)
 

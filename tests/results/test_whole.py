@@ -368,6 +368,10 @@ INVALID: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
         set_to(audit="near_tie", audit_index=1, audit_gap=1.0, audit_tolerance=0.1),
         "audit contradicts its gap and tolerance",
     ),
+    "too few kinds of text": (set_to(text_kinds=[0]), "its tokens have other kinds of text than there are, or not one"),
+    "an unknown kind of text": (
+        lambda row: {"text_kinds": [9] * len(row["token_ids"])}, "its tokens have other kinds of text than there are",
+    ),
     "no score": (set_to(passed=None), "not scored, although the suite has a scorer"),
     "an unknown end": (set_to(finish_reason="tired"), "its finish_reason is unknown"),
     "an error that is only an end": (set_to(finish_reason="error"), "error and finish_reason disagree about"),

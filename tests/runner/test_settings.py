@@ -349,6 +349,25 @@ def test_an_answer_without_thinking_has_one_part() -> None:
     assert set(found["slice"]) == {"answer"}
 
 
+def test_a_round_belongs_to_the_kind_of_text_of_its_first_token() -> None:
+    # Rounds begin with tokens 1, 6, 11 and 14; kinds alternate, and those of one kind are one stretch.
+    kinds = [0] * 6 + [1] * 5 + [0] * 3 + [2] * 5
+    rows = [
+        replace(row, generation=replace(row.generation, text_kinds=tuple(kinds))) for row in pair("a", [4, 4, 2, 4])
+    ]  # fmt: skip
+    found = frame_of(rows, by="text-kind")
+    own = found[found["method"] == "dflash"]
+    assert own["slice"].tolist() == ["prose", "code", "json"]
+    assert own["num_rounds"].tolist() == [2, 1, 1]
+    assert own["num_accepted"].tolist() == [6, 4, 4]
+    assert own["decode_tokens"].tolist() == [8, 5, 5]
+    # The first token is of no round.
+    plainly = found[found["method"] == "ar"]
+    assert plainly["decode_tokens"].tolist() == [8, 5, 5]
+    mixed = frame_of([rows[0], *pair("b", [4])], by="text-kind")
+    assert set(mixed["slice"]) == {"prose", "code", "json", "unknown"}
+
+
 def test_compare_and_report_tell_the_parts_apart(tmp_path: Path, main: Main) -> None:
     thinks = Settings(thinking=True)
     rows = [

@@ -1,0 +1,75 @@
+"""What kind of text each token of an answer belongs to: thinking, prose, code, JSON, or a tool call.
+
+Read from the marks that models write: fences of Markdown, marks of tool calls, and JSON that is a whole answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+KINDS = ("prose", "code", "json", "tool-call", "thinking")
+"""Tokens have indices into these."""
+PROSE, CODE, JSON, TOOL_CALL, THINKING = range(len(KINDS))
+_THOUGHT = re.compile(r".*</think>", re.DOTALL)
+_UNENDED = re.compile(r"\s*<think>")
+_MARKED = re.compile(
+    r"<tool_call>.*?(?:</tool_call>|\Z)|<function=.*?(?:</function>|\Z)|(?:<\|python_tag\|>|\[TOOL_CALLS\]).*"
+    r"|<｜tool▁calls▁begin｜>.*?(?:<｜tool▁calls▁end｜>|\Z)"
+    r"|^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>\w*).*?(?:^[ \t]*(?P=fence)`*[ \t]*$|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+_OBJECT = re.compile(r"\s*(?:\{\s*\"|\[\s*\{\s*\")")
+_CALL = re.compile(
+    r"[\s\[{]*(?:\"type\"\s*:\s*\"function\"\s*,\s*(?:\"function\"\s*:\s*\{\s*)?)?"
+    r"\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"(?:arguments|parameters)\""
+)
+"""JSON that models write to call a tool, where a special token, which is not in the text, marks it."""
+
+
+def kinds_of(pieces: Sequence[str], num_thinking: int | None) -> tuple[int, ...]:
+    """Return the kind of each token of an answer, given the text of each and how many are known to be thinking.
+
+    A token has the kind of the place where its text begins; at the very end, where stops have none, that of the last.
+    """
+    starts = [0, *accumulate(map(len, pieces))]
+    text = "".join(pieces)
+    if num_thinking is None:
+        thought = _THOUGHT.match(text)
+        begin = thought.end() if thought else len(text) if _UNENDED.match(text) else 0
+    else:
+        begin = starts[min(num_thinking, len(pieces))]
+    marked = [(0, begin, THINKING), *_marked(text, begin)]
+    kinds, at = list[int](), 0
+    for start in starts[:-1]:
+        if start == len(text) and kinds:
+            kinds.append(kinds[-1])
+            continue
+        while at < len(marked) and marked[at][1] <= start:
+            at += 1
+        kinds.append(marked[at][2] if at < len(marked) and marked[at][0] <= start else PROSE)
+    return tuple(kinds)
+
+
+def _marked(text: str, begin: int) -> Iterator[tuple[int, int, int]]:
+    """Yield start, end and kind of all that is no prose, in order."""
+    if _is_json(text[begin:]):
+        yield begin, len(text), TOOL_CALL if _CALL.match(text, begin) else JSON
+        return
+    for match in _MARKED.finditer(text, begin):
+        language = match["language"]
+        kind = TOOL_CALL if language is None else JSON if language.lower().startswith("json") else CODE
+        yield match.start(), match.end(), kind
+
+
+def _is_json(text: str) -> bool:
+    """Is a text JSON and nothing else, or does it at least begin as an object whose end is missing?"""
+    if not _OBJECT.match(text):
+        return False
+    try:
+        _, end = json.JSONDecoder().raw_decode(text.lstrip())
+    except (ValueError, RecursionError):
+        return True
+    return not text.lstrip()[end:].strip()
