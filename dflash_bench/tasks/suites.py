@@ -444,7 +444,10 @@ def _values_of(suite: Suite, prompts: Sequence[Prompt], column: str) -> dict[str
     if not any(found.values()):
         known = dict.fromkeys(name for prompt in prompts for name in prompt.slices)
         has_category = any(prompt.category for prompt in prompts)
-        raise unknown(f"--balance column of {suite.name}", column, [*known, *(["category"] if has_category else [])])
+        names = [*known, *(["category"] if has_category else [])]
+        if not names:
+            raise UserError(f"--balance {column}: the prompts of {suite.name} have no column of names; leave it out")
+        raise unknown(f"--balance column of {suite.name}", column, names)
     return {prompt_id: value or NO_VALUE for prompt_id, value in found.items()}
 
 

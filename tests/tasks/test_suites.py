@@ -280,6 +280,11 @@ def test_a_prompt_that_asks_nothing_is_refused(tmp_path: Path, hints: list[str])
     assert refusal(suites.load_prompts, CHAT, tmp_path) == message
 
 
+def test_without_any_column_there_is_nothing_to_balance() -> None:
+    told = refusal(suites.draw, TOY, [Prompt("toy", "a", ("?",))], "here", 1, balance="language")
+    assert told == "--balance language: the prompts of toy have no column of names; leave it out"
+
+
 def test_a_limit_below_one_is_refused(tmp_path: Path) -> None:
     write(tmp_path, lines(*ROWS))
     assert refusal(suites.load_prompts, TOY, tmp_path, limit=0) == "--limit must be at least 1, not 0"
