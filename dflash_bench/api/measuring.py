@@ -58,6 +58,7 @@ class Options(TypedDict, total=False):
     served_model: str
     api_key_env: str
     json_schema: str | Path
+    prefix_reuse: bool
     timeout: float
     env_proxy: bool
     launch: str

@@ -194,6 +194,10 @@ class AnswerError(Exception):
     """Why one answer failed; it becomes the error of its row."""
 
 
+REUSED = "reused"
+"""What is recorded of a prefix cache that is left to itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerRequest:
     """One answer to be generated. Without `prompt_ids` the server renders the chat with its own template."""
@@ -206,8 +210,8 @@ class ServerRequest:
     seed: int
     json_schema: Mapping[str, Any] | None = field(default=None, kw_only=True)
     """What the answer must be, for servers that constrain their output."""
-    salt: str
-    """Differs between requests, so that servers which look at it reuse nothing of another request."""
+    salt: str | None
+    """Differs between requests, so that servers reuse nothing of another request; None if they may."""
 
     @property
     def chat(self) -> list[dict[str, str]]:

@@ -243,6 +243,12 @@ class ServerOptions:
             ),
         ),
     )
+    prefix_reuse: bool = _servers(
+        "Let servers reuse what prompts share, as they would in service: the turns of a session, above all. Default: "
+        "every prompt is read whole, so that answers do not depend on those before them.",
+        default=False,
+        needs=(rules.SERVERS,),
+    )
     timeout: float | None = _servers(
         "Seconds after which an unfinished answer counts as failed. Default: 600.",
         metavar="S",

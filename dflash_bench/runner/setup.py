@@ -61,6 +61,8 @@ def open_servers(resolved: RunPlan, addresses: Sequence[Address]) -> ServerBacke
     )  # fmt: skip
     backend.asks_to_think = request.thinking is not None
     backend.json_schema = config.schema_of(request)
+    if request.prefix_reuse:
+        backend.reuse_prefixes()
     return backend
 
 

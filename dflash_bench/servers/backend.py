@@ -85,6 +85,14 @@ class ServerBackend:
             self.close()
             raise
 
+    def reuse_prefixes(self) -> None:
+        """Leave prefix caches to themselves. Raises UserError if nothing was done about them anyway."""
+        if all(server.prefix_cache == "unknown" for server in self.servers.values()):
+            names = ", ".join(dict.fromkeys(server.dialect.name for server in self.servers.values()))
+            raise UserError(f"--prefix-reuse has no effect: nothing empties the prefix cache of {names}; leave it out")
+        for server in self.servers.values():
+            server.reuses_prefixes = True
+
     def close(self) -> None:
         for server in self.servers.values():
             self._runner.run(server.client.close())
@@ -232,7 +240,7 @@ class ServerBackend:
         ids = self.local.encode(messages, settings) if self.local is not None and self._sends_ids(server) else None
         chat = [(message.role, message.content) for message in messages]
         seed = zlib.crc32(repr((self.seed, repeat, chat)).encode())
-        salt = f"{self._salt}-{next(self._number)}"
+        salt = None if server.reuses_prefixes else f"{self._salt}-{next(self._number)}"
         return ServerRequest(
             server.model, messages, ids, settings, self.max_new_tokens, seed, salt, json_schema=self.json_schema
         )

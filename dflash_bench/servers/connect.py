@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_bench.core.dialects import DIALECTS, AnswerError, Dialect, Pages, ServerInfo
+from dflash_bench.core.dialects import DIALECTS, REUSED, AnswerError, Dialect, Pages, ServerInfo
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.methods import Method
 from dflash_bench.servers import prometheus
@@ -35,6 +35,8 @@ class Server:
     address: str
     """As it is stored."""
     flushes: bool = False
+    reuses_prefixes: bool = False
+    """Its prefix cache is left to itself."""
     counts: bool = False
     """It has counters of rounds."""
     refused: set[str] = field(default_factory=set)
@@ -43,8 +45,8 @@ class Server:
     """How late this process noticed arrivals when it last asked for several answers at a time: 95th percentile."""
 
     async def flush(self) -> None:
-        """Empty the prefix cache. Raises AnswerError if that fails."""
-        if self.flushes and self.dialect.flush is not None:
+        """Empty the prefix cache, unless it is left to itself. Raises AnswerError if that fails."""
+        if self.flushes and not self.reuses_prefixes and self.dialect.flush is not None:
             await self.client.page(self.dialect.flush, "POST")
 
     async def counters(self) -> CounterPage | None:
@@ -81,7 +83,9 @@ class Server:
 
     @property
     def prefix_cache(self) -> str:
-        """How cached prompts are kept out of the measurement."""
+        """How cached prompts are kept out of the measurement, or that they are not."""
+        if self.reuses_prefixes:
+            return REUSED
         return "flushed" if self.flushes else self.dialect.prefix_cache
 
 

@@ -202,7 +202,10 @@ def test_a_score_has_no_effect_without_prompts_and_lists_the_known_ones(here: Pa
     told = refused(main, "run", "--suite", "gsm8k", "--score", "math", "--out", "new")
     assert told.startswith("dflash-bench: --score has no effect without --prompts")
     told = refused(main, "run", "--prompts", "p.jsonl", "--score", "bleu", "--out", "new")
-    known = "aime_integer, evaluate:FOLDER, gsm8k_number, humaneval, json_schema, math, mbpp, mrcr, none"
+    known = (
+        "aime_integer, choice, evaluate:FOLDER, gsm8k_number, humaneval, ifeval, json_schema, livecodebench, math, "
+        "mbpp, mrcr, none"
+    )
     assert told == f"dflash-bench: unknown scorer 'bleu'; known: {known}\n"
     told = refused(main, "run", "--prompts", "p.jsonl", "--score", "math", "--out", "new")
     assert told.startswith("dflash-bench: prompt 0 of suite prompts has no reference to compare with")

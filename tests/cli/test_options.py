@@ -48,6 +48,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "served_model": ("m", "m"),
     "api_key_env": ("KEY", "KEY"),
     "json_schema": ("s.json", Path("s.json")),
+    "prefix_reuse": (True, True),
     "timeout": (2.5, 2.5),
     "env_proxy": (True, True),
     "launch": ("vllm", "vllm"),

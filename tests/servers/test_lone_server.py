@@ -145,6 +145,23 @@ def test_with_the_same_weights_here_its_answers_are_judged(main: Main) -> None:
     assert main("compare", "engine", "exact", *"--allow engine --allow dtype --allow device".split())[0] == 0
 
 
+# Prefixes that prompts share
+
+
+def test_prefixes_are_reused_only_where_it_is_asked_for(main: Main, prompts: Path, server: FakeServer) -> None:
+    for out, more, salted in (("whole", (), True), ("shared", ("--prefix-reuse",), False)):
+        server.asked.clear()
+        assert main(*words(server, prompts, out, *more))[0] == 0
+        bodies = [body for path, body, _ in server.asked if path.endswith("completions")]
+        assert len(bodies) >= PROMPTS and all(("cache_salt" in body) is salted for body in bodies)
+        num_flushes = sum(path == "/reset_prefix_cache" for path, _, _ in server.asked)
+        assert num_flushes <= 1 if not salted else num_flushes >= PROMPTS
+        found = json.loads(Path(out, "run.json").read_text())["identity"]["servers"]
+        assert {one["prefix_cache"] for one in found.values()} == {"flushed" if salted else "reused"}
+    code, _, err = main("compare", "whole", "shared")
+    assert code == 2 and "prefix cache flushed" in err and "prefix cache reused" in err
+
+
 # Constrained output
 
 

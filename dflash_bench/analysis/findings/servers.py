@@ -97,7 +97,8 @@ def compared_by_text(context: CellContext) -> Observation | None:
 
 def reused_prompts(context: CellContext) -> Observation | None:
     hits = context.succeeded[context.succeeded["num_cached_tokens"].fillna(0) > 0]
-    if not len(hits):
+    server = context.identity.servers.get(context.cell.method)
+    if not len(hits) or (server is not None and server.prefix_cache == dialects.REUSED):
         return None
     (tally, counts), tokens = context.tally(hits), int(hits["num_cached_tokens"].sum())
     text = (

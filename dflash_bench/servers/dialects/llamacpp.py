@@ -40,7 +40,7 @@ def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     body: dict[str, Any] = {
         "temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p,
         "min_p": settings.min_p, "repeat_penalty": settings.repetition_penalty,
-        "seed": request.seed % 2**31, "cache_prompt": False, "stream": True, "return_tokens": True,
+        "seed": request.seed % 2**31, "cache_prompt": request.salt is None, "stream": True, "return_tokens": True,
     }  # fmt: skip
     if settings.repetition_penalty != 1:
         body["repeat_last_n"] = openai.FAR

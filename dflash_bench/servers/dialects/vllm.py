@@ -34,11 +34,12 @@ def identify(pages: Pages) -> ServerInfo | None:
 def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     """Send every setting: it takes missing ones from the model's generation_config."""
     settings = request.settings
-    own = {
+    own: dict[str, Any] = {
         "top_p": settings.top_p, "top_k": settings.top_k or -1, "min_p": settings.min_p,
         "repetition_penalty": settings.repetition_penalty, "seed": request.seed % 2**31, "return_token_ids": True,
-        "cache_salt": request.salt,
     }  # fmt: skip
+    if request.salt is not None:
+        own["cache_salt"] = request.salt
     if request.prompt_ids is not None:
         return "/v1/completions", openai.common_body(request) | own | {"prompt": list(request.prompt_ids)}
     return openai.CHAT, openai.chat_body(request) | own
