@@ -249,7 +249,7 @@ def test_a_training_is_guarded_by_suites_that_are_there(main: Main, tmp_path: Pa
     def refused(*words: str) -> str:
         return one_line(main, "train", "--target", "nano", "--out", "new", "--written", "2", "--against", *words)
 
-    assert "absent: No such file or directory; known: aime24/" in refused("absent")
+    assert "absent: No such file or directory; known: agentic_coding/" in refused("absent")
     (tmp_path / "empty").mkdir()
     assert "holds rows of no suite, so no prompt would be compared with it; known: " in refused("empty")
     (tmp_path / "typo/gsm8").mkdir(parents=True)

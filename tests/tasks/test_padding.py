@@ -20,7 +20,7 @@ SUITE = Suite(name="toy", version=1, title="", source="", scorer="none", seed=3)
 
 
 def source(*prompts: Prompt, suite: Suite = SUITE) -> Loaded:
-    return Loaded(suite, prompts[:1], "embedded", "sha", len(prompts), (), prompts)
+    return Loaded(suite, prompts[:1], "embedded", "sha", len(prompts), pool=prompts)
 
 
 def words(number: int, length: int = 8) -> Prompt:
