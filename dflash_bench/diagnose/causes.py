@@ -57,6 +57,9 @@ class Unanchored(DFlashDrafter):
         self.block[committed.row_slice, 0] = self.config.mask_token_id
 
 
+ONE_NORM = "the first layer's norm for all"
+
+
 class OneNorm(DFlashDrafter):
     """Norms the context's keys of all layers with the weights of the first layer."""
 
@@ -230,7 +233,7 @@ def _about_blocks(side: ReferenceSide, draft: DFlashDraft) -> Iterator[Hypothesi
     yield _hypothesis(side, "no anchor", effect, partial(Unanchored, *options))
     if config.num_layers > 1:
         effect = "it norms the draft's context keys of all layers with the weights of the first"
-        yield _hypothesis(side, "the first layer's norm for all", effect, partial(OneNorm, *options))
+        yield _hypothesis(side, ONE_NORM, effect, partial(OneNorm, *options))
     if isinstance(config.correction, SelectorConfig):
         effect = "its selector scores the candidates of all slots by the last token, and not by the one chosen before"
         yield _hypothesis(side, "all selected at once", effect, partial(SelectingAtOnce, *options))

@@ -6,8 +6,9 @@ ways. Where pieces of its stream are as many as its rounds, they are its rounds,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dflash_bench.core import methods
 from dflash_bench.core.dialects import (
@@ -21,10 +22,14 @@ from dflash_bench.core.dialects import (
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.option import check_options
 from dflash_bench.core.types import TimedGeneration
+from dflash_bench.diagnose.causes import ONE_NORM, OneNorm
 from dflash_bench.diagnose.compare_rounds import DecodedPrompt, Explanation, RoundDifference, same_figure
 from dflash_bench.diagnose.conform import FORWARDS, CaseSubject, Conformance, Tell, decode_prompts
-from dflash_bench.diagnose.golden_cases import GoldenCase, GoldenPrompt, WrongReading
+from dflash_bench.diagnose.golden_cases import GoldenCase, GoldenPrompt
+from dflash_bench.engine.drafter import Drafter
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.selection import target_of
+from dflash_bench.engine.target import Target
 from dflash_bench.runner import config
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.servers import address
@@ -189,35 +194,44 @@ class Served:
             if number != self.case.num_drafts and all(one.drafted == number * one.rounds for one in known):
                 yield Explanation(f"{number} tokens drafted per round, not {self.case.num_drafts}", "counts")
         named = set()
-        for reading, decoded in self._readings():
+        for name, decoded in self._misread():
             if self._are_counted(decoded, counts, conversion):
-                named.add(reading.name)
-                yield Explanation(reading.name, "counts")
+                named.add(name)
+                yield Explanation(name, "counts")
         if conversion is WHOLE and not self.case.shrinks:
             alike = (one for one in self.case.readings if one.num_prompts and same_figure(accepted / rounds, one))
             yield from (Explanation(one.name, "totals") for one in alike if one.name not in named)
 
-    def _readings(self) -> Iterator[tuple[WrongReading, list[DecodedPrompt]]]:
-        """Yield the misreadings that our engine computes, and what it decodes with them of what was asked for."""
-        readings = [one for one in self.case.readings if one.num_prompts and one.can_be_tried]
-        if not readings:
-            return
+    def _misread(self) -> Iterator[tuple[str, list[DecodedPrompt]]]:
+        """Yield what our engine decodes of what was asked for, under each misreading and fault that it computes."""
         try:
             subject = CaseSubject.load(self.case, "cpu")
         except UserError:
             return
         forward = FORWARDS["transformers"]
         target = target_of(subject.models.target, forward.engine, forward.kernels)
+        prompts = [one.prompt for one in self.asked]
         try:
-            for reading in readings:
-                self.tell(f"{self.case.name}: {reading.name}")
-                prompts = [one.prompt for one in self.asked]
+            for name, build in self._drafters(subject, target):
+                self.tell(f"{self.case.name}: {name}")
                 try:
-                    yield reading, decode_prompts(target, subject.drafter(target, reading), prompts)
+                    yield name, decode_prompts(target, build(), prompts)
                 except UserError:
                     continue
         finally:
             subject.close()
+
+    def _drafters(self, subject: CaseSubject, target: Target) -> Iterator[tuple[str, Callable[[], Drafter]]]:
+        for reading in self.case.readings:
+            if reading.num_prompts and reading.can_be_tried:
+                yield reading.name, partial(subject.drafter, target, reading)
+        try:
+            sound = subject.drafter(target)
+        except UserError:
+            return
+        if isinstance(sound, DFlashDrafter) and sound.config.num_layers > 1:
+            options = (sound.draft, target.embedding, target.head, sound.block_size)
+            yield ONE_NORM, partial(OneNorm, *options)
 
     def _are_counted(
         self, decoded: Sequence[DecodedPrompt], counts: Sequence[AcceptanceCounts | None], conversion: Conversion

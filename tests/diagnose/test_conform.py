@@ -15,12 +15,14 @@ from fake_server import Count, FakeServer
 
 from dflash_bench.core.dialects import WHOLE, AcceptanceCounts, Conversion, rule_of
 from dflash_bench.diagnose import compare_rounds, conform, conform_server, golden_cases, show_conform
+from dflash_bench.diagnose.causes import ONE_NORM, OneNorm
 from dflash_bench.diagnose.compare_rounds import DecodedPrompt, DetailDifference
 from dflash_bench.diagnose.conform import FORWARDS, CaseSubject, Conformance
 from dflash_bench.diagnose.conform_server import AskedPrompt, answer_of, asked_prompts
 from dflash_bench.diagnose.golden_cases import CaseRound, GoldenCase, WrongReading, read_case
 from dflash_bench.engine.drafters.base import DraftSampler
 from dflash_bench.engine.drafters.ddtree import DDTreeDrafter, ExpandedTreeDrafter
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.selection import target_of
 from dflash_bench.engine.target import Target
 from dflash_bench.runner.config import RunRequest
@@ -384,6 +386,21 @@ def test_a_server_that_reads_the_draft_wrongly_is_named(main: Main, tells_rounds
     assert {"reading": reading.name, "how": "counts"} in found["named"]
     assert (found["difference"]["round"] is not None) == tells_rounds
     assert found["difference"]["part"] == ("accepted" if tells_rounds else "counts")
+
+
+def test_a_server_that_norms_the_keys_of_all_layers_by_the_first_is_named(main: Main) -> None:
+    name = "zlab-causal-full"
+    asked = list(asked_prompts(read_case(name)))
+    subject = CaseSubject.load(read_case(name), "cpu")
+    target = target_of(subject.models.target, "native", "torch")
+    sound = subject.drafter(target)
+    assert isinstance(sound, DFlashDrafter)
+    faulty = OneNorm(sound.draft, target.embedding, target.head, sound.block_size)
+    wrong = conform.decode_prompts(target, faulty, [one.prompt for one in asked])
+    subject.close()
+    with serving(read_case(name), wrong, counts_by_request=True) as running:
+        code, out, _ = main("conform", name, "--server", running.url, "--json")
+    assert (code, json.loads(out)[0]["named"]) == (1, [{"reading": ONE_NORM, "how": "counts"}])
 
 
 def test_a_misreading_that_cannot_be_tried_is_known_by_its_figure(main: Main) -> None:

@@ -17,9 +17,10 @@ from dflash_bench.analysis.compare import Difference
 from dflash_bench.core.dialects import LaunchSpec, Program
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.core.types import Settings
-from dflash_bench.diagnose import crosscheck
+from dflash_bench.diagnose import crosscheck, show_conform
 from dflash_bench.diagnose import show as diagnose_show
 from dflash_bench.diagnose.compare_counts import CrosscheckResult
+from dflash_bench.diagnose.conform import Conformance
 from dflash_bench.diagnose.crosscheck import CrosscheckRequest
 from dflash_bench.report import render
 from dflash_bench.report.tables import ABSENT, Rows, in_markdown, markdown, number
@@ -202,3 +203,9 @@ def section(measurement: Measured) -> list[str]:
 def crosscheck_section(title: str, one: CrosscheckResult) -> list[str]:
     blocks = [f"## {title}", in_markdown(diagnose_show.sentence(one))]
     return [*blocks, *(render.markdown(part, level=3) for part in diagnose_show.sections(one))]
+
+
+def conformance_page(found: Sequence[Conformance], server: str, command: str, *more: str) -> list[str]:
+    """The page of `conform`, of one server; `more` stands before its table."""
+    title, *blocks = show_conform.conform_page(found, command).rstrip().split("\n\n")
+    return [title.replace("their publishers compute", f"{server} computes"), *blocks[:2], *more, *blocks[2:]]

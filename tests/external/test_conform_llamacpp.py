@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import served
 import torch
 from llamacpp_here import serving
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.diagnose import conform, conform_server, golden_cases, show_conform
+from dflash_bench.diagnose import conform, conform_server, golden_cases
 from dflash_bench.diagnose.conform import CaseSubject, Conformance
 from dflash_bench.diagnose.golden_cases import GoldenCase
 from dflash_bench.engine.selection import target_of
@@ -158,11 +159,7 @@ def test_every_golden_case_that_a_gguf_file_can_hold(
         # The text is always the target's own; counts differ by a few tokens at most.
         assert one.difference is None or one.difference.part == "counts"
         assert abs(one.accepted / one.expected - 1) < 0.1
-    page = show_conform.conform_page(found, command("llamacpp"))
-    write_page("conformance-llamacpp.md", [page.rstrip().replace(
-        "# Conformance: drafts as their publishers compute them",
-        "# Conformance: drafts as llama.cpp computes them",
-    )])  # fmt: skip
+    write_page("conformance-llamacpp.md", served.conformance_page(found, "llama.cpp", command("llamacpp")))
 
 
 MTP = "mtp-qwen3.5-hybrid"

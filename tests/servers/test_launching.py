@@ -93,6 +93,8 @@ def config(**said: Any) -> str:
         ("vllm", "dflash", {"kind": "DFlash 2"}, config(method="dflash", model="D", num_speculative_tokens=5)),
         ("vllm", "dflash", {"kind": "DSpark", "shifted": True},
          config(method="dspark", model="D", num_speculative_tokens=5)),
+        ("vllm", "p-eagle:5", {},
+         config(method="eagle3", parallel_drafting=True, model="D", num_speculative_tokens=5)),
         ("vllm", "mtp:3", BY_MTP, config(method="mtp", num_speculative_tokens=3)),
         ("vllm", "ngram:n=4,max=5", LOOKUP,
          config(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=5)),

@@ -65,8 +65,11 @@ def argv(spec: LaunchSpec, port: int) -> list[str]:
     ]  # fmt: skip
 
 
-METHODS = {"DSpark": "dspark"}
-"""Kinds of drafts that it calls methods of their own; it reads the others' kind from their files, as `dflash`."""
+METHODS: dict[str, dict[str, Any]] = {
+    "DSpark": {"method": "dspark"},
+    "p-eagle": {"method": "eagle3", "parallel_drafting": True},
+}
+"""Kinds and methods that it calls otherwise; it reads other drafts' kind from their files, as `dflash`."""
 
 
 COUNTING = ("--per-request-spec-decode-metrics", "summary")
@@ -77,7 +80,7 @@ def _speculation(spec: LaunchSpec) -> list[str]:
         return []
     # Its number counts drafted tokens, without the anchor that a block has besides.
     speculation = {
-        "method": METHODS.get(spec.kind, spec.method.name),
+        **METHODS.get(spec.kind, METHODS.get(spec.method.name, {"method": spec.method.name})),
         # The heads of MTP are in the target.
         **({} if spec.draft is None else {"model": spec.draft}),
         "num_speculative_tokens": spec.num_drafts,
@@ -113,7 +116,8 @@ DIALECT = Dialect(
     },
     program=Program(
         "vllm", "vllm", False,
-        {"dflash": ("n", "block"), "eagle3": ("n",), "mtp": ("n",), "ngram": ("n", "max", "min")},
+        {"dflash": ("n", "block"), "eagle3": ("n",), "p-eagle": ("n",), "mtp": ("n",),
+         "ngram": ("n", "max", "min")},
         # It knows a JetSpec draft only by a key that its publisher's files do not have.
         ("DFlash", "DFlash 2", "DSpark"), "VLLM_API_KEY", argv, COUNTING,
     ),
