@@ -135,15 +135,16 @@ def found(
     return results
 
 
-ABOUT = f"""Each case is asked of vLLM on the CPU, in float32. Heads are written wider, with zeros, so that its attention takes them;
-our engine drafts with these files what the publisher's code drafts. A case that differs is asked again without a fault
-of this vLLM, [measured by itself](vllm-nano-cpu.md): its norm kernel uses the first layer's weight for the context keys
-of every draft layer ("{PER_LAYER}": without it). JetSpec's file says that it is causal by a key that vLLM does not know, and
-is asked once more with `is_causal` ("{CAUSAL}"). P-EAGLE is converted to speculators' format.
+ABOUT = f"""Each case is asked of vLLM on the CPU, in float32. Heads are written wider, with zeros, so that its
+attention takes them; our engine drafts with these files what the publisher's code drafts. A case that differs is
+asked again without a fault of this vLLM, [measured by itself](vllm-nano-cpu.md): its norm kernel uses the first
+layer's weight for the context keys of every draft layer ("{PER_LAYER}": without it). JetSpec's file says that it is
+causal by a key that vLLM does not know, and is asked once more with `is_causal` ("{CAUSAL}"). P-EAGLE is converted to
+speculators' format.
 
-What is not computed here, vLLM may compute on a GPU: DSpark, DFlash 2, LiLiCorr and drafts with windows in some layers
-need its runner V2, and this a Triton that the CPU build lacks; Qwen3.5, and with it MTP, needs torchvision, which has no
-build for this torch here. Its reasons below are in its own words."""
+What is not computed here, vLLM may compute on a GPU: DSpark, DFlash 2, LiLiCorr and drafts with windows in some
+layers need its runner V2, and this a Triton that the CPU build lacks; Qwen3.5, and with it MTP, needs torchvision,
+which has no build for this torch here. Its reasons below are in its own words."""
 
 
 def test_what_vllm_loads_conforms_but_for_the_causes_that_are_known(found: list[Conformance]) -> None:
