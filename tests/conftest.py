@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,6 +17,8 @@ import typer.main
 from dflash_bench import cli
 from dflash_bench.core import terminal
 
+# Whoever runs the tests in the background has them ignore what Ctrl-C sends, and some libraries stop ignoring it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # On a slow machine a line of progress would stand between a test and what it compares.
 terminal.LINE_EVERY_S = 3600.0
 

@@ -8,9 +8,9 @@ that the stored rounds allow (`_bounds`), each with the choice of prompts. Other
 stored says how far off they may be.
 
 Times are always estimates: the seconds of the measured rounds, changed by what fewer tokens cost at the recorded
-positions, or else by the width curve that the run measured. What a pass costs also depends on what came before it: a
-longer draft leaves less of the target's weights in the processor's caches. So replayed speed-ups have no interval: one
-over prompts would say nothing of how far times are off.
+positions, or else by the width curve that the run measured. What a pass costs also depends on what came before it, such
+as how much of the target's weights a draft leaves in the processor's caches. So replayed speed-ups have no interval:
+one over prompts would say nothing of how far times are off.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ class RoundCosts:
             before, after = np.interp([own, width], np.arange(1, len(passes) + 1), passes).tolist()
         else:
             before, after = self.curve(own), self.curve(width)
-        # A longer round leaves less of the weights in the processor's caches.
+        # What is left of a round beyond its passes alone is taken to grow with the round.
         return seconds * _share(self.verify_s, before, after, width / own)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_bench.core.errors import UserError
+from dflash_bench.core.errors import UserError, first_line
 
 BUCKET = 256
 """Attention goes over a multiple of so many places."""
@@ -138,14 +138,17 @@ class GraphCache:
         missing = [
             (key, places)
             for key, known in self._known.items()
-            if wanted(key) and key not in self._refused and not self._has_given_up
+            if wanted(key) and self._may_try(key)
             for places in (self._buckets(shortest, longest) if known.reads_cache else [ANY])
             if (key, places) not in self._captured
         ]
         for key, places in missing:
-            if key not in self._refused and not self._has_given_up:
+            if self._may_try(key):
                 self._try(key, num_rows, places)
         return bool(missing)
+
+    def _may_try(self, key: Hashable) -> bool:
+        return not self._has_given_up and key not in self._refused
 
     def _try(self, key: Hashable, num_rows: int, num_places: int) -> None:
         begin = time.perf_counter()
@@ -154,7 +157,7 @@ class GraphCache:
             self.num_captured += 1
         except (RuntimeError, ValueError, NotImplementedError) as problem:
             # Passes are still computed as usual; warn once, and never try again.
-            self.why_not = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+            self.why_not = f"{type(problem).__name__}: {first_line(problem)}"
             self._refused.add(key)
             if self._known[key].reads_cache:
                 self._has_given_up = True

@@ -54,9 +54,9 @@ from the recordings and from the rounds alone, beside the measured one:
 
 Replayed over measured, the speed-up is {least_exact:.2f} to {most_exact:.2f} times, {mid_exact:.2f} in the middle,
 with the recordings, and {least_speed:.2f} to {most_speed:.2f}, {mid_speed:.2f} in the middle, from the rounds alone.
-What a pass of the target takes also depends on what came before it: a shorter draft leaves more of the weights in the
-processor's caches than the recorded one did. So no speed-up has an interval: a length that looks better by no more than
-this has to be measured.
+What a pass of the target takes also depends on what came before it: a shorter draft probably leaves more of the weights
+in the processor's caches than the recorded one did (not measured by itself). So no speed-up has an interval: a length
+that looks better by no more than this has to be measured.
 
 {formulas}
 

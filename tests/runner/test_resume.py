@@ -68,8 +68,6 @@ def stopped(moment: str, number: int, *words: str) -> subprocess.CompletedProces
             kill() if moment == "once a part is there" else signal.raise_signal(signal.SIGINT)
 
     def act() -> None:
-        # Whoever runs the tests in the background has them ignore what Ctrl-C sends, and their children with them.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         store.RunStore.append = counted  # type: ignore[method-assign]
         sys.argv = ["dflash-bench", "run", *words]
         cli.main()

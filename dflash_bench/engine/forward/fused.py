@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_bench.core.errors import first_line
 from dflash_bench.engine.forward.native import Gated, Layer, NativeForward, Norm, Tables
 from dflash_bench.engine.forward.native_drafts import NativeDFlash, NativeEagle3, NativeMTP
 from dflash_bench.engine.graphs import TOLERANCES
@@ -135,7 +136,7 @@ def fused_layers(layers: list[Layer], compile_function: Compile = torch.compile)
                 for num_tokens in TRIED:
                     _refuse_unlike(usual, new, num_tokens)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, AttributeError) as problem:
-        reason = (str(problem).splitlines() or [""])[0]
+        reason = first_line(problem)
         logging.getLogger(__name__).warning("small operations are not fused: %s: %s", type(problem).__name__, reason)
         return layers
     return made
