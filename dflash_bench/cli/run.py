@@ -16,7 +16,7 @@ from dflash_bench.core.files import json_text, write_text
 from dflash_bench.core.labels import WIDTH, wrapped
 from dflash_bench.core.option import check_options
 from dflash_bench.core.secrets import command
-from dflash_bench.core.terminal import Stages, note, say, show, terminal_width, wide
+from dflash_bench.core.terminal import Stages, note, say, show, status, terminal_width, wide
 from dflash_bench.runner.config import OutputOptions, RunRequest
 
 app = typer.Typer()
@@ -197,9 +197,12 @@ def _prepare(action: list[str], source: Path | None, out: Path) -> None:
 
     if len(action) != 2 or action[0] != "prepare" or source is None:
         raise UserError("write: dflash-bench suites prepare NAME --from FOLDER -o DIR")
-    made = prepare(action[1], source, out)
+    with status() as tell:
+        made = prepare(action[1], source, out, tell)
     counts = ", ".join(f"{name} {number}" for name, number in made.by_category.items())
     say(f"wrote {made.path}: {made.num_prompts:,} prompts{f' ({counts})' if counts else ''}")
+    if made.revision:
+        note(f"revision: {made.revision}")
     note(f"measure them with: dflash-bench run --suite {action[1]} --data {out}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -17,6 +18,12 @@ from dflash_bench.core.errors import UserError, first_line
 
 MOST_NESTED = 100
 """Levels of JSON: more than our files or any publisher's have, and few enough for every JSON reader and writer."""
+_CHUNK = 1 << 20
+"""Bytes of a JSON array that are read at a time; more if one of its rows is longer."""
+_CUT = 16
+"""Outside strings, a JSON reader fails at a cut text's last characters: fewer than this."""
+_SPACE = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """The escape of a surrogate, which is half of a character unless the other half follows."""
 KINDS = (
@@ -102,6 +109,98 @@ def parse_json(where: str, text: str) -> Any:
     return value
 
 
+def rows_of(path: Path, longest: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects in the JSON array that a UTF-8 file is, one by one, each with its place: "FILE row 3".
+
+    Raises UserError if that fails, for anything else, and for an object above `longest` characters.
+    """
+    require_file(path)
+    try:
+        with path.open("rb") as file:
+            yield from _ArrayText(path, file, longest).rows()
+    except OSError as error:
+        raise io_error("read", path, error) from error
+
+
+class _ArrayText:
+    """The text of a JSON array, of which only what was read and not yet used is held."""
+
+    def __init__(self, path: Path, file: IO[bytes], longest: int) -> None:
+        self.path, self.file, self.longest = path, file, longest
+        self.decoder = codecs.getincrementaldecoder("utf-8")()
+        self.text, self.at, self.num_bytes = "", 0, 0
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        if self._mark() != "[":
+            raise UserError(f"{self.path}: must be an array of rows")
+        self.at += 1
+        for number in count(1) if self._mark() != "]" else ():
+            where = f"{self.path} row {number}"
+            yield where, self._row(where)
+            mark = self._mark()
+            if mark == "]":
+                break
+            if mark != ",":
+                raise UserError(f"{where}: not valid JSON (neither a comma nor the end of the array follows it)")
+            self.at += 1
+        self.at += 1
+        if self._mark():
+            raise UserError(f"{self.path}: not valid JSON (something follows the array)")
+
+    def _mark(self) -> str:
+        """Return the next character that is no space, and stay at it; nothing at the end of the file."""
+        while True:
+            if space := _SPACE.match(self.text, self.at):
+                self.at = space.end()
+            if self.at < len(self.text) or not self._read():
+                return self.text[self.at : self.at + 1]
+
+    def _row(self, where: str) -> dict[str, Any]:
+        self._mark()
+        while True:
+            try:
+                row, end = _DECODER.raw_decode(self.text, self.at)
+                break
+            except (ValueError, RecursionError) as error:
+                if not self._is_cut(where, error) or not self._read():
+                    parse_json(where, self.text[self.at :])
+                    raise
+        self._refuse_longer(where, end)
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
+        _refuse_nested(where, row)
+        _refuse_halves(where, self.text[self.at : end], row)
+        self.at = end
+        return row
+
+    def _is_cut(self, where: str, error: Exception) -> bool:
+        """Return True if the row may go on behind what was read. Raises UserError if it is too long already."""
+        if not isinstance(error, json.JSONDecodeError):
+            return False
+        is_cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - _CUT
+        if is_cut:
+            self._refuse_longer(where, len(self.text))
+        return is_cut
+
+    def _refuse_longer(self, where: str, end: int) -> None:
+        if end - self.at > self.longest:
+            raise UserError(f"{where}: longer than {self.longest >> 20} MiB; give shorter rows")
+
+    def _read(self) -> bool:
+        """Read on, by as much as is held, so that a long row is tried few times; False at the end of the file."""
+        self.text, self.at = self.text[self.at :], 0
+        data = self.file.read(max(_CHUNK, len(self.text)))
+        num_pending = len(self.decoder.getstate()[0])
+        try:
+            text = self.decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            start = self.num_bytes - num_pending + error.start
+            raise UserError(f"cannot read {self.path}: not UTF-8 (byte {start})") from error
+        self.text += text if self.num_bytes > 2 else text.removeprefix("\ufeff")
+        self.num_bytes += len(data)
+        return bool(data)
+
+
 def _refuse_nested(where: str, value: Any) -> None:
     """Raise UserError for JSON that Python can read but that is too deep for the code that uses it."""
     level = [value]
@@ -168,14 +267,24 @@ def write_text(path: Path, text: str) -> None:
     write_whole(path, lambda file: file.write(text.encode()))
 
 
-def write_output(path: Path, content: str | bytes) -> None:
-    """As `write_whole`, for a place that a user named: folders that are missing above it are made."""
+def write_output(path: Path, content: str | bytes | Callable[[IO[bytes]], object]) -> None:
+    """As `write_whole`, for a place that a user named: folders that are missing above it are made.
+
+    If the file is not written in the end, they are taken away again.
+    """
     require_output(path)
+    missing = [folder for folder in path.parents if not folder.exists()]
+    encoded = content.encode() if isinstance(content, str) else content
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, encoded if callable(encoded) else lambda file: file.write(encoded))
     except OSError as error:
         raise io_error("write", path, error) from error
-    write_whole(path, lambda file: file.write(content if isinstance(content, bytes) else content.encode()))
+    finally:
+        if not path.exists():
+            for folder in missing:
+                with suppress(OSError):
+                    folder.rmdir()
 
 
 def json_text(value: Any) -> str:

@@ -188,8 +188,9 @@ def _whose(identity: RunIdentity) -> str:
 
 
 def _revision(text: str | None) -> str:
-    """Return a revision in brackets; a hash of weights is cut to its first digits."""
-    return f" ({text[:12] if re.fullmatch('[0-9a-f]{40,64}', text) else text})" if text else ""
+    """Return a revision in brackets; a hash, such as of weights, is cut to its first digits."""
+    short = re.sub(r"(?<![^@])([0-9a-f]{12})[0-9a-f]{28,52}$", r"\1", text or "")
+    return f" ({short})" if short else ""
 
 
 def _suite(name: str, suite: SuiteEntry, info: RunInfo) -> str:
@@ -198,8 +199,9 @@ def _suite(name: str, suite: SuiteEntry, info: RunInfo) -> str:
     number = f"{suite.prompts:,}"
     if info.measured is not None:
         number = f"{info.measured.get(name, 0):,} of {number}"
-    return f"{labels.suite_label(name, suite.source)} v{suite.version}, {number} prompts" + (
-        f" from {place}" if place else ""
+    where = f" from {place}" if place else ""
+    return (
+        f"{labels.suite_label(name, suite.source)} v{suite.version}, {number} prompts{where}{_revision(suite.revision)}"
     )
 
 

@@ -128,6 +128,8 @@ class SuiteEntry(StoredModel):
     source: str
     prompts: Whole
     sha256: str | None = None
+    revision: str | None = None
+    """Of a user's own copy, OWNER/NAME@COMMIT where that is known."""
     scorer: str = "none"
     style: str = "paper"
     """Of the prompts: `paper` or `verbatim`."""

@@ -454,6 +454,7 @@ def _identity_of_suite(loaded: Loaded, prepared: PreparedRun) -> dict[str, Any]:
         "version": suite.version,
         "source": loaded.source,
         "sha256": loaded.sha256,
+        **({"revision": loaded.revision} if loaded.revision else {}),
         "prompts": len(loaded.prompts),
         "scorer": suite.scorer,
         **({"style": suite.style} if suite.style != STYLES[0] else {}),

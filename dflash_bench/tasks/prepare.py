@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import IO
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.tasks import suites
+from dflash_bench.core.types import Prompt
+from dflash_bench.tasks import origins, suites
 from dflash_bench.tasks.prompts import SUFFIXES, rows_in
-from dflash_bench.tasks.suites import Suite
+from dflash_bench.tasks.suites import Rows, Suite
 
 MOST_NAMED = 6
+TELL_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +27,49 @@ class PreparedRows:
     path: Path
     num_prompts: int
     by_category: Mapping[str, int]
+    revision: str | None
+    """OWNER/NAME@REVISION, where the files say it."""
 
 
-def prepare(name: str, source: Path, out: Path) -> PreparedRows:
+def prepare(name: str, source: Path, out: Path, tell: Callable[[str], None] = lambda _: None) -> PreparedRows:
     """Write OUT/NAME/SPLIT.jsonl from the publisher's files in a folder, or from a file.
 
+    Rows are checked and written one by one; the file is there once all of them are. `tell` gets lines of progress.
     Raises UserError for a suite that needs no preparation, for none or too many files, and for a row that does not fit.
     """
     known = {suite.name: suite for suite in suites.known_suites().values() if suite.home == "folder"}
     if name not in known:
         raise unknown("suite to prepare", name, list(known))
     suite = known[name]
-    rows = [row for path in _files_of(suite, source) for row in rows_in(path)]
-    loaded = suites.draw(suite, suites.prompts_of(suite, rows), str(source), None)
-    path = out / suite.name / f"{suite.split}.jsonl"
-    files.write_output(path, "".join(f"{json.dumps(dict(row), default=str)}\n" for _, row in rows))
-    categories = Counter(prompt.category for prompt in loaded.prompts if prompt.category)
-    return PreparedRows(path, len(loaded.prompts), dict(sorted(categories.items())))
+    path, found = out / suite.name / f"{suite.split}.jsonl", _files_of(suite, source)
+    categories = Counter[str | None]()
+
+    def fill(file: IO[bytes]) -> None:
+        rows = _written((row for each in found for row in rows_in(each)), file, tell)
+        suites.numbers_by_id(suite, _counted(suites.each_prompt(suite, rows), categories), str(source))
+
+    files.write_output(path, fill)
+    if revision := origins.in_cache(found):
+        origins.write(path, revision)
+    by_category = {name: number for name, number in categories.items() if name}
+    return PreparedRows(path, categories.total(), dict(sorted(by_category.items())), revision)
+
+
+def _written(rows: Rows, file: IO[bytes], tell: Callable[[str], None]) -> Rows:
+    """Write each row to the file, and pass it on."""
+    told_s = time.monotonic()
+    for number, (where, row) in enumerate(rows, start=1):
+        file.write(f"{json.dumps(dict(row), default=str)}\n".encode())
+        if time.monotonic() - told_s > TELL_EVERY_S:
+            told_s = time.monotonic()
+            tell(f"{number:,} rows, {file.tell() >> 20:,} MiB")
+        yield where, row
+
+
+def _counted(prompts: Iterable[Prompt], categories: Counter[str | None]) -> Iterator[Prompt]:
+    for prompt in prompts:
+        categories[prompt.category] += 1
+        yield prompt
 
 
 def _files_of(suite: Suite, source: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, require_file
 from dflash_bench.core.types import SESSION, Prompt
+from dflash_bench.tasks import origins
 from dflash_bench.tasks.conversations import MESSAGES, RecordedChat, answers_in, in_text, is_talk, of_messages, tools_of
 from dflash_bench.tasks.suites import (
     LONGEST_LINE,
@@ -28,6 +29,7 @@ from dflash_bench.tasks.suites import (
     filled,
     is_texts,
     json_lines,
+    json_rows,
     name_of,
     parquet_rows,
     text_of,
@@ -41,7 +43,7 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 """The files that are read from a folder; a file that is named itself is recognised by its content."""
 PARQUET = b"PAR1"
 MOST_WHOLE = 1 << 30
-"""Bytes of a JSON file that is not in lines, which is read as a whole."""
+"""Bytes of a JSON file that is one object, and is read as a whole."""
 
 
 def rows_in(path: Path) -> Rows:
@@ -70,8 +72,10 @@ def _rows(path: Path) -> Rows:
     if path.suffix == ".parquet" or start.startswith(PARQUET):
         return parquet_rows(path)
     first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if first == b"[" or (first == b"{" and path.suffix == ".json" and not _is_in_lines(path)):
-        return _rows_of_whole(path)
+    if first == b"[":
+        return json_rows(path)
+    if first == b"{" and path.suffix == ".json" and not _is_in_lines(path):
+        return _row_of_whole(path)
     return json_lines(path)
 
 
@@ -93,16 +97,12 @@ def _is_in_lines(path: Path) -> bool:
         return False
 
 
-def _rows_of_whole(path: Path) -> Rows:
+def _row_of_whole(path: Path) -> Rows:
     if path.stat().st_size > MOST_WHOLE:
         raise UserError(
             f"{path} has more than {MOST_WHOLE >> 30} GiB; write it as JSON lines or Parquet, which need less memory"
         )
-    value = files.json_of(path)
-    for number, row in enumerate(value if isinstance(value, list) else [value], start=1):
-        if not isinstance(row, dict):
-            raise UserError(f"{path} row {number}: a row must be a JSON object, not {type(row).__name__}")
-        yield f"{path} row {number}", row
+    yield f"{path} row 1", files.json_of(path)
 
 
 def _is_trace(row: Row) -> bool:
@@ -185,7 +185,7 @@ def load(
         raise UserError(f"{source}: --every-answer needs conversations with an answer after a message of the user")
     if found and not prompts:
         raise UserError(f"{source}: {notes[0]}")
-    return draw(suite, prompts, source, limit, notes, balance)
+    return replace(draw(suite, prompts, source, limit, notes, balance), revision=origins.in_cache([path]))
 
 
 def _answers_of(rows: Rows) -> Rows:

@@ -18,6 +18,7 @@ from dflash_bench.core.errors import UserError, first_line, unknown
 from dflash_bench.core.files import MOST_NESTED
 from dflash_bench.core.labels import shortened, visible
 from dflash_bench.core.types import NO_VALUE, Message, Prompt
+from dflash_bench.tasks import origins
 from dflash_bench.tasks.conversations import answers_in, in_text, of_messages, refuse_placeholder
 
 # The rows of a data set, each with its place for error messages.
@@ -27,7 +28,9 @@ HUB_TIMEOUT_S = 10.0
 LONGEST_LINE = 1 << 26
 """Bytes of a row, several times what the longest contexts hold."""
 ROWS_AT_A_TIME = 1000
-"""Rows of a Parquet file, of which sessions of agents may have gigabytes."""
+BYTES_AT_A_TIME = 1 << 24
+"""Of a Parquet file as it is decoded: sessions of agents may have gigabytes in one row group."""
+BUFFER_BYTES = 1 << 20
 
 Row = Mapping[str, Any]
 Rows = Iterator[tuple[str, Row]]
@@ -46,15 +49,18 @@ class DataSet:
 
 
 def from_folder(data: DataSet, folder: Path) -> Rows:
-    """Read rows from NAME/SPLIT.jsonl, .parquet or .json, an array. Raises UserError if there is no such file."""
-    lines, parquet, array = (folder / data.name / f"{data.split}.{kind}" for kind in ("jsonl", "parquet", "json"))
-    if os.path.exists(lines):
-        return json_lines(lines)
-    if os.path.exists(parquet):
-        return parquet_rows(parquet)
-    if os.path.exists(array):
-        return json_rows(array)
-    raise UserError(f"no rows for suite '{data.name}': looked for {lines} and {parquet}")
+    """Read rows from `rows_file`. Raises UserError if there is no such file."""
+    path = rows_file(data, folder)
+    return {".jsonl": json_lines, ".parquet": parquet_rows, ".json": json_rows}[path.suffix](path)
+
+
+def rows_file(data: DataSet, folder: Path) -> Path:
+    """Find NAME/SPLIT.jsonl, .parquet or .json, an array. Raises UserError if there is no such file."""
+    paths = [folder / data.name / f"{data.split}.{kind}" for kind in ("jsonl", "parquet", "json")]
+    found = next((path for path in paths if os.path.exists(path)), None)
+    if found is None:
+        raise UserError(f"no rows for suite '{data.name}': looked for {paths[0]} and {paths[1]}")
+    return found
 
 
 def json_lines(path: Path) -> Rows:
@@ -73,23 +79,22 @@ def _as_row(where: str, row: Any) -> Row:
 
 def json_rows(path: Path) -> Rows:
     """Read rows from a JSON array. Raises UserError for anything else."""
-    value = core_files.json_of(path)
-    if not isinstance(value, list):
-        raise UserError(f"{path}: must be an array of rows, not {type(value).__name__}")
-    for number, row in enumerate(value, start=1):
-        yield f"{path} row {number}", _as_row(f"{path} row {number}", row)
+    return core_files.rows_of(path, LONGEST_LINE)
 
 
 def parquet_rows(path: Path) -> Rows:
-    """Read rows from a Parquet file. Raises UserError if that fails."""
+    """Read rows from a Parquet file, of which only a few are held. Raises UserError if that fails."""
     import pyarrow as pa
     from pyarrow import parquet
 
     core_files.require_file(path)
     numbers = count(1)
     try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(ROWS_AT_A_TIME):
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
+            groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
+            per_row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+            at_a_time = min(max(BYTES_AT_A_TIME // max(per_row, 1), 1), ROWS_AT_A_TIME)
+            for batch in file.iter_batches(at_a_time):
                 for row in batch.to_pylist():
                     where = f"{path} row {next(numbers)}"
                     yield where, _without_nulls(where, row)
@@ -223,6 +228,8 @@ class Loaded:
     """All prompts of the source, which others can be padded with."""
     order: tuple[str, ...] = field(default=(), repr=False)
     """The ids of `prompts` in the order in which they were drawn."""
+    revision: str | None = None
+    """Of a user's own copy, "OWNER/NAME@REVISION" where that is known; see `origins`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,25 +344,27 @@ def load_prompts(
             f"suite '{suite.name}' is neither embedded nor on the hub: get {suite.source}, prepare it with "
             f"'dflash-bench suites prepare {suite.name} --from FOLDER', and give --data data"
         )
+    revision = None
     if data == "embedded" or (data == "hub" and suite.home == "shipped"):
         source = "shipped" if suite.home == "shipped" else "embedded"
-        placed_rows = from_folder(suite.data, data_folder() / "embedded")
+        rows = from_folder(suite.data, data_folder() / "embedded")
     elif data == "hub":
-        placed_rows, source = from_hub(suite.data)
+        rows, source = from_hub(suite.data)
     else:
-        placed_rows, source = from_folder(suite.data, Path(data)), f"folder {data}"
-    return draw(suite, prompts_of(suite, placed_rows), source, limit, balance=balance)
-
-
-def prompts_of(suite: Suite, rows: Iterable[tuple[str, Row]]) -> list[Prompt]:
-    """Make prompts of rows, with slices. Raises UserError for a row that does not fit the suite."""
-    rows = _answers_of(suite, rows) if suite.session else rows
-    prompts = [to_prompt(suite, where, index, row) for index, (where, row) in enumerate(rows)]
+        rows, source = from_folder(suite.data, Path(data)), f"folder {data}"
+        revision = origins.of_rows(rows_file(suite.data, Path(data)))
     read = {suite.id, suite.turns_column, suite.messages, *_columns_in(*suite.turns, suite.reference or "")}
-    return with_slices(prompts, read)
+    prompts = with_slices(list(each_prompt(suite, rows)), read)
+    return replace(draw(suite, prompts, source, limit, balance=balance), revision=revision)
 
 
-def _answers_of(suite: Suite, rows: Iterable[tuple[str, Row]]) -> Rows:
+def each_prompt(suite: Suite, rows: Rows) -> Iterator[Prompt]:
+    """Make prompts of rows, as yet without slices. Raises UserError for a row that does not fit the suite."""
+    for index, (where, row) in enumerate(_answers_of(suite, rows) if suite.session else rows):
+        yield to_prompt(suite, where, index, row)
+
+
+def _answers_of(suite: Suite, rows: Rows) -> Rows:
     """Yield a row for each answer that was recorded in each conversation."""
     assert suite.session is not None and suite.messages is not None
     for where, row in rows:
@@ -406,20 +415,25 @@ def draw(
     """
     if limit is not None and limit < 1:
         raise UserError(f"--limit must be at least 1, not {limit}")
-    if not prompts:
-        raise UserError(f"{source}: no rows for suite '{suite.name}'")
-    row_numbers: dict[str, int] = {}
-    for number, prompt in enumerate(prompts, start=1):
-        first = row_numbers.setdefault(prompt.prompt_id, number)
-        if first != number:
-            raise UserError(f"{source}: rows {first} and {number} share the id '{prompt.prompt_id}'")
-    order = sorted(row_numbers, key=lambda prompt_id: _rank(suite, prompt_id))
+    order = sorted(numbers_by_id(suite, prompts, source), key=lambda prompt_id: _rank(suite, prompt_id))
     if balance is not None:
         order = _in_turns(suite, order, _values_of(suite, prompts, balance))
     drawn_ids = set(order[:limit])
     drawn = tuple(prompt for prompt in prompts if prompt.prompt_id in drawn_ids)
     sha256 = _sha256([prompt.row for prompt in drawn])
     return Loaded(suite, drawn, source, sha256, len(prompts), notes, pool=tuple(prompts), order=tuple(order[:limit]))
+
+
+def numbers_by_id(suite: Suite, prompts: Iterable[Prompt], source: str) -> dict[str, int]:
+    """Number prompts, from 1 on. Raises UserError if there are none, and if two share an id."""
+    numbers: dict[str, int] = {}
+    for number, prompt in enumerate(prompts, start=1):
+        first = numbers.setdefault(prompt.prompt_id, number)
+        if first != number:
+            raise UserError(f"{source}: rows {first} and {number} share the id '{prompt.prompt_id}'")
+    if not numbers:
+        raise UserError(f"{source}: no rows for suite '{suite.name}'")
+    return numbers
 
 
 def _rank(suite: Suite, prompt_id: str) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.tasks import suites
 from dflash_bench.tasks.suites import DataSet
@@ -92,6 +93,77 @@ def test_a_row_comes_with_its_place(tmp_path: Path) -> None:
 def test_a_bad_line_is_refused_with_the_place(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
     assert refusal(tmp_path) == f"{path} {message}"
+
+
+STRANGE = [*ROWS, {}, {"key": -1.5e-300, "deep": [[{"a": None}], True, '\\u00e9\\ " ]}['], "last": 12}]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1 << 20])
+@pytest.mark.parametrize("options", [{}, {"ensure_ascii": False}, {"indent": 2}])
+def test_an_array_is_read_row_by_row_wherever_it_is_cut(
+    chunk: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_CHUNK", chunk)
+    path = write(tmp_path, f"\ufeff\n {json.dumps(STRANGE, **options)}\r\n ", "json")
+    assert list(suites.from_folder(TOY, tmp_path)) == [
+        (f"{path} row {number}", row) for number, row in enumerate(STRANGE, start=1)
+    ]
+    write(tmp_path, "[ ]", "json")
+    assert read(tmp_path) == []
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", ": must be an array of rows"),
+        (b"{}", ": must be an array of rows"),
+        (b"[{},", " row 2: not valid JSON (Expecting value at column 1)"),
+        (b"[{},]", " row 2: not valid JSON (Expecting value at column 1)"),
+        (b"[{}", " row 1: not valid JSON (neither a comma nor the end of the array follows it)"),
+        (b"[{} {}]", " row 1: not valid JSON (neither a comma nor the end of the array follows it)"),
+        (b"[{}]]", ": not valid JSON (something follows the array)"),
+        (b'[{},\n{"a": 1, "b" 2}]', " row 2: not valid JSON (Expecting ':' delimiter at column 14)"),
+        (b'[{}, {"a": "', " row 2: not valid JSON (Unterminated string starting at at column 7)"),
+        (b'[{"a": ' + 200 * b"[" + 200 * b"]" + b"}]", " row 1: nested more than 100 levels deep"),
+        (b'[{"a": ' + 5000 * b"1" + b"}]", " row 1: a number in its JSON has too many digits"),
+        (b'[{"a": "\\ud800"}]', " row 1: it contains half of a character, '\\ud800'"),
+        (b'[{"a": "' + 100 * b"x" + b'"}]', " row 1: longer than 0 MiB; give shorter rows"),
+        (b"[{}, 12]", " row 2: a row must be a JSON object, not int"),
+    ],
+)
+def test_a_bad_array_is_refused_with_the_row(
+    text: bytes, message: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_CHUNK", chunk)
+    monkeypatch.setattr(suites, "LONGEST_LINE", 50 if b"xxx" in text else 10_000)
+    path = write(tmp_path, "", "json")
+    path.write_bytes(text)
+    assert refusal(tmp_path) == f"{path}{message}"
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1 << 20])
+def test_bytes_of_an_array_that_are_no_text_are_refused_by_their_place(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_CHUNK", chunk)
+    path = write(tmp_path, "", "json")
+    path.write_bytes('[{"a": "é"},\n{"b": "'.encode() + b"\xc3(")
+    assert refusal(tmp_path) == f"cannot read {path}: not UTF-8 (byte 21)"
+
+
+def test_rows_of_parquet_come_in_batches_of_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    rows = [{"key": f"{number} {'x' * 500}"} for number in range(100)]
+    parquet.write_table(arrow.Table.from_pylist(rows), write(tmp_path, "", "parquet"), compression="none")
+    asked = list[int]()
+    plain = parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        parquet.ParquetFile, "iter_batches", lambda file, size: (asked.append(size), plain(file, size))[1]
+    )
+    monkeypatch.setattr(suites, "BYTES_AT_A_TIME", 5200)
+    assert read(tmp_path) == rows
+    assert 9 <= asked[0] <= 10
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

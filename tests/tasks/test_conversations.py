@@ -357,7 +357,7 @@ def test_a_line_of_200_megabytes_is_refused_before_it_is_read(tmp_path: Path) ->
 def test_a_json_file_that_no_memory_holds_is_refused_by_its_size(tmp_path: Path) -> None:
     path = tmp_path / "all.json"
     with path.open("wb") as file:
-        file.write(b"[")
+        file.write(b'{\n"prompt": "')
         file.truncate((1 << 30) + 1)
     assert refusal(lambda: prompts.load(path)).startswith(f"{path} has more than 1 GiB; write it as JSON lines")
 
@@ -367,7 +367,7 @@ def test_an_array_of_anything_else_names_the_row(tmp_path: Path) -> None:
     path.write_text('[{"prompt": "Hi"}, [1]]')
     assert refusal(lambda: prompts.load(path)) == f"{path} row 2: a row must be a JSON object, not list"
     path.write_text('[{"prompt": "Hi"}')
-    assert refusal(lambda: prompts.load(path)).startswith(f"cannot read {path}: not valid JSON (")
+    assert refusal(lambda: prompts.load(path)).startswith(f"{path} row 1: not valid JSON (")
     path.write_text('{"prompt": "Hi",\n "id"')
     assert refusal(lambda: prompts.load(path)).startswith(f"cannot read {path}: not valid JSON (")
 

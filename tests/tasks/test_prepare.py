@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.tasks import prompts, scorers, suites
 from dflash_bench.tasks.prepare import prepare
@@ -22,6 +28,8 @@ SPEED = [
      "source": "ours", "src_id": str(number), "difficulty": "easy", "multiturn": turns > 1}
     for number, (category, turns) in enumerate([("coding", 1), ("writing", 2), ("coding", 1)])
 ]  # fmt: skip
+COMMIT = "0123456789abcdef" + 24 * "a"
+SNAPSHOT = f"hub/datasets--nvidia--SPEED-Bench/snapshots/{COMMIT}"
 TOOL = {"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}}
 LIVE = {
     "question_title": "Sum", "question_content": "Add two numbers.", "platform": "atcoder", "question_id": "abc1_a",
@@ -134,15 +142,19 @@ def test_a_session_that_cannot_be_replayed_is_refused(what: str, tmp_path: Path)
 
 
 def test_a_users_own_copy_is_laid_out_and_measured(main: Main, tmp_path: Path) -> None:
-    publish(tmp_path / "SPEED-Bench" / "qualitative.jsonl", SPEED)
-    code, out, err = main("suites", "prepare", "speed_bench", "--from", "SPEED-Bench", "-o", "data")
+    publish(tmp_path / SNAPSHOT / "qualitative.jsonl", SPEED)
+    code, out, err = main("suites", "prepare", "speed_bench", "--from", SNAPSHOT, "-o", "data")
     assert code == 0, err
     assert out == "wrote data/speed_bench/qualitative.jsonl: 3 prompts (coding 2, writing 1)\n"
-    assert "run --suite speed_bench --data data" in err
+    assert f"revision: nvidia/SPEED-Bench@{COMMIT}" in err and "run --suite speed_bench --data data" in err
     words = "run --suite speed_bench --data data --limit 2 --balance category --max-new-tokens 4 --method ngram"
     assert main(*words.split(), "--out", "run")[0] == 0
     shown = main("compare", "run", "--by", "category", "--json")[1]
     assert {cell["slice"] for cell in json.loads(shown)["cells"]} == {"coding", "writing"}
+    recorded = json.loads(Path("run/run.json").read_text())["identity"]["suites"]["speed_bench"]
+    assert recorded["revision"] == f"nvidia/SPEED-Bench@{COMMIT}" and len(recorded["sha256"]) == 64
+    assert main("report", "run", "-o", "page.html")[0] == 0
+    assert f"(nvidia/SPEED-Bench@{COMMIT[:12]})" in Path("page.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -160,6 +172,78 @@ def test_what_is_no_copy_is_refused(rows: Any, file: str, told: str, tmp_path: P
     with pytest.raises(UserError, match=told):
         prepare("speed_bench", tmp_path / "theirs", tmp_path / "data")
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_rows_are_written_without_holding_them(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_CHUNK", 1 << 14)
+    rows = [SPEED[0] | {"question_id": str(number), "turns": [f"{number} " + 5000 * "a"]} for number in range(800)]
+    publish(tmp_path / f"qualitative.{kind}", rows)
+    prepare("speed_bench", tmp_path / f"qualitative.{kind}", tmp_path / "warm")
+    tracemalloc.start()
+    try:
+        made = prepare("speed_bench", tmp_path / f"qualitative.{kind}", tmp_path / "data")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert made.path.read_text() == "".join(f"{json.dumps(row)}\n" for row in rows)
+    assert peak < made.path.stat().st_size / 4
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from dflash_bench.tasks import prepare
+prepare.TELL_EVERY_S = -1.0
+end = lambda line: line.startswith("3 rows") and os.kill(os.getpid(), signal.SIGKILL)
+prepare.prepare("speed_bench", Path("theirs"), Path("data"), end)
+"""
+
+
+def test_killed_in_the_middle_it_leaves_what_was_there(tmp_path: Path) -> None:
+    publish(tmp_path / "theirs/qualitative.jsonl", SPEED)
+    for num_before in (0, 2):
+        if num_before:
+            publish(tmp_path / "data/speed_bench/qualitative.jsonl", SPEED[:num_before])
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED], cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        )
+        assert done.returncode == -signal.SIGKILL
+        assert list((tmp_path / "data/speed_bench").glob(".*.tmp"))
+        if num_before:
+            assert len(suites.load_prompts(suite_named("speed_bench"), tmp_path / "data").prompts) == num_before
+        else:
+            with pytest.raises(UserError, match="no rows for suite 'speed_bench'"):
+                suites.load_prompts(suite_named("speed_bench"), tmp_path / "data")
+    assert prepare("speed_bench", tmp_path / "theirs", tmp_path / "data").num_prompts == 3
+    assert [path.name for path in (tmp_path / "data/speed_bench").iterdir()] == ["qualitative.jsonl"]
+
+
+def test_a_revision_is_known_where_the_hubs_cache_names_it(tmp_path: Path) -> None:
+    suite, known = suite_named("speed_bench"), f"nvidia/SPEED-Bench@{COMMIT}"
+    blob, cached = tmp_path / "hub/blobs/1", tmp_path / SNAPSHOT / "qualitative.jsonl"
+    publish(blob, SPEED)
+    cached.parent.mkdir(parents=True)
+    cached.symlink_to(blob)
+    (tmp_path / "linked").symlink_to(cached.parent)
+    assert prepare("speed_bench", blob, tmp_path / "plain").revision is None
+    assert prepare("speed_bench", tmp_path / "linked", tmp_path / "data").revision == known
+    assert prompts.load(cached).revision == prompts.load(tmp_path / "linked").revision == known
+    (tmp_path / "linked/speed_bench").mkdir()
+    (tmp_path / "linked/speed_bench/qualitative.jsonl").symlink_to(blob)
+    revisions = [suites.load_prompts(suite, tmp_path / data).revision for data in ("plain", "data", "linked")]
+    assert revisions == [None, known, known]
+    assert prompts.load(tmp_path / "data").revision is None
+    # Rows that have changed since are no longer that revision.
+    publish(tmp_path / "data/speed_bench/qualitative.jsonl", SPEED[:2])
+    assert suites.load_prompts(suite, tmp_path / "data").revision is None
+
+
+def test_files_of_two_revisions_have_none(tmp_path: Path) -> None:
+    for commit, rows in ((COMMIT, SPEED[:1]), (COMMIT[::-1], SPEED[1:])):
+        publish(tmp_path / f"datasets--nvidia--SPEED-Bench/snapshots/{commit}/qualitative.jsonl", rows)
+    made = prepare("speed_bench", tmp_path, tmp_path / "data")
+    assert (made.num_prompts, made.revision) == (3, None)
 
 
 def test_lines_and_parquet_beside_each_other_are_not_read_twice(tmp_path: Path) -> None:

@@ -401,7 +401,7 @@ def test_longbench_is_read_from_its_one_json_file(tmp_path: Path) -> None:
     assert "Question: What does {f} do?\nA) a\nB) b\nC) c\nD) d\n" in prompt.turns[0]
     assert (prompt.reference, prompt.slices) == ("B", {key: about[key] for key in about if key != "answer"})
     path.write_text(json.dumps(row))
-    assert refusal(suites.load_prompts, suite, tmp_path) == f"{path}: must be an array of rows, not dict"
+    assert refusal(suites.load_prompts, suite, tmp_path) == f"{path}: must be an array of rows"
     path.write_text(json.dumps([row, 1]))
     assert refusal(suites.load_prompts, suite, tmp_path) == f"{path} row 2: a row must be a JSON object, not int"
 

@@ -1,0 +1,58 @@
+"""Which revision a user's own copy of a data set is, where that can be known.
+
+The hub's cache names it: `datasets--OWNER--NAME/snapshots/REVISION/...`. Rows that were prepared from there have it
+beside them, together with the hash of the file that it holds for: rows that have changed since have no revision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from dflash_bench.core import files
+
+_IN_CACHE = re.compile(r"/datasets--([\w.-]+)/snapshots/([0-9a-f]{40})(?:/|$)")
+
+
+def in_cache(paths: Iterable[Path]) -> str | None:
+    """Return "OWNER/NAME@REVISION" if all paths are of one snapshot in a cache of the hub's, else None."""
+    found = {_in_cache(path) for path in paths}
+    return found.pop() if len(found) == 1 else None
+
+
+def _in_cache(path: Path) -> str | None:
+    # A snapshot's files are links to where the cache keeps contents: links to folders alone lead to its name.
+    folder = path if path.is_dir() else path.parent
+    for place in (os.path.abspath(path), os.path.realpath(folder)):
+        if match := _IN_CACHE.search(place.replace(os.sep, "/")):
+            return f"{match[1].replace('--', '/', 1)}@{match[2]}"
+    return None
+
+
+def of_rows(path: Path) -> str | None:
+    """Return the revision of a file of rows, "OWNER/NAME@REVISION", or None if it is not known.
+
+    Raises UserError if what stands beside the file cannot be read.
+    """
+    beside = _beside(path)
+    if not beside.exists():
+        return in_cache([path])
+    stored = files.toml_of(beside)
+    return str(stored.get("revision")) if stored.get("sha256") == _sha256(path) else None
+
+
+def write(path: Path, revision: str) -> None:
+    """Write beside a file of rows which revision it was made of. Raises UserError if that fails."""
+    files.write_text(_beside(path), f'revision = "{revision}"\nsha256   = "{_sha256(path)}"\n')
+
+
+def _beside(path: Path) -> Path:
+    return path.with_suffix(".origin.toml")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
