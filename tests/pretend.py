@@ -47,6 +47,14 @@ class WaitError(RuntimeError):
     """The host would have waited for the device; in a capture CUDA raises a RuntimeError, too."""
 
 
+ALIGNED_BYTES = 16
+"""Attention kernels of a GPU read so many bytes at once; from between such places they cannot."""
+
+
+class MisalignedError(RuntimeError):
+    """A kernel would have read from an address that it cannot read from."""
+
+
 class DeviceTensor(Tensor):
     """A tensor that says it is on the device; `inner` is on the CPU."""
 
@@ -197,6 +205,8 @@ class Device(TorchDispatchMode):
             self.launches[name] += self.is_watched
             if self.is_watched:
                 self.calls.append((name, args, kwargs))
+        if func is aten.scaled_dot_product_attention.default:
+            _refuse_misaligned(ours)
         if func in READS:
             self.read(name)
         elif func is aten._to_copy.default and ours:
@@ -219,6 +229,13 @@ class Device(TorchDispatchMode):
                 self.read(f"{name} by a mask")
         elif foreign:
             raise RuntimeError(f"{name}: tensors are on two devices")
+
+
+def _refuse_misaligned(tensors: Sequence[Tensor]) -> None:
+    for number, one in enumerate(tensors):
+        at = one.storage_offset() * one.element_size()
+        if at % ALIGNED_BYTES:
+            raise MisalignedError(f"attention reads its tensor {number} from byte {at}")
 
 
 @cache

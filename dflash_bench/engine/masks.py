@@ -112,7 +112,11 @@ class TargetMasks:
         first = 0 if window is None or not starts else max(0, min(starts) - window + 1)
         if described.is_plain and not self.cache.is_ragged and width <= ready.shape[2]:
             left = self.capacity - starts[0] + first
-            return ready[:, :, :width, left : self.capacity + width].expand(len(starts), -1, -1, -1)
+            mask = ready[:, :, :width, left : self.capacity + width]
+            # A GPU's attention reads 16 bytes at once, and torch does not look where a mask begins: a slice from
+            # between is a fault ("misaligned address"). A copy begins where it may.
+            mask = mask if mask.device.type == "cpu" else mask.clone(memory_format=torch.contiguous_format)
+            return mask.expand(len(starts), -1, -1, -1)
         return causal_mask(self.cache, self.dtype, described.parents, window, described.whole_block, first)
 
 

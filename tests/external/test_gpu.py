@@ -210,7 +210,8 @@ def say(text: str) -> None:
 def nano(device: torch.device, dtype: torch.dtype, size: Size) -> Iterator[Exactness]:
     """Every method alone, and every method on all prompts together, against plain decoding of each prompt alone."""
     preset, chosen = presets.preset("nano"), methods.chosen(list(METHODS[1:]))
-    models = loading.load("nano", list(METHODS[1:]), str(device), dtype)
+    drafts = sorted({method.draft for method in chosen if method.draft is not None})
+    models = loading.load("nano", drafts, str(device), dtype)
     backend = open_backend(models, preset, chosen, size.max_new_tokens)
     loaded = suites.load_prompts(suites.known_suites()["gsm8k"], "embedded", size.num_prompts)
     messages = [[Message("user", prompt.turns[0])] for prompt in loaded.prompts]
