@@ -218,9 +218,21 @@ def cuda_graph(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Ten
 
 @cache
 def _pool(device: int) -> Any:
-    """Return the pool of memory that all graphs of a device share."""
+    """Return the pool of memory that all graphs of a device share.
+
+    A graph of one operation stays in it for good: torch gives a pool up with its last graph, and refuses to capture
+    into one that it has given up.
+    """
     with torch.cuda.device(device):
-        return torch.cuda.graph_pool_handle()
+        kept, place, pool = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda"), torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(kept, pool=pool):
+            place.add_(1)
+        _KEPT.append((kept, place))
+        return pool
+
+
+_KEPT: list[tuple[Any, Tensor]] = []
+"""The graphs that keep pools."""
 
 
 def inductor(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
