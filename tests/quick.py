@@ -130,6 +130,6 @@ def _as_in_files(read: Any) -> Any:
     if isinstance(read, nn.Module):
         folder = Path(read.config._name_or_path)
         stored, held = load_file(folder / hub.WHOLE), read.state_dict()
-        assert all(torch.equal(held[name], tensor.to(held[name].dtype)) for name, tensor in stored.items()), folder
+        assert all(torch.equal(held[name], tensor.to(held[name])) for name, tensor in stored.items()), folder
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in read.modules()), folder
     return read

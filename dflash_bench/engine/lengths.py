@@ -136,7 +136,7 @@ def is_right(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads:
     numbers = torch.Generator().manual_seed(0)
     kv = KVCache(2, 128, device)
     kv.place([0, 0], kv.capacity)
-    stored = torch.randn(2, 2, num_kv, kv.capacity, head_dim, generator=numbers).to(device, dtype)
+    stored = _random(numbers, 2, 2, num_kv, kv.capacity, head_dim).to(device, dtype)
     kv.write_pair(0, stored)
     starts = torch.tensor([5, 70], device=device)
     try:
@@ -144,7 +144,7 @@ def is_right(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads:
             kv.place_at(starts, width, kv.capacity)
             keys, values = kv.write_pair(0, stored[..., :width, :])
             shape = (2, width, num_heads, head_dim)
-            queries = torch.randn(shape, generator=numbers).to(device, dtype)
+            queries = _random(numbers, *shape).to(device, dtype)
             lengths = placed_lengths(kv, window, whole_block)
             said = lengths.attend(queries.flatten(0, 1), keys, values, 1.0).view(shape).transpose(1, 2)
             mask = causal_mask(kv, dtype, None, window, whole_block)
@@ -157,3 +157,8 @@ def is_right(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads:
         # It is new in torch, and its arguments may change.
         return False
     return True
+
+
+def _random(numbers: torch.Generator, *shape: int) -> Tensor:
+    """Return random numbers on the CPU, also where another device is the default."""
+    return torch.randn(shape, generator=numbers, device="cpu")
