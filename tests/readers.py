@@ -31,7 +31,7 @@ from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
 from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
 from dflash_bench.report import answers
 from dflash_bench.results import run_info, table
-from dflash_bench.tasks import prompts, suites
+from dflash_bench.tasks import prompts, rows, suites
 from dflash_bench.training.trainer import check_same_options
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
@@ -366,6 +366,6 @@ READERS: dict[str, Reader] = {
     "claim of a training": Reader(
         _claimed, "work.json", lambda f: check_same_options(f / "work.json", {"rate": 0.1, "seed": 0}, "a training")
     ),
-    "texts": Reader(_lines("t.jsonl", [{"text": "a"}]), "t.jsonl", lambda f: list(suites.json_lines(f / "t.jsonl"))),
+    "texts": Reader(_lines("t.jsonl", [{"text": "a"}]), "t.jsonl", lambda f: list(rows.json_lines(f / "t.jsonl"))),
     "GGUF": Reader(_gguf, "m.gguf", lambda f: gguf.convert(f / "m.gguf", Path(mkdtemp(dir=f)) / "out"), is_json=False),
 }  # fmt: skip

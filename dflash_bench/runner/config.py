@@ -77,16 +77,18 @@ class PromptOptions:
     score: str | None = _prompts(
         "How to score the answers to --prompts: a scorer from 'dflash-bench suites', such as gsm8k_number or math; or "
         "evaluate:FOLDER, a metric of the evaluate library on this disk (evaluate:FOLDER#FIGURE if it has several "
-        "figures). With --trust-remote-code, also evaluate:NAME, a metric of the hub.",
+        "figures). With --trust-remote-code, also evaluate:NAME, a metric of the hub. These two also score suites that "
+        "have references and no scorer.",
         metavar="NAME",
         check=rules.check_scorer,
         needs=(
             condition(
-                lambda options: options.prompts is not None, "without --prompts: a suite says itself how it is scored"
+                lambda options: options.prompts is not None or (options.score or "").startswith("evaluate:"),
+                "without --prompts: a suite says itself how it is scored",
             ),
         ),
     )
-    """The scorer of `prompts`."""
+    """The scorer of `prompts`, and of suites without one if it is a metric of evaluate."""
     data: str | None = _prompts(
         "Where the suites' prompts come from: embedded (shipped with dflash-bench, the default for nano), hub (the "
         "default for all others), or a folder of files in the hub's columns.",

@@ -12,7 +12,7 @@ from dflash_bench.core import files as core_files
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import datastore, targets
 from dflash_bench.results import store
-from dflash_bench.tasks import suites
+from dflash_bench.tasks import rows
 
 KINDS = (".jsonl", ".parquet", ".txt")
 
@@ -63,7 +63,7 @@ def _of_file(path: Path) -> Iterator[str]:
     if path.suffix == ".txt":
         yield core_files.text_of(path)
     elif path.suffix in KINDS:
-        for where, row in suites.json_lines(path) if path.suffix == ".jsonl" else suites.parquet_rows(path):
+        for where, row in rows.json_lines(path) if path.suffix == ".jsonl" else rows.parquet_rows(path):
             yield from _of_row(where, row)
     else:
         raise UserError(f"{path}: texts are read from files that end in {', '.join(KINDS)}")

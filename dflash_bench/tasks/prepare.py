@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,9 +15,10 @@ from typing import IO
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.types import Prompt
-from dflash_bench.tasks import origins, suites
+from dflash_bench.tasks import functions, origins, suites
 from dflash_bench.tasks.prompts import SUFFIXES, rows_in
-from dflash_bench.tasks.suites import Rows, Suite
+from dflash_bench.tasks.rows import Rows
+from dflash_bench.tasks.suites import Suite
 
 MOST_NAMED = 6
 TELL_EVERY_S = 2.0
@@ -45,7 +47,7 @@ def prepare(name: str, source: Path, out: Path, tell: Callable[[str], None] = la
     categories = Counter[str | None]()
 
     def fill(file: IO[bytes]) -> None:
-        rows = _written((row for each in found for row in rows_in(each)), file, tell)
+        rows = _written((row for each in found for row in _rows_of(suite, each)), file, tell)
         suites.numbers_by_id(suite, _counted(suites.each_prompt(suite, rows), categories), str(source))
 
     files.write_output(path, fill)
@@ -72,13 +74,22 @@ def _counted(prompts: Iterable[Prompt], categories: Counter[str | None]) -> Iter
         yield prompt
 
 
+def _rows_of(suite: Suite, path: Path) -> Rows:
+    named = re.search(suite.file_columns, path.resolve().as_posix())
+    if named is None:
+        raise UserError(f"{path} is not named like {suite.source}; keep their names, which say what is in them")
+    for where, row in rows_in(path):
+        whole = functions.with_functions(where, row, path.parent) if suite.functions else row
+        yield where, {**named.groupdict(), **whole}
+
+
 def _files_of(suite: Suite, source: Path) -> list[Path]:
     if source.is_file():
         return [source]
     if not source.is_dir():
         raise UserError(f"{source} is neither a folder nor a file; give the one that holds {suite.source}")
     readable = sorted(path for path in source.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    found = [path for path in readable if fnmatch(path.relative_to(source).as_posix(), f"*{suite.files}")]
+    found = [path for path in readable if _is_named_so(suite, f"{source.resolve().name}/{path.relative_to(source)}")]
     # Prepared as lines and as Parquet, one would be there twice.
     kinds = {path.suffix for path in found}
     if len(kinds) == 1:
@@ -86,3 +97,7 @@ def _files_of(suite: Suite, source: Path) -> list[Path]:
     held = ", ".join(path.relative_to(source).as_posix() for path in (found or readable)[:MOST_NAMED]) or "nothing"
     wrong = "several kinds of files" if kinds else "no file"
     raise UserError(f"{source} holds {wrong} named {suite.files} ({held}); give the file of {suite.name} itself")
+
+
+def _is_named_so(suite: Suite, name: str) -> bool:
+    return fnmatch(name, f"*{suite.files}") and re.search(suite.file_columns, name) is not None

@@ -17,30 +17,16 @@ from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, require_file
 from dflash_bench.core.types import SESSION, Prompt
-from dflash_bench.tasks import origins
+from dflash_bench.tasks import functions, origins
 from dflash_bench.tasks.conversations import MESSAGES, RecordedChat, answers_in, in_text, is_talk, of_messages, tools_of
-from dflash_bench.tasks.suites import (
-    LONGEST_LINE,
-    Loaded,
-    Row,
-    Rows,
-    Suite,
-    draw,
-    filled,
-    is_texts,
-    json_lines,
-    json_rows,
-    name_of,
-    parquet_rows,
-    text_of,
-    with_slices,
-)
+from dflash_bench.tasks.rows import LONGEST_LINE, Row, Rows, csv_rows, json_lines, json_rows, parquet_rows
+from dflash_bench.tasks.suites import Loaded, Suite, draw, filled, is_texts, known_suites, name_of, text_of, with_slices
 
-# Rows of a user's own files: JSON lines, a JSON array, an agent trace, Parquet, and folders of them.
+# Rows of a user's own files: JSON lines, a JSON array, an agent trace, CSV, Parquet, and folders of them.
 
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
-"""The files that are read from a folder; a file that is named itself is recognised by its content."""
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+"""The files that are read from a folder; apart from CSV, one that is named itself is recognised by its content."""
 PARQUET = b"PAR1"
 MOST_WHOLE = 1 << 30
 """Bytes of a JSON file that is one object, and is read as a whole."""
@@ -71,6 +57,8 @@ def _rows(path: Path) -> Rows:
     start = _start(path)
     if path.suffix == ".parquet" or start.startswith(PARQUET):
         return parquet_rows(path)
+    if path.suffix == ".csv":
+        return csv_rows(path)
     first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if first == b"[":
         return json_rows(path)
@@ -128,6 +116,7 @@ FORMS = {
     "messages": MESSAGES,
     "body": f"a request with messages, {MESSAGES}",
     **dict.fromkeys(LOGS, MESSAGES),
+    functions.TURNS: f"a list of turns, each {MESSAGES}, with {functions.FUNCTIONS} beside it, as in BFCL",
 }
 IDS = ("id", "question_id", "task_id", "prompt_id", "custom_id")
 """Keys that may hold a prompt's id; the first one present counts."""
@@ -207,7 +196,7 @@ def _answers_of(rows: Rows) -> Rows:
 
 def _messages_of(where: str, row: Row) -> tuple[str, list[Any], Any]:
     """Return the form of a conversation, its messages and tools. Raises UserError for a row that is none."""
-    form = next((form for form in FORMS if row.get(form) is not None), "")
+    form = next(iter(_forms(row)), "")
     value: Any = row.get(form)
     tools = row.get("tools")
     if isinstance(value, str):
@@ -221,9 +210,10 @@ def _messages_of(where: str, row: Row) -> tuple[str, list[Any], Any]:
 
 def _prompt(where: str, index: int, row: Row, is_scored: bool, remarks: _Remarks) -> Prompt | None:
     """Make a prompt of a row; None for one that is left out."""
-    forms = [form for form in FORMS if row.get(form) is not None]
+    forms = _forms(row)
     if len(forms) != 1:
-        raise UserError(f"{where}: needs one of {', '.join(FORMS)}; has {' and '.join(forms) or 'none'}")
+        told = f"needs one of {', '.join(FORMS)}; has {' and '.join(forms) or f'none{_suite_of(row)}'}"
+        raise UserError(f"{where}: {told}")
     talk = _conversation(where, forms[0], row, remarks)
     if talk is None:
         remarks.empty.append(where)
@@ -243,6 +233,19 @@ def _prompt(where: str, index: int, row: Row, is_scored: bool, remarks: _Remarks
     )
 
 
+def _forms(row: Row) -> list[str]:
+    """Return the forms that a row has; many data sets have a question that is a text, and part of a prompt."""
+    given = [form for form in FORMS if row.get(form) is not None]
+    return given if functions.is_in_turns(row) else [form for form in given if form != functions.TURNS]
+
+
+def _suite_of(row: Row) -> str:
+    """Say which suite has rows of these columns, if one has."""
+    names = (one.name for one in known_suites().values() if one.home == "folder" and row.keys() >= {*one.columns})
+    name = next(names, None)
+    return f" (rows of the suite {name}: dflash-bench suites prepare {name} --from FILE)" if name else ""
+
+
 def _is_given(row: Row, key: str) -> bool:
     return row.get(key) not in (None, "", [])
 
@@ -251,6 +254,8 @@ def _conversation(where: str, form: str, row: Row, remarks: _Remarks) -> Recorde
     """Return what is asked; None for a log in which the user says nothing. Raises UserError for anything else."""
     value, tools = row[form], row.get("tools")
     match form, value:
+        case functions.TURNS, _:
+            return functions.chat_of(where, form, functions.FUNCTIONS, row)
         case "body", _:
             value = files.parse_json(f"{where}: body", value) if isinstance(value, str) else value
             if not isinstance(value, dict) or "messages" not in value:
@@ -301,11 +306,15 @@ def _not_blank(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(text for text in texts if text.strip())
 
 
+def _is_unread(row: Row, key: str) -> bool:
+    return _is_given(row, key) and not (key == functions.FUNCTIONS and functions.is_in_turns(row))
+
+
 def _notes(path: Path, prompts: Sequence[Prompt], columns: Sequence[str]) -> tuple[str, ...]:
     """Return one note on all ignored keys, and on those that look mistyped."""
     others = list(dict.fromkeys(key for prompt in prompts for key in prompt.row if key not in (*KNOWN, *columns)))
     sliced = {name for prompt in prompts for name in prompt.slices}
-    unread = [key for key in others if key not in sliced and any(_is_given(prompt.row, key) for prompt in prompts)]
+    unread = [key for key in others if key not in sliced and any(_is_unread(prompt.row, key) for prompt in prompts)]
     guesses = [(key, get_close_matches(key, OPTIONAL, 1, LIKE_A_KNOWN_KEY)) for key in others]
     told = [f"ignored {', '.join(unread)} (known: {', '.join(KNOWN)})"] if unread else []
     told += [f"{key}: did you mean {close[0]}?" for key, close in guesses if close]

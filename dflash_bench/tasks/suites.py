@@ -4,162 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from itertools import count, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from string import Formatter
 from typing import Any, TypeGuard
 
-from dflash_bench.core import files as core_files
-from dflash_bench.core.errors import UserError, first_line, unknown
-from dflash_bench.core.files import MOST_NESTED
+from dflash_bench.core import files
+from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.labels import shortened, visible
 from dflash_bench.core.types import NO_VALUE, Message, Prompt
-from dflash_bench.tasks import origins
-from dflash_bench.tasks.conversations import answers_in, in_text, of_messages, refuse_placeholder
-
-# The rows of a data set, each with its place for error messages.
-
-
-HUB_TIMEOUT_S = 10.0
-LONGEST_LINE = 1 << 26
-"""Bytes of a row, several times what the longest contexts hold."""
-ROWS_AT_A_TIME = 1000
-BYTES_AT_A_TIME = 1 << 24
-"""Of a Parquet file as it is decoded: sessions of agents may have gigabytes in one row group."""
-BUFFER_BYTES = 1 << 20
-
-Row = Mapping[str, Any]
-Rows = Iterator[tuple[str, Row]]
-"""Rows, each with its place for error messages: "FILE line 3"."""
-
-
-@dataclass(frozen=True, slots=True)
-class DataSet:
-    """Location of rows: NAME/SPLIT in a folder; source, subset, split and revision on the hub."""
-
-    name: str
-    source: str
-    split: str
-    subset: str | None = None
-    revision: str = "main"
-
-
-def from_folder(data: DataSet, folder: Path) -> Rows:
-    """Read rows from `rows_file`. Raises UserError if there is no such file."""
-    path = rows_file(data, folder)
-    return {".jsonl": json_lines, ".parquet": parquet_rows, ".json": json_rows}[path.suffix](path)
-
-
-def rows_file(data: DataSet, folder: Path) -> Path:
-    """Find NAME/SPLIT.jsonl, .parquet or .json, an array. Raises UserError if there is no such file."""
-    paths = [folder / data.name / f"{data.split}.{kind}" for kind in ("jsonl", "parquet", "json")]
-    found = next((path for path in paths if os.path.exists(path)), None)
-    if found is None:
-        raise UserError(f"no rows for suite '{data.name}': looked for {paths[0]} and {paths[1]}")
-    return found
-
-
-def json_lines(path: Path) -> Rows:
-    """Read rows from a file of JSON lines. Raises UserError for a line that is not a JSON object."""
-    for number, line in enumerate(core_files.lines_of(path, LONGEST_LINE), start=1):
-        if line.strip():
-            where = f"{path} line {number}"
-            yield where, _as_row(where, core_files.parse_json(where, line))
-
-
-def _as_row(where: str, row: Any) -> Row:
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
-    return row
-
-
-def json_rows(path: Path) -> Rows:
-    """Read rows from a JSON array. Raises UserError for anything else."""
-    return core_files.rows_of(path, LONGEST_LINE)
-
-
-def parquet_rows(path: Path) -> Rows:
-    """Read rows from a Parquet file, of which only a few are held. Raises UserError if that fails."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    core_files.require_file(path)
-    numbers = count(1)
-    try:
-        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
-            groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
-            per_row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
-            at_a_time = min(max(BYTES_AT_A_TIME // max(per_row, 1), 1), ROWS_AT_A_TIME)
-            for batch in file.iter_batches(at_a_time):
-                for row in batch.to_pylist():
-                    where = f"{path} row {next(numbers)}"
-                    yield where, _without_nulls(where, row)
-    except (OSError, ValueError, ArithmeticError, pa.ArrowException) as error:
-        raise UserError(f"cannot read {path}: {first_line(error)}") from error
-
-
-def _without_nulls(where: str, value: Any, depth: int = 0) -> Any:
-    """Return a value without the nulls inside its objects: Parquet gives all objects of a column the same keys."""
-    if depth > MOST_NESTED:
-        raise UserError(f"{where}: nested more than {MOST_NESTED} levels deep")
-    if isinstance(value, dict):
-        kept = {key: inner for key, inner in value.items() if inner is not None or depth == 0}
-        return {key: _without_nulls(where, inner, depth + 1) for key, inner in kept.items()}
-    if isinstance(value, list):
-        return [_without_nulls(where, inner, depth + 1) for inner in value]
-    return value
-
-
-def from_hub(data: DataSet) -> tuple[Rows, str]:
-    """Return rows and their origin, "hub SOURCE@COMMIT". Raises UserError if the hub cannot be reached."""
-    remedy = f"use --data PATH with a folder that holds {data.name}/{data.split}.jsonl or .parquet"
-    try:
-        import datasets
-        from huggingface_hub import constants
-        from huggingface_hub.errors import HTTPError
-    except ImportError as error:
-        raise UserError(f"the hub needs 'pip install datasets' ({error}); or, without the hub, {remedy}") from error
-    constants.HF_HUB_DISABLE_TELEMETRY = True
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    # The HTTP client's errors are not OSErrors; the hub's module names their base class, whichever client it uses.
-    failures = (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError)
-    try:
-        commit = data.revision if constants.HF_HUB_OFFLINE else _commit(constants.ENDPOINT, data)
-        table = datasets.load_dataset(data.source, data.subset, split=data.split, revision=commit)
-    except failures as error:
-        raise UserError(f"cannot get {data.source} from the hub ({first_line(error)}); {remedy}") from error
-    _refuse_stale_cache(table, data, commit)
-    where = f"hub {data.source}@{commit}"
-    return ((f"{where} row {number}", row) for number, row in enumerate(table, start=1)), where
-
-
-def _commit(endpoint: str, data: DataSet) -> str:
-    """Return the commit of the revision. We ask first because `datasets` retries for 20 s without a network."""
-    from huggingface_hub import utils
-
-    url = f"{endpoint}/api/datasets/{data.source}/revision/{data.revision}"
-    reply = utils.get_session().get(url, headers=utils.build_hf_headers(), timeout=HUB_TIMEOUT_S)
-    reply.raise_for_status()
-    return str(reply.json()["sha"])
-
-
-def _refuse_stale_cache(table: Any, data: DataSet, commit: str) -> None:
-    """Raise UserError if `datasets` could not reach the hub and served another commit from its cache."""
-    folders = {Path(file["filename"]).parent.name for file in table.cache_files}
-    others = sorted(name for name in folders - {commit} if re.fullmatch("[0-9a-f]{40}", name))
-    if others:
-        raise UserError(f"the cache holds {data.source} at {others[0]}, not {commit}; go online to fetch it")
-
+from dflash_bench.tasks import functions, origins
+from dflash_bench.tasks.conversations import RecordedChat, answers_in, in_text, of_messages, refuse_placeholder
+from dflash_bench.tasks.rows import DataSet, Row, Rows, from_folder, from_hub, json_lines, rows_file
 
 # A suite is a TOML file that says how a row becomes a prompt. Runs show and record where its rows come from, and
 # `--limit` draws by id, so that every machine draws the same prompts.
 
 
 LONGEST_NAME = 200
+LETTERS = "ABCDEFGH"
+"""Names of answers to choose from."""
 HOMES = ("hub", "shipped", "folder")
 """A suite's rows are on the hub, and a sample of our own is embedded; or all of them are shipped with this project; or
 users have them in a folder of their own."""
@@ -183,6 +50,11 @@ class Suite:
     columns: tuple[str, ...] = ()
     """Columns that every row must have: texts, or lists of texts if they are in `list_columns`."""
     list_columns: tuple[str, ...] = ()
+    optional_columns: tuple[str, ...] = ()
+    """Those of them that may be missing or null, and are then empty; turns lose empty lines around them."""
+    options: tuple[str, ...] = ()
+    """Columns of answers to choose from, the right one first. Templates have them as {A}, {B}, ... in an order that the
+    prompt's id decides; the letter of the right one is the reference."""
     seed: int = 0
     id: str | None = None
     category: str | None = None
@@ -191,6 +63,10 @@ class Suite:
     turns_column: str | None = None
     messages: str | None = None
     """Column that holds a conversation, as a list of messages or its JSON; in place of `turns`."""
+    conversation: str | None = None
+    """Column that holds turns, each a list of messages; the later ones are asked after the model's answers."""
+    functions: str | None = None
+    """Column that holds the functions that may be called in `conversation`, as BFCL has them."""
     session: str | None = None
     """Column that names a conversation of which every recorded answer is a prompt, not only the last."""
     verbatim: tuple[str, ...] = ()
@@ -199,6 +75,8 @@ class Suite:
     """Which of them prompts are made of: one of `STYLES`. Chosen by the user, and so in no TOML file."""
     files: str = ""
     """Names of the publisher's files, as a pattern (`*qualitative*`), for suites whose rows are in a user's folder."""
+    file_columns: str = ""
+    """A regular expression for the names of those files, whose named groups are columns of their rows."""
     home: str = "hub"
     """Where its rows are: one of `HOMES`."""
     worked: str | None = None
@@ -249,18 +127,18 @@ def data_folder() -> Path:
 
 
 def known_suites() -> dict[str, Suite]:
-    files = sorted(path for path in data_folder().glob("*.toml") if path.stem != "groups")
-    return {path.stem: _parse(path) for path in files}
+    paths = sorted(path for path in data_folder().glob("*.toml") if path.stem != "groups")
+    return {path.stem: _parse(path) for path in paths}
 
 
 def known_groups() -> dict[str, tuple[str, ...]]:
-    groups = core_files.toml_of(data_folder() / "groups.toml")
+    groups = files.toml_of(data_folder() / "groups.toml")
     return {name: tuple(members) for name, members in groups.items()}
 
 
 def _parse(path: Path) -> Suite:
     """Read a suite. Raises UserError for an unknown or missing key, and for a value of the wrong type."""
-    entry = core_files.toml_of(path)
+    entry = files.toml_of(path)
     known = {item.name: str(item.type) for item in fields(Suite) if item.name != "name"}
     del known["style"]
     required = [item.name for item in fields(Suite) if item.default is MISSING and item.name != "name"]
@@ -284,16 +162,26 @@ def _parse(path: Path) -> Suite:
 
 def _check_columns(path: Path, suite: Suite) -> None:
     """Raise UserError if a part of a prompt is not a column, or if a template does more than fill in columns."""
-    for part in ("id", "category", "turns_column", "messages", "session"):
-        if (column := getattr(suite, part)) is not None and column not in suite.columns:
+    one = "id", "category", "turns_column", "messages", "conversation", "functions", "session"
+    parts = [(part, getattr(suite, part)) for part in one]
+    parts += [(part, column) for part in ("optional_columns", "options") for column in getattr(suite, part)]
+    try:
+        parts += [("file_columns", column) for column in re.compile(suite.file_columns).groupindex]
+    except re.error as error:
+        raise UserError(f"{path}: file_columns is no regular expression ({error})") from error
+    for part, column in parts:
+        if column is not None and column not in suite.columns:
             raise UserError(f"{path}: {part} is '{shortened(column, 40)}', which is not among its columns")
+    if len(suite.options) > len(LETTERS):
+        raise UserError(f"{path}: there are {len(suite.options)} options, and letters for {len(LETTERS)}")
+    known = {*suite.columns, *LETTERS[: len(suite.options)]}
     for template in (*suite.turns, *suite.verbatim, *filter(None, [suite.reference])):
         try:
             gaps = [gap for gap in Formatter().parse(template) if gap[1] is not None]
         except ValueError as error:
             raise UserError(f"{path}: '{shortened(template, 40)}' is not a template ({error})") from error
         for _, name, spec, conversion in gaps:
-            if name not in suite.columns or spec or conversion:
+            if name not in known or spec or conversion:
                 raise UserError(f"{path}: a template uses '{shortened(str(name), 40)}', which is not a column")
 
 
@@ -353,7 +241,8 @@ def load_prompts(
     else:
         rows, source = from_folder(suite.data, Path(data)), f"folder {data}"
         revision = origins.of_rows(rows_file(suite.data, Path(data)))
-    read = {suite.id, suite.turns_column, suite.messages, *_columns_in(*suite.turns, suite.reference or "")}
+    templates = _columns_in(*suite.turns, suite.reference or "")
+    read = {suite.id, suite.turns_column, suite.messages, *suite.options, *templates}
     prompts = with_slices(list(each_prompt(suite, rows)), read)
     return replace(draw(suite, prompts, source, limit, balance=balance), revision=revision)
 
@@ -525,34 +414,64 @@ def is_name(value: object) -> bool:
 
 def _require_columns(suite: Suite, where: str, row: Row) -> None:
     for column in suite.columns:
-        if column not in row:
+        if column not in row and column not in suite.optional_columns:
             raise UserError(f"{where}: no column '{column}' (the row has {', '.join(row)})")
 
 
 def to_prompt(suite: Suite, where: str, index: int, row: Row) -> Prompt:
     """Make a prompt of a row. Raises UserError, which begins with `where`, for a row that does not fit the suite."""
     _require_columns(suite, where, row)
+    empty = dict.fromkeys((column for column in suite.optional_columns if row.get(column) is None), "")
     texts = {
-        column: text_of(where, column, row, column in suite.list_columns)
+        column: text_of(where, column, {**row, **empty}, column in suite.list_columns)
         for column in suite.columns
-        if column != suite.messages
+        if column not in (suite.messages, suite.conversation, suite.functions)
     }
-    chat = of_messages(where, suite.messages, row[suite.messages], row.get("tools")) if suite.messages else None
-    if suite.messages and chat is None:
-        raise UserError(f"{where}: '{suite.messages}' holds no message of the user")
-    from_templates = [template.format_map(texts) for template in suite.turns]
-    turns = chat.turns if chat else row[suite.turns_column] if suite.turns_column else from_templates
     key = "id" if suite.session else suite.id
+    prompt_id = name_of(where, key, text_of(where, key, row)) if key else str(index)
+    letters: list[str] = []
+    if suite.options:
+        choices, letters = _choices(suite, where, prompt_id, texts)
+        texts |= choices
+    chat = _chat_of(suite, where, row)
+    from_templates = [template.format_map(texts) for template in suite.turns]
+    if suite.optional_columns:
+        from_templates = [turn.strip("\n") for turn in from_templates]
+    turns = chat.turns if chat else row[suite.turns_column] if suite.turns_column else from_templates
+    reference = suite.reference.format_map(texts) if suite.reference else chat.answer if chat else None
     return Prompt(
         suite=suite.name,
-        prompt_id=name_of(where, key, text_of(where, key, row)) if key else str(index),
+        prompt_id=prompt_id,
         turns=filled(where, turns),
         opening=chat.opening if chat else (),
         closing=chat.closing if chat else (),
         category=name_of(where, suite.category, texts[suite.category]) if suite.category else None,
-        reference=suite.reference.format_map(texts) if suite.reference else chat.answer if chat else None,
+        reference=letters[0] if letters else reference,
+        alternatives=tuple(letters[1:]),
         row=row,
     )
+
+
+def _chat_of(suite: Suite, where: str, row: Row) -> RecordedChat | None:
+    """Return the conversation that a row holds; None if the suite's rows hold none."""
+    if suite.conversation and suite.functions:
+        return functions.chat_of(where, suite.conversation, suite.functions, row)
+    if not suite.messages:
+        return None
+    chat = of_messages(where, suite.messages, row[suite.messages], row.get("tools"))
+    if chat is None:
+        raise UserError(f"{where}: '{suite.messages}' holds no message of the user")
+    return chat
+
+
+def _choices(suite: Suite, where: str, prompt_id: str, texts: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the answers to choose from by their letters, and the letters of the right one (several if it recurs)."""
+    order = sorted(suite.options, key=lambda column: _rank(suite, f"{prompt_id}:{column}"))
+    by_letter = {letter: texts[column].strip() for letter, column in zip(LETTERS, order, strict=False)}
+    for column in order:
+        if not texts[column].strip():
+            raise UserError(f"{where}: '{column}', an answer to choose from, is empty")
+    return by_letter, [letter for letter, text in by_letter.items() if text == texts[suite.options[0]].strip()]
 
 
 def text_of(where: str, column: str, row: Row, is_list: bool = False) -> str:

@@ -19,7 +19,7 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models import chat
 from dflash_bench.tasks import prompts as tasks_prompts
-from dflash_bench.tasks import suites
+from dflash_bench.tasks import rows, suites
 from dflash_bench.training.answers import decode_all
 from dflash_bench.training.config import TrainRequest
 
@@ -114,7 +114,7 @@ def from_files(files: Sequence[str]) -> Iterator[Chat]:
 
 
 def _of_suite(suite: suites.Suite, path: Path) -> Iterator[Prompt]:
-    placed = suites.parquet_rows(path) if path.suffix == ".parquet" else suites.json_lines(path)
+    placed = rows.parquet_rows(path) if path.suffix == ".parquet" else rows.json_lines(path)
     for number, (where, row) in enumerate(placed):
         yield suites.to_prompt(suite, where, number, row)
 

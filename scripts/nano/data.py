@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.tasks.suites import from_folder, known_suites, to_prompt
+from dflash_bench.tasks.rows import from_folder
+from dflash_bench.tasks.suites import known_suites, to_prompt
 from dflash_bench.training.data import Batch
 from nano import corpus
 from nano.corpus.task import Task, boxed

@@ -18,8 +18,8 @@ import pytest
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
-from dflash_bench.tasks import suites
-from dflash_bench.tasks.suites import DataSet
+from dflash_bench.tasks import rows
+from dflash_bench.tasks.rows import DataSet
 
 TOY = DataSet("toy", "nobody/toy", "test")
 ROWS: list[dict[str, Any]] = [
@@ -40,8 +40,8 @@ def lines(*values: object, end: str = "\n") -> str:
     return "".join(json.dumps(value, ensure_ascii=False) + end for value in values)
 
 
-def read(folder: Path) -> list[suites.Row]:
-    return [row for _, row in suites.from_folder(TOY, folder)]
+def read(folder: Path) -> list[rows.Row]:
+    return [row for _, row in rows.from_folder(TOY, folder)]
 
 
 def refusal(folder: Path) -> str:
@@ -80,7 +80,7 @@ def test_parquet_rows_equal_json_rows_and_json_is_tried_first(tmp_path: Path) ->
 
 def test_a_row_comes_with_its_place(tmp_path: Path) -> None:
     path = write(tmp_path, lines(ROWS[0]) + "\n" + lines(ROWS[1]))
-    assert [where for where, _ in suites.json_lines(path)] == [f"{path} line 1", f"{path} line 3"]
+    assert [where for where, _ in rows.json_lines(path)] == [f"{path} line 1", f"{path} line 3"]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_an_array_is_read_row_by_row_wherever_it_is_cut(
 ) -> None:
     monkeypatch.setattr(files, "_CHUNK", chunk)
     path = write(tmp_path, f"\ufeff\n {json.dumps(STRANGE, **options)}\r\n ", "json")
-    assert list(suites.from_folder(TOY, tmp_path)) == [
+    assert list(rows.from_folder(TOY, tmp_path)) == [
         (f"{path} row {number}", row) for number, row in enumerate(STRANGE, start=1)
     ]
     write(tmp_path, "[ ]", "json")
@@ -136,7 +136,7 @@ def test_a_bad_array_is_refused_with_the_row(
     text: bytes, message: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_CHUNK", chunk)
-    monkeypatch.setattr(suites, "LONGEST_LINE", 50 if b"xxx" in text else 10_000)
+    monkeypatch.setattr(rows, "LONGEST_LINE", 50 if b"xxx" in text else 10_000)
     path = write(tmp_path, "", "json")
     path.write_bytes(text)
     assert refusal(tmp_path) == f"{path}{message}"
@@ -154,15 +154,15 @@ def test_bytes_of_an_array_that_are_no_text_are_refused_by_their_place(
 
 def test_rows_of_parquet_come_in_batches_of_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-    rows = [{"key": f"{number} {'x' * 500}"} for number in range(100)]
-    parquet.write_table(arrow.Table.from_pylist(rows), write(tmp_path, "", "parquet"), compression="none")
+    given = [{"key": f"{number} {'x' * 500}"} for number in range(100)]
+    parquet.write_table(arrow.Table.from_pylist(given), write(tmp_path, "", "parquet"), compression="none")
     asked = list[int]()
     plain = parquet.ParquetFile.iter_batches
     monkeypatch.setattr(
         parquet.ParquetFile, "iter_batches", lambda file, size: (asked.append(size), plain(file, size))[1]
     )
-    monkeypatch.setattr(suites, "BYTES_AT_A_TIME", 5200)
-    assert read(tmp_path) == rows
+    monkeypatch.setattr(rows, "BYTES_AT_A_TIME", 5200)
+    assert read(tmp_path) == given
     assert 9 <= asked[0] <= 10
 
 
@@ -180,6 +180,33 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 def test_a_folder_without_the_rows_names_both_files_looked_for(tmp_path: Path) -> None:
     stem = tmp_path / "toy" / "test"
     assert refusal(tmp_path) == f"no rows for suite 'toy': looked for {stem}.jsonl and {stem}.parquet"
+
+
+def test_cells_of_csv_may_hold_lines_and_what_is_empty_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes('\ufeffid,text\r\n1,"a\r\nb ""c"", d"\r\n\r\n2,\r\n3\r\n'.encode())
+    assert list(rows.csv_rows(path)) == [
+        (f"{path} line 3", {"id": "1", "text": 'a\r\nb "c", d'}),
+        (f"{path} line 5", {"id": "2", "text": None}),
+        (f"{path} line 6", {"id": "3", "text": None}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("id,id\n1,2\n", "line 1: two columns have the same name"),
+        ("id\n1\n2,3\n", "line 3: it has more cells than there are columns"),
+        ('id\n"1\n2', "line 3: not valid CSV (unexpected end of data)"),
+        ('id\n"1"2\n', "line 2: not valid CSV (',' expected after '\"')"),
+    ],
+)
+def test_what_is_no_csv_is_refused_with_the_place(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        list(rows.csv_rows(path))
+    assert str(caught.value) == f"{path} {message}"
 
 
 # The hub
@@ -246,12 +273,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def refused_by_hub() -> str:
     with pytest.raises(UserError) as caught:
-        suites.from_hub(TOY)
+        rows.from_hub(TOY)
     return str(caught.value)
 
 
 def test_the_hub_is_asked_for_the_commit_behind_the_revision(hub: Hub) -> None:
-    found, source = suites.from_hub(replace(TOY, subset="small"))
+    found, source = rows.from_hub(replace(TOY, subset="small"))
     assert hub.paths == ["/api/datasets/nobody/toy/revision/main"]
     assert hub.asked == {"source": "nobody/toy", "subset": "small", "split": "test", "revision": COMMIT}
     assert source == f"hub nobody/toy@{COMMIT}"
@@ -262,7 +289,7 @@ def test_the_hub_is_asked_for_the_commit_behind_the_revision(hub: Hub) -> None:
 def test_loading_from_the_hub_turns_telemetry_off() -> None:
     from huggingface_hub import constants
 
-    suites.from_hub(TOY)
+    rows.from_hub(TOY)
     assert constants.HF_HUB_DISABLE_TELEMETRY is True
 
 
@@ -281,7 +308,7 @@ def test_a_hub_that_does_not_answer_is_given_up_on(monkeypatch: pytest.MonkeyPat
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
-        monkeypatch.setattr(suites, "HUB_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(rows, "HUB_TIMEOUT_S", 0.1)
         assert refused_by_hub() == f"cannot get nobody/toy from the hub (timed out); {REMEDY}"
 
 
@@ -308,7 +335,7 @@ def test_a_cache_that_holds_another_commit_is_refused(hub: Hub) -> None:
 
 def test_offline_mode_trusts_a_pinned_revision_without_asking(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    _, source = suites.from_hub(replace(TOY, revision=COMMIT))
+    _, source = rows.from_hub(replace(TOY, revision=COMMIT))
     assert (source, hub.paths) == (f"hub nobody/toy@{COMMIT}", [])
 
 

@@ -254,3 +254,11 @@ def test_answers_are_scored_by_a_metric_of_evaluate(
     assert "scores were not tried by evaluate:same: a metric is code from elsewhere" in out + err
     status, _, err = main(*words, "--score", "evaluate:gone", "--out", "other")
     assert status == 2 and "needs --trust-remote-code" in err and not Path("other").exists()
+    Path("data/cnn_dm").mkdir(parents=True)
+    Path("data/cnn_dm/test.jsonl").write_text(json.dumps({"id": "a", "article": "Rain fell.", "highlights": "Rain."}))
+    words = ["run", "--model", model, "--method", "dflash", "--max-new-tokens", "4", "--score", "evaluate:same"]
+    status, _, err = main(*words, "--suite", "cnn_dm", "--data", "data", "--out", "suite")
+    assert status == 0, err
+    assert {(row.prompt_id, row.score) for row in store.load(Path("suite"))[1]} == {("a", 5.0)}
+    told = "--score evaluate:same has no effect on gsm8k, without references or with a scorer; leave it out"
+    assert main(*words, "--suite", "gsm8k", "--out", "other")[2] == f"dflash-bench: {told}\n"

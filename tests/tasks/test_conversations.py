@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import TOOLS, Message, Prompt
-from dflash_bench.tasks import prompts, suites
+from dflash_bench.tasks import prompts, rows, suites
 from dflash_bench.tasks.conversations import MESSAGES
 from dflash_bench.tasks.suites import Loaded
 
@@ -232,7 +232,7 @@ def test_a_folder_is_read_whole_in_the_order_of_its_names(tmp_path: Path) -> Non
     assert [prompt.prompt_id for prompt in found.prompts] == ["a", "b", "c"]
     assert found.source == f"folder {tmp_path / 'set'}"
     (tmp_path / "none").mkdir()
-    told = "it holds no file that ends in .jsonl, .ndjson, .json, .parquet"
+    told = "it holds no file that ends in .jsonl, .ndjson, .json, .csv, .parquet"
     assert refusal(lambda: prompts.load(tmp_path / "none")) == f"no prompts in the folder {tmp_path / 'none'}: {told}"
 
 
@@ -333,8 +333,8 @@ def test_a_conversation_that_cannot_be_asked_is_one_line_with_its_row(what: str,
         ({"prompt": "Hi", "tools": "x"}, "tools: not valid JSON"),
         (
             {"prompt": "Hi", "messages": SESSION},
-            "needs one of prompt, turns, messages, body, conversations, conversation, messages_json, trajectory; "
-            "has prompt and messages",
+            "needs one of prompt, turns, messages, body, conversations, conversation, messages_json, trajectory, "
+            "question; has prompt and messages",
         ),
         ({"prompt": None, "turns": None}, "has none"),
         ({"conversation": {"role": "user"}}, f"conversation must be {MESSAGES}"),
@@ -401,7 +401,7 @@ def test_parquet_nested_too_deep_is_refused(tmp_path: Path) -> None:
     deep: Any = "x"
     for _ in range(120):
         deep = [deep]
-    assert "nested more than 100 levels" in refusal(lambda: suites._without_nulls("here row 1", deep))
+    assert "nested more than 100 levels" in refusal(lambda: rows._without_nulls("here row 1", deep))
     (tmp_path / "part.parquet").write_bytes(b"PAR1 and nothing else")
     assert refusal(lambda: prompts.load(tmp_path / "part.parquet")).startswith(f"cannot read {tmp_path}/part.parquet")
 

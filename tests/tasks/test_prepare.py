@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
 import subprocess
 import sys
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from pyarrow import parquet
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Prompt, template_input
 from dflash_bench.tasks import prompts, scorers, suites
 from dflash_bench.tasks.prepare import prepare
 from dflash_bench.tasks.suites import Suite
@@ -45,6 +48,19 @@ TALK: list[dict[str, Any]] = [
     {"role": "tool", "content": "a.py", "tool_call_id": "c1", "name": "ls"},
     {"role": "assistant", "content": "It is in a.py."},
 ]
+GPQA = {
+    "Record ID": "rec0", "High-level domain": "Chemistry", "Subdomain": "Gases", "Question": "Which gas is light?",
+    "Correct Answer": "Helium\n", "Incorrect Answer 1": "Argon", "Incorrect Answer 2": "Neon, cold",
+    "Incorrect Answer 3": "Xenon", "Explanation": "By its mass.", "Canary String": "",
+}  # fmt: skip
+FUNCTION = {
+    "name": "weather.now", "description": "Tells the weather.",
+    "parameters": {"type": "dict", "required": ["place"], "properties": {
+        "place": {"type": "tuple", "items": {"type": "float"}, "description": "Where."},
+        "type": {"type": "any", "default": None, "optional": True},
+        "more": {"type": "HashMap", "additionalProperties": {"type": "String"}},
+    }},
+}  # fmt: skip
 PUBLISHED: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "speed_bench": ("qualitative.jsonl", SPEED, "Say a."),
     "speed_bench_1k": ("speed/throughput_1k/test.parquet", [row | {"category": "mixed"} for row in SPEED], "Say a."),
@@ -72,6 +88,33 @@ PUBLISHED: dict[str, tuple[str, list[dict[str, Any]], str]] = {
         {"question_id": 1, "category": "alpaca", "turns": ["Name three tips."]}], "Name three tips."),
     "spec_bench": ("data/spec_bench/question.jsonl", [
         {"question_id": 401, "category": "rag", "turns": ["Where?"], "reference": [["a", "b"]]}], "Where?"),
+    "gpqa": ("gpqa_diamond.csv", [GPQA | {"Record ID": f"rec{number}"} for number in range(3)],
+             "Which gas is light?\n\nA) "),
+    "ceval": ("ceval-exam/formal_ceval/val/law_val.csv", [
+        {"id": "0", "question": "哪一个是水果？", "A": "石头", "B": "苹果", "C": "云", "D": "门", "answer": "B"}
+    ], "哪一个是水果？\nA. 石头\nB. 苹果\n"),
+    "cnn_dm": ("cnn_dailymail/3.0.0/test-00000-of-00001.parquet", [
+        {"article": "Rain fell in Rome.", "highlights": "Rome had rain .", "id": "9f"}
+    ], "Rain fell in Rome.\n\nSummarise"),
+    "instructcoder": ("InstructCoder/data/train-00000-of-00001.parquet", [
+        {"instruction": "Sort it.", "input": "    x = [2, 1]", "output": "    x = [1, 2]"},
+        {"instruction": "Write a loop.", "input": "", "output": "while True: ..."},
+    ], "    x = [2, 1]\n\nSort it.\n"),
+    "blazedit_5k": ("edit_5k_char/data/train-00000-of-00001.parquet", [
+        {"code": "x = 1\n", "change_request": "Make it 2.", "norm_distance": 0.1, "commit": "c0"}
+    ], "Change this file"),
+    "blazedit_10k": ("edit_10k_char/train.jsonl", [
+        {"code": "y", "change_request": "z", "norm_distance": 0.5}], "Change"),
+    "financeqa": ("FinanceQA/test.csv", [
+        {"context": "Costs: 5", "question": "What are costs?", "answer": "5", "chain_of_thought": "It says so.",
+         "question_type": "basic", "company": "Ours", "file_link": "", "file_name": "ours.pdf"},
+        {"context": "", "question": "What is a cost?", "answer": "What is paid.", "chain_of_thought": "",
+         "question_type": "conceptual", "company": "", "file_link": "", "file_name": ""},
+    ], "Costs: 5\n\nWhat are costs?"),
+    "bfcl": ("data/BFCL_v4_live_simple.json", [
+        {"id": "live_simple_0-0-0", "function": [FUNCTION],
+         "question": [[{"role": "system", "content": "Call."}, {"role": "user", "content": "Is it warm?"}]]}
+    ], "Is it warm?"),
 }  # fmt: skip
 
 
@@ -79,9 +122,15 @@ def publish(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            table = csv.DictWriter(file, list(rows[0]))
+            table.writeheader()
+            table.writerows(rows)
     else:
         lines = "".join(f"{json.dumps(row)}\n" for row in rows)
-        path.write_text(json.dumps(rows) if path.suffix == ".json" else lines)
+        is_array = path.suffix == ".json" and not path.name.startswith("BFCL")
+        path.write_text(json.dumps(rows) if is_array else lines)
 
 
 def suite_named(name: str) -> Suite:
@@ -255,10 +304,160 @@ def test_lines_and_parquet_beside_each_other_are_not_read_twice(tmp_path: Path) 
 
 
 def test_only_suites_of_a_folder_are_prepared(main: Main) -> None:
-    assert "unknown suite to prepare 'gsm8k'; known: agentic_coding, alpaca, ifeval" in main(
+    assert "unknown suite to prepare 'gsm8k'; known: agentic_coding, alpaca, bfcl" in main(
         "suites", "prepare", "gsm8k", "--from", ".")[2]  # fmt: skip
     assert "write: dflash-bench suites prepare NAME --from FOLDER" in main("suites", "prepare", "speed_bench")[2]
     assert "--from has no effect without prepare NAME" in main("suites", "--from", ".")[2]
+
+
+def prepared(name: str, file: str, rows: list[dict[str, Any]], folder: Path) -> list[Prompt]:
+    publish(folder / "theirs" / file, rows)
+    prepare(name, folder / "theirs", folder / "data")
+    return list(suites.load_prompts(suite_named(name), folder / "data").prompts)
+
+
+# Answers to choose from
+
+
+def test_answers_to_choose_from_are_in_an_order_that_the_id_decides(tmp_path: Path) -> None:
+    rows = [GPQA | {"Record ID": f"rec{number}"} for number in range(400)]
+    found = prepared("gpqa", "gpqa_diamond.csv", rows, tmp_path / "a")
+    for one in found:
+        assert f"\n{one.reference}) Helium\n" in one.turns[0] and "Neon, cold" in one.turns[0]
+        assert [line[:2] for line in one.turns[0].splitlines() if line[1:2] == ")"] == ["A)", "B)", "C)", "D)"]
+    assert "".join(str(one.reference) for one in found[:12]) == "BDBADDAADADC"
+    assert all(80 <= number <= 120 for number in Counter(one.reference for one in found).values())
+    assert prepared("gpqa", "gpqa_diamond.csv", rows[5:8], tmp_path / "b") == found[5:8]
+    assert (found[0].category, found[0].slices["Subdomain"]) == ("Chemistry", "Gases")
+    (suite,) = suites.expand(["gpqa"])
+    assert scorers.score(suite.scorer, found[0], f"Helium.\n\nAnswer: {found[0].reference}").passed
+
+
+def test_either_of_two_equal_right_answers_is_right(tmp_path: Path) -> None:
+    (prompt,) = prepared("gpqa", "gpqa_diamond.csv", [GPQA | {"Incorrect Answer 2": "Helium"}], tmp_path)
+    passed = [scorers.score("choice", prompt, f"Answer: {letter}").passed for letter in "ABCD"]
+    assert (passed.count(True), len(prompt.alternatives)) == (2, 1)
+
+
+def test_the_name_of_a_file_is_a_column_of_its_rows(tmp_path: Path) -> None:
+    row = PUBLISHED["ceval"][1][0]
+    for file in ("art_studies/val-00000-of-00001.parquet", "law/val-00000-of-00001.parquet"):
+        publish(tmp_path / "theirs/ceval-exam" / file, [row | {"id": 0}])
+    publish(tmp_path / "theirs/ceval-exam/law/dev-00000-of-00001.parquet", [row])
+    publish(tmp_path / "theirs/ceval-exam/law/test-00000-of-00001.parquet", [row | {"answer": ""}])
+    made = prepare("ceval", tmp_path / "theirs", tmp_path / "data")
+    assert dict(made.by_category) == {"art_studies": 1, "law": 1}
+    first, second = suites.load_prompts(suite_named("ceval"), tmp_path / "data").prompts
+    assert (first.category, second.category, first.reference) == ("art_studies", "law", "B")
+    assert scorers.score("choice", first, "苹果是水果。\n答案：B").passed
+    with pytest.raises(UserError, match=r"test-00000-of-00001\.parquet is not named like the val files of ceval"):
+        prepare("ceval", tmp_path / "theirs/ceval-exam/law/test-00000-of-00001.parquet", tmp_path / "other")
+
+
+def test_a_question_without_its_context_stands_alone(tmp_path: Path) -> None:
+    file, rows, _ = PUBLISHED["financeqa"]
+    assert prepared("financeqa", file, rows, tmp_path)[1].turns == ("What is a cost?",)
+
+
+# Functions to call
+
+
+def test_functions_become_tools_as_chat_templates_have_them(tmp_path: Path) -> None:
+    file, rows, _ = PUBLISHED["bfcl"]
+    (prompt,) = prepared("bfcl", file, rows, tmp_path)
+    messages, tools = template_input(prompt.chat())
+    assert [message["role"] for message in messages] == ["system", "user"]
+    assert tools == [{"type": "function", "function": {
+        "name": "weather_now", "description": "Tells the weather.",
+        "parameters": {"type": "object", "required": ["place"], "properties": {
+            "place": {"type": "array", "items": {"type": "number"}, "description": "Where."},
+            "type": {"type": "string", "default": None, "optional": True},
+            "more": {"type": "object", "additionalProperties": {"type": "string"}},
+        }},
+    }}]  # fmt: skip
+    loaded = prompts.load(tmp_path / "theirs" / file)
+    assert (loaded.prompts[0].chat(), loaded.notes) == (prompt.chat(), ())
+    assert prompt.category == "live_simple"
+
+
+def asked(*texts: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text} for text in texts]
+
+
+MANY = {
+    "id": "m0",
+    "question": [asked("Add."), asked("And now?")],
+    "involved_classes": ["MathAPI"],
+    "initial_config": {},
+}
+
+
+def test_later_turns_are_asked_after_the_answers_with_the_functions_of_their_classes(tmp_path: Path) -> None:
+    publish(tmp_path / "theirs/multi_turn_func_doc/math_api.json", [FUNCTION])
+    publish(tmp_path / "theirs/multi_turn_func_doc/ticket_api.json", [FUNCTION | {"name": "close"}])
+    lines = "".join(f"{json.dumps(FUNCTION | {'name': name})}\n" for name in ("add", "divide"))
+    (tmp_path / "theirs/multi_turn_func_doc/math_api.json").write_text(lines)
+    for aside in ("possible_answer/BFCL_v4_multi_turn_base.json", "BFCL_v4_multi_turn_miss_func.json"):
+        publish(tmp_path / "theirs" / aside, [{"id": "aside"}])
+    (prompt,) = prepared("bfcl", "BFCL_v4_multi_turn_base.json", [MANY], tmp_path)
+    assert (prompt.turns, prompt.category) == (("Add.", "And now?"), "multi_turn_base")
+    assert [tool["function"]["name"] for tool in template_input(prompt.chat())[1] or []] == ["add", "divide"]
+    told = (
+        "it has no function; those of several turns are in multi_turn_func_doc, and 'dflash-bench suites prepare bfcl'"
+    )
+    with pytest.raises(UserError, match=told):
+        prompts.load(tmp_path / "theirs/BFCL_v4_multi_turn_base.json")
+
+
+HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a question that is a text": ("bfcl", {"question": "Hi"}, "question: not valid JSON"),
+    "messages without turns": ("bfcl", {"question": asked("Hi")}, "must be a list of turns, each a list of"),
+    "no turn": ("bfcl", {"question": []}, "must be a list of turns"),
+    "an empty turn": ("bfcl", {"question": [asked("Hi"), []]}, "turn 2 of question is empty: the tools change there"),
+    "two messages later": (
+        "bfcl", {"question": [asked("Hi"), asked("a", "b")]}, "turn 2 of question must be one message"),
+    "an answer at the end": (
+        "bfcl", {"question": [[*asked("Hi"), {"role": "assistant", "content": "Yes"}]]}, "must end with a message of"),
+    "no role": ("bfcl", {"question": [[{"content": "Hi"}]]}, "must be an object with a role and content"),
+    "no function": ("bfcl", {"function": None}, "it has no function"),
+    "a function that is a text": ("bfcl", {"function": ["ls"]}, "function 1 must be {name, description, parameters}"),
+    "a type that is none": (
+        "bfcl", {"function": [{"name": "a", "parameters": {"type": "dict", "properties": {"x": {"type": "dragon"}}}}]},
+        "unknown type 'dragon'; known: string, String"),
+    "a type that is a list": (
+        "bfcl", {"function": [{"name": "a", "parameters": {"type": ["dict"]}}]}, "unknown type"),
+    "a schema that is a text": (
+        "bfcl", {"function": [{"name": "a", "parameters": {"type": "dict", "properties": {"x": "int"}}}]},
+        "the schema of a parameter must be an object, not str"),
+    "a class that is none": (
+        "bfcl", {"function": None, "involved_classes": ["Oven"]}, "unknown class 'Oven' in involved_classes; known"),
+    "no answers to choose from": (
+        "gpqa", {"Incorrect Answer 2": None}, "'Incorrect Answer 2' must be a string or an int"),
+    "a blank answer to choose": (
+        "gpqa", {"Correct Answer": " \n"}, "'Correct Answer', an answer to choose from, is empty"),
+    "a letter that is none": ("ceval", {"answer": "E"}, "its reference 'E' is none of A, B, C and D"),
+    "no letter": ("ceval", {"answer": None}, "'answer' must be a string or an integer, not NoneType"),
+    "no option": ("ceval", {"D": ["x"]}, "'D' must be a string or an integer, not list"),
+    "an article that is a list": ("cnn_dm", {"article": ["x"]}, "'article' must be a string or an integer, not list"),
+    "no summary": ("cnn_dm", {"highlights": None}, "'highlights' must be a string or an integer, not NoneType"),
+    "an empty question": ("financeqa", {"question": " ", "context": None}, "no turn may be blank"),
+    "no answer": ("financeqa", {"answer": None}, "'answer' must be a string or an integer, not NoneType"),
+    "no code": ("blazedit_5k", {"code": None}, "'code' must be a string or an integer, not NoneType"),
+    "code that is an object": ("instructcoder", {"input": {}}, "'input' must be a string or an integer, not dict"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_row_of_another_shape_is_one_line(what: str, main: Main, tmp_path: Path) -> None:
+    name, changed, told = HOSTILE[what]
+    file, rows, _ = PUBLISHED[name]
+    path = (tmp_path / file).with_suffix(".json" if name == "bfcl" else ".jsonl")
+    publish(path, [rows[0] | changed])
+    code, out, err = main("suites", "prepare", name, "--from", path, "-o", "data")
+    if name == "ceval" and code == 0:  # what only its scorer reads
+        code, out, err = main("run", "--suite", name, "--data", "data", "--method", "ngram", "--out", "run")
+        err = err.removeprefix("reading prompts\n")
+    assert (code, out, err.count("\n")) == (2, "", 1) and told in err, err
 
 
 # The wording of prompts

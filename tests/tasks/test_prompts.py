@@ -117,8 +117,8 @@ def test_keys_that_nothing_reads_are_named_once_and_a_slip_is_told(tmp_path: Pat
     assert prompts.load(path).notes == (f"{path}: refernce: did you mean reference?",)
     path = own(tmp_path, {"prompt": "a", "refernce": ["1"], "source": {}}, {"prompt": "b", "level": 0.5})
     known = (
-        "prompt, turns, messages, body, conversations, conversation, messages_json, trajectory, id, question_id, "
-        "task_id, prompt_id, custom_id, category, reference, answer, tools"
+        "prompt, turns, messages, body, conversations, conversation, messages_json, trajectory, question, id, "
+        "question_id, task_id, prompt_id, custom_id, category, reference, answer, tools"
     )
     told = f"{path}: ignored refernce, source, level (known: {known}) refernce: did you mean reference?"
     assert prompts.load(path).notes == (told,)
@@ -183,4 +183,4 @@ def test_json_that_python_cannot_hold_is_refused(what: str, tmp_path: Path) -> N
     path.write_text(text)
     assert refusal(path) == f"{path} line 1: {message}"
     path.write_text(f"[{text}]")
-    assert refusal(path) == f"cannot read {path}: {message}"
+    assert refusal(path) == f"{path} row 1: {message}"

@@ -304,8 +304,9 @@ def test_groups_expand_in_order_and_each_suite_comes_once() -> None:
 
 def test_an_unknown_name_lists_suites_and_groups() -> None:
     known = (
-        "agentic_coding, aime24, aime25, alpaca, chat, code, gsm8k, humaneval, ifeval, livecodebench, longbench_v2, "
-        "math, math500, mbpp, mrcr, mt_bench, multilingual, paper, spec_bench, speed_bench, speed_bench_16k, "
+        "agentic_coding, aime24, aime25, alpaca, bfcl, blazedit_10k, blazedit_5k, ceval, chat, cnn_dm, code, "
+        "financeqa, gpqa, gsm8k, humaneval, ifeval, instructcoder, livecodebench, longbench_v2, math, "
+        "math500, mbpp, mrcr, mt_bench, multilingual, paper, spec_bench, speed_bench, speed_bench_16k, "
         "speed_bench_1k, speed_bench_2k, speed_bench_32k, speed_bench_8k, swe_rebench"
     )
     assert refusal(suites.expand, ["math", "gsm8"]) == f"unknown suite 'gsm8' (did you mean 'gsm8k'?); known: {known}"
@@ -315,9 +316,11 @@ def test_an_unknown_name_lists_suites_and_groups() -> None:
 def test_a_shipped_suite_is_pinned_and_uses_only_columns_it_requires(suite: Suite) -> None:
     templates = [*suite.turns, *suite.verbatim, suite.reference or ""]
     fields = {field for text in templates for _, field, _, _ in string.Formatter().parse(text) if field}
-    parts = suite.id, suite.category, suite.turns_column, suite.messages, suite.session
+    parts = suite.id, suite.category, suite.turns_column, suite.messages, suite.conversation, suite.session
+    fields -= {*suites.LETTERS[: len(suite.options)]}
     assert fields | {*parts, *suite.list_columns} - {None} <= set(suite.columns)
-    assert [bool(suite.turns), bool(suite.turns_column), bool(suite.messages)].count(True) == 1
+    forms = suite.turns, suite.turns_column, suite.messages, suite.conversation
+    assert [bool(form) for form in forms].count(True) == 1
     if suite.home == "hub":
         assert len(suite.revision) == 40
         assert set(suite.revision) <= set("0123456789abcdef")

@@ -1,0 +1,165 @@
+"""Rows of data sets, each with its place for error messages: JSON lines, arrays, CSV, Parquet, and the hub."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from dflash_bench.core import files
+from dflash_bench.core.errors import UserError, first_line
+from dflash_bench.core.files import MOST_NESTED
+
+HUB_TIMEOUT_S = 10.0
+LONGEST_LINE = 1 << 26
+"""Bytes of a row, several times what the longest contexts hold."""
+ROWS_AT_A_TIME = 1000
+BYTES_AT_A_TIME = 1 << 24
+"""Of a Parquet file as it is decoded: sessions of agents may have gigabytes in one row group."""
+BUFFER_BYTES = 1 << 20
+
+Row = Mapping[str, Any]
+Rows = Iterator[tuple[str, Row]]
+"""Rows, each with its place for error messages: "FILE line 3"."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """Location of rows: NAME/SPLIT in a folder; source, subset, split and revision on the hub."""
+
+    name: str
+    source: str
+    split: str
+    subset: str | None = None
+    revision: str = "main"
+
+
+def from_folder(data: DataSet, folder: Path) -> Rows:
+    """Read rows from `rows_file`. Raises UserError if there is no such file."""
+    path = rows_file(data, folder)
+    return {".jsonl": json_lines, ".parquet": parquet_rows, ".json": json_rows}[path.suffix](path)
+
+
+def rows_file(data: DataSet, folder: Path) -> Path:
+    """Find NAME/SPLIT.jsonl, .parquet or .json, an array. Raises UserError if there is no such file."""
+    paths = [folder / data.name / f"{data.split}.{kind}" for kind in ("jsonl", "parquet", "json")]
+    found = next((path for path in paths if os.path.exists(path)), None)
+    if found is None:
+        raise UserError(f"no rows for suite '{data.name}': looked for {paths[0]} and {paths[1]}")
+    return found
+
+
+def json_lines(path: Path) -> Rows:
+    """Read rows from a file of JSON lines. Raises UserError for a line that is not a JSON object."""
+    for number, line in enumerate(files.lines_of(path, LONGEST_LINE), start=1):
+        if line.strip():
+            where = f"{path} line {number}"
+            yield where, _as_row(where, files.parse_json(where, line))
+
+
+def _as_row(where: str, row: Any) -> Row:
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}")
+    return row
+
+
+def json_rows(path: Path) -> Rows:
+    """Read rows from a JSON array. Raises UserError for anything else."""
+    return files.rows_of(path, LONGEST_LINE)
+
+
+def csv_rows(path: Path) -> Rows:
+    """Read rows from a CSV file whose first line names its columns; a cell that is empty holds None.
+
+    Raises UserError for a line with more cells than columns, and for one that is no CSV.
+    """
+    csv.field_size_limit(LONGEST_LINE)
+    lines = csv.DictReader((f"{line}\n" for line in files.lines_of(path, LONGEST_LINE)), strict=True)
+    try:
+        if len(set(lines.fieldnames or ())) < len(lines.fieldnames or ()):
+            raise UserError(f"{path} line 1: two columns have the same name")
+        for row in lines:
+            where = f"{path} line {lines.line_num}"
+            if None in row:
+                raise UserError(f"{where}: it has more cells than there are columns")
+            yield where, {column: cell or None for column, cell in row.items()}
+    except csv.Error as error:
+        raise UserError(f"{path} line {lines.reader.line_num}: not valid CSV ({error})") from error
+
+
+def parquet_rows(path: Path) -> Rows:
+    """Read rows from a Parquet file, of which only a few are held. Raises UserError if that fails."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    files.require_file(path)
+    numbers = count(1)
+    try:
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
+            groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
+            per_row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+            at_a_time = min(max(BYTES_AT_A_TIME // max(per_row, 1), 1), ROWS_AT_A_TIME)
+            for batch in file.iter_batches(at_a_time):
+                for row in batch.to_pylist():
+                    where = f"{path} row {next(numbers)}"
+                    yield where, _without_nulls(where, row)
+    except (OSError, ValueError, ArithmeticError, pa.ArrowException) as error:
+        raise UserError(f"cannot read {path}: {first_line(error)}") from error
+
+
+def _without_nulls(where: str, value: Any, depth: int = 0) -> Any:
+    """Return a value without the nulls inside its objects: Parquet gives all objects of a column the same keys."""
+    if depth > MOST_NESTED:
+        raise UserError(f"{where}: nested more than {MOST_NESTED} levels deep")
+    if isinstance(value, dict):
+        kept = {key: inner for key, inner in value.items() if inner is not None or depth == 0}
+        return {key: _without_nulls(where, inner, depth + 1) for key, inner in kept.items()}
+    if isinstance(value, list):
+        return [_without_nulls(where, inner, depth + 1) for inner in value]
+    return value
+
+
+def from_hub(data: DataSet) -> tuple[Rows, str]:
+    """Return rows and their origin, "hub SOURCE@COMMIT". Raises UserError if the hub cannot be reached."""
+    remedy = f"use --data PATH with a folder that holds {data.name}/{data.split}.jsonl or .parquet"
+    try:
+        import datasets
+        from huggingface_hub import constants
+        from huggingface_hub.errors import HTTPError
+    except ImportError as error:
+        raise UserError(f"the hub needs 'pip install datasets' ({error}); or, without the hub, {remedy}") from error
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    # The HTTP client's errors are not OSErrors; the hub's module names their base class, whichever client it uses.
+    failures = (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError)
+    try:
+        commit = data.revision if constants.HF_HUB_OFFLINE else _commit(constants.ENDPOINT, data)
+        table = datasets.load_dataset(data.source, data.subset, split=data.split, revision=commit)
+    except failures as error:
+        raise UserError(f"cannot get {data.source} from the hub ({first_line(error)}); {remedy}") from error
+    _refuse_stale_cache(table, data, commit)
+    where = f"hub {data.source}@{commit}"
+    return ((f"{where} row {number}", row) for number, row in enumerate(table, start=1)), where
+
+
+def _commit(endpoint: str, data: DataSet) -> str:
+    """Return the commit of the revision. We ask first because `datasets` retries for 20 s without a network."""
+    from huggingface_hub import utils
+
+    url = f"{endpoint}/api/datasets/{data.source}/revision/{data.revision}"
+    reply = utils.get_session().get(url, headers=utils.build_hf_headers(), timeout=HUB_TIMEOUT_S)
+    reply.raise_for_status()
+    return str(reply.json()["sha"])
+
+
+def _refuse_stale_cache(table: Any, data: DataSet, commit: str) -> None:
+    """Raise UserError if `datasets` could not reach the hub and served another commit from its cache."""
+    folders = {Path(file["filename"]).parent.name for file in table.cache_files}
+    others = sorted(name for name in folders - {commit} if re.fullmatch("[0-9a-f]{40}", name))
+    if others:
+        raise UserError(f"the cache holds {data.source} at {others[0]}, not {commit}; go online to fetch it")
