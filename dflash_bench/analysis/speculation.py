@@ -19,7 +19,7 @@ from dflash_bench.analysis import stats
 from dflash_bench.analysis.stats import Floats, Interval
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.labels import PromptSource
-from dflash_bench.core.methods import METHODS, is_lossy, is_tree, name_of
+from dflash_bench.core.methods import METHODS, is_imposed, is_lossy, is_tree, name_of
 from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import settings_of
 from dflash_bench.results.plan import BASELINE
@@ -89,6 +89,8 @@ def _check(run: RunTable, method: str) -> None:
     known = [name for name in run.info.identity.methods if name != BASELINE]
     if method not in known:
         raise unknown("method of this run", method, known)
+    if is_imposed(method):
+        raise UserError(f"the acceptance of {method} was imposed; measure a draft itself")
     if is_lossy(method):
         raise UserError(f"{method} verifies nothing, so none of its tokens is accepted or rejected")
 

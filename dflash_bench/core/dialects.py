@@ -256,6 +256,18 @@ class LaunchSpec:
     """What the draft is, as its checkpoint says: DFlash, DFlash 2, DSpark ..."""
     shifted: bool = False
     """Slots of its block predict the token after them, so that the anchor's drafts, too."""
+    base: Method | None = None
+    """What drafts where `method` only says at which rates drafts are accepted."""
+    rates: tuple[float, ...] = ()
+    """The shares of rounds that accept the first 1, 2, ... drafted tokens, right or wrong; none: the target decides."""
+
+    @property
+    def drafter(self) -> Method:
+        return self.base or self.method
+
+
+IMPOSED = ("rates", "profile", "category", "base")
+"""The options of `synthetic` that a program takes which can accept drafts at given rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +288,8 @@ class Program:
     """The arguments after the executable, to serve on this port of 127.0.0.1."""
     counting: tuple[str, ...] = ()
     """Those at the end of a drafting server's, by which it only reports its rounds."""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """By method, why it cannot be told to draft so, where that is known."""
 
 
 # Dialects, by name.

@@ -306,6 +306,8 @@ _OWN: dict[str, MethodSpec] = {
                 Option("profile", "a speculation_profile.json to take the rates from, as 'card --profile' writes it",
                        kind=str, is_file=True),
                 Option("category", "of the profile, the category to take them from; by default all prompts", kind=str),
+                Option("base", "for --launch: the method, such as dflash, whose draft a server drafts with; it then "
+                       "accepts at these rates, right or wrong, and its answers are not the model's", kind=str),
                 _SEED,
             ),
             alternatives=(frozenset({"rates", "profile"}),), is_probe=True,
@@ -343,6 +345,7 @@ _OWN: dict[str, MethodSpec] = {
         ),
     )
 }  # fmt: skip
+SYNTHETIC = "synthetic"
 WEIGHTS = tuple(dict.fromkeys(kind.weights for kind in _OWN.values() if kind.weights))
 """Kinds of drafts: `--draft` takes these, with or without a label."""
 
@@ -453,9 +456,32 @@ def name_of(label: str) -> str:
 
 def draft_of(label: str) -> str | None:
     """Return the key of the draft behind a label: `eagle3@a` for eagle3-tree@a:nodes=9."""
+    if (base := base_of(label)) is not None:
+        return draft_of(base)
     name, at, tag = label.partition(":")[0].partition("@")
     weights = METHODS[name].weights if name in METHODS else None
     return weights and f"{weights}{at}{tag}"
+
+
+def base_of(label: str) -> str | None:
+    """Return the method whose draft a server drafts with while it accepts at imposed rates: `dflash` for
+    synthetic:rates=0.9,base=dflash. None where acceptance is the target's own."""
+    options = label.partition(":")[2].split(",") if name_of(label) == SYNTHETIC else []
+    return next((option.removeprefix("base=") for option in options if option.startswith("base=")), None)
+
+
+def is_imposed(label: str) -> bool:
+    """Are drafts accepted at given rates, right or wrong? Then answers are neither judged nor scored."""
+    return base_of(label) is not None
+
+
+def refuse_imposed(method: Method) -> None:
+    """Raises UserError for a method that only a launched server can draft by."""
+    if is_imposed(method.label):
+        raise UserError(
+            f"method {method.label}: base= has no effect here, where drafts are made right at the rates; leave it out, "
+            "or add --launch PROGRAM"
+        )
 
 
 def users_of(draft: str) -> list[str]:
@@ -471,9 +497,9 @@ def is_tree(label: str) -> bool:
 
 
 def is_lossy(label: str) -> bool:
-    """May the answers differ from the target's own? Then they are scored, but not judged."""
+    """May the answers differ from the target's own? Then they are not judged."""
     kind = METHODS.get(name_of(label))
-    return kind is not None and not kind.lossless
+    return kind is not None and (not kind.lossless or is_imposed(label))
 
 
 def is_probe(label: str) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import is_imposed
 from dflash_bench.core.types import CODE_SCORERS, Message, Prompt
 from dflash_bench.models import hub, presets
 from dflash_bench.report import answers as report_answers
@@ -48,7 +49,7 @@ def reread(results: RunTable, rescore: bool | None) -> Reread:
     for suite, prompt, method, setting, row, has_other_text in reader.rows(decode):
         if has_other_text:
             reader.add("text", suite, method, setting, laws.OTHER, row)
-        elif suite in scorers and (why := reader.score_again(scorers[suite], prompt, row)):
+        elif suite in scorers and not is_imposed(method) and (why := reader.score_again(scorers[suite], prompt, row)):
             reader.add("score", suite, method, setting, why, row)
     if reader.num_other and not reader.is_same_target():
         reader.flaws = {place: rows for place, rows in reader.flaws.items() if place[0] != "text"}

@@ -170,6 +170,8 @@ def _draft(label: str, method: MethodEntry, identity: RunIdentity) -> str:
     name, kind = entry.name or draft, entry.kind if entry.kind != DFLASH else None
     source = f" from {name}" if name != draft else ""
     revision = _revision(identity.revisions.get(draft))
+    if method.imposed:
+        return f"{label}, whose server accepts {len(method.imposed)} drafted tokens a round at given rates"
     if method.num_drafts is None:
         return f"{label}, as its server was started"
     return f"{with_kind(label, kind)} with {method.num_drafts} tokens per round{source}{revision}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.core.methods import is_lossy
+from dflash_bench.core.methods import is_imposed, is_lossy
 from dflash_bench.core.types import CODE_SCORERS, Answer, Settings
 from dflash_bench.results import laws
 from dflash_bench.results import plan as plans
@@ -341,6 +341,7 @@ def _unscored(identity: RunIdentity, match: PlanMatch, rows: Any) -> Iterator[tu
     for name, suite in identity.suites.items():
         if suite.scorer != "none" and not (without_code and suite.scorer in CODE_SCORERS):
             wanted |= (rows["suite"] == name) & ~rows["prompt_id"].isin(suite.unscored)
+    wanted &= ~_by_category(rows, "method", list(map(is_imposed, rows["method"].cat.categories)), False)
     lacking = match.is_last_turn & ~rows["failed"] & ~rows["passed"] & ~rows["valued"]
     yield "not scored, although the suite has a scorer", np.flatnonzero(wanted & lacking)
 

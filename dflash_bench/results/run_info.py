@@ -113,6 +113,8 @@ class MethodEntry(StoredModel):
     """The most tokens that it drafts per round; None for a server, which does not say."""
     draft: str | None = None
     options: dict[str, Any] = {}
+    imposed: list[float] = []
+    """The shares of rounds in which a server was told to accept the first 1, 2, ... drafted tokens, right or wrong."""
 
 
 class DraftEntry(StoredModel):

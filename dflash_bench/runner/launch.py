@@ -7,17 +7,20 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 
 from dflash_bench.core import environment
 from dflash_bench.core.dialects import LaunchSpec, Program
 from dflash_bench.core.draft_kinds import FAMILY
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.methods import Method, parse
+from dflash_bench.core.methods import METHODS, SYNTHETIC, Method, parse
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.models import formats, gguf, memory, mtp_heads, presets, targets
 from dflash_bench.models.convert import GGUF, convert
 from dflash_bench.models.formats.base import DraftConfig
+from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner.config import RunRequest
@@ -29,6 +32,7 @@ from dflash_bench.servers.launch import LaunchedServers, ServerFlags
 
 PROMPT_TOKENS = 4096
 """Tokens of room for a prompt, unless --context asks for more."""
+RATE_DIGITS = 6
 GPU_SHARE = 0.9
 """The share of a GPU's memory for all servers and the target here, in equal parts."""
 
@@ -39,17 +43,51 @@ def check(request: RunRequest, methods: Sequence[Method]) -> None:
     program = servers_launch.program_named(request.launch)
     servers_launch.executable(program, request.launch_with)
     for method in methods[1:]:
+        if (why := program.lacks.get(method.name)) is not None:
+            raise UserError(f"--launch {program.name} cannot draft by {method.label}: {why}")
         if not can_draft(program, method):
             known = "; ".join(f"{name} ({', '.join(options)})" for name, options in program.methods.items())
             raise UserError(
                 f"--launch {program.name} cannot draft by {method.label}; it can by these, with these options: {known}"
             )
+        imposed(program, method)
 
 
 def can_draft(program: Program, method: Method) -> bool:
     """Return whether a program knows the method, and all of its options."""
     told = program.methods.get(method.name, ())
     return method.name in program.methods and {*method.options} <= {*told} and "auto" not in method.options.values()
+
+
+def imposed(program: Program, method: Method) -> tuple[Method | None, tuple[float, ...]]:
+    """Return the method by whose draft a server drafts, and the rates at which it accepts, as in `LaunchSpec`.
+
+    None, and no rates, for a method that is verified by the target.
+    """
+    if method.name != SYNTHETIC:
+        return None, ()
+    from dflash_bench.engine.drafters.synthetic import rates_of
+
+    known = [name for name in program.methods if METHODS[name].weights and METHODS[name].count]
+    base = parse(str(method.option("base") or BASELINE))
+    if base.name not in known or base.options:
+        raise UserError(
+            f"--launch {program.name}: {method.label} needs the method whose draft drafts, without options, such as "
+            f"base=dflash; it can be {', '.join(known)}"
+        )
+    rates, count = rates_of(method), str(base.kind.count)
+    _refuse_more(method, len(rates), base.kind.option(count).high)
+    # Rounded products of numbers up to 1 never rise, as servers demand.
+    shares = (round(share, RATE_DIGITS) for share in accumulate(rates, mul))
+    return base.with_option(count, len(rates)), tuple(shares)
+
+
+def _refuse_more(method: Method, num_rates: int, most: float | None) -> None:
+    if most is not None and num_rates > most:
+        raise UserError(
+            f"--launch: {method.label} has rates for {num_rates} tokens, and its base drafts {most:g} at most; leave "
+            "some out, as in rates=0.9/0.8, or name another base"
+        )
 
 
 def computes(program: Program, spec: LaunchSpec) -> bool:
@@ -135,18 +173,21 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
         plain = replace(plain, target=str(_as_gguf(home, None, tell)))
     specs = [plain]
     for method in resolved.methods[1:]:
+        base, rates = imposed(program, method)
+        drafter, own = base or method, replace(plain, method=method, base=base, rates=rates)
         if method.draft is None:
-            specs.append(replace(plain, method=method, num_drafts=_num_drafts(method, model, None)))
+            specs.append(replace(own, num_drafts=_num_drafts(drafter, model, None)))
             continue
-        if method.name == presets.MTP:
+        if drafter.name == presets.MTP:
             _require_own_heads(home, method.draft in drafts)
-            number = _num_drafts(method, model, None)
-            specs.append(replace(plain, method=method, num_drafts=number, kind="MTP"))
+            specs.append(replace(own, num_drafts=_num_drafts(drafter, model, None), kind="MTP"))
             continue
         draft = drafts[method.draft]
         config = _draft_config(draft, home)
+        if isinstance(config, DFlashConfig):
+            _refuse_more(method, len(rates), config.num_drafts(config.block_size))
         drafting = replace(
-            plain, method=method, num_drafts=_num_drafts(method, model, config), kind=getattr(config, "kind", ""),
+            own, num_drafts=_num_drafts(drafter, model, config), kind=getattr(config, "kind", ""),
             shifted=getattr(config, "shifted_labels", False),
         )  # fmt: skip
         if not computes(program, drafting):

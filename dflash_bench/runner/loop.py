@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dflash_bench.core.labels import common_prefix_length
-from dflash_bench.core.methods import is_lossy
+from dflash_bench.core.methods import is_imposed, is_lossy
 from dflash_bench.core.types import NOBODY, Answer, Divergence, Generation, Message, Settings, TimedGeneration
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.plan import BASELINE
@@ -203,9 +203,9 @@ class Conversation:
         return replace(self.item, settings=replace(self.item.settings, concurrency=1, rate=None))
 
     def _scored(self, record: Answer) -> Answer:
-        """Score the answer of the last turn; equal texts are scored once."""
-        text = record.generation.text
-        if record.turn < len(self.item.prompt.turns) - 1 or record.generation.error is not None:
+        """Score the answer of the last turn, unless it was imposed; equal texts are scored once."""
+        text, is_last = record.generation.text, record.turn == len(self.item.prompt.turns) - 1
+        if not is_last or record.generation.error is not None or is_imposed(record.method):
             return record
         if text not in self.scores:
             scorer = self.item.loaded.suite.scorer

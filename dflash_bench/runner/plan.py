@@ -24,7 +24,7 @@ from dflash_bench.runner.config import RunRequest, require_prompts, schema_of
 from dflash_bench.runner.energy import EnergyMeter
 from dflash_bench.runner.rules import THINKING
 from dflash_bench.tasks import prompts, sandbox, scorers, suites
-from dflash_bench.tasks.scorers import schema
+from dflash_bench.tasks.scorers import evaluated, schema
 from dflash_bench.tasks.suites import Loaded
 
 # What `--over` asks for: values of options and settings, as a grid or one at a time from what was typed.
@@ -263,6 +263,8 @@ def methods_of(request: RunRequest) -> list[Method]:
             raise UserError(f"{flag} has no effect without {drafter}")
         if text is not None:
             chosen = laid_out(chosen, [Axis(name, split(text, flag), flag=flag)], False)
+    for method in chosen if request.launch is None else ():
+        methods.refuse_imposed(method)
     return chosen
 
 
@@ -324,9 +326,23 @@ def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
         scorer = request.score or "none"
         columns = list(scorers.COLUMNS.get(scorer, ()))
         loaded.append(prompts.load(request.prompts, limit, scorer, columns, balance, every_answer=request.every_answer))
+    if request.score is not None and evaluated.is_evaluated(request.score):
+        loaded = _scored_by(request.score, loaded)
     if (told := schema_of(request)) is not None:
         loaded = [suites.with_scorer(one, schema.NAME, {schema.NAME: told}) for one in loaded]
     return suites.without_first(loaded, request.skip) if request.skip else loaded
+
+
+def _scored_by(metric: str, several: Sequence[Loaded]) -> list[Loaded]:
+    """Score answers that have references by a metric, unless their suite has a scorer. Raises UserError if all have."""
+    scored = [
+        suites.with_scorer(one, metric, {}) if one.suite.scorer == "none" and one.suite.reference else one
+        for one in several
+    ]
+    if not any(one.suite.scorer == metric for one in scored):
+        names = ", ".join(one.suite.name for one in several)
+        raise UserError(f"--score {metric} has no effect on {names}, without references or with a scorer; leave it out")
+    return scored
 
 
 def settings_of(request: RunRequest, modes: Sequence[bool | None]) -> list[Settings]:

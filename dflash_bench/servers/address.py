@@ -34,6 +34,8 @@ class Address:
     url: str
     shown: str | None = None
     """Stored in place of the URL, where that changes from run to run."""
+    imposed: tuple[float, ...] = ()
+    """The rates at which it was started to accept drafts, as in `LaunchSpec`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,13 @@ def _parse(text: str) -> Address:
     if ":" in name:
         name = name.partition(":")[0]
         raise UserError(f"--server {name}: a server decides itself how many tokens it drafts; write {name}=URL")
-    return Address(methods.parse(BASELINE if name == PLAIN else name), _url(name, url))
+    method = methods.parse(BASELINE if name == PLAIN else name)
+    if method.name == methods.SYNTHETIC:
+        raise UserError(
+            f"--server {name}: at which rates a server was started to accept drafts cannot be seen from here; let "
+            f"--launch start it, with --method {name}:profile=FILE,base=METHOD"
+        )
+    return Address(method, _url(name, url))
 
 
 def _url(name: str, text: str) -> str:

@@ -116,7 +116,13 @@ class ServerBackend:
 
     def describe(self) -> Mapping[str, Any]:
         methods: dict[str, Any] = {
-            label: {"name": server.method.name, "draft": None, "options": {}, "num_drafts": None}
+            label: {
+                "name": server.method.name,
+                "draft": None,
+                "options": {},
+                "num_drafts": None,
+                **({"imposed": list(server.imposed)} if server.imposed else {}),
+            }
             for label, server in self.servers.items()
         }
         servers = {

@@ -34,6 +34,7 @@ class Server:
     model: str | None
     address: str
     """As it is stored."""
+    imposed: tuple[float, ...] = ()
     flushes: bool = False
     reuses_prefixes: bool = False
     """Its prefix cache is left to itself."""
@@ -120,7 +121,9 @@ async def _connected(address: Address, client: Client, dialect: Dialect | None, 
     pages = {path: page for path in paths if (page := await _page(client, path)) is not None}
     chosen, info = _recognise(client, wanted, pages)
     served = _choose_model(client, pages, model)
-    server = Server(address.method, client, chosen, _sanitize(client, info), served, address.shown or address.url)
+    server = Server(
+        address.method, client, chosen, _sanitize(client, info), served, address.shown or address.url, address.imposed
+    )
     await server.find_abilities()
     return server
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from dflash_bench.core import environment
 from dflash_bench.core.dialects import DIALECTS, LaunchSpec, Program
@@ -120,7 +121,7 @@ class LaunchedServers:
                 self._wait(spec.method.label, port, tell)
                 # The port changes each time, so it is not part of the run's identity.
                 url = f"http://127.0.0.1:{port}"
-                addresses.append(Address(spec.method, url, shown=f"launched: {self.program.name}"))
+                addresses.append(Address(spec.method, url, f"launched: {self.program.name}", spec.rates))
         return addresses
 
     def memory(self) -> dict[str, Any]:
@@ -161,7 +162,8 @@ class LaunchedServers:
             time.sleep(TICK_S)
 
     def _log(self, label: str) -> Path:
-        return self.folder / f"{label}.log"
+        # The label may name a file.
+        return self.folder / f"{quote(label, safe=':,=@+')}.log"
 
     def move(self, folder: Path) -> None:
         """Move the logs, which are still being written."""

@@ -3,7 +3,8 @@
 It does what FAKE_PROGRAM says as JSON: `late_s` seconds until it listens, `dies_at` the answer at which it kills
 itself, `exits` a status to end with at once, `ignores` SIGTERM or not, `child` a file for the ids of its processes, of
 which one leaves the group, `answers` by prompt with `words` for their tokens, `drafting` what else holds for a server
-that drafts, of which only those that are told the text `only` if there is one.
+that drafts, of which only those that are told the text `only` if there is one. Told rates of acceptance, it accepts
+so often, whatever its answer.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_server import FakeServer
 
+GOLDEN = (5**0.5 - 1) / 2
+
 
 def main(words: list[str]) -> None:
     does = json.loads(os.environ["FAKE_PROGRAM"])
@@ -39,10 +42,29 @@ def main(words: list[str]) -> None:
         sys.exit(does["exits"])
     time.sleep(does.get("late_s", 0))
     dialect = "sglang" if "--model-path" in words else "vllm" if words[0] == "serve" else "llamacpp"
-    accepts = {"accepts": (2,), "block": 3} if drafts else {}
+    rates = imposed(words)
+    accepts = {"accepts": accepted(rates) if rates else (2,), "block": len(rates) or 3} if drafts else {}
     with Dying(does, dialect=dialect, port=int(words[words.index("--port") + 1]), **accepts, **answering(does)):
         while True:
             time.sleep(1)
+
+
+def imposed(words: list[str]) -> list[float]:
+    """The shares of rounds that shall accept the first 1, 2, ... tokens; none: as the target says."""
+    if "--spec-synth-rates" in words:
+        return [float(rate) for rate in words[words.index("--spec-synth-rates") + 1].split(",")]
+    if "--speculative-config" not in words:
+        return []
+    config = json.loads(words[words.index("--speculative-config") + 1])
+    assert ("synthetic_acceptance_rates" in config) == (config.get("rejection_sample_method") == "synthetic")
+    rates: list[float] = config.get("synthetic_acceptance_rates", [])
+    return rates
+
+
+def accepted(rates: list[float]) -> list[int]:
+    """What many rounds accept at these rates, spread evenly over the rounds instead of drawn."""
+    places = ((number * GOLDEN + 0.5) % 1 for number in range(200))
+    return [sum(place < rate for rate in rates) for place in places]
 
 
 def say(line: str) -> None:

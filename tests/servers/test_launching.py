@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -78,6 +79,7 @@ def gone(processes: Sequence[int]) -> bool:
 
 BY_MTP = {"draft": None, "num_drafts": 3, "kind": "MTP"}
 LOOKUP = {"draft": None, "num_drafts": 4}
+IMPOSED = {"num_drafts": 3, "rates": (0.8, 0.6, 0.0)}
 DRAFT = "--speculative-draft-model-path D"
 
 
@@ -98,6 +100,9 @@ def config(**said: Any) -> str:
         ("vllm", "mtp:3", BY_MTP, config(method="mtp", num_speculative_tokens=3)),
         ("vllm", "ngram:n=4,max=5", LOOKUP,
          config(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=5)),
+        ("vllm", "synthetic:rates=0.8/0.75/0,base=p-eagle", IMPOSED | {"base": methods.parse("p-eagle:3")},
+         config(method="eagle3", parallel_drafting=True, model="D", num_speculative_tokens=3,
+                rejection_sample_method="synthetic", synthetic_acceptance_rates=[0.8, 0.6, 0.0])),
         # It counts the anchor, too.
         ("sglang", "dflash", {"kind": "DFlash 2"},
          f"--speculative-algorithm DFLASH {DRAFT} --speculative-num-draft-tokens 6"),
@@ -116,6 +121,8 @@ def config(**said: Any) -> str:
          "--model-draft D --spec-type draft-dspark --spec-draft-n-max 5"),
         ("llama.cpp", "eagle3", {}, "--model-draft D --spec-type draft-eagle3 --spec-draft-n-max 5"),
         ("llama.cpp", "mtp:3", BY_MTP, "--spec-type draft-mtp --spec-draft-n-max 3"),
+        ("llama.cpp", "synthetic:rates=0.8/0.75/0,base=dflash", IMPOSED | {"base": methods.parse("dflash:3")},
+         "--model-draft D --spec-type draft-dflash --spec-draft-n-max 3 --spec-synth-rates 0.8,0.6,0.0"),
         ("llama.cpp", "ngram:n=4,max=5", LOOKUP,
          "--spec-type ngram-simple --spec-ngram-simple-size-n 5 --spec-ngram-simple-size-m 4"),
     ],
@@ -137,6 +144,51 @@ def test_a_kind_that_a_server_would_compute_as_another_is_refused() -> None:
     for name, kind in (("vllm", "Domino"), ("vllm", "JetSpec"), ("sglang", "JetSpec"), ("llama.cpp", "DFlare")):
         assert not launch.computes(program_named(name), spec("dflash", kind=kind))
     assert launch.computes(program_named("llama.cpp"), spec("dflash", kind="JetSpec"))
+
+
+@pytest.mark.parametrize(
+    ("conditional", "shares"),
+    [
+        ("0.9/0.8/0.5", (0.9, 0.72, 0.36)), ("0/1/1", (0, 0, 0)), ("1/1/1", (1, 1, 1)), ("0.5/0/1", (0.5, 0, 0)),
+        ("0.3333333/0.9999999/1/0.9999999", (0.333333,) * 4),
+    ],
+)  # fmt: skip
+def test_imposed_rates_are_shares_of_all_rounds_and_never_rise(conditional: str, shares: tuple[float, ...]) -> None:
+    for name in ("vllm", "llama.cpp"):
+        base, rates = launch.imposed(program_named(name), methods.parse(f"synthetic:rates={conditional},base=eagle3@a"))
+        assert base is not None and base.label == f"eagle3@a:{len(shares)}"
+        assert rates == pytest.approx(shares, abs=1e-6) and list(rates) == sorted(rates, reverse=True)
+    assert launch.imposed(program_named("vllm"), methods.parse("dflash:3")) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "message"),
+    [
+        ("sglang", "synthetic:base=dflash", "it can be told a mean length (SGLANG_SIMULATE_ACC_LEN)"),
+        ("vllm", "synthetic", "such as base=dflash; it can be dflash, eagle3, p-eagle, mtp"),
+        ("vllm", "synthetic:base=ngram", "needs the method whose draft drafts"),
+        ("vllm", "synthetic:base=dflash:4", "without options"),
+        ("vllm", "synthetic:base=dflsh", "unknown method 'dflsh'"),
+        ("vllm", "synthetic:base=dflash,seed=3", "cannot draft by synthetic:base=dflash,seed=3"),
+        ("llama.cpp", "synthetic:base=mtp,rates=1/1/1/1/1/1/1", "rates for 7 tokens, and its base drafts 6 at most"),
+        # nano's draft has blocks of 16, with the anchor.
+        ("llama.cpp", "synthetic:base=dflash,rates=" + "/".join("1" * 16), "16 tokens, and its base drafts 15 at most"),
+        ("vllm", "synthetic:profile=no-such,base=dflash", "cannot read no-such"),
+    ],
+)
+def test_what_cannot_be_imposed_is_refused_in_a_line(
+    main: Main, program: Callable[..., Path], tmp_path: Path, name: str, method: str, message: str
+) -> None:
+    code, _, err = main(*ASKED, "--launch", name, "--launch-with", program(), "--method", method, "--out", "run")
+    assert (code, message in err, err.count("\n")) == (2, True, 1), err
+    assert not Path("run").exists() and not Path("run.servers").exists()
+
+
+def test_a_base_belongs_to_a_launched_server_alone(main: Main) -> None:
+    code, _, err = main(*ASKED, "--method", "synthetic:base=dflash", "--out", "run")
+    assert (code, "base= has no effect here" in err) == (2, True)
+    code, _, err = main(*ASKED, "--server", "synthetic=http://127.0.0.1:9", "--out", "run")
+    assert (code, "let --launch start it, with --method synthetic:profile=FILE,base=METHOD" in err) == (2, True)
 
 
 def test_mtp_is_launched_only_with_the_heads_of_the_targets_own_checkpoint(
@@ -288,6 +340,31 @@ def test_a_launched_run_is_judged_and_a_death_keeps_its_rows(
     assert logs == [f"servers-{part}/{label}.log" for part in (1, 2) for label in ("ar", "dflash:3")]
     assert results.info.identity.to_json()["servers"]["ar"]["address"] == "launched: vllm"
     assert not Path("run.servers").exists()
+
+
+def test_imposed_acceptance_is_the_profiles_and_its_answers_are_nobodys(
+    main: Main, program: Callable[..., Path], engine: dict[str, list[int]]
+) -> None:
+    Path("of").mkdir()
+    path = program(answers=engine, most=24, drafting={"answers": {prompt: ids[::-1] for prompt, ids in engine.items()}})
+    label = "synthetic:profile=of/profile.json,base=dflash"
+    for name, rates, low, high in (
+        ("vllm", [0.9, 0.8, 0.5], 2.7, 3.3), ("llama.cpp", [0.0, 0.5], 1.0, 1.0), ("llama.cpp", [1.0] * 3, 3.5, 4.0)
+    ):  # fmt: skip
+        Path("of/profile.json").write_text(json.dumps({"conditional_accept_rates": rates}))
+        run = f"{name}-{rates[0]}"
+        code, shown, err = main(*ASKED, "--launch", name, "--launch-with", path, "--method", label, "--out", run)
+        assert code == 0, err
+        expected = 1 + sum(math.prod(rates[:number]) for number in range(1, len(rates) + 1))
+        assert f"acceptance was imposed from a profile, {expected:.2f} tokens a round" in " ".join(shown.split())
+        rows = table.read_run(Path(run)).rows
+        rows = rows[rows["method"] == label]
+        assert len(rows) == 2 and rows["error"].isna().all()
+        assert not rows[["exactness", "audit", "passed", "score"]].notna().any(axis=None)
+        assert low <= 1 + rows["num_accepted"].sum() / rows["num_rounds"].sum() <= high
+        # Nor is it judged, scored or called a dead draft by who reads the rows again.
+        assert main("check", run)[0] == 0
+    assert "was imposed; measure a draft itself" in main("card", run, "--method", label, "--profile", "p.json")[2]
 
 
 def test_sglang_drafts_with_weights_and_without(

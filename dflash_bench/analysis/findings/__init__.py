@@ -15,7 +15,7 @@ from dflash_bench.analysis.findings import servers, speed, timing, witnesses
 from dflash_bench.analysis.findings.base import MIN_PROMPTS, CellContext, Finding, Observation, Remedy, answers
 from dflash_bench.analysis.findings.speed import DEAD_AL, REPEATS, never_drafts, option_of, tokens_per_round
 from dflash_bench.analysis.metrics import BASELINE, Cell
-from dflash_bench.core.methods import has_draft, is_lossy, is_probe, is_tree
+from dflash_bench.core.methods import has_draft, is_imposed, is_lossy, is_probe, is_tree
 from dflash_bench.core.types import CODE_SCORERS, Divergence
 from dflash_bench.results.run_info import RunIdentity, RunInfo
 from dflash_bench.tasks import sandbox
@@ -138,9 +138,25 @@ def _near_ties(context: CellContext) -> Observation | None:
 def _lossy(context: CellContext) -> Observation | None:
     if not is_lossy(context.cell.method) or not context.cell.num_prompts:
         return None
+    if is_imposed(context.cell.method):
+        return _imposed(context)
     text = "the method changes the target's output, so its speed-up is for different answers, which were only scored"
     remedy = "compare its passed % with that of plain decoding, on suites with a scorer"
     return context.observe("lossy", text, remedy)
+
+
+def _imposed(context: CellContext) -> Observation:
+    method, al = context.identity.methods.get(context.cell.method), context.cell.value("al.pooled")
+    source = "from a profile" if "profile=" in context.cell.method else "at given rates"
+    length = 1 + sum(method.imposed) if method else None
+    told = "" if length is None else f", {length:.2f} tokens a round"
+    counted = "" if al is None else f" (al.pooled {al:.2f}; the end of an answer cuts its last round)"
+    text = (
+        f"acceptance was imposed {source}{told}{counted}: its server accepted drafts right or wrong, so these are not "
+        "the model's answers, and were neither judged nor scored"
+    )
+    remedy = "use its times alone; a draft's own acceptance is measured by its method"
+    return context.observe("imposed", text, remedy, length=length, al_pooled=al)
 
 
 def _nothing_drafted(context: CellContext) -> Observation | None:

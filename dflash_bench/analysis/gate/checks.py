@@ -19,7 +19,7 @@ from dflash_bench.analysis.noise import METHOD_NOISE, RunNoise
 from dflash_bench.analysis.roofline import TOO_SLOW_PLAIN
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.methods import is_lossy
+from dflash_bench.core.methods import is_imposed, is_lossy
 from dflash_bench.results import table
 from dflash_bench.results.integrity import Problem
 from dflash_bench.results.table import RunTable
@@ -240,7 +240,7 @@ def absolute_checks(results: RunTable, cell: Cell, run: str = "") -> Iterator[Ch
     failed = f"{cell.num_errors} answers failed"
     yield _check(cell, "failed", cell.num_errors, 0, "failed" if cell.num_errors else "", failed, run=run)
     al = cell.value("al.pooled")
-    if cell.method != BASELINE and al is not None:
+    if cell.method != BASELINE and al is not None and not is_imposed(cell.method):
         code, reason = "dead_draft" if al < DEAD_AL else "", "almost no draft token is accepted"
         yield _check(cell, "al.pooled", al, DEAD_AL, code, reason, run=run, is_floor=True)
 

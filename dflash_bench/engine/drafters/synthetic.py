@@ -14,7 +14,7 @@ from typing import Any
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.methods import MAX_DRAFTS, Method
+from dflash_bench.core.methods import MAX_DRAFTS, Method, refuse_imposed
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.drafters.base import Text, generator
 from dflash_bench.engine.drafters.oracle import OracleDrafter
@@ -109,4 +109,5 @@ def _part(path: Path, profile: Mapping[str, Any], category: str) -> Mapping[str,
 
 
 def build(models: Models, target: Target, method: Method) -> SyntheticDrafter:
+    refuse_imposed(method)
     return SyntheticDrafter(rates_of(method), method.number("seed"), target)

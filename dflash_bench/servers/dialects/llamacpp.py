@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_bench.core.dialects import (
+    IMPOSED,
     AcceptanceCounts,
     AnswerError,
     Conversion,
@@ -111,7 +112,7 @@ def argv(spec: LaunchSpec, port: int) -> list[str]:
         "--ctx-size", str(spec.length * spec.slots), "--parallel", str(spec.slots), "--metrics",
         *(EXACT if exact else ()),
         *(_speculation(spec) if spec.num_drafts is not None else ()),
-        *(EXACT_DRAFT if exact and (spec.draft or spec.method.name == "mtp") else ()),
+        *(EXACT_DRAFT if exact and (spec.draft or spec.drafter.name == "mtp") else ()),
     ]  # fmt: skip
 
 
@@ -123,10 +124,11 @@ def _speculation(spec: LaunchSpec) -> list[str]:
         # It looks up n-grams of one length, and drafts this many tokens or none.
         size, number = str(spec.method.number("max")), str(spec.num_drafts)
         return ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", size, "--spec-ngram-simple-size-m", number]
-    name = "dspark" if spec.shifted else spec.method.name
+    name = "dspark" if spec.shifted else spec.drafter.name
     return [
         *(() if spec.draft is None else ("--model-draft", spec.draft)), "--spec-type", f"draft-{name}",
         "--spec-draft-n-max", str(spec.num_drafts),
+        *(("--spec-synth-rates", ",".join(map(str, spec.rates))) if spec.rates else ()),
     ]  # fmt: skip
 
 
@@ -167,7 +169,8 @@ DIALECT = Dialect(
     remedies={"uncounted": "start llama.cpp's server with --metrics, and let nobody else use it"},
     program=Program(
         "llama.cpp", "llama-server", True,
-        {"dflash": ("n", "block"), "eagle3": ("n",), "mtp": ("n",), "ngram": ("n", "max")},
+        {"dflash": ("n", "block"), "eagle3": ("n",), "mtp": ("n",), "ngram": ("n", "max"),
+         "synthetic": IMPOSED},
         ("DFlash", "JetSpec", "DFlash 2", "DSpark"), "LLAMA_API_KEY", argv,
     ),
 )  # fmt: skip

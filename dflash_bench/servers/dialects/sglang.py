@@ -167,5 +167,6 @@ DIALECT = Dialect(
         "sglang", "sglang", False,
         {"dflash": ("n", "block"), "eagle3": ("n",), "mtp": ("n",), "ngram": ("n",)},
         ("DFlash", "DFlash 2", "DSpark"), "", argv,
+        lacks={"synthetic": "it can be told a mean length (SGLANG_SIMULATE_ACC_LEN), and not a rate for each token"},
     ),
 )  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_bench.core.dialects import (
+    IMPOSED,
     CountingRule,
     Dialect,
     LaunchSpec,
@@ -78,15 +79,18 @@ COUNTING = ("--per-request-spec-decode-metrics", "summary")
 def _speculation(spec: LaunchSpec) -> list[str]:
     if spec.num_drafts is None:
         return []
+    name = spec.drafter.name
     # Its number counts drafted tokens, without the anchor that a block has besides.
     speculation = {
-        **METHODS.get(spec.kind, METHODS.get(spec.method.name, {"method": spec.method.name})),
+        **METHODS.get(spec.kind, METHODS.get(name, {"method": name})),
         # The heads of MTP are in the target.
         **({} if spec.draft is None else {"model": spec.draft}),
         "num_speculative_tokens": spec.num_drafts,
     }
-    if spec.method.name == "ngram":
-        speculation |= {f"prompt_lookup_{name}": spec.method.number(name) for name in ("min", "max")}
+    if name == "ngram":
+        speculation |= {f"prompt_lookup_{bound}": spec.method.number(bound) for bound in ("min", "max")}
+    if spec.rates:
+        speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [*spec.rates]}
     # Its counters cannot tell concurrent answers apart; its answers can report their own rounds.
     return ["--speculative-config", json.dumps(speculation), *COUNTING]
 
@@ -117,7 +121,7 @@ DIALECT = Dialect(
     program=Program(
         "vllm", "vllm", False,
         {"dflash": ("n", "block"), "eagle3": ("n",), "p-eagle": ("n",), "mtp": ("n",),
-         "ngram": ("n", "max", "min")},
+         "ngram": ("n", "max", "min"), "synthetic": IMPOSED},
         # It knows a JetSpec draft only by a key that its publisher's files do not have.
         ("DFlash", "DFlash 2", "DSpark"), "VLLM_API_KEY", argv, COUNTING,
     ),

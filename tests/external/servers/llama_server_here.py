@@ -32,6 +32,7 @@ def main() -> None:
         params.speculative.types = [getattr(types, f"COMMON_SPECULATIVE_TYPE_{kind}")]
         draft = params.speculative.draft
         draft.mparams.path, draft.n_max = options.model_draft or "", options.spec_draft_n_max or draft.n_max
+        params.speculative.synth_rates = [float(rate) for rate in filter(None, options.spec_synth_rates.split(","))]
         simple = params.speculative.ngram_simple
         simple.size_n = options.spec_ngram_simple_size_n or simple.size_n
         simple.size_m = options.spec_ngram_simple_size_m or simple.size_m
@@ -51,6 +52,7 @@ def parsed() -> argparse.Namespace:
     for name in ("--port", "--ctx-size", "--parallel", "--spec-draft-n-max", "--batch-size", "--ubatch-size",
                  "--spec-ngram-simple-size-n", "--spec-ngram-simple-size-m"):  # fmt: skip
         parser.add_argument(name, type=int)
+    parser.add_argument("--spec-synth-rates", default="")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--metrics", action="store_true")
     return parser.parse_args()
