@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from faults import Pair, around_writes, stale
+from faults import READ, Pair, around_writes, stale
 from torch import Tensor
 
 from dflash_bench.engine import loop, verify
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.drafters.base import DraftSampler
+from dflash_bench.engine.forward.compiled import CompiledForward
+from dflash_bench.engine.forward.hf import PassInputs
 from dflash_bench.engine.masks import ancestors
 from dflash_bench.engine.sampling import Sampler, probabilities
 from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_sampled, verify_tree
@@ -110,7 +112,22 @@ def _stale_anchor(patch: pytest.MonkeyPatch) -> None:
             buffer[rows, :, at] = torch.where((old != 0).any(dim=-1, keepdim=True), old, new)
         return result
 
+    def kept(layers: CompiledForward, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
+        """The same where compiled kernels write: what they wrote is taken back after their pass."""
+        cache = layers.cache
+        if inputs.mask.width < 2:
+            return READ(layers, inputs)
+        (stack,) = cache._stacks
+        num_rows = len(cache.positions)
+        rows = cache.first_row + torch.arange(num_rows)
+        at = cache.positions[:, 0].expand(num_rows)
+        old = stack[:, rows, :, at].clone()
+        result = READ(layers, inputs)
+        stack[:, rows, :, at] = torch.where((old != 0).any(dim=-1, keepdim=True), old, stack[:, rows, :, at])
+        return result
+
     around_writes(patch, keep)
+    patch.setattr(CompiledForward, "read", kept)
 
 
 def _bonus_from_draft(patch: pytest.MonkeyPatch) -> None:

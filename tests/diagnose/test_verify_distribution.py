@@ -8,13 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy.stats import kstest
 from toy import NUM_STATES, Scripted, TableTarget, _weight, tiny
-from wrong_rules import MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
+from wrong_rules import FAINT, MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
 
-from dflash_bench.core.types import Settings
+from dflash_bench.core import methods
+from dflash_bench.core.types import Message, Settings
 from dflash_bench.diagnose.distribution import (
     Continuation,
     Odds,
@@ -22,6 +24,7 @@ from dflash_bench.diagnose.distribution import (
     continue_prompts,
     measure,
     odds_of,
+    open_backend,
     score_answers,
     score_tokens,
 )
@@ -31,8 +34,10 @@ from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.base import DraftSampler
 from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.selection import network_name
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
+from dflash_bench.runner.config import RunRequest
 
 VOCAB = 12
 SETTINGS = Settings(temperature=1.4, top_p=0.9)
@@ -371,3 +376,21 @@ def test_a_drafter_that_is_asked_for_more_than_there_is_room_for_still_says_wher
     table = TableTarget(VOCAB)
     (answer,) = continue_prompts(table, Scripted([[1, 2, 3, 4, 5, 6, 7]], 4), [[1, 2]], 2, Sampling(1.0), [3])  # type: ignore[arg-type]
     assert [spot.depth for spot in answer.spots] == [0, 1] and set(answer.spots[1].favourites or {}) == {4}
+
+
+@pytest.mark.parametrize("label", [REJECTION, TREE])
+def test_a_stale_cache_is_planted_in_compiled_kernels_too(label: str) -> None:
+    """They write their cache themselves: a plant that they do not see would be missed by whoever looks for it."""
+    backend = open_backend(RunRequest(methods=(label,), dtype="float32"), [methods.parse(label)], seed=0)
+    assert network_name(backend.target).endswith("numba kernels")
+    prompts = [backend.encode([Message("user", "What is 3 plus 4?")])]
+    sound, again = (measure(backend, [label], prompts, SETTINGS, 8)[0] for _ in range(2))
+    assert pd.DataFrame(sound.columns).equals(pd.DataFrame(again.columns))
+    stale = [rule for rule in (*WRONG_RULES, FAINT) if rule.name.startswith("stale cache") and label in rule.methods]
+    assert len(stale) >= 2
+    for rule in stale:
+        with pytest.MonkeyPatch.context() as patch:
+            rule.plant(patch)
+            (faulty,) = measure(backend, [label], prompts, SETTINGS, 8)
+        is_seen = not pd.DataFrame(sound.columns).equals(pd.DataFrame(faulty.columns))
+        assert is_seen, rule.name
