@@ -14,11 +14,11 @@ from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.types import Settings
 
 if TYPE_CHECKING:
-    from dflash_bench.analysis.findings import Finding
     from dflash_bench.analysis.metrics import Cell
     from dflash_bench.analysis.replay import Replayed
     from dflash_bench.analysis.stats import Interval
     from dflash_bench.report.document import Document, MethodLine
+    from dflash_bench.report.findings import Finding
 
 OF_ANSWERS = (
     "suite", "prompt_id", "category", "turn", "repeat", "method", "settings", "order",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dflash_bench.analysis.findings import Finding, base
-from dflash_bench.analysis.findings.base import Badge
 from dflash_bench.analysis.metrics import BASELINE, FORMULAS, METRICS, Cell
 from dflash_bench.analysis.stats import FEWEST, covered
 from dflash_bench.core import labels
 from dflash_bench.core.dialects import describe_rule
 from dflash_bench.core.methods import is_lossy
-from dflash_bench.report.tables import Column, Entry, ReportTable, TableRow, Value
+from dflash_bench.report.findings import Finding, beside, legend_of
+from dflash_bench.report.tables import Badge, Column, Entry, ReportTable, TableRow, Value
 
 
 def _metric_columns(table: str) -> list[Column]:
@@ -91,12 +90,12 @@ def _entry(name: str, cell: Cell, findings: Sequence[Finding]) -> Value:
 
 
 def _badges(cell: Cell, findings: Sequence[Finding]) -> list[Badge]:
-    return base.beside(findings, cell) if cell.method != BASELINE else []
+    return beside(findings, cell) if cell.method != BASELINE else []
 
 
 def legend(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
     """Explain the badges in the tables of these cells, in a sentence each."""
-    return [f"{line}." for line in base.legend([badge for cell in cells for badge in _badges(cell, findings)])]
+    return [f"{line}." for line in legend_of([badge for cell in cells for badge in _badges(cell, findings)])]
 
 
 def counted(cells: Sequence[Cell]) -> list[str]:

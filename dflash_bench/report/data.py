@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from dflash_bench.analysis.compare import Agreement, Comparison, verdict
 from dflash_bench.analysis.concurrency import ConcurrencyCurve, Level, context_curves
-from dflash_bench.analysis.findings import Finding
 from dflash_bench.analysis.metrics import FORMULAS, METRICS, Cell
 from dflash_bench.analysis.peers.benches import BenchResult
 from dflash_bench.analysis.peers.paper import PaperComparison
@@ -18,6 +17,7 @@ from dflash_bench.analysis.sweep import Point, Sweep, SweepCurve
 from dflash_bench.report import perf
 from dflash_bench.report.columns import SHARES
 from dflash_bench.report.document import Document
+from dflash_bench.report.findings import Finding
 from dflash_bench.results.run_info import RunIdentity
 
 IN_TABLES = tuple(metric.id for metric in METRICS.values() if metric.shown)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from dflash_bench.analysis import metrics, stats
 from dflash_bench.analysis.concurrency import ConcurrencyCurve, concurrency_curves
-from dflash_bench.analysis.findings import Finding, base, findings
-from dflash_bench.analysis.findings.base import Badge
 from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import Sweep, sweeps
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.types import Settings
+from dflash_bench.report.findings import Finding, beside_mean, findings
+from dflash_bench.report.tables import Badge
 from dflash_bench.results import table
 
 ALLOWED = table.ALLOWED
@@ -98,7 +98,7 @@ class Document:
     def badges(self, line: MethodLine) -> list[Badge]:
         """Return the badges of a method's mean speed-up over suites; none if there is no speed-up."""
         speedup, _ = over_all(self.cells, line)
-        return base.beside_mean(self.findings, line.settings.id, speedup.contains(1)) if speedup else []
+        return beside_mean(self.findings, line.settings.id, speedup.contains(1)) if speedup else []
 
 
 def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from dflash_bench.analysis.concurrency import LEAST, ConcurrencyCurve, Crossing, Level, context_curves
-from dflash_bench.analysis.findings import Finding
-from dflash_bench.analysis.findings.base import Badge
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import LENGTH, SPEEDUP, Point, Sweep, SweepCurve
@@ -18,7 +16,18 @@ from dflash_bench.core.types import CellKey, context_name
 from dflash_bench.report import columns, perf, replay
 from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.document import Document
-from dflash_bench.report.tables import Column, Entry, ListItem, ReportTable, Section, TableRow, number, with_interval
+from dflash_bench.report.findings import Finding
+from dflash_bench.report.tables import (
+    Badge,
+    Column,
+    Entry,
+    ListItem,
+    ReportTable,
+    Section,
+    TableRow,
+    number,
+    with_interval,
+)
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.rounds import edges_of
 from dflash_bench.results.run_info import RunInfo

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from math import isclose
 from typing import Literal
 
-from dflash_bench.analysis.findings import base
-from dflash_bench.analysis.findings.base import Badge
 from dflash_bench.analysis.metrics import Share
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.labels import visible
@@ -20,6 +18,20 @@ ABSENT = "n/a"
 VAGUE = "cannot tell"
 """Shown in place of the bounds of an interval that is too wide to say anything."""
 Rows = Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Badge:
+    """What weakens a number. In text the `mark` follows it and the `meaning` stands below the table; a page shows the
+    `name`."""
+
+    mark: str
+    name: str
+    meaning: str
+
+
+def marks(badges: Iterable[Badge]) -> str:
+    return "".join(badge.mark for badge in badges)
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -114,7 +126,7 @@ class Column:
 
     def marked(self, value: Value) -> str:
         """Return the value for people, followed by the marks of its badges."""
-        return " ".join(filter(None, [self.text(value), base.marks(badges_of(value))]))
+        return " ".join(filter(None, [self.text(value), marks(badges_of(value))]))
 
 
 def badges_of(value: Value) -> Sequence[Badge]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dflash_bench.analysis.findings import base
 from dflash_bench.analysis.metrics import FORMULAS
 from dflash_bench.core.errors import unknown
 from dflash_bench.core.labels import WIDTH, wrapped
 from dflash_bench.core.methods import METHODS, MethodSpec, Option
 from dflash_bench.report import perf, tables
 from dflash_bench.report.document import Document
+from dflash_bench.report.findings import legend_of
 from dflash_bench.report.tables import ABSENT, number
 from dflash_bench.report.words import bandwidth_note, facts, speedups, tally, with_badges
 
@@ -69,7 +69,7 @@ def card(document: Document, width: int | None = None) -> str:
     info, about = document.results.info, facts(document.results.info)
     means = document.means()
     faster = ", ".join(f"{line.name} {with_badges(document, line, speedup)}" for line, speedup, _ in means)
-    weak = base.legend([badge for line in document.lines for badge in document.badges(line)])
+    weak = legend_of([badge for line in document.lines for badge in document.badges(line)])
     is_known = any(speedup for _, speedup, _ in means)
     meaning = f"{speedups(document, is_known)}{', 95 %' if is_known else ''}"
     meaning += f"; {reached}" if (reached := bandwidth_note(document)) else ""

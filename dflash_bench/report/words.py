@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dflash_bench.analysis.findings import base
 from dflash_bench.analysis.metrics import BASELINE, COLUMN, Share
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
@@ -13,7 +12,7 @@ from dflash_bench.core.draft_kinds import DFLASH, with_kind
 from dflash_bench.core.methods import draft_of
 from dflash_bench.core.types import OWN_WEIGHTS, Settings
 from dflash_bench.report.document import Document, MethodLine
-from dflash_bench.report.tables import number, with_interval
+from dflash_bench.report.tables import marks, number, with_interval
 from dflash_bench.results.identity import NAMES, OF_SAMPLING, settings_of, value_words
 from dflash_bench.results.run_info import (
     DraftEntry,
@@ -94,7 +93,7 @@ def _weak(document: Document, line: MethodLine) -> str:
 
 def with_badges(document: Document, line: MethodLine, speedup: Interval | None) -> str:
     """Return the speed-up with its interval, followed by the marks of its badges."""
-    return " ".join(filter(None, [with_interval(speedup), base.marks(document.badges(line))]))
+    return " ".join(filter(None, [with_interval(speedup), marks(document.badges(line))]))
 
 
 def geometric_note(document: Document) -> str:

@@ -30,7 +30,7 @@ SHORTEST_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """The outcome of one kind of spoiled copy; `why` it was not tried is a key of `findings.witnesses.WHY`."""
+    """The outcome of one kind of spoiled copy; `why` it was not tried is a key of `report.findings.WHY_UNTRIED`."""
 
     witness: str
     spoiled: str

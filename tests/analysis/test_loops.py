@@ -12,10 +12,10 @@ import pytest
 from rows import pair
 from runs import frame_of, known, stored
 
-from dflash_bench.analysis.findings import base, findings
-from dflash_bench.analysis.findings.base import Finding
 from dflash_bench.analysis.metrics import summarise
 from dflash_bench.core.types import Answer
+from dflash_bench.report.findings import Finding, beside, findings
+from dflash_bench.report.tables import marks
 from dflash_bench.results import table
 
 POEM = """\
@@ -113,7 +113,7 @@ def test_a_run_with_looping_answers_says_which_and_what_figures_are_without() ->
         f"{hard / 2:.2f} (not {both / 2:.2f})"
     )
     cells = summarise(frame_of(ROWS), known())
-    assert "r" in base.marks(base.beside([finding], cells[-1]))
+    assert "r" in marks(beside([finding], cells[-1]))
 
 
 def test_what_ends_by_itself_is_no_loop_and_few_tokens_are_no_finding() -> None:

@@ -13,10 +13,10 @@ import pytest
 from runs import about, answers, stored
 
 from dflash_bench.analysis import roofline
-from dflash_bench.analysis.findings import findings
 from dflash_bench.analysis.metrics import summarise
 from dflash_bench.core.forwards import Size
 from dflash_bench.engine.drafter import NoDrafter
+from dflash_bench.report.findings import findings
 from dflash_bench.results import table
 
 pytestmark = pytest.mark.usefixtures("measured_in_full")

@@ -1,9 +1,10 @@
-"""What a program reads of findings, checks and differences: codes and fields, beside the text for people."""
+"""What a program reads of findings, checks and differences: codes and fields, and that each code has its words."""
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 from rows import pair
 from runs import answers, changed, frame_of, known, stored
 
+import dflash_bench
 from dflash_bench.analysis.compare import Difference, differences, require_comparable
-from dflash_bench.analysis.findings import findings
+from dflash_bench.analysis.findings import _CODE as CODE_KINDS
 from dflash_bench.analysis.gate import checks as gate_checks
 from dflash_bench.analysis.gate.baselines import Baseline
 from dflash_bench.analysis.metrics import summarise
@@ -20,8 +22,10 @@ from dflash_bench.core.errors import DraftProblem, UserError
 from dflash_bench.core.types import Answer
 from dflash_bench.diagnose.doctor import _misfit
 from dflash_bench.report import RESULTS, ROUNDS
+from dflash_bench.report.findings import WORDS, fields_of, findings
 from dflash_bench.results import table
 
+PACKAGE = Path(dflash_bench.__file__).parent
 Main = Callable[..., tuple[int, str, str]]
 LOW = [0, 0, 1, 0, 0, 2, 0]
 
@@ -107,3 +111,58 @@ def test_columns_are_known_by_ids() -> None:
         "num_prompts", "num_tokens", "al.request_mean", "tps.decode", "speedup.e2e", "bandwidth_share", "other_ms",
         "num_errors", "num_near_ties",
     ]  # fmt: skip
+
+
+TREES = [ast.parse(path.read_text(encoding="utf-8")) for path in (PACKAGE / "analysis/findings").glob("*.py")]
+CONSTANTS = {
+    node.value for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.Constant) and str(node.value)
+}
+FUNCTIONS = {node.name: node for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def observed() -> dict[str, set[str]]:
+    """The fields that checks give, by the code of the finding."""
+    given: dict[str, set[str]] = {}
+    for function in FUNCTIONS.values():
+        for node in ast.walk(function):
+            match node:
+                case ast.Call(func=ast.Attribute(attr="observe" | "observe_suite"), args=[kind, *_], keywords=several):
+                    kinds = [kind.value] if isinstance(kind, ast.Constant) else [*CODE_KINDS.values()]
+                    assert isinstance(kind, ast.Constant) or ast.unparse(kind) == "_CODE[how]"
+                    fields = {name for one in several for name in ([one.arg] if one.arg else keys(one.value, function))}
+                    given |= dict.fromkeys(kinds, fields)
+    return given
+
+
+def keys(node: ast.AST | None, function: ast.FunctionDef) -> Iterator[str]:
+    """The keys of a dictionary: as it stands there, by its name, or as a function returns it."""
+    match node:
+        case ast.Dict(keys=names, values=values):
+            for name, value in zip(names, values, strict=True):
+                yield from [name.value] if isinstance(name, ast.Constant) else keys(value, function)
+        case ast.Name(id=name):
+            assigned = [one for one in ast.walk(function) if isinstance(one, ast.Assign)]
+            (made,) = [one.value for one in assigned if name in ast.unparse(one.targets[0])]
+            yield from keys(made, function)
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
+            for one in ast.walk(FUNCTIONS[name]):
+                yield from keys(one.value, FUNCTIONS[name]) if isinstance(one, ast.Return) else ()
+        case _:
+            raise AssertionError(f"cannot tell the fields of {node}")
+
+
+def test_every_finding_has_words_of_fields_that_its_check_gives() -> None:
+    given = observed()
+    assert given.keys() == WORDS.keys()
+    for kind, (text, remedies) in WORDS.items():
+        several = remedies if isinstance(remedies, dict) else {"": remedies}
+        used = {name for words in (text, *several.values()) for name in fields_of(words)}
+        of_all = {"cell", "remedy", "how"} | ({"tally"} if "num_all" in given[kind] else set())
+        assert used <= given[kind] | of_all, kind
+        assert {code for code in several if not code.startswith("cost_of_")} <= CONSTANTS | {""}, kind
+
+
+def test_no_words_are_made_where_findings_are_looked_for() -> None:
+    nodes = [node.value for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    assert {text for text in CONSTANTS - docstrings if " " in str(text).strip()} == {"no message", "not run"}

@@ -21,11 +21,11 @@ from runs import about, frame_of, known
 
 from dflash_bench import report
 from dflash_bench.analysis import metrics
-from dflash_bench.analysis.findings import Finding
-from dflash_bench.analysis.findings import findings as find
 from dflash_bench.analysis.metrics import FORMULAS, Cell
 from dflash_bench.core.types import GREEDY, Answer, CellKey, Divergence, Settings
 from dflash_bench.report import FORMATS, Document
+from dflash_bench.report.findings import Finding
+from dflash_bench.report.findings import findings as find
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import RunTable
 

@@ -15,10 +15,10 @@ from fake import FakeBackend, other_tokens
 from fake_pool import FakePool, as_opened
 from test_runner import loaded, planned_info, prompts
 
-from dflash_bench.analysis.findings import findings
 from dflash_bench.analysis.metrics import summarise
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Answer, Settings
+from dflash_bench.report.findings import findings
 from dflash_bench.report.words import facts
 from dflash_bench.results import store, table
 from dflash_bench.results.run_info import WorkersEntry

@@ -10,10 +10,10 @@ import tiny
 from runs import known
 
 from dflash_bench.analysis import metrics
-from dflash_bench.analysis.findings import findings
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Settings
 from dflash_bench.models import presets
+from dflash_bench.report.findings import findings
 from dflash_bench.results import store, table
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.runner import session

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -245,6 +245,21 @@ def absolute_checks(results: RunTable, cell: Cell, run: str = "") -> Iterator[Ch
         yield _check(cell, "al.pooled", al, DEAD_AL, code, reason, run=run, is_floor=True)
 
 
+WHO = {
+    "judge": "the judge", "counter": "the counter", "clock": "the clock", "scorer": "the scorer",
+    "text": "the tokenizer",
+}  # fmt: skip
+SPOILED = {
+    "token": "an answer with another token", "end": "an answer that ends elsewhere", "count": "one round fewer",
+    "time": "half the time", "numbers": "an answer with other numbers", "order": "a text backwards",
+}  # fmt: skip
+
+
+def witnesses_passed(passed: Iterable[tuple[str, str]]) -> str:
+    """Return which witnesses accepted a spoiled copy, and of which kind."""
+    return ", ".join(f"{WHO.get(witness, witness)} passed {SPOILED.get(kind, kind)}" for witness, kind in passed)
+
+
 def _canary_checks(results: RunTable, run: str) -> Iterator[Check]:
     """Check that the run's witnesses objected to every spoiled copy; without that the run proves nothing."""
     if results.info.canaries is None:
@@ -253,7 +268,7 @@ def _canary_checks(results: RunTable, run: str) -> Iterator[Check]:
     yield Check(
         suite=suite, source=results.info.identity.source_of(suite), method="", kind="witnesses", run=run,
         found=len(passed), expected=0, failed=bool(passed), code="proves_nothing" if passed else "",
-        reason=f"the run proves nothing: {', '.join(passed)}" if passed else "",
+        reason=f"the run proves nothing: {witnesses_passed(passed)}" if passed else "",
     )  # fmt: skip
 
 
