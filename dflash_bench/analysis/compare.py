@@ -370,7 +370,18 @@ def check_allowed(allow: Sequence[str], flaws: Sequence[str] = ALLOWED) -> None:
 
 
 def differences(before: RunTable, after: RunTable) -> Iterator[Difference]:
-    """Find the differences that make two runs incomparable."""
+    """Find the differences that make two runs incomparable.
+
+    A server without the target's weights here names its model and renders its prompts itself: that is its engine's.
+    """
+    identities = [run.info.identity for run in (before, after)]
+    engines = {identity.engine or "local" for identity in identities}
+    is_served = len(engines) > 1 and any(identity.revisions.get("target") is None for identity in identities)
+    for difference in _differences(before, after):
+        yield replace(difference, kind="engine") if is_served and difference.kind == "model" else difference
+
+
+def _differences(before: RunTable, after: RunTable) -> Iterator[Difference]:
     yield from _prompt_differences(before, after)
     yield from _other_settings(before, after)
     sides = [_decisive(run.info) for run in (before, after)]
@@ -391,7 +402,7 @@ def _decisive(info: RunInfo) -> dict[str, dict[str, Any]]:
         for name, method in identity.methods.items()
         if method.num_drafts is not None
     }
-    suites = identity.suites
+    suites, computed = identity.suites, _computed(identity)
     return {
         "suite": {f"version of {name}": suite.version for name, suite in suites.items()},
         "prompts": {f"style of {name}": suite.style for name, suite in suites.items()}
@@ -404,13 +415,25 @@ def _decisive(info: RunInfo) -> dict[str, dict[str, Any]]:
         "draft": drafts | lengths,
         "sampling": _named(identity, "seed") | {"JSON schema": identity.json_schema or "none"},
         "limits": _named(identity, "max_new_tokens", "repeats"),
+        "dtype": computed["dtype"],
+        "engine": {"engine": identity.engine or "local"} | servers_in_words(identity),
+        "device": computed["device"] | {"processor": machine.cpu, "GPUs": [gpu.name for gpu in machine.gpus]},
+    }
+
+
+def _computed(identity: RunIdentity) -> dict[str, dict[str, Any]]:
+    """Return how the target was computed, by kind of difference.
+
+    Of servers it is only the dtype, if they report it: the rest differs as the engine does, or is that of the judge.
+    """
+    if identity.engine == "server":
+        return {"dtype": {} if identity.dtype == "unknown" else _named(identity, "dtype"), "device": {}}
+    return {
         "dtype": _named(identity, "dtype", "attention")
         | {"quantize": identity.quantize or "none", "network": identity.network or "transformers"}
         | {"capture": identity.capture or "off"},
-        "engine": {"engine": identity.engine or "local"} | servers_in_words(identity),
         "device": _named(identity, "device", "threads")
-        | {"workers on one machine": identity.workers.on_one_machine if identity.workers else 1}
-        | {"processor": machine.cpu, "GPUs": [gpu.name for gpu in machine.gpus]},
+        | {"workers on one machine": identity.workers.on_one_machine if identity.workers else 1},
     }
 
 

@@ -77,13 +77,17 @@ def demo(
                 engine.generate(asked, name, max_new_tokens=min(max_new_tokens, 16))
             stages.begin("answering")
             plain, drafted = (_answered(engine, asked, name, max_new_tokens) for name in ("ar", method))
-    say(f"{wrapped(asked, wide(), others='')}\n")
+    say(f"{_paragraphs(asked)}\n")
     if sys.stdout.isatty():
         _play(plain, drafted)
     else:
         for one in (plain, drafted):
             say(f"{_head(one)}\n{_shown(one).plain}\n")
-    say("\n".join(wrapped(line, wide(), others="") for line in _verdict(plain, drafted).splitlines()))
+    say(_paragraphs(_verdict(plain, drafted)))
+
+
+def _paragraphs(text: str) -> str:
+    return "\n".join(wrapped(line, wide(), others="") for line in text.splitlines())
 
 
 def _question() -> str:

@@ -146,9 +146,10 @@ def build_datastore(
 
     Made from texts, or from the answers of runs. Do not measure it on prompts whose answers it contains.
     """
+    from dflash_bench.results import store
     from dflash_bench.runner import datastore
 
-    built = datastore.build(model, data, runs or [], out)
+    built = datastore.build(model, data, [store.find(run) for run in runs or ()], out)
     say(f"{built.num_texts:,} texts of {built.num_tokens:,} tokens, saved in {out}")
     if runs:
         say("it contains the answers of these runs: measure rest on other prompts, or it only looks the answers up")

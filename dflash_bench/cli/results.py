@@ -270,7 +270,7 @@ def check(
     from dflash_bench import api
     from dflash_bench.report import gate as formats
 
-    result = api.check(runs, baseline, limits, allow or (), rescore).found
+    result = api.check(found(runs), baseline, limits, allow or (), rescore).found
     _save(junit, "w", lambda: formats.junit(result.outcome, "dflash-bench"))
     _save(summary, "a", lambda: formats.summary(result.outcome))
     _save(benchmark, "w", lambda: formats.benchmark(result.cells))

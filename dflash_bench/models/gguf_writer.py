@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dflash_bench.core import files, terminal
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.models import formats, gguf, gguf_hybrid, gguf_tokenizer, hub, presets, targets, weights
+from dflash_bench.models import formats, gguf, gguf_hybrid, gguf_tokenizer, presets, targets, weights
 from dflash_bench.models.formats import Checkpoint, base
 from dflash_bench.models.gguf_tokenizer import PREFIX
 from dflash_bench.models.hub import read_config
@@ -480,7 +480,7 @@ def convert(reference: str, destination: Path, of_target: str | None) -> list[st
     if reference in presets.table():
         folder, is_draft = targets.find_target(reference), False
     else:
-        folder = hub.folder_of(reference) or hub.fetch(reference, pickles=True).folder
+        folder = targets.find_draft(reference)
         is_draft = OF_DRAFTS in weights.read_tensors(folder, lambda _: False)
     if is_draft:
         network, home = _draft(folder, of_target)

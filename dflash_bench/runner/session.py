@@ -136,11 +136,11 @@ class Progress(AbstractContextManager["Progress"]):
         done = self.num_stored + self.num_new
         if self.bar is not None:
             doing = "\n".join([self.doing, *self._speedups()])
-            self.bar.update(self.task, completed=done, doing=doing, left=self._left(), refresh=True)
+            self.bar.update(self.task, completed=done, doing=doing, left=f"answers {self._left()}", refresh=True)
         elif self.clock() - self.last_line >= LINE_EVERY_S:
             self.last_line = self.clock()
             of = "" if self.left_s else f"/{self.total}"
-            lines = [f"{done}{of} {self.doing}, {self._left() or 'time left unknown'}", *self._speedups()]
+            lines = [f"{done}{of} answers, {self.doing}, {self._left() or 'time left unknown'}", *self._speedups()]
             self.stream.write("\n  ".join(lines) + "\n")
             self.stream.flush()
 

@@ -212,7 +212,7 @@ def _prompt(where: str, index: int, row: Row, is_scored: bool, remarks: _Remarks
     """Make a prompt of a row; None for one that is left out."""
     forms = _forms(row)
     if len(forms) != 1:
-        told = f"needs one of {', '.join(FORMS)}; has {' and '.join(forms) or f'none{_suite_of(row)}'}"
+        told = f"needs one of {', '.join(FORMS)}; has {' and '.join(forms) or _none(row)}"
         raise UserError(f"{where}: {told}")
     talk = _conversation(where, forms[0], row, remarks)
     if talk is None:
@@ -237,6 +237,14 @@ def _forms(row: Row) -> list[str]:
     """Return the forms that a row has; many data sets have a question that is a text, and part of a prompt."""
     given = [form for form in FORMS if row.get(form) is not None]
     return given if functions.is_in_turns(row) else [form for form in given if form != functions.TURNS]
+
+
+def _none(row: Row) -> str:
+    """Say why none of the forms that a row's columns are named after counts, or whose rows they are."""
+    if row.get(functions.TURNS) is not None:
+        return f"{functions.TURNS}, which is read as {FORMS[functions.TURNS]}; call the column of a text prompt"
+    null = [form for form in FORMS if form in row]
+    return f"{' and '.join(null)}, but null" if null else f"none{_suite_of(row)}"
 
 
 def _suite_of(row: Row) -> str:

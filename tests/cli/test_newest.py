@@ -44,11 +44,26 @@ def test_two_runs_are_compared_by_their_places(two: list[Path], main: Main) -> N
     assert out == main("compare", two[1], two[0])[1]
 
 
+READING = ("check", "baseline", "report", "card", "compare", "replay", "movie", "plot", "open")
+"""Commands that read runs."""
+
+
+@pytest.mark.parametrize("command", READING)
+def test_every_command_that_reads_a_run_finds_it_by_its_place(command: str, two: list[Path], main: Main) -> None:
+    more = ("-o", "base.json") if command == "baseline" else ()
+    by_place, by_folder = (main(command, run, *more) for run in ("@2", two[1]))
+    assert "@2" not in by_place[2] and by_place[::2] == by_folder[::2]
+    assert "there is no run @3: results/runs holds 2" in main(command, "@3", *more)[2]
+
+
+def test_so_does_the_option_of_build_datastore(two: list[Path], main: Main) -> None:
+    code, _, err = main("build-datastore", "--model", "nano", "--runs", "@2", "-o", "made.store")
+    assert (code, f"no text in {two[1]}; " in err) == (2, True)
+
+
 def test_the_gate_never_takes_whatever_is_newest(two: list[Path], main: Main) -> None:
     code, _, err = main("check")
     assert (code, "Missing argument" in err) == (2, True)
-    code, _, err = main("check", "@1")
-    assert (code, err) == (2, "dflash-bench: @1 holds no run (no run.json)\n")
 
 
 @pytest.mark.parametrize("command", ["report", "card", "compare", "open", "plot"])
@@ -134,6 +149,7 @@ def test_the_demo_shows_what_was_drafted_and_that_it_is_the_same(main: Main) -> 
     assert plain.startswith("plain: ") and drafted.startswith("dflash: ")
     text = drafted.partition("\n")[2]
     assert "[" in text and text.replace("[", "").replace("]", "") == plain.partition("\n")[2]
+    assert "\\u000a" not in out
     assert "times as fast here" in out and "the same tokens." in out
     assert "dflash-bench run --suite math --method dflash" in out
 

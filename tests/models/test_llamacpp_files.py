@@ -388,6 +388,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_dflash_draft_is_written_as_llama_cpp_reads_it(tmp_path: Path) -> None:
     convert(str(NANO / "dflash"), tmp_path / "draft.gguf", "gguf", "nano")
     got = values(tmp_path / "draft.gguf")
+    convert("nano/dflash", tmp_path / "named.gguf", "gguf", "nano")
+    assert (tmp_path / "named.gguf").read_bytes() == (tmp_path / "draft.gguf").read_bytes()
     expected = {
         "general.architecture": "dflash", "dflash.block_size": 16, "dflash.target_layers": [2, 5, 8, 11, 14],
         "dflash.target_hidden_size": 128, "dflash.attention.causal": False, "dflash.sample_from_anchor": False,

@@ -37,8 +37,8 @@ def test_elsewhere_there_is_a_line_every_ten_seconds() -> None:
             clock.now += 5.5
             progress.measured(drafted(f"p{number}", [3, 1]), "dflash")
     assert stream.getvalue().splitlines() == [
-        "2/8 gsm8k · dflash 150.0 tok/s al 3.00, 0:00:33 left",
-        "4/8 gsm8k · dflash 150.0 tok/s al 3.00, 0:00:22 left",
+        "2/8 answers, gsm8k · dflash 150.0 tok/s al 3.00, 0:00:33 left",
+        "4/8 answers, gsm8k · dflash 150.0 tok/s al 3.00, 0:00:22 left",
     ]
 
 
@@ -57,8 +57,8 @@ def test_a_resumed_run_counts_what_is_stored_and_is_timed_by_what_is_new() -> No
     clock.now += 20
     progress.measured(plain("p0", 3), "ar")
     assert stream.getvalue().splitlines() == [
-        "90/100 gsm8k · warming up, time left unknown",
-        "91/100 gsm8k · ar 100.0 tok/s al 1.00, 0:06:00 left",
+        "90/100 answers, gsm8k · warming up, time left unknown",
+        "91/100 answers, gsm8k · ar 100.0 tok/s al 1.00, 0:06:00 left",
     ]
 
 
@@ -69,7 +69,7 @@ def test_each_cell_has_figures_of_its_own_and_a_failed_answer_is_in_none() -> No
         progress.measured(record, record.method)
     clock.now += 10
     progress.begins("gsm8k", "dflash")
-    assert stream.getvalue().startswith("3/9 gsm8k · dflash 250.0 tok/s al 5.00, ")
+    assert stream.getvalue().startswith("3/9 answers, gsm8k · dflash 250.0 tok/s al 5.00, ")
 
 
 def test_each_suite_has_its_speedups_so_far() -> None:
@@ -83,7 +83,7 @@ def test_each_suite_has_its_speedups_so_far() -> None:
     clock.now += 10
     progress.begins("math500", "dflash")
     first, *others = stream.getvalue().splitlines()
-    assert first.startswith("6/9 math500 · dflash 250.0 tok/s al 5.00, ")
+    assert first.startswith("6/9 answers, math500 · dflash 250.0 tok/s al 5.00, ")
     assert others == [f"  {suite}: dflash (temperature 1) 2.50x so far" for suite in ("gsm8k", "math500")]
 
 
@@ -95,6 +95,6 @@ def test_in_a_terminal_there_is_a_bar_and_it_goes_away(capsys: pytest.CaptureFix
         assert progress.bar is not None
         (task,) = progress.bar.tasks
         assert (task.completed, task.total) == (2, 4)
-        assert (task.fields["doing"], task.fields["left"]) == ("gsm8k · [dflash] 150.0 tok/s al 3.00", "0:00:00 left")
+        assert (task.fields["doing"], task.fields["left"]) == ("gsm8k · [dflash] 150.0 tok/s al 3.00", "answers 0:00:00 left")
     assert "2/4" in stream.getvalue()
     assert capsys.readouterr() == ("", "")
