@@ -95,6 +95,9 @@ def test_in_a_terminal_there_is_a_bar_and_it_goes_away(capsys: pytest.CaptureFix
         assert progress.bar is not None
         (task,) = progress.bar.tasks
         assert (task.completed, task.total) == (2, 4)
-        assert (task.fields["doing"], task.fields["left"]) == ("gsm8k · [dflash] 150.0 tok/s al 3.00", "answers 0:00:00 left")
+        assert (task.fields["doing"], task.fields["left"]) == (
+            "gsm8k · [dflash] 150.0 tok/s al 3.00",
+            "answers 0:00:00 left",
+        )
     assert "2/4" in stream.getvalue()
     assert capsys.readouterr() == ("", "")
