@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Prompt
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_TOKEN = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<brace>[{}])", re.DOTALL)
+_JOINT = re.compile(
+    r"(?:[\s$]|\\[()\[\],;:! ]|\\q?quad(?![a-z]))*(?:,|;|&|and|or|\\(?:text|mbox)\{[\s,]*(?:and|or)\s*\})"
+)
+_JOINTS = re.compile(rf"(?:{_JOINT.pattern})+(?:[\s$]|\\[()\[\],;:! ])*")
+"""What stands between the boxes of one list: "$\boxed{1}$ and $\boxed{2}$"."""
+_UNFILLED = re.compile(
+    r"(?:[\s.?…{}]|\\[,;:! ~]|\\(?:[lc]?dots|q?quad|text\w*|math\w+)(?![a-z])|(?:your|the|final|an?|answer|here)\b)*",
+    re.IGNORECASE,
+)
+_IN_A_SENTENCE = re.compile(
+    r"(?:\b(?:in|into|inside|within|with|using|use|by|the|an?|as|to|of)\s+[$`'\"]*|`)$", re.IGNORECASE
+)
+MENTION = re.compile(rf"\\(?:boxed|fbox)\s*\{{{_UNFILLED.pattern}\}}", re.IGNORECASE)
+"""A box without an answer in it, which a text may name when it speaks of its own format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +37,54 @@ class Score:
     """How good the answer is, by a metric that finds none right or wrong."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Box:
+    start: int
+    end: int
+    content: str
+    is_closed: bool
+
+    @property
+    def is_filled(self) -> bool:
+        return _UNFILLED.fullmatch(self.content) is None
+
+
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last closed \boxed{}, which may contain braces."""
-    content = None
-    for box in _BOX.finditer(text):
-        depth = 1
-        for brace in _BRACE.finditer(text, box.end()):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if depth == 0:
-                content = text[box.end() : brace.start()].strip()
-                break
-    return content
+    r"""Return the content of the last \boxed{} with an answer in it, which may contain braces.
+
+    Boxes of one list, as in "\boxed{1} and \boxed{2}", are joined by commas. The result is empty if the last box was
+    never closed or no box is filled, and None without a box or where a sentence only mentions an empty one.
+    """
+    boxes = sorted(_boxes(text), key=lambda box: box.start)
+    filled = [box for box in boxes if box.is_filled]
+    closed = [box for box in filled if box.is_closed]
+    if not filled:
+        return (
+            ""
+            if any(_IN_A_SENTENCE.search(text[max(0, box.start - 40) : box.start]) is None for box in boxes)
+            else None
+        )
+    if not closed or not (filled[-1].is_closed or closed[-1].content.startswith(filled[-1].content)):
+        return ""
+    parts = [closed[-1]]
+    for box in reversed(closed[:-1]):
+        if not _JOINTS.fullmatch(text[box.end : parts[0].start]):
+            break
+        parts.insert(0, box)
+    return ", ".join(dict.fromkeys(box.content for box in parts))
+
+
+def _boxes(text: str) -> Iterator[_Box]:
+    """Yield all boxes, inner ones before outer ones and those that were never closed at the end."""
+    opened: list[re.Match[str]] = []
+    for token in _TOKEN.finditer(text):
+        if token[0] == "}" and opened:
+            start = opened.pop()
+            if start["box"]:
+                yield _Box(start.start(), token.end(), text[start.end() : token.start()].strip(), True)
+        elif token["box"] or token[0] == "{":
+            opened.append(token)
+    yield from (_Box(start.start(), len(text), text[start.end() :].strip(), False) for start in opened if start["box"])
 
 
 def reference(prompt: Prompt) -> str:

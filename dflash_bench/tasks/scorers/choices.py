@@ -9,7 +9,8 @@ from dflash_bench.core.types import Prompt
 from dflash_bench.tasks.scorers.base import Score, last_box, reference
 
 _SAID = (
-    re.compile(r"(?:(?i:answer)(?i:\s+is)?|答案[是为选]?)\W{0,8}([A-D])(?![A-Za-z0-9_'])"),
+    re.compile(r"(?:(?i:answer)(?:(?i:\s+is)|\W{0,8}[:=：\u2013\u2014])|答案[是为选]?)\W{0,8}([A-D])(?![A-Za-z0-9_'])"),
+    re.compile(r"(?i:answer)\W{0,8}([A-D])(?![A-Za-z0-9_'])"),
     re.compile(r"(?:(?i:choice|option)(?i:\s+is)?|选[项择]?)\W{0,8}([A-D])(?![A-Za-z0-9_'])"),
     re.compile(r"(?<![\w'])([A-D])(?![\w'])(?! [a-z])"),
 )

@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import threading
+from fractions import Fraction
+from typing import Any
 
 from dflash_bench.core.types import Prompt
-from dflash_bench.tasks.scorers.base import Score, last_box, reference, require_module
+from dflash_bench.tasks.scorers.base import MENTION, Score, last_box, reference, require_module
 
 _WALL_S = 10
 _MEMORY_BYTES = 4 * 2**30
@@ -23,6 +25,19 @@ _SPACING = re.compile(r"\\(?:left|right)(?![a-z])|\\[!,; ]|[\s$~]")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|tt|sf)?|math(?:bf|it|rm|tt|sf)|mbox)\s*\{([^{}]*)\}")
 _BASE = re.compile(r"\d_\{?(\d+)")
 _EMPHASIS = " \t\n.!*_\"'"
+_DOTS = re.compile(r"(?<=[-+,<=(\[{])(\s*)(?:\\[lc]?dots[bcm]?(?![A-Za-z])|…|\.\.\.)")
+_REPEATING = re.compile(
+    r"(?P<whole>\d{1,20})?\.(?P<fixed>\d{0,20})\\(?:overline|bar)\s*(?:\{(?P<again>\d{1,20})\}|(?P<digit>\d))"
+)
+_HALF_OF_DAY = re.compile(r"(?<![A-Za-z\\])[ap]\.?\s?m\b\.?|\\(?:text|mathrm|mbox)\s*\{[^{}\d]*\}")
+_LAST_RATIO = re.compile(r"\d[\d.]*(?:\s*:\s*\d[\d.]*)+(?=\W*(?:[ap]\.?\s?m)?\W*$)")
+_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
+_IN_BRACES = re.compile(r"(?:.*(?:=|\\in(?![a-z])))?\\(?:\{|lbrace).*\\(?:\}|rbrace)")
+_IN_BRACKETS = re.compile(r"(?:.*(?:=|\\in(?![a-z])))?[(\[][^()\[\]]*,[^()\[\]]*[)\]]")
+_TOLERANCE = 1e-4
+"""Of a decimal fraction beside its value, relative: four digits, besides the six decimals that math-verify compares."""
+_DIGITS = 1000
+"""How many digits are computed to tell two formulas apart that have no decimal fractions."""
 
 
 def math(prompt: Prompt, text: str) -> Score:
@@ -30,9 +45,9 @@ def math(prompt: Prompt, text: str) -> Score:
     require_module("math_verify")
     box, right = last_box(text), reference(prompt)
     if box is None:
-        paragraph = re.split(r"\n\s*\n", text.strip())[-1]
+        paragraph = re.split(r"\n\s*\n", MENTION.sub("", text).strip())[-1]
         return Score(paragraph or None, bool(paragraph) and _same_in_prose(right, paragraph))
-    return Score(box, _plain_formula(box) == _plain_formula(right) or _may_equal(right, box, rf"\boxed{{{box}}}"))
+    return Score(box, bool(box) and (_plain_formula(box) == _plain_formula(right) or _may_equal(right, box)))
 
 
 def _same_in_prose(right: str, paragraph: str) -> bool:
@@ -40,17 +55,69 @@ def _same_in_prose(right: str, paragraph: str) -> bool:
     word = _TEXT.sub(r"\1", right).strip()
     if word.isalpha() and len(word) > 1:
         return re.search(rf"(?<!\w){word}$", paragraph.rstrip(_EMPHASIS), re.IGNORECASE) is not None
-    return _may_equal(right, paragraph, paragraph)
+    ratio = _LAST_RATIO.search(paragraph)
+    if ratio is not None or ":" in right:
+        return _may_equal(right, ratio[0] if ratio else "")
+    return _have_same_bases(right, paragraph) and _same_formula(right, paragraph)
 
 
-def _may_equal(right: str, answer: str, whole: str) -> bool:
-    """Compare by math-verify, except where it confuses ratios with quotients, or numbers of different bases."""
+def _may_equal(right: str, answer: str) -> bool:
+    """Compare by math-verify, except for what it takes for something else: ratios for quotients, sets for intervals."""
+    ratios = _ratio(right), _ratio(answer)
+    if any(ratios):
+        return all(ratios) and _same_ratio(*ratios)
+    shapes = {_shape(right), _shape(answer)}
+    if {_IN_BRACES, _IN_BRACKETS} <= shapes or not _have_same_bases(right, answer):
+        return False
+    return _same_formula(_readable(right), rf"\boxed{{{_readable(answer)}}}")
+
+
+def _have_same_bases(right: str, answer: str) -> bool:
     bases = [set(_BASE.findall(formula)) for formula in (right, answer)]
-    if all(bases) and bases[0] != bases[1]:
+    return not all(bases) or bases[0] == bases[1]
+
+
+def _shape(formula: str) -> re.Pattern[str] | None:
+    bare = _SPACING.sub("", formula)
+    return next((shape for shape in (_IN_BRACES, _IN_BRACKETS) if shape.fullmatch(bare)), None)
+
+
+def _ratio(formula: str) -> list[str]:
+    """Return the parts of a ratio or a time; empty for anything else, such as a set's condition after a colon."""
+    bare = _SPACING.sub("", _TEXT.sub(r"\1", _HALF_OF_DAY.sub("", formula))).replace(r"\colon", ":")
+    parts = bare.rpartition("=")[2].strip(".").split(":")
+    is_whole = all(re.search(r"[\d\\]", part) and _is_balanced(part) for part in parts)
+    return parts if len(parts) > 1 and is_whole else []
+
+
+def _is_balanced(part: str) -> bool:
+    return all(part.count(opening) == part.count(closing) for opening, closing in ("()", "[]", "{}"))
+
+
+def _same_ratio(right: list[str], answer: list[str]) -> bool:
+    """Compare ratios by value and, if one of them may be a time, part by part."""
+    if len(right) != len(answer):
         return False
-    if ":" in right and ":" not in answer:
-        return False
-    return _same_formula(right, whole)
+    if any(_TIME.fullmatch(":".join(parts)) for parts in (right, answer)):
+        pairs = [*zip(right, answer, strict=True)]
+    else:
+        pairs = [
+            (rf"\frac{{{a}}}{{{right[0]}}}", rf"\frac{{{b}}}{{{answer[0]}}}")
+            for a, b in zip(right[1:], answer[1:], strict=True)
+        ]
+    return all(_same_formula(one, rf"\boxed{{{other}}}") for one, other in pairs)
+
+
+def _readable(formula: str) -> str:
+    """Return a formula with what math-verify drops in a form that it reads: dots in lists, repeating decimals."""
+    return _REPEATING.sub(_as_fraction, _DOTS.sub(r"\1\\Xi ", formula))
+
+
+def _as_fraction(repeating: re.Match[str]) -> str:
+    again = repeating["again"] or repeating["digit"]
+    fixed = Fraction(int(f"{repeating['whole'] or 0}{repeating['fixed']}"))
+    value = (fixed + Fraction(int(again), 10 ** len(again) - 1)) / 10 ** len(repeating["fixed"])
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _plain_formula(formula: str) -> str:
@@ -91,8 +158,10 @@ def serve_math() -> None:
     """Run the worker: read JSON lists, one per line, and write a byte for each. SIGALRM ends it if one takes long."""
     import logging
 
-    from math_verify import parse, verify
+    from math_verify import grader, parse, verify
 
+    in_absolute_terms = grader.sympy_numeric_eq
+    grader.sympy_numeric_eq = lambda a, b, *digits: in_absolute_terms(a, b, *digits) and _is_close(a, b)
     logging.disable()  # math-verify warns that its own timeout is off; ours is SIGALRM
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     sys.stdout.write("!")
@@ -106,3 +175,25 @@ def serve_math() -> None:
         signal.alarm(0)
         sys.stdout.write("1" if is_same else "0")
         sys.stdout.flush()
+
+
+def _is_close(a: Any, b: Any) -> bool:
+    """Tell apart two expressions of sympy that math-verify takes for equal because both are small, or both large.
+
+    Decimal fractions are held to a relative tolerance, other numbers must agree in all digits, and variables are given
+    values.
+    """
+    from math_verify.grader import get_pct_val, safe_sympy_doit
+    from sympy import Expr, Float, Integer, Rational
+
+    is_percentage = all(isinstance(get_pct_val(one, one), Integer) for one in (a, b))
+    if is_percentage or not (isinstance(a, Expr) and isinstance(b, Expr)):
+        return True
+    variables = sorted(a.free_symbols | b.free_symbols, key=str)
+    point = {variable: Rational(7 + 3 * place, 5 + place) for place, variable in enumerate(variables)}
+    a, b = (safe_sympy_doit(one).subs(point) for one in (a, b))
+    parts = (a - b).evalf(15, maxn=_DIGITS).as_real_imag()
+    if a.has(Float) or b.has(Float):
+        sizes = [abs(one.evalf(15)) for one in (a, b)]
+        return not all(size.is_Float for size in sizes) or abs(sizes[0] - sizes[1]) <= _TOLERANCE * max(sizes)
+    return not any(part.is_Float and part._prec > 1 for part in parts)

@@ -20,6 +20,8 @@ _MAX_NUMBER_CHARS = 100  # no answer is longer, and Python refuses to convert th
 _MINUS = r"(?:(?<![\w)}])-)?"  # not the minus of a difference
 _NUMBER = re.compile(rf"{_MINUS}(?<![A-Za-z\d.])(?:\d+/0*[1-9]\d*|\d+(?:\.\d+)?|\.\d+)", re.ASCII)
 _MARKED = re.compile(rf"####[\s*]*({_NUMBER.pattern})", re.ASCII)
+_IN_A_RATIO = re.compile(r"\d:$", re.ASCII)
+"""Before the second number of a ratio or a time, neither of which is a number."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _EQUALS = re.compile(r"=|≈|≡|→|\\(?:approx|equiv|to|rightarrow|Rightarrow|implies)(?![A-Za-z])")
 _FORMULA = re.compile(
@@ -54,8 +56,11 @@ def _same_number(answer: str | None, right: str) -> bool:
 
 def _last_number(text: str) -> str | None:
     plain = _COMMAND.sub(" ", _plain(text))
-    numbers = _MARKED.findall(plain) or _NUMBER.findall(plain)
-    return numbers[-1] if numbers else None
+    marked = _MARKED.findall(plain)
+    if marked:
+        return str(marked[-1])
+    *_, last = (None, *_NUMBER.finditer(plain))
+    return last[0] if last and not _IN_A_RATIO.search(plain, max(0, last.start() - 2), last.start()) else None
 
 
 def _only_number(box: str) -> str | None:
@@ -74,6 +79,7 @@ def _only_number(box: str) -> str | None:
 
 def _plain(text: str) -> str:
     """Rewrite all numbers in LaTeX or typographic form so that `_NUMBER` can read them."""
+    text = text.translate(_FULL_WIDTH)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text
@@ -96,6 +102,8 @@ def _power(match: re.Match[str]) -> str:
     return str(Fraction(match["times"] or 1) * Fraction(base) ** exponent)
 
 
+_FULL_WIDTH = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
+"""Digits and signs as East Asian typography has them, and ASCII's."""
 _TEX_ARGUMENT = r"\s*(?:\{{\s*(?P<{0}>-?\d+(?:\.\d+)?)\s*\}}|(?P<{0}_digit>\d))"
 _WHOLE = rf"(?:(?P<minus>{_MINUS})(?<![\d.^{{])(?P<whole>\d{{1,50}})\s*)?"
 _MIXED = (
