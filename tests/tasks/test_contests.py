@@ -55,6 +55,18 @@ READING = {
 }  # fmt: skip
 
 
+BARE = {
+    "alone": "print(sum(map(int, input().split())))",
+    "prose around": "It adds up:\n\na, b = map(int, input().split())\nprint(a + b)\n\n这样就可以了。",
+    "cut": "for line in open(0):\n    print(sum(map(int, line.split())))\n\nprint('done",
+}
+
+
+@pytest.mark.parametrize("what", BARE)
+def test_a_program_without_fences_is_found(what: str) -> None:
+    assert scorers.score("livecodebench", SUM, BARE[what], CAGE).passed
+
+
 @pytest.mark.parametrize("what", READING)
 def test_a_program_is_held_to_what_it_prints(what: str) -> None:
     code, passed = READING[what]

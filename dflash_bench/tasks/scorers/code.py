@@ -8,16 +8,29 @@ import re
 import symtable
 import textwrap
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice, repeat, takewhile
 
 from dflash_bench.core.types import Prompt
 from dflash_bench.tasks.sandbox import Isolation, ProgramLimits, run_tests
 from dflash_bench.tasks.scorers.base import Score
 
-_FENCED = re.compile(r"(```|~~~)[ \t]*(\w*)[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
+_OPENING = re.compile(
+    r"(?P<fence>```|~~~)[`~]*[ \t]*(?P<language>\w*)[^\n`]*\n|^[ \t]*\[(?P<mark>PYTHON|BEGIN|CODE)\][ \t]*\n?",
+    re.MULTILINE,
+)
 _QUOTED = re.compile(r"^ {0,3}> ?(?!>)", re.MULTILINE)  # but >>> is a doctest
-_FIRST_CODE = re.compile(r"^(?:import|from|def|async def|class|@\w+)\b", re.MULTILINE)
-_PROSE = re.compile(r"^(?:[A-Z][\w']*(?:,? [a-z]|: [A-Za-z])|\*\*|- |\d+[.)] |#{2,} )", re.MULTILINE)
+_FIRST_CODE = re.compile(
+    r"\A|^(?=(?:import|from|def|async def|class|for|while|if|with|try|print)\b|@\w"
+    r"|[A-Za-z_][\w, .\[\]]*(?::[^=\n]+)?=(?!=))",
+    re.MULTILINE,
+)
+_TABS = re.compile(r"^\t+", re.MULTILINE)
+_MOST_TRIES = 50
+"""How often a text is parsed in search of where its code begins or ends."""
+_MOST_CHARS = 200_000
+"""Of a text that is parsed here; longer ones are run as they are."""
 _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 
 LIMITS = ProgramLimits(cpu_s=20, wall_s=30.0)  # several times what the slowest correct solution takes
@@ -28,10 +41,7 @@ def humaneval(prompt: Prompt, text: str, isolation: Isolation | None) -> Score:
     stub, name = prompt.row["prompt"], prompt.row["entry_point"]
     code = code_in(text, {name})
     given = stub.partition(f"def {name}(")[0]
-    if _defines(code, {name}):
-        solution = given + code
-    else:  # only the body, or what follows the stub
-        solution = stub + (code if code.lstrip("\n")[:1].isspace() else textwrap.indent(code, "    "))
+    solution = given + code if _defines(code, {name}) else _completed(stub, code)
     tests = _join(given, prompt.row["test"], f"check({name})")
     return _score(code, _join(solution), tests, {name} | _undefined_names(tests), isolation)
 
@@ -78,16 +88,49 @@ def code_in(text: str, names: Collection[str]) -> str:
     Without such a block, return the text that is most likely code.
     """
     text = _QUOTED.sub("", text)
-    fenced = [(language.lower(), textwrap.dedent(body)) for _, language, body in _FENCED.findall(text)]
-    blocks = [body for _, body in fenced]
-    python = [body for language, body in fenced if language in {"python", "py", "python3"}]
-    likeliest = [b for b in python if _defines(b, names)] or [b for b in blocks if _defines(b, names)]
-    if likeliest:
-        earlier = blocks[: len(blocks) - 1 - blocks[::-1].index(likeliest[-1])]
-        return "\n".join([*(block for block in earlier if _only_defines(block)), likeliest[-1]])
-    if blocks:
-        return (python or blocks)[-1]
-    return _without_prose(text) if _defines(text, names) else text
+    blocks = [*_blocks(text)]
+    python = [block for block in blocks if block.language in {"python", "py", "python3"}]
+    for group in (python, blocks):
+        likeliest = [block for block in group if _defines(block.code, names)]
+        if likeliest:
+            best = next((block for block in reversed(likeliest) if not _is_sketch(block.code, names)), likeliest[-1])
+            earlier = (block.code for block in blocks[: blocks.index(best)])
+            return "\n".join([*filter(_only_defines, earlier), best.code])
+    if _defines(text, names) or not (names or blocks):
+        return _without_prose(text, names)
+    return (python or blocks)[-1].code if blocks else text
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    start: int
+    language: str
+    code: str
+
+
+def _blocks(text: str) -> Iterator[_Block]:
+    """Yield what stands between fences, or marks such as [PYTHON]; where it is never closed, as far as it parses.
+
+    A fence closes at the beginning or the end of a line; of several, the first with Python before it, as some stand in
+    docstrings.
+    """
+    end = 0
+    for tries in chain(repeat(_MOST_TRIES, _MOST_TRIES), repeat(1)):
+        opening = _OPENING.search(text, end)
+        if opening is None:
+            return
+        fence, mark = opening["fence"], opening["mark"]
+        closing = rf"^[ \t]*{fence}[`~]*|{fence}[`~]*[ \t]*$" if fence else rf"\[/{mark}\]|\[DONE\]"
+        closings = [*islice(re.compile(closing, re.MULTILINE).finditer(text, opening.end()), tries)]
+        bodies = (textwrap.dedent(text[opening.end() : one.start()]) for one in closings)
+        found = next(((body, one.end()) for body, one in zip(bodies, closings, strict=True) if _parses(body)), None)
+        if found is None and closings:
+            found = textwrap.dedent(text[opening.end() : closings[0].start()]), closings[0].end()
+        elif found is None:
+            body = textwrap.dedent(text[opening.end() :])
+            found = _longest_prefix(body) or body, len(text)
+        body, end = found
+        yield _Block(opening.start(), opening["language"].lower() if fence else "python", body)
 
 
 def _defines(code: str, names: Collection[str]) -> bool:
@@ -96,22 +139,99 @@ def _defines(code: str, names: Collection[str]) -> bool:
     return re.search(by_statement, code, re.MULTILINE) is not None
 
 
-def _only_defines(code: str) -> bool:
-    """Does this code only define names, so that it can safely be put before other code?"""
+def _parsed(code: str) -> list[ast.stmt] | None:
+    """Return the statements of a program, which is not run; None if it is none, or too long or too deep to tell."""
+    if len(code) > _MOST_CHARS:
+        return None
     try:
         with warnings.catch_warnings(action="ignore"):  # about escapes that the model wrote
-            statements = ast.parse(code).body
+            return ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
+        return None
+
+
+def _parses(code: str) -> bool:
+    return _parsed(code) is not None
+
+
+def _only_defines(code: str) -> bool:
+    """Does this code only define names, so that it can safely be put before other code?"""
     definitions = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
-    return all(isinstance(statement, definitions) for statement in statements)
+    statements = _parsed(code)
+    return statements is not None and all(isinstance(statement, definitions) for statement in statements)
 
 
-def _without_prose(text: str) -> str:
-    first = _FIRST_CODE.search(text)
-    start = first.start() if first else 0
-    end = _PROSE.search(text, start)
-    return text[start : end.start() if end else None]
+def _is_sketch(code: str, names: Collection[str]) -> bool:
+    """Has every function of these names nothing in it but a text, `...`, `pass`, a comment or NotImplementedError?"""
+    statements = _parsed(code) or _parsed(f"{code}\n    pass") or []
+    functions = [one for one in statements if isinstance(one, ast.FunctionDef) and one.name in names]
+    return bool(functions) and all(map(_does_nothing, (statement for one in functions for statement in one.body)))
+
+
+def _does_nothing(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Raise):
+        return "NotImplementedError" in ast.dump(statement)
+    return isinstance(statement, ast.Pass) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
+
+
+def _longest_prefix(code: str) -> str:
+    """Return as many whole statements from the beginning of a text as parse; empty without any."""
+    lines = code.split("\n")
+    for _ in range(_MOST_TRIES):
+        wrong = _wrong_line(lines)
+        if wrong is None:
+            return "\n".join(lines)
+        lines = lines[: max((at for at, line in enumerate(lines[:wrong]) if line[:1].strip()), default=0)]
+    return ""
+
+
+def _wrong_line(lines: list[str]) -> int | None:
+    """Return which line, from 1 on, does not parse; None if all do."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            ast.parse("\n".join(lines)[:_MOST_CHARS])
+    except SyntaxError as error:
+        return min(error.lineno or len(lines), len(lines))
+    except (ValueError, RecursionError, MemoryError):
+        return 1
+    return None
+
+
+def _without_prose(text: str, names: Collection[str]) -> str:
+    """Return the code in a text without fences: from a line from which it parses and defines one of `names`."""
+    for first in islice(_FIRST_CODE.finditer(text), _MOST_TRIES):
+        code = _longest_prefix(text[first.start() :])
+        if _defines(code, names) if names else code.strip():
+            return _without_words(code)
+    return text
+
+
+def _without_words(code: str) -> str:
+    """Drop statements at both ends that are words of prose and happen to parse: "Done", "Complexity: O(n)"."""
+    statements = _parsed(code) or []
+    before = [*takewhile(_is_prose, statements)]
+    after = [*takewhile(_is_prose, reversed(statements[len(before) :]))]
+    lines = code.split("\n")
+    end = after[-1].lineno - 1 if after else len(lines)
+    return "\n".join(lines[before[-1].end_lineno if before else 0 : end])
+
+
+def _is_prose(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.AnnAssign):
+        return statement.value is None
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Name | ast.Tuple | ast.Compare)
+
+
+def _completed(stub: str, code: str) -> str:
+    """Return a stub with its body, whose first line may have lost its indent, up to what is no code."""
+    code = _TABS.sub(lambda tabs: "    " * len(tabs[0]), code).lstrip("\n")
+    indents = [len(line) - len(line.lstrip()) for line in code.split("\n")[1:] if line[:1].isspace() and line.strip()]
+    indented = code if code[:1].isspace() else textwrap.indent(code, "    ")
+    tries = [stub + indented, stub + " " * min(indents, default=4) + code.lstrip()]
+    found = next(filter(_parses, tries), None)
+    return found or next((one for one in map(_longest_prefix, tries) if len(one) > len(stub)), tries[0])
 
 
 def _join(*parts: str) -> str:
