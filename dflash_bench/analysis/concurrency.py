@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis.metrics import BASELINE, Cell, without_errors
+from dflash_bench.analysis.metrics import BASELINE, Cell, is_pace_unknown, without_errors
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import full_names, settings_of
@@ -152,9 +152,13 @@ def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo
 
 
 def _goodput(requested: Any, slo: LatencyObjectives, *, is_open: bool) -> Goodput:
-    """Count an answer of one token as meeting any time per token. Failed answers take time, too."""
+    """Count an answer of one token or piece as meeting any time per token, one of unknown pace as meeting none.
+
+    Failed answers take time, too.
+    """
     answers = without_errors(requested)
     tpot_s = (answers["decode_s"] / answers["decode_tokens"]).where(answers["decode_tokens"] > 0, 0.0)
+    tpot_s = tpot_s.mask(is_pace_unknown(answers) & (answers["decode_s"] > 0), math.inf)
     most_ttft_s, most_tpot_s = (math.inf if most is None else most for most in (slo.ttft_s, slo.tpot_s))
     good = (answers["prefill_s"] <= most_ttft_s) & (tpot_s <= most_tpot_s)
     seconds = own_s(requested, is_open=is_open)

@@ -28,6 +28,11 @@ DECODE, E2E = ("decode_s", "decode_tokens"), ("e2e_s", "num_tokens")
 """The columns, seconds and tokens, that time per token is computed from."""
 
 
+def is_pace_unknown(rows: Any) -> Any:
+    """Return the mask of answers whose decode_s is the time of nobody knows how many tokens, [answers]."""
+    return ((rows["decode_tokens"] <= 0) & (rows["num_tokens"] > 1)).to_numpy()
+
+
 class AnswerColumns:
     """Columns of the answers that did not fail, as float arrays [answers]; NaN where the backend does not report it."""
 
@@ -43,10 +48,18 @@ class AnswerColumns:
 
     def __getitem__(self, name: str) -> Floats:
         if name not in self._columns:
-            is_e2e = name == "e2e_s"
-            values = self["prefill_s"] + self["decode_s"] if is_e2e else self.frame[name].to_numpy(dtype=np.float64)
-            self._columns[name] = values
+            self._columns[name] = self._column(name)
         return self._columns[name]
+
+    def _column(self, name: str) -> Floats:
+        if name == "e2e_s":
+            return self["prefill_s"] + self._stored("decode_s")
+        values = self._stored(name)
+        return np.where(is_pace_unknown(self.frame), np.nan, values) if name in DECODE else values
+
+    def _stored(self, name: str) -> Floats:
+        values: Floats = self.frame[name].to_numpy(dtype=np.float64)
+        return values
 
     def has(self, name: str) -> Any:
         """Return the mask of answers that have this column, [answers]."""
@@ -99,7 +112,7 @@ OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
     "checked": lambda rows: rows["num_verified"],
     "cut_rounds": lambda rows: np.where(rows.has("num_verified"), rows["num_rounds"], 0),
     "emitted": lambda rows: rows["num_emitted"],
-    "tokens_of_shown": lambda rows: np.where(rows.has("num_rounds"), rows["decode_tokens"], 0),
+    "tokens_of_shown": lambda rows: np.where(rows.has("num_rounds"), rows["num_emitted"], 0),
     "shown": lambda rows: rows["num_rounds"] > 0,
     "al_sum": _mean_length,
     "draft_s": lambda rows: rows["draft_s"],
@@ -557,8 +570,9 @@ def without_errors(rows: Any) -> Any:
 
 
 def seconds_per_token(good: Any) -> float | None:
-    tokens = float(good["decode_tokens"].sum())
-    return float(good["decode_s"].sum()) / tokens if tokens else None
+    known = good[~is_pace_unknown(good)]
+    tokens = float(known["decode_tokens"].sum())
+    return float(known["decode_s"].sum()) / tokens if tokens else None
 
 
 def select(rows: Any, key: CellKey) -> Any:

@@ -200,7 +200,8 @@ class Generation:
     num_hidden_tokens: int | None = None
     """Number of tokens of an answer whose token ids the backend does not return; `token_ids` is then empty."""
     num_first_tokens: int | None = None
-    """Tokens that arrived together as the first ones; None: one, as always in this process."""
+    """Tokens that arrived together as the first ones; None: one, as always in this process. All of them, where a
+    server does not say how many arrived first: the answer then has no decode speed."""
     num_cached_tokens: int | None = None
     """Tokens of the prompt that were in the backend's prefix cache and were not computed."""
     total_rounds: int | None = None

@@ -400,6 +400,12 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         "acceptance is not available for {tally}: {reason}",
         _of_dialect("uncounted", "speed and exactness need no counts; use a server that reports its rounds"),
     ),
+    "no_decode_speed": (
+        "decode speed is not available for {tally}: the server sends several tokens at once, and does not say how many "
+        "came first; tps.e2e and the time to the first token are measured",
+        "give --model or --target, so that servers that take token ids return them, or use a server that counts tokens "
+        "as it sends them (stream_options.continuous_usage_stats)",
+    ),
     "derived_rounds": (
         "rounds of {tally} were derived ({counted_by}), which is off by one where the limit cut the last round; it cut "
         "{num_cut} of them",

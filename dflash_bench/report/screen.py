@@ -36,7 +36,7 @@ FAULTS = (
     "other_servers", "reused_prompts", "unjudged",
 )  # fmt: skip
 """Findings that are shown, the worst first; a mismatch has a sentence of its own."""
-WEAKNESSES = ("slow_plain", "shared_machine", "drift", "loops", "truncated", "few_prompts")
+WEAKNESSES = ("no_decode_speed", "slow_plain", "shared_machine", "drift", "loops", "truncated", "few_prompts")
 HEADS = {
     "name": "", "speedup": "speed-up", "bar": "", "interval": "95 %", "al": "tokens/round", "tps": "tokens/s",
     "exact": "exact",

@@ -291,7 +291,7 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
         }
     else:
         of_answer = num_tokens(batch)
-        sums |= _totals(batch, sums, of_answer["decode_tokens"])
+        sums |= _totals(batch, sums, np.maximum(of_answer["num_tokens"] - 1, 0))
         of_answer["is_loop"] = _loops(batch)
         of_answer["quick_round_s"] = _quick_rounds(batch)
     sums |= of_answer | {"stretch": segments.bins}
@@ -346,14 +346,14 @@ def _quick_rounds(batch: Any) -> Any:
     return quick
 
 
-def _totals(batch: Any, sums: dict[str, Any], decoded: Any) -> dict[str, Any]:
+def _totals(batch: Any, sums: dict[str, Any], emitted: Any) -> dict[str, Any]:
     """Return the totals of a backend that hides its rounds; every token after the first is from a round.
 
     It may count only rounds that draft: where there was none, the plain steps are not known.
     """
     rounds, drafted, accepted = (numbers_of(batch, f"total_{name}") for name in ("rounds", "drafted", "accepted"))
     known = rounds > 0
-    shown = {"num_rounds": rounds, "num_accepted": accepted, "num_emitted": decoded}
+    shown = {"num_rounds": rounds, "num_accepted": accepted, "num_emitted": emitted}
     shown = {name: np.where(known, values, np.nan) for name, values in shown.items()} | {"num_drafted": drafted}
     return {name: np.where(np.isnan(sums[name]), values, sums[name]) for name, values in shown.items()}
 

@@ -176,7 +176,8 @@ def _log_ratio(records: Sequence[Answer], method: str, settings: Settings) -> fl
     costs = []
     for name in (BASELINE, method):
         generations = [record.generation for record in records if (record.method, record.settings) == (name, settings)]
-        decoded_s, tokens = sum(one.decode_s for one in generations), sum(one.num_decoded for one in generations)
+        tokens = sum(one.num_decoded for one in generations)
+        decoded_s = sum(one.decode_s for one in generations if one.num_decoded)
         if any(one.error for one in generations) or decoded_s <= 0 or tokens <= 0:
             return None
         costs.append(decoded_s / tokens)

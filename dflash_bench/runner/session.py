@@ -68,7 +68,7 @@ class Tally:
         generation = record.generation
         if generation.error is not None:
             return
-        self.seconds += generation.decode_s
+        self.seconds += generation.decode_s if generation.num_decoded else 0.0
         self.num_tokens += generation.num_decoded
         self.num_rounds += len(generation.accepted or ()) or generation.total_rounds or 0
         self.num_accepted += sum(generation.accepted or ()) or generation.total_accepted or 0

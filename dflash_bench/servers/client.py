@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ ERROR_TIMEOUT_S = 5.0
 REASON = 300
 """How many characters of a server's message are shown."""
 DONE = "[DONE]"
+PINGS = ("ping", "heartbeat", "keep-alive", "keepalive")
+"""Events that only keep the connection open."""
+EMPTY = ("", "null")
+LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
+"""A return at the end of what has come may be half of the end of a line."""
 LOST = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError)
 
 
@@ -133,15 +139,19 @@ class Client:
                     "it answered in one piece instead of a stream, so the time to the first token is unknown"
                 )
             try:
+                name = ""
                 async for line in _lines(response.aiter_raw(), bounds, arrived):
-                    if line.startswith("data:"):
-                        data = line[5:].strip()
+                    if not line or line.startswith("event:"):
+                        name = line[6:].strip()
+                    if line.startswith(("data:", "{")):
+                        data = line.removeprefix("data:").strip()
                         if data == DONE:
                             return
                         left -= 1
                         if left < 0:
                             raise AnswerError(f"the stream has more than {bounds.events} events")
-                        yield _object(data)
+                        if name not in PINGS and data not in EMPTY:
+                            yield _object(data)
             except httpx2.TimeoutException as error:
                 raise AnswerError(f"nothing came for {self.access.timeout_s:g} s; see --timeout") from error
             except httpx2.HTTPError as error:
@@ -238,12 +248,12 @@ async def _lines(pieces: AsyncIterator[bytes], bounds: Bounds, arrived: Callable
         left -= len(piece)
         if left < 0:
             raise AnswerError(f"the stream is longer than {bounds.total} bytes")
-        start = len(rest)
+        start = max(len(rest) - 1, 0)
         rest += piece
         # Only the new piece can hold the end of a line: a long line is not searched again with each piece.
-        if rest.find(b"\n", start) >= 0:
-            *whole, last = rest.split(b"\n")
-            rest = last
+        if LINE_END.search(rest, start):
+            *whole, last = LINE_END.split(rest)
+            rest = bytearray(last)
             for line in whole:
                 yield _text(line)
         if len(rest) > bounds.line:
@@ -252,9 +262,9 @@ async def _lines(pieces: AsyncIterator[bytes], bounds: Bounds, arrived: Callable
         yield _text(rest)
 
 
-def _text(line: bytearray) -> str:
+def _text(line: bytes | bytearray) -> str:
     try:
-        return line.decode().strip()
+        return line.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
         raise AnswerError(f"the stream is not UTF-8: {error.reason} in {bytes(line[:40])!r}") from error
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,12 @@ from dflash_bench.core.types import Generation, TimedGeneration
 from dflash_bench.servers import prometheus
 from dflash_bench.servers.client import Bounds, StatusError
 from dflash_bench.servers.connect import Server
+from dflash_bench.servers.dialects.openai import COUNTS
 from dflash_bench.servers.prometheus import CounterPage
 from dflash_bench.servers.stream import StreamState
 
-OPTIONAL = "stream_options"
-"""A field of the specification that some servers refuse, although they then behave as if it had been sent."""
+REFUSABLE = {COUNTS: COUNTS, "stream_options": "stream_options", "max_tokens": "max_completion_tokens"}
+"""Fields that a server may refuse, with what its error then names: an option that it lacks, a limit's new name."""
 SETTLES_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Waits for a server to count an answer that it has already sent."""
 TICK_S = 0.01
@@ -110,22 +111,45 @@ async def _read_stream(
     server: Server, request: ServerRequest, state: StreamState, on_token: Callable[[], object]
 ) -> None:
     path, body = server.dialect.call(request)
-    for _ in range(2):
-        sent = json.dumps({name: value for name, value in body.items() if name not in server.refused}).encode()
+    while True:
+        accepted = _without(body, server.refused)
+        sent = json.dumps(accepted).encode()
         bounds = Bounds.of(request.max_new_tokens, len(sent), server.dialect.repeats)
-        num_deltas = 0
+        num_arrivals = 0
         try:
             async for event in server.client.events(path, sent, bounds, state.start, state.mark_arrival):
                 server.dialect.read(event, state)
-                if state.num_deltas > num_deltas:
-                    num_deltas = state.num_deltas
+                if len(state.arrivals) > num_arrivals:
+                    num_arrivals = len(state.arrivals)
                     on_token()
         except StatusError as error:
-            if error.status not in (400, 422) or OPTIONAL not in error.reason or OPTIONAL in server.refused:
+            refused = _refused(error, accepted, server)
+            if refused is None:
                 raise
-            server.refused.add(OPTIONAL)
+            server.refused.add(refused)
         else:
             return
+
+
+def _without(body: Mapping[str, Any], refused: Collection[str]) -> dict[str, Any]:
+    """Return a request without the fields that its server refuses, or with other ones for them."""
+    kept = {name: value for name, value in body.items() if name not in refused}
+    if COUNTS in refused and "stream_options" in kept:
+        kept["stream_options"] = {name: value for name, value in kept["stream_options"].items() if name != COUNTS}
+    if "max_tokens" in refused:
+        kept["max_completion_tokens"] = body["max_tokens"]
+    return kept
+
+
+def _refused(error: StatusError, sent: Mapping[str, Any], server: Server) -> str | None:
+    """Return the field that a server refuses, of those that can be left out; None if it is none of them."""
+    if error.status not in (400, 422):
+        return None
+    there = [name for name in REFUSABLE if name in sent or name in sent.get("stream_options", ())]
+    named = [name for name in there if REFUSABLE[name] in error.reason]
+    # Who names all options, or nothing, may mean the one that is not in the specification.
+    is_meant = "stream_options" in named or not (named or server.has_answered)
+    return COUNTS if COUNTS in there and is_meant else next(iter(named), None)
 
 
 async def _count_difference(server: Server, before: CounterPage | None, num_tokens: int) -> AcceptanceCounts | str:

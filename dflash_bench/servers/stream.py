@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from dflash_bench.core.dialects import AcceptanceCounts, AnswerError
@@ -12,8 +13,36 @@ from dflash_bench.core.types import FinishReason, Generation
 MOST = 2**31
 LETTERS = 1024
 """Characters per token that an answer may have on average; a little slack is added."""
-FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "eos": "stop", "limit": "length"}
+FINISHES: dict[str, FinishReason] = {
+    "stop": "stop", "eos": "stop", "eos_token": "stop", "end_turn": "stop", "stop_sequence": "stop",
+    "tool_calls": "stop", "tool_use": "stop", "function_call": "stop",
+    "length": "length", "limit": "length", "max_tokens": "length",
+}  # fmt: skip
 """The names that servers give to the two ways in which an answer ends."""
+UNFINISHED = ("", "null", "None")
+"""What some servers write as the reason before there is one."""
+FEWEST_REPEATING = 3
+"""Pieces that each begin with the one before it; as many do not come about by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One event of the stream that holds tokens, or ends the answer."""
+
+    at_s: float
+    num_ids: int
+    has_text: bool
+    so_far: int
+    """Tokens of the answer up to here by the server's own count; 0 where it does not count as it goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When the first and the last token came, in seconds, and how many came with the first."""
+
+    first_s: float
+    last_s: float
+    num_first: int
 
 
 @dataclass(slots=True)
@@ -37,12 +66,12 @@ class StreamState:
     start_s: float = 0.0
     now_s: float = 0.0
     """When the piece that is being read arrived."""
-    first_s: float | None = None
-    last_s: float | None = None
-    num_first: int = 0
-    num_deltas: int = 0
-    pieces: list[int] = field(default_factory=list)
-    """Tokens of each piece, as far as it names them."""
+    num_reasoning_tokens: int | None = None
+    """As the server counts them, within `num_tokens` or beside it."""
+    arrivals: list[Arrival] = field(default_factory=list)
+    num_repeating: int = 0
+    """Pieces of text that begin with the piece before them."""
+    _piece: str = ""
 
     def start(self) -> None:
         self.start_s = self.clock()
@@ -51,10 +80,10 @@ class StreamState:
         self.now_s = self.clock()
 
     def set_counts(self, **counts: Any) -> None:
-        """Set `num_tokens`, `num_prompt_tokens` or `num_cached_tokens`; anything that is not a count is ignored."""
+        """Set `num_tokens` and other counts by name; what is not a whole number is ignored, as 8.0 and "8" are not."""
         for name, value in counts.items():
-            if as_count(value) is not None:
-                setattr(self, name, value)
+            if (count := as_count(_as_number(value))) is not None:
+                setattr(self, name, count)
 
     def set_acceptance(self, by: str, rounds: Any, drafted: Any, accepted: Any, histogram: Any) -> None:
         """Set the totals over all rounds, if rounds and accepted drafts are counts.
@@ -70,33 +99,29 @@ class StreamState:
         self.acceptance = AcceptanceCounts(rounds, accepted, drafted, at, by)
 
     def add_delta(self, text: str, ids: Sequence[int] | None, finish: str | None = None, reasoning: str = "") -> None:
-        """Add a piece of the answer. Raises AnswerError if it is longer than was asked for."""
+        """Add a piece of the answer; `num_tokens` is the server's count up to here, if it counts as it goes.
+
+        Raises AnswerError if the answer is longer than was asked for.
+        """
+        finish = None if finish in UNFINISHED else finish
         if finish is not None:
             self.finish = finish
         self.text += text
         self.reasoning += reasoning
         if len(self.text) + len(self.reasoning) > LETTERS * (self.max_new_tokens + 64):
             raise AnswerError(f"its text is longer than {self.max_new_tokens} tokens can be")
-        has_text = bool(text or reasoning)
-        if ids:
-            self.token_ids.extend(ids)
-        elif has_text and ids is None:
+        piece, so_far = text or reasoning, self.num_tokens or 0
+        if piece:
+            self.num_repeating += len(piece) > len(self._piece) > 0 and piece.startswith(self._piece)
+            self._piece = piece
+        if piece and ids is None:
             self.ids_missing = True
-        # An end-of-text token has no text: without ids, the end is what shows it.
-        if ids or has_text or (finish is not None and ids is None):
-            self._count_delta(len(ids) if ids else 1)
-
-    def _count_delta(self, num: int) -> None:
-        self.num_deltas += 1
-        self.pieces.append(num)
-        self.last_s = self.now_s
-        if self.first_s is None:
-            self.first_s = self.now_s
-        # Tokens that arrive together have no time between them.
-        if self.now_s == self.first_s:
-            self.num_first += num
-        # Each delta holds at least one token; a few may hold none.
-        if max(len(self.token_ids), self.num_deltas - 8) > self.max_new_tokens:
+        self.token_ids.extend(ids or ())
+        has_grown = so_far > (self.arrivals[-1].so_far if self.arrivals else 0)
+        if ids or piece or finish is not None or has_grown:
+            self.arrivals.append(Arrival(self.now_s, len(ids or ()), bool(piece), so_far))
+        # Each piece holds at least one token; a few may hold none.
+        if max(len(self.token_ids), len(self.arrivals) - 8) > self.max_new_tokens:
             raise AnswerError(f"it went on after {self.max_new_tokens} tokens, the limit of the request")
 
     @property
@@ -111,26 +136,75 @@ class StreamState:
     def generation(self, num_prompt_tokens: int | None) -> Generation:
         """Return the finished answer. Raises AnswerError if it broke off, or its tokens cannot be counted."""
         num = self._count()
-        first_s = self.now_s if self.first_s is None else self.first_s
-        last_s = first_s if self.last_s is None else self.last_s
-        num_first = num if last_s == first_s else min(self.num_first, num)
+        timing = self._timing(num)
         known = self.num_prompt_tokens if num_prompt_tokens is None else num_prompt_tokens
         return Generation(
             token_ids=tuple(self.token_ids) if self.has_ids else (),
             text=self.whole_text,
             finish_reason=self._finish(),
             num_prompt_tokens=known or 0,
-            prefill_s=first_s - self.start_s,
-            decode_s=last_s - first_s,
+            prefill_s=timing.first_s - self.start_s,
+            decode_s=timing.last_s - timing.first_s,
             num_hidden_tokens=None if self.has_ids else num,
-            num_first_tokens=num_first if num_first > 1 else None,
+            num_first_tokens=timing.num_first if timing.num_first > 1 else None,
             num_cached_tokens=self.num_cached_tokens,
         )
 
+    def _timing(self, num: int) -> Timing:
+        """Return when tokens came; all `num` of them count as the first ones if nobody says how many these are."""
+        if self.has_ids:
+            return self._at([one for one in self.arrivals if one.num_ids], self.pieces, num)
+        if self._counts_as_it_goes:
+            counted = [(one, size) for one, size in zip(self.arrivals, self.pieces, strict=True) if size]
+            return self._at([one for one, _ in counted], [size for _, size in counted], num)
+        pieces = [one for one in self.arrivals if one.has_text]
+        found = self._at(pieces, [max(one.num_ids, 1) for one in pieces], num)
+        end_s = self.arrivals[-1].at_s if self.arrivals else found.last_s
+        if (missing := num - self._num_pieces) <= 0 or not pieces:
+            return found
+        if missing == 1 and self.finish in FINISHES and FINISHES[self.finish] == "stop" and len(pieces) > 1:
+            # The token that ends an answer has no text. If it took no step of its own, a token came with the first.
+            is_step = end_s - found.last_s >= (found.last_s - found.first_s) / (len(pieces) - 1) / 2
+            return replace(found, last_s=end_s) if is_step else replace(found, num_first=found.num_first + 1)
+        return Timing(found.first_s, end_s, num)
+
+    def _at(self, arrivals: Sequence[Arrival], sizes: Sequence[int], num: int) -> Timing:
+        """Return the times of these arrivals of so many tokens each."""
+        if not arrivals:
+            end_s = self.arrivals[-1].at_s if self.arrivals else self.now_s
+            return Timing(end_s, end_s, num)
+        first_s, last_s = arrivals[0].at_s, arrivals[-1].at_s
+        # Tokens that arrive together have no time between them.
+        num_first = sum(size for one, size in zip(arrivals, sizes, strict=True) if one.at_s == first_s)
+        return Timing(first_s, last_s, num if last_s == first_s else min(num_first, num))
+
+    @property
+    def pieces(self) -> list[int]:
+        """The tokens of each arrival, as far as the server names or counts them."""
+        if self.has_ids:
+            return [one.num_ids for one in self.arrivals if one.num_ids]
+        counts = [one.so_far for one in self.arrivals]
+        if self._counts_as_it_goes:
+            return [after - before for before, after in pairwise((0, *counts))]
+        return [max(one.num_ids, 1) for one in self.arrivals]
+
+    @property
+    def _num_pieces(self) -> int:
+        """The fewest tokens that the pieces of text can hold."""
+        return sum(max(one.num_ids, 1) for one in self.arrivals if one.has_text)
+
+    @property
+    def _counts_as_it_goes(self) -> bool:
+        """The server's counts begin with the text, never fall, and come to all tokens."""
+        counts = [one.so_far for one in self.arrivals]
+        texts = [one.so_far for one in self.arrivals if one.has_text]
+        return bool(texts) and texts[0] > 0 and counts == sorted(counts) and counts[-1] == self.num_tokens
+
     def _finish(self) -> FinishReason:
-        if self.finish not in FINISHES:
+        finish = FINISHES.get(str(self.finish))
+        if finish is None:
             raise AnswerError(f"it ended with finish reason '{self.finish}', which is neither stop nor length")
-        return FINISHES[self.finish]
+        return finish
 
     def _count(self) -> int:
         """Count the answer's tokens; ids and the server's own count must agree."""
@@ -145,15 +219,26 @@ class StreamState:
                 f"the stream has {len(self.token_ids)} tokens, but the server counts {self.num_tokens}: pieces were "
                 "lost or sent twice"
             )
+        if not self.token_ids and self.num_repeating >= max(FEWEST_REPEATING - 1, self._num_pieces - 1):
+            raise AnswerError("each piece of its text repeats the one before it, so it is not known what is new")
         if not self.num_tokens and (self.text or self.reasoning):
             raise AnswerError("the server counts no tokens in an answer that has text")
-        if self.num_tokens > self.max_new_tokens:
-            raise AnswerError(f"it has {self.num_tokens} tokens, and the request allowed {self.max_new_tokens}")
-        return self.num_tokens
+        num, apart = self.num_tokens, self.num_reasoning_tokens or 0
+        if apart > num or self._holds_more_than(num):
+            num += apart
+        if self._holds_more_than(num):
+            raise AnswerError(f"its text came in {self._num_pieces} pieces, but the server counts {num} tokens")
+        if num > self.max_new_tokens:
+            raise AnswerError(f"it has {num} tokens, and the request allowed {self.max_new_tokens}")
+        return num
+
+    def _holds_more_than(self, num: int) -> bool:
+        """Each piece holds a token, but for the rest of one whose text was held back."""
+        return self._num_pieces > num + 1 + num // 8
 
     @property
     def progress(self) -> str:
-        return f"{len(self.token_ids)} tokens" if self.has_ids else f"{self.num_deltas} pieces"
+        return f"{len(self.token_ids)} tokens" if self.has_ids else f"{len(self.arrivals)} pieces"
 
     def failed(self, num_prompt_tokens: int | None, error: str) -> Generation:
         known = self.num_prompt_tokens if num_prompt_tokens is None else num_prompt_tokens
@@ -166,6 +251,13 @@ class StreamState:
 def as_count(value: Any) -> int | None:
     """Return a count that a server sent, or None for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST else None
+
+
+def _as_number(value: Any) -> Any:
+    """Return the whole number that a float or a text writes, as some servers do; anything else as it is."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 12 else value
 
 
 def as_ids(value: Any) -> list[int] | None:

@@ -143,9 +143,12 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         return "\n".join(lines) + "\n"
 
     async def _generate(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        refused = [name for name in self.does.refuses if name in body]
-        if refused:
-            await _respond(writer, 422, {"detail": f"Unsupported fields in the request: {set(refused)}"})
+        options = body.get("stream_options", {})
+        # The empty name is the option that is not in the specification, refused without a name.
+        given = {*body, *options} | ({""} if "continuous_usage_stats" in options else set())
+        if refused := given.intersection(self.does.refuses):
+            hint = "; use max_completion_tokens" if "max_tokens" in refused else ""
+            await _respond(writer, 422, {"detail": f"Unsupported fields in the request: {refused}{hint}"})
             return True
         if self.does.key is not None and self.asked[-1][2].get("authorization") != f"Bearer {self.does.key}":
             await _respond(writer, 401, {"error": "no such key"})
@@ -216,7 +219,9 @@ class FakeServer(AbstractContextManager["FakeServer"]):
     async def _events(self, fault: str, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
         does = self.does
         prompt = json.dumps(body.get("prompt") or body.get("input_ids") or body.get("messages"))
-        most = body.get("max_tokens") or body.get("n_predict") or body["sampling_params"]["max_new_tokens"]
+        limits = ("max_tokens", "max_completion_tokens", "n_predict")
+        named = next((body[name] for name in limits if name in body), None)
+        most = named or body["sampling_params"]["max_new_tokens"]
         tokens = list(does.answer(prompt, most))
         hits = len(prompt) if does.keeps_prompts and prompt in self.cached and "cache_salt" not in body else 0
         self.cached.add(prompt)
@@ -226,7 +231,10 @@ class FakeServer(AbstractContextManager["FakeServer"]):
         finish = "stop" if tokens[-1:] and tokens[-1] in does.ends else "length"
         count = self._count(prompt, rounds, len(tokens), most)
         finish = finish if fault != "odd_finish" else "abort"
-        said = Said(does, path, tokens, count, hits, len(prompt), finish, body.get("detokenize") is False)
+        said = Said(
+            does, path, tokens, count, hits, len(prompt), finish, body.get("detokenize") is False,
+            "continuous_usage_stats" in body.get("stream_options", ()) or body.get("timings_per_token", False),
+        )  # fmt: skip
         while self.most_at_once < does.waits_for:
             await asyncio.sleep(0.01)
         await asyncio.sleep(does.ttft_s)

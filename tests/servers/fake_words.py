@@ -112,6 +112,15 @@ class Said:
     finish: str
     names_tokens: bool = False
     """Does it name tokens in place of text, as TensorRT-LLM does where it is asked to?"""
+    counts: bool = False
+    """Is it asked to count tokens in each piece?"""
+
+    def so_far(self, num: int) -> dict[str, Any]:
+        if not self.counts or self.does.dialect not in ("vllm", "sglang", "llamacpp"):
+            return {}
+        if self.does.dialect == "llamacpp":
+            return {"timings": {"predicted_n": num}}
+        return {"usage": {"prompt_tokens": self.num_prompt, "completion_tokens": num}}
 
     def piece(self, piece: Sequence[int], num: int, is_last: bool = False) -> Any:
         text, finish = self.does.text(piece), self.finish if is_last else None
@@ -128,7 +137,7 @@ class Said:
             whole = self.does.text(self.tokens[:num])
             return {"text": whole, "output_ids": so_far, "meta_info": meta | (self.spec_meta() if is_last else {})}
         if self.path == "/completion":
-            return {"index": 0, "content": text, "tokens": ids or [], "stop": False, "id_slot": 0}
+            return {"index": 0, "content": text, "tokens": ids or [], "stop": False, "id_slot": 0, **self.so_far(num)}
         if self.path == "/v1/completions":
             choice: dict[str, Any] = {"index": 0, "text": "" if self.names_tokens else text, "finish_reason": finish}
         else:
@@ -143,7 +152,7 @@ class Said:
             }  # fmt: skip
         if self.does.dialect == "sglang" and is_last:
             choice["meta_info"] = self.spec_meta() | {"completion_tokens": num}
-        return {"id": "c", "object": "chunk", "choices": [choice]}
+        return {"id": "c", "object": "chunk", "choices": [choice], **self.so_far(num)}
 
     def lmdeploy_meta(self, num: int, finish: str | None) -> dict[str, Any]:
         reason = None if finish is None else {"type": finish}

@@ -209,11 +209,33 @@ def test_mlx_is_told_to_look_back_over_the_whole_answer_for_repetitions() -> Non
     assert penalised["repetition_context_size"] >= 1 << 20
 
 
-def test_a_field_that_a_server_refuses_is_left_out_once_it_has_said_so() -> None:
-    with FakeServer(dialect="openai", refuses=("stream_options",)) as server, backend(server) as opened:
+USAGE = {"include_usage": True}
+COUNTING = {**USAGE, "continuous_usage_stats": True}
+
+
+@pytest.mark.parametrize(
+    ("refuses", "asked"),
+    [
+        (("continuous_usage_stats",), [COUNTING, USAGE, USAGE]),
+        (("",), [COUNTING, USAGE, USAGE]),  # its error names nothing
+        (("stream_options",), [COUNTING, USAGE, None, None]),
+        (("max_tokens",), [COUNTING, COUNTING, COUNTING]),
+    ],
+)
+def test_a_field_that_a_server_refuses_is_left_out_once_it_has_said_so(refuses: Any, asked: list[Any]) -> None:
+    with FakeServer(dialect="openai", refuses=refuses) as server, backend(server) as opened:
         answers = [opened.generate("ar", CHAT) for _ in range(2)]
     assert [answer.error for answer in answers] == [None, None]
-    assert ["stream_options" in body for _, body, _ in server.asked if body] == [True, False, False]
+    bodies = [body for _, body, _ in server.asked if body]
+    assert [body.get("stream_options") for body in bodies] == asked
+    limits = ["max_completion_tokens" if "max_tokens" in refuses and number else "max_tokens" for number in range(9)]
+    assert all(limit in body for limit, body in zip(limits, bodies, strict=False))
+
+
+def test_several_that_are_refused_at_once_are_all_asked_again() -> None:
+    with FakeServer(dialect="openai", refuses=("stream_options",)) as server, backend(server) as opened:
+        served = opened.serve("ar", [(CHAT, number) for number in range(4)], Settings(concurrency=4))
+    assert [one.generation.error for one in served] == [None] * 4
 
 
 @pytest.mark.parametrize(

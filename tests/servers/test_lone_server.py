@@ -145,6 +145,20 @@ def test_with_the_same_weights_here_its_answers_are_judged(main: Main) -> None:
     assert main("compare", "engine", "exact", *"--allow engine --allow dtype --allow device".split())[0] == 0
 
 
+def test_without_ids_and_counts_a_drafting_server_has_no_decode_speed(main: Main, prompts: Path) -> None:
+    with FakeServer(dialect="openai") as plain, FakeServer(dialect="openai", accepts=(2,), block=3) as drafting:
+        words = ("run", "--server", f"plain={plain.url}", "--server", f"dflash={drafting.url}", "--prompts", prompts)
+        main(*words, "--max-new-tokens", 24, "--out", "run")
+    read = results_table.read_run(Path("run"))
+    by_method = {cell.method: cell for cell in metrics.summarise(read.rows, read.info.identity)}
+    assert by_method["ar"].value("tps.decode")
+    own = by_method["dflash"]
+    assert [own.value(name) for name in ("tps.decode", "speedup.decode", "speedup.decode.geometric")] == [None] * 3
+    assert own.value("tps.e2e") and own.value("speedup.e2e")
+    found = json.loads(main("report", "run", "--format", "json")[1])["findings"]
+    assert [one["places"][0]["method"] for one in found if one["kind"] == "no_decode_speed"] == ["dflash"]
+
+
 # Prefixes that prompts share
 
 

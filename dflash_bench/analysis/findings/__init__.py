@@ -188,6 +188,6 @@ CHECKS: tuple[Callable[[CellContext], Observation | None], ...] = (
     timing.loops, _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain,
     speed.unclear, _saturated, timing.first_is_slow, timing.outliers, timing.drift, _truncated, _few_prompts,
     speed.wide_interval, _code, servers.other_servers, servers.compared_by_text, servers.reused_prompts,
-    servers.uncounted, servers.derived_rounds, timing.shared_machine, timing.unlike_machines, _unpinned,
-    timing.shared_weights, timing.fallback, timing.torch_kernels, witnesses.untried,
+    servers.uncounted, servers.no_decode_speed, servers.derived_rounds, timing.shared_machine, timing.unlike_machines,
+    _unpinned, timing.shared_weights, timing.fallback, timing.torch_kernels, witnesses.untried,
 )  # fmt: skip

@@ -86,6 +86,11 @@ def uncounted(context: CellContext) -> Observation | None:
     return context.observe("uncounted", remedy, **context.tally(missing), reason=str(missing.iloc[0]))
 
 
+def no_decode_speed(context: CellContext) -> Observation | None:
+    unknown = context.succeeded[metrics.is_pace_unknown(context.succeeded)]
+    return context.observe("no_decode_speed", **context.tally(unknown)) if len(unknown) else None
+
+
 def derived_rounds(context: CellContext) -> Observation | None:
     """Look for derived rounds, which are off by one where the limit cut the last round."""
     ways = context.succeeded["counted_by"].dropna().unique()

@@ -42,6 +42,7 @@ def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
         "temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p,
         "min_p": settings.min_p, "repeat_penalty": settings.repetition_penalty,
         "seed": request.seed % 2**31, "cache_prompt": request.salt is None, "stream": True, "return_tokens": True,
+        "timings_per_token": True,
     }  # fmt: skip
     if settings.repetition_penalty != 1:
         body["repeat_last_n"] = openai.FAR
@@ -51,6 +52,8 @@ def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
 
 
 def read(event: Mapping[str, Any], state: StreamState) -> None:
+    timings = as_object(event.get("timings"))
+    state.set_counts(num_tokens=timings.get("predicted_n"), num_cached_tokens=timings.get("cache_n"))
     if event.get("error") is not None or "choices" in event:
         openai.read(event, state)
     else:
@@ -58,8 +61,6 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
         # The last event repeats no token, and those before it name only their own.
         state.add_delta(as_text(event.get("content")), as_ids(event.get("tokens")), finish)
         state.set_counts(num_prompt_tokens=as_count(event.get("tokens_evaluated")) or None)
-    timings = as_object(event.get("timings"))
-    state.set_counts(num_tokens=timings.get("predicted_n"), num_cached_tokens=timings.get("cache_n"))
     if state.finish is None or state.num_tokens is None:
         return
     # A token of half a character is not sent by itself, and its id never.

@@ -14,6 +14,8 @@ from dflash_bench.servers.stream import StreamState, as_ids, as_object, as_text
 
 MODELS = "/v1/models"
 CHAT = "/v1/chat/completions"
+COUNTS = "continuous_usage_stats"
+"""The option by which vLLM, SGLang and servers like them count tokens in each piece."""
 FAR = 1 << 20
 """Tokens that a repetition penalty should look back: all of them."""
 
@@ -51,29 +53,40 @@ def chat_body(request: ServerRequest) -> dict[str, Any]:
     if request.json_schema is not None:
         schema = {"name": "answer", "schema": request.json_schema, "strict": True}
         told |= {"response_format": {"type": "json_schema", "json_schema": schema}}
-    return common_body(request) | {"messages": request.chat} | told
+    # Answers to chats may come without token ids, and pieces then hold nobody knows how many tokens.
+    counts = {"stream_options": {"include_usage": True, COUNTS: True}}
+    return common_body(request) | counts | {"messages": request.chat} | told
 
 
 def read(event: Mapping[str, Any], state: StreamState) -> None:
     if event.get("error") is not None:
         raise AnswerError(f"the server stopped with an error: {_message(event['error'])}")
+    usage = as_object(event.get("usage"))
+    state.set_counts(
+        num_tokens=usage.get("completion_tokens"), num_prompt_tokens=usage.get("prompt_tokens"),
+        num_cached_tokens=as_object(usage.get("prompt_tokens_details")).get("cached_tokens"),
+        num_reasoning_tokens=as_object(usage.get("completion_tokens_details")).get("reasoning_tokens"),
+    )  # fmt: skip
     if choice := first_choice(event):
         finish = choice.get("finish_reason")
         delta = as_object(choice.get("delta"))
         # Two names for one field, by version.
         reasoning = as_text(delta.get("reasoning") or delta.get("reasoning_content"))
-        text = as_text(delta.get("content")) + as_text(choice.get("text"))
+        text = as_text(delta.get("content")) + as_text(choice.get("text")) + _called(delta.get("tool_calls"))
         state.add_delta(text, as_ids(choice.get("token_ids")), None if finish is None else str(finish), reasoning)
-    usage = as_object(event.get("usage"))
-    state.set_counts(
-        num_tokens=usage.get("completion_tokens"), num_prompt_tokens=usage.get("prompt_tokens"),
-        num_cached_tokens=as_object(usage.get("prompt_tokens_details")).get("cached_tokens"),
-    )  # fmt: skip
 
 
 def first_choice(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the choice with index 0, or without one; empty if there is none."""
     choices = event.get("choices")
-    return as_object(choices[0]) if isinstance(choices, list) and choices else {}
+    several = [as_object(one) for one in choices] if isinstance(choices, list) else []
+    return next((one for one in several if not one.get("index")), {})
+
+
+def _called(calls: Any) -> str:
+    """Return what a piece adds to the names and arguments of tool calls, which a server may take out of the text."""
+    functions = [as_object(as_object(call).get("function")) for call in calls] if isinstance(calls, list) else []
+    return "".join(as_text(one.get(key)) for one in functions for key in ("name", "arguments"))
 
 
 def _message(error: Any) -> str:
