@@ -92,11 +92,28 @@ def test_a_function_is_held_to_what_it_returns(code: str, passed: bool) -> None:
     assert scorers.score("livecodebench", SCALE, f"```python\n{code}\n```", CAGE).passed is passed
 
 
-def test_a_test_case_has_its_time_and_large_ones_pass_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+BUSY = "import time\nend = time.time() + 60\nwhile time.time() < end:\n    "
+LATE = {
+    "busy": f"{BUSY}pass",
+    "swallowed": f"{BUSY}try:\n        for i in range(10**6): pass\n    except Exception: pass",
+    "swallowed by everything": f"{BUSY}try:\n        for i in range(10**6): pass\n    except BaseException: pass",
+    "asleep, signals ignored": "import signal, time\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\ntime.sleep(60)",
+    "its own timer": f"import signal\nsignal.setitimer(signal.ITIMER_REAL, 0)\n{BUSY}signal.alarm(0)",
+    "in a thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()",
+    "when asked for its result": (
+        "import sys, time\nsys._getframe(1).f_globals['said'] = lambda at: time.sleep(60) or '5'"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_a_test_case_has_its_time(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contests, "CASE_S", 0.2)
-    score = scorers.score("livecodebench", SUM, "```python\nwhile True: pass\n```", CAGE)
+    score = scorers.score("livecodebench", SUM, f"```python\n{LATE[what]}\nprint(5)\n```", CAGE)
     assert score.passed is False and "took more than 0.2 s" in str(score.answer)
-    monkeypatch.setattr(contests, "CASE_S", 6.0)
+
+
+def test_large_test_cases_pass_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contests, "MOST_AT_ONCE", 1 << 20)
     large = "é " * 300_000
     echo = "```python\nprint(input())\n```"

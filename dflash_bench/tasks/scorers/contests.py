@@ -34,7 +34,7 @@ FRAMING = frozenset(("PROTO", "FRAME", "MEMOIZE", "BINPUT", "PUT", "STOP"))
 TEXTS = frozenset(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"))
 PIECE = 1 << 17
 CASE_S = 6.0
-"""Seconds for a test case, as LiveCodeBench allows."""
+"""Seconds for a test case, as LiveCodeBench allows; kept in the tests' process, out of the answer's reach."""
 LIMITS = ProgramLimits(memory_bytes=1 << 30)
 MOST_S = 120
 
@@ -114,11 +114,11 @@ def livecodebench(prompt: Prompt, text: str, isolation: Isolation | None) -> Sco
     code = code_in(text, {"Solution", contest.function} if contest.function else set())
     if isolation is None or contest.is_too_large:
         return Score(code, None)
-    program = _PROGRAM.format(code=code, function=contest.function, seconds=CASE_S, piece=PIECE)
+    program = _PROGRAM.format(code=code, function=contest.function, piece=PIECE)
     for cases in _divided(contest.cases):
         seconds = min(MOST_S, int(CASE_S * len(cases)) + 4)
         pairs = [(case.given, case.expected) for case in cases]
-        tests = _TESTS.format(cases=pairs, piece=PIECE, is_json=contest.function is not None)
+        tests = _TESTS.format(cases=pairs, piece=PIECE, seconds=CASE_S, is_json=contest.function is not None)
         limits = replace(LIMITS, cpu_s=seconds, wall_s=2.0 * seconds)
         outcome = run_tests(program, isolation, limits, tests, ["feed", "run", "said"])
         if not outcome.passed:
@@ -141,7 +141,7 @@ def _divided(cases: Sequence[ContestCase]) -> Iterator[list[ContestCase]]:
 
 
 _PROGRAM = '''
-import builtins, io, json, signal, sys, threading
+import builtins, io, json, sys, threading
 
 _COMMON = """
 import array, bisect, collections, copy, datetime, fractions, functools, heapq, io, itertools, json, math, operator
@@ -163,10 +163,6 @@ def feed(part):
     _parts.append(part)
 
 
-def _late(*_):
-    raise TimeoutError("a test case took more than {seconds} s")
-
-
 def _call(names, given):
     owner = names.get("Solution")
     function = getattr(owner(), _function) if hasattr(owner, _function) else names[_function]
@@ -184,8 +180,6 @@ def run():
     sys.setrecursionlimit(50_000)
     names = {{"__name__": "solution" if _function else "__main__", "exit": sys.exit, "quit": sys.exit}}
     exec(_COMMON, names)
-    signal.signal(signal.SIGALRM, _late)
-    signal.setitimer(signal.ITIMER_REAL, {seconds})
     try:
         exec(_code, names)
         for thread in threading.enumerate():
@@ -194,8 +188,6 @@ def run():
         _result = _call(names, given.strip()) if _function else None
     except SystemExit:
         _result = None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
     if _result is None:
         out.flush()
         _result = bare.getvalue().decode(errors="replace")
@@ -205,8 +197,12 @@ def said(at):
     return _result[at : at + {piece}]
 '''
 _TESTS = """
-import json
+import json, signal
 from decimal import Decimal, InvalidOperation
+
+
+def _late(*_):
+    assert False, "a test case took more than {seconds} s"
 
 
 def _numbers(line):
@@ -224,14 +220,18 @@ def _lines(text):
     return [line.strip() for line in text.strip().split("\\n")]
 
 
+signal.signal(signal.SIGALRM, _late)
 for given, expected in {cases!r}:
     for at in range(0, len(given), {piece}):
         feed(given[at : at + {piece}])
+    signal.setitimer(signal.ITIMER_REAL, {seconds})
     run()
+    signal.setitimer(signal.ITIMER_REAL, {seconds})  # for the result, which may be long
     text = ""
     while part := said(len(text)):
         text += part
         assert len(text) <= 2 * len(expected) + {piece}, "it prints more than is expected"
+    signal.setitimer(signal.ITIMER_REAL, 0)
     if {is_json}:
         assert json.loads(text) == json.loads(expected), f"it returns {{text[:60]}}, and not {{expected[:60]}}"
     else:
