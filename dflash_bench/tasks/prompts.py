@@ -20,7 +20,18 @@ from dflash_bench.core.types import SESSION, Prompt
 from dflash_bench.tasks import functions, origins
 from dflash_bench.tasks.conversations import MESSAGES, RecordedChat, answers_in, in_text, is_talk, of_messages, tools_of
 from dflash_bench.tasks.rows import LONGEST_LINE, Row, Rows, csv_rows, json_lines, json_rows, parquet_rows
-from dflash_bench.tasks.suites import Loaded, Suite, draw, filled, is_texts, known_suites, name_of, text_of, with_slices
+from dflash_bench.tasks.suites import (
+    Loaded,
+    Suite,
+    as_text,
+    draw,
+    filled,
+    is_texts,
+    known_suites,
+    name_of,
+    text_of,
+    with_slices,
+)
 
 # Rows of a user's own files: JSON lines, a JSON array, an agent trace, CSV, Parquet, and folders of them.
 
@@ -255,7 +266,8 @@ def _suite_of(row: Row) -> str:
 
 
 def _is_given(row: Row, key: str) -> bool:
-    return row.get(key) not in (None, "", [])
+    value = row.get(key)
+    return value not in (None, "", []) and value == value  # NaN, the gap of a column of floats
 
 
 def _conversation(where: str, form: str, row: Row, remarks: _Remarks) -> RecordedChat | None:
@@ -290,28 +302,35 @@ def _conversation(where: str, form: str, row: Row, remarks: _Remarks) -> Recorde
 
 
 def _references(where: str, row: Row, num_turns: int, is_scored: bool) -> tuple[str, ...]:
-    """Return the right answers to the last turn, of a text, a list with one per turn, or a list of alternatives.
+    """Return the right answers to the last turn; none of a value of another kind, where nothing is scored.
 
-    One per turn may be a list of alternatives itself. Raises UserError otherwise.
+    A text or a number is one, a list holds alternatives of one turn or one answer for each of several, which may be a
+    list of alternatives itself. Raises UserError for anything else if answers are scored.
     """
     key = next((key for key in REFERENCES if _is_given(row, key)), None)
-    value = row[key] if key else None
-    if key is None or (key != "reference" and not (isinstance(value, str | int) or is_texts(value))):
+    if key is None:
         return ()
-    if not isinstance(value, list):
-        return (text_of(where, key, row),)
-    if is_texts(value) and num_turns == 1:
-        return _not_blank(value)
-    if len(value) not in (1, num_turns):
-        if is_scored:
-            raise UserError(f"{where}: '{key}' lists {len(value)} texts for {num_turns} turns; give one per turn")
-        return ()
-    last = value[-1]
-    return _not_blank(last) if is_texts(last) else (text_of(where, key, {key: last}),)
+    value = row[key]
+    values = value if isinstance(value, list) else [value]
+    if num_turns > 1 or len(values) == 1:
+        if len(values) not in (1, num_turns):
+            return _refuse(
+                f"{where}: '{key}' lists {len(values)} texts for {num_turns} turns; give one per turn", is_scored
+            )
+        values = values[-1] if isinstance(values[-1], list) else values[-1:]
+    texts = [as_text(one) for one in values]
+    known = tuple(text for text in texts if text is not None)
+    if len(known) < len(texts):
+        kind = type(values[texts.index(None)]).__name__
+        expected = "must be a text or a number, or a list of them: alternatives, or one per turn"
+        return _refuse(f"{where}: '{key}' {expected}, not {kind}; write it as a text, or omit --score", is_scored)
+    return tuple(text for text in known if text.strip())
 
 
-def _not_blank(texts: Sequence[str]) -> tuple[str, ...]:
-    return tuple(text for text in texts if text.strip())
+def _refuse(reason: str, is_scored: bool) -> tuple[str, ...]:
+    if is_scored:
+        raise UserError(reason)
+    return ()
 
 
 def _is_unread(row: Row, key: str) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from decimal import Decimal
 from itertools import zip_longest
 from pathlib import Path
 from string import Formatter
@@ -479,10 +481,22 @@ def text_of(where: str, column: str, row: Row, is_list: bool = False) -> str:
     value = row[column]
     if is_list and is_texts(value):
         return "\n".join(value)
-    if not is_list and isinstance(value, str | int):
-        return str(value)
-    expected = "a list of strings" if is_list else "a string or an integer"
+    if not is_list and (text := as_text(value)) is not None:
+        return text
+    expected = "a list of strings" if is_list else "a string or a number"
     raise UserError(f"{where}: '{column}' must be {expected}, not {type(value).__name__}")
+
+
+def as_text(value: object) -> str | None:
+    """Return a text, or a number as a text; None for anything else. In Parquet, whole numbers with a gap are floats."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < _WHOLE:
+        return str(int(value))
+    is_number = isinstance(value, int | float | Decimal) and math.isfinite(value)
+    return str(value) if is_number or isinstance(value, str) else None
+
+
+_WHOLE = 2.0**53
+"""Above, a float does not hold every whole number."""
 
 
 def name_of(where: str, column: str, text: str) -> str:

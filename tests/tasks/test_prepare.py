@@ -175,7 +175,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "text": ({"trajectory": "Hi"}, "'trajectory' must be a list of messages, or its JSON"),
     "nobody who asks": ({"trajectory": TALK[:1]}, "no rows for suite 'swe_rebench'"),
-    "no name": ({"trajectory_id": None}, "'trajectory_id' must be a string or an integer"),
+    "no name": ({"trajectory_id": None}, "'trajectory_id' must be a string or a number"),
     "tools": ({"tools": [{"name": "ls"}]}, "tools must be a list of"),
 }  # fmt: skip
 
@@ -432,18 +432,18 @@ HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
     "a class that is none": (
         "bfcl", {"function": None, "involved_classes": ["Oven"]}, "unknown class 'Oven' in involved_classes; known"),
     "no answers to choose from": (
-        "gpqa", {"Incorrect Answer 2": None}, "'Incorrect Answer 2' must be a string or an int"),
+        "gpqa", {"Incorrect Answer 2": None}, "'Incorrect Answer 2' must be a string or a num"),
     "a blank answer to choose": (
         "gpqa", {"Correct Answer": " \n"}, "'Correct Answer', an answer to choose from, is empty"),
     "a letter that is none": ("ceval", {"answer": "E"}, "its reference 'E' is none of A, B, C and D"),
-    "no letter": ("ceval", {"answer": None}, "'answer' must be a string or an integer, not NoneType"),
-    "no option": ("ceval", {"D": ["x"]}, "'D' must be a string or an integer, not list"),
-    "an article that is a list": ("cnn_dm", {"article": ["x"]}, "'article' must be a string or an integer, not list"),
-    "no summary": ("cnn_dm", {"highlights": None}, "'highlights' must be a string or an integer, not NoneType"),
+    "no letter": ("ceval", {"answer": None}, "'answer' must be a string or a number, not NoneType"),
+    "no option": ("ceval", {"D": ["x"]}, "'D' must be a string or a number, not list"),
+    "an article that is a list": ("cnn_dm", {"article": ["x"]}, "'article' must be a string or a number, not list"),
+    "no summary": ("cnn_dm", {"highlights": None}, "'highlights' must be a string or a number, not NoneType"),
     "an empty question": ("financeqa", {"question": " ", "context": None}, "no turn may be blank"),
-    "no answer": ("financeqa", {"answer": None}, "'answer' must be a string or an integer, not NoneType"),
-    "no code": ("blazedit_5k", {"code": None}, "'code' must be a string or an integer, not NoneType"),
-    "code that is an object": ("instructcoder", {"input": {}}, "'input' must be a string or an integer, not dict"),
+    "no answer": ("financeqa", {"answer": None}, "'answer' must be a string or a number, not NoneType"),
+    "no code": ("blazedit_5k", {"code": None}, "'code' must be a string or a number, not NoneType"),
+    "code that is an object": ("instructcoder", {"input": {}}, "'input' must be a string or a number, not dict"),
 }  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def test_own_prompts_come_in_three_forms(tmp_path: Path) -> None:
         ),
         ({"messages": [{"role": "user"}]}, "message 1 of messages has no content: a text, or a list of texts"),
         ({"prompt": " "}, "a prompt needs at least one turn, and no turn may be blank"),
-        ({"prompt": "Hi", "id": 1.5}, "'id' must be a string or an integer, not float"),
+        ({"prompt": "Hi", "id": [1]}, "'id' must be a string or a number, not list"),
     ],
 )
 def test_a_bad_prompt_of_the_user_is_refused_with_what_is_allowed(tmp_path: Path, row: object, message: str) -> None:

@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.tasks import conversations, prompts, scorers, suites
@@ -47,14 +49,43 @@ def test_any_of_several_right_answers_is_right(tmp_path: Path) -> None:
         scorers.check_references("gsm8k_number", [prompt])
 
 
-@pytest.mark.parametrize("reference", [[["a", 1], ["b"]], [{"a": 1}], [[["a"]]], {"a": 1}, 1.5, [None]])
-def test_what_is_no_reference_is_refused_or_none(reference: Any, tmp_path: Path) -> None:
-    path = own(tmp_path, {"turns": ["Hi"], "reference": reference})
-    if isinstance(reference, list) and len(reference) > 1:
-        assert prompts.load(path).prompts[0].reference is None
+KEYS = ("reference", "answer")
+RIGHT: dict[str, tuple[Any, int, tuple[str, ...]]] = {
+    "a number": (4, 1, ("4",)),
+    "a whole number in a column with a gap": (4.0, 1, ("4",)),
+    "a decimal fraction": (4.5, 1, ("4.5",)),
+    "a large number": (1e300, 1, ("1e+300",)),
+    "a truth value": (True, 1, ("True",)),
+    "alternatives": ([4, 5.0, "six", " "], 1, ("4", "5", "six")),
+    "numbers by turn": ([1, 2.0], 2, ("2",)),
+    "alternatives of the last turn": ([1, [2, "two"]], 2, ("2", "two")),
+    "one for all turns": ([7.5], 2, ("7.5",)),
+    "a gap": (None, 1, ()),
+    "a gap of floats": (float("nan"), 1, ()),
+    "nothing": ([], 1, ()),
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("what", RIGHT)
+def test_right_answers_are_texts_or_numbers_under_either_key(what: str, key: str, tmp_path: Path) -> None:
+    value, num_turns, right = RIGHT[what]
+    path, row = own(tmp_path), {"turns": ["Hi"] * num_turns, key: value}
+    if isinstance(value, list):
+        path = own(tmp_path, row)
     else:
-        with pytest.raises(UserError, match="'reference' must be a string or an integer"):
-            prompts.load(path)
+        parquet.write_table(pa.Table.from_pylist([row]), path)
+    (prompt,) = prompts.load(path, scorer="math").prompts
+    assert tuple(filter(None, (prompt.reference, *prompt.alternatives))) == right
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("value", [[["a", 1], ["b"]], [{"a": 1}], [[["a"]]], {"a": 1}, [None], [1, 2, {}], [[1], 2]])
+def test_what_is_no_right_answer_is_refused_where_answers_are_scored(value: Any, key: str, tmp_path: Path) -> None:
+    path = own(tmp_path, {"turns": ["Hi"], key: value})
+    assert prompts.load(path).prompts[0].reference is None
+    with pytest.raises(UserError, match=f"line 1: '{key}' must be a text or a number, .*; write it as a text, or omit"):
+        prompts.load(path, scorer="math")
 
 
 PLACEHOLDERS = [

@@ -262,7 +262,7 @@ GOOD = lines(ROWS[0])
         (lines(ROWS[0] | {"hints": ["x", 1]}), "{path} line 1: 'hints' must be a list of strings, not list"),
         (
             lines(ROWS[0] | {"question": None}),
-            "{path} line 1: 'question' must be a string or an integer, not NoneType",
+            "{path} line 1: 'question' must be a string or a number, not NoneType",
         ),
         (lines(*ROWS, ROWS[1]), "folder {folder}: rows 2 and 4 share the id 'b'"),
         ("\n", "folder {folder}: no rows for suite 'toy'"),
