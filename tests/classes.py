@@ -34,6 +34,33 @@ LINEAR: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }
+GEMMA4: dict[str, Any] = {
+    **ALTERNATING,
+    "global_head_dim": 16,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
+"""Full layers have larger heads than those with a window, and fewer of keys, which are their values, too."""
+PER_LAYER: dict[str, Any] = {
+    **GEMMA4,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "position_embedding_size": 8,
+    "patch_size": 4,
+}
+MARKS = ("boi_token", "eoi_token", "image_token", "video_token", "boa_token", "audio_token")
 
 ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixture of experts": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS),
@@ -45,6 +72,23 @@ ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a window in all layers": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 8}),
     "a window, soft caps": ("Gemma2ForCausalLM", "Gemma2Config", {"query_pre_attn_scalar": 8, **ALTERNATING}),
     "a window, two rotary tables": ("Gemma3ForCausalLM", "Gemma3TextConfig", ALTERNATING),
+    "gemma 4": ("Gemma4ForCausalLM", "Gemma4TextConfig", {**GEMMA4, "final_logit_softcapping": 30.0}),
+    "gemma 4, inputs per layer, shared keys": ("Gemma4ForCausalLM", "Gemma4TextConfig", PER_LAYER),
+    "gemma 4, experts": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    ),
+    "gemma 4 that sees": (
+        "Gemma4ForConditionalGeneration",
+        "Gemma4Config",
+        {
+            "text_config": {**SHAPE, **PER_LAYER},
+            "vision_config": VISION,
+            **{f"{mark}_id": 96 for mark in MARKS},
+            "eoa_token_index": 96,
+        },
+    ),
     "a window in the upper layers": (
         "Qwen3ForCausalLM",
         "Qwen3Config",
@@ -70,7 +114,8 @@ def made(kind: str) -> Any:
 def _made(kind: str) -> Any:
     model_class, config_class, changes = {**ATTENTION, **HYBRID}[kind]
     new: Callable[[Any], Any] = getattr(transformers, model_class)
-    model = new(getattr(transformers, config_class)(**{**SHAPE, **changes})).eval()
+    shape = {} if "text_config" in changes else SHAPE
+    model = new(getattr(transformers, config_class)(**{**shape, **changes})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # With fresh weights a model repeats its last token; layers that outweigh the embedding say something.

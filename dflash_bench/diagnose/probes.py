@@ -26,6 +26,7 @@ from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
 from dflash_bench.engine.selection import compile_like
 from dflash_bench.engine.target import Target
 from dflash_bench.models.architecture import final_norm
+from dflash_bench.models.configs import optional
 from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.nets.dflash import DFlashDraft, default_target_layers
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
@@ -274,7 +275,7 @@ def _positions(subject: DraftUnderTest) -> Iterator[Probe]:
 
 def _rotary(subject: DraftUnderTest) -> Iterator[Probe]:
     draft, target = subject.draft.config, subject.target.config
-    rope = dict(getattr(target, "rope_parameters", None) or {})
+    rope = dict(optional(target, "rope_parameters", default={}))
     theta = float(rope.pop("rope_theta", 10_000.0))
     scaling = rope if rope.get("rope_type", "default") != "default" else None
     remedy = "correct rope_theta and rope_scaling in the draft's config.json"
@@ -314,7 +315,7 @@ def _norms(subject: DraftUnderTest) -> Iterator[Probe]:
             "put norm.weight of the target into the draft",
             target_norm,
         )
-    eps = float(getattr(subject.target.config, "rms_norm_eps", subject.draft.config.rms_norm_eps))
+    eps = float(optional(subject.target.config, "rms_norm_eps", default=subject.draft.config.rms_norm_eps))
     if eps != subject.draft.config.rms_norm_eps:
         cause = f"its norms were trained with the target's epsilon, {eps:g}"
         yield _probe(

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from dflash_bench.core.errors import UserError
+from dflash_bench.models.configs import optional
 
 RECURRENT = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Hybrids of attention and the gated delta rule, whose state `engine/forward/hf.py` can roll back."""
@@ -44,7 +45,7 @@ def final_norm(model: Any) -> nn.Module:
 
 
 def context_length(config: Any) -> int:
-    length = getattr(config, "max_position_embeddings", None)
+    length = optional(config, "max_position_embeddings")
     if length is None:
         raise UserError(
             f"a {config.model_type} target declares no context length (max_position_embeddings); it is not supported"
@@ -54,7 +55,7 @@ def context_length(config: Any) -> int:
 
 def recurrent_layers(config: Any) -> list[int]:
     """Return the indices of the layers that keep a state instead of keys and values."""
-    kinds = getattr(config, "layer_types", None) or ()
+    kinds = optional(config, "layer_types", default=())
     return [i for i, kind in enumerate(kinds) if kind == "linear_attention"]
 
 
@@ -64,8 +65,8 @@ def attention_windows(config: Any) -> dict[str, int | None]:
     A model with several kinds of layers takes one mask per kind, under the names of `transformers.masking_utils`. A
     model whose config lists no kinds takes one mask; if it has a window, all its layers do (Mistral).
     """
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    layer_types = getattr(config, "layer_types", None)
+    window = optional(config, "sliding_window") if optional(config, "use_sliding_window", default=True) else None
+    layer_types = optional(config, "layer_types")
     default = {"sliding_attention" if window else "full_attention"}
     kinds = {*layer_types} - {"linear_attention"} if layer_types else default
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
@@ -75,7 +76,7 @@ def refuse_unsupported(model: Any) -> None:
     """Raises UserError for a model that this engine cannot roll back or mask, rather than give wrong answers."""
     config = model.config.get_text_config()
     name = config.model_type
-    if getattr(model.config, "is_encoder_decoder", False):
+    if optional(model.config, "is_encoder_decoder"):
         raise UserError(f"{name} is an encoder-decoder model; the target must be a causal language model")
     kinds = other_layers(config)
     if kinds:
@@ -89,12 +90,13 @@ def refuse_unsupported(model: Any) -> None:
         )
     needs = ("position_ids", "attention_mask", cache_argument(model))
     missing = [need for need in needs if need not in inspect.signature(model.forward).parameters]
-    if missing or getattr(config, "alibi", False):
+    if missing or optional(config, "alibi"):
         lacks = missing[0] if missing else "position_ids (it uses ALiBi)"
         raise UserError(f"a {name} target is not supported: its forward pass takes no {lacks}")
-    if getattr(config, "use_bidirectional_attention", None) is True:
+    # Gemma 4 names which tokens: those of images alone may see ahead of them.
+    if optional(config, "use_bidirectional_attention") in (True, "all"):
         raise UserError(f"a {name} target with use_bidirectional_attention is not a causal language model")
-    attention = getattr(config, "_attn_implementation", None)
+    attention = optional(config, "_attn_implementation")
     if attention not in MASKABLE:
         raise UserError(
             f"{attention} attention does not accept our masks; load the target with one of: {', '.join(MASKABLE)}"
@@ -108,7 +110,7 @@ def cache_argument(model: Any) -> str:
 
 def other_layers(config: Any) -> list[str]:
     """Return the kinds of its layers that this engine does not support."""
-    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
+    kinds = {*optional(config, "layer_types", default=()), *optional(config, "attention_layers", default=())}
     kinds -= {*FULL, "sliding_attention"}
     if config.model_type in RECURRENT:
         kinds -= {"linear_attention"}

@@ -15,6 +15,7 @@ from torch import Tensor
 from dflash_bench.core import files, terminal
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.models import formats, gguf, gguf_hybrid, gguf_tokenizer, presets, targets, weights
+from dflash_bench.models.configs import Heads, optional
 from dflash_bench.models.formats import Checkpoint, base
 from dflash_bench.models.gguf_tokenizer import PREFIX
 from dflash_bench.models.hub import read_config
@@ -385,10 +386,10 @@ def _check(folder: Path, config: Any) -> None:
     if config.model_type not in ARCHITECTURES:
         known = [*ARCHITECTURES, gguf_hybrid.MODEL_TYPE]
         raise unknown(f"{folder}: architecture for GGUF", config.model_type, known)
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(optional(config, "layer_types", default=()))
     reasons = {
         **_reasons(folder, config),
-        "sliding-window attention": kinds - {"full_attention"} or getattr(config, "use_sliding_window", False),
+        "sliding-window attention": kinds - {"full_attention"} or optional(config, "use_sliding_window"),
         "rotary positions on a part of each head": config.rope_parameters.get("partial_rotary_factor")
         not in (None, 1.0),
     }
@@ -421,7 +422,7 @@ def _with_alternating_rows(tensors: dict[str, Tensor], config: Any) -> dict[str,
 
 
 def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return Heads.of_first(config).key_size
 
 
 def _settings(config: Any) -> dict[str, Any]:

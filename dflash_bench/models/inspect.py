@@ -15,6 +15,7 @@ from dflash_bench.core.errors import DraftProblem, UserError
 from dflash_bench.core.labels import dtype_name
 from dflash_bench.core.methods import users_of
 from dflash_bench.models import formats, loading, mtp_heads, presets, targets, weights
+from dflash_bench.models.configs import optional
 from dflash_bench.models.formats import TargetShape, base, medusa
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format
 from dflash_bench.models.hub import read_config
@@ -152,12 +153,12 @@ def _of_language_model(folder: Path, home: Path | None, shape: TargetShape | Non
     )
     method = "block-diffusion" if blocks else "draft-model"
     tensors = weights.read_tensors(folder, weights.only_maps)
-    note = mtp_heads.note(folder, tensors)
+    note, inner = mtp_heads.note(folder, tensors), optional(config, "intermediate_size", default="?")
     return Inspection(
         format=f"language model ({config.model_type})", method=method, used_by=tuple(users_of(method)),
         block_size=blocks and blocks["block_size"], mask_token_id=blocks and blocks["mask_token_id"],
         vocab_size=rows, draft_vocab_size=rows, own_embedding=True, target=target, problems=tuple(problems),
-        layers=f"{config.num_hidden_layers} of {config.hidden_size}/{getattr(config, 'intermediate_size', '?')}",
+        layers=f"{config.num_hidden_layers} of {config.hidden_size}/{inner}",
         notes=(note,) if note else (), **_size(tensors),
     )  # fmt: skip
 

@@ -7,19 +7,21 @@ top of a run's weights and caches: it depends on engine, attention and device.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_bench.core.forwards import AttentionCost, Size
 from dflash_bench.core.methods import Method
 from dflash_bench.models import formats, loading, mtp_heads, presets, quantization, targets
 from dflash_bench.models import weights as models_weights
 from dflash_bench.models.architecture import attention_windows, recurrent_layers
+from dflash_bench.models.configs import Heads, keeps_keys, layer_configs, optional
 from dflash_bench.models.formats import base, medusa
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
@@ -32,6 +34,7 @@ MOST_NODES = 63
 """The most nodes that `ddtree:nodes=auto` can choose."""
 SPARE = 1.05
 """Factor on the counted bytes for everything that is not counted: activations and fragmentation."""
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token", "top_k_experts")
 LIBRARIES = 0.5e9
 """Bytes of the process with nothing loaded."""
 
@@ -44,16 +47,21 @@ def size_of(model: Any) -> Size:
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     named = {id(weight): (name, weight) for name, weight in model.named_parameters()}  # what is shared, once
     experts = [weight for name, weight in named.values() if "experts" in name.split(".")]
-    apart = {id(weight) for weight in experts} | ({id(embedding)} if embedding is not head else set())
-    read = [weight for _, weight in named.values() if id(weight) not in apart]
-    num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts") if experts else 0
+    # A pass over text reads the decoder and the head, not what a model sees and hears with; of tables it reads rows.
+    decoder = model.get_decoder() or model
+    tables = {id(m.weight): m.weight for m in decoder.modules() if isinstance(m, nn.Embedding) and m.weight is not head}
+    apart = {id(weight) for weight in experts} | tables.keys()
+    used = dict.fromkeys(map(id, [*decoder.parameters(), *model.get_output_embeddings().parameters()]))
+    read = [named[weight][1] for weight in used if weight not in apart]
+    rows = tables.values() or [embedding]
+    num_experts = optional(config, "num_experts", "num_local_experts", "n_routed_experts") if experts else 0
     return Size(
         weight_bytes=bytes_of(read),
         matrix_elements=matrix_elements(read),
-        row_bytes=embedding.shape[1] * embedding.element_size(),
+        row_bytes=sum(table.shape[1] * table.element_size() for table in rows),
         stored_bytes=bytes_of(weight for _, weight in named.values()),
         num_experts=num_experts,
-        experts_per_token=_first(config, "num_experts_per_tok", "experts_per_token") if experts else 0,
+        experts_per_token=optional(config, *EXPERTS_PER_TOKEN) if experts else 0,
         expert_bytes=bytes_of(experts) // num_experts if experts else 0,
         expert_elements=sum(weight.numel() for weight in experts) // num_experts if experts else 0,
         attention=target_attention(config, embedding.element_size()),
@@ -62,10 +70,6 @@ def size_of(model: Any) -> Size:
         vocab_size=embedding.shape[0],
         itemsize=embedding.element_size(),
     )
-
-
-def _first(config: Any, *names: str) -> int:
-    return next(int(value) for name in names if (value := getattr(config, name, None)))
 
 
 def bytes_of(weights: Iterable[Any]) -> int:
@@ -80,15 +84,16 @@ def matrix_elements(weights: Iterable[Any]) -> int:
 
 def target_attention(config: Any, itemsize: int) -> tuple[AttentionCost, ...]:
     """Return a target's layers that keep keys and values, by kind; recurrent layers keep none."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    num_kv = getattr(config, "num_key_value_heads", None) or heads
     windows = attention_windows(config)
-    kinds = getattr(config, "layer_types", None) or [next(iter(windows))] * config.num_hidden_layers
+    kinds = optional(config, "layer_types") or [next(iter(windows))] * config.num_hidden_layers
+    layers = zip(kinds, map(Heads.of, layer_configs(config)), keeps_keys(config), strict=True)
+    counted = Counter(
+        (kind, heads.num_heads * (heads.key_size + heads.value_size) // 2, heads.cached * itemsize if keeps else 0)
+        for kind, heads, keeps in layers
+        if kind in windows
+    )
     return tuple(
-        AttentionCost(num_layers, window, heads * head_dim, 2 * num_kv * head_dim * itemsize)
-        for kind, window in windows.items()
-        if (num_layers := kinds.count(kind))
+        AttentionCost(count, windows[kind], query, cached) for (kind, query, cached), count in sorted(counted.items())
     )
 
 
@@ -229,7 +234,7 @@ def demand_of(
     UserError for a checkpoint that cannot be read.
     """
     if dtype is None:
-        stored = getattr(targets.config_of(target, trusted), "dtype", None)
+        stored = optional(targets.config_of(target, trusted), "dtype")
         dtype = stored if isinstance(stored, torch.dtype) else torch.float32
     shape = targets.shape_of(target)
     footprints = {name: _of_draft(name, folder, shape, dtype) for name, folder in drafts.items()}
@@ -275,7 +280,7 @@ def footprint_of(folder: Path, dtype: torch.dtype, trusted: bool = False, quanti
     stored = models_weights.read_tensors(folder, models_weights.only_maps)
     # MTP heads are no part of the model: they are loaded where a method drafts with them.
     tensors = {name: tensor for name, tensor in stored.items() if not mtp_heads.is_of_heads(name)}
-    if getattr(config, "tie_word_embeddings", False):
+    if optional(config, "tie_word_embeddings"):
         tensors.pop(base.HEAD, None)
     place, weights = token_bytes(target_attention(config, dtype.itemsize)), _weights(tensors, dtype)
     if quantize is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
 from dflash_bench.models import targets, weights
+from dflash_bench.models.configs import optional
 from dflash_bench.models.formats.base import COPY, FLOATS, MISSING, SURPLUS, TargetShape
 from dflash_bench.models.hub import UNREADABLE, cannot_load
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
@@ -106,7 +107,8 @@ def note(folder: Path, names: Iterable[str]) -> str | None:
 
 
 def _declared(config: Any) -> int | None:
-    return next((value for key in COUNTS if (value := getattr(config, key, None)) is not None), None)
+    number: int | None = optional(config, *COUNTS)
+    return number
 
 
 def _config(folder: Path, tensors: Mapping[str, Tensor]) -> MTPConfig:
@@ -118,9 +120,9 @@ def _config(folder: Path, tensors: Mapping[str, Tensor]) -> MTPConfig:
         )
     if (number := _declared(text)) not in (None, 1):
         raise UserError(f"{folder}: MTP heads of {number!r} layers are not supported; only those of one layer are")
-    if getattr(text, "mtp_use_dedicated_embeddings", None):
+    if optional(text, "mtp_use_dedicated_embeddings"):
         raise UserError(f"{folder}: MTP heads with an embedding of their own are not supported")
-    parameters = getattr(text, "rope_parameters", None) or {}
+    parameters = optional(text, "rope_parameters", default={})
     kind = (parameters.get("full_attention") or parameters).get("rope_type", "default")
     if kind not in ROTARY:
         raise UserError(

@@ -18,6 +18,7 @@ from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.forwards import Size
 from dflash_bench.models import mtp_heads, presets, targets
+from dflash_bench.models.configs import Heads, cut, optional
 from dflash_bench.models.formats.base import skeleton
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.dflash import default_target_layers as dflash_layers
@@ -63,9 +64,7 @@ def config_of(target: str, num_layers: int | None = None) -> Any:
     if num_layers is not None:
         if num_layers > config.num_hidden_layers:
             raise UserError(f"--layers {num_layers}: {target} has only {config.num_hidden_layers} layers")
-        config.num_hidden_layers = num_layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:num_layers]
+        cut(config, num_layers)
     return config
 
 
@@ -125,13 +124,13 @@ def empty_draft(
         if config.model_type not in mtp_heads.KINDS:
             raise UserError(f"{target}: MTP heads of a {config.model_type} target are not supported")
         return MTPDraft(MTPConfig.of(config))
-    heads = config.num_attention_heads
+    heads = Heads.of_first(config)
     shape: dict[str, Any] = {
         "hidden_size": config.hidden_size,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 3 * config.hidden_size,
-        "num_heads": heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "intermediate_size": optional(config, "intermediate_size", default=3 * config.hidden_size),
+        "num_heads": heads.num_heads,
+        "num_kv_heads": heads.num_kv_heads,
+        "head_dim": heads.key_size,
         "vocab_size": config.vocab_size,
         "num_target_layers": config.num_hidden_layers,
         "max_positions": config.max_position_embeddings,

@@ -15,6 +15,7 @@ from torch import Tensor
 from dflash_bench.core import files
 from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
 from dflash_bench.models import gguf, hub, presets, quantization, weights
+from dflash_bench.models.configs import layer_configs, optional, varying
 from dflash_bench.models.formats.base import EMBEDDING, HEAD, TargetShape
 from dflash_bench.models.hub import UNREADABLE, cannot_load, is_unreadable, read_config
 
@@ -152,17 +153,23 @@ def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
     read_config(folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
+        if several := [name for name in SIZES if name in varying(config)]:
+            raise UserError(f"a {config.model_type} target whose {several[0]} differs by layer is not supported")
         sizes = {name: getattr(config, name) for name in SIZES}
+        optional(config, "kv_sharing_modes")  # raises where no layer before has what the last ones reuse
     except UNREADABLE as error:
         raise cannot_load(folder, error) from error
     _check_sizes(folder, config, sizes)
+    if varying(config):
+        for layer in layer_configs(config):
+            _check_sizes(folder, layer, sizes)
     _check_layers(folder, config)
     return config
 
 
 def _check_sizes(folder: Path, config: Any, sizes: dict[str, Any]) -> None:
     """Raises UserError for an impossible size, which would end in a traceback or huge memory use later on."""
-    sizes = sizes | {name: size for name in IF_GIVEN if (size := getattr(config, name, None)) is not None}
+    sizes = sizes | {name: size for name in IF_GIVEN if (size := optional(config, name)) is not None}
     for name, size in sizes.items():
         least = 0 if "experts" in name else 1
         if type(size) is not int or not least <= size <= LARGEST:
@@ -178,7 +185,7 @@ def _check_sizes(folder: Path, config: Any, sizes: dict[str, Any]) -> None:
 
 
 def _check_layers(folder: Path, config: Any) -> None:
-    types = getattr(config, "layer_types", None)
+    types = optional(config, "layer_types")
     if types is None:
         return
     if len(types) != config.num_hidden_layers:
@@ -186,7 +193,7 @@ def _check_layers(folder: Path, config: Any) -> None:
             f"{folder}: layer_types in its config.json names {len(types)} layers, and num_hidden_layers is "
             f"{config.num_hidden_layers}"
         )
-    window = getattr(config, "sliding_window", None)
+    window = optional(config, "sliding_window")
     if "sliding_attention" in types and (type(window) is not int or window < 1):
         raise UserError(
             f"{folder}: layer_types in its config.json names sliding layers, and sliding_window cannot be {window!r}; "

@@ -18,6 +18,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import METHODS, SYNTHETIC, Method, parse
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.models import formats, gguf, memory, mtp_heads, presets, targets
+from dflash_bench.models.configs import optional
 from dflash_bench.models.convert import GGUF, convert
 from dflash_bench.models.formats.base import DraftConfig
 from dflash_bench.models.nets.dflash import DFlashConfig
@@ -225,7 +226,7 @@ def _num_drafts(method: Method, model: Preset, config: DraftConfig | None) -> in
 def _length(resolved: RunPlan, home: str) -> int:
     wanted = resolved.max_new_tokens + max([PROMPT_TOKENS, *(context or 0 for context in resolved.request.context)])
     known = None if gguf.is_file(home) else targets.config_of(Path(home), resolved.request.trust_remote_code)
-    return min(wanted, getattr(known, "max_position_embeddings", None) or wanted)
+    return min(wanted, int(optional(known, "max_position_embeddings", default=wanted)))
 
 
 def _refuse_too_little(home: str, num_copies: int, drafts: Sequence[Path], num_gpus: int) -> None:

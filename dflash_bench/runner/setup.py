@@ -15,6 +15,7 @@ from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.methods import Method
 from dflash_bench.core.types import Message
 from dflash_bench.models import hub, quantization
+from dflash_bench.models.configs import optional
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.identity import full_names
 from dflash_bench.runner import config
@@ -316,7 +317,7 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
     def size(messages: Sequence[Message]) -> int:
         return max(len(chat.encode(tokenizer, messages, mode)) for mode in modes)
 
-    length = getattr(config, "max_position_embeddings", None) or 2**31
+    length = optional(config, "max_position_embeddings", default=2**31)
     padded = padding.padded(resolved.suites, request.context, size, length, resolved.max_new_tokens)
     counts = model.num_drafts or {}
     methods = [one if one.tag else one.with_count(counts.get(one.name)) for one in resolved.methods]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.models.architecture import decoder_layers, final_norm
+from dflash_bench.models.configs import Heads, optional
 from dflash_bench.models.nets import dflash, eagle3
 from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.corrections.selector import SelectorConfig
@@ -208,7 +209,7 @@ def new_mtp(target: Any, seed: int) -> MTPDraft:
     """Return MTP heads whose layer starts as the target's last one with full attention, reading its state alone."""
     text = target.config.get_text_config()
     draft = MTPDraft(MTPConfig.of(text)).float().to_empty(device="cpu")
-    kinds = getattr(text, "layer_types", None) or [FULL] * text.num_hidden_layers
+    kinds = optional(text, "layer_types") or [FULL] * text.num_hidden_layers
     last = max(index for index, kind in enumerate(kinds) if kind == FULL)
     draft.layer.load_state_dict(decoder_layers(target)[last].state_dict())
     norm: Any = final_norm(target)
@@ -246,19 +247,19 @@ def _quieten(norm: Any, target: Any) -> None:
 
 def _shape(target: Any) -> Mapping[str, Any]:
     config = target.config.get_text_config()
-    rope = dict(getattr(config, "rope_parameters", None) or {})
+    rope = dict(optional(config, "rope_parameters", default={}))
     theta = rope.pop("rope_theta", 10000.0)
-    heads = config.num_attention_heads
+    heads = Heads.of_first(config)
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_heads": heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "num_heads": heads.num_heads,
+        "num_kv_heads": heads.num_kv_heads,
+        "head_dim": heads.key_size,
         "vocab_size": target.get_input_embeddings().weight.shape[0],
         "num_target_layers": config.num_hidden_layers,
-        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "rms_norm_eps": optional(config, "rms_norm_eps", default=1e-6),
         "rope_theta": float(theta),
-        "max_positions": getattr(config, "max_position_embeddings", 4096),
+        "max_positions": optional(config, "max_position_embeddings", default=4096),
         "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
     }

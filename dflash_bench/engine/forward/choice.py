@@ -20,6 +20,7 @@ from dflash_bench import __version__
 from dflash_bench.core.labels import dtype_name
 from dflash_bench.engine.forward.native import COVERED, Gated, Layer, NativeForward
 from dflash_bench.models.architecture import decoder_layers
+from dflash_bench.models.configs import Heads, optional
 from dflash_bench.models.presets import cache_folder
 from dflash_bench.models.quantization import Int8Linear
 
@@ -55,10 +56,9 @@ def why_not_layers(layers: Sequence[Layer]) -> str | None:
 
 def expects_kernels(config: Any, dtype: torch.dtype) -> bool:
     """Return True if compiled kernels will compute a target of this config on a CPU, as far as that can be foretold."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    fits = head_dim % 8 == 0 and heads * head_dim % 16 == 0
-    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+    heads = Heads.of_first(config)
+    fits = heads.key_size % 8 == 0 and heads.num_heads * heads.key_size % 16 == 0
+    experts = optional(config, "num_experts", "num_local_experts")
     return config.model_type in COVERED and dtype in DTYPES and fits and not experts and has_numba()
 
 

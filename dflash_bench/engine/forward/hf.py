@@ -20,6 +20,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.engine.cache import KVCache, to_device
 from dflash_bench.engine.masks import PassMask, seen_by
 from dflash_bench.models.architecture import cache_argument, decoder_layers, recurrent_layers
+from dflash_bench.models.configs import optional
 from dflash_bench.models.weights import lay_out
 
 # Rolls back the states of gated delta net layers (Qwen3.5, Qwen3-Next), which cannot be shortened like a KV cache.
@@ -275,7 +276,7 @@ class HFForward:
 
     def serve(self, cache: KVCache, device: torch.device) -> None:
         """Write into this cache from now on."""
-        kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or [""] * len(self._layers)
+        kinds = optional(self.model.config.get_text_config(), "layer_types") or [""] * len(self._layers)
         layers: list[Any] = [CachedLayer(cache, i, kind) for i, kind in enumerate(kinds)]
         if self._recurrent:
             self._recurrence = Recurrence(self._layers, self._recurrent, device)

@@ -23,6 +23,7 @@ from dflash_bench.engine.forward.hf import PassInputs
 from dflash_bench.engine.lengths import Lengths, Seen, attends_by_lengths, pass_lengths
 from dflash_bench.engine.masks import PassMask, fold_kinds, seen_by
 from dflash_bench.models.architecture import decoder_layers, final_norm
+from dflash_bench.models.configs import optional
 from dflash_bench.models.quantization import Int8Linear
 from dflash_bench.models.weights import join_weights, lay_out
 
@@ -320,7 +321,7 @@ def why_not(model: Any) -> str | None:
         return f"{config.model_type} is not among {', '.join(COVERED)}"
     if _activation(config) not in ACTIVATIONS:
         return f"its activation is {_activation(config)}"
-    if any(getattr(config, cap, None) is not None for cap in SOFT_CAPS):
+    if optional(config, *SOFT_CAPS) is not None:
         return "it caps its logits softly"
     for kind in _rope_types(config):
         if kind not in TABLES:
@@ -335,12 +336,12 @@ def why_not(model: Any) -> str | None:
 
 
 def _activation(config: Any) -> str:
-    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+    return str(optional(config, "hidden_activation") or config.hidden_act)
 
 
 def _rope_types(config: Any) -> set[str]:
     """Return the model's kinds of rotary angles: a config has one, or one per kind of layer."""
-    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = optional(config, "rope_parameters", default={})
     several = [entry for entry in parameters.values() if isinstance(entry, Mapping)] or [parameters]
     return {entry.get("rope_type", "default") for entry in several}
 
@@ -357,10 +358,10 @@ class NativeForward:
         self.head: Product = head if head.weight is self.embedding.weight else lay_out(head)
         self.norm, self.rotary = norm_of(final_norm(model)), model.get_decoder().rotary_emb
         layers = decoder_layers(model)
-        window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-        kinds = getattr(config, "layer_types", None) or [window] * len(layers)
+        window = "sliding_attention" if optional(config, "sliding_window") else "full_attention"
+        kinds = optional(config, "layer_types") or [window] * len(layers)
         heads = config.num_attention_heads, config.num_key_value_heads
-        scalar = getattr(config, "query_pre_attn_scalar", None)
+        scalar = optional(config, "query_pre_attn_scalar")
         scale = None if scalar is None else scalar**-0.5
         self.layers = [
             layer_of(layer, kind, *heads, _activation(config), scale) for layer, kind in zip(layers, kinds, strict=True)

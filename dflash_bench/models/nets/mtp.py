@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_bench.models.architecture import cache_argument, decoder_layers, final_norm
+from dflash_bench.models.configs import Heads, optional
 from dflash_bench.models.nets.layers import DraftShape
 
 FULL = "full_attention"
@@ -37,18 +38,18 @@ class MTPConfig(DraftShape):
 
         `is_dense` gives the layer a plain feed-forward where the target's layers have experts.
         """
-        text, heads = copy.deepcopy(config), config.num_attention_heads
+        text, heads = copy.deepcopy(config), Heads.of_first(config)
         text.num_hidden_layers = 1
-        if getattr(text, "layer_types", None):
+        if optional(text, "layer_types"):
             text.layer_types = [FULL]
-        if getattr(text, "mlp_only_layers", None) is not None:
+        if optional(text, "mlp_only_layers") is not None:
             text.mlp_only_layers, text.decoder_sparse_step = [0] if is_dense else [], 1
         return cls(
             hidden_size=config.hidden_size,
-            intermediate_size=getattr(config, "intermediate_size", None) or config.moe_intermediate_size,
-            num_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            intermediate_size=optional(config, "intermediate_size", "moe_intermediate_size"),
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.key_size,
             vocab_size=config.vocab_size,
             target_layer_ids=(config.num_hidden_layers - 1,),
             num_target_layers=config.num_hidden_layers,

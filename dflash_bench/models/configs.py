@@ -1,0 +1,77 @@
+"""Keys of a target's config that not every architecture has, or that differ from layer to layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def optional(config: Any, *names: str, default: Any = None) -> Any:
+    """Return the first of these keys that has a value for the whole model, or `default` if none has.
+
+    A key that differs from layer to layer has none: transformers raises where it is read, and `layer_configs` gives it.
+    """
+    names = tuple(name for name in names if name not in varying(config))
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if value is not None), default)
+
+
+def layer_configs(config: Any) -> Sequence[Any]:
+    """Return the config of each layer, in which every key has one value."""
+    per_layer: Sequence[Any] = config.per_layer_config if varying(config) else [config] * config.num_hidden_layers
+    return per_layer
+
+
+def varying(config: Any) -> frozenset[str]:
+    """Return the keys that differ from layer to layer."""
+    return frozenset(getattr(config, "per_layer_attributes", None) or ())
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The attention heads of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_size: int
+    """Of a query or key of one head."""
+    value_size: int
+
+    @classmethod
+    def of(cls, config: Any) -> Heads:
+        """Read a layer's config, or a model's whose layers are alike."""
+        heads = config.num_attention_heads
+        size = optional(config, "head_dim") or config.hidden_size // heads
+        # Multi-head latent attention (DeepSeek) has other sizes, and a `head_dim` that means its rotated part.
+        latent = optional(config, "qk_nope_head_dim"), optional(config, "qk_rope_head_dim")
+        key_size = size if None in latent else sum(latent)
+        value_size = key_size if None in latent else optional(config, "v_head_dim", default=key_size)
+        return cls(heads, optional(config, "num_key_value_heads") or heads, key_size, value_size)
+
+    @property
+    def cached(self) -> int:
+        """How many numbers a token's keys and values are."""
+        return self.num_kv_heads * (self.key_size + self.value_size)
+
+    @classmethod
+    def of_first(cls, config: Any) -> Heads:
+        """Read a model's first layer."""
+        return cls.of(layer_configs(config)[0])
+
+
+def keeps_keys(config: Any) -> Sequence[bool]:
+    """Return for each layer whether it has keys and values of its own: the last ones may reuse those before them."""
+    modes = optional(config, "kv_sharing_modes")
+    return [mode != "reuse" for mode in modes] if modes else [True] * config.num_hidden_layers
+
+
+def cut(config: Any, num_layers: int) -> None:
+    """Keep only the first layers of a model."""
+    own = sum(keeps_keys(config))
+    for name in ("layer_types", "mlp_layer_types"):
+        if kinds := optional(config, name):
+            setattr(config, name, kinds[:num_layers])
+    if optional(config, "num_kv_shared_layers"):
+        config.num_kv_shared_layers = max(0, num_layers - own)
+    config.num_hidden_layers = num_layers
