@@ -59,9 +59,10 @@ def _keeps_too_much(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(loop, name, faulty)
 
 
-def _residual_of_p(patch: pytest.MonkeyPatch) -> None:
-    """What takes a refused token's place is drawn from p, not from p - q."""
-    patch.setattr(verify, "_residual", lambda p, q: p)
+def _residual(share: float) -> Callable[[pytest.MonkeyPatch], None]:
+    """What takes a refused token's place is drawn from max(p - share * q, 0), not from max(p - q, 0)."""
+    sound = verify._residual
+    return lambda patch: patch.setattr(verify, "_residual", lambda p, q: sound(p, share * q))
 
 
 def _blocks_verified_with(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
@@ -198,7 +199,9 @@ def _numbers(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Callable[[p
 
 WRONG_RULES = (
     WrongRule("accepts too much: one draft in ten unseen", _keeps_too_much),
-    WrongRule("residual drawn from p", _residual_of_p, (REJECTION,)),
+    WrongRule("residual drawn from p", _residual(0), (REJECTION,)),
+    WrongRule("residual drawn from p - q/2", _residual(0.5), (REJECTION,)),
+    WrongRule("residual drawn from p - 2q", _residual(2), (REJECTION,)),
     WrongRule("temperature ignored in verification", _blocks_verified_with(temperature=1.0)),
     WrongRule("top-p for the draft only", _blocks_verified_with(top_p=1.0)),
     WrongRule("stale cache: drafted tokens are not written", stale()),

@@ -68,6 +68,7 @@ def verify_distribution(
 
     Exit status 1: tokens are not drawn as often as they should be, or too few drafts were tested to decide.
     """
+    from dflash_bench.core.terminal import status
     from dflash_bench.core.types import Settings
     from dflash_bench.diagnose import distribution
     from dflash_bench.diagnose import goodness_of_fit as analysis
@@ -75,9 +76,9 @@ def verify_distribution(
 
     settings = Settings(temperature, top_k, top_p, min_p, repetition_penalty)
     request = replace(request, methods=tuple(dict.fromkeys(method or distribution.METHODS)), dtype=dtype)
-    draws_of_methods = distribution.draw(
-        distribution.DrawRequest(request, settings, draws or distribution.NUM_DRAWS, length, seed)
-    )
+    draw_request = distribution.DrawRequest(request, settings, draws or distribution.NUM_DRAWS, length, seed)
+    with status() as tell:
+        draws_of_methods = distribution.draw(draw_request, tell)
     tests = analysis.run_tests(draws_of_methods)
     verdicts = analysis.judge_methods(draws_of_methods, tests)
     found = draws_of_methods, tests, verdicts, settings

@@ -7,8 +7,9 @@ are cut short, or begin with what the target is about to draw (`diagnose/forcing
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,9 @@ from transformers import (
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.terminal import with_bar
 from dflash_bench.core.types import Message, Settings
-from dflash_bench.diagnose.forcing import Favourites, Guide, Proposal, forced
-from dflash_bench.diagnose.goodness_of_fit import COLUMNS, Columns, Draws
+from dflash_bench.diagnose.forcing import FAVOURITES, Favourites, Guide, Proposal, forced
+from dflash_bench.diagnose.goodness_of_fit import COLUMNS, SCORED, Columns, Draws
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafter import Drafter, NoDrafter
 from dflash_bench.engine.loop import decode
@@ -60,6 +60,11 @@ class Spot:
     is_kept: bool = False
     """The drafted token was kept."""
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the token stands in place of one that was drafted, not known, and refused."""
+        return self.depth > 0 and not (self.is_bonus or self.is_forced or self.is_kept)
+
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
@@ -67,6 +72,8 @@ class Continuation:
 
     tokens: tuple[int, ...]
     spots: tuple[Spot, ...]
+    refused: Mapping[int, Tensor] = field(default_factory=dict)
+    """By the index of the token in place of a refused one: the distribution [V] that the refused one was drawn from."""
 
 
 def continue_prompts(
@@ -87,19 +94,25 @@ def continue_prompts(
         rounds = list(decode(target, drafter, prompts, limits, sampling, clock, seeds))
         proposals = [Proposal([0] * len(seeds), None)] * (len(rounds) - 1)
     else:
+        rounds = []
         with forced(drafter, guide) as proposals:
-            rounds = list(decode(target, drafter, prompts, limits, sampling, clock, seeds))
+            for step in decode(target, drafter, prompts, limits, sampling, clock, seeds):
+                rounds.append(step)
+                if proposals:
+                    proposals[-1] = proposals[-1].settled(step.accepted)
     return [_continuation(rounds, proposals, row) for row in range(len(seeds))]
 
 
 def _continuation(rounds: Sequence[Round], proposals: Sequence[Proposal], row: int) -> Continuation:
-    tokens, spots = list(rounds[0].emitted[row] or ()), [Spot()]
+    tokens, spots, refused = list(rounds[0].emitted[row] or ()), [Spot()], {}
     for step, proposal in zip(rounds[1:], proposals, strict=True):
         new = step.emitted[row]
         if new is not None:
             tokens += new
             spots += _spots(new, step, proposal, row)
-    return Continuation(tuple(tokens), tuple(spots))
+            if proposal.refused is not None and len(new) == step.accepted[row] + 1 and spots[-1].is_refusal:
+                refused[len(tokens) - 1] = proposal.refused[row]
+    return Continuation(tuple(tokens), tuple(spots), refused)
 
 
 def _spots(new: Sequence[int], step: Round, proposal: Proposal, row: int) -> Iterator[Spot]:
@@ -137,8 +150,10 @@ def _favourites_at(children: Sequence[int], proposal: Proposal, row: int, depth:
 
 EDGES = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 """Probabilities closer than this share may be ordered differently by another forward pass."""
-ENTRIES = 2**21
+LOGITS = 2**24
 """Logits processed at a time."""
+LEAST_LEFT = 10
+"""Of what a refusal leaves, at least so many times what rounding may shift."""
 CERTAIN = 0.98
 """Where one token is at least this likely, the drawn token says little."""
 
@@ -151,12 +166,14 @@ class Odds:
     """[B, L, V] in float32, -inf for tokens that the filters leave out."""
     on_edge: Tensor
     """[B, L], true where rounding decides which tokens they leave out."""
+    edge: float = EDGES[torch.float32]
+    """Of `EDGES`, for the model's logits."""
 
     def with_rows(self, rows: Sequence[int], new: Odds) -> Odds:
         """Return a copy with other answers in these rows."""
         log_p, on_edge = self.log_p.clone(), self.on_edge.clone()
         log_p[rows], on_edge[rows] = new.log_p, new.on_edge
-        return Odds(log_p, on_edge)
+        return replace(self, log_p=log_p, on_edge=on_edge)
 
 
 @torch.inference_mode()
@@ -164,12 +181,13 @@ def odds_of(model: Any, prompt: Sequence[int], answers: Sequence[Sequence[int]],
     weights = model.get_input_embeddings().weight
     texts = torch.tensor([[*prompt, *answer] for answer in answers], device=weights.device)
     length, parts = len(answers[0]), []
-    for part in texts.split(max(1, ENTRIES // (length * max(1, len(weights))))):
+    for part in texts.split(max(1, LOGITS // (length * max(1, len(weights))))):
         logits, seen = _logits(model, part, length, settings)
         log_p = torch.log_softmax(_scores(seen, logits, settings).double(), dim=-1).float()
         on_edge = _on_edge(seen, logits, settings, EDGES[logits.dtype])
         parts.append((log_p.unflatten(0, (len(part), length)), on_edge.unflatten(0, (len(part), length))))
-    return Odds(torch.cat([log_p for log_p, _ in parts]), torch.cat([on_edge for _, on_edge in parts]))
+    log_p, on_edge = (torch.cat(both) for both in zip(*parts, strict=True))
+    return Odds(log_p, on_edge, EDGES[logits.dtype])
 
 
 @torch.inference_mode()
@@ -179,7 +197,7 @@ def score_answers(answers: Sequence[Continuation], odds: Odds, seed: int) -> Col
     `seed` fixes the random numbers that place a token within its own share of [0, 1).
     """
     random, (_, length, size) = torch.Generator().manual_seed(seed), odds.log_p.shape
-    step, parts = max(1, ENTRIES // (length * size)), []
+    step, parts = max(1, LOGITS // (length * size)), []
     for first in range(0, len(answers), step):
         batch = answers[first : first + step]
         log_p = odds.log_p[first : first + step].flatten(0, 1).double()
@@ -190,6 +208,36 @@ def score_answers(answers: Sequence[Continuation], odds: Odds, seed: int) -> Col
         columns = score_tokens(log_p, tokens, ids, favour, uniform, on_edge)
         parts.append({name: column.cpu().numpy() for name, column in columns.items()} | _spot_columns(batch))
     return {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+
+
+@torch.inference_mode()
+def score_replacements(answers: Sequence[Continuation], odds: Odds, seed: int) -> Columns:
+    """Return the columns of `Draws.replaced`: of each token in place of a refused one, which had been drawn from q.
+
+    Rejection sampling draws it from max(p - q, 0), normalised.
+    """
+    generator, size = torch.Generator().manual_seed(seed), odds.log_p.shape[-1]
+    places = [(row, at, q) for row, answer in enumerate(answers) for at, q in answer.refused.items()]
+    number = sum(len(answer.tokens) for answer in answers)
+    found = {name: np.zeros(number, bool) if name.startswith("is_") else np.full(number, np.nan) for name in SCORED}
+    step = max(1, LOGITS // size)
+    for first in range(0, len(places), step):
+        rows, ats, qs = (list(column) for column in zip(*places[first : first + step], strict=True))
+        p = odds.log_p[rows, ats].double().exp()
+        q = torch.stack(qs).to(p)
+        tokens = torch.tensor([answers[row].tokens[at] for row, at in zip(rows, ats, strict=True)], device=p.device)
+        left = (p - q).clamp(min=0)
+        rest = left.sum(dim=1, keepdim=True)
+        # Where little is left, or p is close to q, rounding decides what is.
+        is_close = ((p - q).abs() <= odds.edge * p).gather(1, tokens[:, None])[:, 0]
+        on_edge = odds.on_edge[rows, ats] | is_close | (rest[:, 0] < LEAST_LEFT * odds.edge)
+        favour, ids = q.topk(min(FAVOURITES, size), dim=-1)
+        uniform = torch.rand(len(p), generator=generator, dtype=torch.float64).to(p.device)
+        columns = score_tokens((left / rest).log(), tokens, ids, favour, uniform, on_edge)
+        at = np.array(rows) * odds.log_p.shape[1] + np.array(ats)
+        for name, column in columns.items():
+            found[name][at] = column.cpu().numpy()
+    return found
 
 
 def score_tokens(
@@ -344,7 +392,11 @@ class PromptDraws:
     seeds: range
 
 
-def draw(request: DrawRequest) -> list[Draws]:
+Tell = Callable[[str], None]
+"""What is called with a line of progress."""
+
+
+def draw(request: DrawRequest, tell: Tell) -> list[Draws]:
     """Draw with all methods of a request. Raises UserError for what cannot be measured."""
     settings, chosen = request.settings, [methods.parse(text) for text in request.of_run.methods]
     if settings.greedy:
@@ -352,13 +404,14 @@ def draw(request: DrawRequest) -> list[Draws]:
     for method in chosen:
         if method.kind.is_probe:
             raise UserError(f"--method {method.label} measures the engine: there are no draws to test")
+    tell("loading the models")
     backend = open_backend(request.of_run, chosen, request.seed)
     prompts = [tuple(backend.encode([Message("user", question)])) for question in QUESTIONS]
     # A first token, the longest chain that is drafted, and the token after it.
     chains = [backend.drafters[method.label].num_drafts + 2 for method in chosen if method.kind.shape == "chain"]
     length = request.length or max(LENGTH, *chains, 0)
     labels = [method.label for method in chosen]
-    return measure(backend, labels, prompts, settings, request.num_draws, length, request.seed)
+    return measure(backend, labels, prompts, settings, request.num_draws, length, request.seed, tell)
 
 
 def open_backend(request: RunRequest, chosen: Sequence[methods.Method], seed: int) -> LocalBackend:
@@ -376,16 +429,22 @@ def measure(
     num_draws: int,
     length: int = LENGTH,
     seed: int = 0,
+    tell: Tell = lambda text: None,
 ) -> list[Draws]:
     """Continue each prompt `num_draws` times with each of these methods."""
     jobs = list(_jobs(prompts, num_draws, seed, _rows(backend, labels, length)))
-    parts: dict[str, list[Columns]] = {label: [] for label in labels}
+    parts: dict[str, list[tuple[Columns, Columns]]] = {label: [] for label in labels}
     guided: tuple[PromptDraws, Guide, Odds] | None = None
-    for job, label in with_bar([(job, label) for job in jobs for label in labels], "drawing"):
+    for number, (job, label) in enumerate(product(jobs, labels)):
+        tell(f"drawing: {number}/{len(jobs) * len(labels)}, {label}")
         if guided is None or guided[0] != job:
             guided = (job, *_draw_guide(backend, job, settings, length))
         parts[label].append(_draw_guided(backend, label, *guided, settings, length))
-    return [Draws(label, num_draws * len(prompts), _join(some)) for label, some in parts.items()]
+    number = num_draws * len(prompts)
+    return [
+        Draws(label, number, _join([one for one, _ in some]), _join([replaced for _, replaced in some]))
+        for label, some in parts.items()
+    ]
 
 
 def _draw_guide(backend: LocalBackend, job: PromptDraws, settings: Settings, length: int) -> tuple[Guide, Odds]:
@@ -399,7 +458,8 @@ def _draw_guide(backend: LocalBackend, job: PromptDraws, settings: Settings, len
 
 def _draw_guided(
     backend: LocalBackend, label: str, job: PromptDraws, guide: Guide, odds: Odds, settings: Settings, length: int
-) -> Columns:
+) -> tuple[Columns, Columns]:
+    """Return the columns of `Draws`: of all tokens, and of those in place of refused ones."""
     prompts, drafter, sampling = [job.prompt] * len(job.seeds), backend.drafters[label], Sampling.of(settings)
     answers = continue_prompts(backend.target, drafter, prompts, length, sampling, job.seeds, guide)
     # With the same seed most methods draw what plain decoding draws, whose odds are known.
@@ -407,7 +467,7 @@ def _draw_guided(
     if other:
         tokens = [answers[row].tokens for row in other]
         odds = odds.with_rows(other, odds_of(backend.judge.model, job.prompt, tokens, settings))
-    return score_answers(answers, odds, seed=job.seeds[0])
+    return score_answers(answers, odds, job.seeds[0]), score_replacements(answers, odds, job.seeds[0])
 
 
 def _jobs(prompts: Sequence[Sequence[int]], num_draws: int, seed: int, rows: int) -> Iterator[PromptDraws]:
@@ -423,5 +483,5 @@ def _rows(backend: LocalBackend, labels: Sequence[str], length: int) -> int:
     return max(1, min(ROWS, ENTRIES // (widest * len(backend.target.model.get_input_embeddings().weight))))
 
 
-def _join(parts: Sequence[Mapping[str, Any]]) -> Columns:
-    return {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+def _join(parts: Sequence[Columns]) -> Columns:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

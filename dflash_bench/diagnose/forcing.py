@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dflash_bench.engine.drafter import Committed, Drafter
@@ -58,6 +59,17 @@ class Proposal:
     favourites: Sequence[Sequence[Favourites]] | None
     is_drawn_tree: bool = False
     """Siblings were drawn at random, so which tokens they are is not known beforehand."""
+    probs: Tensor | None = None
+    """[B, N, V], the distributions that a chain was drawn from, while its round lasts."""
+    refused: Tensor | None = None
+    """[B, V], after the round: the distribution that each row's first refused token was drawn from."""
+
+    def settled(self, accepted: Sequence[int]) -> Proposal:
+        """Return the proposal once the round has `accepted` [B] tokens; it holds one distribution of each row."""
+        if self.probs is None:
+            return self
+        at = self.probs.new_tensor(accepted, dtype=torch.long).clamp(max=self.probs.shape[1] - 1)
+        return replace(self, probs=None, refused=self.probs[torch.arange(len(at), device=at.device), at])
 
 
 @contextmanager
@@ -109,7 +121,8 @@ class _ForcedDrafter:
             if forces:
                 draft, depths = self._forced(draft)
         is_drawn_tree = draft is not None and draft.probs is not None and draft.parents is not None
-        self.proposals.append(Proposal(depths, None if is_drawn_tree else _favourites(draft), is_drawn_tree))
+        probs = None if draft is None or draft.parents is not None else draft.probs
+        self.proposals.append(Proposal(depths, None if is_drawn_tree else _favourites(draft), is_drawn_tree, probs))
         return draft
 
     def _cut(self, draft: Draft, forces: bool) -> Draft:

@@ -8,14 +8,16 @@ whether the draft was over, and what the draft favours there; but never by what 
 The Kolmogorov-Smirnov test asks whether the places are uniform, and is exact. Two scores are summed: the token's
 log-probability, which shows distributions that are too sharp, too flat or another text's, and how much the draft
 favoured it, which shows rules that keep too much or too little. These sums are nearly normal; Pearson's type III takes
-their skewness into account. Holm's correction keeps all tests together at the stated rate of false alarms.
+their skewness into account. Where a method samples by rejection, what replaces a refused token is also tested against
+the residual distribution alone: among all tokens, most of which it leaves as they are, a mistake there is faint. Holm's
+correction keeps all tests together at the stated rate of false alarms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import inf, sqrt
+from dataclasses import dataclass, field, replace
+from math import inf, log, sqrt
 from typing import Any, Literal
 
 import numpy as np
@@ -25,11 +27,12 @@ from dflash_bench.analysis.stats import holm
 
 Columns = Mapping[str, Any]
 """Arrays of one length, by name."""
-COLUMNS = (
-    "place", "depth", "is_bonus", "is_forced", "is_kept", "is_open", "is_impossible", "rank", "by_id",
+SCORED = (
+    "is_open", "is_impossible", "rank", "by_id",
     "likelihood", "likelihood_mean", "likelihood_variance", "likelihood_third",
     "leaning", "leaning_mean", "leaning_variance", "leaning_third",
 )  # fmt: skip
+COLUMNS = ("place", "depth", "is_bonus", "is_forced", "is_kept", *SCORED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +48,30 @@ class Draws:
     token, `leaning` (0 to 1) how much the draft favoured it over the model; next to each are its mean, variance and
     third central moment under the model. All of these are NaN where rounding decides what may be drawn, and for
     impossible tokens.
+
+    `replaced` has the columns `SCORED` of the same tokens, NaN and false but for those in place of a refused one:
+    against the distribution that rejection sampling draws them from, max(p - q, 0) with the q of the refused token.
     """
 
     method: str
     num_answers: int
     columns: Columns
+    replaced: Columns = field(default_factory=dict)
 
 
 LEVEL = 1e-3
 """The probability that any test fails when every method is right."""
+POWER = 0.99
+"""With this probability the differences that a screen states are found."""
 LEAST_TOKENS = 50
 """A view with fewer tokens that were not certain is not tested."""
 LEAST_DECISIONS = 20
 """At least this many drafted tokens must be kept, and as many refused, or the verify rule was not tested."""
 MEAN_OF_D = 0.8687
 """The mean of Kolmogorov's distribution: of D times the square root of the number of tokens."""
+
+REPLACED = "replacement token"
+"""The view of the tokens that stand in place of refused ones."""
 
 State = Literal["as the model", "differs", "not tested"]
 Kind = Literal["likelihood", "leaning", "rank", "by_id", "pairs"]
@@ -83,7 +95,11 @@ class FitTest:
     seen: float
     due: float
     p: float
+    error: float
+    """The standard error of a score's mean; 0 for the others."""
     adjusted: float = 1.0
+    finds: float = 0.0
+    """The least difference, of the mean or of any share of tokens, that fails with a probability of `POWER`."""
 
     @property
     def failed(self) -> bool:
@@ -104,8 +120,21 @@ class FitVerdict:
 def run_tests(draws: Sequence[Draws]) -> list[FitTest]:
     """Test every view of every method, and correct for the number of tests."""
     tests = [test for one in draws for test in _tests(one)]
-    adjusted = holm([test.p for test in tests])
-    return [replace(test, adjusted=p) for test, p in zip(tests, adjusted, strict=True)]
+    adjusted, level = holm([test.p for test in tests]), LEVEL / max(1, len(tests))
+    return [replace(test, adjusted=p, finds=least_found(test, level)) for test, p in zip(tests, adjusted, strict=True)]
+
+
+def least_found(test: FitTest, level: float) -> float:
+    """Return the least difference that a test at this level finds with a probability of `POWER`.
+
+    For a mean by the normal distribution, with the standard error under the model; for shares by Massart's bound of
+    the distance of an empirical distribution from its own, which holds whatever the difference looks like.
+    """
+    from scipy.stats import norm
+
+    if test.kind in SCORES:
+        return float(norm.isf(level / 2) + norm.isf(1 - POWER)) * test.error
+    return (sqrt(log(2 / level)) + sqrt(log(2 / (1 - POWER)))) / sqrt(2 * test.num_tokens)
 
 
 def judge_methods(draws: Sequence[Draws], tests: Sequence[FitTest]) -> list[FitVerdict]:
@@ -115,7 +144,7 @@ def judge_methods(draws: Sequence[Draws], tests: Sequence[FitTest]) -> list[FitV
 
 def _judge(draws: Draws, tests: Sequence[FitTest]) -> FitVerdict:
     reached = {test.view for test in tests}
-    unreached = tuple(view for view, chosen in views(draws.columns) if chosen.any() and view not in reached)
+    unreached = tuple(view for view, _, chosen in _tested_views(draws) if chosen.any() and view not in reached)
     failed = [test for test in tests if test.failed]
     if failed:
         return FitVerdict(draws.method, "differs", _describe(min(failed, key=lambda test: test.adjusted)), unreached)
@@ -133,7 +162,8 @@ def _judge(draws: Draws, tests: Sequence[FitTest]) -> FitVerdict:
 def _describe(test: FitTest) -> str:
     if test.num_impossible:
         number = "a token" if test.num_impossible == 1 else f"{test.num_impossible:,} tokens"
-        return f"{test.view}: {number} that the model never draws"
+        who = "rejection sampling" if test.view == REPLACED else "the model"
+        return f"{test.view}: {number} that {who} never draws"
     if test.kind == "likelihood":
         return f"{test.view}: log-probability {test.seen:.3f}, where {test.due:.3f} is due"
     if test.kind == "leaning":
@@ -182,37 +212,46 @@ def _numbered(what: str, first: int, last: int) -> str:
     return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
 
 
+def _tested_views(draws: Draws) -> Iterator[tuple[str, Columns, Mask]]:
+    for view, chosen in views(draws.columns):
+        yield view, draws.columns, chosen
+    if draws.replaced:
+        yield REPLACED, draws.replaced, np.isfinite(draws.replaced["rank"]) | draws.replaced["is_impossible"]
+
+
 def _tests(draws: Draws) -> Iterator[FitTest]:
-    columns = draws.columns
-    is_open = columns["is_open"]
-    for view, chosen in views(columns):
-        tested = chosen & is_open
+    for view, columns, chosen in _tested_views(draws):
+        tested = chosen & columns["is_open"]
         number, impossible = int(tested.sum()), int((chosen & columns["is_impossible"]).sum())
         if number < LEAST_TOKENS and not impossible:
             continue
         for kind in SCORES:
-            seen, due, p = _score(columns, kind, chosen)
+            seen, due, p, error = _score(columns, kind, chosen)
             if kind == "likelihood" and impossible:
-                yield FitTest(draws.method, view, kind, number, impossible, -inf, due, 0.0)
+                yield FitTest(draws.method, view, kind, number, impossible, -inf, due, 0.0, error)
             elif p is not None:
-                yield FitTest(draws.method, view, kind, number, 0, seen, due, p)
+                yield FitTest(draws.method, view, kind, number, 0, seen, due, p, error)
         by_kind: dict[Kind, NDArray[np.float64]] = {"rank": columns["rank"][tested]}
         if view == "all tokens":
             by_kind |= {"by_id": columns["by_id"][tested], "pairs": _steps(columns)}
         for order, uniform in by_kind.items():
             found = uniformity(uniform[np.isfinite(uniform)])
             if found is not None:
-                yield FitTest(draws.method, view, order, found[0], 0, *found[1:])
+                yield FitTest(draws.method, view, order, found[0], 0, *found[1:], 0.0)
 
 
-def _score(columns: Columns, kind: Kind, chosen: Mask) -> tuple[float, float, float | None]:
-    """Return the means of a score, seen and due, and the two-sided p of their difference; None if nothing varies."""
+def _score(columns: Columns, kind: Kind, chosen: Mask) -> tuple[float, float, float | None, float]:
+    """Return the means of a score, seen and due, the two-sided p of their difference, and its standard error.
+
+    p is None if too little varies.
+    """
     value, mean, variance, third = (columns[kind + part][chosen] for part in ("", "_mean", "_variance", "_third"))
     known = np.isfinite(value) & (variance > 0)
     if known.sum() < LEAST_TOKENS:
-        return 0.0, 0.0, None
+        return 0.0, 0.0, None, 0.0
     value, mean, variance, third = (column[known] for column in (value, mean, variance, third))
-    return float(value.mean()), float(mean.mean()), p_of_sum(value - mean, variance, third)
+    error = sqrt(float(variance.sum())) / len(value)
+    return float(value.mean()), float(mean.mean()), p_of_sum(value - mean, variance, third), error
 
 
 def p_of_sum(off: Any, variances: Any, thirds: Any) -> float:

@@ -20,7 +20,16 @@ from dflash_bench.diagnose.compare_counts import (
     has_other_drafts,
 )
 from dflash_bench.diagnose.doctor import Diagnosis, Sample
-from dflash_bench.diagnose.goodness_of_fit import LEVEL, Draws, FitTest, FitVerdict, Kind, count_decisions
+from dflash_bench.diagnose.goodness_of_fit import (
+    LEVEL,
+    POWER,
+    REPLACED,
+    Draws,
+    FitTest,
+    FitVerdict,
+    Kind,
+    count_decisions,
+)  # fmt: skip
 from dflash_bench.report import render
 from dflash_bench.report.tables import (
     ABSENT,
@@ -335,6 +344,9 @@ def _numbers(comparison: CountComparison) -> dict[str, Any]:
 
 NAMES = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Settings that are shown unless they have these values, which have no effect."""
+SIZES: dict[Kind, str] = {
+    "likelihood": "log p off by {:.3f}", "leaning": "draft off by {:.3f}", "rank": "shares off by {:.1%}",
+}  # fmt: skip
 VIEWS: dict[Kind, str] = {"by_id": "{}, by id", "pairs": "steps to the next"}
 HEADS = ["method", "tested", "tokens", "log p", "due", "p", "draft", "due", "p", "off by", "chance", "p", ""]
 LEGEND = (
@@ -359,6 +371,7 @@ def distribution_text(
             LEGEND,
             "",
             *(_sentence(verdict) for verdict in verdicts),
+            *_power_lines(tests),
             f"if every method is right, one or more of {number} fail by chance in {LEVEL:.1%} of cases",
         ]
     )
@@ -383,6 +396,7 @@ def distribution_as_json(
                 "due": test.due,
                 "p": test.p,
                 "p_adjusted": test.adjusted,
+                "finds": test.finds,
                 "failed": test.failed,
             }
             for test in tests
@@ -390,6 +404,16 @@ def distribution_as_json(
         "drafted": [{"method": method, "kept": kept, "refused": refused} for method, (kept, refused) in decisions],
         "verdicts": [asdict(verdict) for verdict in verdicts],
     }
+
+
+def _power_lines(tests: Sequence[FitTest]) -> Iterator[str]:
+    """State for each method the least errors that its widest views would have shown."""
+    for method in dict.fromkeys(test.method for test in tests):
+        for view in ("all tokens", REPLACED):
+            found = {test.kind: test.finds for test in tests if test.method == method and test.view == view}
+            sizes = [words.format(found[kind]) for kind, words in SIZES.items() if kind in found]
+            if sizes:
+                yield f"{method}, {view}: {POWER:.0%} of errors this large are found: {', '.join(sizes)}"
 
 
 def _rows(tests: Sequence[FitTest]) -> list[list[str]]:

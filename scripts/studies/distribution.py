@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.diagnose import distribution
 from dflash_bench.diagnose.distribution import LENGTH, NUM_DRAWS, QUESTIONS, score_tokens
-from dflash_bench.diagnose.goodness_of_fit import COLUMNS, LEVEL, Draws, FitTest, count_decisions, run_tests
+from dflash_bench.diagnose.goodness_of_fit import COLUMNS, LEVEL, SCORED, Draws, FitTest, count_decisions, run_tests
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.runner.config import RunRequest
 from studies._study import Made, Work, tell
@@ -33,6 +32,8 @@ EXTRA = "dev"
 
 SETTINGS = Settings(temperature=1.2, top_p=0.9)
 """The command's own defaults."""
+PARTS = (("all", COLUMNS), ("replaced", SCORED))
+"""The names in a kept file: a part of `Draws`, and its columns."""
 NUM_HALVES, NUM_SIMULATED = 200, 2000
 WANTED = 0.99
 VOCABULARY, DEEPEST = 24, 15
@@ -109,13 +110,18 @@ def drawn(kept: Path, backend: LocalBackend, rule: WrongRule | None, label: str)
     num_answers = NUM_DRAWS * len(QUESTIONS)
     if file.exists():
         with np.load(file) as stored:
-            return Draws(label, num_answers, {column: stored[column] for column in COLUMNS})
+            return Draws(
+                label, num_answers, *({name: stored[f"{part} {name}"] for name in names} for part, names in PARTS)
+            )
     prompts = [backend.encode([Message("user", question)]) for question in QUESTIONS]
     with pytest.MonkeyPatch.context() as patch:
         if rule is not None:
             rule.plant(patch)
         (draws,) = distribution.measure(backend, [label], prompts, SETTINGS, NUM_DRAWS)
-    np.savez(kept / "part.npz", **draws.columns)
+    kinds = zip(PARTS, (draws.columns, draws.replaced), strict=True)
+    np.savez(
+        kept / "part.npz", **{f"{part} {name}": columns[name] for (part, names), columns in kinds for name in names}
+    )
     (kept / "part.npz").rename(file)
     tell(f"{name}: {power(draws):.1%}")
     return draws
@@ -128,12 +134,10 @@ def power(draws: Draws) -> float:
 
 
 def _half(draws: Draws, rng: np.random.Generator) -> Draws:
-    answer = np.cumsum(draws.columns["place"] == 1) - 1
     chosen = rng.permutation(draws.num_answers) < draws.num_answers // 2
-    tokens = chosen[answer]
-    return replace(
-        draws, num_answers=int(chosen.sum()), columns={name: draws.columns[name][tokens] for name in COLUMNS}
-    )
+    tokens = chosen[np.cumsum(draws.columns["place"] == 1) - 1]
+    columns, replaced = ({name: some[name][tokens] for name in some} for some in (draws.columns, draws.replaced))
+    return Draws(draws.method, int(chosen.sum()), columns, replaced)
 
 
 def false_alarms() -> tuple[float, float]:

@@ -45,7 +45,7 @@ def test_the_verdict_is_said_in_words_and_by_the_exit_status(
 ) -> None:
     asked: list[distribution.DrawRequest] = []
 
-    def draw(request: distribution.DrawRequest) -> list[Draws]:
+    def draw(request: distribution.DrawRequest, tell: distribution.Tell) -> list[Draws]:
         asked.append(request)
         return [drawn]
 
@@ -62,6 +62,9 @@ def test_the_verdict_is_said_in_words_and_by_the_exit_status(
     assert stored["draws"] == drawn.num_answers and stored["settings"]["top_k"] == 7
     assert {test["kind"] for test in stored["tests"]} == {"likelihood", "leaning", "rank", "by_id", "pairs"}
     assert (stored["verdicts"][0]["state"] == "as the model") == (status == 0)
+    # What the screen says is found of the whole is the JSON's, too.
+    finds = {test["kind"]: test["finds"] for test in stored["tests"] if test["view"] == "all tokens"}
+    assert f"log p off by {finds['likelihood']:.3f}, draft off by {finds['leaning']:.3f}" in out
 
 
 def test_a_token_that_cannot_be_is_named_as_such() -> None:
@@ -96,7 +99,8 @@ def test_a_token_that_cannot_be_is_named_as_such() -> None:
 def test_bad_input_is_one_line(options: list[str], problem: str, monkeypatch: Patch, capsys: Captured) -> None:
     assert main(monkeypatch, "verify-distribution", *options) == 2
     streams = capsys.readouterr()
-    assert streams.out == "" and streams.err.count("\n") == 1 and problem in streams.err
+    *progress, said = streams.err.splitlines()
+    assert streams.out == "" and problem in said and progress in ([], ["loading the models"])
 
 
 def test_it_runs_from_end_to_end(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:

@@ -15,6 +15,7 @@ from dflash_bench.diagnose.goodness_of_fit import (
     FitTest,
     count_decisions,
     judge_methods,
+    least_found,
     p_of_sum,
     run_tests,
     uniformity,
@@ -145,6 +146,21 @@ def test_holm_counts_the_tests_of_all_methods() -> None:
     two = run_tests([draws(), draws(seed=1, method="eagle3")])
     assert len(two) == 2 * len(one)
     assert min(test.adjusted for test in two) == pytest.approx(min(1, len(two) * min(test.p for test in two)))
+
+
+def test_the_least_difference_that_is_found_is_found_nearly_always() -> None:
+    """By hand: z of 5e-4 on one side is 3.2905, of 0.01 2.3263; a share is found from 4.4 / sqrt(2 n) on."""
+    score = FitTest("dflash", "all tokens", "leaning", 400, 0, 0.5, 0.5, 1.0, 0.02)
+    assert least_found(score, 1e-3) == pytest.approx(0.02 * (3.2905 + 2.3263), rel=1e-4)
+    shares = FitTest("dflash", "all tokens", "rank", 5000, 0, 0.01, 0.01, 1.0, 0.0)
+    assert least_found(shares, 1e-3) == pytest.approx((7.6009**0.5 + 5.2983**0.5) / 100, rel=1e-4)
+    found = 0
+    for seed in range(100):
+        (test,) = (one for one in run_tests([draws(60, seed)]) if (one.view, one.kind) == ("all tokens", "leaning"))
+        off = draws(60, seed, where=everywhere, share=lambda p: p + test.finds)  # noqa: B023
+        (test,) = (one for one in run_tests([off]) if (one.view, one.kind) == ("all tokens", "leaning"))
+        found += test.failed
+    assert found >= 95
 
 
 # The tests themselves.

@@ -26,10 +26,11 @@ from dflash_bench.diagnose.distribution import (
     odds_of,
     open_backend,
     score_answers,
+    score_replacements,
     score_tokens,
 )
 from dflash_bench.diagnose.forcing import Guide, forced
-from dflash_bench.diagnose.goodness_of_fit import Draws, count_decisions, judge_methods, run_tests
+from dflash_bench.diagnose.goodness_of_fit import REPLACED, Draws, count_decisions, judge_methods, run_tests
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.base import DraftSampler
@@ -163,6 +164,37 @@ def test_a_wrong_rule_is_found_out(rule: WrongRule, method: str, monkeypatch: py
     # The toy's target has a begin of its own, and its drafters no cache.
     monkeypatch.setattr(KVCache, "belongs_to_draft", False, raising=False)
     assert state(method) == "differs"
+
+
+@pytest.mark.parametrize("share", ["p - q/2", "p - 2q"])
+def test_a_wrong_residual_shows_in_the_tokens_in_place_of_refused_ones_alone(
+    share: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as few draws as these no other test finds it."""
+    (rule,) = (rule for rule in WRONG_RULES if rule.name.endswith(share))
+    rule.plant(monkeypatch)
+    (draws,) = measure(toy(), [REJECTION], PROMPTS, SETTINGS, 12, LENGTH)
+    assert {test.view for test in run_tests([draws]) if test.failed} == {REPLACED}
+    (verdict,) = judge_methods([draws], run_tests([draws]))
+    assert verdict.state == "differs" and verdict.why.startswith(REPLACED)
+
+
+def test_what_replaces_a_refused_token_is_held_to_what_p_leaves_above_q() -> None:
+    """p - q is 0.3, 0.1, -0.4, 0: three quarters and one quarter, never the third; of the last, rounding decides."""
+    p, q = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.1, 0.2, 0.6, 0.1])
+    odds = Odds(p.log().expand(4, 2, 4), torch.zeros(4, 2, dtype=torch.bool))
+    spots = (Spot(), Spot(1, favourites={2: 0.6}))
+    answers = [Continuation((0, token), spots, {1: q}) for token in range(4)]
+    found = score_replacements([*answers, Continuation((0, 0), spots)], odds, 0)
+    assert not found["is_open"][::2].any() and np.isnan(found["rank"][::2]).all()  # first tokens
+    assert found["is_impossible"][1::2].tolist() == [False, False, True, False, False]
+    assert found["is_open"][1::2].tolist() == [True, True, True, False, False]
+    assert 0 <= found["rank"][1] < 0.75 <= found["rank"][3] < 1 and np.isnan(found["rank"][5::2]).all()
+    assert found["likelihood"][[1, 3]] == pytest.approx([-0.287682, -1.386294], abs=1e-5)
+    assert found["likelihood_mean"][1] == pytest.approx(-0.562335, abs=1e-5)  # 3/4 ln 3/4 + 1/4 ln 1/4
+    # The draft's share: 0.1 / (0.1 + 0.75), 0.2 / (0.2 + 0.25).
+    assert found["leaning"][[1, 3]] == pytest.approx([0.117647, 0.444444], abs=1e-5)
+    assert found["leaning_mean"][1] == pytest.approx(0.199346, abs=1e-5)
 
 
 def test_a_mistake_that_top_p_hides_is_found_out_where_top_p_leaves_little(monkeypatch: pytest.MonkeyPatch) -> None:
