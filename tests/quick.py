@@ -13,6 +13,7 @@ import copy
 import fcntl
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,13 @@ def _compile_once() -> None:
                 backend.generate_ids(label, [[5, 6, 7]])
 
 
-def _nanos(folder: Path, *words: Hashable) -> Hashable:
+def _nanos(folder: Path, *words: Any) -> Hashable:
     """What is read of nano's files, or None for what others wrote, which may change."""
-    return (folder, *words) if folder.parent == NANO and words[2:] in ((), (PLAIN,)) else None
+    return (
+        (folder, *words)
+        if folder.parent == NANO and [replace(one, date=None) for one in words[2:]] in ([], [PLAIN])
+        else None
+    )
 
 
 def _judges(source: Source, options: Mapping[str, Any]) -> Hashable:

@@ -32,9 +32,10 @@ EQUAL = 0.05
 """Two sides count as the same if the whole interval is within this distance of 1."""
 COMPARED_METRICS = tuple(name for name, metric in METRICS.items() if metric.is_compared)
 """The metrics that two sides are compared by; each can change without the others."""
+DATE = "date told to the chat template"
 INCOMPATIBILITIES = {
     "suite": "suites.{}.version",
-    "prompts": "prompt hashes, suites.{}.style, suites.{}.contexts, settings.context",
+    "prompts": "prompt hashes, suites.{}.style, suites.{}.rendered, suites.{}.contexts, settings.context, date",
     "model": "model, revisions.target, settings.thinking",
     "draft": "revisions of drafts, methods.{}.num_drafts",
     "sampling": "settings.temperature, settings.top_k..., seed",
@@ -358,7 +359,9 @@ def require_comparable(before: RunTable, after: RunTable, allow: Sequence[str]) 
     if refused:
         named = "; ".join(map(str, refused))
         options = " ".join(dict.fromkeys(f"--allow {difference.kind}" for difference in refused))
-        raise UserError(f"{before.name} and {after.name} differ: {named}. To compare them anyway: {options}")
+        dates = [one.before for one in refused if one.name == DATE]
+        remedy = f" To ask the same again: --date {dates[0]}." if dates else ""
+        raise UserError(f"{before.name} and {after.name} differ: {named}.{remedy} To compare them anyway: {options}")
     return found
 
 
@@ -405,7 +408,8 @@ def _decisive(info: RunInfo) -> dict[str, dict[str, Any]]:
     suites, computed = identity.suites, _computed(identity)
     return {
         "suite": {f"version of {name}": suite.version for name, suite in suites.items()},
-        "prompts": {f"style of {name}": suite.style for name, suite in suites.items()}
+        "prompts": ({DATE: identity.date} if identity.date else {})
+        | {f"style of {name}": suite.style for name, suite in suites.items()}
         | {
             f"what stands before {name} at context {context}": sha256[:12]
             for name, suite in suites.items()
@@ -468,6 +472,15 @@ def _prompt_differences(before: RunTable, after: RunTable) -> Iterator[Differenc
         first = other.iloc[0]
         where = f"{first['suite']} {first['prompt_id']}"
         yield Difference("prompts", f"{len(other)} of {len(both)} have different texts, first {where}")
+        return
+    identities = [run.info.identity for run in (before, after)]
+    if identities[0].date != identities[1].date:  # which is a difference by itself
+        return
+    for suite in identities[0].suites.keys() & identities[1].suites.keys():
+        ids = [set(side[side["suite"] == suite]["prompt_id"]) for side in (then, now)]
+        old, new = (identity.suites[suite].rendered for identity in identities)
+        if ids[0] == ids[1] and any(old[mode] != new[mode] for mode in old.keys() & new.keys()):
+            yield Difference("prompts", f"the chat template makes other tokens of {suite}")
 
 
 def hashes(rows: Any) -> Any:

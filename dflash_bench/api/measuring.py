@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
     data: str | Path
     prompt_style: str
     thinking: str
+    date: str
     context: Sequence[int | None] | int
     balance: str
     skip: int

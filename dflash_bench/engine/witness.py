@@ -33,6 +33,7 @@ from dflash_bench.engine.judge import Judge
 from dflash_bench.models import memory, quantization
 from dflash_bench.models.hub import UNREADABLE, cannot_load
 from dflash_bench.models.loading import Models, Source
+from dflash_bench.models.targets import with_template
 from dflash_bench.models.weights import twin
 
 OTHER_PROMPT = "the prompt is not what the template and tokenizer in the target's files make of the messages"
@@ -280,6 +281,7 @@ def words_in(source: Source) -> Words:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=source.placement.trust_remote_code)
     except UNREADABLE as error:
         raise cannot_load(source.folder, error) from error
+    tokenizer = with_template(tokenizer, source.folder, source.placement.date)
     stop = configured_stop(source.folder)
     listed = [*(stop if isinstance(stop, list) else [stop]), tokenizer.eos_token_id]
     return Words(tokenizer, frozenset(stop_id for stop_id in listed if stop_id is not None))

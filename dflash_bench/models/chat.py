@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import select
 import signal
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,6 +75,19 @@ def encode(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> list[
         _refuse_left_out(tokenizer, *template_input(messages))
         return list(tokenizer.encode("\n".join(message.content for message in messages)))
     return list(tokenizer.encode(render(tokenizer, messages, thinking), add_special_tokens=False))
+
+
+def names_date(tokenizer: Any) -> bool:
+    """Return True if its template asks for the date."""
+    return "strftime_now" in str(tokenizer.chat_template)
+
+
+def rendered(tokenizer: Any, chats: Iterable[Chat], thinking: bool) -> str:
+    """Return the SHA-256 of the token ids of these chats. Raises as `render`."""
+    hashed = sha256()
+    for _, messages in chats:
+        hashed.update(json.dumps(encode(tokenizer, messages, thinking)).encode())
+    return hashed.hexdigest()
 
 
 def has_thinking(tokenizer: Any) -> bool:
@@ -142,13 +157,16 @@ def _render_all(pipe: int, tokenizer: Any, chats: Sequence[Chat], thinking: bool
 
 def _outcome(tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> str:
     _limit_memory()
-    for name, messages in chats:
+    for number, (name, messages) in enumerate(chats):
         try:
             text = render(tokenizer, messages, thinking)
+            is_fixed = number > 0 or text == render(tokenizer, messages, thinking)
         except UserError as error:
             return f"prompt {name}: {error}"
         except MemoryError:
             return f"prompt {name}: the chat template takes more than {LIMIT_BYTES >> 20} MB; use another model"
+        if not is_fixed:
+            return f"prompt {name}: the chat template draws at random; correct the template, or use another model"
         if not text.strip() or len(text) > LONGEST:
             return f"prompt {name}: the chat template makes a prompt of {len(text):,} characters; use another model"
     return "done"

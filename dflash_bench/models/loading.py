@@ -204,7 +204,7 @@ def load(
     targets.check(checkpoint.folder, placement)
     tokenizer = None
     if needs_tokenizer or any((checkpoint.folder / name).exists() for name in TOKENIZERS):
-        tokenizer = targets.tokenizer_of(checkpoint.folder, placement.trust_remote_code)
+        tokenizer = targets.tokenizer_of(checkpoint.folder, placement.trust_remote_code, placement.date)
     source = Source(checkpoint.folder, device, dtype, placement, _free_bytes(device, placement.spread))
     target = targets.load(checkpoint.folder, device, dtype, placement)
     models = Models(target, tokenizer, {}, {"target": checkpoint.revision}, {}, source)

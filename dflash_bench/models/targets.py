@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -130,8 +131,11 @@ def name_of(name: str) -> str:
     return presets.name(presets.table()[name].target if name in presets.table() else name)
 
 
-def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer. Raises UserError if it is damaged or missing: transformers would make one up."""
+def tokenizer_of(folder: Path, trust_remote_code: bool = False, date: str | None = None) -> Any:
+    """Load the tokenizer, whose template is told this date.
+
+    Raises UserError if it is damaged or missing: transformers would make one up.
+    """
     from transformers import AutoTokenizer
 
     vocabulary_in(folder)
@@ -143,7 +147,37 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False) -> Any:
         raise cannot_load(folder, error) from error
     if set(tokenizer.encode("a", add_special_tokens=False)) <= {tokenizer.unk_token_id}:
         raise UserError(f"{folder} has no tokenizer that reads text; copy its tokenizer files from where it came from")
+    return with_template(tokenizer, folder, date)
+
+
+def with_template(tokenizer: Any, folder: Path, date: str | None) -> Any:
+    """Return a tokenizer with the chat template of the files, for which it is always midnight of `date`.
+
+    A template that asks for the time would otherwise give the engine, the judge and the next run other prompts.
+    """
+    path = folder / "chat_template.json"
+    if tokenizer.chat_template is None and os.path.lexists(path):  # which transformers leaves to processors
+        content = files.json_of(path)
+        template = content.get("chat_template") if isinstance(content, dict) else None
+        if not isinstance(template, str):
+            raise UserError(f"{path} holds no chat_template; copy it again, or remove it")
+        tokenizer.chat_template = template
+    match tokenizer.chat_template:
+        case str(template) if date is not None:
+            tokenizer.chat_template = _dated(template, date)
+        case dict(templates) if date is not None:
+            tokenizer.chat_template = {name: _dated(template, date) for name, template in templates.items()}
     return tokenizer
+
+
+def _dated(template: str, date: str) -> str:
+    """Return a template with a macro in place of transformers' clock, whose values must be data and no functions."""
+    if "strftime_now" not in template:
+        return template
+    moment = datetime.fromisoformat(date)
+    directives = [f"%{flag}{letter}" for flag in ("-", "") for letter in "aAbBcCdDeFgGhHIjmMnpPrRSTuUVwWxXyY"]
+    written = "".join(f"|replace({one!r}, {moment.strftime(one)!r})" for one in directives)
+    return f"{{% macro strftime_now(form) %}}{{{{ form{written} }}}}{{% endmacro %}}\n{template}"
 
 
 def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -240,6 +274,8 @@ class Placement:
     trust_remote_code: bool = False
     quantize: str | None = None
     """A key of `quantization.PACKAGES`."""
+    date: str | None = None
+    """The date that the chat template is told, as YYYY-MM-DD; None: that of each moment."""
 
 
 PLAIN = Placement()

@@ -139,6 +139,8 @@ class SuiteEntry(StoredModel):
     """The ids of prompts whose answers the scorer cannot score."""
     metric: dict[str, str] = {}
     """For a metric of evaluate, what decides its scores: the SHA-256 of its code, or its revision on the hub."""
+    rendered: dict[str, str] = {}
+    """By thinking ("on", "off"), the hash of the token ids that the chat template makes of all first turns."""
     contexts: dict[str, str] = {}
     """By context the hash of the padding."""
 
@@ -204,6 +206,8 @@ class RunIdentity(StoredModel):
     """The SHA-256 of the plan."""
     servers: dict[str, ServerEntry] = {}
     slo: LatencyObjectives | None = None
+    date: str | None = None
+    """The date that the chat template was told, if it asks for one."""
     json_schema: str | None = None
     """The hash of what servers were told to constrain their answers to."""
     judge: JudgeEntry | None = None

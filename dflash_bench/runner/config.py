@@ -141,6 +141,13 @@ class PromptOptions:
         choices=lambda: list(rules.THINKING),
         kind="mode of thinking",
     )
+    date: str | None = _prompts(
+        "The date, such as 2026-11-26, that chat templates with a clock are told. Default: today, or with --resume the "
+        "run's own.",
+        metavar="DATE",
+        check=rules.check_date,
+        conflicts=(rules.SERVED_ALONE,),
+    )
     context: tuple[int | None, ...] = _prompts(
         "Pad every prompt to about N tokens, such as 4k, with other prompts of its source and their answers. "
         "Several, such as none,1k,4k, are measured side by side.",

@@ -168,6 +168,8 @@ class RunPlan:
     cache_bytes: int = 0
     """Bytes of the KV caches, once known."""
     meter: EnergyMeter | None = None
+    has_date: bool = False
+    """Whether the user gave the date of the request."""
 
     @property
     def drafts(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from datetime import date
 from typing import Any
 
 from dflash_bench.core.errors import UserError
@@ -99,6 +100,15 @@ def check_budget(text: str) -> None:
     from dflash_bench.runner import budget
 
     budget.seconds(text)
+
+
+def check_date(text: str) -> None:
+    try:
+        is_date = date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        is_date = False
+    if not is_date:
+        raise UserError(f"--date is a day such as 2026-11-26, not {text!r}")
 
 
 def check_attention(name: str) -> None:

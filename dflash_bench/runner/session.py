@@ -6,8 +6,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -208,11 +208,15 @@ def _perform(request: RunRequest, folder: Path, resume: bool, caller: Caller) ->
     if request.workers is not None:
         require_ray()
     # Before anything slow: downloads, and the models.
+    started = None
     if resume:
-        read_info(folder)
+        started = read_info(folder).identity.date
     else:
         store.check_new(folder)
-    resolved = plan_run(request, methods, model)
+    has_date = request.date is not None
+    if request.has_target or not request.asks_servers:
+        request = replace(request, date=request.date or started or date.today().isoformat())
+    resolved = replace(plan_run(request, methods, model), has_date=has_date)
     with ExitStack() as stack:
         if request.launch is None:
             prepared, backend = _opened(resolved, stack, caller)
@@ -286,6 +290,8 @@ def _run(
         for part in prepared.unpinned(resolved)
     ]
     notes = [*(note for loaded in resolved.suites for note in loaded.notes), *prepared.contexts.notes, *pins]
+    if not prepared.has_template:
+        notes.append("the target has no chat template: prompts are asked as plain text, one message per line")
     for note in [*notes, *fallen_back(info["identity"])]:
         tell(f"note: {note}")
     if request.compile is not None:
@@ -438,6 +444,7 @@ def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described, prepared: P
         "repeats": plan.repeats,
         "audit": plan.audit,
         "code": sandbox.how_run(resolved.isolation) if resolved.has_code else None,
+        **({"date": prepared.date} if prepared.date else {}),
         **({"unpinned": unpinned} if (unpinned := prepared.unpinned(resolved)) else {}),
         **({"record": resolved.request.record} if resolved.request.record else {}),
         **({"headroom": resolved.request.headroom} if resolved.request.headroom else {}),
@@ -461,4 +468,5 @@ def _identity_of_suite(loaded: Loaded, prepared: PreparedRun) -> dict[str, Any]:
         **({"unscored": list(loaded.unscored)} if loaded.unscored else {}),
         **({"metric": metric} if (metric := scorers.origin(suite.scorer)) else {}),
         **({"contexts": hashes} if hashes else {}),
+        **({"rendered": dict(prepared.rendered[suite.name])} if suite.name in prepared.rendered else {}),
     }

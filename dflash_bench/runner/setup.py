@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +168,7 @@ def placement_of(request: RunRequest) -> Placement:
     return Placement(
         spread=request.device_map is not None, attention=request.attention,
         trust_remote_code=request.trust_remote_code, quantize=request.quantize,
+        date=request.date or date.today().isoformat(),
     )  # fmt: skip
 
 
@@ -253,6 +255,11 @@ class PreparedRun:
     """For target and drafts from the hub, ID@COMMIT as fetched."""
     limit: int = 0
     """The tokens that the target has positions for, answers left out; 0 if nothing is loaded."""
+    date: str | None = None
+    """The date that the chat template is told, if it asks for one."""
+    rendered: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By suite and thinking ("on", "off"), the hash of the token ids of all first turns."""
+    has_template: bool = True
 
     @property
     def cache_bytes(self) -> int:
@@ -309,10 +316,16 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
     folder, of_hub = target.folder, {"target": target, **fetched}
     commits = {part: one.revision for part, one in of_hub.items() if "@" in one.revision}
     config = targets.check(folder, placement_of(request))
-    tokenizer = targets.tokenizer_of(folder, trusted)
+    tokenizer = targets.tokenizer_of(folder, trusted, request.date)
+    if resolved.has_date and not chat.names_date(tokenizer):
+        raise UserError("--date has no effect: the target's chat template asks for no date; leave it out")
     modes = [bool(mode) for mode in modes_of(request, model, chat.has_thinking(tokenizer))]
     for mode in modes:
         chat.check(tokenizer, [asked for loaded in resolved.suites for asked in chats(loaded)], mode)
+    rendered = {
+        loaded.suite.name: {"on" if mode else "off": chat.rendered(tokenizer, chats(loaded), mode) for mode in modes}
+        for loaded in resolved.suites
+    }
 
     def size(messages: Sequence[Message]) -> int:
         return max(len(chat.encode(tokenizer, messages, mode)) for mode in modes)
@@ -343,7 +356,9 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
         rows = demand.most_rows_within(free, padded.longest) if demand.rows > 1 else 0
         raise _too_little(footprint.total, free, where, with_drafts or 0, without or 0, rows)
     found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": without}
-    return PreparedRun(padded, asdict(footprint) | found, commits, length - padded.rest)
+    told = request.date if chat.names_date(tokenizer) else None
+    has_template = tokenizer.chat_template is not None
+    return PreparedRun(padded, asdict(footprint) | found, commits, length - padded.rest, told, rendered, has_template)
 
 
 def _expects_kernels(request: RunRequest, device: str, config: Any, dtype: torch.dtype | None) -> bool:

@@ -37,6 +37,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "balance": ("category", "category"),
     "budget": ("5m", "5m"),
     "thinking": ("both", "both"),
+    "date": ("2026-11-26", "2026-11-26"),
     "context": (["none", "4k"], (None, 4096)),
     "methods": (["dflash:8", "eagle3"], ("dflash:8", "eagle3")),
     "model": ("smollm2", "smollm2"),

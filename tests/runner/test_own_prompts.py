@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import tiny
+import transformers.utils.chat_template_utils as clock
 from fake import FakeBackend, metrics_kept_in
 from test_runner import Runs, loaded
 
@@ -262,3 +264,120 @@ def test_answers_are_scored_by_a_metric_of_evaluate(
     assert {(row.prompt_id, row.score) for row in store.load(Path("suite"))[1]} == {("a", 5.0)}
     told = "--score evaluate:same has no effect on gsm8k, without references or with a scorer; leave it out"
     assert main(*words, "--suite", "gsm8k", "--out", "other")[2] == f"dflash-bench: {told}\n"
+
+
+# Templates with a clock, of their own file, or none
+
+
+BODY = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+CLOCKS = {
+    "gpt-oss": "Current date: {{ strftime_now('%Y-%m-%d') }}\n" + BODY,
+    "Llama": "{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = "
+    'strftime_now("%d %b %Y") %}{%- else %}{%- set date_string = "26 Jul 2024" %}{%- endif %}{%- endif %}\n'
+    "Today Date: {{ date_string }}\n" + BODY,
+    "of seconds": "{{ strftime_now('%H:%M:%S on %-d/%-m, %A') }}\n" + BODY,
+    "of a variable form": "{% set form = '%B %Y' %}{{ strftime_now(form) }}" + BODY,
+    "in a macro": "{% macro today() %}{{ strftime_now('%x') }}{% endmacro %}{{ today() }}" + BODY,
+    "with space before": "\n  {% if true %}{{ strftime_now('%c') }}{% endif %}\n" + BODY,
+}
+
+
+@pytest.mark.parametrize("what", CLOCKS)
+def test_a_template_is_told_one_date_as_transformers_would_tell_it(
+    what: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [Message("user", "Hi")]
+    real = clock.datetime
+    frozen = type("Frozen", (real,), {"now": classmethod(lambda *_: real(2026, 3, 7))})
+    told = targets.tokenizer_of(model / "target")
+    told.chat_template = CLOCKS[what]
+    with monkeypatch.context() as patched:
+        patched.setattr(clock, "datetime", frozen)
+        expected = chat.render(told, asked, False)
+    told = targets.with_template(told, model, "2026-03-07")
+    assert chat.render(told, asked, False) == expected and chat.names_date(told)
+    told.chat_template = {"default": CLOCKS[what], "tool_use": BODY}
+    assert chat.render(targets.with_template(told, model, "2026-03-07"), asked, False) == expected
+
+
+def with_clock(model: Path, name: str, template: str) -> Path:
+    folder = Path(shutil.copytree(model, name))
+    (folder / "target/chat_template.jinja").write_text(template)
+    return folder
+
+
+ASKED = ["--prompts", "p.jsonl", "--method", "dflash", "--max-new-tokens", "6", "--limit", "2"]
+
+
+def test_a_run_has_one_date_which_is_stored_resumed_compared_and_set(
+    model: Path, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_clock(model, "clock", "{{ strftime_now('%Y-%m-%d %H:%M:%S') }}" + BODY)
+    write({"prompt": "Hi"}, {"prompt": "So?"})
+    run = ["run", "--model", folder, *ASKED]
+    status, _, err = main(*run, "--date", "2026-03-07", "--out", "old")
+    info = run_info.read_info(Path("old"))
+    assert status == 0, err
+    assert info.identity.date == "2026-03-07"
+    assert {(row.exactness, row.audit) for row in store.load(Path("old"))[1]} == {("exact", "exact")}
+    assert main(*run, "--out", "old", "--resume")[0] == 0
+    assert main(*run, "--out", "new")[0] == 0
+    today = run_info.read_info(Path("new")).identity
+    assert today.date is not None and today.date != "2026-03-07"
+    assert today.suites["prompts"].rendered.keys() == {"off"}
+    assert today.suites["prompts"].rendered != info.identity.suites["prompts"].rendered
+    main("baseline", "old", "-o", "base.json")
+    status, _, err = main("check", "new", "--baseline", "base.json")
+    assert status == 2 and "--date 2026-03-07" in err and "--allow prompts" in err
+    assert main("check", "old", "--baseline", "base.json", "--allow", "failed")[0] in (0, 1)
+
+
+def test_another_template_is_another_prompt(model: Path, main: Main) -> None:
+    write({"prompt": "Hi"}, {"prompt": "So?"})
+    for name, more in (("one", ""), ("two", "Be brief.\n")):
+        folder = with_clock(model, name, more + BODY)
+        assert main("run", "--model", folder, *ASKED, "--out", f"of-{name}")[0] == 0
+    status, _, err = main("compare", "of-one", "of-two", "--allow", "model")
+    assert status == 2 and "prompts: the chat template makes other tokens of prompts" in err
+
+
+NO_DATES = {
+    "without effect": (BODY, "2026-03-07", "--date has no effect"),
+    "no day": (BODY, "tomorrow", "--date is a day such as 2026-11-26, not 'tomorrow'"),
+    "a moment": (BODY, "2026-03-07T10:00", "--date is a day"),
+}
+
+
+@pytest.mark.parametrize("what", NO_DATES)
+def test_a_date_that_is_none_or_has_no_effect_is_refused(what: str, model: Path, main: Main) -> None:
+    template, date, told = NO_DATES[what]
+    write({"prompt": "Hi"})
+    folder = with_clock(model, "model", template)
+    status, _, err = main("run", "--model", folder, *ASKED, "--date", date, "--out", "new")
+    assert status == 2 and told in err and not Path("new").exists()
+
+
+def test_a_template_that_draws_at_random_is_refused(model: Path) -> None:
+    tokenizer = targets.tokenizer_of(model / "target")
+    tokenizer.chat_template = "{{ range(10**5) | random }}" + BODY
+    with pytest.raises(UserError, match="prompt p: the chat template draws at random"):
+        chat.check(tokenizer, [("p", [Message("user", "Hi")])], False)
+
+
+def test_a_template_in_a_file_of_its_own_is_read_by_engine_and_judge_and_none_is_said(model: Path, main: Main) -> None:
+    write({"prompt": "Hi"}, {"prompt": "So?"})
+    folder = with_clock(model, "json", BODY)
+    path = folder / "target/chat_template.jinja"
+    path.with_suffix(".json").write_text(json.dumps({"chat_template": "Be brief.\n" + BODY}))
+    path.unlink()
+    status, _, err = main("run", "--model", folder, *ASKED, "--out", "json-run")
+    assert status == 0 and "chat template" not in err
+    rows = store.load(Path("json-run"))[1]
+    assert {(row.exactness, row.audit) for row in rows} == {("exact", "exact")}
+    asked = len(targets.tokenizer_of(model / "target").encode("Be brief.\nuser: Hi\n", add_special_tokens=False))
+    assert {row.generation.num_prompt_tokens for row in rows if row.prompt_id == "0"} == {asked}
+    path.with_suffix(".json").write_text("[]")
+    assert "holds no chat_template" in main("run", "--model", folder, *ASKED, "--out", "bad")[2]
+    path.with_suffix(".json").unlink()
+    status, _, err = main("run", "--model", folder, *ASKED, "--out", "none")
+    assert status == 0 and "note: the target has no chat template" in err
