@@ -61,6 +61,23 @@ VISION: dict[str, Any] = {
     "patch_size": 4,
 }
 MARKS = ("boi_token", "eoi_token", "image_token", "video_token", "boa_token", "audio_token")
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+LATENT: dict[str, Any] = {
+    **ROUTED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 
 ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixture of experts": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS),
@@ -72,6 +89,7 @@ ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a window in all layers": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 8}),
     "a window, soft caps": ("Gemma2ForCausalLM", "Gemma2Config", {"query_pre_attn_scalar": 8, **ALTERNATING}),
     "a window, two rotary tables": ("Gemma3ForCausalLM", "Gemma3TextConfig", ALTERNATING),
+    "latent attention": ("DeepseekV3ForCausalLM", "DeepseekV3Config", {**LATENT, "first_k_dense_replace": 1}),
     "gemma 4": ("Gemma4ForCausalLM", "Gemma4TextConfig", {**GEMMA4, "final_logit_softcapping": 30.0}),
     "gemma 4, inputs per layer, shared keys": ("Gemma4ForCausalLM", "Gemma4TextConfig", PER_LAYER),
     "gemma 4, experts": (
@@ -114,7 +132,9 @@ def made(kind: str) -> Any:
 def _made(kind: str) -> Any:
     model_class, config_class, changes = {**ATTENTION, **HYBRID}[kind]
     new: Callable[[Any], Any] = getattr(transformers, model_class)
-    shape = {} if "text_config" in changes else SHAPE
+    # A model with vision gives the shape of its text apart; the size of a latent head has several parts.
+    own = {"text_config": SHAPE, "qk_rope_head_dim": {"head_dim"}}
+    shape = {key: value for key, value in SHAPE.items() if not any(key in own[name] for name in own if name in changes)}
     model = new(getattr(transformers, config_class)(**{**shape, **changes})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

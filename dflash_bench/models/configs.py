@@ -37,22 +37,20 @@ class Heads:
     key_size: int
     """Of a query or key of one head."""
     value_size: int
+    cached: int
+    """How many numbers a cache keeps of each token."""
 
     @classmethod
     def of(cls, config: Any) -> Heads:
         """Read a layer's config, or a model's whose layers are alike."""
-        heads = config.num_attention_heads
-        size = optional(config, "head_dim") or config.hidden_size // heads
-        # Multi-head latent attention (DeepSeek) has other sizes, and a `head_dim` that means its rotated part.
-        latent = optional(config, "qk_nope_head_dim"), optional(config, "qk_rope_head_dim")
-        key_size = size if None in latent else sum(latent)
-        value_size = key_size if None in latent else optional(config, "v_head_dim", default=key_size)
-        return cls(heads, optional(config, "num_key_value_heads") or heads, key_size, value_size)
-
-    @property
-    def cached(self) -> int:
-        """How many numbers a token's keys and values are."""
-        return self.num_kv_heads * (self.key_size + self.value_size)
+        heads, rotated = config.num_attention_heads, optional(config, "qk_rope_head_dim")
+        kv_heads = optional(config, "num_key_value_heads") or heads
+        if rotated is None or (latent := optional(config, "kv_lora_rank")) is None:
+            size = optional(config, "head_dim") or config.hidden_size // heads
+            return cls(heads, kv_heads, size, size, 2 * kv_heads * size)
+        # Multi-head latent attention (DeepSeek): `head_dim` is the rotated part, and heads share what is cached.
+        size = optional(config, "qk_nope_head_dim", default=0) + rotated
+        return cls(heads, kv_heads, size, optional(config, "v_head_dim", default=size), latent + rotated)
 
     @classmethod
     def of_first(cls, config: Any) -> Heads:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import mtp_heads
+from dflash_bench.models.nets.mtp import PREFIX
 
 MODEL_TYPE, ARCHITECTURE = "qwen3_5_text", "qwen35"
 FULL = "full_attention"
@@ -47,7 +48,7 @@ def text_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str,
     kept = {
         name.removeprefix(OF_TEXT): tensor for name, tensor in tensors.items() if not name.startswith(OF_IMAGES)
     }  # fmt: skip
-    heads = {name: tensor for name, tensor in kept.items() if mtp_heads.is_of_heads(name)}
+    heads = {name: tensor for name, tensor in kept.items() if name.startswith(PREFIX)}
     if heads:
         mtp_heads.read(folder, headers_only=True)
     return {name: tensor for name, tensor in kept.items() if name not in heads}, heads
@@ -128,11 +129,11 @@ def named(config: Any, trunk: Mapping[str, Tensor], heads: Mapping[str, Tensor])
             _, number, part = name.split(".", 2)
             found |= _of_layer(values, int(number), part, tensor)
     for name, tensor in heads.items():
-        stem = name.removeprefix(mtp_heads.PREFIX).removesuffix(".weight")
+        stem = name.removeprefix(PREFIX).removesuffix(".weight")
         if stem in HEADS:
             found[f"blk.{last}.{HEADS[stem]}.weight"] = tensor if stem == "fc" else tensor.float() + 1
         else:
-            found |= _of_layer(values, last, name.removeprefix(f"{mtp_heads.PREFIX}layers.0."), tensor)
+            found |= _of_layer(values, last, name.removeprefix(f"{PREFIX}layers.0."), tensor)
     return found
 
 

@@ -81,7 +81,7 @@ def inspect(reference: str, target: str | None = None) -> Inspection:
     if medusa.is_medusa(folder):
         return _of_heads(folder, shape, target)
     names = weights.read_tensors(folder, weights.only_maps) if any(folder.glob("*.safetensors")) else {}
-    if mtp_heads.are_apart(names):
+    if mtp_heads.are_apart(folder, names):
         return _of_mtp_heads(folder, shape, target)
     if loading.is_language_model(folder):
         return _of_language_model(folder, home, shape, target)

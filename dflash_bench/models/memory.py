@@ -27,14 +27,13 @@ from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config
 from dflash_bench.models.nets.layers import DraftShape
-from dflash_bench.models.nets.mtp import MTPConfig
+from dflash_bench.models.nets.mtp import MTPConfig, own_name
 from dflash_bench.models.nets.p_eagle import PEagleConfig
 
 MOST_NODES = 63
 """The most nodes that `ddtree:nodes=auto` can choose."""
 SPARE = 1.05
 """Factor on the counted bytes for everything that is not counted: activations and fragmentation."""
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token", "top_k_experts")
 LIBRARIES = 0.5e9
 """Bytes of the process with nothing loaded."""
 
@@ -54,14 +53,14 @@ def size_of(model: Any) -> Size:
     used = dict.fromkeys(map(id, [*decoder.parameters(), *model.get_output_embeddings().parameters()]))
     read = [named[weight][1] for weight in used if weight not in apart]
     rows = tables.values() or [embedding]
-    num_experts = optional(config, "num_experts", "num_local_experts", "n_routed_experts") if experts else 0
+    num_experts, per_token = experts_of(config) if experts else (0, 0)
     return Size(
         weight_bytes=bytes_of(read),
         matrix_elements=matrix_elements(read),
         row_bytes=sum(table.shape[1] * table.element_size() for table in rows),
         stored_bytes=bytes_of(weight for _, weight in named.values()),
         num_experts=num_experts,
-        experts_per_token=optional(config, *EXPERTS_PER_TOKEN) if experts else 0,
+        experts_per_token=per_token,
         expert_bytes=bytes_of(experts) // num_experts if experts else 0,
         expert_elements=sum(weight.numel() for weight in experts) // num_experts if experts else 0,
         attention=target_attention(config, embedding.element_size()),
@@ -69,6 +68,14 @@ def size_of(model: Any) -> Size:
         num_layers=config.num_hidden_layers,
         vocab_size=embedding.shape[0],
         itemsize=embedding.element_size(),
+    )
+
+
+def experts_of(config: Any) -> tuple[int, int]:
+    """Return how many experts a layer has, and how many each token is given to."""
+    return (
+        optional(config, "num_experts", "num_local_experts", "n_routed_experts"),
+        optional(config, "num_experts_per_tok", "experts_per_token", "top_k_experts"),
     )
 
 
@@ -259,7 +266,7 @@ def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.
         return Footprint(_weights(medusa.read(folder, headers_only=True)[1], dtype), 0)
     if weights == presets.MTP:
         heads, tensors_of_heads = mtp_heads.read(folder, headers_only=True)
-        place = token_bytes([draft_attention(heads, 1, dtype.itemsize)])
+        place = token_bytes(target_attention(heads.text, dtype.itemsize))
         return Footprint(_weights(tensors_of_heads, dtype), place, heads)
     if weights in loading.LANGUAGE_MODELS:
         return replace(footprint_of(folder, dtype), config=read_config(folder).get("block_diffusion"))
@@ -279,7 +286,7 @@ def footprint_of(folder: Path, dtype: torch.dtype, trusted: bool = False, quanti
     config = targets.config_of(folder, trusted)
     stored = models_weights.read_tensors(folder, models_weights.only_maps)
     # MTP heads are no part of the model: they are loaded where a method drafts with them.
-    tensors = {name: tensor for name, tensor in stored.items() if not mtp_heads.is_of_heads(name)}
+    tensors = {name: tensor for name, tensor in stored.items() if own_name(name, config.num_hidden_layers) is None}
     if optional(config, "tie_word_embeddings"):
         tensors.pop(base.HEAD, None)
     place, weights = token_bytes(target_attention(config, dtype.itemsize)), _weights(tensors, dtype)

@@ -1,13 +1,14 @@
 """MTP heads on this disk: in the target's own checkpoint, which transformers loads without them, or in a folder apart.
 
-Either holds tensors `mtp.*` beside a config.json that describes the target: the heads' one layer is of its kind. Norms
-are stored as that kind stores them (Qwen3-Next and Qwen3.5 as differences from 1).
+Beside a config.json that describes the target lie tensors in one of three layouts: `mtp.*` (Qwen), those of a layer
+behind the target's last one (DeepSeek, GLM), or `model.mtp_layers.0.*` (MiMo). The heads' one layer is of the target's
+kind, and norms are stored as that kind stores them (Qwen3-Next and Qwen3.5 as differences from 1).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,53 +18,110 @@ from torch import Tensor
 from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
 from dflash_bench.models import targets, weights
 from dflash_bench.models.configs import optional
-from dflash_bench.models.formats.base import COPY, FLOATS, MISSING, SURPLUS, TargetShape
-from dflash_bench.models.hub import UNREADABLE, cannot_load
-from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
+from dflash_bench.models.formats.base import COPY, EMBEDDING, FLOATS, HEAD, MISSING, SURPLUS, TargetShape
+from dflash_bench.models.hub import UNREADABLE, cannot_load, read_config
+from dflash_bench.models.nets.mtp import LAYER_BEHIND, MIMO, PARTS, PREFIX, MTPConfig, MTPDraft, own_name
 
-PREFIX = "mtp."
-KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Kinds of targets whose layer the heads may have."""
 ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary angles that depend on the position alone."""
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 """Keys of a config that say how many layers its heads have."""
 EXPERT = re.compile(r"(layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 MOST_EXPERTS = 1 << 14
+COPIES = {"layers.0.embed_tokens.weight": EMBEDDING, "layers.0.shared_head.head.weight": HEAD}
+"""DeepSeek stores the target's embedding and head with the heads once more."""
 
 
-def is_of_heads(name: str) -> bool:
-    return name.startswith(PREFIX)
+def depth_of(folder: Path) -> int:
+    """Return how many layers config.json says that the target has."""
+    config = read_config(folder)
+    text = config.get("text_config")
+    depth = (text if isinstance(text, dict) else config).get("num_hidden_layers")
+    return depth if type(depth) is int else targets.LARGEST
 
 
-def are_apart(names: Iterable[str]) -> bool:
+def are_apart(folder: Path, names: Iterable[str]) -> bool:
     """Return True if these are the names of tensors of heads, and of nothing else."""
     names = list(names)
-    return bool(names) and all(map(is_of_heads, names))
+    if not names or not all(own_name(name, depth=0) for name in names):
+        return False
+    depth = depth_of(folder)
+    return all(own_name(name, depth) for name in names)
 
 
 def read(folder: Path, headers_only: bool = False) -> tuple[MTPConfig, dict[str, Tensor]]:
-    """Return the heads' config and tensors, without `mtp.`, experts joined as the network holds them.
+    """Return the heads' config and their tensors by the network's names, experts joined as the network holds them.
 
     Raises UserError if there are none, if they are not complete, or of a kind that is not supported.
     """
-    stored = weights.read_tensors(folder, lambda name: not headers_only and is_of_heads(name))
-    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items() if is_of_heads(name)}
-    if not tensors:
+    depth = depth_of(folder)
+    stored = weights.read_tensors(folder, lambda name: not headers_only and own_name(name, depth) is not None)
+    names = {own: name for name in stored if (own := own_name(name, depth))}
+    if not names:
         raise UserError(
-            f"{folder} has no MTP heads: expected tensors {PREFIX}* in its weights, such as {PREFIX}fc.weight",
+            f"{folder} has no MTP heads: expected tensors {PREFIX}* in its weights, such as {PREFIX}fc.weight, or "
+            f"model.layers.{depth}.eh_proj.weight",
             "give heads that are apart from the target as --draft mtp=PATH",
         )
-    tensors = _joined(folder, tensors)
+    if scales := [name for name in names.values() if name.endswith(("weight_scale_inv", "weight_scale"))]:
+        raise UserError(f"{folder}: {min(scales)}: quantised heads are not supported; use the original")
+    _check_copies(folder, {own: stored[names.pop(own)] for own in COPIES if own in names}, headers_only)
+    as_stored = _naming(names)
+    tensors = _joined(folder, {own: stored[name] for own, name in names.items()}, as_stored)
+    if MIMO.fullmatch(names.get("fc.weight", "")):
+        # MiMo joins the state and the embedding in this order.
+        tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(2, dim=-1)[::-1], dim=-1)
     try:
         config = _config(folder, tensors)
         expected = MTPDraft(config)
         expected.rotary()
     except UNREADABLE as error:
         raise cannot_load(folder, error) from error
-    for problem in _unsound(expected.state_dict(), tensors):
+    for problem in _unsound(expected.state_dict(), tensors, as_stored):
         raise UserError(f"{folder}: {problem}")
+    for name, tensor in tensors.items():
+        if not headers_only and not tensor.isfinite().all():
+            raise UserError(f"{folder}: {as_stored(name)} holds NaN or infinite values; {COPY}")
     return config, tensors
+
+
+Naming = Callable[[str], str]
+
+
+def _naming(names: Mapping[str, str]) -> Naming:
+    """Return what gives the stored name for one of the network's, in the layout of these."""
+    stored = next(iter(names.values()))
+    prefix = _prefix(stored)
+    theirs = {} if prefix == PREFIX else {own: part for part, own in PARTS[bool(MIMO.fullmatch(stored))].items()}
+
+    def as_stored(own: str) -> str:
+        part, _, kind = own.rpartition(".")
+        if part in theirs:
+            return f"{prefix}{theirs[part]}.{kind}"
+        return prefix + (own if prefix == PREFIX else own.removeprefix("layers.0."))
+
+    return as_stored
+
+
+def _prefix(stored: str) -> str:
+    """Return what the stored names of the heads begin with that one of them has."""
+    match = LAYER_BEHIND.fullmatch(stored) or MIMO.fullmatch(stored)
+    if match is None:
+        return PREFIX
+    # Files are read without this first part of their names.
+    return f"model.{match[1].removeprefix('model.')}{match[2]}."
+
+
+def _check_copies(folder: Path, copies: Mapping[str, Tensor], headers_only: bool) -> None:
+    """Raises UserError if an embedding or head stored with the heads is not the target's own, where that lies here."""
+    if not copies or headers_only:
+        return
+    tables = targets.stored_tables(folder)
+    for own, copy in copies.items():
+        table = tables.get(COPIES[own])
+        if table is not None and not torch.equal(table, copy):
+            what = own.removeprefix("layers.0.").removesuffix(".weight")
+            raise UserError(f"{folder}: MTP heads with {what} of their own are not supported; only the target's is")
 
 
 def load(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> MTPDraft:
@@ -71,10 +129,10 @@ def load(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> 
     config, tensors = read(folder)
     for problem in misfits(config, target):
         raise UserError(f"{folder}: {problem}")
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise UserError(f"{folder}: {PREFIX}{name} holds NaN or infinite values; {COPY}")
-    draft = MTPDraft(config).to(dtype).to_empty(device=device)
+    draft = MTPDraft(config)
+    for weight in draft.parameters():
+        weight.data = weight.data.to(dtype)  # buffers, which correct an expert's score, stay as they are
+    draft = draft.to_empty(device=device)
     draft.load_state_dict(tensors)
     return draft.eval()
 
@@ -99,9 +157,10 @@ def misfits(config: MTPConfig, target: TargetShape) -> Iterator[DraftProblem]:
 
 def note(folder: Path, names: Iterable[str]) -> str | None:
     """Return a note about heads in the checkpoint of a language model, given its tensors' names; None without any."""
-    if any(map(is_of_heads, names)):
-        return f"it has MTP heads of its own, tensors {PREFIX}*: --method mtp drafts with them"
-    if _declared(targets.config_of(folder)):
+    depth = depth_of(folder)
+    if found := [name for name in names if own_name(name, depth)]:
+        return f"it has MTP heads of its own, tensors {_prefix(found[0])}*: --method mtp drafts with them"
+    if any(read_config(folder).get(key) for key in COUNTS):
         return f"its config.json names MTP heads, but there are no tensors {PREFIX}*; --method mtp needs --draft mtp="
     return None
 
@@ -113,11 +172,7 @@ def _declared(config: Any) -> int | None:
 
 def _config(folder: Path, tensors: Mapping[str, Tensor]) -> MTPConfig:
     """Return the config of the heads' layer. Raises UserError for a kind that is not supported."""
-    text = targets.config_of(folder)
-    if text.model_type not in KINDS:
-        raise UserError(
-            f"{folder}: MTP heads of a {text.model_type} target are not supported; only those of {', '.join(KINDS)} are"
-        )
+    text = _text_of(folder)
     if (number := _declared(text)) not in (None, 1):
         raise UserError(f"{folder}: MTP heads of {number!r} layers are not supported; only those of one layer are")
     if optional(text, "mtp_use_dedicated_embeddings"):
@@ -128,42 +183,57 @@ def _config(folder: Path, tensors: Mapping[str, Tensor]) -> MTPConfig:
         raise UserError(
             f"{folder}: MTP heads with rotary scaling '{kind}' are not supported; only {', '.join(ROTARY)} are"
         )
-    return MTPConfig.of(text, is_dense="layers.0.mlp.gate_proj.weight" in tensors)
+    try:
+        return MTPConfig.of(text, is_dense="layers.0.mlp.gate_proj.weight" in tensors)
+    except UserError as error:
+        raise UserError(f"{folder}: {error.what}") from error
 
 
-def _joined(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _text_of(folder: Path) -> Any:
+    """Return the target's text config; that of MiMo-7B, whose layers are Qwen2's, without the code that it brings."""
+    config = read_config(folder)
+    if config.get("model_type") != "mimo":
+        return targets.config_of(folder)
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model("qwen2", **{k: v for k, v in config.items() if k not in ("model_type", "auto_map")})
+
+
+def _joined(folder: Path, tensors: Mapping[str, Tensor], as_stored: Naming) -> dict[str, Tensor]:
     """Return the tensors with experts that are stored one by one stacked [experts, out, in], gate and up joined."""
     joined = {name: tensor for name, tensor in tensors.items() if not EXPERT.fullmatch(name)}
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
         if match := EXPERT.fullmatch(name):
             if len(match[2]) > len(str(MOST_EXPERTS)):
-                raise UserError(f"{folder}: {PREFIX}{name} numbers an expert that no model has; {COPY}")
+                raise UserError(f"{folder}: {as_stored(name)} numbers an expert that no model has; {COPY}")
             experts.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
     for name, parts in experts.items():
         indices = {tuple(sorted(part)) for part in parts.values()}
         if len(parts) < 3 or len(indices) > 1 or (whole := indices.pop()) != tuple(range(len(whole))):
-            raise UserError(f"{folder}: {PREFIX}{name}.* lacks a part of some expert; {COPY}")
+            raise UserError(f"{folder}: {as_stored(name)}.* lacks a part of some expert; {COPY}")
         try:
             gate, up, down = (torch.stack([parts[kind][i] for i in whole]) for kind in ("gate", "up", "down"))
             joined |= {f"{name}.gate_up_proj": torch.cat([gate, up], dim=1), f"{name}.down_proj": down}
         except RuntimeError as error:
-            raise UserError(f"{folder}: {PREFIX}{name}.* are of different shapes; {COPY}") from error
+            raise UserError(f"{folder}: {as_stored(name)}.* are of different shapes; {COPY}") from error
     return joined
 
 
-def _unsound(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[DraftProblem]:
+def _unsound(
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], as_stored: Naming
+) -> Iterator[DraftProblem]:
     """Yield each tensor that is missing, surplus, or of the wrong shape or type, by its name in the file."""
     for name in sorted(expected.keys() - tensors.keys()):
-        yield DraftProblem(MISSING, f"missing tensor {PREFIX}{name}", f"{COPY}, or see if config.json belongs to it")
+        yield DraftProblem(MISSING, f"missing tensor {as_stored(name)}", f"{COPY}, or see if config.json belongs to it")
     for name in sorted(tensors.keys() - expected.keys()):
-        what = f"surplus tensor {PREFIX}{name}: heads of this kind have no place for it"
+        what = f"surplus tensor {as_stored(name)}: heads of this kind have no place for it"
         yield DraftProblem(SURPLUS, what, "see if config.json belongs to the weights")
     for name in sorted(expected.keys() & tensors.keys()):
         tensor, shape = tensors[name], list(expected[name].shape)
         if list(tensor.shape) != shape:
-            what = f"{PREFIX}{name} is {list(tensor.shape)}, config.json says {shape}: they do not belong together"
+            what = f"{as_stored(name)} is {list(tensor.shape)}, config.json says {shape}: they do not belong together"
             yield DraftProblem("tensor_shape", what, COPY)
         elif tensor.dtype not in FLOATS:
-            what = f"{PREFIX}{name} holds {tensor.dtype}: quantised heads are not supported"
+            what = f"{as_stored(name)} holds {tensor.dtype}: quantised heads are not supported"
             yield DraftProblem("tensor_type", what, "use the original")

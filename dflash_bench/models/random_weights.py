@@ -17,7 +17,7 @@ from torch import nn
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.forwards import Size
-from dflash_bench.models import mtp_heads, presets, targets
+from dflash_bench.models import presets, targets
 from dflash_bench.models.configs import Heads, cut, optional
 from dflash_bench.models.formats.base import skeleton
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
@@ -121,8 +121,6 @@ def empty_draft(
     MTP heads of a target whose layer they cannot have.
     """
     if kind == presets.MTP:
-        if config.model_type not in mtp_heads.KINDS:
-            raise UserError(f"{target}: MTP heads of a {config.model_type} target are not supported")
         return MTPDraft(MTPConfig.of(config))
     heads = Heads.of_first(config)
     shape: dict[str, Any] = {

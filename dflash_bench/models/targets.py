@@ -19,6 +19,7 @@ from dflash_bench.models import gguf, hub, presets, quantization, weights
 from dflash_bench.models.configs import layer_configs, optional, varying
 from dflash_bench.models.formats.base import EMBEDDING, HEAD, TargetShape
 from dflash_bench.models.hub import UNREADABLE, cannot_load, is_unreadable, read_config
+from dflash_bench.models.nets.mtp import own_name
 
 # Was this draft made for this target? Evidence in the draft's files: its tokenizer, and the target that it names.
 
@@ -238,26 +239,35 @@ def _check_layers(folder: Path, config: Any) -> None:
 def shape_of(folder: Path) -> TargetShape:
     """Return the target's shape; the vocabulary is the embedding's rows, if known, which may exceed the config's."""
     config = config_of(folder)
-    stored = _stored(folder, headers_only=True)
+    stored = stored_tables(folder, headers_only=True)
     rows = stored[EMBEDDING].shape[0] if EMBEDDING in stored else config.vocab_size
     return TargetShape(config.hidden_size, rows, config.num_hidden_layers)
 
 
 def vocabulary_of(folder: Path) -> dict[str, Tensor]:
     """Return the target's embedding and head [V, H]; if they are tied, the head is a copy. Raises UserError."""
-    stored = _stored(folder, headers_only=False)
+    stored = stored_tables(folder)
     if EMBEDDING not in stored:
         raise UserError(f"{folder} holds no tensor named {EMBEDDING}; is it a target?")
     return {EMBEDDING: stored[EMBEDDING], HEAD: stored[HEAD] if HEAD in stored else stored[EMBEDDING].clone()}
 
 
-def _stored(folder: Path, headers_only: bool) -> dict[str, Tensor]:
-    """Return embedding and head by their plain names; models of several parts prefix them."""
+def stored_tables(folder: Path, headers_only: bool = False) -> dict[str, Tensor]:
+    """Return embedding and head by their plain names; models of several parts prefix them.
+
+    Those of a layer, as DeepSeek stores them with its MTP heads, are not the target's.
+    """
     if headers_only and not any(folder.glob("*.safetensors")):
         return {}
     wanted = (EMBEDDING, HEAD)
-    tensors = weights.read_tensors(folder, lambda name: not headers_only and name.endswith(wanted))
-    return {plain: tensor for plain in wanted for name, tensor in tensors.items() if name.endswith(plain)}
+
+    def is_table(name: str) -> bool:
+        return name.endswith(wanted) and "layers." not in name
+
+    tensors = weights.read_tensors(folder, lambda name: not headers_only and is_table(name))
+    return {
+        plain: tensor for plain in wanted for name, tensor in tensors.items() if name.endswith(plain) and is_table(name)
+    }
 
 
 # Loading a causal language model (a target, or a draft that is one) by transformers; partly loaded ones are refused.
@@ -315,7 +325,8 @@ def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placeme
         raise UserError(f"{folder}: {min(unfit)} is missing or not as config.json says; copy the weights again")
     # And these it would ignore, except those that it knows to belong to other uses of the same checkpoint; so do MTP
     # heads, which not every architecture of transformers knows.
-    if surplus := [name for name in report["unexpected_keys"] if not name.startswith("mtp.")]:
+    depth = model.config.get_text_config().num_hidden_layers
+    if surplus := [name for name in report["unexpected_keys"] if own_name(name, depth) is None]:
         raise UserError(
             f"{folder}: config.json has no place for {min(surplus)} ({len(surplus)} such tensors); "
             "config.json belongs to other weights, or these tensors must be removed"

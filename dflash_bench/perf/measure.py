@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.forwards import DraftPass, DraftTiming, ForwardTiming, HostOverhead, ProfileData, Rates, Size
+from dflash_bench.core.forwards import (
+    AttentionCost,
+    DraftPass,
+    DraftTiming,
+    ForwardTiming,
+    HostOverhead,
+    ProfileData,
+    Rates,
+    Size,
+)
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.backend import capture_passes
 from dflash_bench.engine.drafter import Committed, NoDrafter
@@ -196,11 +205,12 @@ def _mtp_passes(draft: MTPDraft, target: Any, num_drafts: int, kept: int) -> tup
     step = _part_size([draft.fc, draft.layers, draft.norm], draft, 1)
     if draft.has_experts:
         experts = [weight for name, weight in draft.named_parameters() if "experts" in name.split(".")]
-        text, stored = draft.config.text, memory.bytes_of(experts)
+        num_experts, per_token = memory.experts_of(draft.config.text)
+        stored = memory.bytes_of(experts)
         step = replace(
-            step, weight_bytes=step.weight_bytes - stored, num_experts=text.num_experts,
-            experts_per_token=text.num_experts_per_tok, expert_bytes=stored // text.num_experts,
-            expert_elements=sum(weight.numel() for weight in experts) // text.num_experts,
+            step, weight_bytes=step.weight_bytes - stored, num_experts=num_experts, experts_per_token=per_token,
+            expert_bytes=stored // num_experts,
+            expert_elements=sum(weight.numel() for weight in experts) // num_experts,
         )  # fmt: skip
     head = _part_size([target.get_output_embeddings()], draft)
     passes = (DraftPass(step, kept), DraftPass(head, 1, num_drafts))
@@ -211,7 +221,11 @@ def _part_size(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) ->
     """Return the size of these modules of a draft, with so many layers of attention."""
     itemsize = draft.norm.weight.element_size()
     weights = [weight for module in modules for weight in module.parameters()]
-    attention = (memory.draft_attention(draft.config, num_layers, itemsize),) if num_layers else ()
+    attention: tuple[AttentionCost, ...] = ()
+    if isinstance(draft, MTPDraft):
+        attention = memory.target_attention(draft.config.text, itemsize) if num_layers else ()
+    elif num_layers:
+        attention = (memory.draft_attention(draft.config, num_layers, itemsize),)
     return Size(memory.bytes_of(weights), memory.matrix_elements(weights), attention=attention, itemsize=itemsize)
 
 

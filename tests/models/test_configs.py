@@ -30,8 +30,8 @@ def test_a_key_that_differs_by_layer_is_read_from_the_layers() -> None:
     config = text("gemma 4")
     assert varying(config) == {"head_dim", "num_key_value_heads"} and not varying(text("mixture of experts"))
     assert optional(config, "head_dim") is None and optional(config, "head_dim", "hidden_size") == 32
-    assert [Heads.of(layer) for layer in layer_configs(config)] == [Heads(4, 2, 8, 8), Heads(4, 1, 16, 16)] * 2
-    assert Heads.of_first(config) == Heads(4, 2, 8, 8)
+    assert [Heads.of(layer) for layer in layer_configs(config)] == [Heads(4, 2, 8, 8, 32), Heads(4, 1, 16, 16, 32)] * 2
+    assert Heads.of_first(config) == Heads(4, 2, 8, 8, 32)
 
 
 @pytest.mark.parametrize("name", ["absent", "alibi"])

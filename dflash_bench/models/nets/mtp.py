@@ -7,23 +7,62 @@ The target's state of position t, after its final norm, is paired with token x_{
 goes through one full-attention layer at position t and a norm, and the target's own head then predicts x_{t+2}. For the
 token after that, the same is done with the layer's own normed output in place of the state. The layer is built by
 transformers from the target's config, so it has that model's norms, gates, rotary positions and experts.
-(DeepSeek-V3, arXiv 2412.19437, section 2.2, with a single module for all depths, as Qwen3-Next and Qwen3.5 have it.)
+(DeepSeek-V3, arXiv 2412.19437, section 2.2, with a single module for all depths, as Qwen3-Next and Qwen3.5 have it.
+DeepSeek and GLM publish one module, and SGLang and transformers step it so; vLLM steps on its output before the norm.)
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dflash_bench.core.errors import UserError
 from dflash_bench.models.architecture import cache_argument, decoder_layers, final_norm
 from dflash_bench.models.configs import Heads, optional
 from dflash_bench.models.nets.layers import DraftShape
 
 FULL = "full_attention"
+KINDS = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe",
+    "glm4_moe_lite",
+)  # fmt: skip
+"""Kinds of targets whose layer the heads may have."""
+
+PREFIX = "mtp."
+"""What the names of heads begin with in Qwen's layout."""
+LAYER_BEHIND = re.compile(r"((?:(?:model|language_model)\.)*layers\.)(\d{1,4})\.(.+)")
+"""A tensor of a layer; in DeepSeek's layout the heads are the one behind the target's last."""
+MIMO = re.compile(r"((?:model\.)?mtp_layers\.)(\d{1,4})\.(.+)")
+PARTS = (
+    {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm"},
+    {
+        "token_layernorm": "pre_fc_norm_embedding", "hidden_layernorm": "pre_fc_norm_hidden", "input_proj": "fc",
+        "final_layernorm": "norm",
+    },
+)  # fmt: skip
+"""What DeepSeek and MiMo call the parts around the layer."""
+
+
+def own_name(name: str, depth: int) -> str | None:
+    """Return the name that the network has for a stored tensor, or None if the tensor is no part of heads.
+
+    `depth` is the target's number of layers.
+    """
+    if name.startswith(PREFIX):
+        return name.removeprefix(PREFIX)
+    match, first = LAYER_BEHIND.fullmatch(name), depth
+    if match is None:
+        match, first = MIMO.fullmatch(name), 0
+    if match is None or int(match[2]) < first:
+        return None
+    part, _, kind = match[3].rpartition(".")
+    number, parts = int(match[2]) - first, PARTS[first == 0]
+    return f"{parts[part]}.{kind}" if part in parts and not number else f"layers.{number}.{match[3]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +75,22 @@ class MTPConfig(DraftShape):
     def of(cls, config: Any, is_dense: bool = False) -> MTPConfig:
         """Return the config of heads for a target with this text config.
 
-        `is_dense` gives the layer a plain feed-forward where the target's layers have experts.
+        `is_dense` gives the layer a plain feed-forward where the target's layers have experts. Raises UserError for a
+        kind of target whose layer they cannot have.
         """
+        if config.model_type not in KINDS:
+            known = ", ".join(KINDS)
+            raise UserError(f"MTP heads of a {config.model_type} target are not supported; only those of {known} are")
         text, heads = copy.deepcopy(config), Heads.of_first(config)
         text.num_hidden_layers = 1
         if optional(text, "layer_types"):
             text.layer_types = [FULL]
         if optional(text, "mlp_only_layers") is not None:
             text.mlp_only_layers, text.decoder_sparse_step = [0] if is_dense else [], 1
+        if optional(text, "first_k_dense_replace") is not None:
+            text.first_k_dense_replace = int(is_dense)
+        if optional(text, "mlp_layer_types"):
+            text.mlp_layer_types = ["dense" if is_dense else "sparse"]
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=optional(config, "intermediate_size", "moe_intermediate_size"),
