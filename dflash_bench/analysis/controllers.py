@@ -18,6 +18,7 @@ import runpy
 import select
 import subprocess
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ from dflash_bench.core.forwards import STEP, WIDTHS, best_width, expected_tokens
 Scores = Sequence[float] | None
 TOO_LONG_S = 5.0
 """Seconds that one call of a controller from a file may take."""
+LONGEST_ANSWER = 1024
+"""Bytes of a line that its process may send."""
 
 
 class Controller(Protocol):
@@ -144,8 +147,8 @@ def controller_of(text: str) -> Controller:
 class ForeignController:
     """Somebody's own, in a process of its own: whatever it does there is a UserError that says so.
 
-    It may raise, end its process, return what is no length, or take too long for a call, even where no signal and no
-    other thread of this process could stop it.
+    It may raise, end its process, return what is no length, write into the pipe of its answers, or take too long for a
+    call, even where no signal and no other thread of this process could stop it.
     """
 
     needs_scores = False
@@ -155,8 +158,9 @@ class ForeignController:
         command = [sys.executable, "-P", "-c", _START, str(Path(__file__).parents[2])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         weakref.finalize(self, _end, self._process)
+        self._held = b""
         self._read(START_S)
-        if self._call("load", str(path)) is not True:
+        if self._call("load", str(path), limit_s=START_S) is not True:
             raise UserError(f"{self.name}: it needs a class Controller with start(), choose() and learn()")
 
     def start(self, most: int) -> None:
@@ -172,25 +176,41 @@ class ForeignController:
     def learn(self, verified: int, accepted: int) -> None:
         self._call("learn", verified, accepted)
 
-    def _call(self, method: str, *values: Any) -> Any:
+    def _call(self, method: str, *values: Any, limit_s: float | None = None) -> Any:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # then there is nothing to read either
             self._process.stdin.write(json.dumps([method, *values]).encode() + b"\n")
             self._process.stdin.flush()
-        why, said = self._read(TOO_LONG_S)
-        if why is not None:
-            raise UserError(f"{self.name}: it raised {why}")
-        return said
+        match self._read(limit_s or TOO_LONG_S):
+            case [None, said]:
+                return said
+            case [str(why), _]:
+                raise UserError(f"{self.name}: it raised {why}")
+        raise self._wrote()
 
     def _read(self, limit_s: float) -> Any:
-        stdout = self._process.stdout
-        assert stdout is not None
-        if not select.select([stdout], [], [], limit_s)[0]:
-            raise UserError(f"{self.name}: it did not return within {limit_s:g} s")
+        """Return the one line that is due. Raises UserError for anything else, and for none within `limit_s`."""
+        assert self._process.stdout is not None
+        pipe, end_s = self._process.stdout.fileno(), time.monotonic() + limit_s
+        while b"\n" not in self._held:
+            if not select.select([pipe], [], [], max(end_s - time.monotonic(), 0.0))[0]:
+                raise UserError(f"{self.name}: it did not return within {limit_s:g} s")
+            if not (part := os.read(pipe, LONGEST_ANSWER)):
+                raise UserError(f"{self.name}: it ended its process")
+            self._held += part
+            if len(self._held) > LONGEST_ANSWER:
+                raise self._wrote()
+        line, _, self._held = self._held.partition(b"\n")
         try:
-            return json.loads(stdout.readline())
-        except ValueError:
-            raise UserError(f"{self.name}: it ended its process") from None
+            read = json.loads(line)
+        except (ValueError, RecursionError):
+            raise self._wrote() from None
+        if self._held:
+            raise self._wrote()
+        return read
+
+    def _wrote(self) -> UserError:
+        return UserError(f"{self.name}: it wrote into the pipe of its answers")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

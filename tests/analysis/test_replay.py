@@ -231,6 +231,13 @@ def test_a_run_of_batches_alone_has_nothing_to_calibrate(folder: Path) -> None:
     assert not confidence(together.document) and "Brier" not in str(together)
 
 
+WRITES = (
+    "import contextlib, os, time\n        for fd in range(3, 20):\n"
+    "            with contextlib.suppress(OSError): os.write(fd, {!r})\n        "
+)
+"""The beginning of a body that writes into every pipe it finds."""
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
@@ -245,6 +252,12 @@ def test_a_run_of_batches_alone_has_nothing_to_calibrate(folder: Path) -> None:
         ("raise SystemExit", "it raised SystemExit"),
         ("raise BaseException", "it raised BaseException"),
         ("import os; os._exit(0)", "it ended its process"),
+        (WRITES.format(b"5\n") + "return 1", "it wrote into the pipe"),
+        (WRITES.format(b"[null, 1]\n") + "return 1", "it wrote into the pipe"),
+        (WRITES.format(b"[" * 1000 + b"\n") + "return 1", "it wrote into the pipe"),
+        (WRITES.format(b"x" * 9000) + "return 1", "it wrote into the pipe"),
+        (WRITES.format(b"[null,") + "return 1", "it wrote into the pipe"),
+        (WRITES.format(b"[null,") + "time.sleep(1000)", "did not return within"),
     ],
 )
 def test_a_controller_that_misbehaves_is_named(
