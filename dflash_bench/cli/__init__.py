@@ -36,6 +36,15 @@ class Root(TyperGroup):
             option.default = False
         return option
 
+    def invoke(self, ctx: Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            note("stopped")
+            raise typer.Exit(net.stopped_status()) from None
+        except BrokenPipeError as error:  # of which typer would make exit status 1, without a word
+            raise UserError(f"a process or server that was written to has ended ({error})") from error
+
 
 app = typer.Typer(
     cls=Root,
@@ -55,7 +64,10 @@ def main() -> None:
     prepare()
     try:
         _refuse_undecodable(sys.argv)
-        sys.exit(app(args=sys.argv[1:] or ["--help"], standalone_mode=False))
+        with net.stopping_on_signals():
+            status = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
+        sys.stdout.flush()  # a full disk is an error of this command
+        sys.exit(status)
     except UserError as error:
         note(f"dflash-bench: {error}")
     except USAGE_ERROR as error:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import resource
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_bench.core.errors import UserError
@@ -26,6 +28,36 @@ NOT_ENOUGH = (
 FROM_OUTSIDE = (OSError, MemoryError, ImportError, RuntimeError, SystemError)
 """Types of errors that files, disks and memory raise; each may still be a bug, which `explain` decides."""
 REMEDY = "close other programs, allow more memory (ulimit -v, -u), or use a smaller model, --limit or --concurrency"
+
+
+_stopped_by = signal.SIGINT
+"""The signal that ends this process."""
+
+
+@contextmanager
+def stopping_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does. One that is ignored, as by nohup, stays ignored."""
+    global _stopped_by
+    _stopped_by = signal.SIGINT
+    usual = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in usual:
+        signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for number in usual:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _interrupt(number: int, _: object) -> None:
+    global _stopped_by
+    _stopped_by = signal.Signals(number)
+    signal.raise_signal(signal.SIGINT)
+
+
+def stopped_status() -> int:
+    """Return the exit status of a command that a signal ended, as a shell has it: 130 after Ctrl-C."""
+    return 128 + _stopped_by
 
 
 def require_addresses() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Context, Option
 
-from dflash_bench.cli import options
+from dflash_bench.cli import net, options
 from dflash_bench.cli.command import Command, GroupedHelp, config_text
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_text, write_text
@@ -60,7 +60,7 @@ def run(
         except KeyboardInterrupt:
             stages.end()
             note(_stopped(folder))
-            sys.exit(130)
+            sys.exit(net.stopped_status())
     results = table.read_run(folder)
     rows, document = results.rows, report.document_of(results)
     if as_json:
@@ -126,7 +126,7 @@ def recommend(
         made = racing.decide(request, out, note)
     except KeyboardInterrupt:
         note("stopped; finished rounds are saved, and the same command goes on")
-        sys.exit(130)
+        sys.exit(net.stopped_status())
     if as_json:
         say(json_text(made.data))
     else:

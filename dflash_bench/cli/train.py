@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer import Option
 
-from dflash_bench.cli import options
+from dflash_bench.cli import net, options
 from dflash_bench.cli.command import GroupedHelp
-from dflash_bench.core.terminal import say
+from dflash_bench.core.terminal import note, say
 from dflash_bench.training.config import TrainRequest
 
 app = typer.Typer()
@@ -38,8 +39,12 @@ def train(
             expected = session.estimate(request, tell)
         say(expected)
         return
-    with status() as tell:
-        folder = session.perform(request, tell)
+    try:
+        with status() as tell:
+            folder = session.perform(request, tell)
+    except KeyboardInterrupt:
+        note("stopped; the same command continues")
+        sys.exit(net.stopped_status())
     if folder is None:
         return
     flag = "--model" if request.target in table() else "--target"

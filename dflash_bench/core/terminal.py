@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -199,11 +200,51 @@ def _visible_warning(
     return visible(_formatted(message, category, filename, lineno, line), keep="\n\t")
 
 
+class _Unread(io.FileIO):
+    """A stream that drops what nobody reads any more: after `| head`, or when its terminal is gone.
+
+    A disk that is full is an error, once.
+    """
+
+    has_failed = False
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            is_gone = error.errno == errno.EPIPE or (error.errno == errno.EIO and self.isatty())
+            if not is_gone and not self.has_failed:
+                self.has_failed = True
+                raise
+            return len(data)
+
+
+def _outlive_readers() -> None:
+    """Let a command whose output nobody reads, or that has none (`>&-`), end with the status that it would have."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None or (stream is getattr(sys, f"__{name}__") and type(stream) is io.TextIOWrapper):
+            raw = _Unread(number, "w", closefd=False)
+            has_lines = number == 2 or raw.isatty()
+            encoding, at_once = ("utf-8", False) if stream is None else (stream.encoding, stream.write_through)
+            lasting = io.TextIOWrapper(
+                io.BufferedWriter(raw), encoding, line_buffering=has_lines, write_through=at_once
+            )
+            setattr(sys, name, lasting)
+
+
 def prepare() -> None:
     """Make logs and warnings of libraries safe to show, and leave out transformers' own advice.
 
-    Characters that the terminal's encoding lacks are written as escapes, rather than ending in a traceback.
+    Characters that the terminal's encoding lacks are written as escapes, rather than ending in a traceback; a reader
+    who goes away ends nothing.
     """
+    _outlive_readers()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

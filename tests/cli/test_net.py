@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import resource
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -317,3 +319,63 @@ def test_nothing_is_downloaded_for_a_folder_that_cannot_be_written(
 
 def test_the_entry_point_is_the_nets() -> None:
     assert cli.net is net
+
+
+# Readers that go away, and signals.
+
+
+def outcome(words: list[str], shell: str = "") -> tuple[int, str]:
+    """Its own exit status, and what it said on stderr; `shell` says where its output goes."""
+    line = f"{shlex.join([sys.executable, '-m', 'dflash_bench.cli', *words])} {shell}"
+    done = subprocess.run(
+        ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}"], stderr=subprocess.PIPE, text=True, check=False
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+GONE = (">&-", "| true", "<&- >&- 2>&-", "2>&1 | true", "2>&-")
+
+
+@pytest.mark.parametrize("shell", GONE)
+def test_a_reader_who_goes_away_changes_no_verdict(shell: str, run: Path) -> None:
+    runs.stored(run.parent / "wrong", runs.changed(runs.answers(4), exactness="mismatch", first=1))
+    assert outcome(["check", str(run), "--all"], shell) == (0, "")
+    assert outcome(["check", str(run.parent / "wrong"), "--all"], shell) == (1, "")
+
+
+@pytest.mark.parametrize("words", [["report", "--full"], ["compare"], ["report", "--format", "json"]])
+def test_nor_does_one_of_a_pipe_that_is_full(words: list[str], run: Path) -> None:
+    assert outcome([words[0], str(run), *words[1:]], "| head -c 1 >/dev/null") == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_under_stdout_is_one_line(run: Path) -> None:
+    assert outcome(["report", str(run)], ">/dev/full") == (
+        2,
+        "dflash-bench: the system says: No space left on device\n",
+    )
+
+
+def test_a_process_that_ends_while_it_is_written_to_is_named(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setattr("dflash_bench.models.catalogue.machine", fail)
+    assert "that was written to has ended" in one_line(main, "models")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_every_command_that_a_signal_ends_says_so(
+    number: signal.Signals, status: int, main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_bench.models.catalogue.machine", lambda: os.kill(os.getpid(), number))
+    assert main("models") == (status, "", "stopped\n")
+
+
+def test_a_signal_that_is_ignored_stays_ignored(main: Main) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert main("methods")[0] == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

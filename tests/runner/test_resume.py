@@ -65,7 +65,7 @@ def stopped(moment: str, number: int, *words: str) -> subprocess.CompletedProces
             os.replace = kill  # type: ignore[assignment]
         append(run, records)
         if num_appended == number:
-            kill() if moment == "once a part is there" else signal.raise_signal(signal.SIGINT)
+            kill() if moment == "once a part is there" else os.kill(os.getpid(), signal.Signals[moment])
 
     def act() -> None:
         store.RunStore.append = counted  # type: ignore[method-assign]
@@ -102,12 +102,13 @@ def test_a_killed_run_continues_to_the_records_of_an_unbroken_one(
     assert what_matters(records) == what_matters(unbroken)
 
 
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_an_interrupted_run_says_how_to_go_on_and_does(
-    here: Path, unbroken: list[Answer], monkeypatch: pytest.MonkeyPatch
+    name: str, status: int, here: Path, unbroken: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = here / "interrupted"
-    process = stopped("by Ctrl-C", 3, *WORDS, "--out", "interrupted", "--json")
-    assert (process.returncode, process.stdout) == (130, "")
+    folder = here / name
+    process = stopped(name, 3, *WORDS, "--out", name, "--json")
+    assert (process.returncode, process.stdout) == (status, "")
     # On a slow machine, lines of progress come before it.
     last = process.stderr.splitlines()[-1]
     told = re.fullmatch(r"stopped; finished answers are saved. To continue: dflash-bench (.*)", last)
