@@ -415,3 +415,21 @@ def test_every_form_holds_several_runs(tmp_path: Path, main: Main, linked: Any) 
     assert_golden("check_runs.md", (tmp_path / "s.md").read_text())
     assert_golden("check_runs_benchmark.json", (tmp_path / "b.json").read_text())
     xmlschema.XMLSchema(Path(__file__).parents[1] / "junit.xsd").validate((tmp_path / "j.xml").read_text())
+
+
+@pytest.mark.parametrize("methods", [("ar", "dflash"), ("ar",)])
+def test_a_run_without_an_answer_to_judge_fails_in_every_form(
+    methods: tuple[str, ...], tmp_path: Path, main: Main
+) -> None:
+    rows = answers(8)
+    for method in methods:
+        rows = failing(rows, method, 8)
+    stored(tmp_path / "run", rows)
+    words = ["check", "run", "--junit", "j.xml", "--summary", "s.md", "--benchmark", "b.json"]
+    for allowed in ([], ["--allow", "failed"]):
+        code, out, _ = main(*words, "--json", *allowed)
+        found = [(one["method"], one["kind"], one["found"], one["failed"]) for one in json.loads(out)["checks"]]
+        assert (code, found) == (1, [(method, "failed", 8, True) for method in methods])
+    xmlschema.XMLSchema(Path(__file__).parents[1] / "junit.xsd").validate((tmp_path / "j.xml").read_text())
+    assert f'failures="{len(methods)}"' in (tmp_path / "j.xml").read_text()
+    assert "answers failed" in (tmp_path / "s.md").read_text() and json.loads((tmp_path / "b.json").read_text()) == []

@@ -170,7 +170,7 @@ def test_a_run_of_failures_only_says_so_in_every_form(tmp_path: Path, main: Main
     assert f"<h1>A{why}.</h1>" in page
     assert "<svg" not in page and 'id="lead"' not in page and 'class="chart"' not in page
     assert main("index", ".", "-o", "site")[0] == 0 and "all failed" in Path("site/index.html").read_text()
-    refused = ("compare run", "movie run", "plot run", "card run --hub hub", "report run --format latex", "check run",
+    refused = ("compare run", "movie run", "plot run", "card run --hub hub", "report run --format latex",
                "report run --by category")  # fmt: skip
     for line in refused:
         assert_refused(main(*line.split()), f"run: a{why}", "run it again")

@@ -14,7 +14,7 @@ from dflash_bench.analysis import compare, noise, roofline, stats
 from dflash_bench.analysis.findings import DEAD_AL, witnesses
 from dflash_bench.analysis.gate import baselines
 from dflash_bench.analysis.gate.baselines import ABSOLUTE, Baseline, Limit, Runs, cell_name
-from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell, mismatched, select, without_errors
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell, mismatched, select, summarise, without_errors
 from dflash_bench.analysis.noise import METHOD_NOISE, RunNoise
 from dflash_bench.analysis.roofline import TOO_SLOW_PLAIN
 from dflash_bench.core import labels
@@ -136,6 +136,8 @@ def check_runs(
     if flawed:
         # To judge the remaining rows would look like judging the run.
         return GateResult(GateOutcome(tuple(flawed), tuple(untried)), {})
+    if empty := [check for results, name in named for check in _nothing_to_judge(results, name)]:
+        return GateResult(GateOutcome(tuple(empty), tuple(untried)), {})
     cells = [compare.comparable_cells(results) for results in read]
     outcome = judge(read, cells, expected, user_limits, allow)
     outcome = replace(outcome, notes=(*outcome.notes, *untried))
@@ -229,6 +231,18 @@ def flaw_checks(results: RunTable, allow: Sequence[str], run: str = "") -> list[
         for flaw in results.problems
         if flaw.kind not in allowed
     ]  # fmt: skip
+
+
+def _nothing_to_judge(results: RunTable, run: str) -> Iterator[Check]:
+    """Yield a failed check for each cell without an answer, where every answer of a run, or of plain decoding, failed.
+
+    `--allow failed` does not help: without them there are no figures.
+    """
+    why = results.why_empty
+    for cell in summarise(results.rows, results.info.identity):
+        if cell.num_errors and not cell.num_prompts and (why or cell.method == BASELINE):
+            reason = why or f"all {cell.num_errors:,} answers failed"
+            yield _check(cell, "failed", cell.num_errors, 0, "failed", reason, run=run)
 
 
 def absolute_checks(results: RunTable, cell: Cell, run: str = "") -> Iterator[Check]:
