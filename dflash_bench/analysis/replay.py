@@ -28,6 +28,7 @@ from dflash_bench.analysis.roofline import stored as stored_curve
 from dflash_bench.analysis.stats import Floats, Interval
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import name_of
+from dflash_bench.core.option import MOST_AT_A_TIME
 from dflash_bench.core.types import Settings
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import StoredRows
@@ -106,6 +107,10 @@ class ReplayCell:
     @property
     def num_off(self) -> int:
         return sum(one.num_off for one in self.answers)
+
+
+MOST_DRAFTED = 1024
+"""Tokens of a round, or nodes, that a change may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,8 +499,7 @@ def changes_of(
 ) -> list[Alternative]:  # fmt: skip
     """Return a change for each value. Raises UserError for one that is not possible, and for a broken controller."""
     for name, values, least in (("n", n, 1), ("block", block, 2), ("nodes", nodes, 1)):
-        if any(value < least for value in values):
-            raise UserError(f"--{name} takes numbers of tokens from {least} up, not {min(values)}")
+        _require_between(name, values, least, MOST_DRAFTED)
     if any(not 0 <= value <= 1 for value in cut):
         raise UserError("--cut takes probabilities from 0 to 1")
     return [
@@ -507,6 +511,11 @@ def changes_of(
     ]
 
 
+def _require_between(name: str, values: Sequence[int], least: int, most: int) -> None:
+    if wrong := [value for value in values if not least <= value <= most]:
+        raise UserError(f"--{name} takes numbers from {least} to {most:,}, not {wrong[0]}")
+
+
 def replay_all(
     run: RunTable, changes: Sequence[Alternative], concurrency: Sequence[int] = (1,), method: str | None = None
 ) -> Iterator[Replayed]:
@@ -514,6 +523,7 @@ def replay_all(
 
     Raises UserError for a method that was not measured, and for a change that applies to none.
     """
+    _require_between("concurrency", concurrency, 1, MOST_AT_A_TIME)
     cells = [cell for cell in cells_of(run) if method in (None, cell.method)]
     if not cells:
         raise UserError(f"{run.name} has no rounds of {method}; give a method of the run, as it names it")

@@ -14,6 +14,7 @@ from typer import Argument, Option
 from dflash_bench.cli.command import Command
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import visible, wrapped
+from dflash_bench.core.option import MOST_TOKENS
 from dflash_bench.core.terminal import Stages, say, terminal_width, wide
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ def demo(
     ] = None,
     model: Annotated[str, Option(metavar="NAME", help="A name from 'dflash-bench models', or a folder.")] = "nano",
     method: Annotated[str, Option(metavar="NAME", help="How to draft, from 'dflash-bench methods'.")] = "dflash",
-    max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Where an answer ends at the latest.")] = 128,
+    max_new_tokens: Annotated[
+        int, Option(metavar="N", min=1, max=MOST_TOKENS, help="Where an answer ends at the latest.")
+    ] = 128,
 ) -> None:
     """Show drafting at work: one prompt, plain and drafted, side by side.
 

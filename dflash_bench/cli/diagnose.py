@@ -15,7 +15,7 @@ from dflash_bench.cli.command import Command, GroupedHelp
 from dflash_bench.cli.options import under
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_text, write_text
-from dflash_bench.core.option import whole_numbers
+from dflash_bench.core.option import MOST_TOKENS, whole_numbers
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import note, say
 from dflash_bench.runner.config import RunRequest, ServerOptions
@@ -37,7 +37,7 @@ def verify_distribution(
         ),
     ] = None,
     temperature: Annotated[float, Option(metavar="T", min=0.0, max=100.0, help="Sampling temperature, above 0.")] = 1.2,
-    top_k: Annotated[int, Option(metavar="K", min=0, help="As for 'run'; 0: off.")] = 0,
+    top_k: Annotated[int, Option(metavar="K", min=0, max=MOST_TOKENS, help="As for 'run'; 0: off.")] = 0,
     top_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As for 'run'; 1: off.")] = 0.9,
     min_p: Annotated[float, Option(metavar="P", min=0.0, max=1.0, help="As for 'run'; 0: off.")] = 0.0,
     repetition_penalty: Annotated[float, Option(metavar="R", min=0.01, max=100.0, help="As for 'run'; 1: off.")] = 1.0,
@@ -54,7 +54,9 @@ def verify_distribution(
             help="Tokens per answer. Default: 31, or more if a method drafts more.",
         ),
     ] = None,
-    seed: Annotated[int, Option(metavar="S", min=0, help="Random seed; another seed draws other answers.")] = 0,
+    seed: Annotated[
+        int, Option(metavar="S", min=0, max=2**63 - 1, help="Random seed; another seed draws other answers.")
+    ] = 0,
     dtype: Annotated[
         str,
         Option(metavar="T", help="float32, bfloat16 or float16. Below float32, rounding shifts probabilities, too."),
@@ -107,6 +109,7 @@ def profile(
         _models(
             metavar="N",
             min=1,
+            max=1000,
             help="With --random-weights: build only N of the target's layers, and extrapolate to all of them.",
         ),
     ] = None,

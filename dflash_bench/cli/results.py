@@ -307,7 +307,7 @@ def report(
     ] = None,
     html: Html = None,
     answers: Annotated[
-        int | None, Option(metavar="N", min=1, help="Of a page: show at most N answers. Default: 10,000.")
+        int | None, Option(metavar="N", min=1, max=10**7, help="Of a page: show at most N answers. Default: 10,000.")
     ] = None,
     tokenizer: Annotated[
         Path | None,

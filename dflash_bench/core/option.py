@@ -20,6 +20,8 @@ from dflash_bench.core.secrets import Arguments
 
 NUMBER, WHOLE = r"-?([0-9]{1,12}(\.[0-9]{0,12})?|\.[0-9]{1,12})(e-?[0-9]{1,2})?", "[0-9]{1,9}"
 CONTEXT = "none|([0-9]{1,7})(k?)"
+MOST_AT_A_TIME, MOST_TOKENS = 10**5, 10**7
+"""Upper bounds of options: answers decoded at the same time; tokens of a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +176,11 @@ def refuse_values(options: Any) -> None:
 
 
 def refuse_value(spec: OptionSpec, value: Any) -> None:
-    if spec.minimum is not None and not value >= spec.minimum:
-        raise UserError(f"{spec.flag} takes at least {spec.minimum:,}, not {shortened(str(value), 40)}")
-    if spec.most is not None and not value <= spec.most:  # also refuses nan
-        raise UserError(f"{spec.flag} takes at most {spec.most:,}, not {shortened(str(value), 40)}")
+    for one in value if isinstance(value, tuple) else (value,):
+        if spec.minimum is not None and not one >= spec.minimum:
+            raise UserError(f"{spec.flag} takes at least {spec.minimum:,}, not {shortened(str(one), 40)}")
+        if spec.most is not None and one is not None and not one <= spec.most:  # also refuses nan
+            raise UserError(f"{spec.flag} takes at most {spec.most:,}, not {shortened(str(one), 40)}")
     if spec.range is not None:
         _refuse_out_of_range(spec, spec.range, value if isinstance(value, tuple) else (value,))
     if spec.check is not None:

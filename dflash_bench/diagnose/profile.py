@@ -17,7 +17,7 @@ from dflash_bench.core.files import io_error
 from dflash_bench.core.forwards import ProfileData, Size
 from dflash_bench.core.labels import dtype_name
 from dflash_bench.core.methods import Method
-from dflash_bench.core.option import check_options
+from dflash_bench.core.option import MOST_TOKENS, check_options
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 from dflash_bench.perf import verdict as judging
@@ -151,8 +151,8 @@ def _check(request: ProfileRequest) -> None:
             f"--acceptance {request.acceptance:g}: a round always gives one token, so al.pooled is a number from 1 up"
         )
     for flag, values in (("--batch", request.batches), ("--context", request.contexts), ("--width", request.widths)):
-        if min(values) < 1:
-            raise UserError(f"{flag} takes numbers from 1 up, not {min(values)}")
+        if wrong := [value for value in values if not 1 <= value <= MOST_TOKENS]:
+            raise UserError(f"{flag} takes numbers from 1 to {MOST_TOKENS:,}, not {wrong[0]}")
     check_options(of_run)
 
 

@@ -14,6 +14,8 @@ from dflash_bench.core.dialects import DIALECTS
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.core.option import (
+    MOST_AT_A_TIME,
+    MOST_TOKENS,
     Condition,
     Range,
     check_threads,
@@ -154,6 +156,7 @@ class PromptOptions:
         default=(),
         metavar="N[,N...]",
         parse=context_lengths,
+        most=MOST_TOKENS,
         conflicts=(rules.SERVED_ALONE,),
     )
     """Tokens that prompts are padded to; None among them is as they are."""
@@ -293,6 +296,7 @@ class ServerOptions:
         default=(),
         metavar="R[,R...]",
         parse=numbers,
+        most=10**6,
         range=Range(rules.above_zero, "is a number of answers per second above 0, not {values}"),
         needs=(condition(rules.SERVERS.holds, "without --server: the engine here takes the next prompt when it can"),),
         conflicts=(
@@ -310,7 +314,7 @@ class DecodingOptions:
     """How answers are decoded, drafted and checked, and the settings that a sweep varies."""
 
     max_new_tokens: int | None = _answers(
-        "Stop answers after N tokens. Default: 2048, and fewer for nano.", metavar="N", minimum=1, most=10**7
+        "Stop answers after N tokens. Default: 2048, and fewer for nano.", metavar="N", minimum=1, most=MOST_TOKENS
     )
     temperature: tuple[float, ...] = _answers(
         "0 is greedy decoding, where answers are checked token for token. Several, such as 0,1, are measured side "
@@ -325,6 +329,7 @@ class DecodingOptions:
         default=(),
         metavar="K[,K...]",
         parse=whole_numbers,
+        most=MOST_TOKENS,
         range=Range(lambda value: value >= 1, "is a number of tokens from 1 up, not {values}"),
         needs=(rules.TRUNCATES,),
     )
@@ -364,6 +369,7 @@ class DecodingOptions:
         default=(),
         metavar="N[,N...]",
         parse=whole_numbers,
+        most=MOST_AT_A_TIME,
         range=Range(lambda value: value >= 1, "is a number of answers from 1 up, not {values}"),
     )
     slo: str | None = _answers(
@@ -612,6 +618,7 @@ class MachineOptions:
         "dflash-bench[ray].",
         metavar="N",
         minimum=1,
+        most=10**4,
         conflicts=(
             rules.served_work("--launch", rules.LAUNCH.holds),
             rules.served_work("--server", rules.is_served),

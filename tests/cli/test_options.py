@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+from typer.main import get_command
 
 import dflash_bench as db
+from dflash_bench import cli
 from dflash_bench.cli import run
 from dflash_bench.cli.options import with_options
 from dflash_bench.core.errors import UserError
@@ -388,3 +390,23 @@ def test_help_of_train_names_every_option_once(main: Main) -> None:
     shown = re.findall(r"^  (?:-[a-z], )?(--[a-z-]+)", out, re.MULTILINE)
     declared = [spec.flag for spec in options_of(TrainRequest).values()]
     assert status == 0 and sorted(shown) == sorted([*declared, "--estimate", "--config", "--help"])
+
+
+WHOLE = (int, int | None, tuple[int, ...], tuple[int | None, ...])
+
+
+@pytest.mark.parametrize("group", [RunRequest, OutputOptions, TrainRequest])
+def test_every_whole_number_of_a_group_has_an_upper_bound(group: type) -> None:
+    kinds = get_type_hints(group)
+    whole = [spec for name, spec in options_of(group).items() if kinds[name] in WHOLE]
+    assert [spec.flag for spec in whole if spec.most is None and spec.check is None] == []
+    assert whole or group is OutputOptions
+
+
+def test_so_has_every_other_one_of_a_command() -> None:
+    declared = {*options_of(RunRequest), *options_of(TrainRequest)}
+    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    params = [(name, param) for name, command in commands.items() for param in command.params]
+    whole = [(name, param) for name, param in params if getattr(param, "min", None) is not None]
+    assert [(name, param.name) for name, param in whole if param.max is None and param.name not in declared] == []
+    assert len(whole) > 20

@@ -123,7 +123,7 @@ def test_bytes_and_operations_of_a_tiny_model(
         (("--random-weights", "--target", "org/unheard-of"), "the shape of org/unheard-of is not known here"),
         (("--acceptance", "0.5"), "a round always gives one token, so al.pooled is a number from 1 up"),
         (("--acceptance", "40"), "--acceptance 40 is more than a round of dflash has: 4"),
-        (("--batch", "0"), "--batch takes numbers from 1 up, not 0"),
+        (("--batch", "0"), "--batch takes numbers from 1 to 10,000,000, not 0"),
         (("--context", "a"), "--context takes a whole number"),
         (("--context", "9999999"), "leaves no room for 4 tokens: the target's context is"),
         (("--method", "ngram"), "unknown method to profile 'ngram'; known: ddtree, dflash, eagle3, mtp, p-eagle"),
