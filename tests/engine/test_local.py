@@ -165,6 +165,18 @@ def test_every_prompt_and_repeat_draws_numbers_of_its_own_and_every_method_the_s
     assert local.generate("ar", chat, SAMPLED, repeat=1).token_ids != first.token_ids
 
 
+@pytest.mark.parametrize("method", ["ar", "wrong"])
+def test_another_prompt_draws_other_numbers_where_the_model_likes_all_tokens_alike(method: str) -> None:
+    """At such a temperature the random numbers alone decide: the same ones would draw nearly the same tokens."""
+    drafters = {"ar": NoDrafter(), "wrong": Scripted([[7] * 90], 4)}
+    local = LocalBackend(Target(tiny("qwen3")), Letters(), drafters, Limits(40), 3)
+    one, other = (
+        local.generate(method, [Message("user", text_of(prompt))], Settings(100.0)).token_ids for prompt in PROMPTS[1:3]
+    )
+    assert len(one) == len(other) == 40
+    assert sum(a == b for a, b in zip(one, other, strict=True)) < 8
+
+
 # Chats.
 
 
