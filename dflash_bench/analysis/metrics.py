@@ -128,6 +128,7 @@ OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
     "compared": lambda rows: rows.frame["exactness"].notna(),
     "passed": lambda rows: rows["passed"],
     "scored": lambda rows: rows.has("passed"),
+    "cut": lambda rows: rows.has("passed") & (rows.frame["finish_reason"] == "length").to_numpy(),
     "score": lambda rows: rows["score"],
     "valued": lambda rows: rows.has("score"),
     "paired": lambda rows: rows.paired(DECODE),
@@ -412,6 +413,8 @@ class Cell:
     audit: Share | None = None
     """Answers in which every token is the published model's own choice, out of those that the judge read."""
     passed: Share | None
+    cut: Share | None = None
+    """Scored answers that the token limit cut; None if it cut none."""
     figures: Mapping[str, Interval]
     widest: float = float("inf")
     """The most tokens that a round could add: its widest draft and the bonus token. Infinite if rounds are hidden."""
@@ -529,6 +532,7 @@ def _cell(key: CellKey, counts: Any, prompts: Any, widest: float) -> Cell:
         exact=share(sums, "exact", "compared"),
         audit=(int(counts["num_own"]), int(counts["num_audited"])) if counts["num_audited"] else None,
         passed=share(sums, "passed", "scored"),
+        cut=cut if (cut := share(sums, "cut", "scored")) and cut[0] else None,
         figures=_figures(sums, key.method, widest),
         widest=widest,
         prompts=() if units is None else tuple(units.index),

@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+from dflash_bench.core.thinking import answer_start
+
 KINDS = ("prose", "code", "json", "tool-call", "thinking")
 """Tokens have indices into these."""
 PROSE, CODE, JSON, TOOL_CALL, THINKING = range(len(KINDS))
-_THOUGHT = re.compile(r".*</think>", re.DOTALL)
-_UNENDED = re.compile(r"\s*<think>")
 _MARKED = re.compile(
     r"<tool_call>.*?(?:</tool_call>|\Z)|<function=.*?(?:</function>|\Z)|(?:<\|python_tag\|>|\[TOOL_CALLS\]).*"
     r"|<｜tool▁calls▁begin｜>.*?(?:<｜tool▁calls▁end｜>|\Z)"
@@ -36,11 +36,7 @@ def kinds_of(pieces: Sequence[str], num_thinking: int | None) -> tuple[int, ...]
     """
     starts = [0, *accumulate(map(len, pieces))]
     text = "".join(pieces)
-    if num_thinking is None:
-        thought = _THOUGHT.match(text)
-        begin = thought.end() if thought else len(text) if _UNENDED.match(text) else 0
-    else:
-        begin = starts[min(num_thinking, len(pieces))]
+    begin = answer_start(text) if num_thinking is None else starts[min(num_thinking, len(pieces))]
     marked = [(0, begin, THINKING), *_marked(text, begin)]
     kinds, at = list[int](), 0
     for start in starts[:-1]:

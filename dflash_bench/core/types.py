@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
+from dflash_bench.core.thinking import answer_of
+
 SCHEMA_VERSION = 1
 
 FinishReason = Literal["stop", "length", "error"]
@@ -194,7 +196,7 @@ class Generation:
     verify_s: tuple[float, ...] | None = None
     round_s: tuple[float, ...] | None = None
     num_thinking_tokens: int | None = None
-    """Tokens up to and including the end of thinking; None if the chat template has no thinking."""
+    """Tokens up to and including the end of thinking; None if the model has none."""
     peak_memory_bytes: int | None = None
     error: str | None = None
     num_hidden_tokens: int | None = None
@@ -227,6 +229,8 @@ class Generation:
     """[sum(drafted)] Which of the draft's likeliest tokens the target's own choice is in each drafted place: 1 for the
     likeliest, 0 if it is not among those that were kept, -1 where it is not known, as a draft that goes token by token
     had a wrong one before. None if that was not recorded, or if another decoding drafted otherwise."""
+    num_thinking_chars: int | None = None
+    """Characters of `text` that are thinking, with its marks. None, as in older runs: all of it is the answer."""
     text_kinds: tuple[int, ...] | None = None
     """[T] The kind of text that each token belongs to, as an index into `text_kinds.KINDS`; None where no tokenizer was
     at hand."""
@@ -238,6 +242,11 @@ class Generation:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) if self.num_hidden_tokens is None else self.num_hidden_tokens
+
+    @property
+    def answer_text(self) -> str:
+        """The text behind the thinking, which is what a scorer reads."""
+        return answer_of(self.text, self.num_thinking_chars or 0)
 
     @property
     def num_decoded(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import is_imposed
+from dflash_bench.core.thinking import answer_of
 from dflash_bench.core.types import CODE_SCORERS, Message, Prompt
 from dflash_bench.models import hub, presets
 from dflash_bench.report import answers as report_answers
@@ -28,7 +29,10 @@ from dflash_bench.tasks import scorers as tasks_scorers
 from dflash_bench.tasks.sandbox import Isolation
 from dflash_bench.tasks.scorers.evaluated import is_evaluated
 
-COLUMNS = ("suite", "prompt_id", "method", "turn", "repeat", "token_ids", "text", "error", "answer", "passed")
+COLUMNS = (
+    "suite", "prompt_id", "method", "turn", "repeat", "token_ids", "text", "error", "answer", "passed",
+    "num_thinking_chars",
+)  # fmt: skip
 
 
 class Reread(NamedTuple):
@@ -165,9 +169,10 @@ class _Reader:
         """Return how the score differs from the scorer's; empty if it does not."""
         if prompt is None or row["turn"] != len(prompt.turns) - 1:
             return ""
-        place = row["suite"], row["prompt_id"], row["text"]
+        text = answer_of(row["text"], row["num_thinking_chars"] or 0)
+        place = row["suite"], row["prompt_id"], text
         if place not in self.scores:
-            self.scores[place] = tasks_scorers.score(scorer, prompt, row["text"], self.isolation)
+            self.scores[place] = tasks_scorers.score(scorer, prompt, text, self.isolation, 0)
         score = self.scores[place]
         if score.passed != row["passed"]:
             return f"scored {_word(row['passed'])}, but {scorer} says {_word(score.passed)}"

@@ -424,7 +424,7 @@ class LocalBackend:
         traces, error = self._decode(method, prompts, sampling, seeds, settings.concurrency, ended, listener)
         begin = next((trace.begin for trace in traces if trace.rounds), None)
         return [
-            TimedGeneration(self._with_thinking(generation, trace.prompt, settings), *trace.span(self.clock, begin))
+            TimedGeneration(self.with_thinking(generation, trace.prompt), *trace.span(self.clock, begin))
             for generation, trace in zip(self._generations(traces, error), traces, strict=True)
         ]
 
@@ -486,11 +486,9 @@ class LocalBackend:
             )
         return generations
 
-    def _with_thinking(self, generation: Generation, prompt: Sequence[int], settings: Settings) -> Generation:
-        if settings.thinking is None:
-            return generation
-        count = chat.thinking_tokens(self.tokenizer, list(prompt), generation.token_ids)
-        return replace(generation, num_thinking_tokens=count)
+    def with_thinking(self, generation: Generation, prompt: Sequence[int]) -> Generation:
+        """Return an answer with how much of it is thinking, see `chat.with_thinking`."""
+        return chat.with_thinking(self.tokenizer, prompt, generation)
 
     def with_positions(
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation

@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +19,8 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.types import Message, template_input
+from dflash_bench.core.thinking import answer_start, is_opened_by
+from dflash_bench.core.types import Generation, Message, template_input
 from dflash_bench.models import gguf, hub, targets
 
 # Rendering a chat by the model's own template.
@@ -37,8 +39,8 @@ FAILURES = (
     TemplateError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError,
 )  # fmt: skip
 """Every error that a template can raise, except running out of memory, which is handled separately."""
-OPENED, CLOSED = "<think>", "</think>"
-"""The marks around the thinking part of an answer."""
+LONGEST_MARK = 32
+"""The most tokens of a mark that opens thinking, with white space behind it."""
 Chat = tuple[str, Sequence[Message]]
 """A prompt's name for error messages, and its messages."""
 
@@ -105,11 +107,34 @@ def thinking_tokens(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]
         return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     text = decoded(answer)
-    if CLOSED in text:
-        # Longer prefixes contain whatever shorter ones do.
-        return bisect_left(range(len(answer)), True, key=lambda n: CLOSED in decoded(answer[: n + 1])) + 1
-    opened = OPENED in text or OPENED in decoded(prompt).rpartition(CLOSED)[2]
-    return len(answer) if opened else 0
+    begin = answer_start(text, opens_thinking(tokenizer, prompt))
+    # Longer prefixes contain whatever shorter ones do.
+    num = bisect_left(range(len(answer)), begin, key=lambda num: len(decoded(answer[:num])))
+    return len(answer) if begin == len(text) else num
+
+
+def opens_thinking(tokenizer: Any, prompt: Sequence[int]) -> bool:
+    """Return whether a prompt ends with the mark that opens thinking."""
+    return is_opened_by(str(tokenizer.decode(list(prompt[-LONGEST_MARK:]), skip_special_tokens=False)))
+
+
+def with_thinking(tokenizer: Any, prompt: Sequence[int], generation: Generation) -> Generation:
+    """Return an answer with how many of its tokens and of its text's characters are thinking.
+
+    Without token ids the text has to show it, or that it was cut before thinking ended.
+    """
+    if generation.hides_tokens:
+        is_cut = generation.finish_reason == "length" and not generation.num_thinking_chars
+        num = len(generation.text) if is_cut and opens_thinking(tokenizer, prompt) else generation.num_thinking_chars
+        return replace(generation, num_thinking_chars=num)
+    ids, text = generation.token_ids, generation.text
+    num = thinking_tokens(tokenizer, prompt, ids)
+    rest = str(tokenizer.decode(list(ids[num:]), skip_special_tokens=True)) if num else text
+    if not text.endswith(rest):
+        # Half a character at the border is another text by itself.
+        rest = text[len(str(tokenizer.decode(list(ids[:num]), skip_special_tokens=True))) :]
+    count = num if num or has_thinking(tokenizer) else None
+    return replace(generation, num_thinking_tokens=count, num_thinking_chars=len(text) - len(rest))
 
 
 def check(tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> None:

@@ -98,7 +98,8 @@ COLUMNS = (
     "suite", "prompt_id", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
     "decode_s", "drafted", "drafted_ids", "verified", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
     "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
-    "audit", "audit_index", "audit_gap", "audit_tolerance", *NAMES,
+    "audit", "audit_index", "audit_gap", "audit_tolerance", "num_thinking_tokens",
+    "num_thinking_chars", *NAMES,
 )  # fmt: skip
 NUL, REPLACED = "\0", "\ufffd"
 COUNTS = ["num_tokens", "decode_tokens", "num_rounds", "num_accepted"]
@@ -161,6 +162,8 @@ def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer
         page_row |= {"bare": row["suite"], "settings": _settings(row).id} | (
             {} if reference is None else {"expected": reference}
         )
+        if thinking := _num_thinking(row, isinstance(shown[texts[key]], list)):
+            page_row["thinking"] = thinking
         if decoder and "counts" in page_row and (said := _rejected(decoder, row)):
             page_row["rejected"] = NUL.join(text.replace(NUL, REPLACED) for text in said)
         rows.append(page_row)
@@ -168,6 +171,12 @@ def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer
     why = "" if not is_plain else OTHER if decoder else NOT_AT_HAND
     lengths = [None if isinstance(text, str) else [*map(_utf16_length, text)] for text in shown]
     return PageAnswers(rows, ["".join(text) for text in shown], lengths, prompts, len(document.results.rows), why)
+
+
+def _num_thinking(row: dict[str, Any], is_split: bool) -> int:
+    """Return how many tokens of a split text, or UTF-16 units of another one, are thinking."""
+    num = row["num_thinking_tokens" if is_split else "num_thinking_chars"] or 0
+    return int(num) if is_split else _utf16_length(row["text"][:num])
 
 
 def _utf16_length(text: str) -> int:

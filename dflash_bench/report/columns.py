@@ -28,7 +28,7 @@ def _metric_columns(table: str) -> list[Column]:
 
 METHOD = Column("method", "method", "left")
 COUNTS = ("num_prompts", "num_tokens", "num_errors", "num_near_ties")
-SHARES = ("exact", "audit", "passed")
+SHARES = ("exact", "audit", "passed", "cut")
 JUDGED = ("exact", "audit")
 """Shares of answers that are the target's own, which those of lossy methods need not be."""
 RESULTS = (
@@ -37,6 +37,7 @@ RESULTS = (
     *_metric_columns("results"),
     Column("exact", "exact", in_paper=True),
     Column("passed", "passed\n%", is_percent=True, in_paper=True),
+    Column("cut", "cut at\nlimit", in_paper=True, is_optional=True),
 )
 ROUNDS = (
     *_metric_columns("rounds"),

@@ -149,7 +149,7 @@ def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
             "settings": asdict(cell.settings),
             "slice": cell.slice or None, "method": cell.method,
             "num_prompts": cell.num_prompts, "time_free": _figures(cell, is_timing=False), "exact": cell.exact,
-            "passed": cell.passed, "timings": _figures(cell, is_timing=True),
+            "passed": cell.passed, "cut": cell.cut, "timings": _figures(cell, is_timing=True),
         }
         for cell in cells
     ]  # fmt: skip

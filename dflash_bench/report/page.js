@@ -371,6 +371,21 @@ const showAnswers = ({ rows, texts, lengths, prompts }) => {
     pre.append(...pieces.map((piece, place) => make("span", `t${place === leaves ? " left" : ""}`, piece)));
     return pre;
   };
+  // Marks which part of a text is thinking and which the answer.
+  const inParts = (pre, row) => {
+    if (!row.thinking) return pre;
+    const tokens = [...pre.querySelectorAll(".t")];
+    const part = (name) => make("b", "part", name);
+    if (!isSplit(row)) {
+      pre.replaceChildren(part("thinking"), make("span", "thought", whole(row).slice(0, row.thinking)), part("answer"), whole(row).slice(row.thinking));
+      return pre;
+    }
+    tokens.slice(0, row.thinking).forEach((token) => token.classList.add("thought"));
+    tokens[0].before(part("thinking"));
+    if (tokens[row.thinking]) tokens[row.thinking].before(part("answer"));
+    else pre.append(part("answer"));
+    return pre;
+  };
   // One method's answer: what was said of it, its rounds, and its text.
   const told = (row) => {
     const box = make("article", "told");
@@ -386,7 +401,7 @@ const showAnswers = ({ rows, texts, lengths, prompts }) => {
       : rounds ? coloured(piecesOf(row), rounds, row.leaves, row.rejected?.split("\0"))
       : plainTokens(piecesOf(row), row.leaves);
     if (rounds) box.append(strip(rounds, pre));
-    box.append(pre);
+    box.append(inParts(pre, row));
     return box;
   };
 

@@ -55,8 +55,15 @@ def sentences(document: Document) -> list[str]:
     if audit and audit[0] == audit[1]:
         lines.append(f"In all {audit[1]:,} answers that were audited, every token is the published model's own choice.")
     if passed:
-        lines.append(f"{100 * passed[0] / passed[1]:.1f} % of the drafting methods' scored answers are right.")
+        share = f"{100 * passed[0] / passed[1]:.1f} %"
+        lines.append(f"{share} of the drafting methods' scored answers are right{cut_note(document)}.")
     return lines
+
+
+def cut_note(document: Document) -> str:
+    """Say how many of the drafting methods' scored answers the token limit cut; empty if it cut none."""
+    cut = tally(document, "cut")
+    return f" ({cut[0]:,} were cut at the token limit)" if cut else ""
 
 
 def _not_plain(document: Document, exact: Share) -> str:

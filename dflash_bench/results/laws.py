@@ -25,6 +25,7 @@ from dflash_bench.results.row_arrays import COUNTS, SECONDS, Facts, RowArrays, l
 
 TOKENS = ("num_hidden_tokens", "num_first_tokens", "num_cached_tokens")
 TOTALS = ("total_rounds", "total_drafted", "total_accepted")
+THINKING = "num_thinking_chars"
 CLOCK = ("clock_s", "clock_prefill_s", "clock_decode_s", "clock_slack_s", "clock_rounds", "clock_passes")
 """The runner's own observations of an answer, independent of the backend's report."""
 VERDICTS = {
@@ -38,7 +39,7 @@ COLUMNS = (
     "concurrency", "rate", "counted_by", "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s",
     "draft_prefill_s", "error",
     "order", *CLOCK, *COUNTS, *SECONDS, *VERDICTS,
-    *(name for names in VERDICTS.values() for name in names), *TOKENS, *TOTALS,
+    *(name for names in VERDICTS.values() for name in names), *TOKENS, *TOTALS, THINKING,
 )  # fmt: skip
 """The columns that the laws need."""
 SHARE, AT_LEAST_S = 1e-3, 1e-4
@@ -179,7 +180,7 @@ def _more_first_than_all(rows: RowArrays) -> Any:
     return rows.counts("num_first_tokens") > np.maximum(tokens, 1)
 
 
-@law(VALUES, "{} is negative", *TOKENS, *TOTALS)
+@law(VALUES, "{} is negative", *TOKENS, *TOTALS, THINKING)
 def _negative(rows: RowArrays, name: str) -> Any:
     return rows.numbers(name) < 0
 

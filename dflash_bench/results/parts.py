@@ -70,10 +70,12 @@ COLUMNS = {
     "recorded_draft_s": "list of float", "recorded_verify_s": "list of float",
     "score": "double",
     "ranks": "list of int16", "energy_j": "double", "text_kinds": "list of int8",
+    "num_thinking_chars": "int32",
 }
 ADDED = (
     "verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores", "recorded_draft_s",
     "recorded_verify_s", "score", "ranks", "energy_j", "text_kinds",
+    "num_thinking_chars",
 )
 # fmt: on
 """Columns that were added since version 1, and are null in runs from before."""

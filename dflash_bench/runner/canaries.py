@@ -121,11 +121,12 @@ class Canaries:
         elif not record.passed:
             self._excuse("none_passed", "scorer")
         elif self._wants("scorer", "numbers"):
-            spoiled = other_numbers(record.generation.text)
-            if spoiled == record.generation.text:
+            text = record.generation.answer_text
+            spoiled = other_numbers(text)
+            if spoiled == text:
                 self._excuse("no_numbers", "scorer")
             else:
-                self._note("scorer", "numbers", not scorers.score(scorer, prompt, spoiled).passed)
+                self._note("scorer", "numbers", not scorers.score(scorer, prompt, spoiled, num_thinking=0).passed)
 
     def read(self, record: Answer | None, denied: Callable[[Answer], str | None] | None) -> None:
         """Offer an answer whose text was checked against its tokens, if there is a tokenizer."""

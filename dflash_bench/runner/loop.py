@@ -203,13 +203,14 @@ class Conversation:
         return replace(self.item, settings=replace(self.item.settings, concurrency=1, rate=None))
 
     def _scored(self, record: Answer) -> Answer:
-        """Score the answer of the last turn, unless it was imposed; equal texts are scored once."""
-        text, is_last = record.generation.text, record.turn == len(self.item.prompt.turns) - 1
+        """Score the last turn's answer without its thinking, unless it was imposed; equal texts are scored once."""
+        is_last = record.turn == len(self.item.prompt.turns) - 1
         if not is_last or record.generation.error is not None or is_imposed(record.method):
             return record
+        text = record.generation.answer_text
         if text not in self.scores:
             scorer = self.item.loaded.suite.scorer
-            self.scores[text] = scorers.score(scorer, self.item.prompt, text, self.plan.isolation)
+            self.scores[text] = scorers.score(scorer, self.item.prompt, text, self.plan.isolation, 0)
         found = self.scores[text]
         record = replace(record, answer=found.answer, passed=found.passed, score=found.value)
         self.canaries.scored(record, self.item.prompt, self.item.loaded.suite.scorer)

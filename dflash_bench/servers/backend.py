@@ -15,6 +15,7 @@ from uuid import uuid4
 from dflash_bench.core.dialects import AnswerError, ServerRequest
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import common_prefix_length, shortened, visible
+from dflash_bench.core.thinking import answer_start
 from dflash_bench.core.types import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Settings, TimedGeneration
 from dflash_bench.servers import connect
 from dflash_bench.servers.address import Access, Address
@@ -33,6 +34,8 @@ class LocalTarget(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def writings(self, token_ids: Sequence[int]) -> Sequence[str]: ...
+
+    def with_thinking(self, generation: Generation, prompt: Sequence[int]) -> Generation: ...
 
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None: ...
 
@@ -180,7 +183,7 @@ class ServerBackend:
         """Ask for one answer alone; the result also has what the server accepted by position."""
         server = self.servers[method]
         request = self._request(server, messages, settings, repeat)
-        return self._with_text(self._runner.run(sequential(server, request, self.clock)), request)
+        return self._read_here(self._runner.run(sequential(server, request, self.clock)), request)
 
     def answer_ids(self, method: str, prompt: Sequence[int], max_new_tokens: int) -> TimedGeneration:
         """Ask for one greedy answer to token ids, which need no target here.
@@ -218,29 +221,40 @@ class ServerBackend:
             else:
                 due_s = arrivals(len(sent), settings.rate, f"{self.seed} {requests[0][1]}")
                 loop = open_loop(server, sent, self.clock, due_s, ended)
-            timed = [self._with_text(one, request) for one, request in zip(self._runner.run(loop), sent, strict=True)]
+            timed = [self._read_here(one, request) for one, request in zip(self._runner.run(loop), sent, strict=True)]
         except AnswerError as error:
             raise UserError(f"--server {method}: its prefix cache could not be emptied: {error}; try again") from error
         self.lags[method, settings] = max(self.lags.get((method, settings), 0.0), server.lag_s)
         return [replace(one, start_s=one.start_s - start_s, end_s=one.end_s - start_s) for one in timed]
 
-    def _with_text(self, timed: TimedGeneration, request: ServerRequest) -> TimedGeneration:
+    def _read_here(self, timed: TimedGeneration, request: ServerRequest) -> TimedGeneration:
+        """Decode the answer's tokens here, and tell its thinking from the answer."""
+        if self.local is None or timed.generation.error is not None:
+            return timed
+        generation = self._with_text(timed.generation, request)
+        if generation.error is None and self._unknown(generation.token_ids) is None:
+            prompt = request.prompt_ids
+            prompt = self.local.encode(request.messages, request.settings) if prompt is None else prompt
+            generation = self.local.with_thinking(generation, prompt)
+        return replace(timed, generation=generation)
+
+    def _with_text(self, generation: Generation, request: ServerRequest) -> Generation:
         """Replace the text by its tokens' as decoded here; the answer failed if the server sent a different text.
 
         A server that renders chats may strip reasoning and markers from its text, which is then not compared.
         """
-        generation, ids = timed.generation, timed.generation.token_ids
-        if self.local is None or generation.error is not None or not ids:
-            return timed
+        ids = generation.token_ids
+        if self.local is None or not ids:
+            return generation
         unknown = self._unknown(ids)
         text = self.local.decode(ids if unknown is None else ids[: unknown.index])
         if request.prompt_ids is None or not generation.text or unknown is not None:
-            return replace(timed, generation=replace(generation, text=text))
+            return replace(generation, text=text, num_thinking_chars=answer_start(text))
         ends = ids[:-1] if generation.finish_reason == "stop" else ids
         ways = [way for tokens in {ids, ends} for way in self.local.writings(tokens)]
         if any(is_same_text(generation.text, way) for way in ways):
-            return replace(timed, generation=replace(generation, text=text))
-        return replace(timed, generation=_failed(generation, text))
+            return replace(generation, text=text)
+        return _failed(generation, text)
 
     def _request(self, server: Server, messages: Sequence[Message], settings: Settings, repeat: int) -> ServerRequest:
         ids = self.local.encode(messages, settings) if self.local is not None and self._sends_ids(server) else None

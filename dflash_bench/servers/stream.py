@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from dflash_bench.core.dialects import AcceptanceCounts, AnswerError
+from dflash_bench.core.thinking import answer_start, marked
 from dflash_bench.core.types import FinishReason, Generation
 
 MOST = 2**31
@@ -130,8 +131,7 @@ class StreamState:
 
     @property
     def whole_text(self) -> str:
-        # A server may repeat the empty reasoning with which the prompt ended.
-        return f"<think>{self.reasoning}</think>{self.text}" if self.reasoning.strip() else self.text
+        return marked(self.reasoning, self.text)
 
     def generation(self, num_prompt_tokens: int | None) -> Generation:
         """Return the finished answer. Raises AnswerError if it broke off, or its tokens cannot be counted."""
@@ -141,6 +141,7 @@ class StreamState:
         return Generation(
             token_ids=tuple(self.token_ids) if self.has_ids else (),
             text=self.whole_text,
+            num_thinking_chars=self._num_thinking_chars,
             finish_reason=self._finish(),
             num_prompt_tokens=known or 0,
             prefill_s=timing.first_s - self.start_s,
@@ -149,6 +150,12 @@ class StreamState:
             num_first_tokens=timing.num_first if timing.num_first > 1 else None,
             num_cached_tokens=self.num_cached_tokens,
         )
+
+    @property
+    def _num_thinking_chars(self) -> int:
+        """What a server sends as the answer is the answer, whatever marks it mentions."""
+        whole = self.whole_text
+        return len(whole) - len(self.text) if self.reasoning.strip() else answer_start(whole)
 
     def _timing(self, num: int) -> Timing:
         """Return when tokens came; all `num` of them count as the first ones if nobody says how many these are."""

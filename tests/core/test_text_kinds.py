@@ -26,6 +26,7 @@ TEXTS = {
     "thinking": [("<think>\n```x\n```\n</think>", "thinking"), ("\nSo.", "prose")],
     "thinking that the prompt opened": [("Hm.</think>", "thinking"), ('{"a": 1}', "json")],
     "thinking without an end": [("<think>Hm", "thinking")],
+    "a mark that an answer mentions": [("A <think> opens it.", "prose")],
     "nothing": [],
 }
 

@@ -192,6 +192,19 @@ def test_an_answer_is_cut_into_its_tokens_and_said_with_its_rounds(tmp_path: Pat
     assert drafted["speedup"] == pytest.approx(plain["ms"] / drafted["ms"], rel=1e-3)
 
 
+def test_thinking_is_told_from_the_answer(tmp_path: Path) -> None:
+    thinking = {"num_thinking_tokens": 3, "num_thinking_chars": 5}
+    rows = [replace(row, generation=replace(row.generation, **thinking)) for row in told()]
+    found = [row["thinking"] for row in data(page_of(stored(tmp_path / "run", rows)))["rows"]]
+    assert found == [3, 3]  # tokens of a text that is cut into them
+    hidden = [
+        replace(row, generation=replace(row.generation, token_ids=(), text="\U0001f600 thinks", **thinking))
+        for row in told()[:1]
+    ]
+    assert report_answers._num_thinking({"text": hidden[0].generation.text, **thinking}, False) == 6
+    assert all("thinking" not in row for row in data(page_of(stored(tmp_path / "plain", told())))["rows"])
+
+
 def test_tokens_are_cut_where_a_browser_counts_two_units_for_a_letter(tmp_path: Path) -> None:
     text = "So \U0001f600 it is \u05e9\u05dc\u05d5\u05dd."
     stored_page = data(page_of(stored(tmp_path / "run", told(text=text))))

@@ -18,7 +18,7 @@ from test_runner import Runs, Watch, loaded, prompts
 from dflash_bench.analysis import metrics
 from dflash_bench.core import methods
 from dflash_bench.core.methods import MethodSpec
-from dflash_bench.core.types import Answer, Divergence, Listener, Message, Settings
+from dflash_bench.core.types import Answer, Divergence, Generation, Listener, Message, Settings
 from dflash_bench.diagnose import reread
 from dflash_bench.models import chat
 from dflash_bench.report import plots, read_document
@@ -327,6 +327,55 @@ class Pieces:
 )
 def test_thinking_is_what_stands_up_to_its_end(prompt: list[int], answer: list[int], num: int) -> None:
     assert chat.thinking_tokens(Pieces(), prompt, answer) == num
+
+
+class Marks(Pieces):
+    """A tokenizer whose marks are special tokens, which are not in the text."""
+
+    pieces = ("<think>", "</think>", "\n\n", "4", "1", "2", "<eos>")
+    chat_template = ""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        kept = [i for i in ids if not (skip_special_tokens and self.pieces[i].startswith("<"))]
+        return "".join(self.pieces[i] for i in kept)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "finish", "num", "text"),
+    [
+        ([3], [0, 3, 4, 1, 2, 3, 5, 6], "stop", 4, "42"),
+        ([3, 0], [3, 4, 1, 3, 5], "length", 3, "42"),
+        ([3, 0], [3, 4], "length", 2, ""),  # cut while it thinks
+        ([3, 0, 1], [3, 5], "stop", None, "42"),
+        ([3], [3, 5, 6], "stop", None, "42"),
+    ],
+)
+def test_marks_that_are_not_in_the_text_are_found_by_ids(
+    prompt: list[int], answer: list[int], finish: Any, num: int | None, text: str
+) -> None:
+    whole = Marks().decode(answer, True)
+    found = chat.with_thinking(Marks(), prompt, Generation(tuple(answer), whole, finish, len(prompt), 0.1, 0.1))
+    assert (found.num_thinking_tokens, found.answer_text, found.text) == (num, text, whole)
+
+
+def test_without_ids_a_cut_answer_to_a_prompt_that_opens_thinking_is_none() -> None:
+    cases: list[tuple[Any, bool, str]] = [("length", True, ""), ("stop", True, "42"), ("length", False, "42")]
+    for finish, opens, text in cases:
+        hidden = Generation((), "42", finish, 1, 0.1, 0.1, num_hidden_tokens=2, num_thinking_chars=0)
+        assert chat.with_thinking(Marks(), [3, 0] if opens else [3], hidden).answer_text == text
+
+
+def test_answers_that_are_cut_while_they_think_are_wrong_and_counted(main: Callable[..., tuple[int, str, str]]) -> None:
+    words = "run --suite gsm8k --model nano --limit 3 --method dflash --thinking on --max-new-tokens 30 --out run"
+    assert main(*words.split())[0] == 0
+    rows = store.load(Path("run"))[1]
+    assert {(row.generation.finish_reason, row.passed, row.generation.answer_text) for row in rows} == {
+        ("length", False, "")
+    }
+    found = json.loads(main("report", "run", "--format", "json")[1])
+    assert [(cell["passed"], cell["cut"]) for cell in found["cells"]] == [([0, 3], [3, 3])] * 2
+    assert "0/3 right (3 were cut at the token limit)" in main("card", "run")[1]
+    assert not reread.reread(results_table.read_run(Path("run")), True).flaws
 
 
 def test_a_round_belongs_to_the_part_in_which_it_begins() -> None:

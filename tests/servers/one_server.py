@@ -29,6 +29,9 @@ class Tokenizer:
     def writings(self, token_ids: Sequence[int]) -> list[str]:
         return [text_of(token_ids)]
 
+    def with_thinking(self, generation: Generation, prompt: Sequence[int]) -> Generation:
+        return generation
+
     def check_chats(self, chats: object, settings: object) -> None:
         pass
 

@@ -113,6 +113,24 @@ def test_what_is_measured_is_what_was_sent(events: Timed) -> None:
     assert found.num_decoded / found.decode_s == pytest.approx(1 / STEP_S)
 
 
+@pytest.mark.parametrize(
+    ("parts", "answer_text"),
+    [
+        ([("reasoning_content", "Maybe 41?"), ("content", "42")], "42"),
+        ([("reasoning", "Maybe 41?"), ("content", "</think> closes it")], "</think> closes it"),
+        ([("reasoning_content", "So 42, but")], ""),
+        ([("content", "<think>41?</think>"), ("content", "42")], "42"),
+        ([("content", "41?</think>"), ("content", "42")], "42"),
+        ([("reasoning_content", "\n\n"), ("content", "42")], "42"),
+        ([("content", "42")], "42"),
+    ],
+)
+def test_thinking_is_told_from_the_answer(parts: list[tuple[str, str]], answer_text: str) -> None:
+    events = [(0.3, {"choices": [{"delta": {name: text}}]}) for name, text in parts]
+    found = answer([*events, *ending(**usage(len(parts)))])
+    assert found.answer_text == answer_text
+
+
 PACELESS = {
     "two at first": ((2, *(1,) * 6), "length"),
     "four at first": ((4, *(1,) * 4), "stop"),

@@ -364,3 +364,42 @@ def test_the_last_letter_that_is_said_to_be_the_answer_counts(text: str, letter:
 def test_a_reference_that_is_no_choice_is_refused() -> None:
     with pytest.raises(UserError, match="prompt 1 of suite s: its reference 'E' is none of A, B, C and D"):
         scorers.check_references("choice", [Prompt("s", "1", (), reference="E")])
+
+
+# ---- thinking --------------------------------------------------------------------------------------------
+
+THOUGHTS = [
+    # scorer, prompt, thinking, answer, right
+    ("gsm8k_number", prompt("42"), "41", "42", True),
+    ("gsm8k_number", prompt("42"), "42", "41", False),
+    ("choice", prompt("B"), "The answer is A?", "B", True),
+    ("choice", prompt("B"), "The answer is B", "The answer is C", False),
+    ("json_schema", prompt(row={"json_schema": {"type": "object"}}), "{", '{"a": 1}', True),
+    ("ifeval", prompt(row={"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}), "a, b", "a b", True),
+    ("ifeval", prompt(row={"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["rain"]}]}),
+     "I must say rain", "sun", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "asked", "thinking", "answer", "right"), THOUGHTS)
+def test_the_answer_alone_is_scored(name: str, asked: Prompt, thinking: str, answer: str, right: bool) -> None:
+    assert score(name, asked, f"<think>{thinking}</think>\n\n{answer}").passed is right
+    # Where marks are not in the text, it is known how much of it is thinking.
+    assert score(name, asked, thinking + answer, num_thinking=len(thinking)).passed is right
+    assert not score(name, asked, f"<think>{answer}").passed
+
+
+@needs_math_verify
+def test_a_box_in_thoughts_is_no_answer() -> None:
+    assert passed("math", "42", "<think>Maybe \\boxed{41}? No.</think>The answer is $42$.")
+    assert not passed("math", "42", "<think>So \\boxed{42} perhaps, but")
+
+
+def test_code_is_taken_from_the_answer() -> None:
+    row = {"test_list": ["assert add(1, 2) == 3"], "test_imports": []}
+    wrong, good = (f"def add(a, b):\n    return a {sign} b" for sign in "-+")
+    for text, right in (
+        (f"<think>\n```python\n{wrong}\n```\n</think>\n{good}", True),
+        (f"<think>{good}</think>No.", False),
+    ):
+        assert score("mbpp", prompt(row=row), text, strongest()).passed is right

@@ -13,6 +13,7 @@ from pathlib import Path
 from dflash_bench.core import plugins
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.plugins import Registry
+from dflash_bench.core.thinking import answer_of
 from dflash_bench.core.types import CODE_SCORERS, Prompt
 from dflash_bench.tasks.sandbox import Isolation
 from dflash_bench.tasks.scorers import (
@@ -74,12 +75,16 @@ def unscored(name: str, prompts: Iterable[Prompt]) -> dict[str, str]:
     return {prompt.prompt_id: text for prompt in prompts if (text := why(prompt))} if why else {}
 
 
-def score(name: str, prompt: Prompt, text: str, isolation: Isolation | None = None) -> Score:
+def score(
+    name: str, prompt: Prompt, text: str, isolation: Isolation | None = None, num_thinking: int | None = None
+) -> Score:
     """Score an answer by its prompt's reference and alternatives, any of which makes it right.
 
+    The first `num_thinking` characters of the text are not part of it; None: those up to the end of marked thinking.
     Code runs in `isolation`; without one it is not run and stays unscored.
     """
     check_name(name)
+    text = answer_of(text, num_thinking)
     if evaluated.is_evaluated(name):
         return evaluated.metric(name, True).score(prompt, text)
     if name in CODE_SCORERS:
