@@ -205,7 +205,7 @@ class Engine(AbstractContextManager["Engine"]):
         if self.tokenizer is None:
             raise UserError(f"{self.preset.target} has no tokenizer, so it takes token ids alone, not text")
         messages = [Message("user", prompt)] if isinstance(prompt, str) else [_message(item) for item in prompt]
-        return chat.encode(self.tokenizer, messages, thinking)
+        return chat.encode(self.tokenizer, messages, thinking, self._target.vocab_size)
 
     @overload
     def generate(

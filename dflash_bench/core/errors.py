@@ -28,6 +28,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def is_panic(error: BaseException) -> bool:
+    """Return True for a crash in Rust code, such as the tokenizers library: Python's own errors are not its base."""
+    return type(error).__name__ == "PanicException"
+
+
 @dataclass(frozen=True, slots=True)
 class DraftProblem:
     """A reason why a draft cannot be used with a target."""

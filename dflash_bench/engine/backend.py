@@ -392,7 +392,7 @@ class LocalBackend:
 
     def encode(self, messages: Sequence[Message], settings: Settings = GREEDY) -> list[int]:
         """Return the token ids of a chat, rendered by the model's own template."""
-        return chat.encode(self.tokenizer, messages, bool(settings.thinking))
+        return chat.encode(self.tokenizer, messages, bool(settings.thinking), self.target.vocab_size)
 
     def generate(
         self,

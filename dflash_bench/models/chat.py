@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 
-from dflash_bench.core.errors import UserError
+from dflash_bench.core.errors import UserError, first_line, is_panic
 from dflash_bench.core.thinking import answer_start, is_opened_by
 from dflash_bench.core.types import Generation, Message, template_input
 from dflash_bench.models import gguf, hub, targets
@@ -71,12 +71,28 @@ def _refuse_left_out(tokenizer: Any, chat: Sequence[Mapping[str, Any]], tools: S
             )
 
 
-def encode(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> list[int]:
-    """Return a chat's token ids; without a template, those of its messages, a line each. Raises as `render`."""
+def encode(tokenizer: Any, messages: Sequence[Message], thinking: bool, vocab_size: int | None = None) -> list[int]:
+    """Return a chat's token ids; without a template, those of its messages, a line each.
+
+    Raises UserError as `render`, for a tokenizer that crashes, and for an id that a target with so many tokens lacks.
+    """
     if tokenizer.chat_template is None:
         _refuse_left_out(tokenizer, *template_input(messages))
-        return list(tokenizer.encode("\n".join(message.content for message in messages)))
-    return list(tokenizer.encode(render(tokenizer, messages, thinking), add_special_tokens=False))
+        text, options = "\n".join(message.content for message in messages), {}
+    else:
+        text, options = render(tokenizer, messages, thinking), {"add_special_tokens": False}
+    try:
+        ids = list(tokenizer.encode(text, **options))
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise UserError(f"the tokenizer crashes on a prompt: {first_line(error)}; copy its files again") from error
+    if vocab_size is not None and ids and max(ids) >= vocab_size:
+        raise UserError(
+            f"the tokenizer gives a prompt the token id {max(ids)}, and the target has only {vocab_size} tokens; copy "
+            "tokenizer and config.json again, from one model"
+        )
+    return ids
 
 
 def names_date(tokenizer: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, cast
 from huggingface_hub.errors import StrictDataclassError
 
 from dflash_bench.core import files
-from dflash_bench.core.errors import UserError, first_line
+from dflash_bench.core.errors import UserError, first_line, is_panic
 
 # A model's folder before it is loaded: its JSON files, and whether its parts are really files. Needs no torch.
 
@@ -192,11 +192,11 @@ UNREADABLE = (
 
 
 def is_unreadable(error: BaseException) -> bool:
-    """Return True for an error that a damaged file causes; the tokenizers library raises bare Exceptions."""
-    return isinstance(error, UNREADABLE) or type(error) is Exception
+    """Return True for an error that a damaged file causes; the tokenizers library raises bare Exceptions, or panics."""
+    return isinstance(error, UNREADABLE) or type(error) is Exception or is_panic(error)
 
 
-def cannot_load(folder: Path, error: Exception) -> UserError:
+def cannot_load(folder: Path, error: BaseException) -> UserError:
     reason = " ".join(str(error).split())
     if "trust_remote_code" in reason:
         return UserError(f"{folder} needs code of its own, which runs only in a run with --trust-remote-code")

@@ -27,7 +27,7 @@ from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config
 from dflash_bench.models.nets.layers import DraftShape
-from dflash_bench.models.nets.mtp import MTPConfig, own_name
+from dflash_bench.models.nets.mtp import MTPConfig, heads_among
 from dflash_bench.models.nets.p_eagle import PEagleConfig
 
 MOST_NODES = 63
@@ -286,7 +286,8 @@ def footprint_of(folder: Path, dtype: torch.dtype, trusted: bool = False, quanti
     config = targets.config_of(folder, trusted)
     stored = models_weights.read_tensors(folder, models_weights.only_maps)
     # MTP heads are no part of the model: they are loaded where a method drafts with them.
-    tensors = {name: tensor for name, tensor in stored.items() if own_name(name, config.num_hidden_layers) is None}
+    heads = heads_among(stored, config.num_hidden_layers).values()
+    tensors = {name: tensor for name, tensor in stored.items() if name not in heads}
     if optional(config, "tie_word_embeddings"):
         tensors.pop(base.HEAD, None)
     place, weights = token_bytes(target_attention(config, dtype.itemsize)), _weights(tensors, dtype)

@@ -20,7 +20,7 @@ from dflash_bench.models import targets, weights
 from dflash_bench.models.configs import optional
 from dflash_bench.models.formats.base import COPY, EMBEDDING, FLOATS, HEAD, MISSING, SURPLUS, TargetShape
 from dflash_bench.models.hub import UNREADABLE, cannot_load, read_config
-from dflash_bench.models.nets.mtp import LAYER_BEHIND, MIMO, PARTS, PREFIX, MTPConfig, MTPDraft, own_name
+from dflash_bench.models.nets.mtp import LAYER_BEHIND, MIMO, PARTS, PREFIX, MTPConfig, MTPDraft, heads_among, own_name
 
 ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary angles that depend on the position alone."""
@@ -45,8 +45,7 @@ def are_apart(folder: Path, names: Iterable[str]) -> bool:
     names = list(names)
     if not names or not all(own_name(name, depth=0) for name in names):
         return False
-    depth = depth_of(folder)
-    return all(own_name(name, depth) for name in names)
+    return len(heads_among(names, depth_of(folder))) == len(names)
 
 
 def read(folder: Path, headers_only: bool = False) -> tuple[MTPConfig, dict[str, Tensor]]:
@@ -56,7 +55,7 @@ def read(folder: Path, headers_only: bool = False) -> tuple[MTPConfig, dict[str,
     """
     depth = depth_of(folder)
     stored = weights.read_tensors(folder, lambda name: not headers_only and own_name(name, depth) is not None)
-    names = {own: name for name in stored if (own := own_name(name, depth))}
+    names = heads_among(stored, depth)
     if not names:
         raise UserError(
             f"{folder} has no MTP heads: expected tensors {PREFIX}* in its weights, such as {PREFIX}fc.weight, or "
@@ -158,8 +157,8 @@ def misfits(config: MTPConfig, target: TargetShape) -> Iterator[DraftProblem]:
 def note(folder: Path, names: Iterable[str]) -> str | None:
     """Return a note about heads in the checkpoint of a language model, given its tensors' names; None without any."""
     depth = depth_of(folder)
-    if found := [name for name in names if own_name(name, depth)]:
-        return f"it has MTP heads of its own, tensors {_prefix(found[0])}*: --method mtp drafts with them"
+    if found := heads_among(names, depth):
+        return f"it has MTP heads of its own, tensors {_prefix(min(found.values()))}*: --method mtp drafts with them"
     if any(read_config(folder).get(key) for key in COUNTS):
         return f"its config.json names MTP heads, but there are no tensors {PREFIX}*; --method mtp needs --draft mtp="
     return None

@@ -19,7 +19,7 @@ from dflash_bench.models import gguf, hub, presets, quantization, weights
 from dflash_bench.models.configs import layer_configs, optional, varying
 from dflash_bench.models.formats.base import EMBEDDING, HEAD, TargetShape
 from dflash_bench.models.hub import UNREADABLE, cannot_load, is_unreadable, read_config
-from dflash_bench.models.nets.mtp import own_name
+from dflash_bench.models.nets.mtp import heads_among
 
 # Was this draft made for this target? Evidence in the draft's files: its tokenizer, and the target that it names.
 
@@ -142,11 +142,12 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False, date: str | None
     vocabulary_in(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:
+        known = {*tokenizer.encode("a", add_special_tokens=False)} - {tokenizer.unk_token_id}
+    except BaseException as error:
         if not is_unreadable(error):
             raise
         raise cannot_load(folder, error) from error
-    if set(tokenizer.encode("a", add_special_tokens=False)) <= {tokenizer.unk_token_id}:
+    if not known:
         raise UserError(f"{folder} has no tokenizer that reads text; copy its tokenizer files from where it came from")
     return with_template(tokenizer, folder, date)
 
@@ -326,7 +327,8 @@ def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placeme
     # And these it would ignore, except those that it knows to belong to other uses of the same checkpoint; so do MTP
     # heads, which not every architecture of transformers knows.
     depth = model.config.get_text_config().num_hidden_layers
-    if surplus := [name for name in report["unexpected_keys"] if own_name(name, depth) is None]:
+    heads = heads_among(report["unexpected_keys"], depth).values()
+    if surplus := [name for name in report["unexpected_keys"] if name not in heads]:
         raise UserError(
             f"{folder}: config.json has no place for {min(surplus)} ({len(surplus)} such tensors); "
             "config.json belongs to other weights, or these tensors must be removed"

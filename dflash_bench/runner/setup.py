@@ -327,8 +327,10 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
         for loaded in resolved.suites
     }
 
+    num_tokens = targets.shape_of(folder).vocab_size
+
     def size(messages: Sequence[Message]) -> int:
-        return max(len(chat.encode(tokenizer, messages, mode)) for mode in modes)
+        return max(len(chat.encode(tokenizer, messages, mode, num_tokens)) for mode in modes)
 
     length = optional(config, "max_position_embeddings", default=2**31)
     padded = padding.padded(resolved.suites, request.context, size, length, resolved.max_new_tokens)

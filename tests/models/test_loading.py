@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from toy import tiny
 from transformers import PreTrainedTokenizerFast
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.models import loading, presets, targets
+from dflash_bench.core.types import Message
+from dflash_bench.models import chat, loading, presets, targets
 from dflash_bench.models.formats import save_draft
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
@@ -283,6 +285,37 @@ def test_a_damaged_target_is_refused_in_one_line(damage: str, model: Path) -> No
     with pytest.raises(UserError, match=message) as caught:
         load(model)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", ["String", "Regex"])
+def test_a_tokenizer_that_crashes_is_refused_in_one_line(pattern: str, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(presets.NANO / "target" / name, tmp_path / name)
+    content = json.loads((presets.NANO / "target/tokenizer.json").read_text())
+    normaliser = {"type": "Replace", "pattern": {pattern: ""}, "content": "x"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"normalizer": normaliser}))
+    with pytest.raises(UserError, match="index out of bounds") as caught:
+        targets.tokenizer_of(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+class Crashing:
+    """A tokenizer that crashes on some texts, or gives ids that the target does not have."""
+
+    chat_template = None
+
+    def encode(self, text: str) -> list[int]:
+        if "crash" in text:
+            raise type("PanicException", (BaseException,), {})("index out of bounds")
+        return [len(text)]
+
+
+def test_a_prompt_that_no_token_ids_are_found_for_ends_in_one_line() -> None:
+    assert chat.encode(Crashing(), [Message("user", "abc")], False, 4) == [3]
+    with pytest.raises(UserError, match="the tokenizer crashes on a prompt: index out of bounds"):
+        chat.encode(Crashing(), [Message("user", "crash")], False)
+    with pytest.raises(UserError, match="the token id 4, and the target has only 4 tokens"):
+        chat.encode(Crashing(), [Message("user", "abcd")], False, 4)
 
 
 def test_a_damaged_draft_is_refused(model: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,16 @@ def own_name(name: str, depth: int) -> str | None:
     part, _, kind = match[3].rpartition(".")
     number, parts = int(match[2]) - first, PARTS[first == 0]
     return f"{parts[part]}.{kind}" if part in parts and not number else f"layers.{number}.{match[3]}"
+
+
+def heads_among(names: Iterable[str], depth: int) -> dict[str, str]:
+    """Return the stored names of the heads' tensors, by the names that the network has for them.
+
+    A layer behind the last one is none without its projection: then config.json belongs to other weights.
+    """
+    found = {own: name for name in names if (own := own_name(name, depth))}
+    is_behind = any(map(LAYER_BEHIND.fullmatch, found.values()))
+    return {} if is_behind and "fc.weight" not in found else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
