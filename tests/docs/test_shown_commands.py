@@ -33,7 +33,7 @@ NANO = shown.ROOT / "dflash_bench" / "nano"
 FOR_THE_READER = {"M", "MODEL"}
 """Where a page says MODEL, the reader fills in their own."""
 OF_OTHER_PROGRAMS = {
-    "--enable-metrics", "--extra_llm_api_options", "--fresh", "--metrics", "--pages",
+    "--disable-metrics", "--extra_llm_api_options", "--fresh", "--metrics", "--pages",
     "--per-request-spec-decode-metrics", "--speculative-config", "--spec-synth-rates",
 }  # fmt: skip
 

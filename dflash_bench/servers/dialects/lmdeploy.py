@@ -56,6 +56,7 @@ DIALECT = Dialect(
         ),
     ),
     remedies={
-        "uncounted": "start lmdeploy with --enable-metrics, measure one answer at a time, and let nobody else use it",
+        "uncounted": "start lmdeploy without --disable-metrics, measure one answer at a time, and let nobody else use "
+        "it",
     },
 )  # fmt: skip
