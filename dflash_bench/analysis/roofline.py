@@ -84,12 +84,8 @@ A product of a matrix with one row may reach only half or a third of the bandwid
 """
 
 
-SLOW_PLAIN, TOO_SLOW_PLAIN = 2.0, 4.0
-"""The multiples of a forward pass from which on a round of plain decoding is called slow, and a check fails.
-
-Sound runs of nano have 1.0 to 1.3, whichever forward computes them and at contexts up to 3k; with two other processes
-for each of the machine's processors they had up to 2.8. A plain loop that sleeps for 6 ms has 4.7.
-"""
+SLOW_PLAIN, TOO_SLOW_PLAIN = 1.3, 2.0
+"""The multiples of a forward pass from which on a round of plain decoding is called slow, and a check fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +167,17 @@ class RoundPace:
 
 def pace_of(info: RunInfo | None, rows: Any) -> RoundPace | None:
     """Return the pace of rows of the frame: those of plain decoding under one settings."""
-    return pace(info, rows["quick_round_s"], rows["num_prompt_tokens"] + rows["num_tokens"] / 2)
+    return pace(info, rows["quick_round_s"], rows["num_prompt_tokens"] + rows["num_tokens"] / 2, rows["pass_s"])
 
 
-def pace(info: RunInfo | None, round_s: Any, contexts: Any) -> RoundPace | None:
+def pace(info: RunInfo | None, round_s: Any, contexts: Any, pass_s: Any = None) -> RoundPace | None:
     """Compare rounds of plain decoding, one answer at a time, with forward passes.
 
     `round_s` [answers] holds for each answer the seconds that most of its rounds reach, `contexts` [answers] the tokens
-    before those. Both sides are short times of their kind, so that a busy machine, which only delays, matters little;
-    of the passes at the run's beginning and end the longer one counts. A context beyond that of the measured pass is
-    charged the time of reading it at the device's bandwidth. None if the run measured no pass of width 1.
+    before those, and `pass_s` [answers] what the quicker passes took right after it: on a busy machine these take as
+    much longer as rounds do. NaN where a run did not time them; then the shortest pass at the run's beginning or end
+    counts, whichever is longer, and a context beyond that of the measured pass is charged the time of reading it at the
+    device's bandwidth. None if the run measured no pass of width 1.
     """
     measured = None if info is None else info.forwards
     known = np.isfinite(np.asarray(round_s, dtype=np.float64))
@@ -190,12 +187,15 @@ def pace(info: RunInfo | None, round_s: Any, contexts: Any) -> RoundPace | None:
     rows, at_least_s = measured.rows, max(measured.least_s, info.pass_at_end_s)
     at_first = work(size, rows, 1, measured.context)
 
-    def pass_s(context: float) -> float:
+    def shortest_s(context: float) -> float:
         more = least_s(work(size, rows, 1, round(context)), rates) - least_s(at_first, rates)
         return at_least_s + max(0.0, more)
 
     rounds = np.asarray(round_s, dtype=np.float64)[known]
-    passes = np.array([pass_s(context) for context in np.asarray(contexts)[known].tolist()])
+    passes = np.array([shortest_s(context) for context in np.asarray(contexts)[known].tolist()])
+    if pass_s is not None:
+        own = np.asarray(pass_s, dtype=np.float64)[known]
+        passes = np.where(np.isnan(own), passes, own)
     typical = int(np.argsort(rounds / passes)[len(rounds) // 2])
     return RoundPace(float(rounds[typical]), float(passes[typical]))
 

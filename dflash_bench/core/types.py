@@ -20,6 +20,8 @@ SCHEMA_VERSION = 1
 FinishReason = Literal["stop", "length", "error"]
 Exactness = Literal["exact", "near_tie", "mismatch", "differs"]
 """`differs`: not exact, and there was no judge to decide whether rounding explains it."""
+NOT_COVERED = "does not cover this target"
+"""How the reason begins for which the engine's own forward is not used, where it is not made for the target."""
 OWN_WEIGHTS, STREAMED_WEIGHTS, SHARED_WEIGHTS = "separate", "separate, layer by layer", "shared weights"
 """The weights that the judge uses: its own, read from the files again, all at once or layer by layer in each pass; or
 the engine's."""
@@ -385,6 +387,8 @@ class Answer:
     """Forward passes of the target after the first token; None if other answers were decoded at the same time."""
     energy_j: float | None = None
     """Joules of this machine while it was answered; of answers decoded together, a share by their tokens."""
+    pass_s: float | None = None
+    """Seconds that the quicker passes over one token took right after a plain answer decoded alone, at its context."""
     worker: int | None = None
     """Index in `run.json` of the worker that measured it; None without workers."""
     departure: Divergence | None = None

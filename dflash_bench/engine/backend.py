@@ -35,13 +35,16 @@ from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.recording import record_positions, record_ranks
 from dflash_bench.engine.rows import Clock, DecodingError, Limits, Round, clock_for
-from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.sampling import Sampling, inverse_cdf, likeliest, probabilities
 from dflash_bench.engine.selection import compile_like, network_name, target_of
 from dflash_bench.engine.target import Steady, Target
 from dflash_bench.engine.witness import Witness, witness_of, witness_of_model
 from dflash_bench.models import chat, presets
 from dflash_bench.models.loading import Models, kind_of
 from dflash_bench.models.presets import Preset, cache_folder
+
+PASSES_TIMED = 8
+"""Passes that are timed after a plain answer: a few per cent of its own."""
 
 
 @dataclass(slots=True)
@@ -370,6 +373,30 @@ class LocalBackend:
     def captured(self) -> dict[str, float | int]:
         """Return counts of captured and replayed passes (`capture_stats`)."""
         return capture_stats(self.target, self.drafters.values())
+
+    @torch.inference_mode()
+    def pass_s(self, context: int, settings: Settings) -> float | None:
+        """Return the seconds of a pass over one token after `context` and the choice of the next, the lower quartile of
+        a few; None where passes are captured.
+
+        Timed in the buffers of the latest answer and right after it, it says what a step of that answer had to take on
+        a machine as busy as it was.
+        """
+        target = self.target
+        if target.graph_cache is not None:
+            return None
+        target.begin(1, context + 2)
+        token, seconds = torch.zeros(1, 1, dtype=torch.long, device=target.device), list[float]()
+        sampling = Sampling.of(settings)
+        for _ in range(PASSES_TIMED + 1):
+            start = self.clock.mark()
+            logits = target.forward(token, [context]).logits
+            target.commit([1])
+            likeliest(logits) if sampling.greedy else inverse_cdf(
+                probabilities(logits, sampling), torch.full((1, 1), 0.5)
+            )
+            seconds.append(self.clock.seconds(start, self.clock.mark()))
+        return sorted(seconds[1:])[PASSES_TIMED // 4]
 
     @property
     def has_thinking(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import NOT_COVERED
 from dflash_bench.engine.drafter import Compiles, Drafter
 from dflash_bench.engine.forward.hf import HFForward
 from dflash_bench.engine.forward.native import NativeForward, why_not
@@ -35,7 +36,7 @@ def target_of(model: Any, engine: str | None = None, kernels: str | None = None,
         return Target(model)
     reason = why_not(model)
     if reason is not None:
-        return _fallen_back(engine, model, f"does not cover this target: {reason}")
+        return _fallen_back(engine, model, f"{NOT_COVERED}: {reason}")
     published, native = _probe(Target(model)), NativeForward(model)
     why_torch = None
     if kernels != "torch" and (kernels is not None or model.device.type == "cpu"):

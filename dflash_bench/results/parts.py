@@ -2,8 +2,7 @@
 
 A part is numbered. A merged part covers a range of numbers, and as soon as it exists it replaces the parts of these
 numbers. Each part carries the identity of its run, so that rows can neither be moved to another run nor be passed off
-as made under other settings; and its checksum was recorded when it was written. The columns are those of
-`schema.COLUMNS`.
+as made under other settings; and its checksum was recorded when it was written. The columns are `COLUMNS`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from dflash_bench.results.run_info import MEASURE_AGAIN, SCHEMA, UNRELEASED, dif
 
 # The columns of a run's rows on disk, and records turned into rows and back.
 #
-# Design section 5 says what the columns mean. Each row repeats what distinguishes its run from others, so that the rows
+# Each row repeats what distinguishes its run from others, so that the rows
 # of many runs can form one table.
 
 
@@ -70,12 +69,11 @@ COLUMNS = {
     "recorded_draft_s": "list of float", "recorded_verify_s": "list of float",
     "score": "double",
     "ranks": "list of int16", "energy_j": "double", "text_kinds": "list of int8",
-    "num_thinking_chars": "int32",
+    "num_thinking_chars": "int32", "pass_s": "double",
 }
 ADDED = (
     "verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores", "recorded_draft_s",
-    "recorded_verify_s", "score", "ranks", "energy_j", "text_kinds",
-    "num_thinking_chars",
+    "recorded_verify_s", "score", "ranks", "energy_j", "text_kinds", "num_thinking_chars", "pass_s",
 )
 # fmt: on
 """Columns that were added since version 1, and are null in runs from before."""

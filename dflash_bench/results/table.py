@@ -75,7 +75,7 @@ KEPT = (
     "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "error",
     "passed", "score", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
     "audit", "audit_index", "audit_gap", "audit_tolerance", "num_thinking_tokens", "start_s", "end_s",
-    "num_hidden_tokens", "num_cached_tokens", "total_drafted", "counted_by", "uncounted", "energy_j",
+    "num_hidden_tokens", "num_cached_tokens", "total_drafted", "counted_by", "uncounted", "energy_j", "pass_s",
 )  # fmt: skip
 """Columns taken over as they are stored."""
 NAMES = (
@@ -362,7 +362,17 @@ def _without_wholes(table: Any) -> Any:
     """Return the table with nulls in the columns that describe whole answers only."""
     import pyarrow as pa
 
-    for name in ("passed", "score", "exactness", "audit", "prefill_s", "finish_reason", "energy_j", *OF_ANSWERS):
+    for name in (
+        "passed",
+        "score",
+        "exactness",
+        "audit",
+        "prefill_s",
+        "finish_reason",
+        "energy_j",
+        "pass_s",
+        *OF_ANSWERS,
+    ):
         at = table.schema.get_field_index(name)
         table = table.set_column(at, name, pa.nulls(len(table), table.schema.field(name).type))
     return table

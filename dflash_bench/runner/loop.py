@@ -14,7 +14,15 @@ from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner import stopwatch
 from dflash_bench.runner.canaries import Canaries
 from dflash_bench.runner.stopwatch import Stopwatch
-from dflash_bench.runner.work import AnswerStore, Backend, DecodesAgain, ProgressListener, WorkItem, WorkPlan
+from dflash_bench.runner.work import (
+    AnswerStore,
+    Backend,
+    DecodesAgain,
+    ProgressListener,
+    TimesPasses,
+    WorkItem,
+    WorkPlan,
+)
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.scorers.base import Score
 
@@ -72,6 +80,9 @@ class Conversation:
                 generation = self.backend.generate(method, messages, self.item.settings, self.item.repeat, watch)
             served = TimedGeneration(generation, 0.0, self.run.seconds() - start_s)
             record = self.record(method, turn, served, start_s, watch)
+            if method == BASELINE and not record.generation.error and isinstance(self.backend, TimesPasses):
+                context = generation.num_prompt_tokens + generation.num_tokens // 2
+                record = replace(record, pass_s=self.backend.pass_s(context, self.item.settings))
             waiting.append(record)
             first = record.generation if method == self.plan.first else self._baseline_answer(turn)
             if first is not None:

@@ -105,6 +105,13 @@ class DecodesAgain(Protocol):
     ) -> Generation: ...
 
 
+@runtime_checkable
+class TimesPasses(Protocol):
+    """A backend that computes the target in this process, and can time its passes."""
+
+    def pass_s(self, context: int, settings: Settings) -> float | None: ...
+
+
 class AnswerStore(Protocol):
     """Where answers are stored: the run on disk, or a worker's answers until it hands them back."""
 
