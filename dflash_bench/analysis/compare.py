@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.analysis import metrics, noise, stats
-from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, SUMS, Cell, has_baseline, summarise
+from dflash_bench.analysis.findings import cells_of
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, SUMS, Cell, has_baseline
 from dflash_bench.analysis.noise import RunNoise
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.core.errors import UserError, unknown
@@ -198,7 +199,8 @@ def _pooled(cells: Sequence[Cell]) -> Cell:
     return replace(
         first, num_prompts=len(total), num_tokens=sum(cell.num_tokens for cell in cells), figures=figures, sums=total,
         num_errors=sum(cell.num_errors for cell in cells), widest=widest, prompts=(),
-        exact=metrics.share(total, "exact", "compared"), passed=metrics.share(total, "passed", "scored"),
+        exact=metrics.share(total, "exact", "compared"), as_text=int(total[:, COLUMN["as_text"]].sum()),
+        passed=metrics.share(total, "passed", "scored"),
         num_near_ties=sum(cell.num_near_ties for cell in cells),
     )  # fmt: skip
 
@@ -281,6 +283,8 @@ def _compare(old: Cell, new: Cell, runs: tuple[str, str] | None = None) -> Compa
 def _compared_metrics(old: Cell, new: Cell, of_one_run: bool) -> list[str]:
     """Leave out what cannot differ: the baseline's acceptance and speed-up, and within a run the speed-ups, which
     change as the seconds do."""
+    if of_one_run and (old.forbidden or new.forbidden) and BASELINE in (old.method, new.method):
+        return []
     if BASELINE in (old.method, new.method):
         return [name for name in COMPARED_METRICS if METRICS[name].unit == "tokens/s"]
     return [name for name in COMPARED_METRICS if not (of_one_run and METRICS[name].unit == "x")]
@@ -342,7 +346,7 @@ def comparable_cells(results: RunTable) -> list[Cell]:
     """
     if results.why_empty:
         raise UserError(f"{results.name}: {results.why_empty}", "run it again")
-    cells = summarise(results.rows, results.info.identity)
+    cells = cells_of(results)
     if not has_baseline(results.info.identity):
         return cells
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}

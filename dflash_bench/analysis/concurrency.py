@@ -130,7 +130,7 @@ def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo
     requested = by_place[suite, method, settings.id]
     answers = without_errors(requested)
     throughput = _throughput(answers)
-    plain = by_place.get((suite, BASELINE, settings.id))
+    plain = None if known[key].forbidden else by_place.get((suite, BASELINE, settings.id))
     # An answer that arrived in one piece has no time between its tokens.
     decoded = answers[(answers["decode_tokens"] > 0) & (answers["decode_s"] > 0)]
     tpot = (decoded["decode_s"] / decoded["decode_tokens"]).to_numpy()

@@ -126,6 +126,9 @@ OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
     ),
     "exact": lambda rows: rows.frame["exactness"] == "exact",
     "compared": lambda rows: rows.frame["exactness"].notna(),
+    "as_text": lambda rows: (
+        rows.frame["exactness"].notna() & (rows.has("num_hidden_tokens") | ~np.isnan(rows.plain("num_hidden_tokens")))
+    ),
     "passed": lambda rows: rows["passed"],
     "scored": lambda rows: rows.has("passed"),
     "cut": lambda rows: rows.has("passed") & (rows.frame["finish_reason"] == "length").to_numpy(),
@@ -158,6 +161,8 @@ SUMS = (*OF_ANSWERS, "log_ratio", "log_ratios")
 """The sums of a prompt. The last two come from its other sums: the logarithm of its speed-up, and 1 if it has one."""
 COLUMN = {name: number for number, name in enumerate(SUMS)}
 """The index of each sum in `Cell.sums`."""
+BESIDE_PLAIN = tuple(name for name in SUMS if name == "paired" or name.startswith(("plain_", "own_", "log_")))
+"""The sums that set a method beside plain decoding: without them there is no speed-up."""
 
 
 def prompt_sums(good: Any) -> Any:
@@ -243,6 +248,11 @@ class Metric:
         return stats.Statistic(top, bottom, self.scale, of_logs=self.of_logs, at_most=self.at_most)
 
     @property
+    def is_beside_plain(self) -> bool:
+        """Whether the times of plain decoding are part of it."""
+        return not {*self.top, *self.bottom}.isdisjoint(BESIDE_PLAIN)
+
+    @property
     def columns(self) -> tuple[list[int], list[int]]:
         """The indices of `top` and of `bottom` in `SUMS`."""
         return [COLUMN[name] for name in self.top], [COLUMN[name] for name in self.bottom]
@@ -296,7 +306,8 @@ _DECLARED = (
         in_comparison=True, is_compared=True,
     ),
     Metric(
-        id="exact", formula="answers that are the plain output, token for token / answers that were compared",
+        id="exact", formula="answers that are the plain output, token for token (as text where a server reports no "
+        "token ids) / answers that were compared",
         unit="share", top=("exact",), bottom=("compared",), at_most=1.0, may_fall=0.0,
     ),
     Metric(
@@ -410,12 +421,16 @@ class Cell:
     num_errors: int
     num_near_ties: int
     exact: Share | None
+    as_text: int = 0
+    """How many of the answers that `exact` counts were compared as text, because a server reports no token ids."""
     audit: Share | None = None
     """Answers in which every token is the published model's own choice, out of those that the judge read."""
     passed: Share | None
     cut: Share | None = None
     """Scored answers that the token limit cut; None if it cut none."""
     figures: Mapping[str, Interval]
+    forbidden: str = ""
+    """The code of the finding that forbids its speed-up; it then has no figure that plain decoding is part of."""
     widest: float = float("inf")
     """The most tokens that a round could add: its widest draft and the bonus token. Infinite if rounds are hidden."""
     counted_by: tuple[str, ...] = ()
@@ -447,6 +462,13 @@ class Cell:
     def value(self, metric_id: str) -> float | None:
         interval = self.figures.get(metric_id)
         return interval.value if interval else None
+
+    def without_speedup(self, code: str) -> Cell:
+        """Return the cell without the figures and sums that set it beside plain decoding, for the finding `code`."""
+        sums = self.sums.copy()
+        sums[:, [COLUMN[name] for name in BESIDE_PLAIN]] = 0
+        figures = {name: one for name, one in self.figures.items() if not METRICS[name].is_beside_plain}
+        return replace(self, forbidden=code, figures=figures, sums=sums)
 
 
 KEY = list(CellKey._fields)
@@ -530,6 +552,7 @@ def _cell(key: CellKey, counts: Any, prompts: Any, widest: float) -> Cell:
         num_errors=int(counts["num_errors"]),
         num_near_ties=int(counts["num_near_ties"]),
         exact=share(sums, "exact", "compared"),
+        as_text=int(sums[:, COLUMN["as_text"]].sum()),
         audit=(int(counts["num_own"]), int(counts["num_audited"])) if counts["num_audited"] else None,
         passed=share(sums, "passed", "scored"),
         cut=cut if (cut := share(sums, "cut", "scored")) and cut[0] else None,

@@ -15,7 +15,7 @@ one over prompts would say nothing of how far times are off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from dflash_bench.analysis.stats import Floats, Interval
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import name_of
 from dflash_bench.core.option import MOST_AT_A_TIME
-from dflash_bench.core.types import Settings
+from dflash_bench.core.types import CellKey, Settings
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import StoredRows
 from dflash_bench.results.run_info import RunInfo, read_sessions
@@ -517,11 +517,16 @@ def _require_between(name: str, values: Sequence[int], least: int, most: int) ->
 
 
 def replay_all(
-    run: RunTable, changes: Sequence[Alternative], concurrency: Sequence[int] = (1,), method: str | None = None
+    run: RunTable,
+    changes: Sequence[Alternative],
+    concurrency: Sequence[int] = (1,),
+    method: str | None = None,
+    forbidden: Collection[CellKey] = (),
 ) -> Iterator[Replayed]:
     """Yield each change of each cell, of one method or of all that it applies to; the run as measured comes first.
 
-    Raises UserError for a method that was not measured, and for a change that applies to none.
+    Cells that are `forbidden` a speed-up get none. Raises UserError for a method that was not measured, and for a
+    change that applies to none.
     """
     _require_between("concurrency", concurrency, 1, MOST_AT_A_TIME)
     cells = [cell for cell in cells_of(run) if method in (None, cell.method)]
@@ -532,6 +537,8 @@ def replay_all(
         if len(reasons) == len(cells):
             raise UserError(reasons[0])
     for cell in cells:
+        if CellKey(cell.suite, "", cell.settings.id, cell.method) in forbidden:
+            cell = replace(cell, plain={})
         for change in (
             Alternative(MEASURED),
             *(change for change in changes if why_not(cell, change, run.info) is None),

@@ -41,7 +41,7 @@ class Run:
     """A finished run, as `db.run` and `db.load` return it.
 
     It is stored in `folder`; `notes` are the messages of its measurement (empty if it was loaded). `print(run)` shows
-    the table of `dflash-bench report`; a notebook shows it as HTML.
+    what `dflash-bench report --full` does; a notebook shows its main table as HTML.
     """
 
     def __init__(self, folder: str | Path, allow: Sequence[str] = (), notes: Sequence[str] = ()) -> None:
@@ -141,7 +141,8 @@ class Run:
 
         It is speedup.decode (seconds per token of plain decoding over the method's), as the geometric mean over suites,
         or of one `suite`. In a run of several settings, `settings` selects one, in the words of `metrics()`. Raises
-        UserError for a method, suite or settings that the run does not have, and if it has no baseline answers.
+        UserError for a method, suite or settings that the run does not have, and if it has no baseline answers or a
+        finding forbids the speed-up.
         """
         from dflash_bench.report.document import over_all
 
@@ -152,12 +153,13 @@ class Run:
         else:
             found = _of_suite(cells, suite).figures.get("speedup.decode")
         if found is None:
-            raise UserError(f"{self.folder} has no speed-up of {method}: it holds no answers of plain decoding")
+            raise UserError(f"{self.folder} has no speed-up of {method}: {self.document.why_no_speedup(line)}")
         return found
 
     @property
     def findings(self) -> Sequence[Finding]:
-        """Faults and weaknesses of the run, the worst first, each with `kind`, `text`, `remedy` and `places`."""
+        """Faults and weaknesses of the run, the worst first, each with `kind`, `text`, `remedy`, `places` and
+        `forbids` (whether it takes their speed-ups away)."""
         return self.document.findings
 
     def replay(
@@ -176,7 +178,8 @@ class Run:
         from dflash_bench.report import require_answers
 
         changes = changes_of(n, block, cut, nodes, controller)
-        return list(replay_all(require_answers(self.document).results, changes, concurrency, method))
+        forbidden = {cell.key for cell in self.document.cells if cell.forbidden}
+        return list(replay_all(require_answers(self.document).results, changes, concurrency, method, forbidden))
 
     def plot(self, name: str = "speedup", ax: Any = None) -> Any:
         """Return a matplotlib Figure of one of the plots: speedup, acceptance, positions, output, rounds, prompts, ...

@@ -33,15 +33,15 @@ class Bench:
     def run(self, **options: Any) -> Run:
         """Measure as `dflash_bench.run` does and return the run.
 
-        Fails the test if an answer failed, or is not the target's own by more than rounding explains; raises UserError
-        as `dflash_bench.run`.
+        Fails the test if an answer failed, or is not the target's own by more than rounding explains, or if another
+        finding forbids a speed-up; raises UserError as `dflash_bench.run`.
         """
         import dflash_bench as db
 
         out = Path(options.pop("out", None) or self.folder / f"run{len(self.runs) + 1}")
         self.runs.append(out)
         run = db.run(out=out, **options)
-        faults = [finding.text for finding in run.findings if finding.kind in ("mismatch", "failed", "proves_nothing")]
+        faults = [finding.text for finding in run.findings if finding.forbids or finding.kind == "failed"]
         if faults:
             pytest.fail(f"{out}: {'; '.join(faults)}", pytrace=False)
         return run

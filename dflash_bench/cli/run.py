@@ -34,7 +34,7 @@ def run(
 
     Answers the prompts of suites with each method and with plain decoding, and saves every answer.
 
-    Exit status 1: an answer failed, or is not the model's own output.
+    Exit status 1: an answer failed, or is not the model's own output, or a finding forbids a speed-up.
     """
     if ctx.info_name == "sweep" and not request.over:
         from dflash_bench.runner import plan
@@ -48,8 +48,6 @@ def run(
         # Importing torch takes seconds on a slow disk.
         stages.begin("starting")
         from dflash_bench import report
-        from dflash_bench.analysis import metrics
-        from dflash_bench.analysis.findings import witnesses
         from dflash_bench.api import measuring
         from dflash_bench.results import table
         from dflash_bench.runner.session import Progress
@@ -68,7 +66,7 @@ def run(
     else:
         show(report.screen(document, terminal_width()))
         say(next_commands(folder))
-    if metrics.mismatched(rows).any() or witnesses.silent(results.info):
+    if any(finding.forbids for finding in document.findings):
         sys.exit(1)
     num_failed = int(rows["error"].notna().sum())
     if num_failed and not output.allow:

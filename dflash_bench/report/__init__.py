@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from dflash_bench.analysis import metrics
+from dflash_bench.analysis.findings import cells_of
 from dflash_bench.core import labels
 from dflash_bench.core.labels import WIDTH, visible
 from dflash_bench.report import columns, perf, render, sections, tables
@@ -35,7 +35,7 @@ def table_by(document: Document, by: str, width: int = WIDTH) -> str:
     """Return the tables of `report`, with answers split by category, part or whatever `read_run` splits by."""
     require_answers(document)
     results = table.read_run(document.folder, by=by, allow=document.allow)
-    cells = metrics.summarise(results.rows, results.info.identity)
+    cells = cells_of(results)
     notes = [*document.notes, *([IN_STRETCHES] if by in STRETCHES else [])]
     shown = [*sections.of_cells(cells, document.findings), sections.findings(document.findings)]
     if by == "context-position":

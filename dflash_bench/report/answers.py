@@ -12,7 +12,7 @@ from dflash_bench.core import files, labels
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import shortened
 from dflash_bench.core.methods import is_tree
-from dflash_bench.core.types import CODE_SCORERS, TOOLS, Settings
+from dflash_bench.core.types import CODE_SCORERS, TOOLS, CellKey, Settings
 from dflash_bench.report.document import Document
 from dflash_bench.results import run_info
 from dflash_bench.results.identity import NAMES, short_names
@@ -142,6 +142,7 @@ def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer
     stored = sorted(stored, key=lambda row: row["order"])
     decoder = load_tokenizer(document.results.info, tokenizer)
     plain = {_place(row): row for row in stored if row["method"] == BASELINE}
+    forbidden = {cell.key for cell in document.cells if cell.forbidden}
     named = short_names(document.results.stored.settings)
     stored_prompts = run_info.read_prompts(document.folder)
     asked, expected = _asked(stored_prompts), _references(stored_prompts, document.results.info)
@@ -158,7 +159,12 @@ def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer
         heading = labels.with_settings(document.label(row["suite"]), named[_settings(row)] if len(named) > 1 else "")
         by_number = {} if question is None else {"asked": prompts.index(question)}
         reference = expected.get((row["suite"], row["prompt_id"])) if row["passed"] is not None else None
-        page_row = _row(row, plain.get(_place(row))) | {"suite": heading, "text": texts[key]} | by_number
+        own_key = CellKey(row["suite"], "", _settings(row).id, row["method"])
+        page_row = (
+            _row(row, None if own_key in forbidden else plain.get(_place(row)))
+            | {"suite": heading, "text": texts[key]}
+            | by_number
+        )
         page_row |= {"bare": row["suite"], "settings": _settings(row).id} | (
             {} if reference is None else {"expected": reference}
         )

@@ -14,7 +14,7 @@ from dflash_bench.core.files import write_output
 from dflash_bench.core.labels import visible
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.report.document import Document, MethodLine
-from dflash_bench.report.screen import judged, num_wrong
+from dflash_bench.report.screen import judged, standing
 from dflash_bench.report.tables import bounds, number
 
 BADGE = "dflash-bench.svg"
@@ -29,7 +29,8 @@ def write_hub_card(document: Document, folder: Path) -> list[Path]:
 
     Raises UserError for a run without a speed-up.
     """
-    line, speedup = document.fastest()
+    is_forbidden = not any(speedup for _, speedup, _ in document.means()) and any(c.forbidden for c in document.cells)
+    line, speedup = (document.lines[0], None) if is_forbidden else document.fastest()
     write_output(folder / BADGE, badge(document, line, speedup))
     entries = _entries(document, line)
     if not entries:
@@ -40,21 +41,25 @@ def write_hub_card(document: Document, folder: Path) -> list[Path]:
     return [folder / BADGE, folder / RESULTS]
 
 
-def badge(document: Document, line: MethodLine, speedup: Interval) -> str:
+def badge(document: Document, line: MethodLine, speedup: Interval | None) -> str:
     """Return an SVG such as `dflash | 3.67x, 128/128 exact`.
 
-    Green where the method gains beyond chance, nothing weakens the number and its answers were judged; red where one is
-    not the target's own.
+    Green where the method gains beyond chance, nothing weakens the number and its answers were judged; red where a
+    finding forbids the speed-up, which is then None.
     """
     embedded = any(labels.is_embedded(cell.source) for cell in document.cells if cell.num_prompts)
     exact = None if is_lossy(line.method) else judged(document, line)
-    said_of_it = f"{exact[0]:,}/{exact[1]:,} exact" if exact else "lossy" if is_lossy(line.method) else "not judged"
-    parts = [f"{number(speedup.value)}x", said_of_it, *(["embedded text"] if embedded else [])]
+    how = standing(document, line)
+    alike = {"text": "equal as text"}.get(how, "exact")
+    said_of_it = f"{exact[0]:,}/{exact[1]:,} {alike}" if exact else "lossy" if is_lossy(line.method) else "not judged"
+    parts = [
+        f"{number(speedup.value)}x" if speedup else "no speed-up",
+        said_of_it,
+        *(["embedded text"] if embedded else []),
+    ]
     left, right = visible(line.name), ", ".join(parts)
-    is_faster = speedup.low is not None and speedup.low > 1 and not document.badges(line)
-    kind = "better" if exact and is_faster else "unclear"
-    if num_wrong(document, line.method, line.settings.id):
-        kind = "wrong"
+    is_faster = speedup and speedup.low is not None and speedup.low > 1 and not document.badges(line)
+    kind = "wrong" if speedup is None else "better" if exact and is_faster and how != "text" else "unclear"
     widths = [round(CHARACTER * len(text) + 2 * PADDING) for text in (left, right)]
     said = escape(f"{left}: {right}", {'"': "&quot;"})
     return (

@@ -31,6 +31,7 @@ COUNTS = ("num_prompts", "num_tokens", "num_errors", "num_near_ties")
 SHARES = ("exact", "audit", "passed", "cut")
 JUDGED = ("exact", "audit")
 """Shares of answers that are the target's own, which those of lossy methods need not be."""
+AS_TEXT = Badge("t", "compared as text", "compared as text, because a server does not report token ids")
 RESULTS = (
     Column("num_prompts", "prompts", is_spare=True, in_paper=True),
     Column("num_tokens", "tokens", is_spare=True),
@@ -87,16 +88,19 @@ def _entry(name: str, cell: Cell, findings: Sequence[Finding]) -> Value:
     value = value_of(name, cell)
     if name in JUDGED and is_lossy(cell.method):
         return Entry(value, "lossy")
+    if name == "exact" and cell.as_text:
+        return Entry(value, badges=[AS_TEXT])
     return Entry(value, badges=_badges(cell, findings)) if name == "speedup.decode" else value
 
 
 def _badges(cell: Cell, findings: Sequence[Finding]) -> list[Badge]:
-    return beside(findings, cell) if cell.method != BASELINE else []
+    return beside(findings, cell) if cell.method != BASELINE and not cell.forbidden else []
 
 
 def legend(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
     """Explain the badges in the tables of these cells, in a sentence each."""
-    return [f"{line}." for line in legend_of([badge for cell in cells for badge in _badges(cell, findings)])]
+    as_text = [f"{AS_TEXT.mark} = {AS_TEXT.meaning}."] if any(cell.as_text for cell in cells) else []
+    return as_text + [f"{line}." for line in legend_of([badge for cell in cells for badge in _badges(cell, findings)])]
 
 
 def counted(cells: Sequence[Cell]) -> list[str]:

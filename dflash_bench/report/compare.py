@@ -24,7 +24,9 @@ from dflash_bench.analysis.compare import (
     require_comparable,
 )
 from dflash_bench.analysis.findings import MIN_PROMPTS, last_part
-from dflash_bench.analysis.metrics import FORMULAS, Cell, mismatched
+from dflash_bench.analysis.findings import cells_of as cells_of_run
+from dflash_bench.analysis.gate.checks import FORBIDDEN
+from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, mismatched
 from dflash_bench.analysis.peers import benches, paper, zlab
 from dflash_bench.analysis.peers.zlab import HarnessVersion
 from dflash_bench.analysis.stats import FEWEST
@@ -125,6 +127,10 @@ def compared(
     ]
     notes = [*(f"allowed although it differs: {text}" for text in unlike), *_caveats(cells_of.values(), by)]
     notes += _run_noise(changes) if others else []
+    notes += [
+        f"{name}: {cell.heading} {cell.method} has no speed-up: {FORBIDDEN[cell.forbidden]}"
+        for name, cells in cells_of.items() for cell in cells if cell.forbidden and cell.method != BASELINE
+    ]  # fmt: skip
     alike = [one for after in runs[1:] for one in agreements(runs[0], after)] if by == "suite" else []
     pooled = {
         f"over {len(places)} runs: {', '.join(runs[place].name for place in places)}": over_runs(cells)
@@ -251,7 +257,7 @@ def _heading(text: str) -> Section:
 def _compat(run: RunTable, version: HarnessVersion) -> _Found:
     cells = {cell.key: cell for cell in comparable_cells(run)}
     ids = ("al.pooled", "tps.decode", "speedup.decode")
-    official = list(zlab.official(run.rows, version))
+    official = zlab.official(run.rows, version, list(cells.values()))
     ours = [cells[CellKey(one.suite, "", one.settings_id, one.method)] for one in official]
     rows: list[list[Value]] = []
     for one, cell in zip(official, ours, strict=True):
@@ -270,7 +276,7 @@ def _against(run: RunTable, against: str) -> _Found:
     identity = run.info.identity
     model = paper.model_of(identity)
     target = paper.target_of(against.partition(":")[2] or model)
-    figures = paper.beside(zlab.official(run.rows), target, identity)
+    figures = paper.beside(zlab.official(run.rows, cells=cells_of_run(run)), target, identity)
     named = {settings.id: name for settings, name in short_names(settings_of(identity)).items()}
     spare = ("drafts", "published for", "thinking", "conc.", "hardware", "source")
     heads = [

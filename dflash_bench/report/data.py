@@ -59,6 +59,7 @@ def _json_cell(cell: Cell) -> dict[str, Any]:
         "suite": cell.suite, "source": cell.source or None, "settings_id": cell.settings.id,
         "settings": asdict(cell.settings), "method": cell.method, "num_prompts": cell.num_prompts,
         "num_tokens": cell.num_tokens, **figures, **{name: getattr(cell, name) for name in SHARES},
+        "exact_as_text": cell.as_text if cell.exact else None,
     }  # fmt: skip
     return cast(dict[str, Any], json_value(made, exact=("settings",)))
 
@@ -71,7 +72,7 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
     ]
     return {
         "kind": finding.kind, "text": finding.text, "remedy": finding.remedy,
-        "remedy_code": finding.remedy_code or None, "places": places,
+        "remedy_code": finding.remedy_code or None, "forbids_speedup": finding.forbids, "places": places,
     }  # fmt: skip
 
 

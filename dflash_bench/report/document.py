@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_bench.analysis import metrics, stats
+from dflash_bench.analysis import findings as checked
+from dflash_bench.analysis import stats
 from dflash_bench.analysis.concurrency import ConcurrencyCurve, concurrency_curves
 from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell
 from dflash_bench.analysis.stats import Interval
@@ -84,8 +85,15 @@ class Document:
         """The line with the highest speed-up. Raises UserError for a run without one."""
         known = [(line, speedup) for line, speedup, _ in require_answers(self).means() if speedup]
         if not known:
-            raise UserError(f"{self.folder} has no speed-up: it holds no answers of plain decoding")
+            raise UserError(f"{self.folder} has no speed-up: {self.why_no_speedup()}")
         return max(known, key=lambda one: one[1].value)
+
+    def why_no_speedup(self, line: MethodLine | None = None) -> str:
+        """Say why a method, or the run, has no speed-up over all suites."""
+        cells = line.cells_of(self.cells) if line else self.cells
+        kinds = {cell.forbidden for cell in cells}
+        texts = [one.text for one in self.findings if one.forbids and one.kind in kinds]
+        return "; ".join(texts) or "it holds no answers of plain decoding"
 
     @property
     def suites(self) -> list[str]:
@@ -120,7 +128,7 @@ def document_of(results: table.RunTable, allow: Sequence[str] = ()) -> Document:
     """Summarise a run that was read."""
     info, rows = results.info, results.rows
     identity = info.identity
-    cells = metrics.summarise(rows, identity)
+    cells = checked.cells_of(results)
     found = findings(rows, cells, identity, info)
     return Document(
         Path(results.name),

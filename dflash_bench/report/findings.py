@@ -39,6 +39,8 @@ class Finding:
     """The code of its remedy; empty for a kind with only one remedy."""
     values: tuple[Mapping[str, Any], ...] = ()
     """For each place the numbers and names that show it."""
+    forbids: bool = False
+    """Whether it takes the speed-ups of its places away, from every screen; the run then exits with 1."""
 
 
 def findings(
@@ -60,7 +62,7 @@ def _finding(alike: Sequence[Observation]) -> Finding:
     text, remedy = _filled(WORDS[first.kind][0], fields), _filled(_remedy(first), fields)
     return Finding(
         first.kind, f"{_wheres([first])}: {text}{also}", remedy, tuple(seen.place for seen in alike),
-        first.remedy, tuple(seen.values for seen in alike),
+        first.remedy, tuple(seen.values for seen in alike), bool(first.forbids),
     )  # fmt: skip
 
 
@@ -266,8 +268,8 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         "exactness": "see exactness in 'compare': a lossless method gives the target's own answers",
     }),
     "plain_drafts": (
-        "the server for plain decoding drafted {num_drafted} tokens, so it does not decode plainly",
-        "start that server without speculation and run again; do not use these speed-ups",
+        'the "plain" server is speculating ({num_drafted:,} draft tokens): this is no baseline',
+        "start that server without speculation, or swap the two URLs, and run again",
     ),
     "failed": (
         "{tally} failed and are left out of all numbers; the first error: {error:.160}",
@@ -434,7 +436,11 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
     ),
     "fallback": (
         "the target was computed by transformers' code, because the engine's own {reason}",
-        f"{SLOWER_CODE} --engine transformers",
+        {
+            "not_covered": f"{SLOWER_CODE} --engine transformers",
+            "disagrees": "plain decoding is slower this way, and speed-ups over it are higher: fetch or join the "
+                         "weights again, or report a fault of the engine; --engine transformers accepts it",
+        },
     ),
     "torch_kernels": (
         "the target was computed by torch, because numba's kernels could not: {reason}",

@@ -20,7 +20,7 @@ from dflash_bench.core.files import require_output, write_output
 from dflash_bench.core.labels import visible
 from dflash_bench.core.terminal import with_bar
 from dflash_bench.core.types import CellKey
-from dflash_bench.report import answers, charts, plots, render, screen, sections
+from dflash_bench.report import answers, charts, plots, render, screen, sections, words
 from dflash_bench.report.document import Document, Mean
 from dflash_bench.report.tables import Section, bounds, number
 from dflash_bench.report.words import bandwidth_note, facts, sentences, speedups, tally
@@ -71,7 +71,7 @@ def page(
         "title": _title(document),
         "headline": headline,
         "sub": f"{str(info.started or '')[:10]} · {facts(info)['machine']}".strip(" ·"),
-        "notes": [*wrong, *document.notes],
+        "notes": [*(text for text in wrong if text != headline), *document.notes],
         "known": [line.name for line in document.lines if screen.is_known_text(document, line.method)],
         "why_known": f"{labels.EMBEDDED_NOTE}.",
         "lead": sentences(document),
@@ -114,9 +114,10 @@ def _title(document: Document) -> str:
 
 
 def _verdict(document: Document, means: Sequence[Mean]) -> tuple[str, list[str]]:
-    """Return the page's headline, and the sentences on answers that are not exact, which stand above all else."""
-    *_, said = screen.answers(document, means) or [_title(document)]
-    return _title(document) if document.sweeps or document.loads else said, screen.not_exact(document)
+    """Return the page's headline, and the sentences on what forbids a speed-up, which stand above all else."""
+    several = screen.answers(document, means) or [_title(document)]
+    said = several[-1 if any(speedup for _, speedup, _ in means) else 0]
+    return _title(document) if document.sweeps or document.loads else said, screen.faults(document)
 
 
 def _tiles(document: Document, means: Sequence[Mean]) -> list[dict[str, Any]]:
@@ -133,11 +134,16 @@ def _tile(document: Document, mean: Mean, bars: Mapping[CellKey, charts.ForestRo
     rows = [speedups(document, speedup is not None), interval or few, bandwidth_note(document)]
     rows += [f"al.pooled {number(al)}"] if al else []
     shares = [(name, tally(document, share, line)) for name, share in (("exact", "exact"), ("judged", "audit"))]
+    how = screen.standing(document, line)
+    whole = {"exact": "text" if words.num_as_text(document, line) else "exact", "judged": "exact"}
     return {
         "name": line.name, "value": f"{speedup.value:.2f}" if speedup else "", "badges": document.badges(line),
         "lines": [row for row in rows if row], "colour": charts.colour_of(document, line.method),
-        "shares": [(f"{name} {share[0]:,}/{share[1]:,}", share[0] == share[1]) for name, share in shares if share],
-        "has_wrong": bool(screen.num_wrong(document, line.method, line.settings.id)),
+        "shares": [
+            (f"{name} {share[0]:,}/{share[1]:,}", whole[name] if share[0] == share[1] else how)
+            for name, share in shares if share
+        ],
+        "marks": screen.MARKS,
         "bar": bars[CellKey("", "", line.settings.id, line.method)] if has_interval else None,
     }  # fmt: skip
 

@@ -72,6 +72,9 @@ def movie(
     method = method or require_answers(document).fastest()[0].method
     if method not in document.methods:
         raise unknown("method of this run", method, document.methods)
+    if any(cell.forbidden for cell in document.cells if cell.method == method):
+        line = next(line for line in document.lines if line.method == method)
+        raise UserError(f"{document.folder} has no speed-up of {method} to show: {document.why_no_speedup(line)}")
     decoder = load_tokenizer(document.results.info, tokenizer)
     if decoder is None:
         raise UserError("the target's tokenizer was not found: give --tokenizer FOLDER")

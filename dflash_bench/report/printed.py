@@ -11,7 +11,7 @@ from dflash_bench.core import labels
 from dflash_bench.core.labels import visible
 from dflash_bench.report.document import Document, MethodLine, over_all, require_answers
 from dflash_bench.report.render import latex_escaped
-from dflash_bench.report.words import facts, tally
+from dflash_bench.report.words import compared, facts, tally
 
 SUITES = {
     "gsm8k": "GSM8K", "math500": "MATH-500", "aime24": "AIME 2024", "aime25": "AIME 2025", "humaneval": "HumanEval",
@@ -136,7 +136,7 @@ def _caption(document: Document) -> str:
         "Speed-up over plain decoding and acceptance length (tau, tokens per round)",
         f"{about['model']}, {about['machine']}",
         *([f"95 % intervals of speed-ups are within {100 * max(halves):.0f} % of the values"] if halves else []),
-        *([f"{exact[0]:,} of {exact[1]:,} answers equal plain decoding's, token for token"] if exact else []),
+        *([f"{exact[0]:,} of {exact[1]:,} answers equal plain decoding's, {compared(document)}"] if exact else []),
     ]
     notes = labels.notes(cell.source for cell in document.cells)
     return ". ".join([*parts, *notes, *document.notes]) + "."

@@ -13,10 +13,10 @@ from dflash_bench.core import labels
 from dflash_bench.core.labels import visible
 from dflash_bench.core.methods import has_draft, is_lossy
 from dflash_bench.core.types import Settings
-from dflash_bench.report.document import Document, Mean, MethodLine
+from dflash_bench.report.document import Document, Mean, MethodLine, over_all
 from dflash_bench.report.sections import WRONG, best_values, crossings
-from dflash_bench.report.tables import bounds, number
-from dflash_bench.report.words import tally
+from dflash_bench.report.tables import ABSENT, bounds, number
+from dflash_bench.report.words import num_as_text, tally
 from dflash_bench.results.identity import NAMES, value_words
 
 if TYPE_CHECKING:
@@ -32,18 +32,21 @@ MOST_NAMED = 48
 LEAVES_OUT = ("bar", "tps", "al", "interval", "exact")
 """The columns of the table that a narrow terminal leaves out, the first ones first."""
 FAULTS = (
-    "proves_nothing", *(kind for kind in WRONG if kind != "mismatch"), "plain_drafts", "worse_answers", "other_target",
-    "other_servers", "reused_prompts", "unjudged",
+    *(kind for kind in WRONG if kind != "mismatch"), "worse_answers", "other_target", "other_servers", "reused_prompts",
+    "unjudged",
 )  # fmt: skip
-"""Findings that are shown, the worst first; a mismatch has a sentence of its own."""
-WEAKNESSES = ("no_decode_speed", "slow_plain", "shared_machine", "drift", "loops", "truncated", "few_prompts")
+"""Findings that are shown, the worst first; those that forbid a speed-up stand above them, in sentences."""
+WEAKNESSES = (
+    "no_decode_speed", "slow_plain", "fallback", "shared_machine", "drift", "loops", "truncated", "few_prompts",
+)  # fmt: skip
 HEADS = {
     "name": "", "speedup": "speed-up", "bar": "", "interval": "95 %", "al": "tokens/round", "tps": "tokens/s",
     "exact": "exact",
 }  # fmt: skip
 LEFT = ("name", "bar", "interval")
-MARKS = {True: "✓", False: "✗", None: "≈"}
-"""Of a method's answers: all exact, some wrong, or all alike up to rounding."""
+MARKS = {"exact": "✓", "wrong": "✗", "alike": "≈", "text": "as text", "unjudged": "?"}
+"""By how a method's answers stand to plain decoding's: all the same tokens, some wrong, all alike up to rounding,
+compared as text alone, or some different, and nothing says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,8 @@ class ScreenRow:
 
     texts: dict[str, str]
     is_best: bool = False
-    is_exact: bool | None = None
-    """None where nothing was judged, or where rounding explains all differences."""
+    standing: str = ""
+    """A key of `MARKS`."""
 
 
 def screen(document: Document, width: int = WIDTH) -> Text:
@@ -90,7 +93,7 @@ def _rows(document: Document, means: Sequence[Mean]) -> list[ScreenRow]:
             | {"exact": exact_text(document, line)}
             | settings[line.settings],
             speedup is not None and speedup.value == best and speedup.value > 1,
-            _is_exact(document, line),
+            standing(document, line),
         )
         for line, speedup, al in means
     ]
@@ -114,8 +117,10 @@ def _plain_rows(document: Document, settings_texts: Mapping[Settings, dict[str, 
     cells = [cell for cell in document.cells if cell.method == BASELINE and cell.num_prompts]
     for settings, setting in dict.fromkeys((cell.settings, cell.setting) for cell in cells):
         line = MethodLine(BASELINE, settings, setting)
-        texts = {"name": "plain", **settings_texts[settings], "speedup": "1.00x", "al": "1.00"}
-        yield ScreenRow(texts | {"tps": speed_text(line.cells_of(cells))})
+        own = line.cells_of(cells)
+        speedup = ABSENT if any(cell.forbidden for cell in own) else "1.00x"
+        texts = {"name": "plain", **settings_texts[settings], "speedup": speedup, "al": number(over_all(own, line)[1])}
+        yield ScreenRow(texts | {"tps": speed_text(own)})
 
 
 def _texts(
@@ -143,12 +148,16 @@ def judged(document: Document, line: MethodLine) -> Share | None:
     return min(known, key=lambda share: share[0] / share[1]) if known else None
 
 
-def _is_exact(document: Document, line: MethodLine) -> bool | None:
-    """Return None where nothing was judged, or where rounding explains all differences."""
+def standing(document: Document, line: MethodLine) -> str:
+    """Return a key of `MARKS`; empty where nothing was judged."""
     share = judged(document, line)
     if num_wrong(document, line.method, line.settings.id):
-        return False
-    return True if share and share[0] == share[1] else None
+        return "wrong"
+    if num_of(document, "unjudged", line.method, line.settings.id):
+        return "unjudged"
+    if share and num_as_text(document, line) and tally(document, "audit", line) is None:
+        return "text"
+    return "" if share is None else "exact" if share[0] == share[1] else "alike"
 
 
 def exact_text(document: Document, line: MethodLine) -> str:
@@ -158,7 +167,7 @@ def exact_text(document: Document, line: MethodLine) -> str:
     share = judged(document, line)
     if share is None:
         return "n/a"
-    return f"{share[0]:,}/{share[1]:,} {MARKS[_is_exact(document, line)]}"
+    return f"{share[0]:,}/{share[1]:,} {MARKS[standing(document, line)]}"
 
 
 def speed_text(cells: Sequence[Cell]) -> str:
@@ -219,8 +228,8 @@ def _table(rows: Sequence[ScreenRow], width: int) -> list[Text]:
 def _style(name: str, row: ScreenRow | None) -> str:
     if row is None:
         return "dim"
-    if name == "exact" and row.is_exact is not None:
-        return "green" if row.is_exact else "bold red"
+    if name == "exact":
+        return {"exact": "green", "wrong": "bold red"}.get(row.standing, "")
     return "bold" if row.is_best and name in ("name", "speedup") else ""
 
 
@@ -232,10 +241,10 @@ def _cut(text: str, most: int) -> str:
 
 
 def answers(document: Document, means: Sequence[Mean]) -> list[str]:
-    """Return what the run says: how fast its best method is, and first of all whether outputs are not the target's."""
+    """Return what the run says: how fast its best method is, and first of all what forbids a speed-up."""
     if document.why_empty:
         return [f"{document.why_empty}."]
-    said = not_exact(document)
+    said = faults(document)
     if document.sweeps:
         return [*said, *best_values(document.sweeps, document.results.info)]
     if document.loads:
@@ -244,14 +253,14 @@ def answers(document: Document, means: Sequence[Mean]) -> list[str]:
     if known:
         line, speedup = max(known, key=lambda one: one[1].value)
         said.append(f"{_sentence(document, line, speedup)}.")
-    elif means:
+    elif means and not said:
         said.append("There is no speed-up: the run holds no answers of plain decoding to compare with.")
     return said
 
 
-def not_exact(document: Document) -> list[str]:
-    """Return a sentence for each method of which answers are not the target's own."""
-    said = []
+def faults(document: Document) -> list[str]:
+    """Return a sentence for each finding that forbids a speed-up, and for each method with wrong answers."""
+    said = [f"No speed-up: {one.text}." for one in document.findings if one.forbids and one.kind != "mismatch"]
     for name, cells in _by_method(document):
         wrong = sum(num_wrong(document, *place) for place in dict.fromkeys((c.method, c.settings.id) for c in cells))
         if wrong:
@@ -271,10 +280,15 @@ def _answers(number: int) -> str:
 
 def num_wrong(document: Document, method: str, settings_id: str) -> int:
     """Return how many answers of a method differ by more than rounding explains."""
+    return num_of(document, "mismatch", method, settings_id)
+
+
+def num_of(document: Document, kind: str, method: str, settings_id: str) -> int:
+    """Return how many answers of a method a kind of finding is about."""
     return sum(
         int(values.get("num_answers", 0))
         for finding in document.findings
-        if finding.kind == "mismatch"
+        if finding.kind == kind
         for place, values in zip(finding.places, finding.values, strict=True)
         if (place.method, place.settings_id) == (method, settings_id)
     )
@@ -320,5 +334,6 @@ def warnings_of(document: Document) -> list[str]:
     order = {kind: at for at, kind in enumerate((*FAULTS, *WEAKNESSES))}
     if document.why_empty:
         order.pop("failed")
-    known = sorted((one for one in document.findings if one.kind in order), key=lambda one: order[one.kind])
+    shown = (one for one in document.findings if one.kind in order and not one.forbids)
+    known = sorted(shown, key=lambda one: order[one.kind])
     return [*document.notes, *(one.text for one in known)]

@@ -13,7 +13,7 @@ from dflash_bench.report import perf, tables
 from dflash_bench.report.document import Document
 from dflash_bench.report.findings import legend_of
 from dflash_bench.report.tables import ABSENT, number
-from dflash_bench.report.words import bandwidth_note, cut_note, facts, speedups, tally, with_badges
+from dflash_bench.report.words import bandwidth_note, compared, cut_note, facts, speedups, tally, with_badges
 
 if TYPE_CHECKING:
     from dflash_bench.tasks.suites import SuiteListing
@@ -75,7 +75,7 @@ def card(document: Document, width: int | None = None) -> str:
     meaning += f"; {reached}" if (reached := bandwidth_note(document)) else ""
     lengths = ", ".join(f"{line.name} {number(al)}" for line, _, al in means)
     exact, audit, passed = (tally(document, name) for name in ("exact", "audit", "passed"))
-    answers = f"{f'{exact[0]}/{exact[1]} equal the plain output, token for token' if exact else ABSENT}"
+    answers = f"{f'{exact[0]}/{exact[1]} equal the plain output, {compared(document)}' if exact else ABSENT}"
     answers += f"; {audit[0]}/{audit[1]} are the published model's own choice" if audit else ""
     answers += f"; {passed[0]}/{passed[1]} right{cut_note(document)}" if passed else ""
     commit = f", commit {about['commit']}" if "commit" in about else ""

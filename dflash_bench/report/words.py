@@ -49,7 +49,7 @@ def sentences(document: Document) -> list[str]:
     if longer:
         lines.append(f"Tokens per forward pass of the target: {', '.join(longer)} (al.pooled).")
     if exact and exact[0] == exact[1]:
-        lines.append(f"All {exact[1]:,} answers that were compared equal the plain output, token for token.")
+        lines.append(f"All {exact[1]:,} answers that were compared equal the plain output, {compared(document)}.")
     elif exact:
         lines.append(_not_plain(document, exact))
     if audit and audit[0] == audit[1]:
@@ -76,6 +76,8 @@ def _not_plain(document: Document, exact: Share) -> str:
 def speedups(document: Document, is_known: bool) -> str:
     """Explain the speed-ups, or why there are none."""
     plain = {(cell.suite, cell.settings) for cell in document.cells if cell.method == BASELINE and cell.num_prompts}
+    if not is_known and any(cell.forbidden for cell in document.cells):
+        return document.why_no_speedup()
     bare = dict.fromkeys(
         (cell.suite, cell.source)
         for cell in document.cells
@@ -114,6 +116,20 @@ def tally(document: Document, name: str, line: MethodLine | None = None) -> Shar
     cells = line.cells_of(cells) if line else cells
     known = [counts for cell in cells if (counts := getattr(cell, name))]
     return (sum(right for right, _ in known), sum(judged for _, judged in known)) if known else None
+
+
+def compared(document: Document, line: MethodLine | None = None) -> str:
+    """Return how answers were compared with the plain output: `token for token`, `as text`, or some of each."""
+    num, exact = num_as_text(document, line), tally(document, "exact", line)
+    if not num or not exact:
+        return "token for token"
+    return "as text" if num == exact[1] else f"token for token, but {num:,} as text"
+
+
+def num_as_text(document: Document, line: MethodLine | None = None) -> int:
+    """Return how many answers of the drafting methods, or of one, were compared as text."""
+    cells = line.cells_of(document.cells) if line else document.cells
+    return sum(cell.as_text for cell in cells if cell.method != BASELINE)
 
 
 def facts(info: RunInfo) -> dict[str, str]:

@@ -18,14 +18,29 @@ from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.core.methods import has_draft, is_imposed, is_lossy, is_probe, is_tree
 from dflash_bench.core.types import CODE_SCORERS
 from dflash_bench.results.run_info import RunIdentity, RunInfo
+from dflash_bench.results.table import RunTable
 
-__all__ = ["CHECKS", "DEAD_AL", "MIN_PROMPTS", "last_part", "observe"]
+__all__ = ["CHECKS", "DEAD_AL", "MIN_PROMPTS", "cells_of", "forbidding", "last_part", "observe"]
 
 SATURATED = 0.5
 """Share of rounds that keep the whole draft."""
 TRUNCATED = 0.10
 """Share of answers cut at the limit."""
 UNKNOWN = RunIdentity(model="", dtype="", settings=[])
+
+
+def cells_of(results: RunTable) -> list[Cell]:
+    """Summarise a run. Cells whose speed-up a finding forbids have none."""
+    cells = metrics.summarise(results.rows, results.info.identity)
+    seen = forbidding(results, cells)
+    codes = [next((one.kind for one in seen if one.forbids_speedup_of(cell)), "") for cell in cells]
+    return [cell.without_speedup(code) if code else cell for cell, code in zip(cells, codes, strict=True)]
+
+
+def forbidding(results: RunTable, cells: Sequence[Cell]) -> list[Observation]:
+    """Return what forbids speed-ups of a run."""
+    return [seen for seen in _seen(_FORBIDDING, results.rows, cells, results.info.identity, results.info)
+            if seen.forbids]  # fmt: skip
 
 
 def observe(
@@ -35,6 +50,12 @@ def observe(
 
     `identity` is that of `info`, which has what `run.json` holds besides.
     """
+    return _seen(CHECKS, rows, cells, identity, info)
+
+
+def _seen(
+    checks: Sequence[Check], rows: Any, cells: Sequence[Cell], identity: RunIdentity | None, info: RunInfo | None
+) -> list[Observation]:
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
     first = tuple(rows[["suite", "settings_id"]].iloc[int(rows["order"].to_numpy().argmin())])
     contexts = []
@@ -44,7 +65,7 @@ def observe(
             cell, of_cell, metrics.without_errors(of_cell), identity or UNKNOWN, rows,
             (cell.suite, cell.settings) in plain, (cell.suite, cell.settings.id) == first, info,
         ))  # fmt: skip
-    return [seen for check in CHECKS for context in contexts if (seen := check(context))]
+    return [seen for check in checks for context in contexts if (seen := check(context))]
 
 
 def _mismatch(context: CellContext) -> Observation | None:
@@ -107,9 +128,9 @@ def _nothing_drafted(context: CellContext) -> Observation | None:
     if context.is_baseline or not never_drafts(context):
         return None
     num_rounds = int(context.succeeded["num_rounds"].sum())
-    remedy = "more_tokens" if has_draft(context.cell.method) else "trained_draft"
-    if context.identity.servers:
-        remedy = "draft_of_server"
+    remedy = "trained_draft"
+    if has_draft(context.cell.method):
+        remedy = "draft_of_server" if context.identity.servers else "more_tokens"
     counts = {"num_answers": len(context.succeeded), "num_rounds": num_rounds}
     return context.observe("nothing_drafted", remedy, **counts)
 
@@ -181,7 +202,9 @@ _CODE = {"not run": "code_not_run", "unsafe": "code_unsafe", "caged": "code_by_h
 """By how code was run (`sandbox.how_run`)."""
 
 
-CHECKS: tuple[Callable[[CellContext], Observation | None], ...] = (
+Check = Callable[[CellContext], Observation | None]
+_FORBIDDING: tuple[Check, ...] = (_mismatch, witnesses.proves_nothing, servers.plain_drafts, _nothing_drafted)
+CHECKS: tuple[Check, ...] = (
     _mismatch, witnesses.proves_nothing, timing.slow_plain,
     servers.worse_answers, servers.plain_drafts, _failed, _no_baseline, servers.unjudged, _lossy,
     _near_ties, _nothing_drafted,

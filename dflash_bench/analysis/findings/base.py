@@ -12,6 +12,15 @@ from dflash_bench.core.types import CellKey
 from dflash_bench.results.run_info import DraftEntry, RunIdentity, RunInfo
 
 MIN_PROMPTS = 20
+FORBIDS: Mapping[tuple[str, str], str] = {
+    ("mismatch", "engine"): "cell", ("mismatch", "control"): "cell", ("mismatch", "method"): "cell",
+    ("plain_drafts", ""): "cell", ("nothing_drafted", "draft_of_server"): "cell", ("proves_nothing", ""): "run",
+}  # fmt: skip
+"""By kind and remedy, whose speed-ups an observation forbids: those of its cell, or of the whole run.
+
+Those of a cell of plain decoding are those of every method beside it. A forbidden speed-up is shown nowhere, its run
+exits with 1, and its check fails.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +36,16 @@ class Observation:
     """The cell's; without a method if all methods of the suite share the fault under these settings."""
     values: Mapping[str, Any]
     """The numbers and names that show it."""
+
+    @property
+    def forbids(self) -> str:
+        """Whose speed-ups it forbids: "cell", "run", or empty for none."""
+        return FORBIDS.get((self.kind, self.remedy), "")
+
+    def forbids_speedup_of(self, cell: Cell) -> bool:
+        is_here = (cell.suite, cell.settings) == (self.cell.suite, self.cell.settings)
+        is_part = is_here and self.cell.method in (BASELINE, cell.method)
+        return self.forbids == "run" or (self.forbids == "cell" and is_part)
 
 
 def place_of(row: Any) -> dict[str, Any]:
@@ -78,6 +97,6 @@ class CellContext:
         """Return an observation of this cell."""
         return Observation(kind, remedy, self.cell, self.cell.key._replace(slice=""), values)
 
-    def observe_suite(self, kind: str, **values: Any) -> Observation:
+    def observe_suite(self, kind: str, remedy: str = "", **values: Any) -> Observation:
         """Return an observation of the suite, whatever the method."""
-        return Observation(kind, "", self.cell, self.cell.key._replace(slice="", method=""), values)
+        return Observation(kind, remedy, self.cell, self.cell.key._replace(slice="", method=""), values)

@@ -64,8 +64,8 @@ def _right(rows: Any, key: CellKey) -> Any:
 
 
 def compared_by_text(context: CellContext) -> Observation | None:
-    hidden = context.succeeded[context.succeeded["num_hidden_tokens"].notna() & context.succeeded["exactness"].notna()]
-    return context.observe("compared_by_text", **context.tally(hidden)) if len(hidden) else None
+    num = context.cell.as_text
+    return context.observe("compared_by_text", num_answers=num, num_all=len(context.succeeded)) if num else None
 
 
 def reused_prompts(context: CellContext) -> Observation | None:

@@ -10,7 +10,7 @@ from dflash_bench.analysis import metrics, roofline, stats
 from dflash_bench.analysis.findings.base import CellContext, Observation, place_of
 from dflash_bench.analysis.metrics import prompt_sums
 from dflash_bench.analysis.roofline import SLOW_PLAIN
-from dflash_bench.core.types import SHARED_WEIGHTS
+from dflash_bench.core.types import NOT_COVERED, SHARED_WEIGHTS
 
 SLOW_FIRST = 1.5
 DRIFT = 0.10
@@ -91,9 +91,16 @@ def shared_weights(context: CellContext) -> Observation | None:
 
 
 def fallback(context: CellContext) -> Observation | None:
-    """Look for a target that slower code than ours had to compute."""
+    """Look for a target that slower code than ours had to compute, though ours may cover it."""
     reason = context.identity.fallback
-    return context.observe_suite("fallback", reason=reason) if context.represents_suite and reason else None
+    if not context.represents_suite or not reason:
+        return None
+    return context.observe_suite("fallback", "not_covered" if is_uncovered(reason) else "disagrees", reason=reason)
+
+
+def is_uncovered(fallback: str) -> bool:
+    """Return whether the engine's own forward is not made for the target, rather than at odds with its publisher's."""
+    return fallback.startswith(NOT_COVERED)
 
 
 def torch_kernels(context: CellContext) -> Observation | None:

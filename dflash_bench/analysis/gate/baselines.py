@@ -128,6 +128,11 @@ def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: M
     for other in runs[1:]:
         compare.require_comparable(runs[0], other, ())
     cells = by_key(runs, [compare.comparable_cells(results) for results in runs])
+    if wrong := next((cell for of_runs in cells.values() for cell in of_runs if cell.forbidden), None):
+        raise UserError(
+            f"these runs are no expectation: a finding forbids the speed-up of {cell_name(wrong)} ({wrong.forbidden})",
+            "see the findings of 'dflash-bench report', and measure again",
+        )
     judged = [METRICS[name] for name in LIMITS if with_timings or not METRICS[name].is_timing]
     counts = ["answers", "paired"] if with_timings else ["answers"]
     kept = list(dict.fromkeys([*counts, *(name for metric in judged for name in (*metric.top, *metric.bottom))]))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.analysis import compare, noise, roofline, stats
-from dflash_bench.analysis.findings import DEAD_AL, witnesses
+from dflash_bench.analysis.findings import DEAD_AL, forbidding, timing, witnesses
 from dflash_bench.analysis.gate import baselines
 from dflash_bench.analysis.gate.baselines import ABSOLUTE, Baseline, Limit, Runs, cell_name
 from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell, mismatched, select, summarise, without_errors
@@ -28,6 +28,13 @@ DEVICE = "device"
 """The kind of difference between a run and a baseline from another machine."""
 FLOORED = "speedup.decode"
 """The metric that may not be significantly below 1 for any method."""
+FORBIDDEN = {
+    "mismatch": "answers are not the published model's own output",
+    "proves_nothing": "the run proves nothing",
+    "plain_drafts": "the server for plain decoding drafts, so it is no baseline",
+    "nothing_drafted": "its server drafted nothing",
+}
+"""Why a finding forbids a speed-up, by its code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +170,8 @@ def judge(
     named = [(run, cell, name) for run, name, of_run in zip(runs, names, cells_of_runs, strict=True) for cell in of_run]
     checks = [check for place in named for check in absolute_checks(*place)]
     checks += [check for run, name in zip(runs, names, strict=True) for check in _canary_checks(run, name)]
+    for run, name, of_run in zip(runs, names, cells_of_runs, strict=True):
+        checks += [*_drafting_checks(run, of_run, name), *_fallback_checks(run, of_run, name)]
     if with_timings:
         checks += [check for place in named for check in _pace_checks(*place)]
         for of_runs in cells.values():
@@ -173,7 +182,7 @@ def judge(
         notes += difference_notes(runs, baseline, allow)
         notes += warn_fewer_prompts(runs[0].name, cells, baseline, allow)
         checks += baseline_checks(runs, cells, baseline, merged, allow)
-    if not any(check.kind in METRICS and check.method != BASELINE for check in checks):
+    if not any(check.failed or (check.kind in METRICS and check.method != BASELINE) for check in checks):
         raise UserError(f"{runs[0].name}: nothing to check: only plain decoding has figures")
     if few := [of_runs[0] for of_runs in cells.values() if 0 < of_runs[0].num_units < stats.FEWEST]:
         where = ", ".join(f"{cell_name(cell)} (n = {cell.num_units})" for cell in few)
@@ -286,6 +295,21 @@ def _canary_checks(results: RunTable, run: str) -> Iterator[Check]:
     )  # fmt: skip
 
 
+def _drafting_checks(results: RunTable, cells: Sequence[Cell], run: str) -> Iterator[Check]:
+    """Return a failed check for each server that drafts and should not, or should and does not."""
+    for seen in forbidding(results, cells):
+        found = {"plain_drafts": "num_drafted", "nothing_drafted": "num_answers"}.get(seen.kind)
+        if found is not None:
+            yield _check(seen.cell, seen.kind, seen.values[found], 0, seen.kind, FORBIDDEN[seen.kind], run=run)
+
+
+def _fallback_checks(results: RunTable, cells: Sequence[Cell], run: str) -> Iterator[Check]:
+    """Return a failed check if the engine's own forward covers the target, but disagreed with its publisher's."""
+    reason = results.info.identity.fallback
+    if reason and not timing.is_uncovered(reason):
+        yield _check(cells[0], "fallback", 1, 0, "fallback", f"the engine's own forward {reason}", run=run)
+
+
 def _pace_checks(results: RunTable, cell: Cell, run: str) -> Iterator[Check]:
     """Check that plain decoding of one answer at a time is not far slower than its own forward passes."""
     if cell.method != BASELINE or cell.settings.is_shared:
@@ -328,6 +352,8 @@ def _limit_checks(
             continue
         for cell, run in zip(cells, names, strict=True):
             value = cell.value(kind)
+            if value is None and cell.forbidden:
+                continue
             if value is None:
                 raise UserError(f"{cell.suite} {cell.method} has no {kind}, for which the limits have at_least")
             code, reason = "below_at_least", f"below at_least {limit.at_least:g} of the limits"
@@ -402,8 +428,11 @@ def cell_checks(
         raise UserError(
             f"{cell.suite} {cell.method} shares no prompt with the baseline that both answered equally often"
         )
+    is_forbidden = any(one.forbidden for one in after)
     for kind in kinds:
         if cell.method == BASELINE and kind not in ("passed", *ABSOLUTE):
+            continue
+        if is_forbidden and (METRICS[kind].is_beside_plain or cell.value(kind) is None):
             continue
         is_random = METRICS[kind].is_timing or not fixed
         # Where nothing is random, each run is judged by itself.

@@ -11,11 +11,11 @@ to what the limit leaves, which changes what is drafted, and not what is counted
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_bench.analysis.metrics import BASELINE, without_errors
+from dflash_bench.analysis.metrics import BASELINE, Cell, without_errors
 from dflash_bench.core.methods import name_of
 
 KNOWN = (BASELINE, "dflash")
@@ -62,8 +62,12 @@ class Official:
     speedup: float | None
 
 
-def official(rows: Any, version: HarnessVersion = APRIL) -> list[Official]:
-    """Return the metrics of each suite, settings and method, in the order of the rows."""
+def official(rows: Any, version: HarnessVersion = APRIL, cells: Sequence[Cell] = ()) -> list[Official]:
+    """Return the metrics of each suite, settings and method, in the order of the rows.
+
+    Those of `cells` whose speed-up a finding forbids have none.
+    """
+    forbidden = {(cell.suite, cell.settings.id, cell.method) for cell in cells if cell.forbidden}
     good = without_errors(rows)
     good = good[good["num_tokens"] > 0]
     per_round = good["num_emitted" if version.cuts else "num_accepted"] / good["num_rounds"]
@@ -76,7 +80,8 @@ def official(rows: Any, version: HarnessVersion = APRIL) -> list[Official]:
     figures = []
     for (suite, settings_id, method), cell in means.iterrows():
         of_plain = suite, settings_id, BASELINE
-        plain = float(means.loc[of_plain, ("tpot", "mean")]) if of_plain in means.index else None
+        is_known = of_plain in means.index and (suite, settings_id, method) not in forbidden
+        plain = float(means.loc[of_plain, ("tpot", "mean")]) if is_known else None
         tpot, al = float(cell["tpot", "mean"]), float(cell["al", "mean"])
         figures.append(
             Official(

@@ -442,6 +442,6 @@ class Material:
         identity = self.info.identity
         try:
             target = paper.target_of(paper.model_of(identity))
-            return paper.beside(zlab.official(self.document.results.rows), target, identity)
+            return paper.beside(zlab.official(self.document.results.rows, cells=self.cells), target, identity)
         except UserError:
             return ()

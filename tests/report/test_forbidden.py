@@ -1,0 +1,176 @@
+"""A finding that forbids a speed-up: no screen shows the number, its run exits with 1, and its check fails."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import FakeServer
+from runs import answers, changed, failing, stored
+
+import dflash_bench as db
+from dflash_bench.core.errors import UserError
+from dflash_bench.report import read_document, screen
+
+Main = Callable[..., tuple[int, str, str]]
+DRAFTING: dict[str, Any] = {"accepts": (2, 0, 4), "block": 5}
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., FakeServer]]:
+    with ExitStack() as stack:
+        yield lambda **changes: stack.enter_context(FakeServer(round_s=0.002, **changes))
+
+
+def asked(plain: FakeServer, dflash: FakeServer, out: str = "run") -> list[object]:
+    rows = [{"prompt": f"What is {n} times 7?"} for n in range(6)]
+    Path("p.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    servers = ["--server", f"plain={plain.url}", "--server", f"dflash={dflash.url}"]
+    return ["run", *servers, "--prompts", "p.jsonl", "--max-new-tokens", 32, "--out", out]
+
+
+def silent(folder: Path) -> None:
+    path = folder / "run.json"
+    canary = {"witness": "judge", "spoiled": "token", "outcome": "silent", "why": None}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"canaries": [canary]}))
+
+
+def speedups_of(shown: dict[str, Any]) -> list[Any]:
+    """Every value in JSON whose key names a speed-up or a ratio over plain decoding, at any depth."""
+    found = []
+    for name, value in shown.items():
+        if isinstance(value, dict):
+            found += speedups_of(value) if name != "formulas" else []
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            found += [one for item in value for one in speedups_of(item)]
+        elif name.startswith(("speedup", "over_plain")) and value is not None:
+            found.append(value)
+    return found
+
+
+def assert_no_speedup(main: Main, code: str, of_check: str) -> None:
+    """Of `run`, in every form that shows one."""
+    run = db.load("run")
+    with pytest.raises(UserError, match="has no speed-up of dflash"):
+        run.speedup("dflash")
+    named = run.metrics()
+    assert not named[(named["method"] == "dflash") & named["metric"].str.startswith("speedup")].size
+    with pytest.raises(UserError):
+        run.plot("speedup")
+    (finding,) = [one for one in run.findings if one.kind == code]
+    assert finding.forbids
+    shown = json.loads(main("report", "run", "--format", "json")[1])
+    drafted = [cell for cell in shown["cells"] if cell["method"] == "dflash"]
+    assert drafted and not [one for cell in drafted for one in speedups_of(cell)]
+    assert [one["forbids_speedup"] for one in shown["findings"] if one["kind"] == code] == [True]
+    table = list(csv.DictReader(io.StringIO(main("report", "run", "--format", "csv")[1])))
+    values = [row[name] for row in table if row["method"] == "dflash" for name in row if name.startswith("speedup")]
+    assert not any(values)
+    for form in ("table", "markdown", "latex"):
+        lines = [line for line in main("report", "run", "--format", form)[1].splitlines() if "dflash " in line]
+        assert any("n/a" in line for line in lines), lines
+    assert "dflash n/a (" in " ".join(main("card", "run")[1].split())
+    text = " ".join(screen(read_document(Path("run")), 80).plain.split())
+    assert "times as fast" not in text and "not shown to be faster" not in text and "slower" not in text
+    assert main("report", "run", "--html", "page.html")[0] == 0
+    page = Path("page.html").read_text()
+    assert "times as fast" not in page.partition("<nav>")[0] and "<small>×</small>" not in page
+    assert main("movie", "run", "-o", "film.svg")[0] == 2
+    assert main("baseline", "run", "-o", "base.json")[0] == 2
+    compared = json.loads(main("compare", "run", "--json")[1])
+    assert not [one for cell in compared["cells"] if cell["method"] == "dflash" for one in speedups_of(cell)]
+    assert not any("tps.decode" in one["ratios"] for one in compared["changes"])
+    status, out, _ = main("check", "run", "--json")
+    assert status == 1
+    assert of_check in [one["code"] for one in json.loads(out)["checks"] if one["failed"]]
+
+
+def test_servers_given_the_wrong_way_round(main: Main, serve: Callable[..., FakeServer]) -> None:
+    status, out, err = main(*asked(serve(**DRAFTING), serve()))
+    assert status == 1, out + err
+    assert "times as fast" not in out and "speculating" in out
+    assert_no_speedup(main, "plain_drafts", "plain_drafts")
+    # One number for one cell: the tokens per round of the arm that is called plain.
+    rows = [line.split() for line in out.splitlines()]
+    (plain,) = [row for row in rows if row and row[0] == "plain"]
+    cells = {cell.method: cell for cell in read_document(Path("run")).cells}
+    assert f"{cells['ar'].value('al.pooled'):.2f}" in plain and "1.00" not in plain
+
+
+@pytest.mark.parametrize("changes", [{}, {"gives_ids": False}])
+def test_the_same_plain_server_given_twice(
+    main: Main, serve: Callable[..., FakeServer], changes: dict[str, Any]
+) -> None:
+    server = serve(**changes)
+    status, out, err = main(*asked(server, server))
+    assert status == 1 and "times as fast" not in out, out + err
+    assert_no_speedup(main, "nothing_drafted", "nothing_drafted")
+
+
+@pytest.mark.parametrize("gives_ids", [True, False])
+def test_answers_compared_as_text_are_not_said_to_be_the_same_tokens(
+    main: Main, serve: Callable[..., FakeServer], gives_ids: bool
+) -> None:
+    status, out, _ = main(*asked(serve(gives_ids=gives_ids), serve(gives_ids=gives_ids, **DRAFTING)))
+    row = next(line for line in out.splitlines() if line.split()[:1] == ["dflash"])
+    assert status == 0 and row.endswith("6/6 ✓" if gives_ids else "6/6 as text")
+    assert ("✓" in out) == gives_ids
+    assert main("report", "run", "--html", "page.html")[0] == 0
+    page = Path("page.html").read_text().partition("<footer")[0]
+    lead, card = page[page.index('<section id="lead">') :].partition("</section>")[0], main("card", "run")[1]
+    for shown in (lead, card):
+        assert ("token for token" in shown, "as text" in shown) == (gives_ids, not gives_ids)
+    assert ("✓" in lead) == gives_ids
+    assert main("card", "run", "--hub", "card")[0] == 0
+    assert ("as text" in Path("card/dflash-bench.svg").read_text()) != gives_ids
+    (cell,) = [
+        one for one in json.loads(main("report", "run", "--format", "json")[1])["cells"] if one["method"] != "ar"
+    ]
+    assert (cell["exact"], cell["exact_as_text"]) == ([6, 6], 0 if gives_ids else 6)
+
+
+def test_a_plain_and_a_drafting_server_the_right_way_round(main: Main, serve: Callable[..., FakeServer]) -> None:
+    assert main(*asked(serve(), serve(**DRAFTING)))[0] == 0
+    assert db.load("run").speedup("dflash").value > 0
+    assert not any(finding.forbids for finding in db.load("run").findings)
+    assert main("check", "run")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "rows"),
+    [
+        ("mismatch", changed(answers(24), "dflash", first=2, exactness="mismatch")),
+        ("mismatch", changed(answers(24), "ar", first=1, exactness="mismatch")),
+        ("proves_nothing", answers(24)),
+    ],
+    ids=["wrong answers", "a baseline that is wrong", "a silent witness"],
+)
+def test_findings_that_say_not_to_use_the_numbers(main: Main, code: str, rows: list[Any]) -> None:
+    folder = stored(Path("run"), rows)
+    if code == "proves_nothing":
+        silent(folder)
+    assert_no_speedup(main, code, code)
+
+
+def test_a_wrong_method_takes_the_speed_up_of_no_other(main: Main) -> None:
+    wrong = changed(answers(24), "dflash", first=2, exactness="mismatch")
+    other = [row for row in answers(24) if row.method == "dflash"]
+    methods = {name: {"name": name, "num_drafts": 4} for name in ("ar", "dflash", "eagle3")}
+    rows = [*wrong, *(replace(row, method="eagle3") for row in other)]
+    run = db.load(stored(Path("run"), rows, methods=methods))
+    assert run.speedup("eagle3").value > 1
+    with pytest.raises(UserError, match="differ from the plain answer"):
+        run.speedup("dflash")
+    text = " ".join(screen(run.document, 80).plain.split())
+    assert "dflash is NOT exact" in text and "eagle3 is" in text and "times as fast" in text
+
+
+def test_failed_answers_forbid_no_speed_up(main: Main) -> None:
+    assert db.load(stored(Path("run"), failing(answers(24)))).speedup("dflash").value > 1
