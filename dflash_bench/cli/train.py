@@ -22,17 +22,22 @@ app = typer.Typer()
 def train(
     request: TrainRequest,
     estimate_only: Annotated[
-        bool, Option("--estimate", help="Try a little, print how much time, disk and memory training takes, and stop.")
+        bool,
+        Option(
+            "--estimate",
+            help="Try a little, print how much time, disk and memory training takes, and stop: train --target MODEL "
+            "--out DIR --estimate.",
+        ),
     ] = False,
 ) -> None:
     """Train a draft for your own target, on its own answers.
 
-    The target answers the prompts, the draft learns from the answers, and decoding with it shows what it is worth. If
-    interrupted, the same command continues.
+    The target answers the prompts, the draft learns from the answers, and decoding held-out prompts with it, before and
+    after, shows what it is worth. If interrupted, the same command continues.
     """
     from dflash_bench.core.terminal import status
     from dflash_bench.models.presets import table
-    from dflash_bench.training import session
+    from dflash_bench.training import cards, session
 
     if estimate_only:
         with status() as tell:
@@ -48,7 +53,14 @@ def train(
     if folder is None:
         return
     flag = "--model" if request.target in table() else "--target"
-    say(f"saved in {folder}; use it with {flag} {request.target} --draft {request.drafter}={folder}")
+    measured = cards.acceptance_of(folder)
+    assert measured is not None  # written with the card
+    say(str(measured))
+    if measured.has_learnt:
+        say(f"saved in {folder}; use it with {flag} {request.target} --draft {request.drafter}={folder}")
+    else:
+        say(f"saved in {folder}, but not worth using: it has learnt nothing, so drafting with it only costs time")
+        note("train on more answers (--written, --prompts, --epochs), or leave out --rate to have it found by a search")
     say(_draw(folder, request.method))
 
 

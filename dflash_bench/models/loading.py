@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -183,6 +184,19 @@ class Models:
         return self.drafts[method.draft]
 
 
+def silence_transformers() -> None:
+    """Turn off bars and advice of transformers, which would tear our progress display; errors are raised in any case.
+
+    It imports torchao if that is installed, which warns about kernels for other machines.
+    """
+    for name in ("accelerate", "torchao", "torch.utils._pytree", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers.utils import logging as its_own
+
+    its_own.disable_progress_bar()
+    its_own.set_verbosity_error()
+
+
 def load(
     model: str | Preset,
     drafts: Sequence[str],
@@ -196,6 +210,7 @@ def load(
     If no tokenizer is needed, it is None for a target without one. Raises UserError for anything that is missing,
     damaged or does not fit.
     """
+    silence_transformers()
     chosen = preset(model) if isinstance(model, str) else model
     require_drafts(chosen, drafts)
     fetched = {name: fetch(name, chosen.reference(name)) for name in drafts}

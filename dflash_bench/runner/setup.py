@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -201,26 +200,15 @@ def configure_torch(request: RunRequest) -> tuple[str, str, int | None]:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
+    from dflash_bench.models.loading import silence_transformers
+
     device, dtype = device_and_dtype(request, torch.cuda.device_count())
     # Small models are faster on one thread, and two busy threads spin against each other.
     threads = (request.threads or 1) if device == "cpu" else None
     if threads is not None:
         torch.set_num_threads(threads)
-    _silence_transformers()
+    silence_transformers()
     return device, dtype, threads
-
-
-def _silence_transformers() -> None:
-    """Turn off bars and advice of transformers, which would tear our progress display; errors are raised in any case.
-
-    It imports torchao if that is installed, which warns about kernels for other machines.
-    """
-    for name in ("accelerate", "torchao", "torch.utils._pytree", "bitsandbytes"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    from transformers.utils import logging as its_own
-
-    its_own.disable_progress_bar()
-    its_own.set_verbosity_error()
 
 
 def device_and_dtype(request: RunRequest, num_gpus: int) -> tuple[str, str]:

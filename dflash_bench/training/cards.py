@@ -18,6 +18,8 @@ from dflash_bench.training.trainer import History
 
 NAME = "README.md"
 ACCEPTANCE = "acceptance.json"
+LEARNT = 1.05
+"""Tokens per round below which a draft has learnt nothing; plain decoding has 1."""
 HISTORY = "history.json"
 """File of all measurements of the training, which the card shows as a table."""
 
@@ -33,6 +35,16 @@ class Acceptance:
     by_position: tuple[float, ...]
     num_prompts: int
     max_new_tokens: int
+    al_before: float | None = None
+    """`al_pooled` of the draft as it was before the training; None in files from before this was measured."""
+
+    @property
+    def has_learnt(self) -> bool:
+        return self.al_pooled >= LEARNT
+
+    def __str__(self) -> str:
+        before = "" if self.al_before is None else f"{self.al_before:.2f} before training, "
+        return f"tokens per round on {self.num_prompts} held-out prompts: {before}{self.al_pooled:.2f} after"
 
 
 def acceptance_of(folder: Path) -> Acceptance | None:
@@ -68,6 +80,7 @@ def write(
         "- `tokens`: tokens of answers seen so far",
         "- `accepted`: tokens in a row predicted correctly on held-out answers, plus the bonus token",
         "- `al_pooled`: sum(a_i + 1) / sum(S), over all rounds of held-out prompts, decoded with the draft",
+        f"- {measured}",
         "",
         *history_table(history),
         "",

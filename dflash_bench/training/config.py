@@ -14,6 +14,8 @@ from dflash_bench.core.option import Condition, Range, check_options, check_thre
 
 
 METHODS = ("dflash", "dflash2", "dspark", "eagle3", "medusa", "mtp")
+WRITTEN = 1_000
+"""Our own prompts of each kind, where a user gives none."""
 BLOCKS = ("dflash", "dflash2", "dspark")
 """Kinds of the DFlash family."""
 WITH_HEADS = ("dflash2", "dspark")
@@ -64,9 +66,8 @@ class TrainRequest:
         default=(),
         metavar="FILE|SUITE=FILE",
     )
-    written: int = _prompts(
-        "Add N of our own prompts each for chat, code and mathematics.",
-        default=0,
+    written: int | None = _prompts(
+        "Add N of our own prompts each for chat, code and mathematics. Default: 1,000 if no other prompts are given.",
         metavar="N",
         minimum=0,
         most=15_000,
@@ -242,6 +243,11 @@ class TrainRequest:
         """Return the method that runs what is trained: kinds of DFlash are one method."""
         return "dflash" if self.method in BLOCKS else self.method
 
+    @property
+    def num_written(self) -> int:
+        """Return how many of our own prompts of each kind to train on."""
+        return self.written if self.written is not None else 0 if self.prompts or self.invented else WRITTEN
+
     def values(self, *names: str) -> dict[str, Any]:
         """Return these options by name."""
         return {name: getattr(self, name) for name in names}
@@ -250,5 +256,5 @@ class TrainRequest:
 def check(request: TrainRequest) -> None:
     """Raise UserError for options that contradict each other, have no effect or are out of range."""
     check_options(request)
-    if not (request.prompts or request.written or request.invented):
+    if not (request.prompts or request.num_written or request.invented):
         raise UserError("no prompts to train on: give --prompts FILE, --written N or --invented N")

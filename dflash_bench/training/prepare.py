@@ -80,17 +80,17 @@ def prepare(request: TrainRequest, tell: Tell) -> PreparedTraining:
     name, path = (request.target, None) if request.target in presets.table() else (None, request.target)
     models = loading.load(presets.combine(name, path, {}), [], device, torch.bfloat16)
     target = target_of(models.target)
-    found = [*prompts.from_files(request.prompts), *prompts.written(request.written, request.seed)]
+    found = [*prompts.from_files(request.prompts), *prompts.written(request.num_written, request.seed)]
     if group.is_first:
         _invent(request, models, target, tell)
     group.wait()
     found += _invented(request)
     overlaps = contamination.found([one.text for one in found], request.against)
     if "overlap" not in request.allow:
-        # Prompts that the target made up are left out here; the others are for the user to correct.
+        # Prompts of our own, and those that the target made up, are left out here; others are for the user to correct.
         found, num_left_out = _without_leaks(found, overlaps)
         if num_left_out:
-            tell(f"left out {num_left_out} prompts that the target made up and that occur in a test suite")
+            tell(f"left out {num_left_out} prompts, our own or made up by the target, that occur in a test suite")
             overlaps = contamination.found([one.text for one in found], request.against)
         contamination.refuse(overlaps)
     encoded = prompts.encoded(found, models.tokenizer, ROW_LENGTH)
@@ -142,9 +142,9 @@ def _invented(request: TrainRequest) -> list[Chat]:
 
 
 def _without_leaks(found: Sequence[Chat], overlaps: Sequence[Overlap]) -> tuple[list[Chat], int]:
-    """Leave out the target's own prompts that occur in a suite; also return how many these were."""
+    """Leave out our own and the target's own prompts that occur in a suite; also return how many these were."""
     shared = {text for overlap in overlaps for text in overlap.shared}
-    kept = [one for one in found if one.source != MADE_UP or one.text not in shared]
+    kept = [one for one in found if not one.source.startswith((MADE_UP, prompts.OWN)) or one.text not in shared]
     return kept, len(found) - len(kept)
 
 

@@ -28,6 +28,7 @@ from dflash_bench.training.config import TrainRequest
 # Each is a template with its gaps filled at random (`starter.toml`), so that a little text gives thousands of prompts.
 
 
+OWN = "written for dflash-bench"
 KINDS = ("chat", "code", "mathematics")
 ENDINGS = ("", "", " Show your work.", "\nPlease reason step by step, and put your final answer within \\boxed{}.")
 """Endings of mathematical prompts."""
@@ -126,7 +127,7 @@ def _chat(source: str, prompt: Prompt) -> Chat:
 def written(count: int, seed: int) -> Iterator[Chat]:
     """Yield `count` of our own prompts of each kind."""
     for kind in KINDS:
-        yield from (user_chat(f"written for dflash-bench: {kind}", text) for text in from_templates(kind, count, seed))
+        yield from (user_chat(f"{OWN}: {kind}", text) for text in from_templates(kind, count, seed))
 
 
 def encoded(chats: Sequence[Chat], tokenizer: Any, row_length: int) -> list[tuple[Chat, tuple[int, ...]]]:

@@ -193,16 +193,18 @@ def searched_rate(prepared: PreparedTraining, rows: PackedRows, tell: Tell) -> f
 
 def fitted(
     prepared: PreparedTraining, rows: PackedRows, held_out: Sequence[TrainingChat], rate: float, tell: Tell
-) -> tuple[Objective, History]:
+) -> tuple[Objective, History, float | None]:
+    """Return the trained objective, its history, and its acceptance before; the first process alone measures that."""
     request = prepared.request
     objective = new_objective(prepared, rows)
+    before = acceptance(prepared, objective, held_out).al_pooled if prepared.group.is_first else None
 
     def measure() -> float:
         return acceptance(prepared, objective, held_out).al_pooled
 
     recipe = recipe_of(request, num_steps(request, len(rows.ids) - rows.num_held_out, prepared.group), rate)
     path = request.out / "work" / f"{request.method}.pt"
-    return objective, trainer.train(objective, rows, recipe, path, tell, measure, prepared.group)
+    return objective, trainer.train(objective, rows, recipe, path, tell, measure, prepared.group), before
 
 
 def acceptance(prepared: PreparedTraining, objective: Objective, held_out: Sequence[TrainingChat]) -> Acceptance:
@@ -282,10 +284,10 @@ def perform(request: TrainRequest, tell: Tell) -> Path | None:
         prepared.target.device, prepared.compute,
     )  # fmt: skip
     rate = request.rate or searched_rate(prepared, rows, tell)
-    objective, history = fitted(prepared, rows, held_out, rate, tell)
+    objective, history, before = fitted(prepared, rows, held_out, rate, tell)
     if not group.is_first:
         return None
-    measured = acceptance(prepared, objective, held_out)
+    measured = replace(acceptance(prepared, objective, held_out), al_before=before)
     export(prepared, objective.draft, folder)
     num_later = sum(item.is_later_turn for item in items)
     cards.write(

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
 
 from dflash_bench.cli import main
 from dflash_bench.core.errors import UserError
@@ -23,6 +24,7 @@ from dflash_bench.models import chat, loading
 from dflash_bench.models.presets import NANO, Preset
 from dflash_bench.training import contamination, drafts, prepare, session, trainer
 from dflash_bench.training.answers import ComputedStates
+from dflash_bench.training.cards import Acceptance, acceptance_of
 from dflash_bench.training.config import BLOCKS, TrainRequest, check
 from dflash_bench.training.data import stored
 
@@ -250,7 +252,7 @@ def test_a_prompt_of_a_suite_that_the_target_made_up_is_left_out(
     monkeypatch.setattr(prepare.prompts, "invent", lambda *given: made_up)
     told: list[str] = []
     folder = session.perform(request(target, tmp_path, written=0, invented=7), told.append)
-    assert "left out 1 prompts that the target made up and that occur in a test suite" in told
+    assert "left out 1 prompts, our own or made up by the target, that occur in a test suite" in told
     assert folder is not None and "made up by the target: 6" in (folder / "README.md").read_text()
 
 
@@ -377,15 +379,39 @@ def test_an_estimate_tries_a_little_and_keeps_nothing(target: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("after", "is_useful"), [(1.31, True), (1.02, False)])
 def test_the_command_trains_and_says_how_to_use_it(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    after: float, is_useful: bool,
+) -> None:  # fmt: skip
     words = f"train --target {target} --out {tmp_path} --written 3 --steps 2 --rate 0.01 --max-new-tokens 6 --sampled 0"
     monkeypatch.setattr("sys.argv", ["dflash-bench", *words.split()])
+    measured = iter([1.0, *[after] * 9])
+    monkeypatch.setattr(session, "acceptance", lambda *_: Acceptance(next(measured), (), 3, 96))
+    transformers_logging.enable_progress_bar()
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
-    assert capsys.readouterr().out == (
-        f"saved in {tmp_path}/dflash; use it with --target {target} --draft dflash={tmp_path}/dflash\n"
-        f"how its acceptance grew: {tmp_path}/dflash/training.svg\n"
-    )
+    out, err = capsys.readouterr()
+    assert f"tokens per round on 3 held-out prompts: 1.00 before training, {after:.2f} after\n" in out
+    assert (f"use it with --target {target} --draft dflash={tmp_path}/dflash\n" in out) == is_useful
+    assert ("not worth using" in out) != is_useful
+    assert f"how its acceptance grew: {tmp_path}/dflash/training.svg\n" in out
+    assert "Loading weights" not in err
+
+
+def test_what_a_draft_is_worth_is_measured_before_and_after(target: Path, tmp_path: Path) -> None:
+    measured = acceptance_of(performed(request(target, tmp_path)))
+    assert measured is not None and measured.al_before is not None and 1 <= measured.al_before < 1.5
+    assert measured.num_prompts >= 1 and measured.al_pooled >= 1
+
+
+def test_an_estimate_needs_no_other_option_than_its_help_names(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"train --target {target} --out {tmp_path / 'out'} --estimate"
+    monkeypatch.setattr("sys.argv", ["dflash-bench", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code and capsys.readouterr().out.startswith("answers")
+    assert not (tmp_path / "out").exists()
