@@ -149,7 +149,7 @@ class Progress(AbstractContextManager["Progress"]):
         by_suite: dict[str, list[str]] = {}
         for (suite, doing), plain in self.plain.items():
             own = self.tallies[suite, doing]
-            if plain.tokens_per_s and own.tokens_per_s:
+            if plain.tokens_per_s and own.tokens_per_s and not plain.num_accepted:
                 by_suite.setdefault(suite, []).append(f"{doing} {own.tokens_per_s / plain.tokens_per_s:.2f}x")
         return [f"{suite}: {', '.join(several)} so far" for suite, several in by_suite.items()]
 

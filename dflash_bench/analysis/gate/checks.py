@@ -182,7 +182,8 @@ def judge(
         notes += difference_notes(runs, baseline, allow)
         notes += warn_fewer_prompts(runs[0].name, cells, baseline, allow)
         checks += baseline_checks(runs, cells, baseline, merged, allow)
-    if not any(check.failed or (check.kind in METRICS and check.method != BASELINE) for check in checks):
+    judged = (check.kind in METRICS and check.method != BASELINE for check in checks)
+    if not any(judged) and not any(check.failed and check.kind in FORBIDDEN for check in checks):
         raise UserError(f"{runs[0].name}: nothing to check: only plain decoding has figures")
     if few := [of_runs[0] for of_runs in cells.values() if 0 < of_runs[0].num_units < stats.FEWEST]:
         where = ", ".join(f"{cell_name(cell)} (n = {cell.num_units})" for cell in few)
