@@ -99,7 +99,7 @@ class Arguments(_Hidden):
         """Add a word; `option` is the option whose value it is, if any."""
         if option in OF_COMMANDS:
             shown, found = _of_command(word)
-        elif word and _names_secret(option.lstrip("-")):
+        elif word and (option in SHORT or _names_secret(option.lstrip("-"))):
             shown, found = HIDDEN, (word,)
         else:
             shown, found = _by_shape(word)
@@ -125,6 +125,8 @@ class Arguments(_Hidden):
         return f"Arguments({self})"
 
 
+SHORT = frozenset(("-k",))
+"""Short names that servers give to the option of a key; another meaning, such as top-k, is hidden with it."""
 OF_COMMANDS = frozenset(("--launch-args",))
 """Options whose value is a command line itself."""
 

@@ -43,7 +43,8 @@ WORDS = [
     ["--server", f"plain=http://me:{SECRET}@host:8000/v1"], ["--server", f"plain=http://{SECRET}@host"],
     ["--server", f"plain=http://host/v1?a=b&token={SECRET}"], ["--env", f"HF_TOKEN={SECRET}"],
     ["--launch-args", f"--a b --api-key {SECRET} --c d"], ["--launch-args", f"--api-key '{SECRET}"],
-    [f"--launch-args=--api-key={SECRET}"],
+    [f"--launch-args=--api-key={SECRET}"], ["-k", SECRET], [f"-k={SECRET}"],
+    ["--launch-args", f"--a b -k {SECRET} -c d"],
 ]  # fmt: skip
 
 
@@ -133,15 +134,15 @@ def test_secrets_of_launched_servers_are_nowhere(
     monkeypatch.setenv("LLAMA_API_KEY", SECRET)
     code, out, err = main(
         *"run --suite gsm8k --model nano --limit 1 --max-new-tokens 8".split(), "--launch", "llama.cpp",
-        "--launch-with", program(exits=exits), "--launch-args", f"--api-key {SECRET} --more 7", "--out", "run",
-        "--method", "dflash:3",
+        "--launch-with", program(exits=exits), "--launch-args", f"--api-key {SECRET} -k {SECRET} --more 7",
+        "--out", "run", "--method", "dflash:3",
     )  # fmt: skip
     assert code == (1 if exits is None else 2), err
     nowhere(out, err)
     if exits is None:
         info = json.loads(Path("run/run.json").read_text())
-        assert info["options"]["launch_args"] == "--api-key *** --more 7"
-        assert "--api-key *** --more 7" in info["command"]
+        assert info["options"]["launch_args"] == "--api-key *** -k *** --more 7"
+        assert "--api-key *** -k *** --more 7" in info["command"]
         log = next(Path("run").glob("servers-*/ar.log")).read_text()
         assert "args:" in log and "--more" in log and log.count("***") >= 4
         _, out, err = main("report", "run", "--html", "page.html")
