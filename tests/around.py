@@ -20,6 +20,7 @@ from dflash_bench.engine.backend import LocalBackend, RequestTrace
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.rows import HostClock
+from dflash_bench.engine.target import Target
 from dflash_bench.results import store
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import stopwatch
@@ -71,6 +72,8 @@ AROUND = (
     Around("clock", "a clock at half speed", patched(HostClock, "seconds", lambda sound: lambda *at: sound(*at) / 2)),
     Around("clock", "decode_s halved", in_bookkeeping(told.halved)),
     Around("clock", "times of drafted answers x 0.6", in_bookkeeping(told.quick_drafts)),
+    Around("clock", "work before prompts are begun", patched(Target, "begin", told.after_work)),
+    Around("clock", "prompts begun once they are read", told.begun_late),
     Around(
         "clock", "plain decoding that sleeps 30 ms a round",
         # A pass of transformers' code takes so long on a busy machine that this need not be four times as much.

@@ -290,6 +290,10 @@ class Listener(Protocol):
         """The target computes a forward pass."""
         return
 
+    def captured(self, seconds: float) -> None:
+        """Passes were captured before the first prompt is begun, once for all answers that need them."""
+        return
+
 
 class Nobody(Listener):
     """A listener that does nothing."""

@@ -306,11 +306,16 @@ def _sha256_of_files(method: Method) -> Iterator[str]:
 
 
 def build_drafter(models: Models, target: Target, method: Method, preset: Preset) -> Drafter:
-    """Build a method's drafter, from the module of its name. A preset's draft length applies to its own draft only."""
+    """Build a method's drafter, from the module of its name. A preset's draft length applies to its own draft only.
+
+    Raises UserError if it would see prompts before they are timed and is no probe, of which everybody knows that.
+    """
     own = f"dflash_bench.engine.drafters.{re.sub('[-+]', '_', method.name)}"
     module = import_module(method.kind.module or own)
     count = (preset.num_drafts or {}).get(method.name) if method.tag is None else None
     drafter: Drafter = module.build(models, target, method.with_count(count))
+    if isinstance(drafter, Foresees) and not method.kind.is_probe:
+        raise UserError(f"method {method.label}: only probes foresee answers; declare it as one, or draft without")
     return drafter
 
 

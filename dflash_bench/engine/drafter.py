@@ -56,7 +56,10 @@ class Committed:
 
 
 class Drafter(Protocol):
-    """Proposes tokens. The loop calls `begin` once, and then `observe` and `propose` in turn, once per round."""
+    """Proposes tokens. The loop calls `begin` once, and then `observe` and `propose` in turn, once per round.
+
+    `begin` prepares buffers: it is not timed, so a run allows it a few milliseconds (`runner/stopwatch.py`).
+    """
 
     taps: tuple[int, ...]
     """The target's layers (0-based) whose outputs it needs."""
@@ -72,7 +75,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Foresees(Protocol):
-    """A drafter that must see all requests before they are decoded; this work is not timed."""
+    """A probe that must see all requests before they are decoded; this work is not timed."""
 
     def foresee(
         self, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, seeds: Sequence[int] | None

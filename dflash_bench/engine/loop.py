@@ -57,10 +57,7 @@ def decode(
     Raises DecodingError for an empty prompt, a prompt that leaves no room in the context, and NaN or infinite logits.
     """
     if isinstance(drafter, StandAlone):
-        # Its passes are not reported to the listener, because each round takes several.
         target = drafter.reader
-    else:
-        target.listener = listener
     seeds = seeds or [sampling.seed] * len(prompts)
     rows = [
         Slot(prompt, _room(target, prompt, limits), request, seed)
@@ -72,11 +69,16 @@ def decode(
     target.tap(drafter.taps)
     try:
         target.begin(num_rows, capacity)
+        if not isinstance(drafter, StandAlone):
+            # Whose passes are not reported, because each round takes several.
+            target.listener = listener
         drafter.begin(num_rows, capacity)
         shortest = min(len(row.prompt) for row in rows) + 1
-        for reader in (target, drafter):
-            if isinstance(reader, Captures):
-                reader.capture(shortest, capacity)
+        captures = [reader for reader in (target, drafter) if isinstance(reader, Captures)]
+        spent_s = _spent_s(captures)
+        for reader in captures:
+            reader.capture(shortest, capacity)
+        listener.captured(_spent_s(captures) - spent_s)
         num_places = limits.max_new_tokens + drafter.num_drafts + 1
         sampler = Sampler(sampling, num_rows, num_places, target.device)
         yield from _State(target, drafter, rows, num_rows, limits, sampler, clock, listener).rounds()
@@ -84,6 +86,11 @@ def decode(
         target.listener, target.rule = NOBODY, None
         # The model may be shared: taps must not slow down, or hold memory for, whoever uses it next.
         target.tap(())
+
+
+def _spent_s(captures: Sequence[Captures]) -> float:
+    """Return the seconds that capturing took so far."""
+    return sum(reader.graph_cache.spent_s for reader in captures if reader.graph_cache is not None)
 
 
 def _room(target: Target, prompt: Sequence[int], limits: Limits) -> int:
@@ -135,6 +142,8 @@ class _State:
         for request in requests:
             self.listener.began(request)
         begin = self.clock.mark()
+        # An idle device may come to the mark late, if others use it, too.
+        self.clock.settle()
         self.listener.marked()
         return begin
 
@@ -143,18 +152,25 @@ class _State:
             if tokens is not None:
                 self.listener.received(slot.request, tokens)
 
-    def _fill(self) -> Iterator[Round]:
-        """Give slots that have ended to waiting prompts, and read about PART tokens of these; yields their prefills."""
-        num_read = 0
-        for place in range(len(self.slots)):
-            if self.slots[place].finish and self.waiting:
+    def _admit(self) -> None:
+        """Give slots whose answers have ended to waiting prompts."""
+        for place, slot in enumerate(self.slots):
+            if slot.finish and self.waiting:
                 self.slots[place], self.starts[place] = self.waiting.popleft(), 0
                 self.slots[place].began = self._begin([self.slots[place].request])
+
+    def _fill(self) -> Iterator[Round]:
+        """Admit waiting prompts, and read about PART tokens of those that are not read yet; yields their prefills."""
+        self._admit()
+        num_read = 0
+        for place in range(len(self.slots)):
             slot = self.slots[place]
             if slot.is_reading and num_read < PART:
                 before = slot.num_read
                 yield from self._read(place, [slot], PART if self.target.reads_in_parts else None)
                 num_read += slot.num_read - before
+                # Its first token may have been its last.
+                self._admit()
 
     def _read(self, first: int, slots: Sequence[Slot], most: int | None = None) -> Iterator[Round]:
         """Read the prompts of slots `first` ..., or up to `most` tokens of a single one; yields a round at the end."""
@@ -170,6 +186,7 @@ class _State:
         emitted = self._first_tokens(first, slots, output.logits)
         self._tell(emitted, slots)
         seen = self.clock.mark()
+        self.clock.settle()
         self.listener.marked()
         if not self.ended:
             following = [[*part[1:], *tokens] for part, tokens in zip(parts, emitted, strict=True)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dflash_bench.core.labels import common_prefix_length
-from dflash_bench.core.methods import is_imposed, is_lossy
+from dflash_bench.core.methods import is_imposed, is_lossy, is_probe
 from dflash_bench.core.types import NOBODY, Answer, Divergence, Generation, Message, Settings, TimedGeneration
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.plan import BASELINE
@@ -78,6 +78,7 @@ class Conversation:
             start_s = self.run.seconds()
             with Stopwatch(self.plan.meter) as watch:
                 generation = self.backend.generate(method, messages, self.item.settings, self.item.repeat, watch)
+            watch.served([generation])
             served = TimedGeneration(generation, 0.0, self.run.seconds() - start_s)
             record = self.record(method, turn, served, start_s, watch)
             if method == BASELINE and not record.generation.error and isinstance(self.backend, TimesPasses):
@@ -106,7 +107,10 @@ class Conversation:
 
         `start_s` is when the call began on the run's clock; `request` the answer's number in a call for several.
         """
-        object_to = partial(stopwatch.objection, watch, request=request, tells_rounds=self.backend.tells_rounds)
+        object_to = partial(
+            stopwatch.objection, watch, request=request, tells_rounds=self.backend.tells_rounds,
+            num_rows=self.item.settings.concurrency, is_probe=is_probe(method),
+        )  # fmt: skip
         why = object_to(served)
         if why is None:
             self.canaries.timed(served, watch.call_s, object_to, tells_rounds=self.backend.tells_rounds)
@@ -247,7 +251,7 @@ def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
         counted = _Counted(watcher, item.suite, first.doing(method), len(requests))
         with Stopwatch(first.plan.meter) as watch:
             answers = first.backend.serve(method, requests, item.settings, counted, watch)
-        watch.num_tokens = sum(served.generation.num_tokens for served in answers)
+        watch.served([served.generation for served in answers])
         for number, (conversation, served) in enumerate(zip(conversations, answers, strict=True)):
             records.append((number, conversation.record(method, turn, served, start_s, watch, number)))
     answer_of = {number: record.generation for number, record in records if record.method == first.plan.first}

@@ -8,6 +8,9 @@ device does after it (a draft that takes in what was kept) is heard with the nex
 decoded alone has nothing after it. The first reading comes after the device was waited for. So for one answer at a time
 the host's readings are right to within the time of a few Python statements, on a GPU as on a CPU. Beside others an
 answer's end may lag behind what the host hears, and only what holds in any case is asked for.
+
+What a call does before the first prompt is begun, and after the last token, is in no figure. So it has a budget, and
+prompts are begun in turn: work that is done outside the times of an answer makes it a failed one.
 """
 
 from __future__ import annotations
@@ -15,10 +18,28 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Generation, TimedGeneration
 from dflash_bench.runner.energy import EnergyMeter
+
+BESIDE_S, UNSURE_S = 0.02, 0.25
+"""Seconds that a call may spend outside its answers' times; more where the system does not say how long it waited.
+
+Sound calls of nano spend 1.5 to 2 ms: rendering the chat, cutting it into tokens, preparing caches, and the text.
+"""
+PER_PROMPT_TOKEN_S, PER_TOKEN_S = 2e-5, 1e-4
+"""Seconds more for each token of a prompt and of an answer, ten times what they take."""
+SCHEDULED = Path("/proc/thread-self/schedstat")
+
+
+def waited_s() -> float | None:
+    """Return for how long this thread could have run, but had no processor; None if the system does not say."""
+    try:
+        return int(SCHEDULED.read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +79,8 @@ class AnswerMoments:
     counts: list[int] = field(default_factory=list)
     """The number of tokens each time."""
     tokens: list[int] = field(default_factory=list)
-    passes: tuple[int, int] = (0, 0)
-    """Forward passes of the target until the first tokens, and until the latest."""
+    passes: tuple[int, int, int] = (0, 0, 0)
+    """Forward passes of the target until it began, until the first tokens, and until the latest."""
 
     @property
     def num_rounds(self) -> int:
@@ -78,7 +99,7 @@ class AnswerMoments:
     @property
     def num_passes(self) -> int | None:
         """Passes after the first token; None if none were reported."""
-        first, latest = self.passes
+        _, first, latest = self.passes
         return latest - first if latest else None
 
 
@@ -98,39 +119,56 @@ class Stopwatch:
     def __init__(self, meter: EnergyMeter | None = None) -> None:
         self.answers: dict[int, AnswerMoments] = {}
         self.call_s = 0.0
-        self.num_tokens: int | None = None
-        """Of all answers, if the call was for several."""
+        self.before_s = self.after_s = 0.0
+        """Time until the first prompt was begun, and since the last token came; captures and waiting are left out."""
+        self.allowed_s = BESIDE_S
+        """The most that either may be, but for what `num_prompt_tokens` and `num_tokens` add."""
+        self.num_prompt_tokens = self.num_tokens = 0
+        """Of all answers."""
+        self.ended: list[int] = []
+        """After how many passes the answers ended, from the first that did."""
         self._meter, self._joules = meter, 0.0
         self._num_passes = 0
         self._open: list[Moment] = []
-        self._start = 0.0
+        self._start = self._waited_s = self._captured_s = 0.0
 
     def __enter__(self) -> Stopwatch:
         # Outside of what is timed.
         self._joules = self._meter.joules() if self._meter else 0.0
+        waited = waited_s()
+        self.allowed_s, self._waited_s = (UNSURE_S, 0.0) if waited is None else (BESIDE_S, waited)
         self._start = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.call_s = time.perf_counter() - self._start
+        end = time.perf_counter()
+        self.call_s = end - self._start
         self._joules = self._meter.joules() - self._joules if self._meter else 0.0
+        if heard := [answer for answer in self.answers.values() if answer.first is not None]:
+            self.after_s = end - max(answer.last.before for answer in heard) - self._waited()
+            self.ended = sorted(answer.passes[2] for answer in heard)
 
     def began(self, request: int) -> None:
         moment = Moment(time.perf_counter())
-        self.answers[request] = AnswerMoments(moment)
+        if not self.answers:
+            self.before_s = moment.before - self._start - self._captured_s - self._waited()
+        self.answers[request] = AnswerMoments(moment, passes=(self._num_passes,) * 3)
         self._open.append(moment)
+
+    def _waited(self) -> float:
+        return (waited_s() or 0.0) - self._waited_s
 
     def received(self, request: int, tokens: Sequence[int]) -> None:
         answer = self.answers[request]
         answer.last.before = time.perf_counter()
         answer.counts.append(len(tokens))
         answer.tokens += tokens
-        answer.passes = answer.passes[0], self._num_passes
+        answer.passes = *answer.passes[:2], self._num_passes
         self._open.append(answer.last)
         if answer.first is None:
             # The next tokens get a moment of their own.
             answer.first, answer.last = answer.last, Moment(answer.last.before)
-            answer.passes = self._num_passes, self._num_passes
+            answer.passes = answer.passes[0], self._num_passes, self._num_passes
             self._open.append(answer.last)
 
     def marked(self) -> None:
@@ -142,11 +180,19 @@ class Stopwatch:
     def passed(self) -> None:
         self._num_passes += 1
 
+    def captured(self, seconds: float) -> None:
+        self._captured_s += seconds
+
+    def served(self, generations: Sequence[Generation]) -> None:
+        """Count the tokens of all that the call answered."""
+        self.num_prompt_tokens = sum(one.num_prompt_tokens for one in generations)
+        self.num_tokens = sum(one.num_tokens for one in generations)
+
     def share(self, num_tokens: int) -> float | None:
         """Return the joules of an answer of so many tokens; None if they are not measured."""
         if self._meter is None:
             return None
-        return self._joules if self.num_tokens is None else self._joules * num_tokens / max(self.num_tokens, 1)
+        return self._joules * num_tokens / self.num_tokens if self.num_tokens else self._joules
 
     def columns(self, request: int | None = None) -> dict[str, float | int | None]:
         """Return what the record of a request keeps; without one, of the answer that was decoded alone."""
@@ -178,12 +224,18 @@ class Objection:
 
 
 def objection(
-    watch: Stopwatch, served: TimedGeneration, *, tells_rounds: bool, request: int | None = None
+    watch: Stopwatch,
+    served: TimedGeneration,
+    *,
+    tells_rounds: bool,
+    request: int | None = None,
+    num_rows: int = 1,
+    is_probe: bool = False,
 ) -> Objection | None:
     """Return what is wrong with an answer by what was heard; None if nothing is.
 
-    Without a `request` it was decoded alone. Decoded beside others it is one of several, and its interval must lie in
-    that of the call.
+    Without a `request` it was decoded alone. Decoded beside others, `num_rows` at a time, it is one of several, and its
+    interval must lie in that of the call. Only a probe may see its prompts before they are begun.
     """
     generation = served.generation
     if generation.error is not None:
@@ -201,11 +253,32 @@ def objection(
     answer = watch.answers.get(request or 0)
     if answer is None or answer.first is None:
         return Objection("counter", "the runner heard of no token")
+    counted = _counted(answer, generation) or _begun(watch, answer, request or 0, num_rows)
     if request is None:
-        return _counted(answer, generation) or _passes(answer) or _timed(answer, generation)
-    if not answer.decode.at_least(generation.decode_s):
-        return _late("decoding", generation.decode_s, answer.decode)
-    return _counted(answer, generation)
+        counted = counted or _passes(answer)
+    return counted or _timed(answer, generation, is_alone=request is None) or _beside(watch, is_probe)
+
+
+def _begun(watch: Stopwatch, answer: AnswerMoments, request: int, num_rows: int) -> Objection | None:
+    """A prompt is begun before any pass, or as soon as another answer leaves it its row, and is then read."""
+    begun, first, _ = answer.passes
+    due = watch.ended[request - num_rows] if request >= num_rows else 0
+    if begun != due:
+        return Objection("counter", f"its prompt was begun {begun - due} passes late")
+    if first == begun and watch.ended[-1]:
+        return Objection("counter", "its prompt was begun after it was read")
+    return None
+
+
+def _beside(watch: Stopwatch, is_probe: bool) -> Objection | None:
+    before = 0.0 if is_probe else watch.before_s - watch.num_prompt_tokens * PER_PROMPT_TOKEN_S
+    after = watch.after_s - watch.num_tokens * PER_TOKEN_S
+    if max(before, after) <= watch.allowed_s:
+        return None
+    spent = (
+        f"{1000 * watch.before_s:.0f} ms before the prompt was begun and {1000 * watch.after_s:.0f} ms after its end"
+    )
+    return Objection("clock", f"the call took {spent}, which are in none of its times")
 
 
 def _counted(answer: AnswerMoments, generation: Generation) -> Objection | None:
@@ -225,12 +298,13 @@ def _passes(answer: AnswerMoments) -> Objection | None:
     return Objection("counter", f"the target was asked for {passes} passes in {answer.num_rounds} rounds")
 
 
-def _timed(answer: AnswerMoments, generation: Generation) -> Objection | None:
+def _timed(answer: AnswerMoments, generation: Generation, *, is_alone: bool) -> Objection | None:
+    """Beside others an answer may end later than it is heard, and take in a prompt while others decode."""
     times: Mapping[str, tuple[float, Span]] = {
         "decoding": (generation.decode_s, answer.decode), "prefill": (generation.prefill_s, answer.prefill)
     }  # fmt: skip
     for what, (seconds, span) in times.items():
-        if not span.agrees(seconds):
+        if not (span.agrees(seconds) if is_alone else span.at_least(seconds)):
             return _late(what, seconds, span)
     return None
 

@@ -15,10 +15,11 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import METHODS, Method, parse
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.engine.backend import LocalBackend, open_backend, stop_ids
-from dflash_bench.engine.drafter import NoDrafter
+from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
+from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
@@ -71,6 +72,58 @@ def test_a_generation_adds_up() -> None:
             assert draft >= 0 and verify >= 0 and draft + verify <= whole + 1e-9
         assert given.draft_prefill_s is not None
         assert given.prefill_s > 0 and given.decode_s >= sum(given.round_s) + given.draft_prefill_s - 1e-9
+
+
+class Steps:
+    """A clock that goes on where somebody says so."""
+
+    now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def settle(self) -> None:
+        pass
+
+
+class Slow(Scripted):
+    """Takes 1000 s to begin, 100 to take in a prompt, 10 to propose and 1 to take in what a round kept."""
+
+    clock: Steps
+
+    def begin(self, num_rows: int, capacity: int) -> None:
+        self.clock.now += 1000
+        super().begin(num_rows, capacity)
+
+    def observe(self, committed: Committed) -> None:
+        self.clock.now += 100 if committed.is_prompt else 1
+        super().observe(committed)
+
+    def propose(self) -> Draft | None:
+        self.clock.now += 10
+        return super().propose()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_what_a_draft_does_is_in_its_own_figures(num_rows: int) -> None:
+    local = backend()
+    good: Any = local.drafters["good"]
+    slow = Slow(good.texts, good.num_drafts, good.change)
+    slow.clock = local.clock = Steps()  # type: ignore[assignment]
+    local.drafters = {"slow": slow}
+    for given in local.generate_ids("slow", PROMPTS, num_rows=num_rows):
+        rounds, others = len(given.accepted or ()), 100 * (len(PROMPTS) - num_rows)
+        assert given.error is None and rounds > 2
+        assert given.prefill_s in {0, 100} if num_rows < len(PROMPTS) else given.prefill_s == 0
+        assert given.draft_prefill_s == 100
+        # The last round of all has nothing after it.
+        assert given.draft_s in [(11,) * rounds, (*(11,) * (rounds - 1), 10)]
+        assert set(given.verify_s or ()) == {0}
+        assert 0 <= given.decode_s - 100 - sum(given.draft_s or ()) <= others
+        assert given.decode_s == 100 + sum(given.round_s or ())
 
 
 def test_a_stop_token_ends_a_row_and_is_kept() -> None:

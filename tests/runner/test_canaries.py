@@ -48,7 +48,7 @@ def test_the_witnesses_of_a_sound_run_deny_every_spoiled_copy(main: Main, words:
 
 ALWAYS: dict[str, tuple[Any, str, Any, set[tuple[str, str]]]] = {
     "judge": (Judge, "audit", lambda *_: None, {("judge", "token"), ("judge", "end")}),
-    "no second clock": (stopwatch, "_timed", lambda *_: None, {("clock", "time")}),
+    "no second clock": (stopwatch, "_timed", lambda *_, **__: None, {("clock", "time")}),
     "no second counter": (stopwatch, "_counted", lambda *_: None, {("counter", "token"), ("counter", "count")}),
     "neither": (stopwatch, "objection", lambda *_, **__: None, {one for one in ALL if one[0] in ("clock", "counter")}),
     "scorer": (scorers, "score", lambda *_: Score("1", True), {("scorer", "numbers")}),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,12 @@ from rows import generation
 from runs import listed
 
 from dflash_bench.core.types import Answer, Generation, TimedGeneration
-from dflash_bench.engine.backend import RequestTrace
-from dflash_bench.engine.rows import HostClock
+from dflash_bench.engine import loop
+from dflash_bench.engine.backend import LocalBackend, RequestTrace
+from dflash_bench.engine.drafters.dflash import DFlashDrafter
+from dflash_bench.engine.drafters.ngram import NGramDrafter
+from dflash_bench.engine.graphs import GraphCache
+from dflash_bench.engine.rows import HostClock, Slot
 from dflash_bench.engine.target import Target
 from dflash_bench.results import store
 from dflash_bench.runner import session, stopwatch
@@ -23,7 +28,8 @@ from dflash_bench.runner.stopwatch import Objection, Span, Stopwatch
 
 Main = Callable[..., tuple[int, str, str]]
 Change = Callable[[Generation], Generation]
-ASKED = "--suite gsm8k --limit 2 --max-new-tokens 24 --method dflash".split()
+ASKED = "--suite gsm8k --max-new-tokens 24 --method dflash".split()
+TWO = ("--limit", 2)
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +99,8 @@ def test_what_a_backend_says_otherwise_than_the_runner_heard_it_is_a_failed_row(
     assert_denied(main, methods, why)
 
 
-def assert_denied(main: Main, methods: set[str], why: str, *words: str) -> None:
-    status, _, err = main("run", *ASKED, *words, "--out", "run")
+def assert_denied(main: Main, methods: set[str], why: str, *words: str, num: int = 2) -> None:
+    status, _, err = main("run", *ASKED, "--limit", num, *words, "--out", "run")
     assert status == 1 and "answers failed" in err
     rows = store.load(Path("run"))[1]
     assert {row.method for row in rows if row.generation.error} == methods
@@ -124,6 +130,83 @@ def test_a_round_that_asks_the_target_twice_is_found(main: Main, monkeypatch: py
     assert_denied(main, {"ar", "dflash"}, "counter: the target was asked for")
 
 
+HIDDEN_S = 0.3
+"""More than is forgiven where the system does not say how long a thread waited."""
+
+
+def after_work(sound: Any) -> Any:
+    def work(*args: Any, **options: Any) -> Any:
+        time.sleep(HIDDEN_S)
+        return sound(*args, **options)
+
+    return work
+
+
+@pytest.mark.parametrize("words", [(), ("--concurrency", "2")])
+@pytest.mark.parametrize(
+    ("where", "name", "methods"),
+    [
+        (Target, "begin", {"ar", "dflash"}),
+        (Target, "capture", {"ar", "dflash"}),
+        (DFlashDrafter, "begin", {"dflash"}),
+        (LocalBackend, "_with_thinking", {"ar", "dflash"}),
+    ],
+)
+def test_work_outside_of_an_answers_times_is_found(
+    main: Main, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, methods: set[str], words: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(where, name, after_work(getattr(where, name)))
+    assert_denied(main, methods, "clock: the call took", *words)
+
+
+def test_capturing_passes_is_not_work_for_an_answer(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(self: Target, shortest: int, longest: int) -> None:
+        self.graph_cache = self.graph_cache or GraphCache(lambda *_: lambda: ())
+        time.sleep(HIDDEN_S)
+        self.graph_cache.spent_s += HIDDEN_S
+
+    monkeypatch.setattr(Target, "capture", capture)
+    assert main("run", *ASKED, *TWO, "--kernels", "torch", "--out", "run")[0] == 0
+
+
+def test_only_a_probe_foresees(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NGramDrafter, "foresee", lambda *_: None, raising=False)
+    status, _, err = main("run", *ASKED, *TWO, "--method", "ngram", "--out", "run")
+    assert status == 2 and "ngram" in err and "probes" in err
+    assert main("run", *ASKED, *TWO, "--method", "oracle", "--out", "run")[0] == 0
+
+
+def begun_late(patch: pytest.MonkeyPatch) -> None:
+    """A prompt is said to be begun once it has been read."""
+    state: Any = loop._State
+    begin, read = state._begin, state._read
+
+    def late(self: Any, first: int, slots: Sequence[Slot], *most: Any) -> Iterator[Any]:
+        prefill = self.target.prefill
+
+        def and_told(*args: Any) -> Any:
+            output = prefill(*args)
+            began = begin(self, [slot.request for slot in slots])
+            for slot in slots:
+                slot.began = began
+            return output
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(self.target, "prefill", and_told)
+            yield from read(self, first, slots, *most)
+
+    patch.setattr(state, "_begin", lambda *_: None)
+    patch.setattr(state, "_read", late)
+
+
+@pytest.mark.parametrize("words", [(), ("--concurrency", "2")])
+def test_a_prompt_that_is_begun_late_is_found(
+    main: Main, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    begun_late(monkeypatch)
+    assert_denied(main, {"ar", "dflash"}, "counter: its prompt was begun", *words, num=3)
+
+
 def too_late(span: tuple[float, float]) -> tuple[float, float]:
     return span[0], span[1] + 60
 
@@ -132,6 +215,7 @@ def too_late(span: tuple[float, float]) -> tuple[float, float]:
     ("name", "change", "why"),
     [
         ("generation", lambda said: replace(said, decode_s=said.decode_s / 4), "clock: decoding is said"),
+        ("generation", lambda said: replace(said, prefill_s=said.prefill_s / 5), "clock: prefill is said"),
         ("generation", merged, "counter: the runner heard of"),
         ("span", too_late, "clock: the answer is said to have ended after"),
         ("span", lambda span: (span[0], span[0]), "clock: the answer is said to have taken"),
@@ -149,7 +233,7 @@ def test_the_interval_of_one_of_several_answers_lies_in_the_runners(
     "words", [(), ("--concurrency", "2"), ("--method", "eagle3-tree:nodes=7", "--temperature", "1")]
 )
 def test_of_a_sound_run_rows_hold_what_the_runner_saw(main: Main, words: tuple[str, ...]) -> None:
-    assert main("run", *ASKED, *words, "--out", "run")[0] == 0
+    assert main("run", *ASKED, *TWO, *words, "--out", "run")[0] == 0
     for row in store.load(Path("run"))[1]:
         said = row.generation
         assert said.accepted is not None and row.clock_rounds == len(said.accepted)
@@ -177,7 +261,7 @@ def test_rows_that_were_edited_do_not_agree_with_the_runners_clock(
     main: Main, change: dict[str, float], why: str
 ) -> None:
     """Each of these columns times so much, in the rows of dflash."""
-    assert main("run", *ASKED, "--out", "run")[0] == 0
+    assert main("run", *ASKED, *TWO, "--out", "run")[0] == 0
     for part in Path("run").glob("part-*.parquet"):
         table = parquet.read_table(part)
         for name, times in change.items():
@@ -204,21 +288,24 @@ def objection_alone(watch: Stopwatch, said: Generation, *, tells_rounds: bool) -
 
 def heard(said: Generation, clock: list[float], passes: int = 1) -> Stopwatch:
     """The answer decoded by a clock that this list is."""
-    watch = Stopwatch()
+    with Stopwatch() as watch:
+        listens(watch, said, clock, passes)
+    return watch
+
+
+def listens(watch: Stopwatch, said: Generation, clock: list[float], passes: int = 1) -> None:
     counts = [1, *(said.emitted or ())]
     seconds = [said.prefill_s, *(said.round_s or ())]
     tokens = list(said.token_ids)
-    with watch:
-        watch.began(0)
+    watch.began(0)
+    watch.marked()
+    for number, (count, took) in enumerate(zip(counts, seconds, strict=True)):
+        clock[0] += took
+        for _ in range(passes if number else 1):
+            watch.passed()
+        watch.received(0, tokens[:count])
         watch.marked()
-        for number, (count, took) in enumerate(zip(counts, seconds, strict=True)):
-            clock[0] += took
-            for _ in range(passes if number else 1):
-                watch.passed()
-            watch.received(0, tokens[:count])
-            watch.marked()
-            del tokens[:count]
-    return watch
+        del tokens[:count]
 
 
 @pytest.fixture
@@ -251,6 +338,32 @@ def test_two_percent_and_a_millisecond_are_forgiven_and_no_count(
     clock: list[float], change: dict[str, Any], agrees: bool
 ) -> None:
     why = objection_alone(heard(SAID, clock), replace(SAID, **change), tells_rounds=True)
+    assert (why is None) == agrees, why
+
+
+@pytest.mark.parametrize(
+    ("hidden_s", "waited", "agrees"),
+    [
+        (0.0199, 0.0, True), (0.0201, 0.0, False), (0.0499, 0.03, True), (0.0501, 0.03, False),
+        (0.2499, None, True), (0.2501, None, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_after", [False, True])
+def test_waiting_for_a_processor_is_no_work(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, hidden_s: float, waited: float | None, agrees: bool,
+    is_after: bool,
+) -> None:  # fmt: skip
+    held = [None if waited is None else 0.0]
+    monkeypatch.setattr(stopwatch, "waited_s", lambda: held[0])
+    with Stopwatch() as watch:
+        for when in (False, True):
+            if when == is_after:
+                clock[0] += hidden_s + (SAID.num_tokens * 1e-4 if is_after else SAID.num_prompt_tokens * 2e-5)
+                held[0] = waited
+            if not when:
+                listens(watch, SAID, clock)
+    watch.served([SAID])
+    why = objection_alone(watch, SAID, tells_rounds=True)
     assert (why is None) == agrees, why
 
 
