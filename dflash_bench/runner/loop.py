@@ -38,6 +38,8 @@ class WarmUp:
     prompt_id: str
     settings: Settings
     plain: Generation
+    late: set[str] = field(default_factory=set)
+    """The methods whose last call took long outside its answers' times."""
 
 
 @dataclass(slots=True)
@@ -109,12 +111,14 @@ class Conversation:
         """
         object_to = partial(
             stopwatch.objection, watch, request=request, tells_rounds=self.backend.tells_rounds,
-            num_rows=self.item.settings.concurrency, is_probe=is_probe(method),
+            num_rows=self.item.settings.concurrency, is_probe=is_probe(method), was_late=method in self.warm.late,
         )  # fmt: skip
         why = object_to(served)
         if why is None:
             self.canaries.timed(served, watch.call_s, object_to, tells_rounds=self.backend.tells_rounds)
         generation = served.generation if why is None else served.generation.refused(str(why))
+        if request is None:
+            (self.warm.late.add if watch.is_late(is_probe(method)) else self.warm.late.discard)(method)
         times = start_s + served.start_s, start_s + served.end_s
         columns = watch.columns(request) | {"energy_j": watch.share(generation.num_tokens)}
         record = self.item.record(method, turn, generation, times, columns)
