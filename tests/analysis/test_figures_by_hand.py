@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from rows import record
 from runs import about, frame_of, known
 
 from dflash_bench.analysis.compare import compare_methods, compare_runs, verdict
-from dflash_bench.analysis.concurrency import concurrency_curves
+from dflash_bench.analysis.concurrency import concurrency_curves, context_curves, points_of
+from dflash_bench.analysis.draft_quality import _ranks, calibration
 from dflash_bench.analysis.metrics import METRICS, Cell, summarise
+from dflash_bench.analysis.replay import ReplayCell, StoredAnswer
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.core.types import Answer, Generation, Settings
+from dflash_bench.results import parts
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import _weights_s
 
@@ -226,3 +232,58 @@ def test_goodput_counts_answers_within_the_objective_and_none_beyond() -> None:
     goodput, level = curve.levels[0].goodput, curve.levels[0]
     assert goodput is not None and (goodput.per_s, goodput.share) == (0.5, 0.5)
     assert (level.ttft_s[50], level.tpot_s[50]) == (pytest.approx(0.2), pytest.approx(0.1))
+
+
+def test_a_point_under_load_has_the_median_answers_time_per_token_and_the_throughput_of_all() -> None:
+    """Answers of 10 tokens in 0.5, 1.0 and 2.0 s, all within 4 s; one of a single token says nothing of its pace."""
+    (_, load) = LOADS
+    rows = [loaded("dflash", load, 0.0, 4.0, decode_s=seconds) for seconds in (0.5, 1.0, 2.0)]
+    rows.append(loaded("dflash", load, 1.0, 2.0, decode_tokens=0, num_tokens=1, decode_s=0.3))
+    identity = known(settings=settings_to_json([load]))
+    (point,) = points_of(concurrency_curves(pd.DataFrame(rows), [cell_of("dflash", load)], identity))
+    assert (point.concurrency, point.ms_per_token, point.tokens_per_s) == (4, pytest.approx(100.0), 34 / 4)
+
+
+def test_a_stretch_of_contexts_stands_at_its_geometric_middle() -> None:
+    """256 to 1024 is at 512, 4096 to 16384 at 8192: from 2.0 to 0.5 times it crosses 1 halfway, at 2048."""
+    cells = [
+        replace(
+            cell_of("dflash", LOADS[0]), slice=name, figures={"speedup.decode": Interval(value, value, value)}
+        ) for name, value in (("4096-16384", 0.5), ("256-1024", 2.0))
+    ]  # fmt: skip
+    (curve,) = context_curves(cells)
+    assert [cell.slice for cell in curve.cells] == ["256-1024", "4096-16384"]
+    assert curve.crossing is not None and curve.crossing.value == pytest.approx(2048)
+
+
+# How good a draft is.
+
+
+def test_confidence_is_held_to_the_tokens_that_a_round_came_to() -> None:
+    """Of 4 positions the first accepts 2 tokens, the third one: six tokens were tested, three of them are right."""
+    scores = np.array([[0.9, 0.8], [0.6, 0.4], [0.95, 0.25], [0.15, 0.5]])
+    twos = np.array([2, 2])
+    answer = StoredAnswer(
+        "p", 4, 0.1, twos, np.array([2, 0]), twos, 0.01, 0.05, 0.08, positions=np.array([2, 0, 1, 0]), scores=scores
+    )
+    found = calibration(ReplayCell("gsm8k", "dflash", Settings(), (answer,), {}))
+    assert found is not None
+    # 0.1, 0.2, 0.6, 0.05, 0.25 and 0.15 off.
+    assert found.brier == pytest.approx(0.4975 / 6) and found.brier_of_share == pytest.approx(0.25)
+    assert [(one.low, one.num_tokens, one.confidence, one.accepted) for one in found.bins] == [
+        (0.1, 1, 0.15, 0.0), (0.2, 1, 0.25, 0.0), (0.6, 1, 0.6, 0.0), (0.8, 1, 0.8, 1.0),
+        (0.9, 2, pytest.approx(0.925), 1.0),
+    ]  # fmt: skip
+    cuts = {cut.threshold: (cut.length, cut.verified, cut.saved, cut.more_rounds) for cut in found.cuts}
+    assert cuts[0.0] == (2.0, 2.0, 0.0, 0.0)  # two rounds, of positions 1 and 4, verify two tokens each
+    assert cuts[0.5] == (2.0, 1.0, 0.5, 0.0)  # that of position 4 verifies nothing
+    assert cuts[0.95] == pytest.approx((4 / 3, 1 / 3, 0.75, 0.5))  # positions 1, 2 and 3, of which one is accepted
+
+
+def test_the_rank_of_the_right_token_is_read_where_a_round_first_was_wrong() -> None:
+    """At the first wrong token that was verified: rank 4, 5, 17 and 16; one answer has no ranks."""
+    own = [row for row in ROWS if row.method == "dflash" and row.generation.accepted]
+    batch = parts.to_table(own, {}).combine_chunks().to_batches()[0]
+    stored = SimpleNamespace(settings=[own[0].settings], batches=lambda names: [(batch, np.zeros(len(own), int))])
+    (found,) = _ranks(stored).values()  # type: ignore[arg-type]
+    assert np.concatenate(found.wrong).tolist() == [4, 5, 17, 16] and (found.num_absent, found.is_least) == (1, False)
