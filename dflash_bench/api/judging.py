@@ -148,12 +148,15 @@ def check(
     limits: str | Path | None = None,
     allow: Sequence[str] = (),
     rescore: bool | None = None,
+    require_speed: bool = False,
 ) -> CheckResult:
     """Check whether runs fall short of a baseline, or of what every run must reach.
 
     `baseline` is a file of `dflash-bench baseline`; without one only the checks of every run are made. `limits` is a
-    TOML file of limits, `rescore` as `--rescore` and `--no-rescore`. Raises UserError for a run that cannot be read, a
-    baseline of other prompts, and if nothing can be judged. A run that falls short raises nothing: `passed` is False.
+    TOML file of limits, `rescore` as `--rescore` and `--no-rescore`, `require_speed` as `--require-speed`.
+
+    Raises UserError for a run that cannot be read, a baseline of other prompts, and if nothing can be judged. A run
+    that falls short raises nothing: `passed` is False.
     """
     from dflash_bench.analysis.gate.checks import check_runs
     from dflash_bench.diagnose.reread import reread
@@ -163,7 +166,9 @@ def check(
         raise UserError("nothing to check: give at least one run")
     before, least = (None if path is None else Path(path) for path in (baseline, limits))
     folders = [folder_of(run) for run in several]
-    return CheckResult(check_runs(folders, before, least, tuple(allow), lambda results: reread(results, rescore)))
+    return CheckResult(
+        check_runs(folders, before, least, tuple(allow), lambda results: reread(results, rescore), require_speed)
+    )
 
 
 def folder_of(run: Run | str | Path) -> Path:

@@ -48,12 +48,12 @@ class Bench:
 
     def check(
         self, *runs: Run | str | Path, baseline: str | Path | None = None, limits: str | Path | None = None,
-        allow: Sequence[str] = (),
+        allow: Sequence[str] = (), require_speed: bool = False,
     ) -> CheckResult:  # fmt: skip
         """Fail the test with what fell short, as `dflash-bench check` says it; returns the result otherwise."""
         import dflash_bench as db
 
-        result = db.check(runs or self.runs, baseline=baseline, limits=limits, allow=allow)
+        result = db.check(runs or self.runs, baseline=baseline, limits=limits, allow=allow, require_speed=require_speed)
         if not result:
             pytest.fail(str(result), pytrace=False)
         return result

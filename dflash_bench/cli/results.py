@@ -214,7 +214,8 @@ def baseline(
 ) -> None:
     """Save the figures of runs, for 'check'.
 
-    Give several runs of the same command, so that the file also records how much runs vary.
+    Give several runs of the same command, so that the file also records how much runs vary. Baselines of other machines
+    stay in the file, if they are of the same command.
     """
     from dflash_bench.analysis.gate import baselines
     from dflash_bench.results import table
@@ -222,8 +223,9 @@ def baseline(
     folders = found(runs)
     baselines.require_distinct(folders)
     expectations = baselines.read_limits(limits) if limits else {}
-    baselines.write([table.read_run(run) for run in folders], out, with_timings=not time_free, limits=expectations)
-    say(f"wrote {out}")
+    read = [table.read_run(run) for run in folders]
+    others = baselines.write(read, out, with_timings=not time_free, limits=expectations)
+    say(f"wrote {out}{others}")
 
 
 @app.command(cls=Command)
@@ -246,6 +248,10 @@ def check(
             "which --rescore runs again in the sandbox.",
         ),
     ] = None,
+    require_speed: Annotated[
+        bool,
+        Option("--require-speed", help="Fail if speed cannot be held to the baseline, as on another processor."),
+    ] = False,
     junit: Annotated[Path | None, Option(metavar="FILE", help="Also write JUnit XML to FILE.")] = None,
     summary: Annotated[
         Path | None, Option(metavar="FILE", help="Also append Markdown to FILE, such as $GITHUB_STEP_SUMMARY.")
@@ -265,12 +271,15 @@ def check(
     show how much runs vary, so an allowance is made and small losses pass; three runs against a baseline of three
     detect a loss of 10 %.
 
+    Of several baselines in the file, that of this processor is used. Speed is held only to one of the same processor
+    and versions of torch, transformers and dflash-bench; acceptance, exactness and scores always are.
+
     Stored texts are compared with the decoded tokens if the target's tokenizer is on this disk.
     """
     from dflash_bench import api
     from dflash_bench.report import gate as formats
 
-    result = api.check(found(runs), baseline, limits, allow or (), rescore).found
+    result = api.check(found(runs), baseline, limits, allow or (), rescore, require_speed).found
     _save(junit, "w", lambda: formats.junit(result.outcome, "dflash-bench"))
     _save(summary, "a", lambda: formats.summary(result.outcome))
     _save(benchmark, "w", lambda: formats.benchmark(result.cells))

@@ -18,7 +18,7 @@ from dflash_bench.core.labels import wrapped
 from dflash_bench.report import render
 from dflash_bench.report.tables import VAGUE, Column, ReportTable, Section, TableRow, in_markdown, p_value
 
-COUNTS = ("mismatch", "failed", "witnesses", "plain_drafts", "nothing_drafted", "fallback")
+COUNTS = ("mismatch", "failed", "witnesses", "plain_drafts", "nothing_drafted", "fallback", "ungated")
 COLUMNS = (
     Column("result", "result", "left"), Column("suite", "suite", "left"), Column("method", "method", "left"),
     Column("metric", "figure", "left"), Column("found", "found"), Column("expected", "expected"),
@@ -63,7 +63,7 @@ def summary(outcome: GateOutcome) -> str:
 def headline(outcome: GateOutcome) -> str:
     num_checks, failures = len(outcome.checks), outcome.failures
     if not failures:
-        return f"passed: {num_checks} checks"
+        return f"passed: {num_checks} checks{', but not speed, see below' if outcome.ungated else ''}"
     return f"FAILED: {len(failures)} of {num_checks} checks: {', '.join(check.name for check in failures)}"
 
 
@@ -88,7 +88,7 @@ def _row(check: Check) -> list[str]:
 
 def as_json(outcome: GateOutcome) -> dict[str, Any]:
     checks = [asdict(check) | {"change": check.change} for check in outcome.checks]
-    return {"passed": not outcome.failures, "checks": checks, "notes": list(outcome.notes)}
+    return {"passed": not outcome.failures, "checks": checks, "notes": list(outcome.notes), "ungated": outcome.ungated}
 
 
 def junit(outcome: GateOutcome, name: str) -> str:

@@ -191,11 +191,69 @@ def test_another_machine_gates_only_what_does_not_depend_on_it(tmp_path: Path, m
     code, shown, _ = main("check", "now", "--baseline", "base.json", "--json")
     found = json.loads(shown)
     assert code == 0
-    assert {each["kind"] for each in found["checks"]} >= {"al.pooled", "exact", "passed", "speedup.decode"}
-    assert "tps.decode" not in {each["kind"] for each in found["checks"]}
-    assert found["notes"][0].startswith("the baseline is from another machine: only time-free figures and speed-up")
-    stored(tmp_path / "slow", slower(answers(), 1.3), environment={"cpu": "another"})
-    assert main("check", "slow", "--baseline", "base.json")[0] == 1
+    against = [each["kind"] for each in found["checks"] if not each["is_floor"]]
+    assert {*against} == {"mismatch", "failed", "al.pooled", "exact", "passed"}
+    assert "processor" in found["ungated"]
+    stored(tmp_path / "less", changed(answers(), first=12, accepted=_one_less), environment={"cpu": "another"})
+    code, shown, _ = main("check", "less", "--baseline", "base.json", "--json")
+    assert (code, failures(shown)) == (1, {"dflash al.pooled"})
+
+
+OTHERS = {
+    "processor": {"cpu": "another"},
+    "GPU": {"gpus": [{"name": "one"}]},
+    "torch": {"packages": {"torch": "9.9"}},
+    "transformers": {"packages": {"torch": "2.13.0", "transformers": "9.9"}},
+    "version of ours": {"packages": {"torch": "2.13.0", "dflash-bench": "9.9"}},
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_speed_is_held_only_to_a_baseline_of_the_same_machine_and_programs(
+    what: str, tmp_path: Path, main: Main
+) -> None:
+    stored(tmp_path / "then", answers())
+    main("baseline", "then", "-o", "base.json")
+    lost = slower(answers(), 1.3)
+    stored(tmp_path / "here", lost)
+    assert main("check", "here", "--baseline", "base.json")[0] == 1
+    stored(tmp_path / "there", lost, environment=OTHERS[what])
+    code, shown, _ = main("check", "there", "--baseline", "base.json")
+    assert (code, "not speed" in shown.splitlines()[0]) == (0, True)
+    code, shown, _ = main("check", "there", "--baseline", "base.json", "--require-speed", "--json")
+    assert (code, [each["code"] for each in json.loads(shown)["checks"] if each["failed"]]) == (1, ["speed_not_gated"])
+    assert main("check", "here", "--require-speed")[0] == 2
+
+
+def test_a_server_is_timed_elsewhere_than_by_our_torch(tmp_path: Path, main: Main) -> None:
+    stored(tmp_path / "then", answers(), engine="server")
+    main("baseline", "then", "-o", "base.json")
+    stored(tmp_path / "now", answers(), engine="server", environment={"packages": {"torch": "9.9"}})
+    assert json.loads(main("check", "now", "--baseline", "base.json", "--json")[1])["ungated"] == ""
+
+
+def test_a_file_holds_a_baseline_of_each_processor_and_a_run_is_held_to_its_own(tmp_path: Path, main: Main) -> None:
+    fast, slow = answers(), slower(answers(), 1.3)
+    stored(tmp_path / "a", fast)
+    stored(tmp_path / "b", slow, environment={"cpu": "another"})
+    stored(tmp_path / "b-slower", slower(slow, 1.3), environment={"cpu": "another"})
+    stored(tmp_path / "a-slower", slow)
+    main("baseline", "a", "-o", "base.json")
+    alone = (tmp_path / "base.json").read_bytes()
+    assert main("baseline", "b", "-o", "base.json")[0] == 0
+    verdicts = {name: main("check", name, "--baseline", "base.json", "--require-speed") for name in ("a", "b")}
+    assert {name: code for name, (code, _, _) in verdicts.items()} == {"a": 0, "b": 0}
+    assert "note: of 2 baselines in the file, that of another is used" in verdicts["b"][1]
+    for name in ("a-slower", "b-slower"):
+        assert main("check", name, "--baseline", "base.json")[0] == 1
+    main("baseline", "b-slower", "-o", "base.json")  # in place of the other of its processor
+    assert main("check", "b-slower", "--baseline", "base.json", "--require-speed")[0] == 0
+    assert len(json.loads((tmp_path / "base.json").read_text())["others"]) == 1
+    stored(tmp_path / "other", answers(), temperature=1.0)
+    assert "dropped" in main("baseline", "other", "-o", "base.json")[1]
+    assert "others" not in json.loads((tmp_path / "base.json").read_text())
+    main("baseline", "a", "-o", "base.json")
+    assert (tmp_path / "base.json").read_bytes() == alone
 
 
 def test_a_time_free_baseline_holds_no_seconds_and_judges_none(tmp_path: Path, main: Main) -> None:
@@ -209,7 +267,7 @@ def test_a_time_free_baseline_holds_no_seconds_and_judges_none(tmp_path: Path, m
     assert (code, json.loads(shown)["notes"]) == (
         0,
         [
-            "the baseline holds no timings, so no timings are judged",
+            "speed was not held to the baseline: it holds no timings (--time-free)",
             "scores were not tried: the run keeps no prompts",
             "texts were not tried: the tokenizer on this disk is of other weights than the run's",
         ],

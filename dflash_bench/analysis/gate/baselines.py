@@ -33,6 +33,12 @@ from dflash_bench.results.run_info import (
 )
 from dflash_bench.results.table import RunTable
 
+DEVICE = "device"
+"""The kind of difference between a run and a baseline from another machine."""
+OTHERS = "others"
+"""The key of the baselines of other machines in a file."""
+OWN, PROGRAMS = "dflash-bench", ("torch", "transformers")
+"""The packages on which the ratio of two methods' times depends; of a server, only how its client counts."""
 DIGITS = 10
 """Significant digits kept of seconds: more than a clock has."""
 
@@ -75,6 +81,12 @@ class StoredBaseline(StoredModel):
     limits: dict[str, Any]
     prompt_hashes: dict[str, dict[str, str]]
     cells: list[StoredCell]
+
+
+class StoredBaselines(StoredBaseline):
+    """A baseline's file: the last one written, and those of other machines."""
+
+    others: list[StoredBaseline] = Field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +135,12 @@ def cell_name(cell: Cell) -> str:
     return " ".join(filter(None, [cell.suite, cell.setting, cell.method]))
 
 
-def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: Mapping[str, Limit]) -> None:
-    """Write a baseline. Raises UserError for runs without baseline answers, and for runs that differ."""
+def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: Mapping[str, Limit]) -> str:
+    """Write a baseline, and keep those of other machines that the file holds of the same runs.
+
+    Returns which others were kept and which were not, in words. Raises UserError for runs without baseline answers, and
+    for runs that differ.
+    """
     for other in runs[1:]:
         compare.require_comparable(runs[0], other, ())
     cells = by_key(runs, [compare.comparable_cells(results) for results in runs])
@@ -140,6 +156,8 @@ def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: M
     for suite, prompt, text in compare.hashes(runs[0].rows).itertuples(index=False, name=None):
         hashes.setdefault(suite, {})[prompt] = text
     environment = runs[0].info.environment.to_json()
+    old = [(entry, baseline, _kinds(baseline, runs[0])) for entry, baseline in _stored_in(path)]
+    others = [entry for entry, _, kinds in old if kinds == {DEVICE}]
     stored = {
         SCHEMA: SCHEMA_VERSION,
         "runs": [Path(results.name).name for results in runs],
@@ -149,8 +167,50 @@ def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: M
         "limits": {name: asdict(limit) for name, limit in (RELATIVE | dict(limits)).items()},
         "prompt_hashes": hashes,
         "cells": [_cells_as_json(of_runs, kept, with_timings) for of_runs in cells.values() if of_runs[0].num_prompts],
+        **({OTHERS: others} if others else {}),
     }
     files.write_output(path, f"{files.json_lines(stored)}\n")
+    kept_of = [machine(baseline.info) for _, baseline, kinds in old if kinds == {DEVICE}]
+    lost = [machine(baseline.info) for _, baseline, kinds in old if kinds > {DEVICE}]
+    return "".join(
+        f"; {what} that of {' and that of '.join(those)}"
+        for what, those in (("kept", kept_of), ("dropped, as it is of other prompts or models,", lost))
+        if those
+    )
+
+
+def _stored_in(path: Path) -> list[tuple[dict[str, Any], Baseline]]:
+    """Return the baselines in a file, each with its JSON; none if there is no file, or one that cannot be read."""
+    try:
+        baselines, stored = read(path), files.json_of(path)
+    except UserError:
+        return []
+    others = stored.pop(OTHERS, [])
+    return list(zip([{key: value for key, value in stored.items() if key != SCHEMA}, *others], baselines, strict=True))
+
+
+def _kinds(baseline: Baseline, run: RunTable) -> set[str]:
+    return {difference.kind for difference in compare.differences(baseline.as_results(), run)}
+
+
+def machine(info: RunInfo) -> str:
+    """Return the name of a machine: its processor, and its GPUs."""
+    return " and ".join(filter(None, [info.environment.cpu, *(gpu.name for gpu in info.environment.gpus)]))
+
+
+def speed_differences(baseline: Baseline, run: RunTable) -> list[str]:
+    """Return what differs between a baseline and a run and decides how fast drafting is beside plain decoding."""
+    found = [one.words for one in compare.differences(baseline.as_results(), run) if one.kind == DEVICE]
+    identity, before, now = run.info.identity, baseline.info.environment.packages, run.info.environment.packages
+    programs = (OWN,) if identity.engine == "server" else (OWN, *PROGRAMS)
+    return found + [
+        f"{name} {before.get(name)} and {now.get(name)}" for name in programs if before.get(name) != now.get(name)
+    ]
+
+
+def nearest(baselines: Sequence[Baseline], run: RunTable) -> Baseline:
+    """Return the baseline whose machine and programs are the run's, or else differ least; the first of several."""
+    return min(baselines, key=lambda one: (DEVICE in _kinds(one, run), len(speed_differences(one, run))))
 
 
 def _cells_as_json(cells: Sequence[Cell], kept: Sequence[str], with_timings: bool) -> dict[str, Any]:
@@ -176,8 +236,11 @@ def _short(value: float) -> float | int:
     return int(value) if value.is_integer() else float(f"{value:.{DIGITS}g}")
 
 
-def read(path: Path) -> Baseline:
-    """Read a baseline. Raises UserError for a file that is none, was edited, or comes from another version."""
+def read(path: Path) -> list[Baseline]:
+    """Read a file's baselines, one for each machine.
+
+    Raises UserError for a file that holds none, was edited, or comes from another version.
+    """
     stored = files.json_of(path)
     if not isinstance(stored, dict) or "cells" not in stored or not ({SCHEMA, "format"} & stored.keys()):
         raise UserError(f"{path} is not a baseline; write one with: dflash-bench baseline RUN... -o FILE")
@@ -187,9 +250,9 @@ def read(path: Path) -> Baseline:
     refuse_other_schema(path, stored, again)
     if not stored["cells"]:
         raise UserError(f"{path} holds no cells, so there is nothing to check against")
-    baseline = parse(StoredBaseline, stored, f"{path} is damaged", again)
+    baseline = parse(StoredBaselines, stored, f"{path} is damaged", again)
     try:
-        return _baseline_of_json(str(path), baseline)
+        return [_baseline_of_json(str(path), one) for one in (baseline, *baseline.others) if one.cells]
     except ValueError as error:
         raise UserError(f"{path} is damaged: {str(error).splitlines()[0]}; {again}") from error
 

@@ -13,7 +13,7 @@ import numpy as np
 from dflash_bench.analysis import compare, noise, roofline, stats
 from dflash_bench.analysis.findings import DEAD_AL, forbidding, timing, witnesses
 from dflash_bench.analysis.gate import baselines
-from dflash_bench.analysis.gate.baselines import ABSOLUTE, Baseline, Limit, Runs, cell_name
+from dflash_bench.analysis.gate.baselines import ABSOLUTE, DEVICE, Baseline, Limit, Runs, cell_name
 from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell, mismatched, select, summarise, without_errors
 from dflash_bench.analysis.noise import METHOD_NOISE, RunNoise
 from dflash_bench.analysis.roofline import TOO_SLOW_PLAIN
@@ -24,8 +24,6 @@ from dflash_bench.results import table
 from dflash_bench.results.integrity import Problem
 from dflash_bench.results.table import RunTable
 
-DEVICE = "device"
-"""The kind of difference between a run and a baseline from another machine."""
 FLOORED = "speedup.decode"
 """The metric that may not be significantly below 1 for any method."""
 FORBIDDEN = {
@@ -50,7 +48,7 @@ class Check:
     setting: str = ""
     """Label that distinguishes the settings from the others of the run; empty if there is only one."""
     kind: str
-    """The id of a metric, or "mismatch", "failed", "witnesses" or a kind of flaw, of which the expected number is 0."""
+    """The id of a metric; or "mismatch", "failed", "witnesses", "ungated" or a kind of flaw, which should number 0."""
     run: str = ""
     """The name of the run; empty if there is one run, or if all are judged together."""
     found: float
@@ -95,6 +93,8 @@ class Check:
 class GateOutcome:
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
+    ungated: str = ""
+    """Why speed was not held to the baseline; empty if it was, or if there is none."""
 
     @property
     def failures(self) -> list[Check]:
@@ -117,21 +117,26 @@ def check_runs(
     limits: Path | None,
     allow: Sequence[str],
     reread: Callable[[RunTable], WitnessReport] = lambda _: ((), ()),
+    require_speed: bool = False,
 ) -> GateResult:
     """Read runs, baseline and limits, and judge the runs.
 
-    `reread` may find flaws of a run that its rows do not show by themselves; these cannot be allowed. Raises UserError
+    `reread` may find flaws of a run that its rows do not show by themselves; these cannot be allowed. With
+    `require_speed`, a baseline fails to which speed cannot be held. Raises UserError
     for files that cannot be read, options without effect, and as `judge`.
     """
     compare.check_allowed(allow, (*table.ALLOWED, "cells", "failed"))
     baselines.require_distinct(runs)
-    expected = baselines.read(baseline) if baseline else None
+    known = baselines.read(baseline) if baseline else []
     user_limits = baselines.read_limits(limits) if limits else {}
     if limits and not user_limits:
         raise UserError(f"{limits} holds no limits")
-    if limits and expected is None and not any(_needs_no_baseline(*entry) for entry in user_limits.items()):
+    if require_speed and not known:
+        raise UserError("--require-speed has no effect without --baseline")
+    if limits and not known and not any(_needs_no_baseline(*entry) for entry in user_limits.items()):
         raise UserError(f"{limits} has no effect without --baseline: nothing in it has at_least")
     read = [table.read_run(run, allow=allow, judging=True) for run in runs]
+    expected = baselines.nearest(known, read[0]) if known else None
     named = list(zip(read, run_names(read), strict=True))
     flawed = [check for results, name in named for check in flaw_checks(results, allow, name)]
     untried: list[str] = []
@@ -147,7 +152,11 @@ def check_runs(
         return GateResult(GateOutcome(tuple(empty), tuple(untried)), {})
     cells = [compare.comparable_cells(results) for results in read]
     outcome = judge(read, cells, expected, user_limits, allow)
+    if expected and len(known) > 1:
+        untried.insert(0, f"of {len(known)} baselines in the file, that of {baselines.machine(expected.info)} is used")
     outcome = replace(outcome, notes=(*outcome.notes, *untried))
+    if require_speed and outcome.ungated:
+        outcome = replace(outcome, checks=(*outcome.checks, _speed_check(read[0], outcome.ungated)))
     return GateResult(_allow_failed(outcome) if "failed" in allow else outcome, baselines.by_key(read, cells))
 
 
@@ -164,8 +173,9 @@ def judge(
     differences = (found for pair in combinations(runs, 2) for found in compare.require_comparable(*pair, allow))
     notes += [f"allowed although it differs: {difference}" for difference in dict.fromkeys(differences)]
     with_timings = baseline is None or baseline.with_timings
-    if not with_timings:
-        notes.append("the baseline holds no timings, so no timings are judged")
+    ungated = "" if baseline is None else _why_ungated(runs, baseline)
+    if ungated:
+        notes.append(f"speed was not held to the baseline: {ungated}")
     merged = dict(baseline.limits if baseline else baselines.RELATIVE) | dict(limits or {})
     named = [(run, cell, name) for run, name, of_run in zip(runs, names, cells_of_runs, strict=True) for cell in of_run]
     checks = [check for place in named for check in absolute_checks(*place)]
@@ -175,13 +185,14 @@ def judge(
     if with_timings:
         checks += [check for place in named for check in _pace_checks(*place)]
         for of_runs in cells.values():
-            checks += slowdown_checks(of_runs, baseline.cells.get(of_runs[0].key, ()) if baseline else (), merged)
+            before = baseline.cells.get(of_runs[0].key, ()) if baseline and not ungated else ()
+            checks += slowdown_checks(of_runs, before, merged)
     for of_runs in cells.values():
         checks += _limit_checks(of_runs, merged, names, with_timings)
     if baseline is not None:
         notes += difference_notes(runs, baseline, allow)
         notes += warn_fewer_prompts(runs[0].name, cells, baseline, allow)
-        checks += baseline_checks(runs, cells, baseline, merged, allow)
+        checks += baseline_checks(runs, cells, baseline, merged, allow, not ungated)
     judged = (check.kind in METRICS and check.method != BASELINE for check in checks)
     if not any(judged) and not any(check.failed and check.kind in FORBIDDEN for check in checks):
         raise UserError(f"{runs[0].name}: nothing to check: only plain decoding has figures")
@@ -189,7 +200,7 @@ def judge(
         where = ", ".join(f"{cell_name(cell)} (n = {cell.num_units})" for cell in few)
         notes.append(f"with fewer than {stats.FEWEST} prompts no timing can fail, because they are too few: {where}")
     sides = [num for num in (baseline and baseline.num_runs, len(runs)) if num]
-    return GateOutcome(tuple(adjust(checks)), (*notes, *_noise_notes(checks, sides)))
+    return GateOutcome(tuple(adjust(checks)), (*notes, *_noise_notes(checks, sides)), ungated)
 
 
 def adjust(checks: Sequence[Check]) -> list[Check]:
@@ -212,7 +223,7 @@ def _allow_failed(outcome: GateOutcome) -> GateOutcome:
     failed = [check for check in outcome.checks if check.kind == "failed" and check.failed]
     notes = [f"allowed: {check.label} {check.method}: {check.reason}" for check in failed]
     checks = [replace(check, failed=False) if check in failed else check for check in outcome.checks]
-    return GateOutcome(tuple(checks), (*outcome.notes, *notes))
+    return replace(outcome, checks=tuple(checks), notes=(*outcome.notes, *notes))
 
 
 def _needs_no_baseline(name: str, limit: Limit) -> bool:
@@ -369,10 +380,29 @@ def difference_notes(runs: Sequence[RunTable], baseline: Baseline, allow: Sequen
     """Return notes on what differs from the baseline. Another machine is not refused, but fewer metrics are judged."""
     pairs = [compare.require_comparable(baseline.as_results(), run, (*allow, DEVICE)) for run in runs]
     found = list(dict.fromkeys(difference for of_run in pairs for difference in of_run))
-    other = [difference for difference in found if difference.kind == DEVICE]
-    notes = [str(difference) for difference in found if difference not in other]
-    judged = "only time-free figures and speed-up ratios are judged"
-    return [*notes, *(f"the baseline is from another machine: {judged} ({difference})" for difference in other[:1])]
+    return [str(difference) for difference in found if difference.kind != DEVICE]
+
+
+def _why_ungated(runs: Sequence[RunTable], baseline: Baseline) -> str:
+    """Return why speed is not held to the baseline, and what to do; empty if it is.
+
+    How much drafting gains depends on processor and programs: the ratio of two methods' times is no more portable than
+    the times.
+    """
+    if not baseline.with_timings:
+        return "it holds no timings (--time-free)"
+    found = list(dict.fromkeys(one for run in runs for one in baselines.speed_differences(baseline, run)))
+    if not found:
+        return ""
+    return f"they differ in {'; '.join(found)}. To gate it here: dflash-bench baseline RUN... -o {baseline.name}"
+
+
+def _speed_check(run: RunTable, reason: str) -> Check:
+    suite = str(run.rows.iloc[0]["suite"])
+    return Check(
+        suite=suite, source=run.info.identity.source_of(suite), method="", kind="ungated", found=1, expected=0,
+        failed=True, code="speed_not_gated", reason=f"speed was not held to the baseline: {reason}",
+    )  # fmt: skip
 
 
 def warn_fewer_prompts(name: str, cells: Runs, baseline: Baseline, allow: Sequence[str]) -> list[str]:
@@ -390,22 +420,24 @@ def warn_fewer_prompts(name: str, cells: Runs, baseline: Baseline, allow: Sequen
 
 
 def baseline_checks(
-    runs: Sequence[RunTable], cells: Runs, baseline: Baseline, limits: Mapping[str, Limit], allow: Sequence[str]
+    runs: Sequence[RunTable],
+    cells: Runs,
+    baseline: Baseline,
+    limits: Mapping[str, Limit],
+    allow: Sequence[str],
+    with_speed: bool,
 ) -> list[Check]:
-    """Check every cell of the baseline. Raises UserError if the runs lack a cell and `allow` does not name cells."""
+    """Check every cell of the baseline, with its timings if `with_speed`.
+
+    Raises UserError if the runs lack a cell and `allow` does not name cells.
+    """
     name = runs[0].name
     missing = [cell_name(of_runs[0]) for key, of_runs in baseline.cells.items() if key not in cells]
     if missing and ("cells" not in allow or len(missing) == len(baseline.cells)):
         raise UserError(
             f"the baseline has cells that {name} does not have: {', '.join(missing)}; --allow cells skips them"
         )
-    then = baseline.as_results()
-    same_machine = not any(found.kind == DEVICE for run in runs for found in compare.differences(then, run))
-    kinds = [
-        kind
-        for kind in limits
-        if not METRICS[kind].is_timing or (baseline.with_timings and (same_machine or kind not in ABSOLUTE))
-    ]
+    kinds = [kind for kind in limits if with_speed or not METRICS[kind].is_timing]
     exact, names = all(run.info.identity.dtype == "float32" for run in runs), run_names(runs)
     return [
         check
