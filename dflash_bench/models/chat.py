@@ -41,6 +41,8 @@ FAILURES = (
 """Every error that a template can raise, except running out of memory, which is handled separately."""
 LONGEST_MARK = 32
 """The most tokens of a mark that opens thinking, with white space behind it."""
+CHARACTERS = 16
+"""Of the beginning of a long text, for each token that a context holds: several times as many as tokens have."""
 Chat = tuple[str, Sequence[Message]]
 """A prompt's name for error messages, and its messages."""
 
@@ -76,11 +78,32 @@ def encode(tokenizer: Any, messages: Sequence[Message], thinking: bool, vocab_si
 
     Raises UserError as `render`, for a tokenizer that crashes, and for an id that a target with so many tokens lacks.
     """
+    return _encoded(tokenizer, *_to_encode(tokenizer, messages, thinking), vocab_size)
+
+
+def length(tokenizer: Any, messages: Sequence[Message], thinking: bool, most: int, vocab_size: int) -> int:
+    """Return how many tokens a chat has; of one with far more than `most`, how many its beginning has.
+
+    A text of megabytes takes long to encode. Raises UserError as `encode`.
+    """
+    text, options = _to_encode(tokenizer, messages, thinking)
+    beginning = text[: CHARACTERS * most]
+    if len(beginning) < len(text):
+        found = len(_encoded(tokenizer, beginning, options, vocab_size))
+        if found > 2 * most:
+            return found
+    return len(_encoded(tokenizer, text, options, vocab_size))
+
+
+def _to_encode(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> tuple[str, dict[str, bool]]:
+    """Return a chat as text, and the options that it is encoded with."""
     if tokenizer.chat_template is None:
         _refuse_left_out(tokenizer, *template_input(messages))
-        text, options = "\n".join(message.content for message in messages), {}
-    else:
-        text, options = render(tokenizer, messages, thinking), {"add_special_tokens": False}
+        return "\n".join(message.content for message in messages), {}
+    return render(tokenizer, messages, thinking), {"add_special_tokens": False}
+
+
+def _encoded(tokenizer: Any, text: str, options: Mapping[str, bool], vocab_size: int | None) -> list[int]:
     try:
         ids = list(tokenizer.encode(text, **options))
     except BaseException as error:

@@ -323,11 +323,13 @@ def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
     # `datasets` reads this when it is imported; its bars would tear ours.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     data, limit, balance = request.data or model.data, request.limit, request.balance
-    loaded = [suites.load_prompts(suite, data, limit, balance) for suite in known]
+    padded = bool(request.context)
+    loaded = [suites.load_prompts(suite, data, limit, balance, padded=padded) for suite in known]
     if request.prompts is not None:
         scorer = request.score or "none"
         columns = list(scorers.COLUMNS.get(scorer, ()))
-        loaded.append(prompts.load(request.prompts, limit, scorer, columns, balance, every_answer=request.every_answer))
+        own = {"every_answer": request.every_answer, "padded": padded}
+        loaded.append(prompts.load(request.prompts, limit, scorer, columns, balance, **own))
     if request.score is not None and evaluated.is_evaluated(request.score):
         loaded = _scored_by(request.score, loaded)
     if (told := schema_of(request)) is not None:

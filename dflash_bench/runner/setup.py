@@ -310,18 +310,18 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
     modes = [bool(mode) for mode in modes_of(request, model, chat.has_thinking(tokenizer))]
     for mode in modes:
         chat.check(tokenizer, [asked for loaded in resolved.suites for asked in chats(loaded)], mode)
-    rendered = {
-        loaded.suite.name: {"on" if mode else "off": chat.rendered(tokenizer, chats(loaded), mode) for mode in modes}
-        for loaded in resolved.suites
-    }
-
+    length = optional(config, "max_position_embeddings", default=2**31)
     num_tokens = targets.shape_of(folder).vocab_size
 
     def size(messages: Sequence[Message]) -> int:
-        return max(len(chat.encode(tokenizer, messages, mode, num_tokens)) for mode in modes)
+        return max(chat.length(tokenizer, messages, mode, length, num_tokens) for mode in modes)
 
-    length = optional(config, "max_position_embeddings", default=2**31)
     padded = padding.padded(resolved.suites, request.context, size, length, resolved.max_new_tokens)
+    asked_of = [without(loaded, padded.left_out.get(loaded.suite.name, ())) for loaded in resolved.suites]
+    rendered = {
+        loaded.suite.name: {"on" if mode else "off": chat.rendered(tokenizer, chats(loaded), mode) for mode in modes}
+        for loaded in asked_of
+    }
     counts = model.num_drafts or {}
     methods = [one if one.tag else one.with_count(counts.get(one.name)) for one in resolved.methods]
     kind = None if dtype == "auto" else getattr(torch, dtype)
@@ -333,7 +333,7 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
     if free is not None and device == "cpu":
         free //= request.workers or 1
     footprint = demand.held(padded.longest)
-    with_drafts, without = (
+    with_drafts, alone = (
         None if free is None else max(0, min(one.longest_within(free), length) - padded.rest)
         for one in (demand, demand.without_drafts())
     )
@@ -344,8 +344,8 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
         where = f"{device} at concurrency {demand.rows}" if demand.rows > 1 else device
         where += " for each worker" if (request.workers or 1) > 1 else ""
         rows = demand.most_rows_within(free, padded.longest) if demand.rows > 1 else 0
-        raise _too_little(footprint.total, free, where, with_drafts or 0, without or 0, rows)
-    found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": without}
+        raise _too_little(footprint.total, free, where, with_drafts or 0, alone or 0, rows)
+    found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": alone}
     told = request.date if chat.names_date(tokenizer) else None
     has_template = tokenizer.chat_template is not None
     return PreparedRun(padded, asdict(footprint) | found, commits, length - padded.rest, told, rendered, has_template)

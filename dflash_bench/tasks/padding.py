@@ -193,7 +193,7 @@ def padded(
         shortest = min(one.bare for one in everything)
         raise UserError(
             f"all {len(everything)} prompts are longer than the target's context of {context_length} tokens (the "
-            f"shortest has {shortest}); give shorter ones, or a target with a longer context"
+            f"shortest has {shortest} or more); give shorter ones, or a target with a longer context"
         )
     suites = [without(loaded, left_out.get(loaded.suite.name, ())) for loaded in suites]
     cut = _ids_of(one for one in sized if one.bare + max_new_tokens > context_length)

@@ -26,6 +26,7 @@ from dflash_bench.tasks.suites import (
     as_text,
     draw,
     filled,
+    held,
     is_texts,
     known_suites,
     name_of,
@@ -167,23 +168,27 @@ def load(
     balance: str | None = None,
     *,
     every_answer: bool = False,
+    padded: bool = True,
 ) -> Loaded:
     """Load the prompts of a file or folder; `columns` are those that its scorer reads besides the reference.
 
     With `every_answer`, each answer that was recorded in a conversation is a prompt, not only the last. `limit` and
-    `balance` are for `suites.draw`. The notes name rows that are left out and keys that are ignored. Raises UserError
-    for a row that holds no prompt.
+    `balance` are for `suites.draw`; unless prompts are `padded` with others, only those that are drawn are held. The
+    notes name rows that are left out and keys that are ignored. Raises UserError for a row that holds no prompt.
     """
     suite = Suite(name="prompts", version=1, title="your prompts", source=str(path), scorer=scorer)
     remarks, is_scored = _Remarks(), scorer != "none"
     rows = _answers_of(rows_in(path)) if every_answer else rows_in(path)
-    found = [_prompt(where, index, row, is_scored, remarks) for index, (where, row) in enumerate(rows)]
-    prompts = with_slices([prompt for prompt in found if prompt is not None], {*KNOWN, *columns})
+    read = {*KNOWN, *columns}
+    found = (_prompt(where, index, row, is_scored, remarks) for index, (where, row) in enumerate(rows))
+    few = None if padded or balance is not None else limit
+    every = held(suite, (prompt for prompt in found if prompt is not None), few, {*read, functions.FUNCTIONS})
+    prompts = with_slices(every, read)
     notes = (*remarks.notes(), *_notes(path, prompts, columns))
     source = f"{'folder' if os.path.isdir(path) else 'file'} {path}"
     if every_answer and not prompts:
         raise UserError(f"{source}: --every-answer needs conversations with an answer after a message of the user")
-    if found and not prompts:
+    if remarks.empty and not prompts:
         raise UserError(f"{source}: {notes[0]}")
     return replace(draw(suite, prompts, source, limit, notes, balance), revision=origins.in_cache([path]))
 

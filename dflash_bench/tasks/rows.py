@@ -102,7 +102,7 @@ def parquet_rows(path: Path) -> Rows:
     try:
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
             groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
-            per_row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+            per_row = max((sum(_most_per_row(group)) for group in groups), default=0)
             at_a_time = min(max(BYTES_AT_A_TIME // max(per_row, 1), 1), ROWS_AT_A_TIME)
             for batch in file.iter_batches(at_a_time):
                 for row in batch.to_pylist():
@@ -110,6 +110,17 @@ def parquet_rows(path: Path) -> Rows:
                     yield where, _without_nulls(where, row)
     except (OSError, ValueError, ArithmeticError, pa.ArrowException) as error:
         raise UserError(f"cannot read {path}: {first_line(error)}") from error
+
+
+def _most_per_row(group: Any) -> Iterator[int]:
+    """Yield the bytes that a row may take in each column of a row group, by what the file declares.
+
+    Values in a dictionary are stored once, and each row may hold the longest.
+    """
+    for index in range(group.num_columns):
+        column = group.column(index)
+        in_dictionary = any("DICTIONARY" in encoding for encoding in column.encodings)
+        yield column.total_uncompressed_size // (1 if in_dictionary else max(group.num_rows, 1))
 
 
 def _without_nulls(where: str, value: Any, depth: int = 0) -> Any:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from decimal import Decimal
+from heapq import heappop, heappush
 from itertools import zip_longest
 from pathlib import Path
 from string import Formatter
@@ -105,7 +106,7 @@ class Loaded:
     unscored: tuple[str, ...] = ()
     """The ids of prompts whose answers the suite's scorer cannot score."""
     pool: tuple[Prompt, ...] = field(default=(), repr=False)
-    """All prompts of the source, which others can be padded with."""
+    """All prompts of the source whose texts are held, which others can be padded with."""
     order: tuple[str, ...] = field(default=(), repr=False)
     """The ids of `prompts` in the order in which they were drawn."""
     revision: str | None = None
@@ -223,11 +224,16 @@ def listings() -> list[SuiteListing]:
 
 
 def load_prompts(
-    suite: Suite, data: str | Path = "embedded", limit: int | None = None, balance: str | None = None
+    suite: Suite,
+    data: str | Path = "embedded",
+    limit: int | None = None,
+    balance: str | None = None,
+    *,
+    padded: bool = True,
 ) -> Loaded:
     """Load prompts from `data`: `embedded`, `hub`, or a folder of NAME/SPLIT.jsonl or .parquet in the hub's columns.
 
-    `limit` and `balance` are for `draw`.
+    `limit` and `balance` are for `draw`. Unless prompts are `padded` with others, only those that are drawn are held.
     """
     if suite.home == "folder" and data in ("embedded", "hub"):
         raise UserError(
@@ -245,7 +251,9 @@ def load_prompts(
         revision = origins.of_rows(rows_file(suite.data, Path(data)))
     templates = _columns_in(*suite.turns, suite.reference or "")
     read = {suite.id, suite.turns_column, suite.messages, *suite.options, *templates}
-    prompts = with_slices(list(each_prompt(suite, rows)), read)
+    few = None if padded or balance is not None else limit
+    every = held(suite, each_prompt(suite, rows), few, read)
+    prompts = with_slices(every, read)
     return replace(draw(suite, prompts, source, limit, balance=balance), revision=revision)
 
 
@@ -312,7 +320,41 @@ def draw(
     drawn_ids = set(order[:limit])
     drawn = tuple(prompt for prompt in prompts if prompt.prompt_id in drawn_ids)
     sha256 = _sha256([prompt.row for prompt in drawn])
-    return Loaded(suite, drawn, source, sha256, len(prompts), notes, pool=tuple(prompts), order=tuple(order[:limit]))
+    pool = tuple(prompt for prompt in prompts if prompt.turns)
+    return Loaded(suite, drawn, source, sha256, len(prompts), notes, pool=pool, order=tuple(order[:limit]))
+
+
+def held(
+    suite: Suite, prompts: Iterable[Prompt], limit: int | None, known: Collection[str | None] = ()
+) -> list[Prompt]:
+    """Return all prompts, of which those that `limit` cannot draw keep ids, categories and names, and no texts.
+
+    A file may have far more of them than memory. The columns in `known` are read as something else than names.
+    """
+    if limit is None:
+        return list(prompts)
+    every: list[Prompt] = []
+    first: list[tuple[int, int]] = []
+    for number, prompt in enumerate(prompts):
+        every.append(prompt)
+        heappush(first, (-int.from_bytes(_rank(suite, prompt.prompt_id)), number))
+        if len(first) > limit:
+            last = heappop(first)[1]
+            every[last] = _without_texts(every[last], known)
+    return every
+
+
+_TEXT = object()
+"""In place of a value that is no name."""
+
+
+def _without_texts(prompt: Prompt, known: Collection[str | None]) -> Prompt:
+    row = {
+        name: value if value in (None, "", []) or is_name(value) else _TEXT
+        for name, value in prompt.row.items()
+        if name not in known
+    }
+    return Prompt(prompt.suite, prompt.prompt_id, (), category=prompt.category, row=row)
 
 
 def numbers_by_id(suite: Suite, prompts: Iterable[Prompt], source: str) -> dict[str, int]:
@@ -397,6 +439,8 @@ def with_slices(prompts: Sequence[Prompt], read: Collection[str | None]) -> list
         values = (prompt.row.get(column) for prompt in prompts)
         if column == "category" or not all(value in (None, "") or is_name(value) for value in values):
             del columns[column]
+    if not columns:
+        return list(prompts)
     return [
         replace(
             prompt,

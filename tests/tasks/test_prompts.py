@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Message
-from dflash_bench.tasks import prompts
+from dflash_bench.models import chat
+from dflash_bench.tasks import prompts, rows
 from dflash_bench.tasks.conversations import MESSAGES
 
 
@@ -184,3 +189,67 @@ def test_json_that_python_cannot_hold_is_refused(what: str, tmp_path: Path) -> N
     assert refusal(path) == f"{path} line 1: {message}"
     path.write_text(f"[{text}]")
     assert refusal(path) == f"{path} row 1: {message}"
+
+
+# Files that hold far more than is measured
+
+
+def nested(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize("value_of", [str, nested])
+def test_values_that_a_file_holds_once_are_read_a_few_at_a_time(
+    value_of: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parquet stores a text that is in every row once, and each row that is decoded holds all of it."""
+    text, path, asked = "x" * 300_000, tmp_path / "same.parquet", []
+    column = "prompt" if value_of is str else "messages"
+    parquet.write_table(pa.table({column: [value_of(text)] * 300}), path)
+    assert path.stat().st_size < 100_000
+    iter_batches = parquet.ParquetFile.iter_batches
+
+    def spied(file: Any, at_a_time: int) -> Any:
+        asked.append(at_a_time)
+        return iter_batches(file, at_a_time)
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", spied)
+    loaded = prompts.load(path, 2, padded=False)
+    assert loaded.num_rows == 300 and [prompt.turns for prompt in loaded.prompts] == [(text,)] * 2
+    assert asked[0] * len(text) <= rows.BYTES_AT_A_TIME
+
+
+@pytest.mark.parametrize("limit", [1, 7, 50])
+def test_only_what_is_drawn_is_held_and_it_is_the_same(limit: int, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    languages = ["en", "de", None]
+    lines = [
+        {"prompt": f"What is {n}?", "language": languages[n % 3], "notes": "long " * 100, "odd": n if n < 29 else "x\n",
+         "function": [n]}
+        for n in range(30)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole, few = (prompts.load(path, limit, padded=padded) for padded in (True, False))
+    assert replace(few, pool=()) == replace(whole, pool=())
+    assert len(whole.pool) == 30 and few.pool == few.prompts
+    assert prompts.load(path, limit, balance="language", padded=False) == prompts.load(path, limit, balance="language")
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 2}\n{"prompt": "c", "id": 1}\n')
+    with pytest.raises(UserError, match="rows 1 and 3 share the id '1'"):
+        prompts.load(twice, 1, padded=False)
+
+
+def test_of_a_text_of_megabytes_only_the_beginning_is_encoded() -> None:
+    class Tokenizer:
+        chat_template, longest = None, 0
+
+        def encode(self, text: str) -> list[int]:
+            self.longest = max(self.longest, len(text))
+            return [1] * len(text.split())
+
+    tokenizer, most = Tokenizer(), 1000
+    assert chat.length(tokenizer, [Message("user", "word " * 1_000_000)], False, most, 2) > most
+    assert tokenizer.longest <= chat.CHARACTERS * most
+    # Few tokens, however many letters they have, are counted.
+    for text, expected in (("word " * 2 * most, 2 * most), ("w" * 10**5, 1)):
+        assert chat.length(tokenizer, [Message("user", text)], False, most, 2) == expected
