@@ -16,7 +16,7 @@ from dflash_bench.core.labels import dtype_name
 from dflash_bench.core.methods import users_of
 from dflash_bench.models import formats, loading, mtp_heads, presets, targets, weights
 from dflash_bench.models.configs import optional
-from dflash_bench.models.formats import TargetShape, base, medusa
+from dflash_bench.models.formats import TargetShape, base, known, medusa
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.bodies import PLAIN, WHOLE, BlockView
@@ -83,6 +83,7 @@ def inspect(reference: str, target: str | None = None) -> Inspection:
     names = weights.read_tensors(folder, weights.only_maps) if any(folder.glob("*.safetensors")) else {}
     if mtp_heads.are_apart(folder, names):
         return _of_mtp_heads(folder, shape, target)
+    known.refuse_others(folder, read_config(folder), names)
     if loading.is_language_model(folder):
         return _of_language_model(folder, home, shape, target)
     return _of_draft(folder, home, shape, target)
@@ -115,10 +116,18 @@ def _of_draft(folder: Path, home: Path | None, shape: TargetShape | None, target
         rotary=_rotary(config),
         **_size(checkpoint.tensors),
         trained_for=_trained_for(checkpoint),
-        notes=checkpoint.notes + _doubts(folder, target),
+        notes=checkpoint.notes + _unknown_keys(folder, form) + _doubts(folder, target),
         target=target,
         problems=(*_problems(form, checkpoint, shape), *_other_tokenizer(folder, home)),
     )
+
+
+def _unknown_keys(folder: Path, form: Format) -> tuple[str, ...]:
+    """Return a note about keys beside `dflash_config` of which nobody here knows what they do."""
+    if form not in (formats.zlab.DFLASH, formats.projectors.SPECFORGE, formats.projectors.NVIDIA):
+        return ()
+    unknown = known.unknown_keys(read_config(folder), formats.zlab.BESIDE)
+    return (f"keys of config.json that are not read: {', '.join(unknown)}",) if unknown else ()
 
 
 def _of_heads(folder: Path, shape: TargetShape | None, target: str | None) -> Inspection:

@@ -15,12 +15,13 @@ from dflash_bench.core import environment
 from dflash_bench.core.errors import DraftProblem, UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.models import formats, gguf, hub, mtp_heads, targets
-from dflash_bench.models.formats import TargetShape, medusa
+from dflash_bench.models.formats import TargetShape, known, medusa
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.mtp import MTPDraft
 from dflash_bench.models.presets import MTP, Preset, preset, require_drafts
 from dflash_bench.models.targets import PLAIN, Placement
+from dflash_bench.models.weights import only_maps, read_tensors
 
 # The weights of a method, of whichever kind: a draft for the target's features, heads, or a language model.
 
@@ -58,6 +59,8 @@ def _kind(folder: Path, wanted: str) -> str:
         medusa.read(folder, headers_only=True)
         return "medusa"
     config = read_config(folder)
+    names = read_tensors(folder, only_maps) if any(folder.glob("*.safetensors")) else {}
+    known.refuse_others(folder, config, names)
     if wanted == "medusa":
         medusa.read(folder)
     if wanted in LANGUAGE_MODELS and not _is_of_draft(config):

@@ -92,6 +92,7 @@ IF_GIVEN = (
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
 )  # fmt: skip
 """Sizes that not every kind of target has; numbers of experts may be 0."""
+SEVERAL_STREAMS = ("gemma3n_text",)
 LARGEST = 1 << 24
 """The largest plausible size: a damaged number must not make us allocate huge memory."""
 LEAST_POSITIONS = 32
@@ -191,6 +192,13 @@ def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
         if several := [name for name in SIZES if name in varying(config)]:
             raise UserError(f"a {config.model_type} target whose {several[0]} differs by layer is not supported")
+        if not hasattr(config, "num_attention_heads") or config.model_type in SEVERAL_STREAMS:
+            why = (
+                "its layers pass on several streams, and a draft reads one"
+                if config.model_type in SEVERAL_STREAMS
+                else "it has no attention, but a state that cannot be rolled back"
+            )
+            raise UserError(f"a {config.model_type} target ({folder}) is not supported: {why}", "use another target")
         sizes = {name: getattr(config, name) for name in SIZES}
         optional(config, "kv_sharing_modes")  # raises where no layer before has what the last ones reuse
     except UNREADABLE as error:

@@ -88,3 +88,12 @@ def test_a_target_whose_layers_differ_in_their_number_of_heads_is_refused(tmp_pa
     config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="num_attention_heads differs by layer"):
         targets.config_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("mamba", "no attention, but a state"), ("gemma3n_text", "several streams")], ids=str
+)
+def test_targets_that_cannot_be_are_refused_for_their_reason(kind: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    with pytest.raises(UserError, match=f"a {kind} target .* is not supported: .*{why}"):
+        targets.config_of(tmp_path)

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_bench.core.errors import UserError
+from dflash_bench.models import loading
+from dflash_bench.models.formats import read_checkpoint
 from dflash_bench.models.inspect import Inspection, inspect
 from dflash_bench.models.presets import NANO
 
@@ -203,3 +205,75 @@ def test_a_surplus_tensor_is_named(tmp_path: Path) -> None:
     draft = edited(tmp_path / "draft", Edit("", tensors={"layers.0.surprise.weight": (4,)}))
     (problem,) = inspect(str(draft), "nano").problems
     assert "layers.0.surprise.weight" in problem.what
+
+
+# Kinds that are known and not computed here, with what to use in their place.
+
+
+BODY = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 97,
+}  # fmt: skip
+LAYER = "layers.0.self_attn.q_proj.weight"
+OTHERS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
+    "PARD": ("PARD", "draft-model", {"architectures": ["LlamaForCausalLM"], "pard_token": 90}, [LAYER]),
+    "EAGLE-1": ("EAGLE-1", "eagle3", {"architectures": ["LlamaForCausalLMEagle"]}, [LAYER, "fc.weight"]),
+    "EAGLE-1, a Llama in name": ("EAGLE-1", "eagle3", {"architectures": ["LlamaForCausalLM"]}, [LAYER, "fc.weight"]),
+    "EAGLE-1 of speculators": ("EAGLE-1", "eagle3", {"speculators_model_type": "eagle"}, ["fc.weight"]),
+    "an MLP speculator": ("an MLP speculator", "medusa", {"model_type": "mlp_speculator"}, ["head.0.weight"]),
+    "an MLP speculator of speculators": (
+        "an MLP speculator", "medusa", {"speculators_model_type": "mlp_speculator"}, ["head.0.weight"],
+    ),
+    "Gemma's assistant": ("Gemma's assistant", "draft-model", {"model_type": "gemma4_assistant"}, [LAYER]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_draft_of_another_kind_is_named_wherever_it_is_given(name: str, tmp_path: Path) -> None:
+    kind, method, config, tensors = OTHERS[name]
+    (tmp_path / "config.json").write_text(json.dumps(BODY | config))
+    save_file({tensor: torch.zeros(2, 2) for tensor in tensors}, tmp_path / "model.safetensors")
+    for look in (lambda: inspect(str(tmp_path)), lambda: loading.fetch(method, str(tmp_path))):
+        with pytest.raises(UserError, match=f"{tmp_path} is {kind}.* not supported; use "):
+            look()
+
+
+# DFlash 2 by NVIDIA's name, angles by kind of layer, and keys that nobody knows.
+
+
+def changed(tmp_path: Path, draft: str, inner: Mapping[str, Any] | None = None, **top: Any) -> Path:
+    folder = shutil.copytree(NANO / draft, tmp_path / "draft")
+    config = json.loads((folder / "config.json").read_text())
+    config["dflash_config"] = {**config["dflash_config"], **(inner or {})}
+    (folder / "config.json").write_text(json.dumps(config | top))
+    return folder
+
+
+def test_nvidias_dflash_2_is_read_as_dflash_2(tmp_path: Path) -> None:
+    folder = changed(tmp_path, "dflash2", {"projector_type": "dflash2"})
+    assert inspect(str(folder)).kind == "DFlash 2"
+    plain = read_checkpoint(NANO / "dflash2", None)[1].config
+    assert read_checkpoint(folder, None)[1].config == plain
+
+
+def test_a_plain_draft_that_says_dflash2_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="projector_type 'dflash2', but has no selector_rank"):
+        inspect(str(changed(tmp_path, "dflash", {"projector_type": "dflash2"})))
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
+@pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["sliding_attention", "full_attention"]])
+def test_angles_that_differ_between_its_layers_are_refused(theta: float, kinds: list[str], tmp_path: Path) -> None:
+    angles = {"full_attention": {"rope_theta": 1_000_000.0}, "sliding_attention": {"rope_theta": theta}}
+    folder = changed(tmp_path, "dflash", rope_parameters=angles, layer_types=kinds, sliding_window=64)
+    if len({*kinds}) == 2 and theta == 10_000.0:
+        with pytest.raises(UserError, match=r"angles that differ by kind of layer \(sliding_attention, full_attention"):
+            inspect(str(folder))
+    else:
+        assert read_checkpoint(folder, None)[1].config.rope_theta == 1_000_000.0  # type: ignore[union-attr]
+
+
+def test_keys_beside_dflash_config_that_nobody_knows_are_listed(tmp_path: Path) -> None:
+    for draft in ("dflash", "dflash2", "dspark"):
+        assert not any("not read" in note for note in inspect(str(NANO / draft)).notes)
+    seen = inspect(str(changed(tmp_path, "dflash", wobble=2, rms_norm_eps=1e-6, temperature=1.0)))
+    assert seen.notes == ("keys of config.json that are not read: wobble",)

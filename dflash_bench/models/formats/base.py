@@ -191,7 +191,7 @@ def head_json(checkpoint: Checkpoint) -> dict[str, Any]:
 def _rotary(config: Json) -> dict[str, Any]:
     """Return theta (default 10000), context length and scaling. Newer files keep them in `rope_parameters`."""
     newer = config.get("rope_parameters") or {}
-    newer = {**newer, **newer.get("full_attention", {})}
+    newer = {**newer, **_of_kind(config, newer)}
     settings = {**(config.get("rope_scaling") or {}), **newer}
     theta = float(settings.pop("rope_theta", config.get("rope_theta", 10000.0)))
     length = config.get("max_position_embeddings", 4096)
@@ -211,6 +211,17 @@ def _rotary(config: Json) -> dict[str, Any]:
     if kind in FROM_LENGTH and scaling.get("original_max_position_embeddings") is None:
         scaling["original_max_position_embeddings"] = config.get("original_max_position_embeddings") or length
     return {**plain, "rope_scaling": scaling}
+
+
+def _of_kind(config: Json, angles: Json) -> Json:
+    """Return the angles that all layers have. Raises UserError for kinds of layers whose angles differ."""
+    by_kind = {kind: value for kind, value in angles.items() if isinstance(value, Mapping)}
+    kinds = config.get("layer_types") or ["full_attention"]
+    used = {kind: by_kind[kind] for kind in kinds if kind in by_kind} or by_kind
+    first: Json = next(iter(used.values()), {})
+    if any(value != first for value in used.values()):
+        raise UserError(f"a draft with rotary angles that differ by kind of layer ({', '.join(used)}) is not supported")
+    return first
 
 
 def none_if_usual(value: int | None, usual: int) -> int | None:

@@ -33,6 +33,10 @@ OTHER_KEYS: dict[type[CorrectionConfig], tuple[str, ...]] = {
     SelectorConfig: (),
 }
 """Keys that belong to a head and are no fields of it."""
+KEYS = frozenset(
+    key for kind, others in OTHER_KEYS.items() for key in (*(field.name for field in fields(kind)), *others)
+)
+"""All keys of heads."""
 TENSORS = {
     r"candidate_selector\.": "DFlash 2",
     r"markov_head\.": "DSpark",

@@ -34,7 +34,7 @@ SPECULATORS = {
     "peagle": "P-EAGLE", "eagle3": "EAGLE-3", "jetspec": "JetSpec", "dels_spec": "DeLS-Spec", "pard2": "PARD-2",
     "mtp": "MTP",
 }  # fmt: skip
-PROJECTORS = {"domino": "Domino", "dspark": "DSpark", "lilicorr": "LiLiCorr"}
+PROJECTORS = {"dflash2": "DFlash 2", "domino": "Domino", "dspark": "DSpark", "lilicorr": "LiLiCorr"}
 DESCRIBING = (
     "architectures", "auto_map", "model_type", "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings",
     "speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config",
@@ -76,6 +76,50 @@ def named_kind(config: Json) -> str | None:
     return next((name for name in named if name is not None), None)
 
 
+OTHERS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "PARD": (
+        ("pard",), "a language model trained to draft all tokens in one pass",
+        "use the model that it was made from with --method draft-model, or a P-EAGLE draft",
+    ),
+    "EAGLE-1 or EAGLE-2": (
+        ("eagle", "EAGLEModel", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle", "EagleSpeculator"),
+        "a draft that reads the target's last layer alone", "use an EAGLE-3 draft of this target",
+    ),
+    "an MLP speculator": (
+        ("mlp_speculator", "MLPSpeculatorPreTrainedModel"), "heads that read each other's tokens",
+        "use Medusa heads or an EAGLE-3 draft of this target",
+    ),
+    "Gemma's assistant": (
+        ("gemma4_assistant", "gemma4_unified_assistant"), "a draft over its target's keys and values",
+        "use a DFlash or EAGLE-3 draft of this target, or measure a server that runs it (--server)",
+    ),
+}  # fmt: skip
+"""Kinds of drafts that are not computed here: the types and architectures by which they are told, what they are, and
+what to use in their place."""
+
+
+def refuse_others(where: object, config: Json, names: Collection[str] = ()) -> None:
+    """Raises UserError for a draft of a kind that is known and not computed; `names` are those of its tensors."""
+    told = {str(config.get(key)) for key in ("model_type", "speculators_model_type", "spd_type")}
+    architectures = config.get("architectures")
+    told |= {str(name) for name in architectures} if isinstance(architectures, list) else set()
+    told |= {"pard"} if "pard_token" in config else set()
+    # EAGLE's first drafts are a Llama in name; their layer lies beside the projection of a pair.
+    told |= {"eagle"} if {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= {*names} and _is_plain(config) else set()
+    for kind, (marks, what, instead) in OTHERS.items():
+        if told & {*marks}:
+            raise UserError(f"{where} is {kind}, {what}, which is not supported", instead)
+
+
+def _is_plain(config: Json) -> bool:
+    """Return True if nothing but the architecture of a language model says what this is."""
+    names = config.get("architectures") or ()
+    others = ("speculators_model_type", "dflash_config", "draft_vocab_size", "dflare_config", "eagle_config")
+    if not names or any(key in config for key in others):
+        return False
+    return all(str(name).endswith("ForCausalLM") for name in names)
+
+
 def refuse_architectures(where: object, architectures: Sequence[Any]) -> None:
     """Raises UserError for architectures of which none is known; no architecture at all says nothing."""
     if architectures and not any(name in ARCHITECTURES for name in architectures):
@@ -97,13 +141,17 @@ KNOWN_TYPES = f"known are {_listed(SPECULATORS)}"
 
 def refuse_flat(config: Json, what: str, read: Collection[str]) -> None:
     """Raises UserError for a key of a flat config that is neither read nor known to change nothing."""
-    for key in config:
-        known = key in read or key in DESCRIBING or key in OF_TRANSFORMERS_4 or key in _of_transformers()
-        if not (known or key.startswith("_") or key in variants.HARMLESS or key in variants.VARIANTS):
-            raise UserError(
-                f"{what} with {key!r} in config.json is not supported: its effect is unknown; if it changes nothing, "
-                "remove it from the file"
-            )
+    for key in unknown_keys(config, read):
+        raise UserError(
+            f"{what} with {key!r} in config.json is not supported: its effect is unknown; if it changes nothing, "
+            "remove it from the file"
+        )
+
+
+def unknown_keys(config: Json, read: Collection[str]) -> list[str]:
+    """Return the keys of a flat config that are neither read nor known to change nothing."""
+    known = {*read, *DESCRIBING, *OF_TRANSFORMERS_4, *_of_transformers(), *variants.HARMLESS, *variants.VARIANTS}
+    return [key for key in config if key not in known and not key.startswith("_")]
 
 
 @cache

@@ -47,7 +47,7 @@ OF_LAYERS: Variants = {
     "logits_scaling": ("its logits are scaled, which changes what is drawn", (*ABSENT, 1)),
     "final_logit_softcapping": ("its logits are capped, which changes what is drawn", (*ABSENT, 0)),
     "projector_type": (
-        "a head of a kind that is not known corrects its drafts (known are Domino, DSpark and LiLiCorr)",
+        "a head of a kind that is not known corrects its drafts (known are DFlash 2, Domino, DSpark and LiLiCorr)",
         (*ABSENT, "none", "dflash"),
     ),
     "conv_kernel_size": (DFLASH2, (*ABSENT, 0)),

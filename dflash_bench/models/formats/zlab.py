@@ -101,6 +101,8 @@ READ = (
 )  # fmt: skip
 """Keys of `dflash_config` that are read here."""
 SECOND = "DFlash2DraftModel"
+PROJECTOR = "dflash2"
+"""NVIDIA's name of DFlash 2's head."""
 USUAL_BLOCK = 16
 """The block of a file that names none."""
 
@@ -109,7 +111,11 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
     if "dflare_config" in config:
         config = {**config, "dflash_config": {**config["dflare_config"], **(config.get("dflash_config") or {})}}
     selector = _selector(config)
-    config = config if selector is None else heads.without(config, SelectorConfig)
+    if selector is not None:
+        config = heads.without(config, SelectorConfig)
+        inner = dict(config.get("dflash_config") or {})
+        if inner.get("projector_type") == PROJECTOR:
+            config["dflash_config"] = {key: value for key, value in inner.items() if key != "projector_type"}
     inner = config.get("dflash_config") or {}
     both = {"block_size": USUAL_BLOCK, **config, **inner}
     # An inner one counts, but does not take back what stands beside it.
@@ -130,6 +136,10 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
 def _selector(config: Json) -> SelectorConfig | None:
     """Return DFlash 2's head, or None. Raises UserError for a config that says one kind and has keys of another."""
     named, keys = config.get("architectures") or (), heads.both_levels(config)
+    if keys.get("projector_type") == PROJECTOR and not keys.get("selector_rank"):
+        raise UserError(
+            f"config.json says projector_type {PROJECTOR!r}, but has no selector_rank; copy the checkpoint again"
+        )
     is_second, has_selector = bodies.is_second(keys), bool(keys.get("selector_rank"))
     if SECOND in named and not has_selector:
         raise UserError(f"config.json says {SECOND}, but has no selector_rank; copy the checkpoint again")
@@ -189,4 +199,6 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
     return written, dict(checkpoint.tensors)
 
 
+BESIDE = (*READ, *bodies.READ_BESIDE, *heads.KEYS, heads.INNER, "dflare_config")
+"""Keys that are read beside `dflash_config`; publishers leave others there, copied from their targets."""
 DFLASH = Format("zlab", "dflash", read_dflash, write_dflash, holds_vocabulary=False, reads_last=True)
