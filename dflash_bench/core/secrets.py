@@ -147,7 +147,10 @@ def command(words: Sequence[str]) -> str:
 def of_environment(variables: Mapping[str, str]) -> tuple[Secret, ...]:
     """Return the secrets that programs may print from the environment: by variables' names, and proxies' passwords."""
     named = [
-        value for name, value in variables.items() if len(value) >= OF_VARIABLES and _names_secret(name.rstrip("_"))
+        value
+        for name, value in variables.items()
+        # PWD is the working directory.
+        if name != "PWD" and len(value) >= OF_VARIABLES and _names_secret(name.rstrip("_"))
     ]
     proxies = [variables[name] for name in variables if name.lower().endswith("_proxy")]
     return tuple(map(Secret, [*named, *(found for text in proxies for found in _by_shape(text)[1])]))

@@ -73,7 +73,9 @@ def test_a_secret_is_found_however_it_is_written() -> None:
     for text in (secret.reveal(), json.dumps(secret.reveal()), repr(secret.reveal()), "a%22b%5Cc/d%20e"):
         assert secret.reveal() not in hidden(text, [secret]) and "***" in hidden(text, [secret])
     assert hidden("ab", [Secret("")]) == "ab"
-    found = of_environment({"HF_TOKEN": SECRET, "PATH": "/bin:/usr/bin", "HTTPS_PROXY": f"http://me:{SECRET}@p:1"})
+    found = of_environment(
+        {"HF_TOKEN": SECRET, "PATH": "/bin:/usr/bin", "PWD": "/bin:/usr/bin", "HTTPS_PROXY": f"http://me:{SECRET}@p:1"}
+    )
     assert SECRET in {one.reveal() for one in found}
     assert hidden(f"at {SECRET} in /bin:/usr/bin", found) == "at *** in /bin:/usr/bin"
 
