@@ -105,7 +105,7 @@ def test_columns_are_known_by_ids() -> None:
     for columns in (RESULTS, ROUNDS):
         assert len({column.id for column in columns}) == len(columns)
     assert [column.id for column in RESULTS if column.in_paper] == [
-        "num_prompts", "al.pooled", "tps.decode", "speedup.decode", "exact", "passed",
+        "num_prompts", "al.pooled", "tps.decode", "speedup.decode", "exact", "passed", "cut",
     ]  # fmt: skip
     assert [column.id for column in (*RESULTS, *ROUNDS) if column.is_spare] == [
         "num_prompts", "num_tokens", "al.request_mean", "tps.decode", "speedup.e2e", "bandwidth_share", "other_ms",
