@@ -257,6 +257,12 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         f"the run proves nothing: of deliberately spoiled copies of its answers, {witnesses_passed(passed)}",
         "a witness that cannot object is broken; do not use these numbers",
     ),
+    "hidden_time": (
+        lambda num_answers, more_s, took_s:
+        f"beside the times of its {num_answers:,} answers ({1000 * took_s:.3g} ms), calls take {1000 * more_s:.3g} ms "
+        "more than those of plain decoding: part of the work is in no figure",
+        "the method works before or after it is timed; do not use these numbers",
+    ),
     "slow_plain": (
         lambda round_s, pass_s:
         f"{FLATTERED}; a round takes {1000 * round_s:.3g} ms, and a pass over one token {1000 * pass_s:.3g} ms",

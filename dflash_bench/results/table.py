@@ -75,7 +75,8 @@ KEPT = (
     "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "error",
     "passed", "score", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
     "audit", "audit_index", "audit_gap", "audit_tolerance", "num_thinking_tokens", "start_s", "end_s",
-    "num_hidden_tokens", "num_cached_tokens", "total_drafted", "counted_by", "uncounted", "energy_j", "pass_s",
+    "num_hidden_tokens", "num_cached_tokens", "total_drafted", "counted_by", "uncounted", "energy_j",
+    "clock_s", "pass_s",
 )  # fmt: skip
 """Columns taken over as they are stored."""
 NAMES = (

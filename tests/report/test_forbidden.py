@@ -17,6 +17,7 @@ from runs import answers, changed, failing, stored
 
 import dflash_bench as db
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.types import Answer
 from dflash_bench.report import read_document, screen
 
 Main = Callable[..., tuple[int, str, str]]
@@ -157,6 +158,35 @@ def test_findings_that_say_not_to_use_the_numbers(main: Main, code: str, rows: l
     if code == "proves_nothing":
         silent(folder)
     assert_no_speedup(main, code, code)
+
+
+def clocked(method: str, beside_s: float, often: int = 1) -> Callable[[list[Answer]], list[Answer]]:
+    """Give every answer a call of 2 ms more than its times, and each `often`-th of a method some seconds on top."""
+
+    def change(rows: list[Answer]) -> list[Answer]:
+        numbers = {id(row): number for number, row in enumerate(row for row in rows if row.method == method)}
+        return [
+            replace(row, clock_s=row.generation.prefill_s + row.generation.decode_s + 0.002
+                    + beside_s * (numbers.get(id(row), 1) % often == 0 if often > 1 else row.method == method))
+            for row in rows
+        ]  # fmt: skip
+
+    return change
+
+
+def test_work_that_is_in_no_figure(main: Main) -> None:
+    """A round of dflash takes 20 ms, and an answer of it 100 ms with its prefill: 5 % and 1 ms are 6 ms."""
+    stored(Path("run"), clocked("dflash", 0.0065)(answers(24)))
+    assert_no_speedup(main, "hidden_time", "hidden_time")
+
+
+@pytest.mark.parametrize(
+    ("method", "beside_s", "often"), [("dflash", 0.0055, 1), ("dflash", 0.5, 3), ("ar", 0.5, 1)],
+    ids=["within the tolerance", "a busy machine", "plain decoding"],
+)  # fmt: skip
+def test_calls_that_take_long_now_and_then_hide_no_work(main: Main, method: str, beside_s: float, often: int) -> None:
+    stored(Path("run"), clocked(method, beside_s, often)(answers(24)))
+    assert not any(finding.forbids for finding in db.load("run").findings)
 
 
 def test_a_wrong_method_takes_the_speed_up_of_no_other(main: Main) -> None:

@@ -203,9 +203,11 @@ _CODE = {"not run": "code_not_run", "unsafe": "code_unsafe", "caged": "code_by_h
 
 
 Check = Callable[[CellContext], Observation | None]
-_FORBIDDING: tuple[Check, ...] = (_mismatch, witnesses.proves_nothing, servers.plain_drafts, _nothing_drafted)
+_FORBIDDING: tuple[Check, ...] = (_mismatch, witnesses.proves_nothing, servers.plain_drafts, _nothing_drafted,
+    timing.hidden_time,
+)  # fmt: skip
 CHECKS: tuple[Check, ...] = (
-    _mismatch, witnesses.proves_nothing, timing.slow_plain,
+    _mismatch, witnesses.proves_nothing, timing.hidden_time, timing.slow_plain,
     servers.worse_answers, servers.plain_drafts, _failed, _no_baseline, servers.unjudged, _lossy,
     _near_ties, _nothing_drafted,
     timing.loops, _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain,

@@ -15,6 +15,7 @@ MIN_PROMPTS = 20
 FORBIDS: Mapping[tuple[str, str], str] = {
     ("mismatch", "engine"): "cell", ("mismatch", "control"): "cell", ("mismatch", "method"): "cell",
     ("plain_drafts", ""): "cell", ("nothing_drafted", "draft_of_server"): "cell", ("proves_nothing", ""): "run",
+    ("hidden_time", ""): "cell",
 }  # fmt: skip
 """By kind and remedy, whose speed-ups an observation forbids: those of its cell, or of the whole run.
 

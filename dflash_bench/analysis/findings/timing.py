@@ -10,6 +10,7 @@ from dflash_bench.analysis import metrics, roofline, stats
 from dflash_bench.analysis.findings.base import CellContext, Observation, place_of
 from dflash_bench.analysis.metrics import prompt_sums
 from dflash_bench.analysis.roofline import SLOW_PLAIN
+from dflash_bench.core.methods import is_probe
 from dflash_bench.core.types import NOT_COVERED, SHARED_WEIGHTS
 
 SLOW_FIRST = 1.5
@@ -119,6 +120,30 @@ def slow_plain(context: CellContext) -> Observation | None:
     if pace is None or pace.ratio <= SLOW_PLAIN:
         return None
     return context.observe_suite("slow_plain", round_s=pace.round_s, pass_s=pace.pass_s)
+
+
+HIDDEN_S, HIDDEN_SHARE = 1e-3, 0.05
+"""What a call may take beyond its answer's times and what plain calls take: seconds, and a share of these times."""
+HIDDEN_OFTEN = 0.75
+"""Share of calls that must take longer: a busy machine lengthens some, and hidden work all."""
+MIN_CALLS = 5
+
+
+def hidden_time(context: CellContext) -> Observation | None:
+    """Look for calls that work outside the times of their answers, by the runner's clock, more than plain ones do."""
+    is_served = context.identity.engine == "server"
+    if context.is_baseline or is_probe(context.cell.method) or is_served or context.cell.settings.is_shared:
+        return None
+    here = metrics.without_errors(_of_suite(context))
+    here = here.assign(beside_s=here["clock_s"] - here["prefill_s"] - here["decode_s"])
+    own, plain = (
+        here[here["method"] == name].set_index(QUESTION)["beside_s"] for name in (context.cell.method, metrics.BASELINE)
+    )
+    more_s = (own - plain).dropna()
+    took_s = float((context.succeeded["prefill_s"] + context.succeeded["decode_s"]).median())
+    if len(more_s) < MIN_CALLS or more_s.quantile(1 - HIDDEN_OFTEN) <= HIDDEN_S + HIDDEN_SHARE * took_s:
+        return None
+    return context.observe("hidden_time", num_answers=len(more_s), more_s=float(more_s.median()), took_s=took_s)
 
 
 # Finding about answers that repeat themselves: they are easy to draft, and their speed-up holds for no other text.
