@@ -48,6 +48,14 @@ def memory_bytes() -> tuple[int | None, list[int]]:
     return _memory_bytes(), [gpu["memory_bytes"] for gpu in _gpus() if gpu["memory_bytes"] is not None]
 
 
+def boot_id() -> str | None:
+    """Return what tells this machine, since it was started, from all others; None where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() or None
+    except OSError:
+        return None
+
+
 def free_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Return the memory that is still available, of the machine or of its container if less; None if unknown."""
     try:

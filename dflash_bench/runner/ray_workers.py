@@ -14,7 +14,7 @@ import secrets
 import socket
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
@@ -36,6 +36,10 @@ from dflash_bench.runner.work import Witnessed
 from dflash_bench.runner.workers import Job, JobDone, Ready, WorkerDied, WorkerPool, measure
 
 CONNECT_S = 5.0
+START_S = 600.0
+"""Seconds within which a worker must have loaded the models, while no other one measures."""
+ANSWER_S = 60.0
+"""Seconds within which a worker that measures nothing must answer."""
 STORE_BYTES = 100 * 2**20
 """Bytes of Ray's object store, for prompts and rows between driver and workers; weights never pass through it."""
 QUIET = {
@@ -77,7 +81,7 @@ class RayWorker:
             "identity": dict(self.backend.describe()),
             "has_thinking": self.backend.has_thinking,
             "environment": environment.describe(),
-            "node": ray.get_runtime_context().get_node_id(),
+            "node": environment.boot_id() or ray.get_runtime_context().get_node_id(),
         }
 
     def measure(self, job: Job) -> tuple[list[Answer], float, dict[str, float | int], list[Canary]]:
@@ -123,22 +127,36 @@ class RayPool(WorkerPool):
     def _next(self) -> Ready | JobDone | WorkerDied | None:
         if not self._pending:
             return None
-        (ref,), _ = self.ray.wait([*self._pending], num_returns=1)
-        worker = self._pending.pop(ref)
-        errors = self.ray.exceptions
+        # Ray itself notices that a worker which measures is lost; one for which there is no machine never comes.
+        is_measuring = any(worker in self._abouts for worker in self._pending.values())
+        done, _ = self.ray.wait([*self._pending], num_returns=1, timeout=None if is_measuring else START_S)
+        if not done:
+            return None
+        worker = self._pending.pop(done[0])
         try:
-            value = self._value(ref)
-        except (
-            errors.RayActorError,
-            errors.WorkerCrashedError,
-            errors.NodeDiedError,
-            errors.OutOfMemoryError,
-        ) as error:
+            value = self._value(done[0])
+        except self._lost as error:
             del self._actors[worker]
             return WorkerDied(worker, first_line(error)[:200])
         if worker in self._abouts:
             return JobDone(worker, *value)
         return Ready(worker, self._known(worker, value))
+
+    @property
+    def _lost(self) -> tuple[type[Exception], ...]:
+        """What Ray raises for a worker that is gone."""
+        errors = self.ray.exceptions
+        return errors.RayActorError, errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError
+
+    def _asked(self, call: str, *values: Any) -> Any:
+        """Return what the first worker says that is there. Raises UserError if none answers in time."""
+        ref = getattr(self._actors[min(self._actors)], call).remote(*values)
+        try:
+            if self.ray.wait([ref], timeout=ANSWER_S)[0]:
+                return self._value(ref)
+        except self._lost:
+            pass
+        raise UserError("a worker was lost before it measured anything; start the run again")
 
     def _value(self, ref: Any) -> Any:
         """Return a result. A worker's UserError is raised as it is, any other error with its traceback."""
@@ -174,11 +192,22 @@ class RayPool(WorkerPool):
                     raise UserError(f"a worker could not load the models: {why}; lower --workers if memory is short")
                 self._events.append(event)
         self.environment = self._first["environment"]
-        self.forwards = self._value(self._actors[min(self._actors)].forwards.remote())
+        self.forwards = self._asked("forwards")
 
     def witnessed(self) -> Witnessed:
-        """Collect the reports of living workers; the answers of the others were judged before they died."""
-        reports = [self._value(actor.witnessed.remote()) for actor in self._actors.values()]
+        """Collect the reports of the workers that have measured; the answers of lost ones were judged before.
+
+        Raises UserError if none reports in time.
+        """
+        refs = [actor.witnessed.remote() for worker, actor in self._actors.items() if worker in self._abouts]
+        reports = []
+        for ref in self.ray.wait(refs, num_returns=len(refs), timeout=ANSWER_S)[0] if refs else ():
+            with suppress(*self._lost):
+                reports.append(self._value(ref))
+        if not reports:
+            raise UserError(
+                "no worker is left to report on its judge; what they measured is saved: go on with --resume"
+            )
         objections: Counter[str] = Counter()
         for one in reports:
             objections.update(one.objections)
@@ -206,7 +235,7 @@ class RayPool(WorkerPool):
         return {**self._first["identity"], **({"judge": shared[0]} if shared else {}), "workers": workers}
 
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
-        self._value(self._actors[min(self._actors)].check_chats.remote(chats, settings))
+        self._asked("check_chats", chats, settings)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import pytest
 import tiny
 from test_pooling import WORDS, rows_of
 
+from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
 from dflash_bench.results import store
 from dflash_bench.runner import ray_workers
@@ -55,16 +56,40 @@ def of_worker(weights: str, **said: Any) -> dict[str, Any]:
 MACHINE: dict[str, Any] = {"cpu": "a processor", "gpus": []}
 
 
-def pool_of(*abouts: dict[str, Any], said: Sequence[Witnessed] = ()) -> ray_workers.RayPool:
+class LostError(Exception):
+    """In place of what Ray raises for an actor that is gone."""
+
+
+LATE = object()
+"""In place of the answer of an actor that never answers."""
+
+
+def pool_of(*abouts: dict[str, Any], said: Sequence[Any] = ()) -> ray_workers.RayPool:
+    """Workers that say these things, or raise them."""
     pool = object.__new__(ray_workers.RayPool)
     pool._abouts, pool.num_at_first, pool._nodes = dict(enumerate(abouts)), len(abouts), ["a"]
-    errors = SimpleNamespace(RayTaskError=RuntimeError)
-    pool.ray = SimpleNamespace(get=lambda value: value, exceptions=errors)
+    lost = dict.fromkeys(("RayActorError", "WorkerCrashedError", "NodeDiedError", "OutOfMemoryError"), LostError)
+    errors = SimpleNamespace(RayTaskError=RuntimeError, **lost)
+
+    def get(value: Any) -> Any:
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def wait(refs: Sequence[Any], num_returns: int = 1, timeout: float | None = None) -> tuple[list[Any], list[Any]]:
+        assert timeout is not None, "it would wait for ever"
+        return [ref for ref in refs if ref is not LATE][:num_returns], []
+
+    pool.ray = SimpleNamespace(get=get, wait=wait, exceptions=errors)
     pool._actors = {
-        number: SimpleNamespace(witnessed=SimpleNamespace(remote=lambda one=one: one))
+        number: SimpleNamespace(**{call: SimpleNamespace(remote=lambda *_, one=one: one) for call in CALLS})
         for number, one in enumerate(said)
     }
+    pool._pending = {}
     return pool
+
+
+CALLS = ("witnessed", "forwards", "check_chats")
 
 
 def test_one_judge_with_shared_weights_is_enough_for_the_run_to_say_so() -> None:
@@ -78,15 +103,49 @@ def test_one_judge_with_shared_weights_is_enough_for_the_run_to_say_so() -> None
 
 
 def test_what_the_judges_of_workers_say_is_put_together() -> None:
-    heard = pool_of(said=[Witnessed(None, {"prompts": 2}), Witnessed("a.weight", {"prompts": 3})]).witnessed()
-    assert heard == Witnessed("a.weight", {"prompts": 5})
-    assert pool_of(said=[Witnessed(), Witnessed()]).witnessed() == Witnessed()
+    known = [of_worker("separate")] * 2
+    said = [Witnessed(None, {"prompts": 2}), Witnessed("a.weight", {"prompts": 3})]
+    assert pool_of(*known, said=said).witnessed() == Witnessed("a.weight", {"prompts": 5})
+    assert pool_of(*known, said=[Witnessed(), Witnessed()]).witnessed() == Witnessed()
+
+
+@pytest.mark.parametrize("lost", [LostError("its node died"), LATE])
+def test_a_worker_that_is_lost_or_never_came_is_not_waited_for(lost: Any) -> None:
+    known, alive = of_worker("separate"), Witnessed(None, {"prompts": 2})
+    assert pool_of(known, known, said=[lost, alive]).witnessed() == alive
+    # The third one replaces a lost one, and has not loaded the models.
+    assert pool_of(known, known, said=[alive, lost, LATE]).witnessed() == alive
+    assert pool_of(known, said=[alive, LATE]).witnessed() == alive
+    with pytest.raises(UserError, match="--resume"):
+        pool_of(known, known, said=[lost, lost, LATE]).witnessed()
+    with pytest.raises(UserError, match="a worker was lost"):
+        pool_of(known, said=[lost])._asked("forwards")
+
+
+def test_workers_that_never_come_end_the_wait() -> None:
+    pool = pool_of(of_worker("separate"), said=[Witnessed()])
+    pool._pending = {LATE: 1}
+    assert pool._next() is None
+    # While another one measures there is no limit: an answer takes as long as it takes.
+    pool._pending = {LATE: 1, "a job": 0}
+    with pytest.raises(AssertionError, match="for ever"):
+        pool._next()
+
+
+def test_two_nodes_of_one_host_are_one_machine() -> None:
+    here = environment.boot_id()
+    assert here == environment.boot_id() and (here or sys.platform != "linux")
+    pool = pool_of(of_worker("separate"))
+    pool._nodes = []
+    for worker in range(2):
+        pool._known(worker, of_worker("separate") | {"node": here})
+    assert pool._abouts[0]["machine"] == pool._abouts[1]["machine"]
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "dflash_bench.cli", *words], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, "-m", "dflash_bench.cli", *words], capture_output=True, text=True, env=variables, timeout=300
     )
 
 
