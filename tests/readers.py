@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -369,3 +370,11 @@ READERS: dict[str, Reader] = {
     "texts": Reader(_lines("t.jsonl", [{"text": "a"}]), "t.jsonl", lambda f: list(rows.json_lines(f / "t.jsonl"))),
     "GGUF": Reader(_gguf, "m.gguf", lambda f: gguf.convert(f / "m.gguf", Path(mkdtemp(dir=f)) / "out"), is_json=False),
 }  # fmt: skip
+
+
+PROGRESS = re.compile(r"(starting|reading prompts|connecting|loading [a-z0-9 ]+)( \([0-9]+ s\))?")
+
+
+def without_progress(stderr: str) -> list[str]:
+    """The lines of a process, apart from what it shows every few seconds: on a busy machine its start takes longer."""
+    return [line for line in stderr.splitlines() if not PROGRESS.fullmatch(line)]

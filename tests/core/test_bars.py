@@ -45,8 +45,8 @@ def test_a_file_gets_a_line_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def waited(stream: io.StringIO, text: str) -> bool:
-    """Whether the text comes within ten seconds."""
-    until = time.monotonic() + 10
+    """Whether the text comes at all; a busy machine takes its time."""
+    until = time.monotonic() + 300
     while text not in stream.getvalue():
         if time.monotonic() > until:
             return False

@@ -31,7 +31,7 @@ from dflash_bench.servers.backend import ServerBackend
 
 INPUTS: dict[str, list[Any]] = json.loads((Path(__file__).parents[1] / "data/hostile/servers.json").read_text())
 SECRET = "hunter2secret"
-LONGEST_S = 20.0
+LONGEST_S = 240.0
 """For one input, on a machine that is busy with others."""
 DIALECTS = ("vllm", "sglang", "llamacpp", "tensorrt_llm", "lmdeploy", "mlx", "openai")
 TRUE = 10
@@ -334,8 +334,7 @@ def endless(kind: str) -> dict[str, Any]:
     return {"raw": lambda asked: streams[kind]() if asked in ANSWERING else None}
 
 
-def test_what_does_not_end_is_cut_in_time_and_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.LONGEST_S", 240.0)
+def test_what_does_not_end_is_cut_in_time_and_takes_no_memory() -> None:
     assert [f"{one}" for one in INPUTS["endless"]] == ENDLESS
     with ExitStack() as stack:
         servers = [stack.enter_context(server(**endless(kind))) for kind in ENDLESS]
