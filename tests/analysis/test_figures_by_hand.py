@@ -14,7 +14,7 @@ from runs import about, frame_of, known
 
 from dflash_bench.analysis.compare import compare_methods, compare_runs, verdict
 from dflash_bench.analysis.concurrency import concurrency_curves, context_curves, points_of
-from dflash_bench.analysis.draft_quality import _ranks, calibration
+from dflash_bench.analysis.draft_quality import calibration, headroom_of
 from dflash_bench.analysis.metrics import METRICS, Cell, summarise
 from dflash_bench.analysis.replay import ReplayCell, StoredAnswer
 from dflash_bench.analysis.stats import Change, Interval
@@ -261,18 +261,18 @@ def test_a_stretch_of_contexts_stands_at_its_geometric_middle() -> None:
 
 def test_confidence_is_held_to_the_tokens_that_a_round_came_to() -> None:
     """Of 4 positions the first accepts 2 tokens, the third one: six tokens were tested, three of them are right."""
-    scores = np.array([[0.9, 0.8], [0.6, 0.4], [0.95, 0.25], [0.15, 0.5]])
+    scores = np.array([[0.9, 1.0], [0.6, 0.4], [0.95, 0.25], [0.15, 0.5]])
     twos = np.array([2, 2])
     answer = StoredAnswer(
         "p", 4, 0.1, twos, np.array([2, 0]), twos, 0.01, 0.05, 0.08, positions=np.array([2, 0, 1, 0]), scores=scores
     )
     found = calibration(ReplayCell("gsm8k", "dflash", Settings(), (answer,), {}))
     assert found is not None
-    # 0.1, 0.2, 0.6, 0.05, 0.25 and 0.15 off.
-    assert found.brier == pytest.approx(0.4975 / 6) and found.brier_of_share == pytest.approx(0.25)
-    assert [(one.low, one.num_tokens, one.confidence, one.accepted) for one in found.bins] == [
-        (0.1, 1, 0.15, 0.0), (0.2, 1, 0.25, 0.0), (0.6, 1, 0.6, 0.0), (0.8, 1, 0.8, 1.0),
-        (0.9, 2, pytest.approx(0.925), 1.0),
+    # 0.1, 0, 0.6, 0.05, 0.25 and 0.15 off.
+    assert found.brier == pytest.approx(0.4575 / 6) and found.brier_of_share == pytest.approx(0.25)
+    assert [(one.low, one.high, one.num_tokens, one.confidence, one.accepted) for one in found.bins] == [
+        (0.1, 0.2, 1, 0.15, 0.0), (0.2, 0.3, 1, 0.25, 0.0), (0.6, 0.7, 1, 0.6, 0.0),
+        (0.9, 1.0, 3, pytest.approx(0.95), 1.0),
     ]  # fmt: skip
     cuts = {cut.threshold: (cut.length, cut.verified, cut.saved, cut.more_rounds) for cut in found.cuts}
     assert cuts[0.0] == (2.0, 2.0, 0.0, 0.0)  # two rounds, of positions 1 and 4, verify two tokens each
@@ -280,10 +280,21 @@ def test_confidence_is_held_to_the_tokens_that_a_round_came_to() -> None:
     assert cuts[0.95] == pytest.approx((4 / 3, 1 / 3, 0.75, 0.5))  # positions 1, 2 and 3, of which one is accepted
 
 
-def test_the_rank_of_the_right_token_is_read_where_a_round_first_was_wrong() -> None:
-    """At the first wrong token that was verified: rank 4, 5, 17 and 16; one answer has no ranks."""
+def test_headroom_looks_where_a_round_first_was_wrong() -> None:
+    """At the first wrong token that was verified: rank 4, 5, 17, 16, and one unknown; one answer has no ranks."""
     own = [row for row in ROWS if row.method == "dflash" and row.generation.accepted]
-    batch = parts.to_table(own, {}).combine_chunks().to_batches()[0]
-    stored = SimpleNamespace(settings=[own[0].settings], batches=lambda names: [(batch, np.zeros(len(own), int))])
-    (found,) = _ranks(stored).values()  # type: ignore[arg-type]
-    assert np.concatenate(found.wrong).tolist() == [4, 5, 17, 16] and (found.num_absent, found.is_least) == (1, False)
+    missed = answered(
+        "dflash", "e", (0,), (1,), drafted=(2,), num_prompt_tokens=9, prefill_s=0.1, decode_s=0.1, ranks=(0, 1)
+    )
+    for last, is_least in ((missed, False), (generation_of(missed, ranks=(0, -1)), True)):
+        rows = [*own, last]
+        batch = parts.to_table(rows, {}).combine_chunks().to_batches()[0]
+        stored = SimpleNamespace(settings=[missed.settings], batches=lambda _: [(batch, np.zeros(len(rows), int))])  # noqa: B023
+        run = SimpleNamespace(info=SimpleNamespace(identity=SimpleNamespace(headroom=32)), stored=stored)
+        (found,) = headroom_of(run, summarise(frame_of(ROWS), known()))  # type: ignore[arg-type]
+        assert found.found == ((4, 1 / 5), (16, 3 / 5), (32, 4 / 5))
+        assert (found.num_candidates, found.num_absent, found.is_least) == (32, 1, is_least)
+
+
+def generation_of(row: Answer, **changes: Any) -> Answer:
+    return replace(row, generation=replace(row.generation, **changes))
