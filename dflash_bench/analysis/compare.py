@@ -484,7 +484,7 @@ def _prompt_differences(before: RunTable, after: RunTable) -> Iterator[Differenc
         ids = [set(side[side["suite"] == suite]["prompt_id"]) for side in (then, now)]
         old, new = (identity.suites[suite].rendered for identity in identities)
         if ids[0] == ids[1] and any(old[mode] != new[mode] for mode in old.keys() & new.keys()):
-            yield Difference("prompts", f"the chat template makes other tokens of {suite}")
+            yield Difference("prompts", f"the chat template makes another text of {suite}")
 
 
 def hashes(rows: Any) -> Any:

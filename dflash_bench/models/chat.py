@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import select
@@ -124,10 +123,10 @@ def names_date(tokenizer: Any) -> bool:
 
 
 def rendered(tokenizer: Any, chats: Iterable[Chat], thinking: bool) -> str:
-    """Return the SHA-256 of the token ids of these chats. Raises as `render`."""
+    """Return the SHA-256 of the texts of these chats. Raises as `render`."""
     hashed = sha256()
     for _, messages in chats:
-        hashed.update(json.dumps(encode(tokenizer, messages, thinking)).encode())
+        hashed.update(sha256(_to_encode(tokenizer, messages, thinking)[0].encode(errors="surrogatepass")).digest())
     return hashed.hexdigest()
 
 

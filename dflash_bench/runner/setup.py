@@ -246,7 +246,7 @@ class PreparedRun:
     date: str | None = None
     """The date that the chat template is told, if it asks for one."""
     rendered: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By suite and thinking ("on", "off"), the hash of the token ids of all first turns."""
+    """By suite and thinking ("on", "off"), the hash of the texts of all first turns."""
     has_template: bool = True
 
     @property

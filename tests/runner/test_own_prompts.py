@@ -329,7 +329,6 @@ def test_a_run_has_one_date_which_is_stored_resumed_compared_and_set(
     main("baseline", "old", "-o", "base.json")
     status, _, err = main("check", "new", "--baseline", "base.json")
     assert status == 2 and "--date 2026-03-07" in err and "--allow prompts" in err
-    assert main("check", "old", "--baseline", "base.json", "--allow", "failed")[0] in (0, 1)
 
 
 def test_another_template_is_another_prompt(model: Path, main: Main) -> None:
@@ -338,7 +337,7 @@ def test_another_template_is_another_prompt(model: Path, main: Main) -> None:
         folder = with_clock(model, name, more + BODY)
         assert main("run", "--model", folder, *ASKED, "--out", f"of-{name}")[0] == 0
     status, _, err = main("compare", "of-one", "of-two", "--allow", "model")
-    assert status == 2 and "prompts: the chat template makes other tokens of prompts" in err
+    assert status == 2 and "prompts: the chat template makes another text of prompts" in err
 
 
 NO_DATES = {
