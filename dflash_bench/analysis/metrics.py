@@ -436,7 +436,7 @@ class Cell:
     counted_by: tuple[str, ...] = ()
     """How a backend that hides rounds counted them: ids of `dialects.CountingRule`."""
     prompts: tuple[str, ...] = field(compare=False, repr=False, default=())
-    """The ids of the prompts, or of the sessions that they belong to: what intervals draw."""
+    """The ids of the prompts, or of the sessions that they belong to, in order: what intervals draw."""
     sums: Any = field(compare=False, repr=False, default=None)
     """`SUMS` per prompt or session, [prompts, sums]."""
 
@@ -541,7 +541,7 @@ def _counts(rows: Any) -> Any:
 
 def _cell(key: CellKey, counts: Any, prompts: Any, widest: float) -> Cell:
     """Return the cell without its settings and its source; `prompts` are the sums, or None if every answer failed."""
-    units = None if prompts is None else prompts.groupby(level="unit", observed=True, sort=False).sum()
+    units = None if prompts is None else _by_id(prompts.groupby(level="unit", observed=True, sort=False).sum())
     sums = np.zeros((0, len(SUMS))) if units is None else units.to_numpy(dtype=np.float64)
     return Cell(
         suite=key.suite,
@@ -563,6 +563,11 @@ def _cell(key: CellKey, counts: Any, prompts: Any, widest: float) -> Cell:
     )
 
 
+def _by_id(units: Any) -> Any:
+    """Sort the sums of units by their ids, whatever the order of the run: so that every screen draws them alike."""
+    return units.sort_index(key=lambda ids: ids.astype(str))
+
+
 def _figures(sums: Any, method: str, widest: float) -> dict[str, Interval]:
     if not len(sums):
         return {}
@@ -574,6 +579,19 @@ def _figures(sums: Any, method: str, widest: float) -> dict[str, Interval]:
     intervals = stats.intervals(sums, [metric.statistic for metric in known])
     pairs = zip(known, intervals, strict=True)
     return {metric.id: metric.possible(interval, widest) for metric, interval in pairs if interval}
+
+
+PARTED = 0.05
+"""Two speed-ups that differ by more are both shown."""
+
+
+def parts(pooled: Interval, typical: Interval) -> bool:
+    """Return whether the speed-up over all tokens and its geometric mean over prompts differ by more than `PARTED`.
+
+    They do where drafts help long answers more, or less, than short ones; then the first one's interval contains the
+    truth less often (`results/intervals.md`).
+    """
+    return min(pooled.value, typical.value) > 0 and abs(np.log(pooled.value / typical.value)) > np.log1p(PARTED)
 
 
 def share(sums: Any, right: str, judged: str) -> Share | None:

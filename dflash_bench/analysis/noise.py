@@ -66,7 +66,7 @@ def difference(after: Floats, before: Floats | None, statistic: Statistic, noise
     Sides are [runs, prompts, columns]. The degrees of freedom are Satterthwaite's. The variation of single prompts
     between runs is in both variances, which makes the error slightly too large rather than too small.
     """
-    if after.shape[1] < stats.FEWEST:
+    if after.shape[1] < stats.FEWEST_TESTED:
         # Two or three skewed prompts would give a false alarm twice as often as they should.
         return None
     sides = [after] if before is None else [after, before]

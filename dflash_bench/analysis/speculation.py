@@ -25,7 +25,7 @@ from dflash_bench.results.identity import settings_of
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import StoredRows
 from dflash_bench.results.row_arrays import lengths_of
-from dflash_bench.results.run_info import RunInfo, read_sessions
+from dflash_bench.results.run_info import RunInfo, read_sessions, unit_of
 from dflash_bench.results.table import RunTable
 
 SCHEMA, SCHEMA_VERSION = "dflash-bench.speculation-profile", "1.0"
@@ -40,6 +40,7 @@ class _PromptRounds:
     """The rounds of the answers to a prompt, or to those of a session."""
 
     suite: str
+    unit: str
     category: str | None
     prompt_ids: set[str] = field(default_factory=set)
     counts: Any = field(default_factory=lambda: np.zeros(MOST, dtype=np.int64))
@@ -110,9 +111,9 @@ def _read(
             if row["method"] != method or row["error"] is not None or not length:
                 continue
             own = accepted[end - length : end]
-            unit = sessions.get((row["suite"], row["prompt_id"]), row["prompt_id"])
+            unit = unit_of(sessions, row["suite"], row["prompt_id"])
             place = stored.settings[number], row["suite"], row["category"], unit
-            prompt = found.setdefault(place, _PromptRounds(row["suite"], row["category"]))
+            prompt = found.setdefault(place, _PromptRounds(row["suite"], unit, row["category"]))
             prompt.prompt_ids.add(row["prompt_id"])
             prompt.counts += np.bincount(own, minlength=MOST)
             prompt.length_sum += float(own.mean()) + 1
@@ -141,6 +142,7 @@ def _sliced(settings: Settings, prompts: Sequence[_PromptRounds], num_drafts: in
 def _profile(
     suite: str | None, category: str | None, settings: Settings, prompts: Sequence[_PromptRounds], num_drafts: int
 ) -> AcceptanceProfile:
+    prompts = sorted(prompts, key=lambda prompt: (prompt.suite, prompt.unit))
     counts = np.array([prompt.counts for prompt in prompts])
     # reached[k]: rounds that accept k tokens or more; after these the sums that lengths are made of.
     reached = counts[:, ::-1].cumsum(axis=1)[:, ::-1][:, : num_drafts + 1]

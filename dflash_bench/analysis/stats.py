@@ -3,9 +3,12 @@
 A metric is a ratio of sums. Its interval is the symmetric studentised bootstrap of its logarithm (Hall, 1988): the
 distance of a redrawn value from the measured one in standard errors, where each draw has its own standard error (by
 linearisation). Lengths and speed-ups are skewed; with one standard error for all draws, a draw that misses the few
-prompts that matter would look too certain. The measured value's own standard error is the jackknife's: a long answer
-pulls the value towards itself and so looks ordinary beside it, but not once it is left out. How often the interval
-contains the truth is in `results/intervals.md`.
+prompts that matter would look too certain. A draw that misses them all has almost no error of its own, though, so no
+error counts as less than `LEAST_ERROR` of the measured one. The measured value's own standard error is the jackknife's:
+a long answer pulls the value towards itself and so looks ordinary beside it, but not once it is left out. How often the
+interval contains the truth, and how wide it is, is in `results/intervals.md`.
+
+Draws go by place, so rows are in the order of the prompts' ids: the same prompts have the same draws on every screen.
 """
 
 from __future__ import annotations
@@ -24,16 +27,21 @@ LEVEL = 0.95
 NORMAL = 1.959964
 """Standard errors of a normal distribution for this level."""
 NUM_DRAWS = 5_000
-"""With so many, another seed moves a bound by 1 or 2 % of the interval's width."""
+"""In the simulations of `results/intervals.md`, bounds with 8 other seeds are within 2.5 % of each other; all screens
+have one seed."""
 SEED = 0
 APART = 997
 """The number of draws by which each suite's draws are shifted against the next suite's (`geometric_mean`)."""
-FEWEST = 5
-"""With fewer prompts no interval is shown: they are as likely to miss what matters as to show it."""
+FEWEST = 8
+"""With fewer prompts there is no interval: they are as likely to miss what matters as to show it. Their own range is
+shown in its place."""
+FEWEST_TESTED = 5
+"""With fewer prompts nothing is tested, either."""
 MAX_UNITS = 512
 """More prompts than this are dealt into as many groups, which are drawn instead; the width is then right to 3 %."""
-LEAST_ERROR = 0.1
-"""Draws that repeat (nearly) one prompt have almost no error; below this share of the measured one, we skip them."""
+LEAST_ERROR = 0.5
+"""The least error of a draw, as a share of the measured one. A third of all draws miss any one prompt; if that is the
+only unusual one, their errors are tiny by chance, and distances in units of them huge."""
 NO_ERROR = 1e-7
 """A smaller difference of logarithms is rounding."""
 VAGUE = 10.0
@@ -55,6 +63,8 @@ class Interval:
     high: float | None
     too_few: int | None = field(default=None, compare=False)
     """The number of prompts, if they are too few for an interval."""
+    own_range: tuple[float, float] | None = field(default=None, compare=False)
+    """The prompts' own least and greatest value, if they are too few for an interval."""
 
     def contains(self, value: float) -> bool:
         """Return whether the interval contains the value; False if there is no interval."""
@@ -68,6 +78,18 @@ class Interval:
     @property
     def half_width(self) -> float | None:
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
+
+    @property
+    def inverse(self) -> Interval:
+        """The interval of 1 over the value."""
+        low, high = (None if bound is None else 1 / bound for bound in (self.high, self.low))
+        own_range = self.own_range and (1 / self.own_range[1], 1 / self.own_range[0])
+        return Interval(1 / self.value, low, high, self.too_few, own_range)
+
+    def scaled(self, scale: float) -> Interval:
+        low, high = (None if bound is None else scale * bound for bound in (self.low, self.high))
+        own_range = self.own_range and (scale * self.own_range[0], scale * self.own_range[1])
+        return Interval(scale * self.value, low, high, self.too_few, own_range)
 
     def within(self, least: float, most: float) -> Interval:
         """Return the interval cut at the bounds of what is possible; the value stays in it."""
@@ -128,7 +150,8 @@ def intervals(columns: Floats, statistics: Sequence[Statistic], *, seed: int = S
     """Return an interval for each statistic of `columns` [prompts, k], from the same draws; None without a value."""
     values = [_value(statistic, columns.sum(axis=0)) for statistic in statistics]
     if len(columns) < FEWEST:
-        return [None if value is None else Interval(value, None, None, len(columns)) for value in values]
+        pairs = zip(values, statistics, strict=True)
+        return [None if value is None else _bare(value, [(columns, statistic)]) for value, statistic in pairs]
     spreads = _spreads(columns, statistics, seed)
     return [
         None if value is None else _around(value, spread).within(0.0, statistic.at_most)
@@ -136,17 +159,19 @@ def intervals(columns: Floats, statistics: Sequence[Statistic], *, seed: int = S
     ]
 
 
-def geometric_mean(parts: Sequence[tuple[Floats, Ratio]]) -> Interval | None:
+def geometric_mean(parts: Sequence[tuple[Floats, Ratio | Statistic]]) -> Interval | None:
     """Return the mean of a ratio over suites. Each suite counts once, and has its own prompts and so its own draws."""
-    values = [_value(ratio(*sides), columns.sum(axis=0)) for columns, sides in parts]
+    means = [(columns, what if isinstance(what, Statistic) else ratio(*what)) for columns, what in parts]
+    values = [_value(statistic, columns.sum(axis=0)) for columns, statistic in means]
     positive = [value for value in values if value is not None and value > 0]
     if not positive or len(positive) < len(values):
         return None
-    fewest = min(len(columns) for columns, _ in parts)
     middle = float(np.exp(np.mean(np.log(positive))))
-    if fewest < FEWEST:
-        return Interval(middle, None, None, fewest)
-    spreads = [spread for columns, sides in parts for spread in _spreads(columns, [ratio(*sides)], SEED)]
+    if min(len(columns) for columns, _ in parts) < FEWEST:
+        return _bare(middle, means)
+    spreads = [spread for columns, statistic in means for spread in _spreads(columns, [statistic], SEED)]
+    # In an order that does not depend on that of the suites.
+    spreads.sort(key=lambda spread: spread.error)
     # Draw i of one suite is paired with a different draw of the next: as independent as new draws, but made only once.
     rolled = [
         replace(s, off=np.roll(s.off, n * APART), errors=np.roll(s.errors, n * APART)) for n, s in enumerate(spreads)
@@ -260,7 +285,7 @@ def paired_difference(num_lost: int, num_gained: int, num: int) -> Interval:
 
     The interval is that of Bonett and Price (2012), which also holds for few changes or none.
     """
-    if num < FEWEST:
+    if num < FEWEST_TESTED:
         return Interval((num_gained - num_lost) / num, None, None, num)
     worse, better = (num_lost + 1) / (num + 2), (num_gained + 1) / (num + 2)
     half = NORMAL * float(np.sqrt((worse + better - (better - worse) ** 2) / (num + 2)))
@@ -367,6 +392,14 @@ def _value(statistic: Statistic, sums: Floats) -> float | None:
     return value if np.isfinite(value) else None
 
 
+def _bare(value: float, parts: Sequence[tuple[Floats, Statistic]]) -> Interval:
+    """Return a value over too few prompts for an interval, with these prompts' own range."""
+    own = np.concatenate([statistic(columns) for columns, statistic in parts])
+    known = own[np.isfinite(own)]
+    own_range = (float(known.min()), float(known.max())) if len(known) else None
+    return Interval(value, None, None, min(len(columns) for columns, _ in parts), own_range)
+
+
 def _around(value: float, spread: _Spread) -> Interval:
     if value < 0:
         # A difference of seconds that rounding made negative has no logarithm.
@@ -383,8 +416,8 @@ def _factor(spread: _Spread) -> float:
 
     student = float(stdtrit(spread.df, (1 + LEVEL) / 2))
     # Prompts answered in one token have nothing to divide by; draws of only such prompts have no ratio.
-    usable = np.isfinite(spread.off) & (spread.errors > LEAST_ERROR * spread.error)
-    off = np.abs(spread.off[usable]) / spread.errors[usable]
+    usable = np.isfinite(spread.off) & np.isfinite(spread.errors)
+    off = np.abs(spread.off[usable]) / np.maximum(spread.errors[usable], LEAST_ERROR * spread.error)
     return max(student, float(np.quantile(off, LEVEL))) if len(off) else student
 
 

@@ -226,8 +226,7 @@ def _over_others(points: Sequence[Point], best: int) -> dict[int, Change]:
 def _upwards(ratio: Interval, is_upwards: bool) -> Interval:
     if is_upwards:
         return ratio
-    low, high = (None if bound is None else 1 / bound for bound in (ratio.high, ratio.low))
-    return Interval(1 / ratio.value, low, high, ratio.too_few)
+    return ratio.inverse
 
 
 def _change(before: int, after: int, points: Sequence[Point]) -> Change | None:

@@ -31,7 +31,7 @@ def write_hub_card(document: Document, folder: Path) -> list[Path]:
     """
     is_forbidden = not any(speedup for _, speedup, _ in document.means()) and any(c.forbidden for c in document.cells)
     line, speedup = (document.lines[0], None) if is_forbidden else document.fastest()
-    write_output(folder / BADGE, badge(document, line, speedup))
+    write_output(folder / BADGE, badge(document, line, document.typical(line) or speedup))
     entries = _entries(document, line)
     if not entries:
         return [folder / BADGE]

@@ -127,7 +127,7 @@ def intervals_note(num_prompts: Iterable[int]) -> str:
     known = [number for number in num_prompts if number >= FEWEST]
     held = covered(min(known)) if known else None
     if held is None:
-        return f"No intervals: with fewer than {FEWEST} prompts (n) they would say nothing."
+        return f"No intervals: with fewer than {FEWEST} prompts (n), the prompts' own range stands in their place."
     noisy = _to(held.least_noisy, held.most_noisy)
     return (
         f"Intervals are 95 % by name, by bootstrap over prompts. Simulated with {held.num_prompts} prompts, "

@@ -81,6 +81,16 @@ class Document:
         """Return each of `lines` with its speedup.decode and al.pooled over all suites (`over_all`)."""
         return [(line, *over_all(self.cells, line)) for line in self.lines]
 
+    def typical(self, line: MethodLine) -> Interval | None:
+        """Return a method's speed-up as the geometric mean over prompts (and suites), where it parts from that over all
+        tokens (`metrics.parts`): it is the headline then, as its interval contains the truth as often as it says."""
+        pooled, _ = over_all(self.cells, line)
+        answered = [cell for cell in line.cells_of(self.cells) if cell.num_prompts]
+        if pooled is None or pooled.low is None:
+            return None
+        found = stats.geometric_mean([(cell.sums, METRICS["speedup.decode.geometric"].statistic) for cell in answered])
+        return found if found and metrics.parts(pooled, found) else None
+
     def fastest(self) -> tuple[MethodLine, Interval]:
         """The line with the highest speed-up. Raises UserError for a run without one."""
         known = [(line, speedup) for line, speedup, _ in require_answers(self).means() if speedup]

@@ -22,7 +22,7 @@ from dflash_bench.core.terminal import with_bar
 from dflash_bench.core.types import CellKey
 from dflash_bench.report import answers, charts, plots, render, screen, sections, words
 from dflash_bench.report.document import Document, Mean
-from dflash_bench.report.tables import Section, bounds, number
+from dflash_bench.report.tables import Section, bounds, few, number, with_interval
 from dflash_bench.report.words import bandwidth_note, facts, sentences, speedups, tally
 from dflash_bench.results.rounds import RunRounds, read_rounds
 
@@ -130,8 +130,10 @@ def _tile(document: Document, mean: Mean, bars: Mapping[CellKey, charts.ForestRo
     line, speedup, al = mean
     has_interval = speedup is not None and speedup.low is not None
     interval = f"95 %: {bounds(speedup)}" if has_interval else ""
-    few = f"n = {speedup.too_few}, no interval" if speedup and speedup.too_few else ""
-    rows = [speedups(document, speedup is not None), interval or few, bandwidth_note(document)]
+    own_range = few(speedup) if speedup and speedup.too_few else ""
+    typical = document.typical(line)
+    over_prompts = f"over prompts {with_interval(typical)}" if typical else ""
+    rows = [speedups(document, speedup is not None), interval or own_range, over_prompts, bandwidth_note(document)]
     rows += [f"al.pooled {number(al)}"] if al else []
     shares = [(name, tally(document, share, line)) for name, share in (("exact", "exact"), ("judged", "audit"))]
     how = screen.standing(document, line)

@@ -15,7 +15,7 @@ from dflash_bench.core.methods import has_draft, is_lossy
 from dflash_bench.core.types import Settings
 from dflash_bench.report.document import Document, Mean, MethodLine, over_all
 from dflash_bench.report.sections import WRONG, best_values, crossings
-from dflash_bench.report.tables import ABSENT, bounds, number
+from dflash_bench.report.tables import ABSENT, bounds, few, number
 from dflash_bench.report.words import num_as_text, tally
 from dflash_bench.results.identity import NAMES, value_words
 
@@ -131,7 +131,7 @@ def _texts(
         interval = bounds(speedup)
         bar = "" if speedup.is_vague else _bar(speedup.low, speedup.value, speedup.high, scale)
     elif speedup and speedup.too_few:
-        interval = f"(n = {speedup.too_few})"
+        interval = f"({few(speedup)})"
     return {
         "name": line.method,
         "speedup": f"{number(speedup.value)}x" if speedup else "n/a",
@@ -252,7 +252,7 @@ def answers(document: Document, means: Sequence[Mean]) -> list[str]:
     known = [(line, speedup) for line, speedup, _ in means if speedup]
     if known:
         line, speedup = max(known, key=lambda one: one[1].value)
-        said.append(f"{_sentence(document, line, speedup)}.")
+        said.append(f"{_headline(document, line, speedup)}.")
     elif means and not said:
         said.append("There is no speed-up: the run holds no answers of plain decoding to compare with.")
     return said
@@ -294,12 +294,20 @@ def num_of(document: Document, kind: str, method: str, settings_id: str) -> int:
     )
 
 
+def _headline(document: Document, line: MethodLine, speedup: Interval) -> str:
+    typical = document.typical(line)
+    if typical is None:
+        return _sentence(document, line, speedup)
+    together = f"{number(speedup.value)} times ({bounds(speedup)})"
+    return f"{_sentence(document, line, typical)}, geometric mean over prompts; over all tokens together {together}"
+
+
 def _sentence(document: Document, line: MethodLine, speedup: Interval) -> str:
     where = _where(document, line.method)
     if speedup.low is None or speedup.high is None:
         of_one = " of a suite" if len({cell.suite for cell in document.cells}) > 1 else ""
-        few = f"With {speedup.too_few} prompts{of_one}, too few to trust, " if speedup.too_few else ""
-        return f"{few}{line.name} was {number(speedup.value)} times as fast as plain decoding{where}"
+        head = f"With {speedup.too_few} prompts{of_one}, too few to trust, " if speedup.too_few else ""
+        return f"{head}{line.name} was {number(speedup.value)} times as fast as plain decoding{where}"
     within = bounds(speedup)
     if speedup.is_vague:
         was = f"it was {number(speedup.value)} times as fast"

@@ -45,13 +45,19 @@ def bounds(interval: Interval | None, digits: int = 2) -> str:
     return VAGUE if interval.is_vague else f"{number(interval.low, digits)} to {number(interval.high, digits)}"
 
 
+def few(interval: Interval, digits: int = 2) -> str:
+    """Return the number of prompts that are too few for an interval, and their own range: `n = 2: 3.10 to 3.40`."""
+    low, high = (number(bound, digits) for bound in interval.own_range or (None, None))
+    return f"n = {interval.too_few}" if low == high else f"n = {interval.too_few}: {low} to {high}"
+
+
 def with_interval(interval: Interval | None, digits: int = 2) -> str:
     """`3.27 [2.86, 3.73]`, or with another word than the bounds where they are too far apart to say anything, or
-    `3.27 (n = 2)` where there are too few prompts for an interval.
+    `3.27 (n = 2: 3.10 to 3.40)` where there are too few prompts for an interval (`few`).
     """
     if interval is None or interval.low is None or interval.high is None:
-        few = f" (n = {interval.too_few})" if interval and interval.too_few else ""
-        return f"{number(interval.value if interval else None, digits)}{few}"
+        within = f" ({few(interval, digits)})" if interval and interval.too_few else ""
+        return f"{number(interval.value if interval else None, digits)}{within}"
     if isclose(interval.low, interval.high):  # plain decoding over itself
         return number(interval.value, digits)
     if interval.is_vague:

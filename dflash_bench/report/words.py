@@ -35,7 +35,7 @@ def sentences(document: Document) -> list[str]:
     """Return the headline in sentences; methods that cannot be compared are not in it."""
     means = document.means()
     faster = [
-        f"{line.name} is {with_interval(speedup)} times as fast{_weak(document, line)}"
+        f"{line.name} is {_as_fast(document, line, speedup)}{_weak(document, line)}"
         for line, speedup, _ in means
         if speedup
     ]
@@ -64,6 +64,12 @@ def cut_note(document: Document) -> str:
     """Say how many of the drafting methods' scored answers the token limit cut; empty if it cut none."""
     cut = tally(document, "cut")
     return f" ({cut[0]:,} were cut at the token limit)" if cut else ""
+
+
+def _as_fast(document: Document, line: MethodLine, speedup: Interval) -> str:
+    if (typical := document.typical(line)) is None:
+        return f"{with_interval(speedup)} times as fast"
+    return f"{with_interval(typical)} times as fast over prompts, {with_interval(speedup)} over all tokens together"
 
 
 def _not_plain(document: Document, exact: Share) -> str:

@@ -510,6 +510,15 @@ def read_sessions(folder: Path) -> dict[tuple[str, str], str]:
     return read_slices(folder).get(SESSION, {})
 
 
+def unit_of(sessions: Mapping[tuple[str, str], str], suite: str, prompt_id: str) -> str:
+    """Return the id of what intervals draw: a prompt, or in a run with sessions the session of this one."""
+    if not sessions:
+        return prompt_id
+    # The ids of prompts that have no session cannot be those of sessions.
+    session = sessions.get((suite, prompt_id))
+    return f"prompt {prompt_id}" if session is None else f"session {session}"
+
+
 def _read_prompts(folder: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     import pyarrow as pa
     from pyarrow import parquet

@@ -22,7 +22,16 @@ from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, RoundTable, StoredRows, sliced
 from dflash_bench.results.row_arrays import HEADROOM, Facts, lengths_of, numbers_of
-from dflash_bench.results.run_info import FILE, RunIdentity, RunInfo, carried, read_info, read_sessions, read_slices
+from dflash_bench.results.run_info import (
+    FILE,
+    RunIdentity,
+    RunInfo,
+    carried,
+    read_info,
+    read_sessions,
+    read_slices,
+    unit_of,
+)
 
 # Answers that end in a loop: the same words over and over until the token limit.
 #
@@ -168,8 +177,7 @@ def _with_units(frame: Any, folder: Path) -> Any:
     if not (sessions := read_sessions(folder)):
         return frame
     places = zip(frame["suite"], frame["prompt_id"], strict=True)
-    # The ids of prompts that have no session cannot be those of sessions.
-    units = [f"session {sessions[place]}" if place in sessions else f"prompt {place[1]}" for place in places]
+    units = [unit_of(sessions, *place) for place in places]
     return frame.assign(unit=units).astype({"unit": "category"})
 
 

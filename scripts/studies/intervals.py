@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis import noise, stats
+from dflash_bench.analysis import metrics, noise, stats
 from dflash_bench.analysis.findings import MIN_PROMPTS
 from dflash_bench.analysis.gate import checks as gate_checks
 from dflash_bench.analysis.gate.baselines import LIMITS
@@ -28,7 +28,9 @@ from studies._study import ROOT, Made, Work, tell, write
 TAKES = "half an hour of one core"
 PAGES = ("intervals.md",)
 
-NUM_COVERED, NUM_QUIET, NUM_LOST = 1_000, 1_000, 500
+NUM_COVERED, NUM_NOISY, NUM_VARIED, NUM_QUIET, NUM_LOST = 1_000, 400, 200, 1_000, 500
+NUM_SEEDS, NUM_SEEDED = 8, 5
+"""Seeds that a bound is compared over, in so many runs of each kind and size."""
 RUN_NOISE, SEVERAL = 0.02, (3, 5)
 """Noise between runs, of each method's seconds, that intervals are tried with; and runs that are then given."""
 SPEEDUP, ANSWER_NOISE, SLOW = 3.0, 0.05, 1.3
@@ -44,8 +46,8 @@ class World:
     lengths: str = "skewed"
     """even, skewed or heavy"""
     helps: str = "alike"
-    """How much a draft speeds up a prompt: alike (at any length), longer (more on longer answers), or heavy (with rare
-    extremes)."""
+    """How much a draft speeds up a prompt: alike (at any length), longer or much longer (more on longer answers),
+    shorter (less on longer answers), or heavy (with rare extremes)."""
     run_noise: float = 0.0
     """The standard deviation of the logarithm of each method's seconds from run to run, plain decoding included."""
     speeds: str = "one"
@@ -73,7 +75,14 @@ PROMPTS = {
     "heavy-tailed, longer answers sped up more": World("heavy", "longer"),
     "skewed, heavy-tailed speed-ups": World("skewed", "heavy"),
 }
-SIZES, COVERED_SIZES = (16, 32, 64, 128), (stats.FEWEST, 8, 16, 32, 64, 128, 256)
+BY_LENGTH = {
+    "skewed, the same at any length": World("skewed"),
+    "skewed, longer answers sped up more": World("skewed", "longer"),
+    "heavy-tailed, longer answers sped up more": World("heavy", "longer"),
+    "heavy-tailed, longer answers sped up much more": World("heavy", "much longer"),
+    "heavy-tailed, longer answers sped up less": World("heavy", "shorter"),
+}
+SIZES, COVERED_SIZES, LENGTH_SIZES, SEED_SIZES = (16, 32, 64, 128), (8, 16, 32, 64, 128, 256), (8, 16, 32), (8, 16, 64)
 LOSSES, SHARED = (0.05, 0.10, 0.15, 0.20, 0.30), ((1, 1), (3, 1), (5, 1), (3, 3), (5, 5))
 
 
@@ -88,19 +97,21 @@ def drawn_prompts(rng: np.random.Generator, world: World, size: int) -> tuple[An
     share = {
         "alike": np.exp(0.2 * rng.normal(size=size)),
         "longer": np.exp(0.15 * rng.normal(size=size) - 0.2 * z),
+        "much longer": np.exp(0.15 * rng.normal(size=size) - 0.5 * z),
+        "shorter": np.exp(0.15 * rng.normal(size=size) + 0.2 * z),
         "heavy": 1 / np.maximum(1 + 0.2 * rng.standard_t(3, size), 0.2),
     }[world.helps]
     return np.ceil(tokens), share / SPEEDUP
 
 
 @lru_cache
-def truth(world: World) -> float:
-    """The ratio of all plain seconds to all of the method's, over ten million prompts."""
-    rng, plain_s, method_s = np.random.default_rng(SEED), 0.0, 0.0
+def truth(world: World) -> tuple[float, float]:
+    """The ratio of all plain seconds to all of the method's, over ten million prompts, and their geometric mean."""
+    rng, sums = np.random.default_rng(SEED), np.zeros(4)
     for _ in range(20):
         tokens, share = drawn_prompts(rng, world, 500_000)
-        plain_s, method_s = plain_s + tokens.sum(), method_s + (tokens * share).sum()
-    return plain_s / method_s
+        sums += tokens.sum(), (tokens * share).sum(), -np.log(share).sum(), len(share)
+    return sums[0] / sums[1], float(np.exp(sums[2] / sums[3]))
 
 
 def run(rng: np.random.Generator, world: World, prompts: Any, num_methods: int, slowdown: float = 1.0) -> list[Any]:
@@ -136,23 +147,88 @@ def sums_of(tokens: Any, plain_s: Any, method_s: Any) -> Any:
         "plain_tokens": tokens, "own_s": method_s, "own_tokens": tokens, "plain_e2e_s": plain_s + 0.02,
         "own_e2e_s": method_s + 0.02, "plain_e2e_tokens": tokens + 1, "own_e2e_tokens": tokens + 1,
         "rounds": np.maximum(tokens // 4, 1), "verified": tokens, "exact": 1, "compared": 1, "passed": 1, "scored": 1,
+        "log_ratio": np.log(plain_s / method_s), "log_ratios": 1,
     }  # fmt: skip
     for name, values in terms.items():
         sums[:, SUMS.index(name)] = values
     return sums
 
 
-def coverage(world: World, num_prompts: int, num_simulations: int = NUM_COVERED, num_runs: int = 1) -> float:
-    """Share of the 95 % intervals of speedup.decode, over so many runs, that contain the truth."""
-    rng, num_covered = np.random.default_rng([SEED, num_prompts, num_runs]), 0
-    statistic = METRICS["speedup.decode"].statistic
+@dataclass
+class Held:
+    """Intervals of a simulation: how many contain the truth, and how far each one's upper bound is above its value."""
+
+    num_covered: int = 0
+    reaches: list[float] = field(default_factory=list)
+
+    def add(self, interval: stats.Interval, true: float) -> None:
+        assert interval.high is not None
+        self.num_covered += interval.contains(true)
+        self.reaches.append(interval.high / interval.value - 1)
+
+    @property
+    def share(self) -> float:
+        return self.num_covered / len(self.reaches)
+
+    @property
+    def wide(self) -> float:
+        """The 90th percentile of the reaches."""
+        return float(np.quantile(self.reaches, 0.9))
+
+
+SPEEDUP_DECODE, GEOMETRIC = (METRICS[name].statistic for name in ("speedup.decode", "speedup.decode.geometric"))
+"""Over all tokens together, and over prompts."""
+
+
+def simulated(world: World, num_prompts: int, num_simulations: int, num_runs: int = 1) -> tuple[Held, Held]:
+    """The 95 % intervals of speedup.decode over so many runs, and those of the rule before this one, over one."""
+    rng, now, before = np.random.default_rng([SEED, num_prompts, num_runs]), Held(), Held()
     for _ in range(num_simulations):
         prompts = drawn_prompts(rng, world, num_prompts)
         runs = np.array([sums for _ in range(num_runs) for sums in run(rng, world, prompts, 1)])
-        (interval,) = noise.intervals(runs, [statistic], [num_runs > 1])
-        assert interval is not None and interval.low is not None and interval.high is not None
-        num_covered += interval.low <= truth(world) <= interval.high
-    return num_covered / num_simulations
+        (interval,) = noise.intervals(runs, [SPEEDUP_DECODE], [num_runs > 1])
+        assert interval is not None
+        now.add(interval, truth(world)[0])
+        if num_runs == 1:
+            before.add(_as_before(runs[0], interval.value), truth(world)[0])
+    return now, before
+
+
+def _as_before(sums: Any, value: float) -> stats.Interval:
+    """The interval without a floor of draws' errors: those below a tenth of the measured one were left out."""
+    from scipy.special import stdtrit
+
+    (spread,) = stats._spreads(sums, [SPEEDUP_DECODE], stats.SEED)
+    usable = np.isfinite(spread.off) & (spread.errors > 0.1 * spread.error)
+    studentised = float(np.quantile(np.abs(spread.off[usable]) / spread.errors[usable], stats.LEVEL))
+    half = max(float(stdtrit(spread.df, (1 + stats.LEVEL) / 2)), studentised) * spread.error
+    return stats.Interval(value, value * float(np.exp(-half)), value * float(np.exp(half)))
+
+
+def headlines(world: World, num_prompts: int, num_simulations: int = NUM_VARIED) -> list[float]:
+    """Shares of intervals that contain their truth: over all tokens, over prompts, and of the two the headline's."""
+    rng, held = np.random.default_rng([SEED, num_prompts]), np.zeros(3)
+    for _ in range(num_simulations):
+        (sums,) = run(rng, world, drawn_prompts(rng, world, num_prompts), 1)
+        pooled, typical = stats.intervals(sums, [SPEEDUP_DECODE, GEOMETRIC])
+        assert pooled is not None and typical is not None
+        covered = [one.contains(true) for one, true in zip((pooled, typical), truth(world), strict=True)]
+        held += [*covered, covered[1] if metrics.parts(pooled, typical) else covered[0]]
+    return [float(share) for share in held / num_simulations]
+
+
+def moved() -> tuple[float, float]:
+    """By which share of its value the upper bound moves between seeds, in the median and at most."""
+    found = []
+    for world in PROMPTS.values():
+        for size in SEED_SIZES:
+            rng = np.random.default_rng([SEED, size])
+            for _ in range(NUM_SEEDED):
+                (sums,) = run(rng, world, drawn_prompts(rng, world, size), 1)
+                several = [stats.intervals(sums, [SPEEDUP_DECODE], seed=seed)[0] for seed in range(NUM_SEEDS)]
+                highs = [one.high for one in several if one is not None and one.high is not None]
+                found.append(max(highs) / min(highs) - 1)
+    return float(np.median(found)), max(found)
 
 
 def alarms(
@@ -201,16 +277,33 @@ Shares = dict[str, list[float]]
 """By kind of prompts, at each of `COVERED_SIZES`."""
 
 
-def covered(run_noise: float, num_runs: int) -> Shares:
+def covered(run_noise: float, num_runs: int, number: int) -> dict[str, Shares]:
+    """Shares that contain the truth and 90th percentiles of the reach, each now and by the rule before."""
+    found: dict[str, Shares] = {}
+    for name, world in PROMPTS.items():
+        for size in COVERED_SIZES:
+            now, before = simulated(replace(world, run_noise=run_noise), size, number, num_runs)
+            figures = {"share": now.share, "wide": now.wide}
+            figures |= {"share before": before.share, "wide before": before.wide} if before.reaches else {}
+            for figure, value in figures.items():
+                found.setdefault(figure, {}).setdefault(name, []).append(value)
+    return found
+
+
+def by_length() -> Shares:
     return {
-        name: [coverage(replace(world, run_noise=run_noise), size, NUM_COVERED, num_runs) for size in COVERED_SIZES]
-        for name, world in PROMPTS.items()
+        name: [share for size in LENGTH_SIZES for share in headlines(world, size)] for name, world in BY_LENGTH.items()
     }
 
 
 def in_rows(shares: Shares) -> Iterator[list[str]]:
     for name, held in shares.items():
         yield [name, *(f"{share:.1%}" for share in held)]
+
+
+def beside(now: Shares, before: Shares) -> Iterator[list[str]]:
+    for name, values in now.items():
+        yield [name, *(f"{new:.0%} ({old:.0%})" for new, old in zip(values, before[name], strict=True))]
 
 
 def gated(loss: float, number: int) -> Iterator[list[str]]:
@@ -229,13 +322,28 @@ def error(share: float, number: int) -> str:
     return f"{100 * (share * (1 - share) / number) ** 0.5:.1f}"
 
 
-def text(command: str, alone: Shares, noisy: Shares, several: dict[int, Shares]) -> str:
-    """What the intervals cover: without noise between runs, with it in one run, and over several runs that show it."""
+@dataclass(frozen=True)
+class Found:
+    """What was simulated of intervals: without noise between runs, with it in one run, over several runs that show it,
+    by the length of answers (three shares for each of `LENGTH_SIZES`), and between seeds."""
+
+    alone: dict[str, Shares]
+    noisy: Shares
+    several: dict[int, Shares]
+    by_length: Shares
+    moved: tuple[float, float]
+
+
+def text(command: str, found: Found, gate: Callable[[float, int], str], losses: str) -> str:
+    alone, noisy, several = found.alone["share"], found.noisy, found.several
     over = "\n\n".join(
         f"Over {number} runs:\n\n{table(['prompts', *map(str, COVERED_SIZES)], in_rows(shares))}"
         for number, shares in several.items()
     )
-    heads = ["", *(f"{runs}, {size} prompts" for runs in ("1 run", "3 runs") for size in SIZES)]
+    kinds = ("all tokens", "prompts", "headline")
+    length_heads = ["", *(f"{size}: {kind}" for size in LENGTH_SIZES for kind in kinds)]
+    sizes = ["prompts", *map(str, COVERED_SIZES)]
+    middle, most = found.moved
     return f"""# How far the intervals and the gate can be trusted
 
 Simulated with seed {SEED}; `{command}` repeats it in half an hour on one
@@ -250,25 +358,55 @@ length's logarithm. "Heavy-tailed speed-ups": Student's t with 3 degrees of free
 How often the 95 % interval of speedup.decode contains the truth, in {NUM_COVERED:,} simulated runs each (standard error
 of a share: {error(0.95, NUM_COVERED)} points):
 
-{table(["prompts", *map(str, COVERED_SIZES)], in_rows(alone))}
+{table(sizes, in_rows(alone))}
 
 What remains: if a few long answers take most of the seconds and are sped up differently from the others, a run of few
 prompts usually misses them, and no interval computed from its prompts can show that. So every table says how many of
 such intervals hold the truth. With fewer than {MIN_PROMPTS} prompts in a run, a report or a comparison says that these
-are few; with fewer than {stats.FEWEST} there is no interval at all, and `n = 4` in its place. Other intervals that we
-tried on such prompts contain the truth less often: percentiles of redrawn ratios, with or without BCa's corrections,
-widened by Student's t or not; Student's t itself, at as many degrees of freedom as prompts weigh or not; studentised
-draws around an error by linearisation, in which a long answer hides behind the ratio that it pulls to itself; and
-studentised draws with each tail on its own (as good where long answers gain more, worse elsewhere).
+are few; with fewer than {stats.FEWEST} there is no interval at all, and the prompts' own range in its place,
+`(n = 6: 0.91 to 1.77)`. Other intervals that we tried on such prompts contain the truth less often: percentiles of
+redrawn ratios, with or without BCa's corrections, widened by Student's t or not; studentised draws around an error by
+linearisation, in which a long answer hides behind the ratio that it pulls to itself; and studentised draws with each
+tail on its own (as good where long answers gain more, worse elsewhere).
+
+With {NUM_SEEDS} seeds an upper bound moves by {middle:.1%} of its value in the median and by {most:.1%} at most
+({NUM_SEEDED} runs of each kind, with {", ".join(map(str, SEED_SIZES[:-1]))} and {SEED_SIZES[-1]} prompts). Tables use
+one seed, and draws go by the prompts' ids, so that the same prompts have the same interval on every screen.
 
 A single run cannot show the noise between runs. With {RUN_NOISE:.0%} of each method's seconds, its intervals contain
-the truth this often: the more prompts, the narrower they are, and the noise is as large as ever.
+the truth this often (in {NUM_NOISY} simulated runs each; standard error: {error(0.95, NUM_NOISY)} points): the more
+prompts, the narrower they are, and the noise is as large as ever.
 
-{table(["prompts", *map(str, COVERED_SIZES)], in_rows(noisy))}
+{table(sizes, in_rows(noisy))}
 
-Several runs of the same prompts show it, and `compare` adds it to the interval over these runs:
+Several runs of the same prompts show it, and `compare` adds it to the interval over these runs ({NUM_VARIED} times
+each; standard error: {error(0.95, NUM_VARIED)} points):
 
 {over}
+
+### How wide they are
+
+How far the upper bound is above the value, the 90th percentile over these runs without noise; in brackets by the rule
+before, which did not count a draw's own error as at least {stats.LEAST_ERROR:g} of the measured one, but left out draws
+with less than 0.1 of it. A draw that misses the one unusual prompt, as a third of all draws do, then lies many of its
+own errors away:
+
+{table(sizes, beside(found.alone["wide"], found.alone["wide before"]))}
+
+By that rule the intervals contained the truth this often:
+
+{table(sizes, in_rows(found.alone["share before"]))}
+
+### Over all tokens, or over prompts
+
+speedup.decode is of all tokens together, so that long answers decide; its geometric mean over prompts counts each
+once. If drafts help long answers more (or less) than short ones the two differ, and a run of few prompts may lack
+the long answers that decide the first. So a run whose two figures are more than {metrics.PARTED:.0%} apart has the
+geometric mean as its headline, and says both. How often the intervals contain the truth, each its own, over all tokens
+and over prompts, and that of the headline ({NUM_VARIED} runs each). "Much more": by 50 % for each standard deviation
+of the length's logarithm; "less": by 20 %.
+
+{table(length_heads, in_rows(found.by_length))}
 
 ## The gate
 
@@ -280,16 +418,16 @@ speeds" are 30 % apart.
 
 Without any change, in {NUM_QUIET:,} checks each (standard error of a share of 5 %: {error(0.05, NUM_QUIET)} points):
 
-{table(heads, gated(0.0, NUM_QUIET))}
+{gate(0.0, NUM_QUIET)}
 
 With one method 10 % slower, in {NUM_LOST} checks each (standard error of 90 %: {error(0.9, NUM_LOST)} points):
 
-{table(heads, gated(0.1, NUM_LOST))}
+{gate(0.1, NUM_LOST)}
 
 By the number of runs (in the baseline, and to be judged) and the share of speed that one method loses, at 64 prompts
 and 1 % noise, in {NUM_LOST} checks each:
 
-{table(["runs", *(f"{loss:.0%}" for loss in LOSSES)], caught())}
+{losses}
 
 So with one run on each side a loss of 10 % passes: a single run cannot tell it from the machine's noise, so it is not
 called a loss. Fewer than five runs in all are judged by the allowance. On a noisier machine a single run gives false
@@ -310,15 +448,22 @@ def options(parser: ArgumentParser) -> None:
 
 
 def make(work: Work, options: Namespace) -> Made:
-    alone, noisy = kept(work, 0.0, 1), kept(work, RUN_NOISE, 1)
-    write(options.coverage, as_json(alone, noisy))
+    def kept(name: str, make: Callable[[], Any]) -> Any:
+        return json.loads(work.once(f"{name}.json", lambda: json.dumps(make())).read_text(encoding="utf-8"))
+
+    def intervals(run_noise: float, num_runs: int, number: int = NUM_VARIED) -> Any:
+        return kept(f"{run_noise:g}-{num_runs}", lambda: covered(run_noise, num_runs, number))
+
+    def gate(loss: float, number: int) -> str:
+        heads = ["", *(f"{runs}, {size} prompts" for runs in ("1 run", "3 runs") for size in SIZES)]
+        return str(kept(f"gate-{loss:g}", lambda: table(heads, gated(loss, number))))
+
+    found = Found(
+        intervals(0.0, 1, NUM_COVERED), intervals(RUN_NOISE, 1, NUM_NOISY)["share"],
+        {number: intervals(RUN_NOISE, number)["share"] for number in SEVERAL},
+        kept("by-length", by_length), kept("seeds", moved),
+    )  # fmt: skip
+    write(options.coverage, as_json(found.alone["share"], found.noisy))
     tell(f"wrote {options.coverage}")
-    return Made(
-        {PAGES[0]: text(work.command, alone, noisy, {number: kept(work, RUN_NOISE, number) for number in SEVERAL})}
-    )
-
-
-def kept(work: Work, run_noise: float, num_runs: int) -> Shares:
-    stored = work.once(f"{run_noise:g}-{num_runs}.json", lambda: json.dumps(covered(run_noise, num_runs)))
-    shares: Shares = json.loads(stored.read_text(encoding="utf-8"))
-    return shares
+    losses = kept("losses", lambda: table(["runs", *(f"{loss:.0%}" for loss in LOSSES)], caught()))
+    return Made({PAGES[0]: text(work.command, found, gate, losses)})

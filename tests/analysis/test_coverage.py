@@ -29,11 +29,11 @@ def test_the_page_and_what_tables_quote_are_of_the_same_simulation() -> None:
 
 
 def test_what_is_said_is_of_no_more_prompts_than_there_are() -> None:
-    assert covered(4) is None
-    seven, eight, many = covered(7), covered(8), covered(100_000)
-    assert seven is not None and eight is not None and many is not None
-    assert (seven.num_prompts, eight.num_prompts, many.num_prompts) == (5, 8, 256)
-    for one in (seven, eight, many):
+    assert covered(7) is None
+    eight, many = covered(8), covered(100_000)
+    assert eight is not None and many is not None
+    assert (eight.num_prompts, many.num_prompts) == (8, 256)
+    for one in (eight, many):
         assert 0.8 < one.least < one.most < 1 and one.least_noisy <= one.most_noisy
 
 
@@ -44,7 +44,7 @@ def test_a_table_says_what_its_intervals_cover_by_its_fewest_prompts() -> None:
     assert "Simulated with 16 prompts" in note
     assert f"{100 * held.least:.0f} to {100 * held.most:.0f} %" in note
     assert f"2 % noise between runs, which one run cannot show, {100 * held.least_noisy:.0f} to" in note
-    assert columns.intervals_note([4, 2]).startswith("No intervals: with fewer than 5 prompts")
+    assert columns.intervals_note([7, 2]).startswith("No intervals: with fewer than 8 prompts")
 
 
 @pytest.mark.parametrize(("source", "is_told"), [("embedded", True), ("hub org/name@c0ffee", False), ("", False)])
@@ -63,5 +63,5 @@ def test_cells_of_few_prompts_say_how_many_in_place_of_an_interval() -> None:
         column.one_line: column.text(columns.value_of(column.id, cell))
         for column in (*columns.RESULTS, *columns.ROUNDS)
     }
-    assert re.fullmatch(r"[\d.]+ \(n = 2\)", shown["speedup.decode [95 %]"])
-    assert re.fullmatch(r"[\d.]+ \(n = 2\)", shown["speedup.decode geo. mean [95 %]"])
+    assert shown["speedup.decode [95 %]"] == "2.12 (n = 2: 2.00 to 2.25)"
+    assert re.fullmatch(r"2\.\d\d \(n = 2: 2.00 to 2.25\)", shown["speedup.decode geo. mean [95 %]"])

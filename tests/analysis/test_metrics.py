@@ -292,7 +292,7 @@ def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: st
 
 
 def test_an_interval_of_acceptance_does_not_reach_below_one_token_a_round() -> None:
-    rows = [row for n, kept in enumerate([[0] * 9] * 6 + [[9]]) for row in pair(f"p{n}", kept, block=9)]
+    rows = [row for n, kept in enumerate([[0] * 9] * 9 + [[9]]) for row in pair(f"p{n}", kept, block=9)]
     interval = cell_of(rows).figures["al.pooled"]
     assert interval.value > 1 and interval.low == 1
 
@@ -300,7 +300,11 @@ def test_an_interval_of_acceptance_does_not_reach_below_one_token_a_round() -> N
 def test_nor_above_the_widest_block_in_the_rows() -> None:
     """Blocks of 16 once gave [6.06, 18.05]. Only the rows know how wide blocks were: the run's longest may be shorter
     than the method's, and one of another cell longer."""
-    rows = [row for n, kept in enumerate([[15], [15, 14], [0, 2], [15], [13, 15]]) for row in pair(f"p{n}", kept, 15)]
+    rows = [
+        row
+        for n, kept in enumerate([[15], [15, 14], [0, 2], [15], [13, 15], [0, 0], [15], [15]])
+        for row in pair(f"p{n}", kept, 15)
+    ]
     cell = cell_of(rows)
     assert cell.widest == 16
     for name in ("al.pooled", "al.request_mean", "al.emitted"):

@@ -19,11 +19,16 @@ def tables() -> list[Table]:
     made: list[Table] = []
     for block in re.findall(r"(?:^\|.*\n)+", TEXT, re.MULTILINE):
         heads, _, *rows = [[each.strip() for each in line.strip("|").split("|")] for line in block.splitlines()]
-        made.append({row[0]: {h: float(v[:-1]) / 100 for h, v in zip(heads[1:], row[1:], strict=True)} for row in rows})
+        made.append(
+            {
+                row[0]: {h: float(v.partition("%")[0]) / 100 for h, v in zip(heads[1:], row[1:], strict=True)}
+                for row in rows
+            }
+        )
     return made
 
 
-COVERED, NOISY, OVER_THREE, OVER_FIVE, QUIET, LOST, CAUGHT = tables()
+COVERED, NOISY, OVER_THREE, OVER_FIVE, WIDE, BEFORE, BY_LENGTH, QUIET, LOST, CAUGHT = tables()
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
@@ -31,18 +36,32 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     for name in ("even lengths", "skewed lengths", "heavy-tailed lengths"):
         held = COVERED[name]
         assert all(0.93 <= held[number] <= 0.97 for number in ("32", "64", "128", "256")), name
-        assert min(held["5"], held["8"], held["16"]) >= 0.95, name
+        assert min(held["8"], held["16"]) >= 0.93, name
     # Speed-ups that go with the length, or have rare extremes: what remains, as the text says.
-    assert min(COVERED["skewed, longer answers sped up more"].values()) >= 0.94
+    assert min(COVERED["skewed, longer answers sped up more"].values()) >= 0.93
     assert min(COVERED["heavy-tailed, longer answers sped up more"].values()) >= 0.87
     assert min(min(held.values()) for held in COVERED.values()) >= 0.85
 
 
+def test_a_floor_of_errors_halves_the_widest_and_costs_little_coverage() -> None:
+    """In the page a cell has both widths, of which the first is read."""
+    before = dict(re.findall(r"^\| ([^|]+) \| \d+% \((\d+)%\)", TEXT, re.MULTILINE))
+    for name in ("heavy-tailed, longer answers sped up more", "skewed, heavy-tailed speed-ups"):
+        assert WIDE[name]["8"] < 0.55 * int(before[name]) / 100
+    for name, held in COVERED.items():
+        assert all(share > BEFORE[name][size] - 0.03 for size, share in held.items()), name
+
+
+def test_the_headline_covers_where_the_gain_goes_with_the_length() -> None:
+    assert min(BY_LENGTH["heavy-tailed, longer answers sped up less"][f"{size}: all tokens"] for size in (8, 16)) < 0.85
+    assert min(shares[name] for shares in BY_LENGTH.values() for name in shares if "all tokens" not in name) >= 0.9
+
+
 def test_runs_that_are_repeated_show_the_noise_between_them_and_one_run_does_not() -> None:
     assert NOISY["even lengths"]["256"] < 0.70
-    for held in (OVER_THREE, OVER_FIVE):
-        assert min(held["even lengths"].values()) >= 0.95
-        assert min(held["heavy-tailed lengths"].values()) >= 0.95
+    for held in (OVER_THREE, OVER_FIVE):  # of 200 simulations, with a standard error of 1.5 points
+        assert min(held["even lengths"].values()) >= 0.93
+        assert min(held["heavy-tailed lengths"].values()) >= 0.93
         assert min(min(shares.values()) for shares in held.values()) >= 0.87
 
 
@@ -62,7 +81,7 @@ def test_three_runs_find_a_tenth() -> None:
 def test_the_committed_intervals_are_those_of_the_code() -> None:
     """Within four standard errors of a simulation a fifth as long."""
     for name in ("skewed lengths", "heavy-tailed lengths"):
-        share = simulation.coverage(simulation.PROMPTS[name], 64, 200)
+        share = simulation.simulated(simulation.PROMPTS[name], 64, 200)[0].share
         assert share == pytest.approx(COVERED[name]["64"], abs=4 * (0.95 * 0.05 / 200) ** 0.5)
 
 

@@ -175,7 +175,7 @@ def test_a_round_belongs_to_the_stretch_in_which_it_begins() -> None:
 
 def test_the_context_from_which_on_a_draft_does_not_pay(tmp_path: Path, main: Main) -> None:
     rows = []
-    for number in range(12):
+    for number in range(16):
         length, times = ((40, 1.0), (300, 4.0))[number % 2]
         for row in pair(f"p{number}", [4, 4, number % 3]):
             own = replace(row.generation, num_prompt_tokens=length)

@@ -303,7 +303,7 @@ def test_acceptance_over_a_training_is_drawn_from_its_history(tmp_path: Path) ->
 
 
 def test_an_interval_too_wide_to_tell_is_left_out_of_every_drawing_and_said(tmp_path: Path) -> None:
-    rows = answers(6)
+    rows = answers(8)
     stalled = next(row for row in rows if row.method == "ar").generation
     rows[0] = replace(rows[0], generation=in_time(stalled, 1000 * stalled.decode_s))
     document = read_document(stored(tmp_path / "run", rows))

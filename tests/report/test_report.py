@@ -240,7 +240,7 @@ def test_a_strong_figure_has_no_mark_and_the_table_no_legend() -> None:
 
 
 def test_few_prompts_are_marked_beside_the_speedup_and_explained_below_the_table() -> None:
-    lines = lines_of(steady(5))
+    lines = lines_of(steady(8))
     assert lines[lines.index("gsm8k") + 2].split()[6:8] == ["2.00", "n"]
     assert lines[lines.index("gsm8k") + 1].split()[6:8] == ["1.00", "1.00"]
     assert lines[lines.index("gsm8k") + 3] == "n = fewer than 20 prompts, too few to trust the interval."
@@ -254,7 +254,7 @@ def test_drift_marks_every_method_of_its_suite_and_no_other_suite() -> None:
 
 
 def test_markdown_and_latex_carry_the_marks_and_their_meaning() -> None:
-    rows = steady(5)
+    rows = steady(8)
     cells = summarise(rows)
     text = shown("markdown", cells, findings(rows, cells))
     assert "| 2.00 n |" in text and "n = fewer than 20 prompts" in text

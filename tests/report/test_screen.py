@@ -81,7 +81,7 @@ def test_answers_that_are_not_the_targets_come_first() -> None:
 def test_few_prompts_and_embedded_text_are_said() -> None:
     text = " ".join(of(several(3, methods=("dflash",))).split())
     assert "With 3 prompts, too few to trust, dflash was 2." in text
-    assert "(n = 3)" in text
+    assert "(n = 3: 2.00 to 2.33)" in text
     assert "only 3 prompts, too few to trust the interval" in text
 
 
@@ -118,7 +118,7 @@ def test_rows_of_several_settings_are_told_apart_in_80_columns() -> None:
 
 
 def test_an_interval_too_wide_to_tell_anything_has_no_bounds() -> None:
-    rows = several(num_prompts=6, methods=("dflash",))
+    rows = several(num_prompts=8, methods=("dflash",))
     stalled = rows[1].generation
     rows[1] = replace(rows[1], generation=replace(stalled, decode_s=1000 * stalled.decode_s))
     text = of(rows)

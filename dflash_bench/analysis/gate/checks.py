@@ -197,9 +197,10 @@ def judge(
     judged = (check.kind in METRICS and check.method != BASELINE for check in checks)
     if not any(judged) and not any(check.failed and check.kind in FORBIDDEN for check in checks):
         raise UserError(f"{runs[0].name}: nothing to check: only plain decoding has figures")
-    if few := [of_runs[0] for of_runs in cells.values() if 0 < of_runs[0].num_units < stats.FEWEST]:
+    if few := [of_runs[0] for of_runs in cells.values() if 0 < of_runs[0].num_units < stats.FEWEST_TESTED]:
         where = ", ".join(f"{cell_name(cell)} (n = {cell.num_units})" for cell in few)
-        notes.append(f"with fewer than {stats.FEWEST} prompts no timing can fail, because they are too few: {where}")
+        least = stats.FEWEST_TESTED
+        notes.append(f"with fewer than {least} prompts no timing can fail, because they are too few: {where}")
     sides = [num for num in (baseline and baseline.num_runs, len(runs)) if num]
     return GateOutcome(tuple(adjust(checks)), (*notes, *_noise_notes(checks, sides)), ungated)
 

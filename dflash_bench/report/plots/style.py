@@ -21,7 +21,7 @@ import numpy as np
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell
 from dflash_bench.analysis.peers import paper, zlab
-from dflash_bench.analysis.stats import Interval
+from dflash_bench.analysis.stats import FEWEST, Interval
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import visible
 from dflash_bench.core.types import CellKey
@@ -227,8 +227,10 @@ def top_of(intervals: Sequence[Interval]) -> float | None:
 def bars_note(intervals: Iterable[Interval], top: float | None = None, what: str = "error bars") -> str:
     """Explain the error bars, and those that are cut off at the `top` or left out."""
     cut = ", cut off where too long" if top is not None else ""
-    none = ", none where it is too wide to tell" if any(interval.is_vague for interval in intervals) else ""
-    return f"{what}: 95 % interval over prompts{cut}{none}"
+    several = list(intervals)
+    none = ", none where it is too wide to tell" if any(interval.is_vague for interval in several) else ""
+    few = f", none under {FEWEST} prompts" if any(interval.too_few for interval in several) else ""
+    return f"{what}: 95 % interval over prompts{cut}{none}{few}"
 
 
 def finish(
@@ -427,9 +429,10 @@ class Material:
         run_settings = self.document.results.stored.settings
         widest = {cell.key: cell.widest for cell in self.cells}
         by_cell: dict[CellKey, dict[str, Interval]] = {}
-        sums = self.rounds.by_position
-        for (suite, method, settings, number), rows in sums.groupby(level=["suite", "method", "settings", "bin"]):
-            (interval,) = stats.intervals(rows.to_numpy(dtype=np.float64), [stats.ratio([0], [1])])
+        place = ["suite", "method", "settings", "bin"]
+        for (suite, method, settings, number), rows in self.rounds.by_position.groupby(level=place):
+            sums = rows.sort_index(level="prompt_id", key=lambda ids: ids.astype(str)).to_numpy(dtype=np.float64)
+            (interval,) = stats.intervals(sums, [stats.ratio([0], [1])])
             if interval is not None:
                 key = CellKey(suite, "", run_settings[settings].id, method)
                 possible = METRICS["al.pooled"].possible(interval, widest.get(key, float("inf")))
