@@ -15,7 +15,7 @@ one over prompts would say nothing of how far times are off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from dflash_bench.core.option import MOST_AT_A_TIME
 from dflash_bench.core.types import CellKey, Settings
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import StoredRows
-from dflash_bench.results.run_info import RunInfo, read_sessions
+from dflash_bench.results.run_info import RunInfo, read_sessions, unit_of
 from dflash_bench.results.table import RunTable
 
 COLUMNS = (
@@ -44,7 +44,7 @@ STEPPING = ("eagle3", "mtp", "draft-model")
 """Methods that draft token by token: half as many tokens take half the time. Others fill a block in one pass."""
 BLOCKS = ("dflash",)
 """Methods whose draft of another block is another draft."""
-ROUNDS, ACCEPTED, VERIFIED, SECONDS, TOKENS, PLAIN_S, PLAIN_TOKENS = range(7)
+ROUNDS, ACCEPTED, VERIFIED, SECONDS, TOKENS, PLAIN_S, PLAIN_TOKENS, OWN_S, OWN_TOKENS = range(9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,19 @@ class StoredAnswer:
     usual_draft_s: float = 0.0
     usual_verify_s: float = 0.0
     """Medians over its rounds."""
+    is_paired: bool = True
+    """Whether plain decoding answered the same question."""
+
+    @property
+    def verified_tokens(self) -> float:
+        """The tokens of its rounds before the last was cut at the answer's end, as al.pooled counts them."""
+        return float((self.accepted + 1).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayCell:
-    """The answers of a method on a suite, with plain decoding's seconds and tokens by prompt."""
+    """The answers of a method on a suite, with plain decoding's seconds and tokens by prompt, over the questions that
+    both answered."""
 
     suite: str
     method: str
@@ -153,21 +161,39 @@ def cells_of(run: RunTable) -> list[ReplayCell]:
 
 def stored_cells(run: RunTable) -> list[ReplayCell]:
     """Return the cells of a run with answers that were decoded alone and show their rounds."""
-    answers: dict[tuple[str, str, Settings], list[StoredAnswer]] = {}
-    plain: dict[tuple[str, Settings], dict[str, tuple[float, float]]] = {}
+    answers: dict[tuple[str, str, Settings], dict[_Question, StoredAnswer]] = {}
+    plain: dict[tuple[str, Settings], dict[_Question, tuple[float, float]]] = {}
     sessions = read_sessions(Path(run.name))
     for row, settings in _rows(run.stored):
-        row["prompt_id"] = sessions.get((row["suite"], row["prompt_id"]), row["prompt_id"])
+        question = row["prompt_id"], row["turn"], row["repeat"]
+        row["prompt_id"] = unit_of(sessions, row["suite"], row["prompt_id"])
         num, place = len(row["token_ids"]) - 1, (row["suite"], settings)
         if row["method"] == BASELINE:
-            seconds, tokens = plain.setdefault(place, {}).get(row["prompt_id"], (0.0, 0.0))
-            plain[place][row["prompt_id"]] = seconds + row["decode_s"], tokens + max(num, 0)
+            plain.setdefault(place, {})[question] = row["decode_s"], float(max(num, 0))
         elif row["accepted"] is not None and len(row["accepted"]):
-            answers.setdefault((row["suite"], row["method"], settings), []).append(_answer(row))
+            answers.setdefault((row["suite"], row["method"], settings), {})[question] = _answer(row)
     return [
-        ReplayCell(suite, method, settings, tuple(own), plain.get((suite, settings), {}))
+        _cell(suite, method, settings, own, plain.get((suite, settings), {}))
         for (suite, method, settings), own in answers.items()
     ]
+
+
+_Question = tuple[str, int, int]
+"""A prompt, turn and repeat."""
+
+
+def _cell(
+    suite: str, method: str, settings: Settings, own: Mapping[_Question, StoredAnswer],
+    plain: Mapping[_Question, tuple[float, float]],
+) -> ReplayCell:  # fmt: skip
+    """Pair each answer with plain decoding's: a failed one has no part in the other side either."""
+    sums: dict[str, tuple[float, float]] = {}
+    for question, answer in own.items():
+        if question in plain:
+            (seconds, tokens), (more_s, more) = sums.get(answer.prompt_id, (0.0, 0.0)), plain[question]
+            sums[answer.prompt_id] = seconds + more_s, tokens + more
+    answers = tuple(replace(answer, is_paired=question in plain) for question, answer in own.items())
+    return ReplayCell(suite, method, settings, answers, sums)
 
 
 def _rows(stored: StoredRows) -> Iterator[tuple[dict[str, Any], Settings]]:
@@ -245,7 +271,7 @@ def walk(answer: StoredAnswer, controller: Controller) -> Walk:
         controller.learn(length, kept)
         rounds, accepted, verified, emitted = rounds + 1, accepted + kept, verified + length, emitted + kept + 1
         place += kept + 1 if is_exact else 1
-    times = 1.0 if is_exact else answer.decoded / emitted
+    times = 1.0 if is_exact else answer.verified_tokens / emitted
     return rounds * times, accepted * times, verified * times
 
 
@@ -253,7 +279,7 @@ def _longer(answer: StoredAnswer, n: int, rate: float) -> Walk:
     """Estimate a longer draft: where all was accepted, it goes on at the rate of the last place."""
     beyond = sum(rate**step for step in range(1, n - int(answer.drafted.max()) + 1))
     accepted = answer.accepted + beyond * (answer.accepted == answer.drafted)
-    rounds = answer.decoded / float((accepted + 1).mean())
+    rounds = answer.verified_tokens / float((accepted + 1).mean())
     return rounds, rounds * float(accepted.mean()), rounds * n
 
 
@@ -273,14 +299,14 @@ def _bounds(answer: StoredAnswer, n: int) -> tuple[Walk, Walk]:
         parts = -(-(accepted + 1) // (n + 1))
         more = np.where(parts > 1, parts * (n + 1) - accepted - 1, 0)
         found = [(float(parts.sum()), tokens), (float(parts.sum()), tokens + float(more.sum()))]
-    rounds_of = [(answer.decoded / all_tokens * rounds) for rounds, all_tokens in found]
-    least, largest = ((rounds, answer.decoded - rounds, rounds * n) for rounds in rounds_of)
+    rounds_of = [(tokens / all_tokens * rounds) for rounds, all_tokens in found]
+    least, largest = ((rounds, tokens - rounds, rounds * n) for rounds in rounds_of)
     return least, largest
 
 
 def _fewer_nodes(answer: StoredAnswer, nodes: int) -> Walk:
     accepted = np.array([sum(place < nodes for place in way) for way in answer.depths])
-    rounds = answer.decoded / float((accepted + 1).mean())
+    rounds = answer.verified_tokens / float((accepted + 1).mean())
     return rounds, rounds * float(accepted.mean()), rounds * float(np.minimum(answer.drafted, nodes).mean())
 
 
@@ -445,18 +471,20 @@ def _figures(
     sums: dict[str, Floats] = {}
     for answer, done in zip(cell.answers, walks, strict=True):
         seconds = _seconds(answer, done, change, cell.method, costs, concurrency) if has_times else 0.0
-        own = sums.setdefault(answer.prompt_id, np.zeros(7))
+        own = sums.setdefault(answer.prompt_id, np.zeros(9))
         own[:PLAIN_S] += [*done, seconds, answer.decoded]
+        own[OWN_S:] += np.array([seconds, answer.decoded]) * answer.is_paired
     for prompt_id, (seconds, tokens) in cell.plain.items():
         if prompt_id in sums and has_times:
-            sums[prompt_id][PLAIN_S:] = seconds * cost(concurrency) / cost(1), tokens
-    table = np.array(list(sums.values()))
+            sums[prompt_id][PLAIN_S:OWN_S] = seconds * cost(concurrency) / cost(1), tokens
+    # Draws go by place: in the order of a report.
+    table = np.array([sums[prompt_id] for prompt_id in sorted(sums)])
     with_all = np.column_stack([table, table[:, ROUNDS] + table[:, ACCEPTED]])
     length, speedup = stats.intervals(
         with_all,
-        [stats.ratio([7], [ROUNDS], at_most=most + 1), stats.ratio([PLAIN_S, TOKENS], [PLAIN_TOKENS, SECONDS])],
+        [stats.ratio([9], [ROUNDS], at_most=most + 1), stats.ratio([PLAIN_S, OWN_TOKENS], [PLAIN_TOKENS, OWN_S])],
     )
-    return table, length, speedup
+    return table, length and length.within(1.0, most + 1), speedup
 
 
 def _bare(own: Interval | None) -> Interval | None:

@@ -17,11 +17,14 @@ import dflash_bench as db
 from dflash_bench.analysis import controllers
 from dflash_bench.analysis.draft_quality import calibration
 from dflash_bench.analysis.replay import (
+    MEASURED,
+    Alternative,
     ReplayCell,
     RoundCosts,
     StoredAnswer,
     WidthSeconds,
     _bounds,
+    _cell,
     cells_of,
     changes_of,
     replay,
@@ -34,7 +37,9 @@ from dflash_bench.report.replay import confidence
 from dflash_bench.results import laws, parts
 from dflash_bench.results.row_arrays import Facts
 
-TEXTS = ("What is 2+2?", "Name a colour.", "Count to five.", "Say it again.", "Why is that so?", "And then?")
+TEXTS = (
+    "What is 2+2?", "Name a colour.", "Count to five.", "Say it again.", "Why is that so?", "And then?", "Who?", "When?",
+)  # fmt: skip
 OURS = ("eagle3:6", "dflash", "mtp:4", "draft-model:5")
 
 
@@ -152,6 +157,52 @@ def test_a_run_without_recordings_gives_estimates_and_says_so(shorter: db.Run) -
         shorter.replay("eagle3:2", cut=(0.5,))
 
 
+def test_a_longer_draft_of_the_same_rounds_is_never_predicted_to_accept_less() -> None:
+    """Answers that end within a round: their last tokens are accepted, although they are not in the answer."""
+    rng = np.random.default_rng(0)
+    answers = []
+    for number in range(12):
+        accepted = rng.integers(0, 8, size=3 + number)
+        drafted = np.full(len(accepted), 7)
+        decoded = int((accepted + 1).sum()) - int(accepted[-1])
+        answers.append(StoredAnswer(str(number), decoded, 1.0, drafted, accepted, drafted, 0.0, 0.0, 0.0))
+    cell = ReplayCell("s", "eagle3:7", GREEDY, tuple(answers), {})
+    changes = [Alternative(MEASURED), *changes_of(n=[*range(1, 8), 9, 12, 25])]
+    measured_length, *lengths = [one.length.value for one in (replay(cell, c, about()) for c in changes) if one.length]
+    assert lengths == sorted(lengths) and lengths[6] == pytest.approx(measured_length, rel=1e-12)
+    total = sum(int((one.accepted + 1).sum()) for one in answers) / sum(len(one.accepted) for one in answers)
+    assert measured_length == pytest.approx(total)
+
+
+def test_as_measured_is_the_runs_own_figure_and_interval(recorded: db.Run, shorter: db.Run) -> None:
+    for run in (recorded, shorter):
+        cells = {cell.method: cell for cell in run.document.cells}
+        for one in run.replay(n=(1,)):
+            if one.change == MEASURED:
+                for own, shown in (("al.pooled", one.length), ("speedup.decode", one.speedup)):
+                    figure = cells[one.method].figures[own]
+                    assert shown is not None and shown.low is not None, own
+                    bounds = [(found.value, found.low, found.high) for found in (shown, figure)]
+                    assert bounds[0] == pytest.approx(bounds[1]), (one.method, own)
+
+
+def test_a_failed_answer_has_no_part_in_the_other_sides_seconds() -> None:
+    """0.4 s of plain decoding for 10 tokens against 0.1 s; the second turn's plain answer failed."""
+    two = np.array([4, 4])
+    answer_of = StoredAnswer("p", 10, 0.1, two, two, two, 0.0, 0.05, 0.1)
+    first, second = ("p", 0, 0), ("p", 1, 0)
+    own = {first: answer_of, second: replace(answer_of, decode_s=9.0, round_s=9.0)}
+    cell = _cell("s", "eagle3:4", GREEDY, own, {first: (0.4, 10.0), ("p", 2, 0): (7.0, 1.0)})
+    assert cell.plain == {"p": (0.4, 10.0)} and [one.is_paired for one in cell.answers] == [True, False]
+    size = {"weight_bytes": 1_000_000, "matrix_elements": 250_000, "attention": []}
+    seconds = {"1": 0.01, "16": 0.01}
+    forwards = {"rows": 1, "context": 5, "seconds": seconds, "bandwidth": 1e9, "products": 1e15, "size": size}
+    info = about(forwards=forwards)
+    found = replay(cell, Alternative(MEASURED), info)
+    assert found.speedup is not None and found.speedup.value == pytest.approx(4.0)
+    assert found.length is not None and found.length.value == 5
+
+
 @pytest.mark.parametrize(
     "name", ["suffix", "ngram", "lookahead", "ddtree", "eagle3-tree", "random", "dflash:block=auto"]
 )
@@ -179,7 +230,7 @@ def test_an_estimate_reaches_from_the_least_to_the_most_that_its_rounds_allow() 
     assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 7)] == [5, 5], "the stored rounds themselves"
     assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 9)] == [5, 6], "two more, after the round of 8"
     # Of prompts that are all alike, nothing else makes the interval wide.
-    alike = tuple(replace(stored, prompt_id=str(number)) for number in range(6))
+    alike = tuple(replace(stored, prompt_id=str(number)) for number in range(8))
     length = replay(ReplayCell("s", "eagle3:7", GREEDY, alike, {}), *changes_of(n=[2]), about()).length
     assert length is not None and (length.value, length.low, length.high) == pytest.approx((2.5, 2.5, 2.75))
 
