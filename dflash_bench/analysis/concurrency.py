@@ -29,6 +29,8 @@ LEAST = {50: 1, 90: 64, 99: 662}
 """Answers needed to state a percentile: with fewer, it would be the slowest few (MLPerf's rule)."""
 SPEEDUP = "speedup.decode"
 
+Ranges = tuple[tuple[float | None, float | None], ...]
+"""Ranges of a concurrency or length; None for an end at which there is no level beyond."""
 Percentiles = Mapping[int, float | None]
 """By percent, in seconds; None for too few answers."""
 
@@ -67,14 +69,21 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """The concurrency or length at which the speed-up falls to 1, interpolated between levels on logarithms.
+    """The concurrency or length at which the speed-up falls to 1 for good, interpolated between levels on logarithms.
 
-    None if it does not fall to 1 up to the highest level; `low` and `high` are for the ends of the interval.
+    None if it is above 1 at the highest level; the first level if it is above 1 nowhere. `low` and `high` are for the
+    ends of the interval.
     """
 
     value: float | None
     low: float | None
     high: float | None
+    pays: Ranges = ((None, None),)
+    """Where the speed-up is above 1."""
+    surely: Ranges = ((None, None),)
+    """Where all of its interval is."""
+    maybe: Ranges = ((None, None),)
+    """Where some of its interval is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +220,9 @@ def crossing_of(at: Sequence[float], intervals: Sequence[Interval | None]) -> Cr
     if len(known) < max(2, len(intervals)):
         return None
     curves = zip(*((interval.low, interval.value, interval.high) for interval in known), strict=True)
-    low, value, high = (falls_to_one(at, [float(y or 0) for y in curve]) for curve in curves)
-    return Crossing(value, low, high)
+    surely, pays, maybe = (paying(at, [float(y or 0) for y in curve]) for curve in curves)
+    low, value, high = (ranges[-1][1] if ranges else float(at[0]) for ranges in (surely, pays, maybe))
+    return Crossing(value, low, high, pays, surely, maybe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,15 +249,20 @@ def context_curves(cells: Sequence[Cell]) -> list[PayingCurve]:
     return curves
 
 
-def falls_to_one(at: Sequence[float], speedups: Sequence[float]) -> float | None:
-    """Return where the line through the speed-ups first is at 1 or below; None if nowhere."""
-    if speedups[0] <= 1:
-        return float(at[0])
-    for (left, above), (right, below) in pairwise(zip(at, speedups, strict=True)):
-        if below <= 1:
-            share = math.log(above) / (math.log(above) - math.log(below)) if below > 0 else 0.0
-            return math.exp(math.log(left) + share * (math.log(right) - math.log(left)))
-    return None
+def paying(at: Sequence[float], speedups: Sequence[float]) -> Ranges:
+    """Return the ranges in which the line through the speed-ups is above 1: it may rise, fall, or do both."""
+    found: list[tuple[float | None, float | None]] = [(None, None)] if speedups[0] > 1 else []
+    for (left, before), (right, after) in pairwise(zip(at, speedups, strict=True)):
+        if (before > 1) == (after > 1):
+            continue
+        least = min(before, after)
+        share = math.log(before) / (math.log(before) - math.log(after)) if least > 0 else float(after > 1)
+        place = math.exp(math.log(left) + share * (math.log(right) - math.log(left)))
+        if after > 1:
+            found.append((place, None))
+        else:
+            found[-1] = (found[-1][0], place)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

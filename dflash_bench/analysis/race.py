@@ -22,7 +22,7 @@ import numpy as np
 
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.compare import ratio_of
-from dflash_bench.analysis.concurrency import falls_to_one, own_s
+from dflash_bench.analysis.concurrency import own_s, paying
 from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, mismatched, prompt_sums, without_errors
 from dflash_bench.analysis.stats import FEWEST, Floats, Interval
 from dflash_bench.results.table import RunTable
@@ -36,16 +36,21 @@ ONE_WAVE = 0.85
 """Under a load with several answers at a time, a method's answers to a round's prompts are decoded together, so that a
 disturbance hits all of them. After the first round only methods leave whose upper bound is below this."""
 
+DRIFT = 0.1
+"""A round takes no less than a step of plain decoding, give or take this share. A method that is sped up by more than
+its tokens per round shows that the machine's speed drifted between the two."""
 ENOUGH = 32
 """Before so many prompts, two at least go on that no interval tells apart."""
 
 Verdict = Literal[
-    "leads", "level", "behind", "slower", "no_gain", "below_plain", "wrong", "failed", "no_time", "waiting", "baseline"
-]
+    "leads", "level", "behind", "slower", "no_gain", "below_plain", "wrong", "failed", "drifted", "no_time", "waiting",
+    "baseline",
+]  # fmt: skip
 """`level`: not told apart from the leader; `behind`: neither, but not in the faster half of a round; `no_gain`: at most
-`WORTH` faster than the leader; `waiting`: not yet measured."""
+`WORTH` faster than the leader; `drifted`: faster than its tokens per round allow (`DRIFT`); `waiting`: not yet
+measured."""
 Parts = Mapping[str, tuple[Sequence[str], Floats]]
-"""By suite: the ids of prompts, and their sums [prompts, sums]."""
+"""By suite: the ids of prompts, or of their sessions, in order, and their sums [prompts, sums]."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -92,8 +97,8 @@ class Decision:
 
     load: Load
     choice: str
-    verdict: Literal["faster", "plain", "unclear", "too_few", "no_time"]
-    """`unclear`: the interval of the best method, `choice`, contains 1."""
+    verdict: Literal["faster", "plain", "unclear", "too_few", "drifted", "no_time"]
+    """`unclear`: the interval of the best method, `choice`, contains 1; `drifted`: no run could be used."""
     speedup: Interval | None
     standings: tuple[Standing, ...]
     """Plain decoding first, then the others from the fastest."""
@@ -108,6 +113,15 @@ class Decision:
     def level(self) -> list[Standing]:
         """The methods that cannot be told apart from the leader."""
         return [standing for standing in self.standings if standing.verdict == "level"]
+
+    @property
+    def leader(self) -> str:
+        return next((standing.method for standing in self.standings if standing.verdict == "leads"), self.choice)
+
+    @property
+    def rivals(self) -> list[Standing]:
+        """The methods that cannot be told apart from the choice."""
+        return [one for one in self.standings if one.verdict in ("leads", "level") and one.method != self.choice]
 
     def of(self, method: str) -> Standing:
         return next(standing for standing in self.standings if standing.method == method)
@@ -193,7 +207,7 @@ class Race:
     has_time: bool = True
     _sums: dict[str, Parts] = field(default_factory=dict)
     _categories: dict[tuple[str, str], str] = field(default_factory=dict)
-    """By suite and prompt."""
+    """By suite and prompt, or session."""
 
     @property
     def racing(self) -> list[str]:
@@ -214,6 +228,11 @@ class Race:
         return self.load.concurrency > 1 and self.num_rounds < 2
 
     @property
+    def measured(self) -> list[str]:
+        """The remaining methods of which something was measured."""
+        return [method for method in self.racing if method in self._sums]
+
+    @property
     def num_rounds(self) -> int:
         return max(self.rounds.values(), default=0)
 
@@ -224,14 +243,19 @@ class Race:
 
     def add(self, tables: Sequence[RunTable], failed: Mapping[str, str]) -> None:
         """Add a round: its runs, and the errors of methods that could not be measured; see who leaves."""
-        self.tables += tables
         num_before = len(self.racing)
         for method in self.racing:
             self.rounds[method] = self.rounds.get(method, 0) + 1
         self.left |= {method: ("failed", error) for method, error in failed.items()}
         for table in tables:
+            self.left |= dict.fromkeys(drifted(table), ("drifted", ""))
+        # Plain decoding was slower beside all methods of such a run.
+        tables = [table for table in tables if not drifted(table)]
+        self.tables += tables
+        for table in tables:
             self._leave_out_wrong(table.rows)
-            known = table.rows[["suite", "prompt_id", "category"]].dropna().drop_duplicates()
+            unit = "unit" if "unit" in table.rows else "prompt_id"
+            known = table.rows[["suite", unit, "category"]].dropna().drop_duplicates()
             self._categories |= {(suite, prompt): name for suite, prompt, name in known.itertuples(index=False)}
         self._sums = _merged(tables, self._sums)
         for method, verdict in self._verdicts().items():
@@ -317,7 +341,8 @@ class Race:
         standings = (plain, *others)
         speedup = None if leader is None else self.speedup(leader)
         if not self.tables:
-            return Decision(self.load, BASELINE, "no_time", None, standings)
+            why: Literal["drifted", "no_time"] = "drifted" if self._has_drifted else "no_time"
+            return Decision(self.load, BASELINE, why, None, standings)
         if leader is None:
             measured = any(standing.speedup for standing in others)
             return Decision(self.load, BASELINE, "plain" if measured else "too_few", None, standings)
@@ -326,6 +351,10 @@ class Race:
         if speedup.low > 1:
             return Decision(self.load, leader, "faster", speedup, standings)
         return Decision(self.load, leader, "unclear", speedup, standings, self._more(leader, speedup))
+
+    @property
+    def _has_drifted(self) -> bool:
+        return any(verdict == "drifted" for verdict, _ in self.left.values())
 
     def _more(self, leader: str, speedup: Interval) -> int | None:
         """Return about how many more prompts would make the interval exclude 1; None if no number seems to."""
@@ -351,7 +380,8 @@ class Race:
         verdict, error = self.left.get(method, (racing or "waiting", ""))
         parts = self._sums.get(method)
         if not parts:
-            return Standing(method, verdict if self.tables else "no_time", self.rounds.get(method, 0), error=error)
+            shown = verdict if self.tables or verdict == "drifted" else "no_time"
+            return Standing(method, shown, self.rounds.get(method, 0), error=error)
         speedup, even = self.speedup(method), _mean(parts, BREAK_EVEN)
         with_it = [table for table in self.tables if (table.rows["method"] == method).any()]
         return Standing(
@@ -390,8 +420,22 @@ def _loses_from(decision: Decision, made: Sequence[Decision]) -> float | None:
     if decision.verdict != "faster" or len(same) < 2:
         return None
     curve = [(one.load.concurrency, one.of(decision.choice).speedup) for one in same]
-    known = [(at, interval.value) for at, interval in curve if interval is not None]
-    return falls_to_one([at for at, _ in known], [value for _, value in known]) if len(known) > 1 else None
+    # From this load on: it may not pay below it.
+    known = [(at, one.value) for at, one in curve if one is not None and at >= decision.load.concurrency]
+    ranges = paying([at for at, _ in known], [value for _, value in known])
+    return ranges[0][1] if ranges else None
+
+
+def drifted(table: RunTable) -> list[str]:
+    """Return the methods of a run that were sped up by more than their tokens per round (`DRIFT`)."""
+    sums = _merged([table], {})
+    found = []
+    for method, parts in sums.items():
+        speedup, length = _mean(parts, SPEEDUP), _mean(parts, LENGTH)
+        least = speedup and (speedup.low or speedup.value)
+        if speedup and length and least and min(least, speedup.value / (1 + DRIFT)) > length.value:
+            found.append(method)
+    return found
 
 
 def _merged(tables: Sequence[RunTable], known: Mapping[str, Parts]) -> dict[str, Parts]:
@@ -400,11 +444,14 @@ def _merged(tables: Sequence[RunTable], known: Mapping[str, Parts]) -> dict[str,
     for table in tables:
         sums = prompt_sums(without_errors(table.rows))
         for (suite, method), frame in sums.groupby(level=["suite", "method"], observed=True):
-            ids, values = frame.index.get_level_values("prompt_id"), frame.to_numpy(dtype=np.float64)
+            units = frame.groupby(level="unit", observed=True).sum()
+            ids, values = units.index.astype(str), units.to_numpy(dtype=np.float64)
             before = found.setdefault(str(method), {}).get(str(suite))
             if before is not None:
                 ids, values = [*before[0], *ids], np.concatenate([before[1], values])
-            found[str(method)] = {**found[str(method)], str(suite): (list(ids), values)}
+            # Draws go by place: in the order of a report of the same prompts.
+            order = sorted(range(len(ids)), key=ids.__getitem__)
+            found[str(method)] = {**found[str(method)], str(suite): ([ids[at] for at in order], values[order])}
     found.pop(BASELINE, None)
     return found  # type: ignore[return-value]
 
@@ -417,10 +464,7 @@ def _mean(parts: Parts, metric_id: str) -> Interval | None:
         return None
     found = stats.geometric_mean(whole)
     scale = METRICS[metric_id].scale
-    if found is None or scale == 1:
-        return found
-    low, high = (None if bound is None else scale * bound for bound in (found.low, found.high))
-    return Interval(scale * found.value, low, high, found.too_few)
+    return found and found.scaled(scale)
 
 
 def _high(interval: Interval | None) -> float:
@@ -455,7 +499,7 @@ def _scaled(plain: float | None, own: float | None, beside: float | None) -> flo
 
 def first_size(concurrency: int) -> int:
     """Return the prompts of a race's first round: enough for an interval, and to keep all places busy for a while."""
-    return max(FEWEST + 3, 2 * concurrency)
+    return max(FEWEST, 2 * concurrency)
 
 
 def slices(num_prompts: int, concurrency: int) -> list[tuple[int, int]]:

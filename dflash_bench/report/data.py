@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from dflash_bench.analysis.compare import Agreement, Comparison, verdict
-from dflash_bench.analysis.concurrency import ConcurrencyCurve, Level, context_curves
+from dflash_bench.analysis.concurrency import ConcurrencyCurve, Crossing, Level, context_curves
 from dflash_bench.analysis.metrics import FORMULAS, METRICS, Cell
 from dflash_bench.analysis.peers.benches import BenchResult
 from dflash_bench.analysis.peers.paper import PaperComparison
@@ -77,11 +77,16 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
 
 
 def _load_json(load: ConcurrencyCurve) -> dict[str, Any]:
-    crossing = load.crossing and {name: getattr(load.crossing, name) for name in ("value", "low", "high")}
     return {
-        "suite": load.suite, "method": load.method, "setting": load.setting, "stops_paying_at": crossing,
+        "suite": load.suite, "method": load.method, "setting": load.setting,
+        **_paying_json(load.crossing),
         "levels": [_level_json(level) for level in load.levels],
     }  # fmt: skip
+
+
+def _paying_json(crossing: Crossing | None) -> dict[str, Any]:
+    stops = crossing and {name: getattr(crossing, name) for name in ("value", "low", "high")}
+    return {"stops_paying_at": stops, "pays": crossing and [list(ends) for ends in crossing.pays]}
 
 
 def _level_json(level: Level) -> dict[str, Any]:
@@ -189,7 +194,7 @@ def contexts_json(cells_of: Mapping[str, Sequence[Cell]]) -> list[dict[str, Any]
     return [
         {
             "run": name, "suite": curve.cells[0].suite, "settings_id": curve.cells[0].settings.id,
-            "method": curve.cells[0].method, "stops_paying_at": curve.crossing and asdict(curve.crossing),
+            "method": curve.cells[0].method, **_paying_json(curve.crossing),
         }
         for name, cells in cells_of.items()
         for curve in context_curves(cells)

@@ -25,14 +25,19 @@ OUTCOMES = {
     "level": "level with the fastest",
     "behind": "not in the faster half",
     "slower": "slower than the fastest",
-    "no_gain": f"at most {100 * WORTH:.0f} % faster",
+    "no_gain": f"at best {100 * WORTH:.0f} % faster",
     "below_plain": "slower than plain decoding",
     "wrong": "out: wrong answers",
     "failed": "out: failed",
+    "drifted": "out: faster than possible",
     "no_time": "no time",
     "waiting": "not measured",
 }
-WHYS = {"wrong": "is out, as it gave answers that are not the model's own", "failed": "failed"}
+WHYS = {
+    "wrong": "is out, as it gave answers that are not the model's own",
+    "failed": "failed",
+    "drifted": "was sped up by more than its tokens per round, which is impossible: the machine's speed drifted",
+}
 LEGEND = (
     "vs. fastest: the speed-up divided by that of the fastest method, on the prompts that both answered. tokens/s "
     "of all answers together, and ms per token of one, are plain decoding's times the ratio to plain decoding in the "
@@ -42,9 +47,9 @@ LEGEND = (
 
 def sections(found: Recommendation) -> list[Section]:
     made = found.decisions
-    drafting = list(dict.fromkeys(one.choice for one in made if one.choice != BASELINE and one.verdict != "too_few"))
+    drafting = list(dict.fromkeys(one.choice for one in made if one.verdict == "faster"))
     parts = [
-        Section("decision", f"What to serve {found.model} with", sentences=[*_by_load(made)]),
+        Section("decision", f"Recommendation for {found.model}", sentences=[*_by_load(made)]),
         Section("changes", "What would change it", sentences=[*_changes(made)]),
         Section("flags", "How a server is told", sentences=[line for one in drafting for line in _flags(one, found)]),
         Section("memory", "Memory", sentences=[line for one in drafting for line in _memory(one, found)]),
@@ -165,7 +170,12 @@ def _has(standing: Standing) -> str:
 def _said(one: Decision, names_load: bool) -> str:
     where = f" at {one.load.concurrency}" if names_load else ""
     if one.verdict == "faster":
-        return f"{_times(one.speedup)}{where}"
+        rivals = ", ".join(other.method for other in one.rivals)
+        return f"{_times(one.speedup)}{where}{f', not told apart from {rivals}' if rivals else ''}"
+    if one.verdict == "drifted":
+        return (
+            f"cannot tell{where}: the machine's speed drifted during every run; repeat on a quiet machine, with --out"
+        )
     if one.verdict == "no_time":
         return f"cannot tell{where}: there was no time to measure; raise --for"
     best = one.of(one.choice)
@@ -201,7 +211,7 @@ def _changes(made: Sequence[Decision]) -> Iterator[str]:
         parts = []
         if one.level:
             same = ", ".join(f"{other.method} ({_times(other.beside)} its speed)" for other in one.level[:3])
-            parts.append(f"not told apart from the fastest: {same}")
+            parts.append(f"not told apart from {one.leader}: {same}")
         rival = next((other for other in one.standings[1:] if other.verdict in ("slower", "no_gain")), None)
         if rival and rival.beside and rival.beside.value > 0:
             parts.append(
@@ -294,6 +304,18 @@ def _load(one: Decision) -> str:
     return ", ".join(filter(None, [_context(one), f"{one.load.concurrency} at a time"]))
 
 
+def _outcome(one: Decision, standing: Standing) -> str:
+    """Say how a method did. One that leads is only called the fastest if its intervals say so."""
+    speedup = standing.speedup
+    if standing.verdict != "leads":
+        return OUTCOMES[standing.verdict]
+    if speedup is None or speedup.low is None or speedup.high is None:
+        return "too few prompts to tell"
+    if speedup.low <= 1:
+        return OUTCOMES["below_plain"] if speedup.high < 1 else "level with plain decoding"
+    return "ahead, not told apart" if one.level else OUTCOMES["leads"]
+
+
 def _tried(made: Sequence[Decision]) -> Section:
     has_joules = any(standing.joules_per_token for one in made for standing in one.standings)
     columns = [
@@ -309,7 +331,7 @@ def _tried(made: Sequence[Decision]) -> Section:
             [
                 standing.method, standing.speedup, standing.beside, standing.length, standing.tokens_per_s,
                 standing.ms_per_token, *([standing.joules_per_token] if has_joules else []), standing.num_prompts,
-                OUTCOMES[standing.verdict],
+                _outcome(one, standing),
             ],
             _load(one),
         )

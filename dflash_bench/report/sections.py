@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from dflash_bench.analysis.concurrency import LEAST, ConcurrencyCurve, Crossing, Level, context_curves
+from dflash_bench.analysis.concurrency import LEAST, ConcurrencyCurve, Crossing, Level, Ranges, context_curves
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import LENGTH, SPEEDUP, Point, Sweep, SweepCurve
@@ -181,18 +181,32 @@ def _pays(
     first, last = (f"{end:,}{unit}" for end in ends)
     if crossing is None:
         return f"has too few answers, or levels, to say up to which {name} it pays"
-    if crossing.high is not None and crossing.high <= ends[0]:
+    if not crossing.maybe:
         return f"does not pay at any {name} from {first} up"
-    if crossing.low is None:
+    if not crossing.surely:
+        return f"is not shown to pay at any {name} from {first} to {last}; at {last} it is {with_interval(at_last)}"
+    if len(crossing.pays) != 1 or crossing.pays[0][0] is not None:
+        return f"pays {_ranges(crossing.pays, load)}; at {last} it is {with_interval(at_last)}"
+    if crossing.surely == ((None, None),):
         return f"pays at every {name} measured, up to {last} ({with_interval(at_last)})"
+    if crossing.value is None:
+        return f"pays {_ranges(crossing.surely, load)} at least; at {last} it is {with_interval(at_last)}"
     low = number(crossing.low, digits)
     high = f"more than {ends[1]}" if crossing.high is None else number(crossing.high, digits)
-    if crossing.value is None:
-        there = f"at {last} it is {with_interval(at_last)}"
-        if crossing.high is None:
-            return f"pays up to a {name} of {low}{unit} at least; {there}"
-        return f"pays up to a {name} between {low} and {high}{unit}; {there}"
     return f"stops paying at a {name} of about {number(crossing.value, digits)}{unit} [{low}, {high}]"
+
+
+def _ranges(pays: Ranges, load: GrowingLoad) -> str:
+    """`from a concurrency of about 2.3 on`, `up to a concurrency of about 2.0 and from about 8.0 on`."""
+    said: list[str] = []
+    for low, high in pays:
+        of = f" a {load.name} of" if not said else ""
+        start, end = (None if place is None else f"{number(place, load.digits)}{load.unit}" for place in (low, high))
+        if start is None:
+            said.append(f"up to{of} about {end}")
+        else:
+            said.append(f"from{of} about {start} {'on' if end is None else f'to {end}'}")
+    return " and ".join(said)
 
 
 # Sweeps: a table by the values of each option, and which value was the best on this engine and machine.

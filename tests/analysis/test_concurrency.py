@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from runs import known
 
-from dflash_bench.analysis.concurrency import Crossing, concurrency_curves, falls_to_one, points_of
+from dflash_bench.analysis.concurrency import concurrency_curves, crossing_of, paying, points_of
 from dflash_bench.analysis.concurrency import frontier as best_of
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.stats import Interval
@@ -118,32 +118,51 @@ def test_a_run_of_one_answer_at_a_time_has_no_loads() -> None:
 
 
 def test_the_crossing_lies_on_a_straight_line_of_logarithms() -> None:
-    assert falls_to_one([1, 4], [2.0, 0.5]) == pytest.approx(2.0)
-    assert falls_to_one([1, 4, 16], [3.0, 2.0, 1.0]) == pytest.approx(16.0)
-    assert falls_to_one([1, 4, 16], [3.0, 2.0, 1.01]) is None
-    assert falls_to_one([2, 4], [0.9, 3.0]) == 2.0
+    for at, speedups, ranges in (
+        ([1, 4], [2.0, 0.5], [(None, 2.0)]),
+        ([1, 4, 16], [3.0, 2.0, 1.0], [(None, 16.0)]),
+        ([1, 4, 16], [3.0, 2.0, 1.01], [(None, None)]),
+        ([1, 4], [0.5, 2.0], [(2.0, None)]),
+        ([1, 4, 16], [0.5, 2.0, 0.5], [(2.0, 8.0)]),
+        ([1, 4, 16], [2.0, 0.5, 2.0], [(None, 2.0), (8.0, None)]),
+        ([1, 4, 16], [0.9, 1.0, 0.5], []),
+        ([1, 4], [0.0, 2.0], [(4.0, None)]),
+        ([1, 4], [2.0, 0.0], [(None, 1.0)]),
+    ):
+        found = paying(at, speedups)
+        assert [list(ends) for ends in found] == [pytest.approx(list(ends)) for ends in ranges], speedups
     _, drafted = measured(ROWS)
     assert drafted.crossing.value == pytest.approx(4 * 4 ** (math.log(1.5) / math.log(2)))
     assert 4 < drafted.crossing.low < drafted.crossing.value < drafted.crossing.high < 16
 
 
 @pytest.mark.parametrize(
-    ("crossing", "said"),
+    ("speedups", "said", "stops"),
     [
-        (Crossing(8.0, 6.0, 12.0), "stops paying at a concurrency of about 8.0 [6.0, 12.0]."),
-        (Crossing(8.0, 6.0, None), "stops paying at a concurrency of about 8.0 [6.0, more than 16]."),
-        (
-            Crossing(None, 6.0, None),
-            "pays up to a concurrency of 6.0 at least; at 16 it is 0.75 [0.60, 0.90].",
-        ),
-        (Crossing(None, None, None), "pays at every concurrency measured, up to 16 (0.75 [0.60, 0.90])."),
-        (Crossing(1.0, 1.0, 1.0), "does not pay at any concurrency from 1 up."),
-        (None, "has too few answers, or levels, to say up to which concurrency it pays."),
+        ([2.0, 2.0, 0.5], "stops paying at a concurrency of about 8.0 [7.2, 8.8]", 8.0),
+        ([2.0, 2.0, 0.95], "stops paying at a concurrency of about 14.5 [12.0, more than 16]", 14.5),
+        ([2.0, 1.3, 1.05], "pays up to a concurrency of about 11.1 at least", None),
+        ([2.0, 1.5, 1.3], "pays at every concurrency measured, up to 16", None),
+        ([0.7, 0.8, 0.6], "does not pay at any concurrency from 1 up", 1.0),
+        ([1.05, 0.95, 0.9], "is not shown to pay at any concurrency from 1 to 16", 2.0),
+        ([0.7, 1.41, 1.6], "pays from a concurrency of about 2.0 on", None),
+        ([1.05, 1.41, 1.6], "pays from a concurrency of about 1.3 on at least", None),
+        ([0.5, 2.0, 0.5], "pays from a concurrency of about 2.0 to 8.0", 8.0),
+        ([2.0, 0.5, 2.0], "pays up to a concurrency of about 2.0 and from about 8.0 on", None),
+        ([None, 2.0, 0.5], "has too few answers, or levels, to say up to which concurrency it pays", None),
     ],
 )  # fmt: skip
-def test_where_it_stops_paying_in_words(crossing: Crossing | None, said: str) -> None:
+def test_where_it_pays_in_words_and_in_json(speedups: list[float | None], said: str, stops: float | None) -> None:
     _, drafted = measured(ROWS)
-    assert words.crossings([replace(drafted, crossing=crossing)]) == [f"dflash on gsm8k (embedded) {said}"]
+    known = [value and Interval(value, 0.9 * value, 1.1 * value) for value in speedups]
+    crossing = crossing_of([1, 4, 16], known)
+    levels = tuple(replace(level, speedup=one) for level, one in zip(drafted.levels, known, strict=True))
+    (sentence,) = words.crossings([replace(drafted, levels=levels, crossing=crossing)])
+    assert sentence.removeprefix("dflash on gsm8k (embedded) ").startswith(said)
+    if crossing is not None:
+        written = data._load_json(replace(drafted, crossing=crossing))
+        assert written["stops_paying_at"]["value"] == (stops and pytest.approx(stops, abs=0.05))
+        assert len(written["pays"]) == len(crossing.pays)
 
 
 def test_table_and_json_hold_every_level() -> None:

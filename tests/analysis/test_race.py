@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rows import plain
+from rows import drafted, plain
 from runs import about, changed, failing, frame_of, in_time
 
 from dflash_bench.analysis import race as races
@@ -39,7 +39,7 @@ def measured(
         for method, speed in {"ar": 1.0, **speeds}.items():
             seconds = base.generation.decode_s / speed * float(rng.lognormal(0, noise) if method != "ar" else 1)
             begin = 10.0 * len(records)
-            own = in_time(base.generation, seconds)
+            own = in_time(base.generation if method == "ar" else drafted("p", [4] * 4, 4).generation, seconds)
             records.append(
                 replace(base, method=method, generation=own, start_s=begin, end_s=begin + own.prefill_s + seconds)
             )
@@ -194,6 +194,34 @@ def test_speeds_are_plain_decodings_times_the_ratio_in_the_same_runs() -> None:
     one, plain_one = (race.decision().of(name) for name in ("dflash", "ar"))
     assert plain_one.tokens_per_s == pytest.approx(2 * 21 / (0.22 + 0.42), rel=1e-3)
     assert one.tokens_per_s == pytest.approx(plain_one.tokens_per_s * 0.22 / 0.12, rel=1e-3)
+
+
+def test_a_speedup_above_the_tokens_per_round_is_no_result() -> None:
+    """Five tokens a round cannot be six times as fast: plain decoding ran on a slower machine, beside all methods."""
+    speeds = {"dflash": 6.0, "eagle3": 2.0}
+    assert races.drifted(measured(speeds)) == ["dflash"] and not races.drifted(measured({"dflash": 4.9}))
+    race = raced(measured(speeds), methods=tuple(speeds))
+    assert race.left == {"dflash": ("drifted", "")} and race.racing == ["eagle3"] and race.measured == []
+    decision = race.decision()
+    assert decision.verdict == "drifted" and decision.of("dflash").speedup is None
+    race.add([measured({"eagle3": 2.0}, 8)], {})
+    assert race.decision().choice == "eagle3" and race.measured == ["eagle3"]
+
+
+def test_a_draft_that_pays_from_a_load_on_does_not_stop_paying_below_it() -> None:
+    for curve, last in (
+        ({1: 0.7, 4: 1.41, 16: 1.6}, None),
+        ({1: 2.0, 4: 0.5, 16: 2.0}, None),
+        ({1: 0.5, 4: 2, 16: 0.5}, 8),
+    ):
+        held = []
+        for beside, speed in curve.items():
+            load = Load(concurrency=beside)
+            held.append(raced(measured({"dflash": speed}, 0, 32, 0.05, load), methods=("dflash",), load=load))
+        at_four = [one for one in decisions(held) if one.verdict == "faster"]
+        assert at_four[-1].loses_from == (last and pytest.approx(last, rel=0.1)), curve
+        if curve[1] > 1:
+            assert at_four[0].loses_from == pytest.approx(2.0, rel=0.1)
 
 
 def test_categories_are_slices_of_the_choice() -> None:

@@ -59,6 +59,15 @@ def test_the_text_is_as_stored() -> None:
     assert_golden("recommendation.txt", shown.text(FOUND, 100))
 
 
+def test_nothing_slower_than_plain_decoding_or_level_with_it_is_called_the_fastest() -> None:
+    for value, outcome in ((2.0, "the fastest"), (1.02, "level with plain decoding"), (0.95, "level with plain decoding"),
+                           (0.5, "slower than plain decoding")):  # fmt: skip
+        one = Decision(Load(), "ngram", "unclear", span(value), (PLAIN, standing("ngram", "leads", value)))
+        assert shown._outcome(one, one.standings[1]) == outcome
+    few = replace(standing("ngram", "leads", 2.0), speedup=Interval(2.0, None, None, 3))
+    assert shown._outcome(one, few) == "too few prompts to tell"
+
+
 def test_a_servers_longest_context_follows_from_two_sizes() -> None:
     room = FOUND.held["dflash:7"]
     assert (room.longest(32_000), room.longest(5000)) == (8192, 5000)
