@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_bench.analysis import findings as checked
-from dflash_bench.analysis import stats
+from dflash_bench.analysis import metrics, stats
 from dflash_bench.analysis.concurrency import ConcurrencyCurve, concurrency_curves
 from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell
 from dflash_bench.analysis.stats import Interval

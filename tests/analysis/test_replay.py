@@ -38,7 +38,8 @@ from dflash_bench.results import laws, parts
 from dflash_bench.results.row_arrays import Facts
 
 TEXTS = (
-    "What is 2+2?", "Name a colour.", "Count to five.", "Say it again.", "Why is that so?", "And then?", "Who?", "When?",
+    "What is 2+2?", "Name a colour.", "Count to five.", "Say it again.", "Why is that so?", "And then?", "Who?",
+    "When?",
 )  # fmt: skip
 OURS = ("eagle3:6", "dflash", "mtp:4", "draft-model:5")
 

@@ -60,8 +60,8 @@ def test_the_text_is_as_stored() -> None:
 
 
 def test_nothing_slower_than_plain_decoding_or_level_with_it_is_called_the_fastest() -> None:
-    for value, outcome in ((2.0, "the fastest"), (1.02, "level with plain decoding"), (0.95, "level with plain decoding"),
-                           (0.5, "slower than plain decoding")):  # fmt: skip
+    level, slower = "level with plain decoding", "slower than plain decoding"
+    for value, outcome in ((2.0, "the fastest"), (1.02, level), (0.95, level), (0.5, slower)):
         one = Decision(Load(), "ngram", "unclear", span(value), (PLAIN, standing("ngram", "leads", value)))
         assert shown._outcome(one, one.standings[1]) == outcome
     few = replace(standing("ngram", "leads", 2.0), speedup=Interval(2.0, None, None, 3))
