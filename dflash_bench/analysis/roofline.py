@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dflash_bench.analysis.stats import FEWEST
 from dflash_bench.core.forwards import DraftPass, ForwardTiming, LinearCost, Rates, Size, fit
 from dflash_bench.results.run_info import RunInfo
 
@@ -160,9 +161,15 @@ class RoundPace:
     round_s: float
     pass_s: float
 
+    num_answers: int = FEWEST
+
     @property
     def ratio(self) -> float:
         return self.round_s / self.pass_s
+
+    def exceeds(self, limit: float) -> bool:
+        """Return whether the ratio is above a limit, or above twice that with too few answers to tell it from noise."""
+        return self.ratio > limit * (1 if self.num_answers >= FEWEST else 2)
 
 
 def pace_of(info: RunInfo | None, rows: Any) -> RoundPace | None:
@@ -197,7 +204,7 @@ def pace(info: RunInfo | None, round_s: Any, contexts: Any, pass_s: Any = None) 
         own = np.asarray(pass_s, dtype=np.float64)[known]
         passes = np.where(np.isnan(own), passes, own)
     typical = int(np.argsort(rounds / passes)[len(rounds) // 2])
-    return RoundPace(float(rounds[typical]), float(passes[typical]))
+    return RoundPace(float(rounds[typical]), float(passes[typical]), len(rounds))
 
 
 def stored(info: RunInfo) -> WidthCurve | None:

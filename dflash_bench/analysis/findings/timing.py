@@ -117,7 +117,7 @@ def slow_plain(context: CellContext) -> Observation | None:
     if not context.is_baseline or context.cell.settings.is_shared:
         return None
     pace = roofline.pace_of(context.info, context.succeeded)
-    if pace is None or pace.ratio <= SLOW_PLAIN:
+    if pace is None or not pace.exceeds(SLOW_PLAIN):
         return None
     return context.observe_suite("slow_plain", round_s=pace.round_s, pass_s=pace.pass_s)
 

@@ -333,7 +333,7 @@ def _pace_checks(results: RunTable, cell: Cell, run: str) -> Iterator[Check]:
     if pace is None:
         return
     reason = "plain decoding is slower than its own forward passes allow, which flatters speed-ups"
-    code = "slow_plain" if pace.ratio > TOO_SLOW_PLAIN else ""
+    code = "slow_plain" if pace.exceeds(TOO_SLOW_PLAIN) else ""
     yield _check(cell, "pass/round", 1 / pace.ratio, 1 / TOO_SLOW_PLAIN, code, reason, run=run, is_floor=True)
 
 
