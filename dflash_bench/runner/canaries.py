@@ -126,7 +126,7 @@ class Canaries:
             if spoiled == text:
                 self._excuse("no_numbers", "scorer")
             else:
-                self._note("scorer", "numbers", not scorers.score(scorer, prompt, spoiled, num_thinking=0).passed)
+                self._note("scorer", "numbers", not scorers.score(scorer, prompt, spoiled, None, 0).passed)
 
     def read(self, record: Answer | None, denied: Callable[[Answer], str | None] | None) -> None:
         """Offer an answer whose text was checked against its tokens, if there is a tokenizer."""
