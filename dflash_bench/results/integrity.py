@@ -60,6 +60,7 @@ def summarize_part(batches: Sequence[Any], run_settings: Sequence[Settings], fac
         columns |= {flag: compute.is_valid(batch.column(name)) for flag, name in FLAGS.items()}
         columns |= {name: batch.column(name) for name in TIMES}
         columns |= {"settings": settings_numbers(batch, run_settings), "digest": _digests(batch)}
+        columns |= {"pass_s": _pass_s(batch)}
         tables.append(pa.table(columns))
         for why, rows in laws.faults(batch, facts).items():
             faults[why] = np.concatenate([faults.get(why, rows[:0]), rows + before])
@@ -72,6 +73,15 @@ def _digests(batch: Any) -> Any:
     ends = np.cumsum(lengths_of(batch.column("token_ids"), 0)) * 4
     tokens = batch.column("token_ids").flatten().to_numpy().tobytes()
     return np.array([hash(tokens[start:end]) for start, end in pairwise([0, *ends.tolist()])], dtype=np.int64)
+
+
+def _pass_s(batch: Any) -> Any:
+    """Return the mean seconds of each answer's passes of the target after prefill, [rows]; NaN without rounds."""
+    lengths = lengths_of(batch.column("verify_s"), 0)
+    seconds = batch.column("verify_s").flatten().to_numpy().astype(np.float64)
+    owners = np.repeat(np.arange(len(batch)), lengths)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.bincount(owners, weights=seconds, minlength=len(batch)) / np.where(lengths > 0, lengths, np.nan)
 
 
 def joined_rows(summaries: Sequence[PartSummary]) -> Any:
@@ -156,11 +166,14 @@ SHARE, AT_LEAST_S = 1e-3, 1e-3
 SUMS = ("between_s", "prefill_s", "decode_s")
 
 
-def of_run(span_s: float, records: Sequence[Answer]) -> dict[str, Any]:
-    """Return the sums that `run.json` keeps of a finished run, which took `span_s` seconds on its clock."""
+def of_run(span_s: float, records: Sequence[Answer], since_s: float = 0.0) -> dict[str, Any]:
+    """Return the sums that `run.json` keeps of a finished run, which took `span_s` seconds on its clock.
+
+    They are of the answers that began at `since_s` or later.
+    """
     good: dict[str, list[Answer]] = {}
     for record in records:
-        if record.generation.error is None:
+        if record.generation.error is None and (record.start_s is None or record.start_s >= since_s):
             good.setdefault(record.method, []).append(record)
     return {"span_s": span_s, "times": {method: _sums(own) for method, own in good.items()}}
 
@@ -176,15 +189,34 @@ def _sums(records: Sequence[Answer]) -> dict[str, float]:
 
 
 def off_sums(info: RunInfo, rows: Any) -> Iterator[tuple[str, Any]]:
-    """Find all answers of methods whose times do not add up to the recorded sums."""
-    good = rows[~rows["failed"]].assign(between_s=rows["end_s"] - rows["start_s"])
+    """Find all answers of methods whose times do not add up to the recorded sums, which a finished run has."""
+    good = rows[~rows["failed"] & ~(rows["start_s"] < info.since_s)].assign(between_s=rows["end_s"] - rows["start_s"])
     wrong = np.zeros(len(rows), dtype=bool)
-    for method, kept in info.times.items():
-        own = good[good["method"] == method]
-        pairs = [(float(own[name].sum()), getattr(kept, name)) for name in SUMS]
-        if len(own) != kept.answers or any(abs(now - then) > 1e-9 * (1 + abs(then)) for now, then in pairs):
+    methods = set(good["method"]) if info.state == "complete" else set()
+    for method in methods | info.times.keys():
+        own, kept = good[good["method"] == method], info.times.get(method)
+        pairs = [(float(own[name].sum()), getattr(kept, name)) for name in SUMS] if kept else []
+        if kept is None or len(own) != kept.answers:
+            wrong[own.index] = True
+        if any(abs(now - then) > 1e-9 * (1 + abs(then)) for now, then in pairs):
             wrong[own.index] = True
     yield "its method's times do not add up to what the run measured", np.flatnonzero(wrong)
+
+
+FASTEST = 0.25
+"""The least share of a measured pass that a pass which verifies a draft may take: both hang on how busy the machine
+is, and are short times of their kind."""
+
+
+def unseen_times(info: RunInfo, rows: Any) -> Iterator[tuple[str, Any]]:
+    """Find answers of a finished run without what witnesses its times, and passes faster than the run's own."""
+    if info.state == "complete" and info.span_s is None:
+        yield "the run does not say how long it took", np.flatnonzero(~rows["failed"])
+    shortest = [seconds for seconds in (info.forwards and info.forwards.least_s, info.pass_at_end_s) if seconds]
+    if info.forwards is not None and shortest:
+        lossy = _by_category(rows, "method", list(map(is_lossy, rows["method"].cat.categories)), False)
+        fast = ~rows["failed"] & ~lossy & (rows["pass_s"] < FASTEST * min(shortest))
+        yield "its passes were faster than the run's own pass over one token", np.flatnonzero(fast)
 
 
 def span_faults(info: RunInfo, settings: Sequence[Settings], rows: Any, counted: Any) -> Iterator[tuple[str, Any]]:
@@ -195,9 +227,14 @@ def span_faults(info: RunInfo, settings: Sequence[Settings], rows: Any, counted:
         yield "it ended after the run", timed.index[timed["end_s"] > info.span_s + AT_LEAST_S].to_numpy()
 
 
+def _by_number(rows: Any, flags: Sequence[bool]) -> Any:
+    """Return the flag of each row's settings, [rows]; False for settings that are not the run's."""
+    return np.array([*flags, False])[rows["settings"]]
+
+
 def _overlapping(settings: Sequence[Settings], timed: Any) -> Any:
     """Return the later of two rows that one worker measured at the same time; answers of a wave belong together."""
-    is_shared = np.array([*(one.is_shared for one in settings), False])[timed["settings"]]
+    is_shared = _by_number(timed, [one.is_shared for one in settings])
     keys = ["worker", "suite", "method", "settings", "turn", "repeat"]
     waves = timed.groupby(keys, observed=True, dropna=False).ngroup()
     # An answer that was decoded alone is a wave of its own.
@@ -260,6 +297,7 @@ def check_integrity(info: RunInfo, where: str, summaries: Sequence[PartSummary])
     faults += _unscored(identity, match, rows)
     out_of_place = mask([*match.duplicates, *match.unexpected], len(rows))
     faults += span_faults(info, plan.settings, rows, ~out_of_place)
+    faults += unseen_times(info, rows)
     problems = [*_missing(plan, match)]
     if not problems and not out_of_place.any() and not any(len(which) for _, which in faults):
         # A row with another problem changes the sums, too, and is reported by that problem.
@@ -326,7 +364,7 @@ def _contradictions(
     judged = compared & labelled & ~hidden & ~hidden[other]
     yield "marked exact, but its tokens differ from the plain answer's", np.flatnonzero(judged & exact & ~equal)
     yield "not marked exact, but its tokens are the plain answer's", np.flatnonzero(judged & ~exact & equal)
-    greedy = np.array([*(one.greedy for one in settings), False])[rows["settings"]]
+    greedy = _by_number(rows, [one.greedy for one in settings])
     greedy &= ~_by_category(rows, "method", list(map(is_lossy, rows["method"].cat.categories)), False)
     absent = greedy & compared & ~is_plain & ~labelled
     yield "decoded greedily, but not compared with the plain answer", np.flatnonzero(absent)

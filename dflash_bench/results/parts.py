@@ -205,6 +205,15 @@ def _checksums(path: Path, *_state: int) -> dict[str, list[str]]:
     return known
 
 
+def lost(folder: Path, current: Sequence[Path]) -> list[Path]:
+    """Return the parts of a finished run that its checksums list and that are neither there nor merged into another."""
+    spans = [span(part) for part in current]
+    listed = [folder / name for name in checksums(folder) if NAME.fullmatch(name)]
+    return [
+        part for part in listed if not any(first <= span(part)[0] and span(part)[1] <= last for first, last in spans)
+    ]
+
+
 def why_other(part: Path) -> str | None:
     """Return why a part is not as the run wrote it; None if it is. Raises UserError if the checksums are gone."""
     if not part.with_name(CHECKSUMS).exists():

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 BASELINE = "ar"
 """Autoregressive decoding, which all methods are compared with."""
 MOST_ANSWERS = 20_000_000
+DRAWN = "drawn"
+"""The order of prompts under a time limit: any number of them from the first is a sample."""
 
 
 class PromptRef(NamedTuple):
@@ -89,7 +91,13 @@ def recorded(info: RunInfo, where: str) -> Plan:
     if repeated or len(set(methods)) < len(methods):
         raise UserError(f"{where}: the plan lists a prompt or a method twice; restore the original file")
     plan = Plan(methods, info.plan.repeats, prompts, settings_of(info.identity, where))
-    return plan if info.measured is None else _cut(plan, info.measured, where)
+    if info.measured is None:
+        return plan
+    if info.identity.order != DRAWN:
+        raise UserError(
+            f"{where}: `measured` is of a run with a time limit, which this is not; restore the original file"
+        )
+    return _cut(plan, info.measured, where)
 
 
 def _cut(plan: Plan, measured: Mapping[str, int], where: str) -> Plan:

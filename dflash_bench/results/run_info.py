@@ -204,6 +204,8 @@ class RunIdentity(StoredModel):
     code: str | None = None
     plan: str | None = None
     """The SHA-256 of the plan."""
+    order: str | None = None
+    """`drawn` if the prompts come in a random order, for a time limit."""
     servers: dict[str, ServerEntry] = {}
     slo: LatencyObjectives | None = None
     date: str | None = None
@@ -338,6 +340,8 @@ class RunInfo(StoredModel):
     canaries: list[CanaryEntry] | None = None
     span_s: Number | None = None
     times: dict[str, MethodTimes] = {}
+    since_s: Number = 0.0
+    """When the answers begin that `times` are of: an earlier process that did not finish leaves no sums."""
     memory: MemoryForecast | None = None
     server_memory: ServerMemory | None = None
     workers: list[WorkerEntry] = []

@@ -80,16 +80,18 @@ def resume(folder: Path, info: Mapping[str, Any]) -> RunStore:
     Answers that are outside the plan, duplicated or invalid are dropped; `resumed` also records how many.
     """
     stored, now = read_info(folder), _new_info({run_info.SCHEMA: SCHEMA_VERSION} | dict(info))
-    changes = "; ".join(_changes(stored, now))
-    if changes:
-        raise UserError(f"{folder} was started differently: {changes}; use the same options, or choose another --out")
+    if changed := "; ".join(_changes(stored, now)):
+        raise UserError(f"{folder} was started differently: {changed}; use the same options, or choose another --out")
     run = RunStore(folder, stored)
+    # Nothing vouches for the times of answers that a process measured which did not finish, or whose sums are off.
+    since_s = stored.since_s if stored.state == "complete" and not run.num_dropped else run.began_s
     more = {name: value for name, value in now.to_json().items() if name not in (run_info.SCHEMA, "identity", "plan")}
     more |= {"dropped": run.num_dropped} if run.num_dropped else {}
     resumed = [*(process.to_json() for process in stored.resumed), more]
     # `measured`, which says how far a time limit let it get, and the sums are written again when it finishes.
     without = ("measured", *integrity.SPAN_NAMES)
-    write_info(folder, run_info.with_changes(stored, {"state": "running", "resumed": resumed}, without))
+    changes = {"state": "running", "resumed": resumed, **({"since_s": since_s} if run.stored else {})}
+    write_info(folder, run_info.with_changes(stored, changes, (*without, "since_s")))
     return run
 
 
@@ -107,6 +109,8 @@ def _changes(stored: RunInfo, now: RunInfo) -> Iterator[str]:
     if stored.plan is not None and now.plan is not None:  # the plans say more than their hashes
         yield from plans.differences(stored.plan.to_json(), now.plan.to_json())
         del identity_then["plan"], identity_now["plan"]
+    if "order" not in identity_now:  # without the time limit, the rest is measured
+        identity_then.pop("order", None)
     yield from run_info.differences(identity_then, identity_now)
 
 
@@ -140,7 +144,9 @@ class RunStore(AbstractContextManager["RunStore"]):
             """The place in the run of the next answer."""
             self.spent_s = _spent_s(info, list(self.stored.values()))
             """Seconds that earlier processes spent on the run."""
-            self._began = time.monotonic() - self._elapsed(info)
+            self.began_s = self._elapsed(info)
+            """When this process began, on the run's clock."""
+            self._began = time.monotonic() - self.began_s
         except parts.DamagedError as error:
             self.close()
             raise UserError(f"{error}; delete that file, and --resume generates its answers again") from error
@@ -289,8 +295,9 @@ class RunStore(AbstractContextManager["RunStore"]):
         self._merge(MERGED_AT_THE_END)
         parts.keep_checksums(self.folder, parts.of(self.folder))
         finished = {"state": "complete", "finished": datetime.now(UTC).isoformat(timespec="seconds")}
-        sums = integrity.of_run(self.seconds(), list(self.stored.values()))
-        write_info(self.folder, run_info.with_changes(read_info(self.folder), finished | sums | dict(updates)))
+        info = read_info(self.folder)
+        sums = integrity.of_run(self.seconds(), list(self.stored.values()), info.since_s)
+        write_info(self.folder, run_info.with_changes(info, finished | sums | dict(updates)))
 
     def __exit__(self, *_: object) -> None:
         self.close()

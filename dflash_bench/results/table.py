@@ -157,6 +157,9 @@ def read_run(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judg
     found = check_integrity(info, str(folder / FILE), [summary for _, summary in read.values()])
     # Missing answers may have been in the damaged parts, and skipping these was allowed.
     _refuse(folder, found, integrity.REMEDIES if judging else [*allow, *(["unfinished"] if damaged else [])])
+    lost = parts.lost(folder, [*read]) if info.state == "complete" and not damaged and not found.problems else []
+    if lost:
+        raise UserError(f"{lost[0]} is missing, which the run wrote; restore it, and the original {FILE}")
     tables, sizes, left_out = [], {}, {}
     for (part, (table, summary)), dropped in zip(read.items(), found.dropped_rows, strict=True):
         if dropped.any():

@@ -20,8 +20,8 @@ from dflash_bench.core.types import Answer, Generation, Settings
 from dflash_bench.models.chat import decoder_of
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
-from dflash_bench.results.plan import BASELINE
-from dflash_bench.results.run_info import RunInfo, read_info
+from dflash_bench.results.plan import BASELINE, DRAWN
+from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import budget, config, loop, work, workers
 from dflash_bench.runner.canaries import Canaries, Canary, silent, together
 from dflash_bench.runner.config import RunRequest, schema_of
@@ -296,8 +296,8 @@ def _run(
         tell(f"note: {note}")
     if request.compile is not None:
         tell("note: passes are compiled before they are timed, which takes up to half a minute each the first time")
-    if resume and request.budget is not None:
-        _refuse_other_order(read_info(folder), info["plan"], folder)
+    if resume and request.budget is not None and read_info(folder).identity.order != DRAWN:
+        raise UserError(f"{folder} was started without --for; leave it out to finish it, or choose another --out")
     with (store.resume if resume else store.create)(folder, info) as run:
         caller.measures()
         if launched is not None:
@@ -331,15 +331,6 @@ def _plan(resolved: RunPlan, settings: Sequence[Settings], prepared: PreparedRun
         resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.isolation, paddings,
         resolved.request.record is not None, resolved.request.headroom, resolved.meter,
     )  # fmt: skip
-
-
-def _refuse_other_order(stored: RunInfo, plan: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to add --for to a run started without: its prompts are in the order of the rows, not a random one."""
-    then, now = stored.plan.to_json()["prompts"] if stored.plan else {}, plan["prompts"]
-    if any(
-        then[suite] != now[suite] and sorted(then[suite]) == sorted(now[suite]) for suite in then.keys() & now.keys()
-    ):
-        raise UserError(f"{folder} was started without --for; leave it out to finish it, or choose another --out")
 
 
 def _execute_within(
@@ -445,6 +436,7 @@ def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described, prepared: P
         "audit": plan.audit,
         "code": sandbox.how_run(resolved.isolation) if resolved.has_code else None,
         **({"date": prepared.date} if prepared.date else {}),
+        **({"order": DRAWN} if resolved.request.budget else {}),
         **({"unpinned": unpinned} if (unpinned := prepared.unpinned(resolved)) else {}),
         **({"record": resolved.request.record} if resolved.request.record else {}),
         **({"headroom": resolved.request.headroom} if resolved.request.headroom else {}),

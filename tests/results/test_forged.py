@@ -1,0 +1,50 @@
+"""A finished run without its witnesses: whoever takes them out of run.json has a run that nobody reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import answers, stored
+
+Main = Callable[..., tuple[int, str, str]]
+SIZE = {"weight_bytes": 1.0, "matrix_elements": 1, "attention": []}
+FORWARDS = {"rows": 1, "context": 128, "seconds": {"1": 1.0}, "bandwidth": 1e9, "products": 1e9, "size": SIZE}
+
+
+def rewritten(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    info = json.loads((run / "run.json").read_text())
+    change(info)
+    (run / "run.json").write_text(json.dumps(info))
+
+
+@pytest.mark.parametrize(
+    ("change", "check"),
+    [
+        (lambda info: info.pop("times"), 1),
+        (lambda info: info["times"].pop("dflash"), 1),
+        (lambda info: info.pop("span_s"), 1),
+        (lambda info: info.update(measured={"gsm8k": 6}), 2),
+        (lambda info: info.update(forwards=FORWARDS | {"least_s": 0.05}), 1),
+    ],
+)
+def test_a_finished_run_holds_its_witnesses(
+    main: Main, tmp_path: Path, change: Callable[[dict[str, Any]], object], check: int
+) -> None:
+    run = stored(tmp_path / "run", answers(12))
+    rewritten(run, lambda info: info.update(forwards=FORWARDS | {"least_s": 0.03}))
+    assert main("report", "run")[0] == 0
+    rewritten(run, change)
+    assert main("report", "run")[0] == 2
+    assert main("check", "run")[0] == check
+
+
+def test_a_part_that_the_run_wrote_is_missed_where_no_answer_is(main: Main, tmp_path: Path) -> None:
+    run = stored(tmp_path / "run", answers(12))
+    ledger = run / "parts.sha256"
+    ledger.write_text(ledger.read_text() + f"{'0' * 64}  part-000009.parquet\n")
+    status, _, err = main("report", "run")
+    assert status == 2 and "part-000009.parquet is missing" in err
