@@ -52,6 +52,8 @@ def stopping_on_signals() -> Iterator[None]:
 def _interrupt(number: int, _: object) -> None:
     global _stopped_by
     _stopped_by = signal.Signals(number)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts a command behind which stands &
+        raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
 
 

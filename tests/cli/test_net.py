@@ -373,6 +373,15 @@ def test_every_command_that_a_signal_ends_says_so(
     assert main("models") == (status, "", "stopped\n")
 
 
+def test_a_command_in_the_background_of_a_shell_ends_on_sigterm(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_bench.models.catalogue.machine", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert main("models") == (143, "", "stopped\n")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_signal_that_is_ignored_stays_ignored(main: Main) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
