@@ -95,7 +95,7 @@ NAMES = (
 """Columns with few different values: kept as pandas categories."""
 TOTALS = ("num_first_tokens", "total_rounds", "total_accepted")
 """Columns that the sums of lists are completed from."""
-COLUMNS = (*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", "text_kinds", "ranks", *CLOCK)
+COLUMNS = tuple(dict.fromkeys([*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", "text_kinds", "ranks", *CLOCK]))
 QUICK = 0.25
 ALLOWED = ("damaged", *integrity.REMEDIES)
 """The problems that `--allow` lets a reader ignore."""
