@@ -81,7 +81,7 @@ def test_python_returns_what_the_command_shows(
     assert list(made.table["method"]) == ["ar", "dflash:7", "eagle3:3"]
     fastest = made.table.iloc[1]
     assert fastest["low"] < fastest["speedup"] < fastest["high"] and fastest["verdict"] == "leads"
-    assert told[-1].startswith("c1-1: 8 prompts, dflash:7 leads") and capsys.readouterr().out == ""
+    assert told[-1].startswith("c1-1: 8 prompts, dflash:7 ") and capsys.readouterr().out == ""
     # It is the command: the same request goes on in the same folder, and asks nothing again.
     backend.calls.clear()
     assert main(monkeypatch, *WORDS) == 0 and not backend.calls
