@@ -16,14 +16,24 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.compare import ratio_of
 from dflash_bench.analysis.concurrency import own_s, paying
-from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, mismatched, prompt_sums, without_errors
+from dflash_bench.analysis.findings import forbidding
+from dflash_bench.analysis.gate.checks import FORBIDDEN
+from dflash_bench.analysis.metrics import (
+    BASELINE,
+    COLUMN,
+    METRICS,
+    mismatched,
+    prompt_sums,
+    summarise,
+    without_errors,
+)
 from dflash_bench.analysis.stats import FEWEST, Floats, Interval
 from dflash_bench.results.table import RunTable
 
@@ -248,13 +258,12 @@ class Race:
             self.rounds[method] = self.rounds.get(method, 0) + 1
         self.left |= {method: ("failed", error) for method, error in failed.items()}
         for table in tables:
-            self._leave_out_wrong(table.rows)
+            self._leave_out_wrong(table)
             self.left |= {method: ("drifted", "") for method in drifted(table) if method not in self.left}
         # Plain decoding was slower beside all methods of such a run.
         tables = [table for table in tables if not drifted(table)]
         self.tables += tables
         for table in tables:
-            self._leave_out_wrong(table.rows)
             unit = "unit" if "unit" in table.rows else "prompt_id"
             known = table.rows[["suite", unit, "category"]].dropna().drop_duplicates()
             self._categories |= {(suite, prompt): name for suite, prompt, name in known.itertuples(index=False)}
@@ -278,13 +287,17 @@ class Race:
     def speedup(self, method: str) -> Interval | None:
         return _mean(self._sums.get(method, {}), SPEEDUP)
 
-    def _leave_out_wrong(self, rows: Any) -> None:
-        """Leave out methods with answers that are not the model's own, or that failed."""
+    def _leave_out_wrong(self, table: RunTable) -> None:
+        """Leave out methods with answers that are not the model's own, or that failed, and those without a speed-up."""
+        rows = table.rows
         for verdict, mask in (("wrong", mismatched(rows)), ("failed", rows["error"].notna())):
             for method, num in rows[mask]["method"].value_counts().items():
                 if num and method != BASELINE and method not in self.left:
                     errors = rows[mask & (rows["method"] == method)]["error"].dropna()
                     self.left[str(method)] = (verdict, str(errors.iloc[0]) if len(errors) else "")  # type: ignore[assignment]
+        for seen in forbidding(table, summarise(rows, table.info.identity)):
+            if seen.cell.method != BASELINE and seen.cell.method not in self.left:
+                self.left[seen.cell.method] = ("failed", FORBIDDEN[seen.kind])
 
     def _verdicts(self) -> dict[str, Verdict]:
         """Return the verdict on each remaining method, the leader's first."""

@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from dflash_bench.analysis.concurrency import own_s
+from dflash_bench.analysis.findings import forbidding
+from dflash_bench.analysis.gate.checks import FORBIDDEN
+from dflash_bench.analysis.metrics import summarise
 from dflash_bench.analysis.race import (
     Decision,
     Load,
@@ -362,11 +365,14 @@ def _steady(course: Course, name: str, labels: Sequence[str], where: Mapping[str
 
 
 def _sound(table: RunTable) -> RunTable:
-    """Raises UserError if plain decoding, by which all methods are judged, failed in every answer."""
+    """Raises UserError if plain decoding, by which all methods are judged, failed in every answer or is no baseline."""
     plain = table.rows[table.rows["method"] == BASELINE]
     if not len(plain) or plain["error"].notna().all():
         errors = plain["error"].dropna()
         raise UserError(f"plain decoding failed in {table.name}: {errors.iloc[0] if len(errors) else 'no answer'}")
+    for seen in forbidding(table, summarise(table.rows, table.info.identity)):
+        if seen.cell.method == BASELINE:
+            raise UserError(f"{table.name}: {FORBIDDEN[seen.kind]}", "see the findings of 'dflash-bench report'")
     return table
 
 

@@ -349,7 +349,7 @@ def test_servers_that_run_are_raced_as_they_were_started(
 ) -> None:
     asked = tmp_path / "eight.jsonl"
     asked.write_text("".join(json.dumps({"prompt": f"What is {n} times 7?"}) + "\n" for n in range(8)))
-    plain, dflash = pair({"round_s": 0.008})
+    plain, dflash = pair({"round_s": 0.008}, round_s=0.012)
     shown = ("recommend", "--server", f"dflash={dflash.url}", "--server", f"plain={plain.url}", "--prompts", asked)
     code, told, err = main(*shown, "--max-new-tokens", 32, "--out", "race")
     assert code == 0, err
@@ -357,3 +357,10 @@ def test_servers_that_run_are_raced_as_they_were_started(
     assert "longest context" not in told
     assert Path("race/c1-1/run.json").exists()
     assert main(*shown, "--method", "dflash", "--out", "other")[0] == 2
+    swapped = ("--server", f"plain={dflash.url}", "--server", f"dflash={plain.url}", *shown[5:])
+    code, told, err = main("recommend", *swapped, "--out", "swapped")
+    assert (code, told) == (2, "") and "the server for plain decoding drafts" in err
+    idle = ("--server", f"plain={plain.url}", "--server", f"dflash={plain.url}", *shown[5:])
+    assert main("recommend", *idle, "--out", "idle")[0] == 0
+    (decision,) = json.loads(Path("idle/recommendation.json").read_text())["decisions"]
+    assert decision["choice"] == "ar" and decision["tried"][1]["verdict"] == "failed"
