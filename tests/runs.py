@@ -134,11 +134,18 @@ def stored(
     }
     usual = Settings(**info["identity"]["settings"][0])
     records = [replace(row, settings=usual) if row.settings == GREEDY else row for row in records]
+    records = [row if row.settings.is_shared else clocked(row) for row in records]
     with store.create(folder, info) as run:
         for start in range(0, len(records), 10):
             run.keep(records[start : start + 10])
         run.mark_finished({})
     return folder
+
+
+def clocked(row: Answer) -> Answer:
+    """By the runner's clock, its call took 2 ms more than its times, if nothing else is known."""
+    own = row.generation
+    return replace(row, clock_s=own.prefill_s + own.decode_s + 0.002) if row.clock_s is None else row
 
 
 def listed(run: Path) -> None:

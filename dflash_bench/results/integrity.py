@@ -27,7 +27,8 @@ KEY = ("suite", "prompt_id", "prompt_hash", "method", "turn", "repeat")
 NAMES = ("suite", "prompt_id", "prompt_hash", "method", "exactness")
 NUMBERS = ("turn", "repeat", "worker")
 """Whole numbers, -1 for null."""
-FLAGS = {"failed": "error", "passed": "passed", "valued": "score", "audited": "audit", "hidden": "num_hidden_tokens"}
+FLAGS = {"failed": "error", "passed": "passed", "valued": "score", "audited": "audit", "hidden": "num_hidden_tokens",
+         "clocked": "clock_s"}  # fmt: skip
 """Whether a column is null, by what that says."""
 TIMES = ("start_s", "end_s", "prefill_s", "decode_s")
 COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *laws.COLUMNS, "worker", "passed", "score"]))
@@ -60,7 +61,7 @@ def summarize_part(batches: Sequence[Any], run_settings: Sequence[Settings], fac
         columns |= {flag: compute.is_valid(batch.column(name)) for flag, name in FLAGS.items()}
         columns |= {name: batch.column(name) for name in TIMES}
         columns |= {"settings": settings_numbers(batch, run_settings), "digest": _digests(batch)}
-        columns |= {"pass_s": _pass_s(batch)}
+        columns |= {"mean_pass_s": _mean_pass_s(batch)}
         tables.append(pa.table(columns))
         for why, rows in laws.faults(batch, facts).items():
             faults[why] = np.concatenate([faults.get(why, rows[:0]), rows + before])
@@ -75,7 +76,7 @@ def _digests(batch: Any) -> Any:
     return np.array([hash(tokens[start:end]) for start, end in pairwise([0, *ends.tolist()])], dtype=np.int64)
 
 
-def _pass_s(batch: Any) -> Any:
+def _mean_pass_s(batch: Any) -> Any:
     """Return the mean seconds of each answer's passes of the target after prefill, [rows]; NaN without rounds."""
     lengths = lengths_of(batch.column("verify_s"), 0)
     seconds = batch.column("verify_s").flatten().to_numpy().astype(np.float64)
@@ -208,14 +209,17 @@ FASTEST = 0.25
 is, and are short times of their kind."""
 
 
-def unseen_times(info: RunInfo, rows: Any) -> Iterator[tuple[str, Any]]:
+def unseen_times(info: RunInfo, settings: Sequence[Settings], rows: Any) -> Iterator[tuple[str, Any]]:
     """Find answers of a finished run without what witnesses its times, and passes faster than the run's own."""
-    if info.state == "complete" and info.span_s is None:
-        yield "the run does not say how long it took", np.flatnonzero(~rows["failed"])
+    if info.state == "complete":
+        if info.span_s is None:
+            yield "the run does not say how long it took", np.flatnonzero(~rows["failed"])
+        alone = ~rows["failed"] & ~rows["clocked"] & ~_by_number(rows, [one.is_shared for one in settings])
+        yield "the runner's own clock says nothing of it", np.flatnonzero(alone)
     shortest = [seconds for seconds in (info.forwards and info.forwards.least_s, info.pass_at_end_s) if seconds]
     if info.forwards is not None and shortest:
         lossy = _by_category(rows, "method", list(map(is_lossy, rows["method"].cat.categories)), False)
-        fast = ~rows["failed"] & ~lossy & (rows["pass_s"] < FASTEST * min(shortest))
+        fast = ~rows["failed"] & ~lossy & (rows["mean_pass_s"] < FASTEST * min(shortest))
         yield "its passes were faster than the run's own pass over one token", np.flatnonzero(fast)
 
 
@@ -297,7 +301,7 @@ def check_integrity(info: RunInfo, where: str, summaries: Sequence[PartSummary])
     faults += _unscored(identity, match, rows)
     out_of_place = mask([*match.duplicates, *match.unexpected], len(rows))
     faults += span_faults(info, plan.settings, rows, ~out_of_place)
-    faults += unseen_times(info, rows)
+    faults += unseen_times(info, plan.settings, rows)
     problems = [*_missing(plan, match)]
     if not problems and not out_of_place.any() and not any(len(which) for _, which in faults):
         # A row with another problem changes the sums, too, and is reported by that problem.

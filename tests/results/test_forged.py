@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
-from runs import answers, stored
+from pyarrow import parquet
+from runs import answers, listed, stored
 
 Main = Callable[..., tuple[int, str, str]]
 SIZE = {"weight_bytes": 1.0, "matrix_elements": 1, "attention": []}
@@ -40,6 +42,19 @@ def test_a_finished_run_holds_its_witnesses(
     rewritten(run, change)
     assert main("report", "run")[0] == 2
     assert main("check", "run")[0] == check
+
+
+def test_an_answer_that_the_runners_clock_says_nothing_of_is_refused(main: Main, tmp_path: Path) -> None:
+    run = stored(tmp_path / "run", answers(12))
+    for part in run.glob("part-*.parquet"):
+        table = parquet.read_table(part)
+        at = table.schema.get_field_index("clock_s")
+        empty = pa.nulls(len(table), table.schema.field(at).type)
+        parquet.write_table(table.set_column(at, table.schema.field(at), empty), part)
+    listed(run)
+    assert main("check", "run")[0] == 1
+    status, _, err = main("report", "run")
+    assert status == 2 and "24 answers" not in err and "the runner's own clock says nothing of it" in err
 
 
 def test_a_part_that_the_run_wrote_is_missed_where_no_answer_is(main: Main, tmp_path: Path) -> None:
