@@ -19,7 +19,7 @@ WORDS = frozenset(("remedy", "reason", "heading", "setting", "one_line", "why", 
 """Attributes that hold words for people."""
 ALLOWED = {
     ("cli/net.py", "_is_of_memory"): "torch and the system have no code for want of memory",
-    ("servers/requests.py", "_read_stream"): "a server refuses an option it does not know in words of its own",
+    ("servers/requests.py", "_refused"): "a server refuses an option it does not know in words of its own",
     ("models/formats/__init__.py", "read_checkpoint"): "only so that a line does not name the folder twice",
 }
 """By file and function, why the text of an error of others must be read."""

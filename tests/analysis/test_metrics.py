@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import drafted, failed, generation, pair, plain, record
-from runs import ENVIRONMENT, GREEDILY, frame_of, histogram_of, known, planned, stored
+from runs import ENVIRONMENT, GREEDILY, clocked, frame_of, histogram_of, known, planned, stored
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.metrics import Cell
@@ -277,7 +277,8 @@ def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: st
     single = record("dflash", "b", generation([], token_ids=(5,), drafted=(), emitted=(), round_s=()), **verdict)
     empty = record("dflash", "c", generation([], token_ids=(), drafted=(), emitted=(), round_s=()))
     hidden = record("server", "a", generation(None), **verdict)
-    parts = [pair("a", [4, 0, 2], category="x"), [*pair("b", [1])[:1], single], [empty, hidden]]
+    records = [[*pair("a", [4, 0, 2], category="x")], [*pair("b", [1])[:1], single], [empty, hidden]]
+    parts = [[*map(clocked, part)] for part in records]
     identity = {"model": "nano", "dtype": "float32"} | GREEDILY
     plan = planned([row for part in parts for row in part])
     info = {"identity": identity, "plan": plan, "environment": ENVIRONMENT, "command": ""}

@@ -138,7 +138,8 @@ def test_the_json_of_a_run_is_one_object_with_the_promised_keys(
     promised = (
         "suite source settings_id settings method num_prompts num_tokens al_pooled al_request_mean verified score "
         "tps_decode speedup_decode speedup_decode_geometric "
-        "speedup_e2e bandwidth_share draft_ms verify_ms other_ms break_even_al joules_per_token exact audit passed"
+        "speedup_e2e bandwidth_share draft_ms verify_ms other_ms break_even_al joules_per_token exact audit passed cut "
+        "exact_as_text"
     )
     assert {tuple(cell) for cell in shown["cells"]} == {tuple(promised.split())}
     plain, dflash, _ = shown["cells"]
