@@ -53,8 +53,8 @@ def tried(base: CountComparison, cause: Cause, comparison: CountComparison) -> C
     return CauseTrial(cause, comparison, fit(base, comparison))
 
 
-OURS = [(10, 30), (12, 30), (8, 25), (11, 20), (9, 27), (10, 22)]
-LOW = [(20, 20), (23, 19), (16, 17), (21, 10), (19, 17), (20, 12)]
+OURS = [(10, 30), (12, 30), (8, 25), (11, 20), (9, 27), (10, 22), (10, 28), (9, 26)]
+LOW = [(20, 20), (23, 19), (16, 17), (21, 10), (19, 17), (20, 12), (20, 16), (18, 15)]
 
 
 def test_the_same_counts_agree() -> None:
@@ -68,7 +68,7 @@ def test_one_answer_in_ten_may_be_rounded_otherwise() -> None:
 
 
 def test_counts_that_differ_within_chance_agree_unless_a_cause_has_all_of_them() -> None:
-    theirs = [(10, 31), (11, 31), (9, 24), (11, 20), (8, 28), (11, 21)]
+    theirs = [(10, 31), (11, 31), (9, 24), (11, 20), (8, 28), (11, 21), (10, 28), (9, 26)]
     base = compared(OURS, theirs)
     assert base.state == "alike" and checked(base).verdict == "agree"
     cause = tried(base, Cause("it", "is"), compared(theirs, theirs))
@@ -83,12 +83,16 @@ def test_counts_beyond_chance_differ() -> None:
     base = compared(OURS, LOW)
     assert (base.state, checked(base).verdict) == ("differ", "differ")
     ratio = base.ratio()
-    assert ratio is not None and ratio.value == pytest.approx((1 + 95 / 119) / (1 + 154 / 60))
+    assert ratio is not None and ratio.value == pytest.approx((1 + 126 / 157) / (1 + 208 / 79))
 
 
 def test_of_causes_those_with_the_same_counts_come_before_those_within_chance() -> None:
     base = compared(OURS, LOW)
-    near = tried(base, Cause("near", ""), compared([(19, 21), (23, 19), (17, 16), (20, 11), (20, 16), (19, 13)], LOW))
+    near = tried(
+        base,
+        Cause("near", ""),
+        compared([(19, 21), (23, 19), (17, 16), (20, 11), (20, 16), (19, 13), (19, 16), (19, 15)], LOW),
+    )
     same = tried(base, Cause("same", ""), compared(LOW, LOW))
     none = tried(base, Cause("none", ""), compared(OURS, LOW))
     assert [one.how for one in (near, same, none)] == ["within chance", "same counts", None]
@@ -106,13 +110,13 @@ def test_an_answer_that_is_not_the_models_differs_and_must_be_explained() -> Non
 
 def test_a_near_tie_is_no_difference() -> None:
     base = compared(OURS, OURS, [None, TIE])
-    assert base.mismatches == [] and len(base.counted) == 5 and checked(base).verdict == "agree"
+    assert base.mismatches == [] and len(base.counted) == 7 and checked(base).verdict == "agree"
 
 
 def test_hidden_counts_tell_nothing_but_answers_do() -> None:
-    hidden = compared(OURS, [None] * 6)
+    hidden = compared(OURS, [None] * 8)
     assert (hidden.state, checked(hidden).verdict) == ("unknown", "cannot tell")
-    wrong = compared(OURS, [None] * 6, [WRONG] * 6)
+    wrong = compared(OURS, [None] * 8, [WRONG] * 8)
     assert checked(wrong).verdict == "differ"
     assert tried(wrong, Cause("template", ""), hidden).how == "same answers"
 
