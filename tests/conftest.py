@@ -19,6 +19,7 @@ from dflash_bench.core import terminal
 
 # Whoever runs the tests in the background has them ignore what Ctrl-C sends, and some libraries stop ignoring it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # On a slow machine a line of progress would stand between a test and what it compares.
 terminal.LINE_EVERY_S = 3600.0
 

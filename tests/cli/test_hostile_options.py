@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import readers
 import runs
 import tiny
 from fake import FakeBackend, install
@@ -74,8 +75,9 @@ def words(command: str, option: str, value: object) -> list[object]:
 
 def refused(main: Main, *asked: object) -> str:
     before = sorted(Path().rglob("*"))
-    code, out, err = main(*asked)
-    assert (code, out, err.count("\n")) == (2, "", 1), (asked, out, err)
+    code, out, told = main(*asked)
+    err = "".join(f"{line}\n" for line in readers.without_progress(told))
+    assert (code, out, err.count("\n")) == (2, "", 1), (asked, out, told)
     assert err.startswith("dflash-bench: ") and err[:-1].isprintable() and len(err) < 1500
     assert sorted(Path().rglob("*")) == before
     return err

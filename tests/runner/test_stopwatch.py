@@ -149,7 +149,7 @@ def after_work(sound: Any) -> Any:
         (Target, "begin", {"ar", "dflash"}),
         (Target, "capture", {"ar", "dflash"}),
         (DFlashDrafter, "begin", {"dflash"}),
-        (LocalBackend, "_with_thinking", {"ar", "dflash"}),
+        (LocalBackend, "with_thinking", {"ar", "dflash"}),
     ],
 )
 def test_work_outside_of_an_answers_times_is_found(
