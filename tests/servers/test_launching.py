@@ -401,4 +401,4 @@ def test_a_server_that_dies_in_a_race_puts_its_own_method_out(
     assert held and {*held.servers} == {"ar", "dflash:3"} and held.free_bytes
     # A process of Python, started for as many tokens as nano has positions for.
     assert all(one.bytes > 5e6 and one.tokens == 4096 for one in held.servers.values())
-    assert set(json.loads(told)["flags"]) == {"dflash:3"} and list(json.loads(told)["flags"]["dflash:3"]) == ["vllm"]
+    assert json.loads(told)["flags"] == {}  # two prompts recommend nothing
