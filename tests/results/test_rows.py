@@ -155,7 +155,9 @@ def test_bytes_of_an_array_that_are_no_text_are_refused_by_their_place(
 def test_rows_of_parquet_come_in_batches_of_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     given = [{"key": f"{number} {'x' * 500}"} for number in range(100)]
-    parquet.write_table(arrow.Table.from_pylist(given), write(tmp_path, "", "parquet"), compression="none")
+    parquet.write_table(
+        arrow.Table.from_pylist(given), write(tmp_path, "", "parquet"), compression="none", use_dictionary=False
+    )
     asked = list[int]()
     plain = parquet.ParquetFile.iter_batches
     monkeypatch.setattr(
