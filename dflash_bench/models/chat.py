@@ -123,11 +123,9 @@ def names_date(tokenizer: Any) -> bool:
 
 
 def rendered(tokenizer: Any, chats: Iterable[Chat], thinking: bool) -> str:
-    """Return the SHA-256 of the texts of these chats. Raises as `render`."""
-    hashed = sha256()
-    for _, messages in chats:
-        hashed.update(sha256(_to_encode(tokenizer, messages, thinking)[0].encode(errors="surrogatepass")).digest())
-    return hashed.hexdigest()
+    """Return the SHA-256 of the texts of these chats, whatever their order. Raises as `render`."""
+    texts = (_to_encode(tokenizer, messages, thinking)[0].encode(errors="surrogatepass") for _, messages in chats)
+    return sha256(b"".join(sorted(sha256(text).digest() for text in texts))).hexdigest()
 
 
 def has_thinking(tokenizer: Any) -> bool:
