@@ -28,7 +28,7 @@ from studies._study import ROOT, Made, Work, tell, write
 TAKES = "half an hour of one core"
 PAGES = ("intervals.md",)
 
-NUM_COVERED, NUM_NOISY, NUM_VARIED, NUM_QUIET, NUM_LOST = 1_000, 400, 200, 1_000, 500
+NUM_COVERED, NUM_NOISY, NUM_REPEATED, NUM_VARIED, NUM_QUIET, NUM_LOST = 1_000, 400, 800, 200, 1_000, 500
 NUM_SEEDS, NUM_SEEDED = 8, 5
 """Seeds that a bound is compared over, in so many runs of each kind and size."""
 RUN_NOISE, SEVERAL = 0.02, (3, 5)
@@ -379,8 +379,8 @@ prompts, the narrower they are, and the noise is as large as ever.
 
 {table(sizes, in_rows(noisy))}
 
-Several runs of the same prompts show it, and `compare` adds it to the interval over these runs ({NUM_VARIED} times
-each; standard error: {error(0.95, NUM_VARIED)} points):
+Several runs of the same prompts show it, and `compare` adds it to the interval over these runs ({NUM_REPEATED} times
+each; standard error: {error(0.95, NUM_REPEATED)} points):
 
 {over}
 
@@ -451,7 +451,7 @@ def make(work: Work, options: Namespace) -> Made:
     def kept(name: str, make: Callable[[], Any]) -> Any:
         return json.loads(work.once(f"{name}.json", lambda: json.dumps(make())).read_text(encoding="utf-8"))
 
-    def intervals(run_noise: float, num_runs: int, number: int = NUM_VARIED) -> Any:
+    def intervals(run_noise: float, num_runs: int, number: int = NUM_REPEATED) -> Any:
         return kept(f"{run_noise:g}-{num_runs}", lambda: covered(run_noise, num_runs, number))
 
     def gate(loss: float, number: int) -> str:

@@ -245,8 +245,8 @@ def test_sampled_answers_and_failed_ones_are_not_judged(runs: Runs, tmp_path: Pa
 def test_the_last_answer_is_scored_and_equal_texts_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     scored: list[str] = []
 
-    def score(name: str, prompt: Prompt, text: str, isolation: Isolation | None) -> scorers.Score:
-        assert isolation == Isolation(landlock=True)
+    def score(name: str, prompt: Prompt, text: str, isolation: Isolation | None, num_chars: int) -> scorers.Score:
+        assert (isolation, num_chars) == (Isolation(landlock=True), 0)
         scored.append(f"{name} {prompt.prompt_id} {text}")
         return scorers.Score("42", True)
 
