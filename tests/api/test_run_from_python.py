@@ -104,8 +104,6 @@ def test_a_draft_is_inspected(model: Path) -> None:
 def test_tools_refuse_what_they_do_not_know(tmp_path: Path) -> None:
     with pytest.raises(db.UserError, match="unknown option of train 'epoch'"):
         db.train("nano", tmp_path, epoch=3)
-    with pytest.raises(db.UserError, match="no prompts to train on"):
-        db.train("nano", tmp_path)
     with pytest.raises(db.UserError, match="has no draft that can be examined"):
         db.doctor("ngram")
     with pytest.raises(db.UserError, match="unknown option 'modl'"):
