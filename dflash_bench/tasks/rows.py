@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -102,7 +102,8 @@ def parquet_rows(path: Path) -> Rows:
     try:
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
             groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
-            per_row = max((sum(_most_per_row(group)) for group in groups), default=0)
+            longest = _longest_texts(path, file.schema_arrow, groups)
+            per_row = max((sum(_most_per_row(group, longest)) for group in groups), default=0)
             at_a_time = min(max(BYTES_AT_A_TIME // max(per_row, 1), 1), ROWS_AT_A_TIME)
             for batch in file.iter_batches(at_a_time):
                 for row in batch.to_pylist():
@@ -112,15 +113,36 @@ def parquet_rows(path: Path) -> Rows:
         raise UserError(f"cannot read {path}: {first_line(error)}") from error
 
 
-def _most_per_row(group: Any) -> Iterator[int]:
+def _most_per_row(group: Any, longest: Mapping[str, int]) -> Iterator[int]:
     """Yield the bytes that a row may take in each column of a row group, by what the file declares.
 
-    Values in a dictionary are stored once, and each row may hold the longest.
+    Values in a dictionary are stored once, and each row may hold the longest: `longest` has those of columns of texts.
     """
     for index in range(group.num_columns):
         column = group.column(index)
-        in_dictionary = any("DICTIONARY" in encoding for encoding in column.encodings)
-        yield column.total_uncompressed_size // (1 if in_dictionary else max(group.num_rows, 1))
+        most = longest.get(column.path_in_schema, column.total_uncompressed_size)
+        yield most if _has_dictionary(column) else column.total_uncompressed_size // max(group.num_rows, 1)
+
+
+def _has_dictionary(column: Any) -> bool:
+    return any("DICTIONARY" in encoding for encoding in column.encodings)
+
+
+def _longest_texts(path: Path, schema: Any, groups: Sequence[Any]) -> dict[str, int]:
+    """Return the bytes of the longest text by column, of those that have dictionaries; these alone are decoded."""
+    import pyarrow as pa
+    from pyarrow import compute, parquet
+
+    columns = (group.column(index) for group in groups for index in range(group.num_columns))
+    texts = {field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)}
+    longest = dict.fromkeys(texts & {one.path_in_schema for one in columns if _has_dictionary(one)}, 0)
+    if longest:
+        with parquet.ParquetFile(path, read_dictionary=[*longest], pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
+            for batch in file.iter_batches(ROWS_AT_A_TIME, columns=[*longest]):
+                for name, most in longest.items():
+                    lengths = compute.binary_length(batch.column(name).dictionary)
+                    longest[name] = max(most, compute.max(lengths).as_py() or 0)
+    return longest
 
 
 def _without_nulls(where: str, value: Any, depth: int = 0) -> Any:
