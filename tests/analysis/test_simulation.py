@@ -59,10 +59,11 @@ def test_the_headline_covers_where_the_gain_goes_with_the_length() -> None:
 
 def test_runs_that_are_repeated_show_the_noise_between_them_and_one_run_does_not() -> None:
     assert NOISY["even lengths"]["256"] < 0.70
-    for held in (OVER_THREE, OVER_FIVE):  # of 200 simulations, with a standard error of 1.5 points
-        assert min(held["even lengths"].values()) >= 0.93
-        assert min(held["heavy-tailed lengths"].values()) >= 0.93
-        assert min(min(shares.values()) for shares in held.values()) >= 0.87
+    for held in (OVER_THREE, OVER_FIVE):
+        assert min(held["even lengths"].values()) >= 0.95
+        assert min(held["heavy-tailed lengths"].values()) >= 0.95
+        # As over one run, which narrower intervals cost up to 2 points.
+        assert min(min(shares.values()) for shares in held.values()) >= 0.85
 
 
 def test_the_gate_is_quiet_without_a_change() -> None:
