@@ -60,7 +60,7 @@ Verdict = Literal[
 `WORTH` faster than the leader; `drifted`: faster than its tokens per round allow (`DRIFT`); `waiting`: not yet
 measured."""
 Parts = Mapping[str, tuple[Sequence[str], Floats]]
-"""By suite: the ids of prompts, or of their sessions, in order, and their sums [prompts, sums]."""
+"""The ids of prompts or sessions in order, and their sums [prompts, sums], by suite."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -217,7 +217,7 @@ class Race:
     has_time: bool = True
     _sums: dict[str, Parts] = field(default_factory=dict)
     _categories: dict[tuple[str, str], str] = field(default_factory=dict)
-    """By suite and prompt, or session."""
+    """The category by suite and prompt, or session."""
 
     @property
     def racing(self) -> list[str]:

@@ -37,7 +37,7 @@ def answer_start(text: str, is_open: bool = False) -> int:
 
 
 def answer_of(text: str, num_thinking: int | None = None) -> str:
-    """Return the text behind so many characters of thinking (None: as its marks say) and the empty lines after them."""
+    """Return the text after `num_thinking` characters of thinking (None: found by its marks) and empty lines."""
     begin = answer_start(text) if num_thinking is None else num_thinking
     return text[begin:].lstrip("\r\n") if begin else text
 

@@ -73,7 +73,7 @@ class Continuation:
     tokens: tuple[int, ...]
     spots: tuple[Spot, ...]
     refused: Mapping[int, Tensor] = field(default_factory=dict)
-    """By the index of the token in place of a refused one: the distribution [V] that the refused one was drawn from."""
+    """The distribution [V] that a refused token was drawn from, by the index of the token in its place."""
 
 
 def continue_prompts(
@@ -153,7 +153,7 @@ EDGES = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 LOGITS = 2**24
 """Logits processed at a time."""
 LEAST_LEFT = 10
-"""Of what a refusal leaves, at least so many times what rounding may shift."""
+"""The least residual of a refusal that is tested, as a multiple of what rounding may shift."""
 CERTAIN = 0.98
 """Where one token is at least this likely, the drawn token says little."""
 
@@ -167,7 +167,7 @@ class Odds:
     on_edge: Tensor
     """[B, L], true where rounding decides which tokens they leave out."""
     edge: float = EDGES[torch.float32]
-    """Of `EDGES`, for the model's logits."""
+    """Like `EDGES`, for the model's logits."""
 
     def with_rows(self, rows: Sequence[int], new: Odds) -> Odds:
         """Return a copy with other answers in these rows."""
@@ -393,7 +393,7 @@ class PromptDraws:
 
 
 Tell = Callable[[str], None]
-"""What is called with a line of progress."""
+"""A callable that takes a line of progress."""
 
 
 def draw(request: DrawRequest, tell: Tell) -> list[Draws]:

@@ -41,7 +41,7 @@ FAILURES = (
 LONGEST_MARK = 32
 """The most tokens of a mark that opens thinking, with white space behind it."""
 CHARACTERS = 16
-"""Of the beginning of a long text, for each token that a context holds: several times as many as tokens have."""
+"""Characters per token of the context that are encoded of a long text: several times what tokens have."""
 Chat = tuple[str, Sequence[Message]]
 """A prompt's name for error messages, and its messages."""
 
@@ -75,7 +75,7 @@ def _refuse_left_out(tokenizer: Any, chat: Sequence[Mapping[str, Any]], tools: S
 def encode(tokenizer: Any, messages: Sequence[Message], thinking: bool, vocab_size: int | None = None) -> list[int]:
     """Return a chat's token ids; without a template, those of its messages, a line each.
 
-    Raises UserError as `render`, for a tokenizer that crashes, and for an id that a target with so many tokens lacks.
+    Raises UserError as `render`, for a tokenizer that crashes, and for an id of `num_tokens` or more.
     """
     return _encoded(tokenizer, *_to_encode(tokenizer, messages, thinking), vocab_size)
 

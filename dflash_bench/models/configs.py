@@ -35,7 +35,7 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     key_size: int
-    """Of a query or key of one head."""
+    """The size of a query or key of one head."""
     value_size: int
     cached: int
     """How many numbers a cache keeps of each token."""

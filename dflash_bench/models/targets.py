@@ -134,7 +134,7 @@ def name_of(name: str) -> str:
 
 
 def tokenizer_of(folder: Path, trust_remote_code: bool = False, date: str | None = None) -> Any:
-    """Load the tokenizer, whose template is told this date.
+    """Load the tokenizer, whose template sees this date.
 
     Raises UserError if it is damaged or missing: transformers would make one up.
     """
@@ -294,7 +294,7 @@ class Placement:
     quantize: str | None = None
     """A key of `quantization.PACKAGES`."""
     date: str | None = None
-    """The date that the chat template is told, as YYYY-MM-DD; None: that of each moment."""
+    """The date that the chat template sees, as YYYY-MM-DD; None: that of each moment."""
 
 
 PLAIN = Placement()

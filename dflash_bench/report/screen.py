@@ -45,7 +45,7 @@ HEADS = {
 }  # fmt: skip
 LEFT = ("name", "bar", "interval")
 MARKS = {"exact": "✓", "wrong": "✗", "alike": "≈", "text": "as text", "unjudged": "?"}
-"""By how a method's answers stand to plain decoding's: all the same tokens, some wrong, all alike up to rounding,
+"""The mark of a method whose answers are all plain decoding's tokens, some wrong, all alike up to rounding,
 compared as text alone, or some different, and nothing says why."""
 
 

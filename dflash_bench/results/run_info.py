@@ -140,7 +140,7 @@ class SuiteEntry(StoredModel):
     metric: dict[str, str] = {}
     """For a metric of evaluate, what decides its scores: the SHA-256 of its code, or its revision on the hub."""
     rendered: dict[str, str] = {}
-    """By thinking ("on", "off"), the hash of the texts that the chat template makes of all first turns."""
+    """The hash of the rendered texts of all first turns, by thinking ("on", "off")."""
     contexts: dict[str, str] = {}
     """By context the hash of the padding."""
 

@@ -144,7 +144,7 @@ class PromptOptions:
         kind="mode of thinking",
     )
     date: str | None = _prompts(
-        "The date, such as 2026-11-26, that chat templates with a clock are told. Default: today, or with --resume the "
+        "The date, such as 2026-11-26, that chat templates with a clock see. Default: today, or with --resume the "
         "run's own.",
         metavar="DATE",
         check=rules.check_date,

@@ -144,7 +144,7 @@ class RayPool(WorkerPool):
 
     @property
     def _lost(self) -> tuple[type[Exception], ...]:
-        """What Ray raises for a worker that is gone."""
+        """The errors of Ray for a worker that is gone."""
         errors = self.ray.exceptions
         return errors.RayActorError, errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError
 

@@ -244,9 +244,9 @@ class PreparedRun:
     limit: int = 0
     """The tokens that the target has positions for, answers left out; 0 if nothing is loaded."""
     date: str | None = None
-    """The date that the chat template is told, if it asks for one."""
+    """The date that the chat template sees, if it asks for one."""
     rendered: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By suite and thinking ("on", "off"), the hash of the texts of all first turns."""
+    """The hash of the texts of all first turns, by suite and thinking ("on", "off")."""
     has_template: bool = True
 
     @property

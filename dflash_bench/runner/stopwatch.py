@@ -124,7 +124,7 @@ class Stopwatch:
         self.before_s = self.after_s = 0.0
         """Time until the first prompt was begun, and since the last token came; captures and waiting are left out."""
         self.num_prompt_tokens = self.num_tokens = 0
-        """Of all answers."""
+        """The tokens of all answers."""
         self.ended: list[int] = []
         """After how many passes the answers ended, from the first that did."""
         self._meter, self._joules = meter, 0.0

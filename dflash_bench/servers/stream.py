@@ -21,7 +21,7 @@ FINISHES: dict[str, FinishReason] = {
 }  # fmt: skip
 """The names that servers give to the two ways in which an answer ends."""
 UNFINISHED = ("", "null", "None")
-"""What some servers write as the reason before there is one."""
+"""Finish reasons that some servers write before there is one."""
 FEWEST_REPEATING = 3
 """Pieces that each begin with the one before it; as many do not come about by chance."""
 
@@ -68,7 +68,7 @@ class StreamState:
     now_s: float = 0.0
     """When the piece that is being read arrived."""
     num_reasoning_tokens: int | None = None
-    """As the server counts them, within `num_tokens` or beside it."""
+    """The server's count, part of `num_tokens` or in addition to it."""
     arrivals: list[Arrival] = field(default_factory=list)
     num_repeating: int = 0
     """Pieces of text that begin with the piece before them."""
@@ -153,7 +153,7 @@ class StreamState:
 
     @property
     def _num_thinking_chars(self) -> int:
-        """What a server sends as the answer is the answer, whatever marks it mentions."""
+        """Keep the text that a server sends as the answer, whatever marks it mentions."""
         whole = self.whole_text
         return len(whole) - len(self.text) if self.reasoning.strip() else answer_start(whole)
 
@@ -176,7 +176,7 @@ class StreamState:
         return Timing(found.first_s, end_s, num)
 
     def _at(self, arrivals: Sequence[Arrival], sizes: Sequence[int], num: int) -> Timing:
-        """Return the times of these arrivals of so many tokens each."""
+        """Return the times of these arrivals, given the number of tokens of each."""
         if not arrivals:
             end_s = self.arrivals[-1].at_s if self.arrivals else self.now_s
             return Timing(end_s, end_s, num)

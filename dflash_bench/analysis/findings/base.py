@@ -17,7 +17,7 @@ FORBIDS: Mapping[tuple[str, str], str] = {
     ("plain_drafts", ""): "cell", ("nothing_drafted", "draft_of_server"): "cell", ("proves_nothing", ""): "run",
     ("hidden_time", ""): "cell",
 }  # fmt: skip
-"""By kind and remedy, whose speed-ups an observation forbids: those of its cell, or of the whole run.
+"""The scope of speed-ups that an observation forbids, by kind and remedy: its cell, or the whole run.
 
 Those of a cell of plain decoding are those of every method beside it. A forbidden speed-up is shown nowhere, its run
 exits with 1, and its check fails.
@@ -40,7 +40,7 @@ class Observation:
 
     @property
     def forbids(self) -> str:
-        """Whose speed-ups it forbids: "cell", "run", or empty for none."""
+        """The scope of the speed-ups it forbids: "cell", "run", or empty for none."""
         return FORBIDS.get((self.kind, self.remedy), "")
 
     def forbids_speedup_of(self, cell: Cell) -> bool:

@@ -123,7 +123,7 @@ def slow_plain(context: CellContext) -> Observation | None:
 
 
 HIDDEN_S, HIDDEN_SHARE = 1e-3, 0.05
-"""What a call may take beyond its answer's times and what plain calls take: seconds, and a share of these times."""
+"""Tolerance for a call beyond its answer's times and the excess of plain calls: seconds, and a share of these times."""
 HIDDEN_OFTEN = 0.75
 """Share of calls that must take longer: a busy machine lengthens some, and hidden work all."""
 MIN_CALLS = 5

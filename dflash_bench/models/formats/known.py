@@ -94,7 +94,7 @@ OTHERS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "use a DFlash or EAGLE-3 draft of this target, or measure a server that runs it (--server)",
     ),
 }  # fmt: skip
-"""Kinds of drafts that are not computed here: the types and architectures by which they are told, what they are, and
+"""Kinds of drafts that are not computed here: the types and architectures that mark them, what they are, and
 what to use in their place."""
 
 

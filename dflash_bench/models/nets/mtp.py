@@ -35,7 +35,7 @@ KINDS = (
 """Kinds of targets whose layer the heads may have."""
 
 PREFIX = "mtp."
-"""What the names of heads begin with in Qwen's layout."""
+"""The prefix of heads in Qwen's layout."""
 LAYER_BEHIND = re.compile(r"((?:(?:model|language_model)\.)*layers\.)(\d{1,4})\.(.+)")
 """A tensor of a layer; in DeepSeek's layout the heads are the one behind the target's last."""
 MIMO = re.compile(r"((?:model\.)?mtp_layers\.)(\d{1,4})\.(.+)")
@@ -46,7 +46,7 @@ PARTS = (
         "final_layernorm": "norm",
     },
 )  # fmt: skip
-"""What DeepSeek and MiMo call the parts around the layer."""
+"""The names of DeepSeek and MiMo for the parts around the layer."""
 
 
 def own_name(name: str, depth: int) -> str | None:

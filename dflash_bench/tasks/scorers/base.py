@@ -15,7 +15,7 @@ _JOINT = re.compile(
     r"(?:[\s$]|\\[()\[\],;:! ]|\\q?quad(?![a-z]))*(?:,|;|&|and|or|\\(?:text|mbox)\{[\s,]*(?:and|or)\s*\})"
 )
 _JOINTS = re.compile(rf"(?:{_JOINT.pattern})+(?:[\s$]|\\[()\[\],;:! ])*")
-"""What stands between the boxes of one list: "$\boxed{1}$ and $\boxed{2}$"."""
+"""The text between the boxes of one list: "$\boxed{1}$ and $\boxed{2}$"."""
 _UNFILLED = re.compile(
     r"(?:[\s.?…{}]|\\[,;:! ~]|\\(?:[lc]?dots|q?quad|text\w*|math\w+)(?![a-z])|(?:your|the|final|an?|answer|here)\b)*",
     re.IGNORECASE,

@@ -30,7 +30,7 @@ _TABS = re.compile(r"^\t+", re.MULTILINE)
 _MOST_TRIES = 50
 """How often a text is parsed in search of where its code begins or ends."""
 _MOST_CHARS = 200_000
-"""Of a text that is parsed here; longer ones are run as they are."""
+"""The length up to which a text is parsed here; longer ones are run unchanged."""
 _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 
 LIMITS = ProgramLimits(cpu_s=20, wall_s=30.0)  # several times what the slowest correct solution takes

@@ -35,7 +35,7 @@ _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
 _IN_BRACES = re.compile(r"(?:.*(?:=|\\in(?![a-z])))?\\(?:\{|lbrace).*\\(?:\}|rbrace)")
 _IN_BRACKETS = re.compile(r"(?:.*(?:=|\\in(?![a-z])))?[(\[][^()\[\]]*,[^()\[\]]*[)\]]")
 _TOLERANCE = 1e-4
-"""Of a decimal fraction beside its value, relative: four digits, besides the six decimals that math-verify compares."""
+"""Relative tolerance of decimal fractions: four digits, besides the six decimals that math-verify compares."""
 _DIGITS = 1000
 """How many digits are computed to tell two formulas apart that have no decimal fractions."""
 
