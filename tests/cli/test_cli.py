@@ -147,7 +147,9 @@ def test_the_json_of_a_run_is_one_object_with_the_promised_keys(
     assert (plain["exact"], dflash["exact"], dflash["passed"]) == ([3, 3], [4, 4], [2, 4])
     assert [cell["audit"] for cell in shown["cells"]] == [[4, 4]] * 3
     assert plain["break_even_al"] is None
-    assert {tuple(finding) for finding in shown["findings"]} == {("kind", "text", "remedy", "remedy_code", "places")}
+    assert {tuple(finding) for finding in shown["findings"]} == {
+        ("kind", "text", "remedy", "remedy_code", "forbids_speedup", "places")
+    }
 
 
 def test_a_mismatch_is_exit_status_1_after_everything_is_saved(
