@@ -147,7 +147,7 @@ def _refused(error: StatusError, sent: Mapping[str, Any], server: Server) -> str
         return None
     there = [name for name in REFUSABLE if name in sent or name in sent.get("stream_options", ())]
     named = [name for name in there if REFUSABLE[name] in error.reason]
-    # Who names all options, or nothing, may mean the one that is not in the specification.
+    # A server that names the whole object, or no field, most likely refuses the option outside the specification.
     is_meant = "stream_options" in named or not (named or server.has_answered)
     return COUNTS if COUNTS in there and is_meant else next(iter(named), None)
 
