@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import formats, gguf_writer, targets, weights
-from dflash_bench.models.formats import base
+from dflash_bench.models.formats import base, fit
 from dflash_bench.models.formats.base import Checkpoint, Format
 
 GGUF = "gguf"
@@ -42,9 +42,12 @@ def convert(reference: str, destination: Path, to: str, target: str | None) -> l
     folder = targets.find_draft(reference)
     home = targets.find_target(target) if target is not None else None
     shape = targets.shape_of(home) if home else None
+    if shape and home:
+        shape = targets.with_tokens(shape, targets.vocabulary_in(home), folder)
     form, checkpoint = formats.read_checkpoint(folder, shape)
     for problem in formats.problems(form, checkpoint, shape):
         raise UserError(f"{folder}: {problem}")
+    checkpoint = fit.fitted(checkpoint, shape) if shape else checkpoint
     goal = formats.format_named(to, form.kind)
     if goal == form and not checkpoint.target_head:
         raise UserError(f"{folder} is already in the {to} format")

@@ -16,7 +16,7 @@ from dflash_bench.core import files, terminal
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.models import formats, gguf, gguf_hybrid, gguf_tokenizer, presets, targets, weights
 from dflash_bench.models.configs import Heads, optional
-from dflash_bench.models.formats import Checkpoint, base
+from dflash_bench.models.formats import Checkpoint, base, fit
 from dflash_bench.models.gguf_tokenizer import PREFIX
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.bodies import PLAIN
@@ -499,13 +499,15 @@ def _draft(folder: Path, of_target: str | None) -> tuple[GgufNetwork, Path]:
     if of_target is None:
         raise UserError(f"{folder} is a draft, and its GGUF file holds its target's tokenizer; give --target")
     home = targets.find_target(of_target)
-    shape = targets.shape_of(home)
+    vocabulary = targets.tokenizer_of(home).get_vocab()
+    shape = targets.with_tokens(targets.shape_of(home), vocabulary, folder)
     form, checkpoint = formats.read_checkpoint(folder, shape)
     problems = [*formats.problems(form, checkpoint, shape)]
-    if other := targets.other_tokenizer(folder, targets.tokenizer_of(home).get_vocab()):
+    if other := targets.other_tokenizer(folder, vocabulary):
         problems.append(other)
     for problem in problems:
         raise UserError(f"{folder}: {problem}")
+    checkpoint = fit.fitted(checkpoint, shape)
     if checkpoint.target_head:
         checkpoint = checkpoint.with_head(targets.vocabulary_of(home)[base.HEAD])
     try:

@@ -16,7 +16,7 @@ from dflash_bench.core.labels import dtype_name
 from dflash_bench.core.methods import users_of
 from dflash_bench.models import formats, loading, mtp_heads, presets, targets, weights
 from dflash_bench.models.configs import optional
-from dflash_bench.models.formats import TargetShape, base, known, medusa
+from dflash_bench.models.formats import TargetShape, base, fit, known, medusa
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.bodies import PLAIN, WHOLE, BlockView
@@ -76,8 +76,23 @@ class Inspection:
 def inspect(reference: str, target: str | None = None) -> Inspection:
     """Raises UserError for what is not a draft at all, or is of a kind that is not supported."""
     folder = targets.find_draft(reference)
-    home = targets.find_target(target) if target is not None else None
-    shape = targets.shape_of(home) if home else None
+    if target is None:
+        return _described(folder, None, None)
+    home = targets.find_target(target)
+    shape, tokenizer = targets.shape_of(home), []
+    try:
+        vocabulary = targets.tokenizer_of(home).get_vocab()
+        shape = targets.with_tokens(shape, vocabulary, folder)
+        if problem := targets.other_tokenizer(folder, vocabulary):
+            tokenizer = [problem]
+    except UserError as error:
+        tokenizer = [DraftProblem("unreadable_tokenizer", error.what, error.remedy)]
+    seen = _described(folder, shape, target)
+    notes = () if seen.problems else fit.notes(seen.vocab_size, shape)
+    return replace(seen, notes=(*seen.notes, *notes), problems=(*seen.problems, *tokenizer))
+
+
+def _described(folder: Path, shape: TargetShape | None, target: str | None) -> Inspection:
     if medusa.is_medusa(folder):
         return _of_heads(folder, shape, target)
     names = weights.read_tensors(folder, weights.only_maps) if any(folder.glob("*.safetensors")) else {}
@@ -85,11 +100,11 @@ def inspect(reference: str, target: str | None = None) -> Inspection:
         return _of_mtp_heads(folder, shape, target)
     known.refuse_others(folder, read_config(folder), names)
     if loading.is_language_model(folder):
-        return _of_language_model(folder, home, shape, target)
-    return _of_draft(folder, home, shape, target)
+        return _of_language_model(folder, shape, target)
+    return _of_draft(folder, shape, target)
 
 
-def _of_draft(folder: Path, home: Path | None, shape: TargetShape | None, target: str | None) -> Inspection:
+def _of_draft(folder: Path, shape: TargetShape | None, target: str | None) -> Inspection:
     form, checkpoint = formats.read_checkpoint(folder, shape, headers_only=True)
     config = checkpoint.config
     dflash = config if isinstance(config, DFlashConfig) else None
@@ -118,7 +133,7 @@ def _of_draft(folder: Path, home: Path | None, shape: TargetShape | None, target
         trained_for=_trained_for(checkpoint),
         notes=checkpoint.notes + _unknown_keys(folder, form) + _doubts(folder, target),
         target=target,
-        problems=(*_problems(form, checkpoint, shape), *_other_tokenizer(folder, home)),
+        problems=tuple(_problems(form, checkpoint, shape)),
     )
 
 
@@ -152,14 +167,12 @@ def _of_mtp_heads(folder: Path, shape: TargetShape | None, target: str | None) -
     )  # fmt: skip
 
 
-def _of_language_model(folder: Path, home: Path | None, shape: TargetShape | None, target: str | None) -> Inspection:
+def _of_language_model(folder: Path, shape: TargetShape | None, target: str | None) -> Inspection:
     config, blocks = targets.config_of(folder), read_config(folder).get("block_diffusion")
     if blocks is not None:
         loading.check_blocks(folder, read_config(folder))
     rows = targets.shape_of(folder).vocab_size
-    problems = (
-        [] if shape is None else [*loading.other_vocabulary(folder, rows, shape), *_other_tokenizer(folder, home)]
-    )
+    problems = [] if shape is None else loading.other_vocabulary(folder, rows, shape)
     method = "block-diffusion" if blocks else "draft-model"
     tensors = weights.read_tensors(folder, weights.only_maps)
     note, inner = mtp_heads.note(folder, tensors), optional(config, "intermediate_size", default="?")
@@ -179,16 +192,6 @@ def _size(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "size_bytes": sum(tensor.nbytes for tensor in tensors.values()),
         "dtype": ", ".join(sorted({dtype_name(tensor.dtype) for tensor in parameters})),
     }
-
-
-def _other_tokenizer(folder: Path, home: Path | None) -> list[DraftProblem]:
-    if home is None:
-        return []
-    try:
-        problem = targets.other_tokenizer(folder, targets.tokenizer_of(home).get_vocab())
-    except UserError as error:
-        return [DraftProblem("unreadable_tokenizer", error.what, error.remedy)]
-    return [problem] if problem else []
 
 
 def _doubts(folder: Path, target: str | None) -> tuple[str, ...]:

@@ -251,8 +251,8 @@ def _with_drafts(
     for name, draft in fetched.items():
         if problem := targets.other_tokenizer(draft.folder, vocabulary):
             raise UserError(f"{draft.folder}: {problem}")
-        head = target.get_output_embeddings().weight
-        loaded[name] = load_network(name, draft.folder, shape, dtype or target.dtype, str(embedding.device), head)
+        head, wanted = target.get_output_embeddings().weight, targets.with_tokens(shape, vocabulary, draft.folder)
+        loaded[name] = load_network(name, draft.folder, wanted, dtype or target.dtype, str(embedding.device), head)
         if named := targets.verifier(read_config(draft.folder)):
             verifiers[name] = named
     revisions = models.revisions | {name: draft.revision for name, draft in fetched.items()}

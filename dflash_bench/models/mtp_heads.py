@@ -18,6 +18,7 @@ from torch import Tensor
 from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
 from dflash_bench.models import targets, weights
 from dflash_bench.models.configs import optional
+from dflash_bench.models.formats import fit
 from dflash_bench.models.formats.base import COPY, EMBEDDING, FLOATS, HEAD, MISSING, SURPLUS, TargetShape
 from dflash_bench.models.hub import UNREADABLE, cannot_load, read_config
 from dflash_bench.models.nets.mtp import LAYER_BEHIND, MIMO, PARTS, PREFIX, MTPConfig, MTPDraft, heads_among, own_name
@@ -147,11 +148,11 @@ def misfits(config: MTPConfig, target: TargetShape) -> Iterator[DraftProblem]:
     """Yield the sizes that show that the heads were made for another target."""
     for code, name, size, expected in (
         ("hidden_size", "hidden size", config.hidden_size, target.hidden_size),
-        ("vocabulary", "vocabulary", config.vocab_size, target.vocab_size),
         ("target_depth", "number of target layers", config.num_target_layers, target.num_layers),
     ):
         if size != expected:
             yield DraftProblem(code, f"{name} {size}, but the target's is {expected}", ANOTHER_DRAFT)
+    yield from fit.other_vocabulary(config.vocab_size, target, has_rows=False)
 
 
 def note(folder: Path, names: Iterable[str]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +42,12 @@ def other_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> DraftProblem
         f"{differing[first]!r} in the draft and {tokens[first]!r} in the target",
         ANOTHER_DRAFT,
     )
+
+
+def with_tokens(shape: TargetShape, vocabulary: Mapping[str, int], draft: Path) -> TargetShape:
+    """Return a target's shape with the number of tokens that its `vocabulary` has, and the draft's, if it has one."""
+    sizes = [max(one.values()) + 1 for one in (vocabulary, vocabulary_in(draft)) if one]
+    return replace(shape, num_tokens=min(sizes)) if vocabulary else shape
 
 
 def vocabulary_in(folder: Path) -> dict[str, int]:

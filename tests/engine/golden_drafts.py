@@ -17,17 +17,18 @@ def golden(name: str) -> dict[str, Any]:
     return json.loads((CASES / name / "golden.json").read_text())  # type: ignore[no-any-return]
 
 
-def assert_drafts_as_published(name: str, method: str, draft: Path | None = None, **settings: Any) -> None:
+def assert_drafts_as_published(
+    name: str, method: str, draft: Path | None = None, target: Path | None = None, **settings: Any
+) -> None:
     """Decode a case's prompts in float32: text, and what each round drafts, verifies and accepts must be equal.
 
-    `draft` is the folder that is read in place of the case's own, `settings` are those of the engine.
+    `draft` and `target` are folders that are read in place of the case's own, `settings` are those of the engine.
     """
     case = golden(name)
     kind, _, _ = method.partition(":")
     drafts = {} if kind == "mtp" else {kind: draft or CASES / name / "draft"}
-    with db.Engine(
-        target=(CASES / name / case["target"]).resolve(), drafts=drafts, dtype="float32", **settings
-    ) as engine:
+    home = target or (CASES / name / case["target"]).resolve()
+    with db.Engine(target=home, drafts=drafts, dtype="float32", **settings) as engine:
         for expected in case["cases"]:
             answer = engine.generate(
                 expected["prompt"], method=method, max_new_tokens=expected["max_new_tokens"],

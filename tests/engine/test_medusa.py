@@ -219,7 +219,7 @@ def test_what_is_wrong_with_a_file_is_said(damage: Callable[[Path], Any], messag
     ("shape", "message"),
     [
         (TargetShape(64, 97, 6), "hidden size 32, but the target's is 64; use heads made for this target"),
-        (TargetShape(32, 98, 6), "vocabulary 97, but the target's is 98; use heads made for this target"),
+        (TargetShape(32, 98, 6), "vocabulary of 97, but the target's is 98"),
     ],
 )
 def test_heads_of_another_target_are_refused(shape: TargetShape, message: str, tmp_path: Path) -> None:

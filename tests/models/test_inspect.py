@@ -127,13 +127,13 @@ def test_layers_that_only_the_target_decides_are_a_formula_until_it_is_given(cop
 
 def test_everything_that_does_not_fit_is_a_line_of_its_own(copied: Path) -> None:
     draft = copied / "dflash"
-    edit(draft, vocab_size=1000, num_target_layers=9, dflash_config={"mask_token_id": 5000, "target_layer_ids": [0, 7]})
+    edit(draft, vocab_size=6000, num_target_layers=9, dflash_config={"mask_token_id": 5000, "target_layer_ids": [0, 7]})
     tensors = load_file(draft / "model.safetensors")
     tensors["norm.weight"] = torch.ones(31)
     tensors["extra"] = tensors.pop("fc.weight")
     save_file(tensors, draft / "model.safetensors")
     problems = inspect(str(draft), str(copied / "target")).problems
-    expected = ("vocabulary of 1000", "taps layer 7", "made for a target of 9", "mask id 5000", "missing tensor fc.we",
+    expected = ("vocabulary of 6000", "taps layer 7", "made for a target of 9", "mask id 5000", "missing tensor fc.we",
                 "surplus tensor extra", "norm.weight is [31]")  # fmt: skip
     assert len(problems) == len(expected)
     assert all(problem.what.startswith(start) for problem, start in zip(problems, expected, strict=True))

@@ -326,8 +326,8 @@ def test_a_damaged_draft_is_refused(model: Path) -> None:
 
 def test_a_draft_for_another_target_is_refused(model: Path) -> None:
     config = json.loads((model / "dflash" / "config.json").read_text())
-    (model / "dflash" / "config.json").write_text(json.dumps({**config, "vocab_size": 98}))
-    with pytest.raises(UserError, match="vocabulary of 98, but the target's is 97"):
+    (model / "dflash" / "config.json").write_text(json.dumps({**config, "vocab_size": 5000}))
+    with pytest.raises(UserError, match="vocabulary of 5000, but the target's is 97"):
         load(model, "dflash")
 
 

@@ -177,7 +177,7 @@ def test_heads_that_cannot_be_are_refused_in_one_line(what: str, golden: Path) -
     ("target", "message"),
     [
         (TargetShape(64, 320, 4), "hidden size 48, but the target's is 64; use a draft made for this target"),
-        (TargetShape(48, 321, 4), "vocabulary 320, but the target's is 321"),
+        (TargetShape(48, 5000, 4), "vocabulary of 320, but the target's is 5000"),
         (TargetShape(48, 320, 5), "number of target layers 4, but the target's is 5"),
     ],
 )
@@ -218,7 +218,8 @@ def test_inspect_describes_heads_that_are_apart(tmp_path: Path) -> None:
     mtp_heads.save(random_heads(targets.config_of(GOLDEN)), tmp_path, json.loads((GOLDEN / "config.json").read_text()))
     seen = inspect(str(tmp_path), str(CASES / "_targets/small"))
     assert (seen.format, seen.method, seen.used_by) == ("MTP heads (qwen3_5_text)", "mtp", ("mtp",))
-    assert (seen.own_embedding, seen.own_head, seen.problems) == (False, False, ())
+    assert (seen.own_embedding, seen.own_head) == (False, False)
+    assert [problem.code for problem in seen.problems] == ["unreadable_tokenizer"]
     assert seen.layers == "1 of 48/64, 4 heads on 2 of 16" and "trained for" in text(seen)
 
 

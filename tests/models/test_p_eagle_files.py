@@ -114,7 +114,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 WRONG_CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no mask": (lambda c: c.pop("mask_token_id"), "without mask_token_id in config.json cannot be read"),
-    "a mask that no token is": (lambda c: c.update(mask_token_id=97), "mask id 97 is outside the target's embedding"),
+    "a mask that no token is": (lambda c: c.update(mask_token_id=97), "mask id 97 is outside its own embedding"),
     "a mask that is no number": (lambda c: c.update(mask_token_id="x"), "mask_token_id cannot be 'x'"),
     "fewer layers": (lambda c: c.update(num_hidden_layers=2), r"surplus tensor layers\.2"),
     "more layers": (lambda c: c.update(num_hidden_layers=4), r"missing tensor layers\.3"),

@@ -16,6 +16,7 @@ from dflash_bench.models.formats import (
     base,
     bodies,
     deepspec,
+    fit,
     heads,
     known,
     p_eagle,
@@ -161,6 +162,7 @@ def load_draft(
     form, checkpoint = read_checkpoint(folder, target)
     for problem in problems(form, checkpoint, target):
         raise UserError(f"{folder}: {problem}")
+    checkpoint = fit.fitted(checkpoint, target)
     if checkpoint.target_head:
         assert head is not None
         checkpoint = checkpoint.with_head(head)
@@ -249,7 +251,7 @@ def _mask_embedding(folder: Path, config: Json) -> dict[str, Tensor]:
 
 def problems(form: Format, checkpoint: Checkpoint, target: TargetShape | None) -> Iterator[DraftProblem]:
     """Yield every problem that prevents running a draft; without a target, only those that the file itself shows."""
-    yield from base.misfits(checkpoint.config, target or base.own_target(checkpoint.config), form.reads_last)
+    yield from fit.misfits(checkpoint.config, target, form.reads_last)
     yield from base.unsound_tensors(checkpoint, form.layer)
 
 

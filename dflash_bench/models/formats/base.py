@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
+from dflash_bench.core.errors import DraftProblem, UserError
 from dflash_bench.core.labels import dtype_name
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
@@ -31,11 +31,16 @@ Stored = tuple[dict[str, Any], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """The sizes of a target that a draft must match."""
+    """The sizes of a target that a draft must match.
+
+    `vocab_size` is the number of rows of its embedding, and `num_tokens` how many of these its tokenizer gives, and the
+    draft's, if it has one: the rest is padding. None: there is no tokenizer to ask.
+    """
 
     hidden_size: int
     vocab_size: int
     num_layers: int
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,44 +448,3 @@ def _unsound_map(config: DraftConfig, d2t: Tensor, t2d: Tensor) -> Iterator[Draf
         yield DraftProblem("map_outside", what, "it belongs to another target")
     elif ids.tolist() != t2d.nonzero().flatten().tolist():
         yield DraftProblem("maps_differ", "d2t and t2d name different tokens", COPY)
-
-
-def own_target(config: DraftConfig) -> TargetShape:
-    """Return the shape of the target that the file itself describes; if it gives no depth, one that is deep enough."""
-    depth = config.num_target_layers or max(config.target_layer_ids) + 2
-    return TargetShape(config.target_hidden_size or config.hidden_size, config.vocab_size, depth)
-
-
-def misfits(config: DraftConfig, target: TargetShape, reads_last: bool) -> Iterator[DraftProblem]:
-    """Yield every reason why a draft cannot serve a target; `reads_last` is its format's."""
-    width = config.target_hidden_size or config.hidden_size
-    if width != target.hidden_size:
-        what = f"hidden size {width}, but the target's is {target.hidden_size}"
-        yield DraftProblem("hidden_size", what, ANOTHER_DRAFT)
-    elif config.hidden_size != width:
-        yield from _missing_vocabulary(config)
-    if config.vocab_size != target.vocab_size:
-        what = f"vocabulary of {config.vocab_size}, but the target's is {target.vocab_size}"
-        yield DraftProblem("vocabulary", what, ANOTHER_DRAFT)
-    outside = [i for i in config.target_layer_ids if not 0 <= i < target.num_layers - (not reads_last)]
-    if outside:
-        what = f"taps layer {outside[0]}, but the target has layers 0 to {target.num_layers - 1}"
-        if not reads_last:
-            what += " (in this format the last cannot be tapped: whether it is read behind the final norm is not known)"
-        yield DraftProblem("tapped_layer", what, ANOTHER_DRAFT)
-    if config.num_target_layers not in (None, target.num_layers):
-        what = f"made for a target of {config.num_target_layers} layers, but this one has {target.num_layers}"
-        yield DraftProblem("target_depth", what, ANOTHER_DRAFT)
-    if isinstance(config, DFlashConfig | PEagleConfig) and config.mask_token_id >= target.vocab_size:
-        what = f"mask id {config.mask_token_id} is outside the target's embedding of {target.vocab_size} rows"
-        yield DraftProblem("mask_id", what, "use a target whose embedding is padded")
-
-
-def _missing_vocabulary(config: DraftConfig) -> Iterator[DraftProblem]:
-    """Yield a problem if a draft of another hidden size than its target's lacks its own embedding or head."""
-    if not config.own_embedding or (isinstance(config, DFlashConfig) and not config.own_head):
-        what = (
-            f"hidden size {config.hidden_size} is not its target's {config.target_hidden_size}, "
-            "but it lacks its own embedding or head"
-        )
-        yield DraftProblem("no_vocabulary", what, "ask its publisher for them")

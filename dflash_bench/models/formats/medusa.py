@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from dflash_bench.core.errors import DraftProblem, UserError
 from dflash_bench.models import weights
+from dflash_bench.models.formats import fit
 from dflash_bench.models.formats.base import FLOATS, Json, TargetShape, Tensors
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
@@ -33,6 +35,10 @@ def load(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> 
     config, tensors = read(folder)
     for problem in misfits(config, target):
         raise UserError(f"{folder}: {problem}")
+    if config.vocab_size > target.vocab_size:
+        config = replace(config, vocab_size=target.vocab_size)
+        out = f".{config.num_layers}.weight"
+        tensors = {name: t[: target.vocab_size] if name.endswith(out) else t for name, t in tensors.items()}
     with torch.device("meta"):
         heads = MedusaHeads(config)
     heads = heads.to(dtype).to_empty(device=device)
@@ -42,13 +48,10 @@ def load(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> 
 
 def misfits(config: MedusaConfig, target: TargetShape) -> Iterator[DraftProblem]:
     """Yield the sizes that show that the heads were made for another target."""
-    for code, name, size, expected in (
-        ("hidden_size", "hidden size", config.hidden_size, target.hidden_size),
-        ("vocabulary", "vocabulary", config.vocab_size, target.vocab_size),
-    ):
-        if size != expected:
-            what = f"{name} {size}, but the target's is {expected}"
-            yield DraftProblem(code, what, "use heads made for this target")
+    if config.hidden_size != target.hidden_size:
+        what = f"hidden size {config.hidden_size}, but the target's is {target.hidden_size}"
+        yield DraftProblem("hidden_size", what, "use heads made for this target")
+    yield from fit.other_vocabulary(config.vocab_size, target)
 
 
 def read(folder: Path, headers_only: bool = False) -> tuple[MedusaConfig, Tensors]:
