@@ -17,7 +17,8 @@ from dflash_bench.tasks.sandbox import Isolation, ProgramLimits, run_tests
 from dflash_bench.tasks.scorers.base import Score
 
 _OPENING = re.compile(
-    r"(?P<fence>```|~~~)[`~]*[ \t]*(?P<language>\w*)[^\n`]*\n|^[ \t]*\[(?P<mark>PYTHON|BEGIN|CODE)\][ \t]*\n?",
+    r"(?P<fence>```|~~~)[`~]*[ \t]*(?P<language>\w*)[^\n`]*\n"
+    r"|^[ \t]*\[(?P<mark>(?i:PYTHON|BEGIN|CODE|ANSWER|SOLUTION))\][ \t]*\n?",
     re.MULTILINE,
 )
 _QUOTED = re.compile(r"^ {0,3}> ?(?!>)", re.MULTILINE)  # but >>> is a doctest
@@ -87,7 +88,7 @@ def code_in(text: str, names: Collection[str]) -> str:
 
     Without such a block, return the text that is most likely code.
     """
-    text = _QUOTED.sub("", text)
+    text = _QUOTED.sub("", text.removeprefix("\ufeff").replace("\r\n", "\n"))
     blocks = [*_blocks(text)]
     python = [block for block in blocks if block.language in {"python", "py", "python3"}]
     for group in (python, blocks):
@@ -112,7 +113,7 @@ def _blocks(text: str) -> Iterator[_Block]:
     """Yield what stands between fences, or marks such as [PYTHON]; where it is never closed, as far as it parses.
 
     A fence closes at the beginning or the end of a line; of several, the first with Python before it, as some stand in
-    docstrings.
+    docstrings. A mark around a fence, or before prose, is skipped.
     """
     end = 0
     for tries in chain(repeat(_MOST_TRIES, _MOST_TRIES), repeat(1)):
@@ -120,7 +121,7 @@ def _blocks(text: str) -> Iterator[_Block]:
         if opening is None:
             return
         fence, mark = opening["fence"], opening["mark"]
-        closing = rf"^[ \t]*{fence}[`~]*|{fence}[`~]*[ \t]*$" if fence else rf"\[/{mark}\]|\[DONE\]"
+        closing = rf"^[ \t]*{fence}[`~]*|{fence}[`~]*[ \t]*$" if fence else rf"\[/{mark}\]|\[(?:DONE|END)\]"
         closings = [*islice(re.compile(closing, re.MULTILINE).finditer(text, opening.end()), tries)]
         bodies = (textwrap.dedent(text[opening.end() : one.start()]) for one in closings)
         found = next(((body, one.end()) for body, one in zip(bodies, closings, strict=True) if _parses(body)), None)
@@ -130,6 +131,9 @@ def _blocks(text: str) -> Iterator[_Block]:
             body = textwrap.dedent(text[opening.end() :])
             found = _longest_prefix(body) or body, len(text)
         body, end = found
+        if mark and (_OPENING.search(body) or not _parses(body)):
+            end = opening.end()
+            continue
         yield _Block(opening.start(), opening["language"].lower() if fence else "python", body)
 
 
