@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import select
 import signal
@@ -220,8 +221,9 @@ def _outcome(tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> str:
     _limit_memory()
     for number, (name, messages) in enumerate(chats):
         try:
+            before = random.getstate()  # Jinja draws with Python's own generator
             text = render(tokenizer, messages, thinking)
-            is_fixed = number > 0 or text == render(tokenizer, messages, thinking)
+            is_fixed = random.getstate() == before and (number > 0 or text == render(tokenizer, messages, thinking))
         except UserError as error:
             return f"prompt {name}: {error}"
         except MemoryError:

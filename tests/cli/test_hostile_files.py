@@ -167,6 +167,8 @@ TEMPLATES = {
     "wants out": ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__'"),
     "says nothing": ("{{ '' }}", "makes a prompt of 0 characters"),
     "says too much": ("{{ 'a' * 20000000 }}", "makes a prompt of 20,000,000 characters"),
+    "draws one of two": ("{{ [1, 2]|random }}{{ messages }}", "the chat template draws at random"),
+    "draws one of two that are equal": ("{{ ['a', 'a']|random }}", "the chat template draws at random"),
     "takes all memory": ("{{ 'a' * 10 ** 11 }}", "the chat template takes more than 1024 MB"),
     "never ends": (LOOP, "the chat template takes longer than 1 s"),
 }
