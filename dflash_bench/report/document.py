@@ -103,7 +103,10 @@ class Document:
         cells = line.cells_of(self.cells) if line else self.cells
         kinds = {cell.forbidden for cell in cells}
         texts = [one.text for one in self.findings if one.forbids and one.kind in kinds]
-        return "; ".join(texts) or "it holds no answers of plain decoding"
+        if texts:
+            return "; ".join(texts)
+        has_plain = any(cell.method == BASELINE and cell.num_prompts for cell in self.cells)
+        return f"the run holds no {'decode speed' if has_plain else 'answers'} of plain decoding to compare with"
 
     @property
     def suites(self) -> list[str]:

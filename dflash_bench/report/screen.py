@@ -254,7 +254,7 @@ def answers(document: Document, means: Sequence[Mean]) -> list[str]:
         line, speedup = max(known, key=lambda one: one[1].value)
         said.append(f"{_headline(document, line, speedup)}.")
     elif means and not said:
-        said.append("There is no speed-up: the run holds no answers of plain decoding to compare with.")
+        said.append(f"There is no speed-up: {document.why_no_speedup()}.")
     return said
 
 

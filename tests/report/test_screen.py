@@ -92,6 +92,12 @@ def test_without_plain_answers_there_is_no_number() -> None:
     assert "There is no speed-up: the run holds no answers of plain decoding to compare with." in " ".join(text.split())
 
 
+def test_answers_of_one_token_are_answers_of_plain_decoding() -> None:
+    rows = [record(method, "p1", generation([], decode_s=0.0)) for method in ("ar", "dflash")]
+    text = " ".join(of(rows).split())
+    assert "There is no speed-up: the run holds no decode speed of plain decoding" in text
+
+
 def test_long_names_are_cut_and_foreign_ones_cannot_steer_the_terminal() -> None:
     name = "eagle3@" + "a" * 40
     rows = [replace(row, method=name) if row.method == "dflash" else row for row in several(methods=("dflash",))]
