@@ -200,4 +200,7 @@ def cannot_load(folder: Path, error: BaseException) -> UserError:
     reason = " ".join(str(error).split())
     if "trust_remote_code" in reason:
         return UserError(f"{folder} needs code of its own, which runs only in a run with --trust-remote-code")
+    if reason.startswith("Unrecognized configuration class"):  # and a list of all classes that there are
+        what = f"{folder} is of an architecture for which transformers has no causal language model"
+        return UserError(what, "use another target")
     return UserError(f"cannot load a causal language model from {folder}: {reason or type(error).__name__}")

@@ -159,6 +159,11 @@ def note(folder: Path, names: Iterable[str]) -> str | None:
     """Return a note about heads in the checkpoint of a language model, given its tensors' names; None without any."""
     depth = depth_of(folder)
     if found := heads_among(names, depth):
+        try:
+            read(folder, headers_only=True)
+        except UserError as error:
+            why = error.what.removeprefix(f"{folder}: ")
+            return f"--method mtp cannot use its MTP heads, tensors {_prefix(min(found.values()))}*: {why}"
         return f"it has MTP heads of its own, tensors {_prefix(min(found.values()))}*: --method mtp drafts with them"
     if any(read_config(folder).get(key) for key in COUNTS):
         return f"its config.json names MTP heads, but there are no tensors {PREFIX}*; --method mtp needs --draft mtp="

@@ -245,7 +245,66 @@ def test_heads_of_mimo_are_read_with_their_order_of_joining(tmp_path: Path) -> N
         mtp_heads.read(tmp_path)
 
 
+# Kimi's, which are DeepSeek's behind a further prefix, in the checkpoint of a model that also sees.
+
+
+def of_kimi(folder: Path) -> Path:
+    """Heads apart from their target, under Kimi's names and config."""
+    folder.mkdir()
+    prefix = f"language_model.model.layers.{DEPTH}."
+    save_file(stored(heads_of("deepseek-v3"), prefix, THEIRS), folder / "model.safetensors")
+    config = transformers.Kimi_K25Config(text_config=model_of("deepseek-v3").config.to_dict()).to_dict()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_heads_behind_kimis_prefix_draft_as_deepseeks(tmp_path: Path) -> None:
+    target, apart = checkpoint("deepseek-v3", tmp_path / "target"), of_kimi(tmp_path / "heads")
+    draft = mtp_heads.load(apart, TargetShape(32, VOCABULARY, DEPTH), torch.float32, "cpu")
+    assert all(torch.equal(draft.state_dict()[name], one) for name, one in heads_of("deepseek-v3").state_dict().items())
+    answers = []
+    for drafts in ({}, {"mtp": apart}):
+        with db.Engine(target=target, drafts=drafts) as engine:
+            answers.append(engine.generate(PROMPTS[1], method="mtp", max_new_tokens=20))
+            assert answers[-1].token_ids == engine.generate(PROMPTS[1], method="ar", max_new_tokens=20).token_ids
+    assert [step.drafted for step in answers[0].rounds] == [step.drafted for step in answers[1].rounds]
+
+
 # What is said about them, and what cannot be.
+
+
+INDEXED = {**LATENT, "first_k_dense_replace": 1, "index_topk": 8, "index_head_dim": 8, "index_n_heads": 2}
+WINDOWED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "head_dim": 12, "v_head_dim": 8, "sliding_window": 8,
+}  # fmt: skip
+UNSUPPORTED = {
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", INDEXED, [f"model.layers.{DEPTH}."]),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", INDEXED, [f"model.layers.{DEPTH}."]),
+    "mimo_v2_flash": (
+        "MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", WINDOWED, [f"model.mtp.layers.{i}." for i in range(3)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_heads_of_kinds_that_are_not_supported_are_refused_with_those_that_are(kind: str, tmp_path: Path) -> None:
+    model_class, config_class, changes, prefixes = UNSUPPORTED[kind]
+    config = getattr(transformers, config_class)(**BODY | changes)
+    getattr(transformers, model_class)(config).save_pretrained(tmp_path)
+    for prefix in prefixes:
+        add(tmp_path, stored(heads_of("deepseek-v3"), prefix, THEIRS))
+    with pytest.raises(UserError, match=rf"of a {kind} target are not supported; only .*deepseek_v3, glm4_moe") as told:
+        mtp_heads.load(tmp_path, TargetShape(32, VOCABULARY, DEPTH), torch.float32, "cpu")
+    assert "\n" not in str(told.value)
+    (note,) = inspect(str(tmp_path)).notes
+    assert note.startswith("--method mtp cannot use its MTP heads") and f"of a {kind} target" in note
+
+
+def test_a_target_whose_class_is_no_language_model_is_refused_in_a_short_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="transformers has no causal language model") as told:
+        targets.load(of_kimi(tmp_path / "kimi"), "cpu", torch.float32)
+    assert len(str(told.value)) < 100 + len(str(tmp_path))
 
 
 def test_they_are_counted_with_the_heads_and_not_with_the_target(tmp_path: Path) -> None:
