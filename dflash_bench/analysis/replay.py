@@ -275,25 +275,32 @@ def walk(answer: StoredAnswer, controller: Controller) -> Walk:
     return rounds * times, accepted * times, verified * times
 
 
-def _longer(answer: StoredAnswer, n: int, rate: float) -> Walk:
-    """Estimate a longer draft: where all was accepted, it goes on at the rate of the last place."""
-    beyond = sum(rate**step for step in range(1, n - int(answer.drafted.max()) + 1))
-    accepted = answer.accepted + beyond * (answer.accepted == answer.drafted)
+def _longer(answer: StoredAnswer, n: int, most: int, rate: float) -> Walk:
+    """Estimate a longer draft: where `most` tokens were drafted and accepted, it goes on at the rate of the last place.
+
+    A round that drafted fewer, such as one in which ngram found no match, had no more to draft.
+    """
+    beyond = sum(rate**step for step in range(1, n - most + 1))
+    accepted = answer.accepted + beyond * (answer.accepted == most)
     rounds = answer.verified_tokens / float((accepted + 1).mean())
-    return rounds, rounds * float(accepted.mean()), rounds * n
+    return (
+        rounds,
+        rounds * float(accepted.mean()),
+        rounds * float(np.where(answer.drafted == most, n, answer.drafted).mean()),
+    )
 
 
-def _bounds(answer: StoredAnswer, n: int) -> tuple[Walk, Walk]:
-    """Return the least and the most that a draft of another length can have accepted.
+def _bounds(answer: StoredAnswer, n: int, most: int) -> tuple[Walk, Walk]:
+    """Return the least and the most that a draft of n tokens can have accepted in place of one of up to `most`.
 
     A shorter draft begins anew within a stored round, and is taken to be right at least up to where the stored one
     was, which knew less; beyond, all of it may be wrong, or right. Of a longer draft, all or nothing that it drafts
     beyond the stored one may be right where the stored one was.
     """
-    accepted, most = answer.accepted, int(answer.drafted.max())
+    accepted = answer.accepted
     num, tokens = float(len(accepted)), float((accepted + 1).sum())
     if n > most:
-        found = [(num, tokens), (num, tokens + (n - most) * float((accepted == answer.drafted).sum()))]
+        found = [(num, tokens), (num, tokens + (n - most) * float((accepted == most).sum()))]
     else:
         # A stored round of a + 1 tokens, n + 1 at a time; the first of them begins as the stored one did.
         parts = -(-(accepted + 1) // (n + 1))
@@ -311,12 +318,13 @@ def _fewer_nodes(answer: StoredAnswer, nodes: int) -> Walk:
 
 
 def _last_rate(cell: ReplayCell) -> float:
-    """Return the share of rounds that accept the last token, of those that accept all before it."""
+    """Return the share of the longest drafts that are accepted whole, of those accepted up to the last token."""
     accepted, drafted = (
         np.concatenate([getattr(one, name) for one in cell.answers]) for name in ("accepted", "drafted")
     )
-    reached = (accepted >= drafted - 1).sum()
-    return float((accepted >= drafted).sum() / reached) if reached else 0.0
+    accepted = accepted[drafted == cell.most]
+    reached = (accepted >= cell.most - 1).sum()
+    return float((accepted == cell.most).sum() / reached) if reached else 0.0
 
 
 def _round_seconds(cell: ReplayCell, costs: RoundCosts) -> Callable[[int], float]:
@@ -342,7 +350,7 @@ def _walks(cell: ReplayCell, change: Alternative, costs: RoundCosts) -> list[Wal
     n = cell.most if change.n is None else change.n
     if n > cell.most:
         rate = _last_rate(cell)
-        return [_longer(answer, n, rate) for answer in cell.answers]
+        return [_longer(answer, n, cell.most, rate) for answer in cell.answers]
     return [walk(answer, Fixed(n)) for answer in cell.answers]
 
 
@@ -446,7 +454,7 @@ def replay(cell: ReplayCell, change: Alternative, info: RunInfo, concurrency: in
     )  # fmt: skip
     table, length, speedup = _figures(cell, change, costs, _walks(cell, change, costs), concurrency)
     if not is_exact and change.n is not None and change.block is None:
-        for several in zip(*(_bounds(answer, change.n) for answer in cell.answers), strict=True):
+        for several in zip(*(_bounds(answer, change.n, cell.most) for answer in cell.answers), strict=True):
             length = _reaching(length, _figures(cell, change, costs, several, concurrency)[1])
     elif not is_exact:
         length = _bare(length)

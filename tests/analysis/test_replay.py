@@ -175,6 +175,17 @@ def test_a_longer_draft_of_the_same_rounds_is_never_predicted_to_accept_less() -
     assert measured_length == pytest.approx(total)
 
 
+def test_rounds_that_drafted_less_than_the_longest_have_no_more_to_draft() -> None:
+    """ngram: no match in the first round, and a short one in the last."""
+    drafted, accepted = np.array([0, 4, 4, 2]), np.array([0, 4, 2, 2])
+    stored = StoredAnswer("p", 12, 1.0, drafted, accepted, drafted, 0.0, 0.0, 0.0)
+    cell = ReplayCell("s", "ngram:4", GREEDY, (stored,), {})
+    found = [replay(cell, change, about()) for change in (Alternative(MEASURED), *changes_of(n=[2, 4, 6]))]
+    # 12 tokens in 4 rounds; 2 at a time 10 in 4, of 0, 2, 2 and 2 drafted; 2 more of the one draft that was all right.
+    assert [one.length and one.length.value for one in found] == [3, 2.5, 3, 3.5]
+    assert [one.verified for one in found] == [2.5, 1.5, 2.5, 3.5]
+
+
 def test_as_measured_is_the_runs_own_figure_and_interval(recorded: db.Run, shorter: db.Run) -> None:
     for run in (recorded, shorter):
         cells = {cell.method: cell for cell in run.document.cells}
@@ -227,9 +238,9 @@ def test_an_estimate_reaches_from_the_least_to_the_most_that_its_rounds_allow() 
     """Rounds of 8 and 2 tokens, of 7 drafted: two at a time they begin anew after 3 and 6, where nothing is stored."""
     stored = StoredAnswer("p", 10, 1.0, np.array([7, 7]), np.array([7, 1]), np.array([7, 7]), 0.0, 0.0, 0.0)
     least, most = (tokens / rounds for tokens, rounds in ((10, 4), (11, 4)))
-    assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 2)] == [least, most]
-    assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 7)] == [5, 5], "the stored rounds themselves"
-    assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 9)] == [5, 6], "two more, after the round of 8"
+    assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 2, 7)] == [least, most]
+    assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 7, 7)] == [5, 5], "the stored rounds themselves"
+    assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 9, 7)] == [5, 6], "two more, after the round of 8"
     # Of prompts that are all alike, nothing else makes the interval wide.
     alike = tuple(replace(stored, prompt_id=str(number)) for number in range(8))
     length = replay(ReplayCell("s", "eagle3:7", GREEDY, alike, {}), *changes_of(n=[2]), about()).length
