@@ -23,6 +23,7 @@ from dflash_bench.analysis.sweep import sweeps
 from dflash_bench.core.types import Answer
 from dflash_bench.report import data
 from dflash_bench.report.changes import change_sections, points
+from dflash_bench.report.compare import _run_noise
 from dflash_bench.results.run_info import RunIdentity
 
 T_2 = 4.302653
@@ -92,6 +93,8 @@ def test_ratios_are_over_the_prompts_that_both_answered_equally_often(
         name: [pytest.approx(value, rel=1e-5), None, None] for name, value in by_hand.items()
     }
     assert (found["num_prompts"], found["before"], found["after"]) == (4, "then", "now")
+    bare = [cells([row for row in rows if row.method != "ar"]) for rows in (THEN, NOW)]
+    assert [one.num_prompts for one in compare_runs(*bare, ("then", "now"))] == [5]  # and g, but not f
 
 
 def test_the_p_of_a_ratio_is_students_times_the_number_of_tests(compared: dict[str, Comparison]) -> None:
@@ -116,13 +119,17 @@ def test_answers_right_before_and_after(compared: dict[str, Comparison]) -> None
     tables = {one.id: one.table for one in change_sections([*compared.values()])}
     rows = tables["answered_right"].rows  # type: ignore[union-attr]
     assert [*rows[0].values][1:6] == [3, 2, 0, "-66.7 (n = 3)", "0.500"]
+    # 1.96 * sqrt((1/12 + 1/12) / 12) is 0.231.
+    same = [replace(compared["dflash"], lost=0, gained=0, num_scored=number) for number in (100, 10)]
+    (sentence,) = (one.sentences for one in change_sections(same) if one.id == "unchanged")
+    assert "10 scored prompts" in sentence[0] and "[-23.1, +23.1]" in sentence[0]
 
 
 @pytest.mark.parametrize(
     ("lost", "gained", "num", "p", "value", "word"),
     [
         (12, 2, 100, 0.04, -0.10, "worse"), (2, 12, 100, 0.04, 0.10, "better"), (12, 2, 100, 0.06, -0.10, "unclear"),
-        (1, 1, 400, 1.0, 0.0, "same"), (4, 1, 60, 1.0, -0.05, "unclear"), (1, 4, 60, 1.0, 0.05, "unclear"),
+        (1, 1, 400, 1.0, 0.0, "same"), (6, 1, 150, 1.0, -1 / 30, "unclear"), (1, 6, 150, 1.0, 1 / 30, "unclear"),
     ],
 )  # fmt: skip
 def test_the_share_answered_right_moves_by_bonett_and_price(
@@ -165,18 +172,22 @@ def test_over_suites_each_counts_once() -> None:
 
 
 def test_repeated_runs_are_pooled_over_the_prompts_of_all() -> None:
-    """a and b, in 5 rounds and then 3; the second run lacks c, and has a failed answer and one of another token."""
+    """a and b, in 5 rounds and then 3; the second run lacks c, whose answer failed.
+
+    b was not compared in the first run, and is a near tie in the second.
+    """
     tie = scored(both("b", [4], 0.05, 0.03), True, 1.0)
-    tie = [tie[0], replace(tie[1], exactness="near_tie")]
+    tie, unseen = ([plain_one, replace(own, exactness=seen)] for (plain_one, own), seen in (
+        (tie, "near_tie"), (both("b", [1, 0, 1], 0.05, 0.06), None)))  # fmt: skip
     runs = [
-        [*scored(both("a", [4, 4], 0.10, 0.04), True, 0.5), *both("b", [1, 0, 1], 0.05, 0.06), *both("c", [0], 1, 1)],
+        [*scored(both("a", [4, 4], 0.10, 0.04), True, 0.5), *unseen, *both("c", [0], 1, 1)],
         [*both("a", [4, 4], 0.12, 0.05), *tie, failed("dflash", "c", "boom")],
     ]  # fmt: skip
     found = {cell.method: cell for cell in over_runs([cells(run) for run in runs])}
     cell = found["dflash"]
     assert (cell.num_prompts, cell.num_errors, cell.num_near_ties) == (2, 1, 1)
     # 11, 6 and 2 tokens; 11 and 6.
-    assert (cell.num_tokens, cell.exact, cell.passed) == (36, (3, 4), (2, 2))
+    assert (cell.num_tokens, cell.exact, cell.passed) == (36, (2, 3), (2, 2))
     values = {name: cell.value(name) for name in ("al.pooled", "tps.decode", "speedup.decode")}
     assert values == {
         "al.pooled": pytest.approx(30 / 8), "tps.decode": pytest.approx(30 / 0.18),
@@ -209,6 +220,7 @@ def test_noise_between_runs_widens_timings_and_nothing_else() -> None:
     assert found.changes["al.pooled"].ratio == Interval(1, 1, 1)
     seen = found.noises["tps.decode"]
     assert (seen.sd, seen.df, seen.source) == (pytest.approx(0.03), 2, "measured") and "al.pooled" not in found.noises
+    assert "to 3.0 % (standard deviation)" in next(_run_noise([found]))
     # 0.03 apart with an error of 0.03 * sqrt(2), which is Student's t of 1 / sqrt(2) with 2 degrees of freedom.
     after, before = (next(cell.sums for cell in run if cell.method == "dflash")[None] for run in (runs[1], runs[0]))
     apart = noise.difference(after, before, METRICS["tps.decode"].statistic, seen)

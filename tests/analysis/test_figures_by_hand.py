@@ -19,6 +19,7 @@ from dflash_bench.analysis.metrics import METRICS, Cell, summarise
 from dflash_bench.analysis.replay import ReplayCell, StoredAnswer
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.core.types import Answer, Generation, Settings
+from dflash_bench.report import data, sections
 from dflash_bench.results import parts
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import _weights_s
@@ -221,17 +222,26 @@ def test_each_load_is_held_to_plain_decoding_under_that_load() -> None:
 
 
 def test_goodput_counts_answers_within_the_objective_and_none_beyond() -> None:
-    """At 200 ms and 100 ms: one is at both limits, one 5 % later, one 5 % slower, one within; all in 4 s."""
+    """At 200 ms and 100 ms: one is at both limits, one 5 % later, one 5 % slower, one within, one of a token: in 4 s.
+
+    Another failed after a second, which is a request and takes time.
+    """
     (_, load) = LOADS
     rows = [
         loaded("dflash", load, 0.0, 4.0), loaded("dflash", load, 0.0, 4.0, prefill_s=0.21),
         loaded("dflash", load, 0.0, 4.0, decode_s=1.05), loaded("dflash", load, 1.0, 3.0, prefill_s=0.1, decode_s=0.5),
+        loaded("dflash", load, 1.0, 1.1, prefill_s=0.1, decode_s=0.0, decode_tokens=0, num_tokens=1),
+        loaded("dflash", load, 4.0, 5.0, error="boom", num_tokens=3),
     ]  # fmt: skip
     identity = known(settings=settings_to_json([load]), slo={"ttft_s": 0.2, "tpot_s": 0.1})
     (curve,) = concurrency_curves(pd.DataFrame(rows), [cell_of("dflash", load)], identity)
     goodput, level = curve.levels[0].goodput, curve.levels[0]
-    assert goodput is not None and (goodput.per_s, goodput.share) == (0.5, 0.5)
-    assert (level.ttft_s[50], level.tpot_s[50]) == (pytest.approx(0.2), pytest.approx(0.1))
+    assert goodput is not None and (goodput.per_s, goodput.share) == (3 / 5, 3 / 6)
+    written = data._load_json(curve)["levels"][0]
+    assert written["tps_decode"] == pytest.approx({"min": 1 / 0.105, "median": 10.0, "max": 20.0})
+    assert (written["tps_total"], written["num_answers"]) == (45 / 4, 5)
+    assert (written["ttft_s"]["p50"], written["tpot_s"]["p50"]) == (pytest.approx(0.2), pytest.approx(0.1))
+    assert sections._milliseconds(level.ttft_s) == "200.0"
 
 
 def test_a_point_under_load_has_the_median_answers_time_per_token_and_the_throughput_of_all() -> None:
