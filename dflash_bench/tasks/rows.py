@@ -21,6 +21,8 @@ LONGEST_LINE = 1 << 26
 ROWS_AT_A_TIME = 1000
 BYTES_AT_A_TIME = 1 << 24
 """Of a Parquet file as it is decoded: sessions of agents may have gigabytes in one row group."""
+BYTES_PER_VALUE = 8
+"""Of a number, or of a reference to a text."""
 BUFFER_BYTES = 1 << 20
 
 Row = Mapping[str, Any]
@@ -117,11 +119,13 @@ def _most_per_row(group: Any, longest: Mapping[str, int]) -> Iterator[int]:
     """Yield the bytes that a row may take in each column of a row group, by what the file declares.
 
     Values in a dictionary are stored once, and each row may hold the longest: `longest` has those of columns of texts.
+    Lists hold many values a row, which may be stored as one that is repeated.
     """
     for index in range(group.num_columns):
         column = group.column(index)
         most = longest.get(column.path_in_schema, column.total_uncompressed_size)
-        yield most if _has_dictionary(column) else column.total_uncompressed_size // max(group.num_rows, 1)
+        stored = most if _has_dictionary(column) else column.total_uncompressed_size // max(group.num_rows, 1)
+        yield max(stored, BYTES_PER_VALUE * column.num_values // max(group.num_rows, 1))
 
 
 def _has_dictionary(column: Any) -> bool:

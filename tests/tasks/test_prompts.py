@@ -198,15 +198,10 @@ def nested(text: str) -> Any:
     return [{"role": "user", "content": text}]
 
 
-@pytest.mark.parametrize("value_of", [str, nested])
-def test_values_that_a_file_holds_once_are_read_a_few_at_a_time(
-    value_of: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parquet stores a text that is in every row once, and each row that is decoded holds all of it."""
-    text, path, asked = "x" * 300_000, tmp_path / "same.parquet", []
-    column = "prompt" if value_of is str else "messages"
-    parquet.write_table(pa.table({column: [value_of(text)] * 300}), path)
-    assert path.stat().st_size < 100_000
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return how many rows of a Parquet file are decoded at a time."""
+    asked: list[int] = []
     iter_batches = parquet.ParquetFile.iter_batches
 
     def spied(file: Any, at_a_time: int, **options: Any) -> Any:
@@ -215,9 +210,35 @@ def test_values_that_a_file_holds_once_are_read_a_few_at_a_time(
         return iter_batches(file, at_a_time, **options)
 
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", spied)
+    return asked
+
+
+@pytest.mark.parametrize("value_of", [str, nested])
+def test_values_that_a_file_holds_once_are_read_a_few_at_a_time(
+    value_of: Callable[[str], Any], tmp_path: Path, asked: list[int]
+) -> None:
+    """Parquet stores a text that is in every row once, and each row that is decoded holds all of it."""
+    text, path = "x" * 300_000, tmp_path / "same.parquet"
+    column = "prompt" if value_of is str else "messages"
+    parquet.write_table(pa.table({column: [value_of(text)] * 300}), path)
+    assert path.stat().st_size < 100_000
     loaded = prompts.load(path, 2, padded=False)
     assert loaded.num_rows == 300 and [prompt.turns for prompt in loaded.prompts] == [(text,)] * 2
     assert asked[0] * len(text) <= rows.BYTES_AT_A_TIME
+
+
+@pytest.mark.parametrize("encoding", ["PLAIN", "DELTA_BINARY_PACKED"])
+def test_lists_of_one_number_are_read_a_few_at_a_time(
+    encoding: str, tmp_path: Path, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "BYTES_AT_A_TIME", 1 << 20)
+    path, numbers = tmp_path / "lists.parquet", [7] * 1000
+    table = pa.table({"prompt": ["a"] * 300, "numbers": [numbers] * 300})
+    dictionary = encoding == "PLAIN"
+    options = {} if dictionary else {"column_encoding": {"numbers.list.element": encoding}}
+    parquet.write_table(table, path, use_dictionary=dictionary, **options)
+    assert prompts.load(path, 1, padded=False).num_rows == 300
+    assert asked[0] * 8 * len(numbers) <= rows.BYTES_AT_A_TIME
 
 
 @pytest.mark.parametrize("limit", [1, 7, 50])
