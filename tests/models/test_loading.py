@@ -254,7 +254,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "another depth": (configured(num_hidden_layers=7), "cannot load a causal language model"),
     "a size that is no number": (configured(num_attention_heads="four"), "cannot load a causal language model"),
     "an unknown architecture": (configured(model_type="foo"), "cannot load a causal language model"),
-    "an encoder-decoder": (configured(model_type="t5"), "cannot load a causal language model"),
+    "an encoder-decoder": (configured(model_type="t5"), "transformers has no causal language model"),
     "a truncated config": (halve("config.json"), r"config\.json: not valid JSON \("),
     "a foreign config": (foreign("config.json"), r"cannot read .*config\.json: not UTF-8"),
     "a config that is a list": (
