@@ -215,6 +215,42 @@ def test_a_failed_answer_has_no_part_in_the_other_sides_seconds() -> None:
     assert found.length is not None and found.length.value == 5
 
 
+def cost(width: float) -> float:
+    """The seconds of a pass in the next test: 10 ms for one token, and 1 ms for each more."""
+    return 0.009 + 0.001 * width
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "load", "rounds", "draft_s", "read", "length"),
+    [
+        ("eagle3:4", Alternative(MEASURED), 1, 2, 0.02, 4.5, 4),
+        # A round drafts 5 wide and reads 4.5; plain decoding reads 4 in place of 1.
+        ("eagle3:4", Alternative(MEASURED), 4, 2, 0.02 * cost(20) / cost(5), 4.5, 4),
+        # 6 tokens in two rounds, in place of 8; four steps of the draft in place of six.
+        ("eagle3:4", *changes_of(n=[2]), 1, 8 / 3, 0.02 * 4 / 6, 3, 3),
+        # The round that was right to the end has two more.
+        ("eagle3:4", *changes_of(n=[6]), 1, 8 / 5, 0.02 * 8 / 6, 7, 5),
+        ("dflash", *changes_of(block=[8]), 1, 8 / 5.5, 0.02 * cost(8) / cost(5), 8, 5.5),
+    ],
+)
+def test_seconds_follow_the_rounds_and_the_width_curve(
+    method: str, change: Alternative, load: int, rounds: float, draft_s: float, read: float, length: float
+) -> None:
+    """Two rounds of 20 ms in the draft, 40 in the target and 40 beside, and 50 ms beside them, for 8 tokens."""
+    four, kept, cut = np.array([4, 4]), np.array([4, 2]), np.array([4, 3])
+    stored = StoredAnswer("p", 8, 0.25, four, kept, cut, 0.04, 0.08, 0.2)
+    size = {"weight_bytes": 1_000_000, "matrix_elements": 250_000, "attention": []}
+    seconds = {str(width): cost(width) for width in (1, 33)}
+    forwards = {"rows": 1, "context": 5, "seconds": seconds, "bandwidth": 1e9, "products": 1e15, "size": size}
+    cell = ReplayCell("s", method, GREEDY, (stored,), {"p": (0.4, 8.0)})
+    found = replay(cell, change, about(forwards=forwards), load)
+    taken = rounds * (draft_s + 0.04 * cost(load * read) / cost(4.5) + 0.04) + 0.05
+    assert found.length and found.speedup and found.tokens_per_s
+    assert (found.length.value, found.verified) == pytest.approx((length, read - 1))
+    assert found.tokens_per_s == pytest.approx(load * 8 / taken)
+    assert found.speedup.value == pytest.approx(0.4 * cost(load) / cost(1) / taken)
+
+
 @pytest.mark.parametrize(
     "name", ["suffix", "ngram", "lookahead", "ddtree", "eagle3-tree", "random", "dflash:block=auto"]
 )
