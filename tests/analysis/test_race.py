@@ -14,7 +14,7 @@ from runs import about, changed, failing, frame_of, in_time
 from dflash_bench.analysis import race as races
 from dflash_bench.analysis.concurrency import SpeedPoint, frontier
 from dflash_bench.analysis.race import Decision, Load, Race, decisions, slices
-from dflash_bench.core.types import Answer, Settings
+from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import RunTable
 
@@ -53,12 +53,6 @@ def raced(*tables: RunTable, methods: tuple[str, ...], load: Load | None = None)
     for table in tables:
         race.add([table], {})
     return race
-
-
-def half_as_fast(records: list[Answer]) -> list[Answer]:
-    """Each answer decoded in twice the time, on the clock, too."""
-    slow = [replace(row, generation=in_time(row.generation, 2 * row.generation.decode_s)) for row in records]
-    return [replace(row, end_s=(row.end_s or 0) + row.generation.decode_s / 2) for row in slow]
 
 
 def verdicts(decision: Decision) -> dict[str, str]:
@@ -179,21 +173,6 @@ def test_a_choice_is_kept_under_the_next_load_if_nothing_there_is_better() -> No
     assert [one.load.concurrency for one in made] == [1, 4, 16]
     assert [(one.choice, one.verdict) for one in made] == [("dflash", "faster"), ("dflash", "faster"), ("ar", "plain")]
     assert made[0].loses_from is not None and 4 < made[0].loses_from < 16
-
-
-def test_speeds_are_plain_decodings_times_the_ratio_in_the_same_runs() -> None:
-    race = raced(measured({"dflash": 2.0}, noise=1e-6), methods=("dflash",))
-    one, plain_one = (race.decision().of(name) for name in ("dflash", "ar"))
-    assert one.ms_per_token == pytest.approx(5, rel=1e-3) and plain_one.ms_per_token == pytest.approx(10)
-    # 21 tokens in the time of the prefill, 20 ms, and of the decoding.
-    assert one.tokens_per_s == pytest.approx(21 / 0.12, rel=1e-3)
-    assert plain_one.tokens_per_s == pytest.approx(21 / 0.22, rel=1e-3)
-    # A later round without it, on a machine that had become half as fast.
-    race = raced(measured({"dflash": 2.0, "eagle3": 2.0}, noise=1e-6), methods=("dflash", "eagle3"))
-    race.add([measured({"eagle3": 2.0}, 8, noise=1e-6, spoil=half_as_fast)], {})
-    one, plain_one = (race.decision().of(name) for name in ("dflash", "ar"))
-    assert plain_one.tokens_per_s == pytest.approx(2 * 21 / (0.22 + 0.42), rel=1e-3)
-    assert one.tokens_per_s == pytest.approx(plain_one.tokens_per_s * 0.22 / 0.12, rel=1e-3)
 
 
 def test_a_speedup_above_the_tokens_per_round_is_no_result() -> None:

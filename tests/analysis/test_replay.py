@@ -249,6 +249,8 @@ def test_seconds_follow_the_rounds_and_the_width_curve(
     assert (found.length.value, found.verified) == pytest.approx((length, read - 1))
     assert found.tokens_per_s == pytest.approx(load * 8 / taken)
     assert found.speedup.value == pytest.approx(0.4 * cost(load) / cost(1) / taken)
+    curve = WidthSeconds(about(forwards=forwards))
+    assert curve.line and curve(40) == pytest.approx(cost(33) + 7 * curve.line.c1)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +279,8 @@ def test_an_estimate_reaches_from_the_least_to_the_most_that_its_rounds_allow() 
     assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 2, 7)] == [least, most]
     assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 7, 7)] == [5, 5], "the stored rounds themselves"
     assert [1 + kept / rounds for rounds, kept, _ in _bounds(stored, 9, 7)] == [5, 6], "two more, after the round of 8"
+    (kept, rounds) = (_bounds(replace(stored, accepted=np.array([6, 1])), 2, 7)[0][at] for at in (1, 0))
+    assert 1 + kept / rounds == 9 / 4, "a round of 7 tokens is three"
     # Of prompts that are all alike, nothing else makes the interval wide.
     alike = tuple(replace(stored, prompt_id=str(number)) for number in range(8))
     length = replay(ReplayCell("s", "eagle3:7", GREEDY, alike, {}), *changes_of(n=[2]), about()).length

@@ -122,12 +122,6 @@ def test_the_best_is_told_apart_only_where_the_same_prompts_tell(tmp_path: Path)
     assert curve.over[0].ratio.low > 1.2 and curve.over[0].p < 1e-6  # type: ignore[operator]
 
 
-def test_without_noise_the_smallest_difference_tells_them_apart(tmp_path: Path) -> None:
-    _, curve = only(document(tmp_path, swept(SPEEDS, noise=0)).sweeps)
-    assert (curve.best, curve.rivals) == (2, [])
-    assert curve.over[1].ratio.value == pytest.approx(2.01 / 2)
-
-
 def test_the_best_of_many_that_are_alike_is_not_told_apart_from_any(tmp_path: Path) -> None:
     """Of 45 pairs at 5 %, two would look different; that the best was chosen by the same answers is paid for."""
     rows = swept({f"dflash:block={size}": 1.5 for size in range(2, 12)}, num_prompts=20, noise=0.1)
@@ -153,16 +147,6 @@ def test_both_interval_and_p_must_tell_them_apart() -> None:
     assert SweepCurve("dflash", ("gsm8k",), (), 4, dict(enumerate(changes))).rivals == [0, 1, 3]
 
 
-def test_over_several_suites_their_mean_decides_and_each_suite_counts_once(tmp_path: Path) -> None:
-    slow = swept({"dflash:block=4": 1.0, "dflash:block=8": 4.0}, num_prompts=4, noise=0.01)
-    fast = swept({"dflash:block=4": 2.0, "dflash:block=8": 1.0}, num_prompts=40, noise=0.01, suite="math500")
-    sweep, curve = only(document(tmp_path, [*slow, *fast]).sweeps)
-    assert [len(each.suites) for each in sweep.curves] == [1, 1, 2]
-    assert [each.points[each.best].value for each in sweep.curves if each.best is not None] == [8, 4, 8]
-    assert curve.points[1].speedup.value == pytest.approx(2, rel=0.02)  # type: ignore[union-attr]
-    assert curve.over[0].ratio.value == pytest.approx(2**0.5, rel=0.02)
-
-
 def test_without_plain_answers_there_is_no_best(tmp_path: Path) -> None:
     rows = [row for row in swept(SPEEDS, num_prompts=3) if row.method != "ar"]
     rows = [replace(row, exactness=None) for row in rows]
@@ -171,17 +155,6 @@ def test_without_plain_answers_there_is_no_best(tmp_path: Path) -> None:
     assert (curve.best, curve.rivals) == (None, [])
     assert curve.points[0].length is not None
     assert "no block can be called the best" in FORMATS["table"](made)
-
-
-def test_p_over_suites_is_that_of_one_suite_where_there_is_one_and_grows_with_a_suite_that_disagrees() -> None:
-    rng, sides = np.random.default_rng(0), ([0], [1])
-    columns = np.column_stack([rng.lognormal(0.3, 0.1, 30), rng.lognormal(0, 0.1, 30)])
-    alone = stats.p_of_ratio(columns, sides)
-    assert alone is not None and alone < 0.01
-    assert stats.p_of_geometric_mean([(columns, sides)]) == alone
-    against = stats.p_of_geometric_mean([(columns, sides), (columns[:, ::-1], sides)])
-    assert against == pytest.approx(1)
-    assert stats.p_of_geometric_mean([(columns, sides), (columns[:1], sides)]) is None
 
 
 # What is shown
