@@ -102,8 +102,9 @@ def junit(outcome: GateOutcome, name: str) -> str:
             at = {"classname": _xml(place), "name": check.figure}
             case = ElementTree.SubElement(inner, "testcase", at | {"time": "0"})
             if check.failed:
-                attributes = {"type": check.kind, "message": _xml(check.reason)}
-                ElementTree.SubElement(case, "failure", attributes).text = _xml(_sentence(check))
+                why = outcome.ungated if check.kind == "ungated" else ""
+                attributes = {"type": check.kind, "message": _xml(why or check.reason)}
+                ElementTree.SubElement(case, "failure", attributes).text = _xml(why or _sentence(check))
     ElementTree.indent(root)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
 

@@ -222,6 +222,9 @@ def test_speed_is_held_only_to_a_baseline_of_the_same_machine_and_programs(
     assert (code, "not speed" in shown.splitlines()[0]) == (0, True)
     code, shown, _ = main("check", "there", "--baseline", "base.json", "--require-speed", "--json")
     assert (code, [each["code"] for each in json.loads(shown)["checks"] if each["failed"]]) == (1, ["speed_not_gated"])
+    lines = main("check", "there", "--baseline", "base.json", "--require-speed")[1].splitlines()
+    (row,) = [line for line in lines if line.startswith("FAIL ")]
+    assert len(row) <= 100 and any(line.startswith("note: ") and "baseline" in line for line in lines)
     assert main("check", "here", "--require-speed")[0] == 2
 
 

@@ -84,7 +84,8 @@ if [ "$1" = check ]; then {check}; fi
 
 
 def test_what_falls_short_fails_the_job_and_is_commented_on(tmp_path: Path) -> None:
-    runner = Runner(tmp_path, comment="true", baseline="ci/base.json", install="dflash-bench==1.0.0")
+    inputs = {"comment": "true", "baseline": "ci/base.json", "install": "dflash-bench==1.0.0", "require-speed": "true"}
+    runner = Runner(tmp_path, **inputs)
     fake(runner, tmp_path, 'echo "### failed" > summary.md; exit 1')
     assert runner.play() == 1
     assert runner.summary.read_text() == "### failed\n"
@@ -93,7 +94,8 @@ def test_what_falls_short_fails_the_job_and_is_commented_on(tmp_path: Path) -> N
         "python -m pip install --quiet dflash-bench==1.0.0",
         f"dflash-bench run --suite gsm8k --method dflash --limit 16 --out {folder}/run1",
         f"dflash-bench report {folder}/run1 --out {folder}/page.html",
-        f"dflash-bench check run1/ --baseline {runner.workspace}/ci/base.json --summary summary.md --junit check.xml",
+        f"dflash-bench check run1/ --baseline {runner.workspace}/ci/base.json --require-speed --summary summary.md "
+        "--junit check.xml",
         f"gh pr comment 7 --body-file {folder}/summary.md",
     ]
 
@@ -110,5 +112,5 @@ def test_inputs_reach_commands_by_the_environment_alone() -> None:
     commands = [step["run"] for step in STEPS if "run" in step]
     assert len(commands) == 4 and not any("${{" in command for command in commands)
     used = {name for step in STEPS for text in [*step.get("env", {}).values(), step.get("if", "")]
-            for name in re.findall(r"inputs\.(\w+)", text)}  # fmt: skip
+            for name in re.findall(r"inputs\.([\w-]+)", text)}  # fmt: skip
     assert used == set(ACTION["inputs"]), "no input does nothing"
