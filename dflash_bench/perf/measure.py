@@ -88,6 +88,23 @@ def least_s(call: Callable[[], object], device: torch.device, budget_s: float = 
     return min(times)
 
 
+WIDE = (5, 9, 16)
+"""Widths whose shortest passes a run keeps, those that begin a tile: a pass over as many tokens takes no less."""
+WIDE_CALLS, WIDE_BUDGET_S = 16, 2.0
+
+
+def shortest_wide_s(target: Target, context: int, pass_s: float) -> dict[str, float]:
+    """Return the seconds of the shortest of many passes of each width in `WIDE`; none where passes of `pass_s` are too
+    long for that: of a few passes on a busy machine all may have been interrupted."""
+    if pass_s * len(WIDE) * WIDE_CALLS > WIDE_BUDGET_S:
+        return {}
+    prepare(target, 1, context + max(WIDE))
+    calls, clock = [forward_timer(target, 1, width, context) for width in WIDE], clock_for(target.device)
+    turns = [_turn(calls, clock) for _ in range(WIDE_CALLS)]
+    target.release()
+    return {str(width): min(seconds) for width, seconds in zip(WIDE, zip(*turns, strict=True), strict=True)}
+
+
 @torch.inference_mode()
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """Measure a device's rates in this type; other types may have other rates."""
@@ -325,6 +342,7 @@ def forward_curve(target: Target) -> dict[str, Any]:
         "context": context,
         "seconds": {str(forward.width): forward.seconds for forward in forwards},
         "least_s": min(shortest_s, forwards[0].seconds),
+        "wide_s": shortest_wide_s(target, context, forwards[-1].seconds) if target.device.type == "cpu" else {},
         "bandwidth": rates.bandwidth,
         "products": rates.products,
         "read_bandwidth": reads,

@@ -17,7 +17,7 @@ from dflash_bench.results import plan as plans
 from dflash_bench.results.identity import COLUMNS as SETTINGS
 from dflash_bench.results.identity import settings_numbers, short_names
 from dflash_bench.results.plan import BASELINE, Plan
-from dflash_bench.results.row_arrays import Facts, lengths_of
+from dflash_bench.results.row_arrays import Facts, RowArrays, lengths_of
 from dflash_bench.results.run_info import RunIdentity, RunInfo
 
 # The columns and sums of each part that are needed to check a whole run.
@@ -30,8 +30,8 @@ NUMBERS = ("turn", "repeat", "worker")
 FLAGS = {"failed": "error", "passed": "passed", "valued": "score", "audited": "audit", "hidden": "num_hidden_tokens",
          "clocked": "clock_s"}  # fmt: skip
 """Whether a column is null, by what that says."""
-TIMES = ("start_s", "end_s", "prefill_s", "decode_s")
-COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *laws.COLUMNS, "worker", "passed", "score"]))
+TIMES = ("start_s", "end_s", "prefill_s", "decode_s", "pass_s")
+COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *laws.COLUMNS, "worker", "passed", "score", "pass_s"]))
 """The columns that `summarize_part` needs."""
 
 
@@ -48,8 +48,9 @@ class PartSummary:
         return mask(np.concatenate([np.zeros(0, dtype=np.int64), *self.faults.values()]), len(self.rows))
 
 
-def summarize_part(batches: Sequence[Any], run_settings: Sequence[Settings], facts: Facts) -> PartSummary:
+def summarize_part(batches: Sequence[Any], run_settings: Sequence[Settings], info: RunInfo) -> PartSummary:
     """Summarize all batches of a part; they have the columns `COLUMNS`."""
+    facts = Facts.of(info.identity)
     import pyarrow as pa
     from pyarrow import compute
 
@@ -61,7 +62,7 @@ def summarize_part(batches: Sequence[Any], run_settings: Sequence[Settings], fac
         columns |= {flag: compute.is_valid(batch.column(name)) for flag, name in FLAGS.items()}
         columns |= {name: batch.column(name) for name in TIMES}
         columns |= {"settings": settings_numbers(batch, run_settings), "digest": _digests(batch)}
-        columns |= {"mean_pass_s": _mean_pass_s(batch)}
+        columns |= _of_passes(RowArrays(batch, facts), least_by_width(info))
         tables.append(pa.table(columns))
         for why, rows in laws.faults(batch, facts).items():
             faults[why] = np.concatenate([faults.get(why, rows[:0]), rows + before])
@@ -76,13 +77,21 @@ def _digests(batch: Any) -> Any:
     return np.array([hash(tokens[start:end]) for start, end in pairwise([0, *ends.tolist()])], dtype=np.int64)
 
 
-def _mean_pass_s(batch: Any) -> Any:
-    """Return the mean seconds of each answer's passes of the target after prefill, [rows]; NaN without rounds."""
-    lengths = lengths_of(batch.column("verify_s"), 0)
-    seconds = batch.column("verify_s").flatten().to_numpy().astype(np.float64)
-    owners = np.repeat(np.arange(len(batch)), lengths)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.bincount(owners, weights=seconds, minlength=len(batch)) / np.where(lengths > 0, lengths, np.nan)
+def _of_passes(rows: RowArrays, least: Mapping[int, float]) -> dict[str, Any]:
+    """Return the mean seconds of each answer's passes of the target after prefill, and the least that passes over as
+    many tokens took when the run began, [rows]; NaN without rounds."""
+    widths, least_s = np.array([*least]), np.array([*least.values()])
+    at = np.searchsorted(widths, np.maximum(rows.verified, 0) + 1, side="right") - 1
+    named = {"mean_pass_s": ("verify_s", rows.flat("verify_s")), "least_pass_s": ("drafted", least_s[at])}
+    return {name: _means(seconds, rows.lengths(of)) for name, (of, seconds) in named.items()}
+
+
+def _means(values: Any, lengths: Any) -> Any:
+    """Return the means of lists of these lengths, whose values follow one another; NaN for empty ones."""
+    lengths = np.maximum(lengths, 0)
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    sums = np.bincount(owners, weights=values.astype(np.float64), minlength=len(lengths))
+    return sums / np.where(lengths > 0, lengths, np.nan)
 
 
 def joined_rows(summaries: Sequence[PartSummary]) -> Any:
@@ -204,9 +213,24 @@ def off_sums(info: RunInfo, rows: Any) -> Iterator[tuple[str, Any]]:
     yield "its method's times do not add up to what the run measured", np.flatnonzero(wrong)
 
 
-FASTEST = 0.25
-"""The least share of a measured pass that a pass which verifies a draft may take: both hang on how busy the machine
-is, and are short times of their kind."""
+FASTEST, FASTEST_OF_ONE = 0.5, 0.25
+"""The least share of a measured pass that an answer's mean pass may take: of the shortest of many over as many tokens,
+and of one over a single token, where no others were measured. Sound answers of nano on a busy machine took 1.1 and more
+of the former."""
+
+
+def least_by_width(info: RunInfo) -> dict[int, float]:
+    """Return the seconds of the run's own shortest passes by width, from 1 on; of a run on several machines for 1 alone.
+
+    A pass takes no longer than one over more tokens, and no longer for each token than one over fewer: of passes that
+    were all interrupted, others tell the time. A width that was not measured is held to the next below.
+    """
+    forwards = info.forwards
+    if forwards is None or not forwards.least_s:
+        return {1: 0.0}
+    is_one = not info.resumed and info.identity.workers is None
+    known = {1: forwards.least_s} | ({int(width): s for width, s in forwards.wide_s.items()} if is_one else {})
+    return {width: min(s * max(1, width / other) for other, s in known.items()) for width in sorted(known)}
 
 
 def unseen_times(info: RunInfo, settings: Sequence[Settings], rows: Any) -> Iterator[tuple[str, Any]]:
@@ -216,11 +240,15 @@ def unseen_times(info: RunInfo, settings: Sequence[Settings], rows: Any) -> Iter
             yield "the run does not say how long it took", np.flatnonzero(~rows["failed"])
         alone = ~rows["failed"] & ~rows["clocked"] & ~_by_number(rows, [one.is_shared for one in settings])
         yield "the runner's own clock says nothing of it", np.flatnonzero(alone)
-    shortest = [seconds for seconds in (info.forwards and info.forwards.least_s, info.pass_at_end_s) if seconds]
-    if info.forwards is not None and shortest:
+    if info.forwards is not None and info.forwards.least_s:
+        # The machine was as fast as in the quickest of its passes over one token, when it began, ended, or between.
+        measured = (info.forwards.least_s, info.pass_at_end_s, rows["pass_s"].min())
+        quickest_s = min(seconds for seconds in measured if seconds > 0)
+        share = FASTEST if len(least_by_width(info)) > 1 else FASTEST_OF_ONE
+        least_s = share * rows["least_pass_s"] * quickest_s / info.forwards.least_s
         lossy = _by_category(rows, "method", list(map(is_lossy, rows["method"].cat.categories)), False)
-        fast = ~rows["failed"] & ~lossy & (rows["mean_pass_s"] < FASTEST * min(shortest))
-        yield "its passes were faster than the run's own pass over one token", np.flatnonzero(fast)
+        fast = ~rows["failed"] & ~lossy & (rows["mean_pass_s"] < least_s)
+        yield "its passes were faster than the run's own over as many tokens", np.flatnonzero(fast)
 
 
 def span_faults(info: RunInfo, settings: Sequence[Settings], rows: Any, counted: Any) -> Iterator[tuple[str, Any]]:

@@ -256,6 +256,8 @@ class ForwardTimes(StoredModel):
     read_bandwidth: Positive | None = None
     """Bytes per second that the device's memory gives to a sum; None in runs that did not measure it."""
     least_s: Positive | None = None
+    wide_s: dict[Width, Positive] = {}
+    """The shortest of many passes by width; empty on GPUs, and where a pass takes long."""
 
 
 class CanaryEntry(StoredModel):

@@ -204,7 +204,7 @@ class RunStore(AbstractContextManager["RunStore"]):
         # is taken from a part that this run did not write, however possible its rows are.
         sound = [part for part in tables if parts.why_other(part) is None]
         batches_of = {part: tables[part].combine_chunks().to_batches() for part in sound}
-        summaries = [summarize_part(batches, plan.settings, self._facts) for batches in batches_of.values()]
+        summaries = [summarize_part(batches, plan.settings, info) for batches in batches_of.values()]
         dropped = check_integrity(info, str(self.folder / run_info.FILE), summaries).dropped_rows if summaries else ()
         kept = {part: parts.without(tables[part], mask) for part, mask in zip(sound, dropped, strict=True)}
         mended = pa.concat_tables(kept.values()) if kept else parts.schema().empty_table()

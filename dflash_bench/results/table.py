@@ -224,7 +224,7 @@ def _read_part(part: Path, info: RunInfo, run_settings: Sequence[Settings], by: 
         batches = list(parts.batches(part, columns, carried(info)))
     except parts.DamagedError as error:
         return error
-    summary = summarize_part(batches, run_settings, Facts.of(info.identity))
+    summary = summarize_part(batches, run_settings, info)
     ends = np.cumsum([len(batch) for batch in batches])
     faulty = np.split(summary.faulty, ends[:-1])
     valid = [parts.without(batch, mask) for batch, mask in zip(batches, faulty, strict=True)]
