@@ -144,11 +144,17 @@ def _milliseconds(percentiles: Mapping[int, float | None]) -> str:
 def crossings(loads: Sequence[ConcurrencyCurve]) -> list[str]:
     """Return up to which concurrency each method pays, on each suite."""
     return [
-        f"{load.method} on {labels.with_settings(load.suite, load.setting)} "
-        f"{_pays(load.crossing, (load.levels[0].concurrency, load.levels[-1].concurrency), load.levels[-1].speedup)}."
+        f"{load.method} on {labels.with_settings(load.suite, load.setting)} {_pays_at(load.levels, load.crossing)}."
         for load in loads
         if load.method != BASELINE and load.levels[-1].rate is None
     ]
+
+
+def _pays_at(levels: Sequence[Level], crossing: Crossing | None) -> str:
+    unknown = [str(level.concurrency) for level in levels if level.speedup is None]
+    if unknown:
+        return f"has no speed-up at a concurrency of {' and '.join(unknown)}, so where it pays is not known"
+    return _pays(crossing, (levels[0].concurrency, levels[-1].concurrency), levels[-1].speedup)
 
 
 def paying_contexts(cells: Sequence[Cell]) -> list[Section]:

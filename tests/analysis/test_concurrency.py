@@ -149,7 +149,8 @@ def test_the_crossing_lies_on_a_straight_line_of_logarithms() -> None:
         ([1.05, 1.41, 1.6], "pays from a concurrency of about 1.3 on at least", None),
         ([0.5, 2.0, 0.5], "pays from a concurrency of about 2.0 to 8.0", 8.0),
         ([2.0, 0.5, 2.0], "pays up to a concurrency of about 2.0 and from about 8.0 on", None),
-        ([None, 2.0, 0.5], "has too few answers, or levels, to say up to which concurrency it pays", None),
+        ([None, 2.0, 0.5], "has no speed-up at a concurrency of 1, so", None),
+        ([2.0, 2.0, None], "has no speed-up at a concurrency of 16, so", None),
     ],
 )  # fmt: skip
 def test_where_it_pays_in_words_and_in_json(speedups: list[float | None], said: str, stops: float | None) -> None:
@@ -163,6 +164,16 @@ def test_where_it_pays_in_words_and_in_json(speedups: list[float | None], said: 
         written = data._load_json(replace(drafted, crossing=crossing))
         assert written["stops_paying_at"]["value"] == (stops and pytest.approx(stops, abs=0.05))
         assert len(written["pays"]) == len(crossing.pays)
+
+
+def test_a_load_whose_speedup_is_forbidden_says_nothing_of_where_it_pays() -> None:
+    cells = [cell(method, one.concurrency) for method in ("ar", "dflash") for one in SETTINGS]
+    cells[-1] = replace(cells[-1], figures={}, forbidden="mismatch")
+    _, drafted = concurrency_curves(pd.DataFrame(ROWS), cells, known(settings=settings_to_json(SETTINGS)))
+    level = drafted.levels[-1]
+    assert (level.speedup, level.over_plain, drafted.crossing) == (None, None, None)
+    assert drafted.levels[0].over_plain is not None
+    assert "no speed-up at a concurrency of 16" in words.crossings([drafted])[0]
 
 
 def test_table_and_json_hold_every_level() -> None:

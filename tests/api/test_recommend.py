@@ -131,6 +131,27 @@ def test_a_method_with_other_answers_is_out_and_the_command_fails(
     assert "\ndflash:7 is out, as it gave answers that are not the model's own\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_drifted_race_is_repeated_once_and_names_the_model(
+    lasts: bool, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three tokens a round, and nine times as fast: in the first run of eight prompts, or whenever it runs."""
+
+    def drifting(made: Generation) -> Generation:
+        is_first = not Path("out/c1-1-again").exists()
+        return faster(9.0 if lasts or is_first else 2.0)(made)
+
+    backend.faults = {"dflash:7": drifting, "eagle3:3": faster(1.2)}
+    assert main(monkeypatch, *WORDS) == 0
+    shown = capsys.readouterr()
+    (decision,) = answer()["decisions"]
+    verdicts = {one["method"]: one["verdict"] for one in decision["tried"]}
+    assert "dflash:7 was sped up by more than its tokens per round" in shown.err
+    assert shown.out.startswith("recommendation for nano\n")
+    assert {path.parent.name for path in Path("out").glob("*/run.json")} >= {"c1-1", "c1-1-again"}
+    assert (decision["choice"], verdicts["dflash:7"]) == (("eagle3:3", "drifted") if lasts else ("dflash:7", "leads"))
+
+
 def test_a_short_time_says_so_and_measures_a_prompt(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

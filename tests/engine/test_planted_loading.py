@@ -5,6 +5,7 @@ Each is planted into `dflash-bench run` of nano, and ends in exit status 1: the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -162,6 +163,22 @@ def test_damaged_weights_do_not_pass_the_comparison_with_transformers_code(way: 
 
     status, _, error = matrix.ended(Fault("damaged", plant), way, tmp_path / "run", SHORT)
     assert status == 2 and "--engine native computes this target differently" in error
+
+
+def test_a_run_that_fell_back_from_damaged_weights_says_so_and_fails_check(tmp_path: Path) -> None:
+    """Its answers are right, and its speed-ups those of slower code."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        damaged_joined(patch)
+        in_loading(lambda _models: None)(patch)
+
+    words = ("--suite", "gsm8k", "--method", "ngram", "--limit", 1, "--max-new-tokens", 16, "--out", tmp_path / "run")
+    with matrix.planted(Fault("damaged", plant), Way()):
+        status, said, noted = matrix.command("run", *words)
+    assert status == 0 and "transformers' code" in said and "transformers' code" in noted
+    status, said, _ = matrix.command("check", tmp_path / "run", "--json")
+    failed = [(one["kind"], one["code"]) for one in json.loads(said)["checks"] if one["failed"]]
+    assert (status, failed) == (1, [("fallback", "fallback")])
 
 
 # Where weights are shared
