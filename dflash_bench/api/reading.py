@@ -46,11 +46,12 @@ class Run:
 
     def __init__(self, folder: str | Path, allow: Sequence[str] = (), notes: Sequence[str] = ()) -> None:
         """Read the run. Raises UserError as `load` does."""
+        from dflash_bench.diagnose.reread import with_sound_scores
         from dflash_bench.report import read_document
 
         self.folder = Path(folder)
         self.notes = tuple(notes)
-        self.document: Document = read_document(self.folder, tuple(allow))
+        self.document: Document = read_document(self.folder, tuple(allow), with_sound_scores)
         """For the command line and for reports; not part of what is promised."""
 
     def __repr__(self) -> str:

@@ -550,7 +550,7 @@ def plot(
 
     Runs in a trend must have the same settings, except for differences that --allow accepts.
     """
-    from dflash_bench import report
+    from dflash_bench import api, report
     from dflash_bench.core.terminal import with_bar
     from dflash_bench.report import plots
 
@@ -561,7 +561,7 @@ def plot(
             raise UserError("--paper has no effect on a trend over several runs")
         _plot_trend(folders, out, kind, allow or [])
         return
-    material = plots.Material(report.require_answers(report.read_document(folders[0], allow or ())))
+    material = plots.Material(report.require_answers(api.load(folders[0], allow or ()).document))
     for name in with_bar(plots.names_for(material), "drawing plots"):
         try:
             say(plots.write_plot(material, name, out or folders[0] / "plots", kind, paper))
@@ -570,7 +570,7 @@ def plot(
 
 
 def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str]) -> None:
-    from dflash_bench import report
+    from dflash_bench import api, report
     from dflash_bench.analysis.compare import check_allowed, require_comparable
     from dflash_bench.core.terminal import with_bar
     from dflash_bench.report import plots
@@ -580,7 +580,7 @@ def _plot_trend(runs: list[Path], out: Path | None, kind: str, allow: list[str])
     check_allowed(allow)
     of_parts = [name for name in allow if name in report.ALLOWED]
     read = [
-        plots.Material(report.require_answers(report.read_document(folder, of_parts)))
+        plots.Material(report.require_answers(api.load(folder, of_parts).document))
         for folder in with_bar(runs, "reading runs")
     ]
     pairs = combinations([run.document.results for run in read], 2)

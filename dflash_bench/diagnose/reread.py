@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from dflash_bench.core.types import CODE_SCORERS, Message, Prompt
 from dflash_bench.models import hub, presets
 from dflash_bench.report import answers as report_answers
 from dflash_bench.results import laws, run_info
-from dflash_bench.results.identity import settings_of, short_names
+from dflash_bench.results.identity import SETTINGS_ID, settings_of, short_names
 from dflash_bench.results.integrity import Problem
 from dflash_bench.results.laws import Decode
 from dflash_bench.results.run_info import RunIdentity
@@ -42,14 +42,33 @@ class Reread(NamedTuple):
     """What could not be checked, and why."""
 
 
-def reread(results: RunTable, rescore: bool | None) -> Reread:
+def with_sound_scores(results: RunTable) -> RunTable:
+    """Return the run without the scores of cells in which the scorers contradict one; its problems name these."""
+    try:
+        flaws = reread(results, None, with_texts=False).flaws
+    except UserError:  # a scorer's package is not installed
+        return results
+    if not flaws:
+        return results
+    numbers = short_names(settings_of(results.info.identity))
+    ids = {name: settings.id for settings, name in numbers.items()}
+    rows = results.rows.copy()
+    for flaw in flaws:
+        here = (rows["suite"] == flaw.suite) & (rows["method"] == flaw.method)
+        rows.loc[here & (rows[SETTINGS_ID] == ids[flaw.setting]), "passed"] = float("nan")
+    return replace(results, rows=rows, problems=(*results.problems, *flaws))
+
+
+def reread(results: RunTable, rescore: bool | None, with_texts: bool = True) -> Reread:
     """Check all answers of a run. With `rescore` None, score everything again but code that the model wrote.
 
     Raises UserError if code should be run on a machine without a sandbox.
     """
     reader = _Reader(results)
     scorers = reader.scorers(rescore)
-    decode = reader.decode()
+    if not (with_texts or scorers):
+        return Reread((), tuple(reader.notes))
+    decode = reader.decode() if with_texts else None
     for suite, prompt, method, setting, row, has_other_text in reader.rows(decode):
         if has_other_text:
             reader.add("text", suite, method, setting, laws.OTHER, row)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,12 +122,14 @@ class Document:
         return beside_mean(self.findings, line.settings.id, speedup.contains(1)) if speedup else []
 
 
-def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
-    """Read a finished run. Raises UserError for one that is unfinished or damaged, unless `allow` names that."""
+def read_document(
+    folder: Path, allow: Sequence[str] = (), reread: Callable[[table.RunTable], table.RunTable] = lambda run: run
+) -> Document:
+    """Read a finished run; `reread` may take scores away. Raises UserError for one that is unfinished or damaged, unless `allow` names that."""
     for name in allow:
         if name not in ALLOWED:
             raise unknown("thing to allow", name, list(ALLOWED))
-    return document_of(table.read_run(folder, allow=allow), allow)
+    return document_of(reread(table.read_run(folder, allow=allow)), allow)
 
 
 def require_answers(document: Document) -> Document:

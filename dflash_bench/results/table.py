@@ -99,6 +99,7 @@ COLUMNS = tuple(dict.fromkeys([*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", "
 QUICK = 0.25
 ALLOWED = ("damaged", *integrity.REMEDIES)
 """The problems that `--allow` lets a reader ignore."""
+NAMED = {"score": "scored wrongly, so these passed % are left out"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class RunTable:
         return [
             *([f"{self.name} is not finished"] if unfinished else []),
             *(f"left out because it is damaged: {reason}" for reason in self.damaged),
-            *(f"{self.name} is {kind}: {text}" for kind, text in _in_words(self.problems)),
+            *(f"{self.name} is {NAMED.get(kind, kind)}: {text}" for kind, text in _in_words(self.problems)),
         ]
 
 

@@ -18,6 +18,7 @@ import fake
 import pytest
 from runs import known, listed
 
+import dflash_bench as db
 from dflash_bench.core.types import CEILINGS, Generation
 from dflash_bench.engine.backend import LocalBackend, RequestTrace
 from dflash_bench.results import laws, parts, store
@@ -266,6 +267,11 @@ def test_edited_texts_and_scores_fail_the_check_by_name(what: str, run: Path, ma
         pytest.fail("no answer of this run is otherwise")
     assert (code, err, {check["kind"] for check in failed}) == (1, "", {kind})
     assert all(told in check["reason"] for check in failed)
+    table = db.load("run").metrics()
+    contradicted = {check["method"] for check in failed if kind == "score"}
+    assert not contradicted & {*table[table["metric"] == "passed"]["method"]}
+    code, out, _ = main("report", "run")
+    assert code == 0 and ("is scored wrongly" in out.splitlines()[0] or kind == "text")
     code, out, _ = main("check", "run", "--no-rescore", "--json")
     assert (kind in {check["kind"] for check in json.loads(out)["checks"]}) == (kind == "text")
 
