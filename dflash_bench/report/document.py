@@ -125,7 +125,10 @@ class Document:
 def read_document(
     folder: Path, allow: Sequence[str] = (), reread: Callable[[table.RunTable], table.RunTable] = lambda run: run
 ) -> Document:
-    """Read a finished run; `reread` may take scores away. Raises UserError for one that is unfinished or damaged, unless `allow` names that."""
+    """Read a finished run; `reread` may take scores away.
+
+    Raises UserError for one that is unfinished or damaged, unless `allow` names that.
+    """
     for name in allow:
         if name not in ALLOWED:
             raise unknown("thing to allow", name, list(ALLOWED))

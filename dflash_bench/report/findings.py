@@ -388,8 +388,8 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         "run it on a system that has a sandbox",
     ),
     "code_by_heart": (
-        "the answers are code, judged by what it returned in the run (check --rescore runs it again): an answer that has "
-        "memorised the tests also passes",
+        "the answers are code, judged by what it returned in the run (check --rescore runs it again): an answer that "
+        "has memorised the tests also passes",
         "also score questions that are newer than the model",
     ),
     "other_servers": (

@@ -21,7 +21,7 @@ from dflash_bench.results.integrity import IntegrityReport, PartSummary, Problem
 from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, RoundTable, StoredRows, sliced
-from dflash_bench.results.row_arrays import HEADROOM, Facts, lengths_of, numbers_of
+from dflash_bench.results.row_arrays import HEADROOM, lengths_of, numbers_of
 from dflash_bench.results.run_info import (
     FILE,
     RunIdentity,

@@ -31,7 +31,7 @@ def rewritten(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda info: info.pop("span_s"), 1),
         (lambda info: info.update(measured={"gsm8k": 6}), 2),
         (lambda info: info.update(forwards=FORWARDS | {"least_s": 0.05}), 1),
-        (lambda info: info["forwards"].update(least_s=0.01, wide_s={"5": 0.03}), 1),
+        (lambda info: info["forwards"].update(least_s=0.01, wide_s={"5": 0.045}), 1),
     ],
 )
 def test_a_finished_run_holds_its_witnesses(
@@ -48,8 +48,8 @@ def test_a_finished_run_holds_its_witnesses(
 @pytest.mark.parametrize(
     ("measured", "quickest_s"),
     [
-        ({"5": 0.019}, 0.0),
-        ({"5": 0.03, "16": 0.019}, 0.0),  # interrupted: wider passes took less
+        ({"5": 0.035}, 0.0),
+        ({"5": 0.045, "16": 0.035}, 0.0),  # interrupted: wider passes took less
         ({"5": 0.07, "9": 0.09}, 0.002),  # the machine was five times as fast when the run ended
         ({"9": 0.09, "16": 0.09}, 0.0),  # wider than these answers' passes
     ],
@@ -61,7 +61,7 @@ def test_passes_are_held_to_the_quickest_that_measured_ones_allow(
     forwards = FORWARDS | {"least_s": 0.01, "wide_s": measured}
     rewritten(run, lambda info: info.update(forwards=forwards, pass_at_end_s=quickest_s))
     assert main("report", "run")[0] == 0
-    rewritten(run, lambda info: info["forwards"].update(wide_s={"5": 0.03, "16": 0.03}, least_s=0.03))
+    rewritten(run, lambda info: info["forwards"].update(wide_s={"5": 0.045, "16": 0.045}, least_s=0.045))
     rewritten(run, lambda info: info.update(pass_at_end_s=0.0))
     assert main("report", "run")[0] == 2
 
