@@ -11,7 +11,9 @@ import logging
 import os
 import re
 import secrets
+import signal
 import socket
+import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -319,7 +321,7 @@ def _started(address: str | None, num_cpus: int) -> Any:
     import ray
 
     usual = {"log_to_driver": False, "logging_level": logging.ERROR}
-    with status() as tell:
+    with status() as tell, _sigterm_kept():
         if address is None:
             tell("starting Ray on this machine")
             ray.init(
@@ -333,6 +335,24 @@ def _started(address: str | None, num_cpus: int) -> Any:
             remedy = "if that cluster asks for a token, set RAY_AUTH_MODE=token"
             raise UserError(f"--ray-address {address}: {first_line(error)[:200]}; {remedy}") from error
     return ray
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Put the handler of SIGTERM back that `ray.init` replaces: Ray's own would end this process with status 1."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    ended = False
+    try:
+        yield
+    except SystemExit:  # Ray's handler, once it has ended its processes
+        ended = True
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    if ended:
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _alike(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from processes import descendants, is_alive
 
 from dflash_bench.analysis.metrics import Cell, summarise
 from dflash_bench.core.environment import describe, one_line
@@ -177,30 +178,6 @@ class Watched:
         there = [f"connected to {address}" for address in self.connected if address not in LOOPBACK]
         nothing = [] if self.listening else ["nothing was seen listening, which cannot be"]
         return here + there + nothing
-
-
-def descendants(pid: int) -> list[int]:
-    parents: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        children = parents.get(waiting.pop(), [])
-        found += children
-        waiting += children
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def command_of(pid: int) -> str:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import processes
 import pytest
 import tiny
 from test_pooling import WORDS, rows_of
 
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
-from dflash_bench.results import store
+from dflash_bench.results import parts, store
 from dflash_bench.runner import ray_workers
 from dflash_bench.runner.work import Witnessed
 
@@ -142,11 +146,20 @@ def test_two_nodes_of_one_host_are_one_machine() -> None:
     assert pool._abouts[0]["machine"] == pool._abouts[1]["machine"]
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "dflash_bench.cli", *words], capture_output=True, text=True, env=variables, timeout=300
-    )
+def started(*words: str) -> subprocess.Popen[str]:
+    """The command, with Ray where this process finds it."""
+    places = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-m", "dflash_bench.cli", *words],
+        env=os.environ | {"PYTHONPATH": places, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def command(*words: str) -> tuple[int, str]:
+    """Exit status and stderr."""
+    with started(*words) as process:
+        err = process.communicate(timeout=300)[1]
+    return process.returncode, err
 
 
 @NEEDS_RAY
@@ -155,9 +168,9 @@ def test_two_workers_give_the_rows_of_one_process(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     tiny.build(tmp_path / "model")
     words = ["run", *WORDS, "--model", "model"]
-    assert command(*words, "--out", "alone").returncode == 0
-    process = command(*words, "--workers", "2", "--out", "both")
-    assert process.returncode == 0, process.stderr
+    assert command(*words, "--out", "alone")[0] == 0
+    status, err = command(*words, "--workers", "2", "--out", "both")
+    assert status == 0, err
     assert rows_of(tmp_path / "both") == rows_of(tmp_path / "alone")
     info, records = store.load(tmp_path / "both")
     info = info.to_json()
@@ -168,13 +181,32 @@ def test_two_workers_give_the_rows_of_one_process(tmp_path: Path, monkeypatch: p
 
 
 @NEEDS_RAY
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_run_with_workers_that_a_signal_ends_says_how_to_go_on(
+    number: signal.Signals, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.build(tmp_path / "model")
+    words = "run --suite gsm8k --method dflash --max-new-tokens 12 --model model --workers 1 --out run".split()
+    with started(*words) as process:
+        while process.poll() is None and not list((tmp_path / "run").glob(parts.PARTS)):
+            time.sleep(0.05)
+        family = processes.descendants(process.pid)
+        process.send_signal(number)
+        err = process.communicate(timeout=300)[1]
+    assert process.returncode == status
+    assert re.fullmatch(r"stopped; .* To continue: dflash-bench run .* --resume", err.splitlines()[-1])
+    assert family and not [pid for pid in family if processes.is_alive(pid)]
+
+
+@NEEDS_RAY
 def test_what_a_worker_refuses_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny.build(tmp_path / "model")
     # What is found out before weights are loaded, the driver says itself.
-    process = command("run", *WORDS, "--model", "model", "--workers", "1", "--graph", "on", "--out", "run")
-    assert process.returncode == 2
-    assert process.stderr.splitlines()[-1].startswith("dflash-bench: --graph on needs a CUDA device")
+    status, err = command("run", *WORDS, "--model", "model", "--workers", "1", "--graph", "on", "--out", "run")
+    assert status == 2
+    assert err.splitlines()[-1].startswith("dflash-bench: --graph on needs a CUDA device")
     assert not (tmp_path / "run").exists()
 
 

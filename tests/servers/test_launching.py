@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from nano_words import nano_text
+from processes import is_alive
 
 from dflash_bench.core import methods
 from dflash_bench.core.dialects import LaunchSpec
@@ -61,13 +62,6 @@ def spec(text: str = "ar", **changes: Any) -> LaunchSpec:
 
 def launched(path: Path, folder: Path, name: str = "vllm") -> LaunchedServers:
     return LaunchedServers(program_named(name), str(path), Arguments(()), folder)
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def gone(processes: Sequence[int]) -> bool:
