@@ -17,7 +17,7 @@ from typing import Any
 from dflash_bench.core import plugins
 from dflash_bench.core.methods import Method
 from dflash_bench.core.plugins import Registry
-from dflash_bench.core.types import Message, Settings
+from dflash_bench.core.types import Message, Settings, template_input
 
 # Counts: what a server says about the rounds of an answer, and what can be true of it.
 
@@ -214,8 +214,8 @@ class ServerRequest:
     """Differs between requests, so that servers reuse nothing of another request; None if they may."""
 
     @property
-    def chat(self) -> list[dict[str, str]]:
-        return [{"role": message.role, "content": message.content} for message in self.messages]
+    def chat(self) -> list[dict[str, Any]]:
+        return template_input(self.messages)[0]
 
 
 @dataclass(frozen=True, slots=True)

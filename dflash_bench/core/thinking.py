@@ -17,22 +17,26 @@ MARKS = (
     ("<seed:think>", "</seed:think>"),
     ("◁think▷", "◁/think▷"),  # Kimi-VL
 )
-_OPENED = re.compile(rf"\s*(?:{'|'.join(re.escape(opened) for opened, _ in MARKS)})")
-_CLOSED = re.compile("|".join(re.escape(closed) for _, closed in MARKS))
+_CLOSES = dict(MARKS)
+_OPENED = re.compile(rf"\s*({'|'.join(map(re.escape, _CLOSES))})")
+_CLOSED = re.compile("|".join(map(re.escape, _CLOSES.values())))
+_MARK = re.compile(rf"{_OPENED.pattern}|{_CLOSED.pattern}")
 
 
-def answer_start(text: str, is_open: bool = False) -> int:
+def answer_start(text: str, opening: str | None = None) -> int:
     """Return the index at which the answer begins in a text: 0 without thinking, its end if thinking is never closed.
 
-    `is_open`: the prompt ended with the opening mark. A closing mark without any opening closes thinking, too, since
-    the prompt may not be known.
+    `opening` is the mark that the prompt ends with, "" without one. None: the prompt is unknown, and a closing mark
+    without any opening closes thinking, too.
     """
     begin = 0
-    while (opened := _OPENED.match(text, begin)) or begin == 0:
-        closed = _CLOSED.search(text, opened.end() if opened else begin)
+    while (opened := _OPENED.match(text, begin)) or opening != "":
+        mark = opened[1] if opened else opening
+        closing = re.compile(re.escape(_CLOSES[mark])) if mark else _CLOSED
+        closed = closing.search(text, opened.end() if opened else begin)
         if closed is None:
-            return len(text) if opened or is_open else begin
-        begin, is_open = closed.end(), False
+            return len(text) if mark else begin
+        begin, opening = closed.end(), ""
     return begin
 
 
@@ -42,9 +46,14 @@ def answer_of(text: str, num_thinking: int | None = None) -> str:
     return text[begin:].lstrip("\r\n") if begin else text
 
 
-def is_opened_by(prompt: str) -> bool:
-    """Return whether a prompt, the text with its special tokens, ends with an opening mark."""
-    return any(prompt.rstrip().endswith(opened) for opened, _ in MARKS)
+def opening_of(prompt: str) -> str:
+    """Return the opening mark that a prompt, the text with its special tokens, ends with; "" without one."""
+    return next((opened for opened in _CLOSES if prompt.rstrip().endswith(opened)), "")
+
+
+def unmarked(thinking: str) -> str:
+    """Return thinking without its marks, as chat templates take it."""
+    return _MARK.sub("", thinking).strip()
 
 
 def marked(thinking: str, answer: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
-from dflash_bench.core.thinking import answer_of
+from dflash_bench.core.thinking import answer_of, unmarked
 
 SCHEMA_VERSION = 1
 
@@ -249,6 +249,12 @@ class Generation:
     def answer_text(self) -> str:
         """The text behind the thinking, which is what a scorer reads."""
         return answer_of(self.text, self.num_thinking_chars or 0)
+
+    def as_message(self) -> Message:
+        """Return it as an earlier turn of a chat, whose template decides what later turns see of the thinking."""
+        thinking = unmarked(self.text[: self.num_thinking_chars or 0])
+        more = json.dumps({"reasoning_content": thinking}) if thinking else ""
+        return Message("assistant", self.answer_text, more)
 
     @property
     def num_decoded(self) -> int:

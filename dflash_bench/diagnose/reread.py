@@ -31,7 +31,7 @@ from dflash_bench.tasks.scorers.evaluated import is_evaluated
 
 COLUMNS = (
     "suite", "prompt_id", "method", "turn", "repeat", "token_ids", "text", "error", "answer", "passed",
-    "num_thinking_chars",
+    "num_thinking_tokens", "num_thinking_chars",
 )  # fmt: skip
 
 

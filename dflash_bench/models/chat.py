@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError
 
 from dflash_bench.core.errors import UserError, first_line, is_panic
-from dflash_bench.core.thinking import answer_start, is_opened_by
+from dflash_bench.core.thinking import answer_start, opening_of
 from dflash_bench.core.types import Generation, Message, template_input
 from dflash_bench.models import gguf, hub, targets
 
@@ -144,15 +144,14 @@ def thinking_tokens(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]
         return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     text = decoded(answer)
-    begin = answer_start(text, opens_thinking(tokenizer, prompt))
+    begin = answer_start(text, _opening(tokenizer, prompt))
     # Longer prefixes contain whatever shorter ones do.
     num = bisect_left(range(len(answer)), begin, key=lambda num: len(decoded(answer[:num])))
     return len(answer) if begin == len(text) else num
 
 
-def opens_thinking(tokenizer: Any, prompt: Sequence[int]) -> bool:
-    """Return whether a prompt ends with the mark that opens thinking."""
-    return is_opened_by(str(tokenizer.decode(list(prompt[-LONGEST_MARK:]), skip_special_tokens=False)))
+def _opening(tokenizer: Any, prompt: Sequence[int]) -> str:
+    return opening_of(str(tokenizer.decode(list(prompt[-LONGEST_MARK:]), skip_special_tokens=False)))
 
 
 def with_thinking(tokenizer: Any, prompt: Sequence[int], generation: Generation) -> Generation:
@@ -161,9 +160,7 @@ def with_thinking(tokenizer: Any, prompt: Sequence[int], generation: Generation)
     Without token ids the text has to show it, or that it was cut before thinking ended.
     """
     if generation.hides_tokens:
-        is_cut = generation.finish_reason == "length" and not generation.num_thinking_chars
-        num = len(generation.text) if is_cut and opens_thinking(tokenizer, prompt) else generation.num_thinking_chars
-        return replace(generation, num_thinking_chars=num)
+        return replace(generation, num_thinking_chars=_shown_thinking(generation, _opening(tokenizer, prompt)))
     ids, text = generation.token_ids, generation.text
     num = thinking_tokens(tokenizer, prompt, ids)
     rest = str(tokenizer.decode(list(ids[num:]), skip_special_tokens=True)) if num else text
@@ -172,6 +169,14 @@ def with_thinking(tokenizer: Any, prompt: Sequence[int], generation: Generation)
         rest = text[len(str(tokenizer.decode(list(ids[:num]), skip_special_tokens=True))) :]
     count = num if num or has_thinking(tokenizer) else None
     return replace(generation, num_thinking_tokens=count, num_thinking_chars=len(text) - len(rest))
+
+
+def _shown_thinking(generation: Generation, opening: str) -> int:
+    """Return the characters of thinking of an answer without ids; a server may have sent them apart."""
+    text, num = generation.text, generation.num_thinking_chars or 0
+    if opening:
+        return len(text) if generation.finish_reason == "length" and not num else num
+    return num if answer_start(text, "") else 0
 
 
 def check(tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> None:

@@ -25,7 +25,7 @@ from dflash_bench.results.row_arrays import COUNTS, SECONDS, Facts, RowArrays, l
 
 TOKENS = ("num_hidden_tokens", "num_first_tokens", "num_cached_tokens")
 TOTALS = ("total_rounds", "total_drafted", "total_accepted")
-THINKING = "num_thinking_chars"
+THINKING = ("num_thinking_tokens", "num_thinking_chars")
 CLOCK = ("clock_s", "clock_prefill_s", "clock_decode_s", "clock_slack_s", "clock_rounds", "clock_passes")
 """The runner's own observations of an answer, independent of the backend's report."""
 VERDICTS = {
@@ -39,7 +39,7 @@ COLUMNS = (
     "concurrency", "rate", "counted_by", "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s",
     "draft_prefill_s", "error",
     "order", *CLOCK, *COUNTS, *SECONDS, *VERDICTS,
-    *(name for names in VERDICTS.values() for name in names), *TOKENS, *TOTALS, THINKING,
+    *(name for names in VERDICTS.values() for name in names), *TOKENS, *TOTALS, *THINKING, "text",
 )  # fmt: skip
 """The columns that the laws need."""
 SHARE, AT_LEAST_S = 1e-3, 1e-4
@@ -180,9 +180,18 @@ def _more_first_than_all(rows: RowArrays) -> Any:
     return rows.counts("num_first_tokens") > np.maximum(tokens, 1)
 
 
-@law(VALUES, "{} is negative", *TOKENS, *TOTALS, THINKING)
+@law(VALUES, "{} is negative", *TOKENS, *TOTALS, *THINKING)
 def _negative(rows: RowArrays, name: str) -> Any:
     return rows.numbers(name) < 0
+
+
+@law(VALUES, "it has more thinking than tokens or text")
+def _too_much_thinking(rows: RowArrays) -> Any:
+    from pyarrow import compute
+
+    tokens, characters = (rows.counts(name) for name in THINKING)
+    length = compute.utf8_length(rows.batch.column("text")).fill_null(0).to_numpy(zero_copy_only=False)
+    return (tokens > _num_tokens(rows)) | (characters > length) | ((tokens == 0) & (characters > 0))
 
 
 @law(VALUES, "its totals of rounds contradict each other")
@@ -489,7 +498,7 @@ OTHER = "its text is not what its tokens say"
 
 
 def other(batch: Any, decode: Decode) -> list[int]:
-    """Return the rows of an Arrow batch whose text is not that of their tokens, if they have tokens."""
+    """Return the rows of an Arrow batch whose text, or its part that is thinking, is not that of their tokens."""
     has_tokens = batch.column("error").is_null().to_numpy(zero_copy_only=False) & (
         lengths_of(batch.column("token_ids")) > 0
     )
@@ -501,7 +510,15 @@ def other(batch: Any, decode: Decode) -> list[int]:
     except OverflowError:
         decoded = [_decoded_alone(decode, one) for one in tokens]
     stored = batch.column("text").to_pylist()
-    return [row for row, text in zip(rows, decoded, strict=True) if stored[row] != text]
+    wrong = {row for row, text in zip(rows, decoded, strict=True) if stored[row] != text}
+    num, characters = (batch.column(name).to_pylist() for name in THINKING)
+    for row, ids in zip(rows, tokens, strict=True):
+        if row not in wrong and num[row] and characters[row] is not None:
+            thinking, rest = decode([ids[: num[row]], ids[num[row] :]])
+            # Half a character at the border is another text by itself.
+            if characters[row] not in (len(stored[row]) - len(rest), len(thinking)):
+                wrong.add(row)
+    return sorted(wrong)
 
 
 def _decoded_alone(decode: Decode, tokens: Sequence[int]) -> str | None:

@@ -247,7 +247,8 @@ class RunStore(AbstractContextManager["RunStore"]):
             self._pieces |= zip(unknown, decode([[token] for token in unknown]), strict=True)
         except OverflowError:
             return record
-        kinds = kinds_of([self._pieces[token] for token in generation.token_ids], generation.num_thinking_tokens)
+        num = generation.num_thinking_tokens if generation.num_thinking_chars else 0
+        kinds = kinds_of([self._pieces[token] for token in generation.token_ids], num)
         return replace(record, generation=replace(generation, text_kinds=kinds))
 
     def why_wrong(self, record: Answer) -> str | None:

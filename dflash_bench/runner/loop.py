@@ -137,7 +137,7 @@ class Conversation:
             messages.append(Message("user", text))
             answer = self._baseline_answer(number)
             if number < turn and answer is not None:
-                messages.append(Message("assistant", answer.text))
+                messages.append(answer.as_message())
         return (*messages, *self.item.prompt.closing)
 
     def judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_bench.core.thinking import MARKS, answer_of, answer_start, is_opened_by
+from dflash_bench.core.thinking import MARKS, answer_of, answer_start, opening_of, unmarked
 
 
 @pytest.mark.parametrize(("opened", "closed"), MARKS, ids=[opened for opened, _ in MARKS])
@@ -14,12 +14,18 @@ def test_the_answer_begins_behind_the_mark_that_closes(opened: str, closed: str)
     assert answer_of(f"{opened}So 42, but") == ""
     assert answer_of(f"{opened}a{closed}\n{opened}b{closed}42") == "42"
     assert answer_of(f"{opened}a{closed}\n{opened}b") == ""
-    assert is_opened_by(f"question {opened}\n") and not is_opened_by(f"{opened}{closed}\n\n")
+    assert [opening_of(prompt) for prompt in (f"question {opened}\n", f"{opened}{closed}\n\n")] == [opened, ""]
+    assert unmarked(f"\n{opened}\nSo 41?{closed}") == "So 41?"
+    # Another model's mark does not close it, and without any opening there is nothing to close.
+    for other in {mark for _, mark in MARKS} - {closed}:
+        assert answer_of(f"{opened}a{other}b{closed}42") == "42"
+        assert answer_start(f"a{other}b{closed}42", opened) == len(f"a{other}b{closed}")
+    assert [answer_start(f"Write {closed} there", opening) for opening in ("", None)] == [0, 6 + len(closed)]
 
 
 def test_a_closing_that_never_comes_leaves_no_answer_where_the_prompt_opened() -> None:
-    assert [answer_start("So 42", is_open) for is_open in (False, True)] == [0, 5]
-    assert answer_start("So 42</think>42", True) == 13
+    assert [answer_start("So 42", opening) for opening in ("", None, "<think>")] == [0, 0, 5]
+    assert answer_start("So 42</think>42", "<think>") == 13
 
 
 @pytest.mark.parametrize("text", ["42", "", "The tag <think> opens it.", "analysis: 42"])

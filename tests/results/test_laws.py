@@ -211,6 +211,14 @@ EDITS: dict[str, tuple[Callable[[Row], Row], Callable[[], Callable[[Row], bool]]
         lambda: once("dflash"),
         "it does not end at its first stop token",
     ),
+    "more thinking than text": (
+        lambda row: {"num_thinking_tokens": 1, "num_thinking_chars": len(row["text"]) + 1},
+        lambda: once("dflash"),
+        "it has more thinking than tokens or text",
+    ),
+    "thinking without a token": (
+        lambda row: {"num_thinking_chars": 1}, lambda: once("ar"), "it has more thinking than tokens or text",
+    ),
     "an audit of float32 that excuses 25 logits": (
         excused(26, 25), lambda: once("dflash"), "a verdict excuses more than rounding can",
     ),
@@ -251,10 +259,13 @@ def test_a_row_that_was_edited_is_measured_again(run: Path, monkeypatch: pytest.
 
 TOLD = {
     "texts": (lambda row: {"text": row["text"] + " #### 42"}, "text", "its text is not what its tokens say"),
+    "thinking": (
+        lambda row: {"num_thinking_tokens": 5, "num_thinking_chars": 1}, "text", "its text is not what its tokens say",
+    ),
     "all right": (lambda row: {"passed": True}, "score", "scored right, but gsm8k_number says wrong"),
     "all wrong": (lambda row: {"passed": False}, "score", "scored wrong, but gsm8k_number says right"),
     "answers": (lambda row: {"answer": "1234567"}, "score", "its answer is not what gsm8k_number takes from its text"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", TOLD)

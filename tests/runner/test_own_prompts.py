@@ -20,7 +20,7 @@ from test_runner import Runs, loaded
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.types import GREEDY, TOOLS, Message, Prompt, template_input
+from dflash_bench.core.types import GREEDY, TOOLS, Generation, Message, Prompt, template_input
 from dflash_bench.models import chat, targets
 from dflash_bench.results import run_info, store
 from dflash_bench.runner.config import RunRequest
@@ -89,6 +89,24 @@ def test_the_template_renders_calls_and_tools(model: Path, tmp_path: Path) -> No
     assert tokenizer.decode(chat.encode(tokenizer, messages, False)) == RENDERED
     plain, tools = template_input([Message("user", "Hi")])
     assert (plain, tools) == ([{"role": "user", "content": "Hi"}], None)
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("{{ m.content }}|", "42|more|"),
+        ("{% if m.reasoning_content and not loop.last %}({{ m.reasoning_content }}){% endif %}{{ m.content }}|",
+         "(So 41?)42|more|"),
+        ("{{ m.content.split('</think>')[-1] }}|", "42|more|"),
+    ],
+    ids=["unknown", "kept", "cut"],
+)  # fmt: skip
+def test_the_template_decides_about_earlier_thinking(model: Path, template: str, shown: str) -> None:
+    text = "<think>So 41?</think>\n42"
+    earlier = Generation((), text, "stop", 1, 0.1, 0.1, num_thinking_chars=len(text) - 2).as_message()
+    tokenizer = targets.tokenizer_of(model / "target", False)
+    tokenizer.chat_template = "{% for m in messages %}" + template + "{% endfor %}"
+    assert chat.render(tokenizer, [earlier, Message("user", "more")], False) == shown
 
 
 @pytest.mark.parametrize("template", ["{% for m in messages %}{{ m.content }}{% endfor %}", None])

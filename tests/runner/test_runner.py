@@ -11,7 +11,8 @@ import pytest
 from fake import FakeBackend, other_tokens
 from runs import Stop, bare
 
-from dflash_bench.core.types import Answer, Divergence, Generation, Message, Prompt, Settings
+from dflash_bench.core.dialects import ServerRequest
+from dflash_bench.core.types import GREEDY, Answer, Divergence, Generation, Message, Prompt, Settings
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.laws import CLOCK
@@ -117,6 +118,17 @@ def test_every_method_sees_the_plain_answers_to_the_earlier_turns(runs: Runs) ->
     assert [(row.turn, row.method, row.order) for row in records] == [
         (turn, method, 3 * turn + number) for turn in range(2) for number, method in enumerate(METHODS)
     ]
+
+
+def test_the_thinking_of_an_earlier_turn_is_for_the_template(runs: Runs) -> None:
+    thinks = {"ar": lambda answer: replace(answer, text="<think>Hm</think>\n\n42", num_thinking_chars=17)}
+    backend = FakeBackend(faults=thinks)
+    runs(WorkPlan((loaded(*prompts(1, 2)),), METHODS[:1]), backend)
+    said = backend.calls[-1][1][-2]
+    assert said == Message("assistant", "42", '{"reasoning_content": "Hm"}')
+    # So a server that renders chats itself gets what the engine and its judge render.
+    (sent,) = ServerRequest("m", [said], None, GREEDY, 8, 0, salt=None).chat
+    assert sent == {"role": "assistant", "content": "42", "reasoning_content": "Hm"}
 
 
 def test_work_is_told_before_it_is_done_and_each_record_after(runs: Runs) -> None:

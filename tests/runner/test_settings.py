@@ -323,6 +323,8 @@ class Pieces:
         ([0, 1, 3, 4, 5], [6, 6], 0),  # opened and closed by the template
         ([2, 0, 1], [7, 2, 7], 1),  # the first end is the end
         ([2, 0, 1], [], 0),
+        ([2], [2, 3, 4, 5, 6], 0),  # never opened, so an answer that writes the end is an answer
+        ([2, 0, 1, 3, 4, 5], [2, 7], 0),  # opened and closed by the template, and the same
     ],
 )
 def test_thinking_is_what_stands_up_to_its_end(prompt: list[int], answer: list[int], num: int) -> None:
@@ -359,10 +361,18 @@ def test_marks_that_are_not_in_the_text_are_found_by_ids(
 
 
 def test_without_ids_a_cut_answer_to_a_prompt_that_opens_thinking_is_none() -> None:
-    cases: list[tuple[Any, bool, str]] = [("length", True, ""), ("stop", True, "42"), ("length", False, "42")]
-    for finish, opens, text in cases:
-        hidden = Generation((), "42", finish, 1, 0.1, 0.1, num_hidden_tokens=2, num_thinking_chars=0)
-        assert chat.with_thinking(Marks(), [3, 0] if opens else [3], hidden).answer_text == text
+    cases: list[tuple[str, int, Any, bool, str]] = [
+        ("42", 0, "length", True, ""),
+        ("42", 0, "stop", True, "42"),
+        ("42", 0, "length", False, "42"),
+        ("41</think>42", 10, "stop", True, "42"),
+        # As it stands after a stream without a target: the prompt did not open it.
+        ("41</think>42", 10, "stop", False, "41</think>42"),
+        ("<think>41</think>42", 17, "stop", False, "42"),
+    ]
+    for text, num, finish, opens, answer in cases:
+        hidden = Generation((), text, finish, 1, 0.1, 0.1, num_hidden_tokens=2, num_thinking_chars=num)
+        assert chat.with_thinking(Marks(), [3, 0] if opens else [3], hidden).answer_text == answer
 
 
 def test_answers_that_are_cut_while_they_think_are_wrong_and_counted(main: Callable[..., tuple[int, str, str]]) -> None:
