@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ LONGEST_LINE = 1 << 26
 ROWS_AT_A_TIME = 1000
 BYTES_AT_A_TIME = 1 << 24
 """Of a Parquet file as it is decoded: sessions of agents may have gigabytes in one row group."""
-BYTES_PER_VALUE = 8
-"""Of a number, or of a reference to a text."""
 BUFFER_BYTES = 1 << 20
 
 Row = Mapping[str, Any]
@@ -94,59 +92,80 @@ def csv_rows(path: Path) -> Rows:
         raise UserError(f"{path} line {lines.reader.line_num}: not valid CSV ({error})") from error
 
 
-def parquet_rows(path: Path) -> Rows:
-    """Read rows from a Parquet file, of which only a few are held. Raises UserError if that fails."""
+def parquet_rows(path: Path, columns: Sequence[str] | None = None, chosen: Sequence[int] | None = None) -> Rows:
+    """Read rows from a Parquet file, of which only a few are held; only these columns, and these rows, from 0 on.
+
+    Raises UserError if that fails, and for a row of more than `LONGEST_LINE` bytes.
+    """
     import pyarrow as pa
-    from pyarrow import parquet
 
     files.require_file(path)
-    numbers = count(1)
+    left = None if chosen is None else deque(sorted(chosen))
     try:
-        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
-            groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
-            longest = _longest_texts(path, file.schema_arrow, groups)
-            per_row = max((sum(_most_per_row(group, longest)) for group in groups), default=0)
-            at_a_time = min(max(BYTES_AT_A_TIME // max(per_row, 1), 1), ROWS_AT_A_TIME)
-            for batch in file.iter_batches(at_a_time):
-                for row in batch.to_pylist():
-                    where = f"{path} row {next(numbers)}"
-                    yield where, _without_nulls(where, row)
+        for begin, batch in _batches(path, columns, left):
+            for first, piece in _pieces(begin, batch):
+                for number, row in enumerate(piece.to_pylist(), start=first):
+                    if left is None or (left and left[0] == number and left.popleft() == number):
+                        where = f"{path} row {number + 1}"
+                        yield where, _without_nulls(where, row)
     except (OSError, ValueError, ArithmeticError, pa.ArrowException) as error:
         raise UserError(f"cannot read {path}: {first_line(error)}") from error
 
 
-def _most_per_row(group: Any, longest: Mapping[str, int]) -> Iterator[int]:
-    """Yield the bytes that a row may take in each column of a row group, by what the file declares.
+def _batches(path: Path, columns: Sequence[str] | None, left: deque[int] | None) -> Iterator[tuple[int, Any]]:
+    """Yield batches of rows, each with the number of its first; groups of rows in which none is `left` are not read.
 
-    Values in a dictionary are stored once, and each row may hold the longest: `longest` has those of columns of texts.
-    Lists hold many values a row, which may be stored as one that is repeated.
+    Texts stay as the file's dictionaries have them, where each may be the value of any number of rows.
     """
-    for index in range(group.num_columns):
-        column = group.column(index)
-        most = longest.get(column.path_in_schema, column.total_uncompressed_size)
-        stored = most if _has_dictionary(column) else column.total_uncompressed_size // max(group.num_rows, 1)
-        yield max(stored, BYTES_PER_VALUE * column.num_values // max(group.num_rows, 1))
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        leaves = [file.schema.column(index) for index in range(len(file.schema))]
+        named = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
+        groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
+    options = {"read_dictionary": [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]}
+    with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES, **options) as file:
+        begin = 0
+        for index, group in enumerate(groups):
+            end = begin + group.num_rows
+            if left is None or (left and left[0] < end):
+                at_a_time = BYTES_AT_A_TIME * group.num_rows // max(group.total_byte_size, 1)
+                number = begin
+                for batch in file.iter_batches(min(max(at_a_time, 1), ROWS_AT_A_TIME), [index], named):
+                    if left is None or (left and left[0] < number + len(batch)):
+                        yield number, batch
+                    number += len(batch)
+            begin = end
 
 
-def _has_dictionary(column: Any) -> bool:
-    return any("DICTIONARY" in encoding for encoding in column.encodings)
+def _pieces(begin: int, batch: Any) -> Iterator[tuple[int, Any]]:
+    """Cut a batch until the texts of each piece take no more than `BYTES_AT_A_TIME`, each with its first row's number.
+
+    Raises ValueError for a row of more than `LONGEST_LINE` bytes.
+    """
+    size = sum(map(_num_bytes, batch.columns))
+    if size <= BYTES_AT_A_TIME or (len(batch) == 1 and size <= LONGEST_LINE):
+        yield begin, batch
+    elif len(batch) == 1:
+        raise ValueError(f"row {begin + 1} has {size:,} bytes, more than {LONGEST_LINE:,}; shorten or remove it")
+    else:
+        half = len(batch) // 2
+        yield from _pieces(begin, batch.slice(0, half))
+        yield from _pieces(begin + half, batch.slice(half))
 
 
-def _longest_texts(path: Path, schema: Any, groups: Sequence[Any]) -> dict[str, int]:
-    """Return the bytes of the longest text by column, of those that have dictionaries; these alone are decoded."""
+def _num_bytes(values: Any) -> int:
+    """Return how many bytes the values of an Arrow array take where each is written out."""
     import pyarrow as pa
-    from pyarrow import compute, parquet
+    from pyarrow import compute, types
 
-    columns = (group.column(index) for group in groups for index in range(group.num_columns))
-    texts = {field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)}
-    longest = dict.fromkeys(texts & {one.path_in_schema for one in columns if _has_dictionary(one)}, 0)
-    if longest:
-        with parquet.ParquetFile(path, read_dictionary=[*longest], pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
-            for batch in file.iter_batches(ROWS_AT_A_TIME, columns=[*longest]):
-                for name, most in longest.items():
-                    lengths = compute.binary_length(batch.column(name).dictionary)
-                    longest[name] = max(most, compute.max(lengths).as_py() or 0)
-    return longest
+    if types.is_dictionary(values.type):
+        lengths = compute.binary_length(values.dictionary).cast(pa.int64())
+        return compute.sum(lengths.take(values.indices)).as_py() or 0
+    if types.is_nested(values.type):
+        inner = values.flatten()
+        return sum(map(_num_bytes, inner)) if types.is_struct(values.type) else _num_bytes(inner)
+    return int(values.nbytes)
 
 
 def _without_nulls(where: str, value: Any, depth: int = 0) -> Any:
