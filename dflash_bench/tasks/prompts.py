@@ -7,9 +7,10 @@ columns become slices where they hold names.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,11 @@ from dflash_bench.tasks.suites import (
     as_text,
     draw,
     filled,
-    held,
+    first_drawn,
     is_texts,
     known_suites,
     name_of,
     text_of,
-    with_slices,
 )
 
 # Rows of a user's own files: JSON lines, a JSON array, an agent trace, CSV, Parquet, and folders of them.
@@ -67,7 +67,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 def _rows(path: Path) -> Rows:
     start = _start(path)
-    if path.suffix == ".parquet" or start.startswith(PARQUET):
+    if _is_parquet(path):
         return parquet_rows(path)
     if path.suffix == ".csv":
         return csv_rows(path)
@@ -77,6 +77,10 @@ def _rows(path: Path) -> Rows:
     if first == b"{" and path.suffix == ".json" and not _is_in_lines(path):
         return _row_of_whole(path)
     return json_lines(path)
+
+
+def _is_parquet(path: Path) -> bool:
+    return not os.path.isdir(path) and (path.suffix == ".parquet" or _start(path).startswith(PARQUET))
 
 
 def _start(path: Path) -> bytes:
@@ -173,24 +177,42 @@ def load(
     """Load the prompts of a file or folder; `columns` are those that its scorer reads besides the reference.
 
     With `every_answer`, each answer that was recorded in a conversation is a prompt, not only the last. `limit` and
-    `balance` are for `suites.draw`; unless prompts are `padded` with others, only those that are drawn are held. The
+    `balance` are for `suites.draw`; unless prompts are `padded` with others, only those that are drawn are made. The
     notes name rows that are left out and keys that are ignored. Raises UserError for a row that holds no prompt.
     """
     suite = Suite(name="prompts", version=1, title="your prompts", source=str(path), scorer=scorer)
-    remarks, is_scored = _Remarks(), scorer != "none"
-    rows = _answers_of(rows_in(path)) if every_answer else rows_in(path)
-    read = {*KNOWN, *columns}
-    found = (_prompt(where, index, row, is_scored, remarks) for index, (where, row) in enumerate(rows))
-    few = None if padded or balance is not None else limit
-    every = held(suite, (prompt for prompt in found if prompt is not None), few, {*read, functions.FUNCTIONS})
-    prompts = with_slices(every, read)
-    notes = (*remarks.notes(), *_notes(path, prompts, columns))
     source = f"{'folder' if os.path.isdir(path) else 'file'} {path}"
+    remarks, read = _Remarks(), {*KNOWN, *columns}
+    made = partial(_prompt, is_scored=scorer != "none", remarks=remarks)
+    rows = _answers_of(rows_in(path)) if every_answer else rows_in(path)
+    if padded or balance is not None or limit is None:
+        found = (made(where, index, row) for index, (where, row) in enumerate(rows))
+        prompts = [prompt for prompt in found if prompt is not None]
+        num_rows = len(prompts)
+    else:
+        alone = None if every_answer or not _is_parquet(path) else _of_parquet(suite, path, source, limit, made)
+        if alone is None:
+            remarks.empty.clear()
+            remarks.as_json.clear()
+        prompts, num_rows = alone or first_drawn(suite, rows, source, limit, _id, made)
     if every_answer and not prompts:
         raise UserError(f"{source}: --every-answer needs conversations with an answer after a message of the user")
     if remarks.empty and not prompts:
-        raise UserError(f"{source}: {notes[0]}")
-    return replace(draw(suite, prompts, source, limit, notes, balance), revision=origins.in_cache([path]))
+        raise UserError(f"{source}: {remarks.notes()[0]}")
+    loaded = draw(suite, prompts, source, limit, {*read, functions.FUNCTIONS}, balance)
+    notes = (*remarks.notes(), *_notes(path, loaded.prompts, columns))
+    return replace(loaded, num_rows=num_rows, notes=notes, revision=origins.in_cache([path]))
+
+
+def _of_parquet(
+    suite: Suite, path: Path, source: str, limit: int, made: Callable[[str, int, Row], Prompt | None]
+) -> tuple[list[Prompt], int] | None:
+    """Return what `first_drawn` does, after reading ids alone; None where rows may hold several prompts, or none."""
+    numbers, num_rows = first_drawn(suite, parquet_rows(path, IDS), source, limit, _id, lambda _, index, row: index)
+    rows = zip(numbers, parquet_rows(path, chosen=numbers), strict=True)
+    prompts = [None if _is_trace(row) else made(where, index, row) for index, (where, row) in rows]
+    found = [prompt for prompt in prompts if prompt is not None]
+    return (found, num_rows) if len(found) == len(numbers) else None
 
 
 def _answers_of(rows: Rows) -> Rows:
@@ -234,11 +256,10 @@ def _prompt(where: str, index: int, row: Row, is_scored: bool, remarks: _Remarks
     if talk is None:
         remarks.empty.append(where)
         return None
-    id_key = next((key for key in IDS if _is_given(row, key)), None)
     right = _references(where, row, len(talk.turns), is_scored) or tuple(filter(None, [talk.answer]))
     return Prompt(
         suite="prompts",
-        prompt_id=name_of(where, id_key, text_of(where, id_key, row)) if id_key else str(index),
+        prompt_id=name_of(where, id_key, text_of(where, id_key, row)) if (id_key := _id_key(row)) else str(index),
         turns=filled(where, talk.turns),
         opening=talk.opening,
         closing=talk.closing,
@@ -247,6 +268,15 @@ def _prompt(where: str, index: int, row: Row, is_scored: bool, remarks: _Remarks
         alternatives=right[1:],
         row=row,
     )
+
+
+def _id_key(row: Row) -> str | None:
+    return next((key for key in IDS if key in row and _is_given(row, key)), None)
+
+
+def _id(where: str, index: int, row: Row) -> str:
+    key = _id_key(row)
+    return text_of(where, key, row) if key else str(index)
 
 
 def _forms(row: Row) -> list[str]:

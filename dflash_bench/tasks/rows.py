@@ -103,11 +103,14 @@ def parquet_rows(path: Path, columns: Sequence[str] | None = None, chosen: Seque
     left = None if chosen is None else deque(sorted(chosen))
     try:
         for begin, batch in _batches(path, columns, left):
-            for first, piece in _pieces(begin, batch):
-                for number, row in enumerate(piece.to_pylist(), start=first):
-                    if left is None or (left and left[0] == number and left.popleft() == number):
-                        where = f"{path} row {number + 1}"
-                        yield where, _without_nulls(where, row)
+            parts = [(begin, batch)] if left is None else []
+            while left and left[0] < begin + len(batch):
+                number = left.popleft()
+                parts.append((number, batch.slice(number - begin, 1)))
+            for first, piece in (piece for part in parts for piece in _pieces(*part)):
+                for number, row in enumerate(piece.to_pylist(), start=first + 1):
+                    where = f"{path} row {number}"
+                    yield where, _without_nulls(where, row)
     except (OSError, ValueError, ArithmeticError, pa.ArrowException) as error:
         raise UserError(f"cannot read {path}: {first_line(error)}") from error
 

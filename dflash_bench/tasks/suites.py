@@ -6,14 +6,18 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from decimal import Decimal
+from functools import partial
 from heapq import heappop, heappush
 from itertools import zip_longest
 from pathlib import Path
 from string import Formatter
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
+
+import numpy as np
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, unknown
@@ -27,6 +31,7 @@ from dflash_bench.tasks.rows import DataSet, Row, Rows, from_folder, from_hub, j
 # `--limit` draws by id, so that every machine draws the same prompts.
 
 
+T = TypeVar("T")
 LONGEST_NAME = 200
 LETTERS = "ABCDEFGH"
 """Names of answers to choose from."""
@@ -106,7 +111,7 @@ class Loaded:
     unscored: tuple[str, ...] = ()
     """The ids of prompts whose answers the suite's scorer cannot score."""
     pool: tuple[Prompt, ...] = field(default=(), repr=False)
-    """All prompts of the source whose texts are held, which others can be padded with."""
+    """All prompts of the source that were read, which others can be padded with."""
     order: tuple[str, ...] = field(default=(), repr=False)
     """The ids of `prompts` in the order in which they were drawn."""
     revision: str | None = None
@@ -251,16 +256,22 @@ def load_prompts(
         revision = origins.of_rows(rows_file(suite.data, Path(data)))
     templates = _columns_in(*suite.turns, suite.reference or "")
     read = {suite.id, suite.turns_column, suite.messages, *suite.options, *templates}
-    few = None if padded or balance is not None else limit
-    every = held(suite, each_prompt(suite, rows), few, read)
-    prompts = with_slices(every, read)
-    return replace(draw(suite, prompts, source, limit, balance=balance), revision=revision)
+    if padded or balance is not None or limit is None:
+        return replace(draw(suite, [*each_prompt(suite, rows)], source, limit, read, balance), revision=revision)
+    prompts, num_rows = first_drawn(
+        suite, _each_row(suite, rows), source, limit, partial(_id_of, suite), partial(to_prompt, suite)
+    )
+    return replace(draw(suite, prompts, source, limit, read), revision=revision, num_rows=num_rows)
 
 
 def each_prompt(suite: Suite, rows: Rows) -> Iterator[Prompt]:
     """Make prompts of rows, as yet without slices. Raises UserError for a row that does not fit the suite."""
-    for index, (where, row) in enumerate(_answers_of(suite, rows) if suite.session else rows):
+    for index, (where, row) in enumerate(_each_row(suite, rows)):
         yield to_prompt(suite, where, index, row)
+
+
+def _each_row(suite: Suite, rows: Rows) -> Rows:
+    return _answers_of(suite, rows) if suite.session else rows
 
 
 def _answers_of(suite: Suite, rows: Rows) -> Rows:
@@ -304,57 +315,57 @@ def draw(
     prompts: Sequence[Prompt],
     source: str,
     limit: int | None,
-    notes: tuple[str, ...] = (),
+    read: Collection[str | None] = (),
     balance: str | None = None,
 ) -> Loaded:
     """Take the `limit` prompts whose hashed ids come first, in file order; a larger limit only adds prompts.
 
     With `balance`, which is `category` or a column in their slices, take equally many of each of its values, as far as
-    there are so many. Raises UserError if there are no prompts, if two share an id, and if none has that column.
+    there are so many. `read` are the columns that are no slices. Raises UserError if there are no prompts, if two share
+    an id, and if none has that column.
     """
     if limit is not None and limit < 1:
         raise UserError(f"--limit must be at least 1, not {limit}")
     order = sorted(numbers_by_id(suite, prompts, source), key=lambda prompt_id: _rank(suite, prompt_id))
     if balance is not None:
-        order = _in_turns(suite, order, _values_of(suite, prompts, balance))
+        order = _in_turns(suite, order, _values_of(suite, with_slices(prompts, read), balance))
     drawn_ids = set(order[:limit])
-    drawn = tuple(prompt for prompt in prompts if prompt.prompt_id in drawn_ids)
+    drawn = tuple(with_slices([prompt for prompt in prompts if prompt.prompt_id in drawn_ids], read))
     sha256 = _sha256([prompt.row for prompt in drawn])
-    pool = tuple(prompt for prompt in prompts if prompt.turns)
-    return Loaded(suite, drawn, source, sha256, len(prompts), notes, pool=pool, order=tuple(order[:limit]))
+    return Loaded(suite, drawn, source, sha256, len(prompts), pool=tuple(prompts), order=tuple(order[:limit]))
 
 
-def held(
-    suite: Suite, prompts: Iterable[Prompt], limit: int | None, known: Collection[str | None] = ()
-) -> list[Prompt]:
-    """Return all prompts, of which those that `limit` cannot draw keep ids, categories and names, and no texts.
+def first_drawn(
+    suite: Suite,
+    rows: Rows,
+    source: str,
+    limit: int,
+    id_of: Callable[[str, int, Row], str],
+    made: Callable[[str, int, Row], T | None],
+) -> tuple[list[T], int]:
+    """Make only what `draw` takes of these rows, where it is not None; return it with the number of rows.
 
-    A file may have far more of them than memory. The columns in `known` are read as something else than names.
+    Any other row is read no further than its id, and eight bytes of it are held: a file may have more than memory.
+    Raises UserError if two rows share an id.
     """
-    if limit is None:
-        return list(prompts)
-    every: list[Prompt] = []
-    first: list[tuple[int, int]] = []
-    for number, prompt in enumerate(prompts):
-        every.append(prompt)
-        heappush(first, (-int.from_bytes(_rank(suite, prompt.prompt_id)), number))
-        if len(first) > limit:
-            last = heappop(first)[1]
-            every[last] = _without_texts(every[last], known)
-    return every
-
-
-_TEXT = object()
-"""In place of a value that is no name."""
-
-
-def _without_texts(prompt: Prompt, known: Collection[str | None]) -> Prompt:
-    row = {
-        name: value if value in (None, "", []) or is_name(value) else _TEXT
-        for name, value in prompt.row.items()
-        if name not in known
-    }
-    return Prompt(prompt.suite, prompt.prompt_id, (), category=prompt.category, row=row)
+    ranks, first, kept = array("Q"), list[tuple[int, int]](), dict[int, T]()
+    for number, (where, row) in enumerate(rows):
+        rank = int.from_bytes(_rank(suite, id_of(where, number, row)))
+        ranks.append(rank >> 192)
+        if len(first) >= limit and (not first or -rank < first[0][0]):
+            continue
+        if (value := made(where, number, row)) is not None:
+            kept[number] = value
+            heappush(first, (-rank, number))
+            if len(first) > limit:
+                del kept[heappop(first)[1]]
+    values = np.frombuffer(ranks, dtype=np.uint64)
+    order = np.argsort(values, kind="stable")
+    twins = np.flatnonzero(values[order][1:] == values[order][:-1])
+    if len(twins):
+        one, other = order[twins[0]], order[twins[0] + 1]
+        raise UserError(f"{source}: rows {one + 1} and {other + 1} share an id")
+    return [*kept.values()], len(ranks)
 
 
 def numbers_by_id(suite: Suite, prompts: Iterable[Prompt], source: str) -> dict[str, int]:
@@ -466,15 +477,14 @@ def _require_columns(suite: Suite, where: str, row: Row) -> None:
 
 def to_prompt(suite: Suite, where: str, index: int, row: Row) -> Prompt:
     """Make a prompt of a row. Raises UserError, which begins with `where`, for a row that does not fit the suite."""
-    _require_columns(suite, where, row)
+    id_column = suite.id if suite.id and not suite.session else "id"
+    prompt_id = name_of(where, id_column, _id_of(suite, where, index, row))
     empty = dict.fromkeys((column for column in suite.optional_columns if row.get(column) is None), "")
     texts = {
         column: text_of(where, column, {**row, **empty}, column in suite.list_columns)
         for column in suite.columns
         if column not in (suite.messages, suite.conversation, suite.functions)
     }
-    key = "id" if suite.session else suite.id
-    prompt_id = name_of(where, key, text_of(where, key, row)) if key else str(index)
     letters: list[str] = []
     if suite.options:
         choices, letters = _choices(suite, where, prompt_id, texts)
@@ -496,6 +506,12 @@ def to_prompt(suite: Suite, where: str, index: int, row: Row) -> Prompt:
         alternatives=tuple(letters[1:]),
         row=row,
     )
+
+
+def _id_of(suite: Suite, where: str, index: int, row: Row) -> str:
+    _require_columns(suite, where, row)
+    key = "id" if suite.session else suite.id
+    return text_of(where, key, row) if key else str(index)
 
 
 def _chat_of(suite: Suite, where: str, row: Row) -> RecordedChat | None:

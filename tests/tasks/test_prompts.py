@@ -198,66 +198,75 @@ def nested(text: str) -> Any:
     return [{"role": "user", "content": text}]
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return how many rows of a Parquet file are decoded at a time."""
-    asked: list[int] = []
-    iter_batches = parquet.ParquetFile.iter_batches
-
-    def spied(file: Any, at_a_time: int, **options: Any) -> Any:
-        if not options:  # not in search of the longest text, which decodes dictionaries alone
-            asked.append(at_a_time)
-        return iter_batches(file, at_a_time, **options)
-
-    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", spied)
-    return asked
-
-
 @pytest.mark.parametrize("value_of", [str, nested])
 def test_values_that_a_file_holds_once_are_read_a_few_at_a_time(
-    value_of: Callable[[str], Any], tmp_path: Path, asked: list[int]
+    value_of: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parquet stores a text that is in every row once, and each row that is decoded holds all of it."""
-    text, path = "x" * 300_000, tmp_path / "same.parquet"
+    text, path, taken = "x" * 300_000, tmp_path / "same.parquet", []
     column = "prompt" if value_of is str else "messages"
     parquet.write_table(pa.table({column: [value_of(text)] * 300}), path)
     assert path.stat().st_size < 100_000
-    loaded = prompts.load(path, 2, padded=False)
-    assert loaded.num_rows == 300 and [prompt.turns for prompt in loaded.prompts] == [(text,)] * 2
-    assert asked[0] * len(text) <= rows.BYTES_AT_A_TIME
+    pieces = rows._pieces
+
+    def spied(begin: int, batch: Any) -> Any:
+        for first, piece in pieces(begin, batch):
+            taken.append(len(piece))
+            yield first, piece
+
+    monkeypatch.setattr(rows, "_pieces", spied)
+    for padded in (True, False):
+        loaded = prompts.load(path, 2, padded=padded)
+        assert loaded.num_rows == 300 and [prompt.turns for prompt in loaded.prompts] == [(text,)] * 2
+    # All rows a few at a time; then, for the draw, none of their columns, and the two that are drawn.
+    assert max(taken[:-3]) * len(text) <= rows.BYTES_AT_A_TIME and taken[-3:] == [300, 1, 1]
 
 
-@pytest.mark.parametrize("encoding", ["PLAIN", "DELTA_BINARY_PACKED"])
-def test_lists_of_one_number_are_read_a_few_at_a_time(
-    encoding: str, tmp_path: Path, asked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rows, "BYTES_AT_A_TIME", 1 << 20)
-    path, numbers = tmp_path / "lists.parquet", [7] * 1000
-    table = pa.table({"prompt": ["a"] * 300, "numbers": [numbers] * 300})
-    dictionary = encoding == "PLAIN"
-    options = {} if dictionary else {"column_encoding": {"numbers.list.element": encoding}}
-    parquet.write_table(table, path, use_dictionary=dictionary, **options)
-    assert prompts.load(path, 1, padded=False).num_rows == 300
-    assert asked[0] * 8 * len(numbers) <= rows.BYTES_AT_A_TIME
+def test_a_row_that_names_one_text_many_times_is_refused(tmp_path: Path) -> None:
+    path, text = tmp_path / "list.parquet", "x" * 1_000_000
+    parquet.write_table(pa.table({"prompt": ["a", "b"], "seen": [["short"], [text] * 100]}), path)
+    assert path.stat().st_size < 100_000
+    assert refusal(path).startswith(f"cannot read {path}: row 2 has 100,000,")
+    # A column that is not read costs nothing, nor does a row that is not drawn.
+    assert [place for place, _ in rows.parquet_rows(path, ["prompt"])] == [f"{path} row 1", f"{path} row 2"]
+    assert [row["prompt"] for _, row in rows.parquet_rows(path, chosen=[0])] == ["a"]
 
 
 @pytest.mark.parametrize("limit", [1, 7, 50])
-def test_only_what_is_drawn_is_held_and_it_is_the_same(limit: int, tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
+def test_only_what_is_drawn_is_made_and_it_is_the_same(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     languages = ["en", "de", None]
-    lines = [
-        {"prompt": f"What is {n}?", "language": languages[n % 3], "notes": "long " * 100, "odd": n if n < 29 else "x\n",
-         "function": [n]}
+    lines: list[Any] = [
+        {"prompt": f"What is {n}?", "language": languages[n % 3], "notes": "long " * 100, "function": [n]}
         for n in range(30)
-    ]  # fmt: skip
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    whole, few = (prompts.load(path, limit, padded=padded) for padded in (True, False))
-    assert replace(few, pool=()) == replace(whole, pool=())
-    assert len(whole.pool) == 30 and few.pool == few.prompts
-    assert prompts.load(path, limit, balance="language", padded=False) == prompts.load(path, limit, balance="language")
+    ]
+    named = [line | {"id": f"q{n}"} for n, line in enumerate(lines)]
+    # In the second one nobody asks anything, so that another conversation is drawn.
+    asked = [{"conversation": [{"role": "system" if n == 1 else "user", "content": f"{n}?"}]} for n in range(30)]
+    made: list[int] = []
+    prompt_of = prompts._prompt
+
+    def spied(where: str, index: int, *row: Any, **options: Any) -> Any:
+        made.append(index)
+        return prompt_of(where, index, *row, **options)
+
+    monkeypatch.setattr(prompts, "_prompt", spied)
+    for number, several in enumerate((lines, named, asked)):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in several))
+        parquet.write_table(pa.Table.from_pylist(several), path.with_suffix(".parquet"), row_group_size=7)
+        for file in (path, path.with_suffix(".parquet")):
+            whole = prompts.load(file, limit)
+            made.clear()
+            few = prompts.load(file, limit, padded=False)
+            assert [prompt.prompt_id for prompt in few.prompts] == [prompt.prompt_id for prompt in whole.prompts]
+            assert replace(few, pool=(), num_rows=0, notes=()) == replace(whole, pool=(), num_rows=0, notes=())
+            assert len(few.pool) == len(few.prompts) and len(whole.pool) == 30 - (several is asked)
+            assert len(set(made)) < 30 or limit == 50
     twice = tmp_path / "twice.jsonl"
     twice.write_text('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 2}\n{"prompt": "c", "id": 1}\n')
-    with pytest.raises(UserError, match="rows 1 and 3 share the id '1'"):
+    with pytest.raises(UserError, match="rows 1 and 3 share an id"):
         prompts.load(twice, 1, padded=False)
 
 
