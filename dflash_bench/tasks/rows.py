@@ -21,6 +21,8 @@ LONGEST_LINE = 1 << 26
 ROWS_AT_A_TIME = 1000
 BYTES_AT_A_TIME = 1 << 24
 """Of a Parquet file as it is decoded: sessions of agents may have gigabytes in one row group."""
+BYTES_PER_VALUE = 8
+"""Of a number, or of a reference to a text, however often the file stores it once."""
 BUFFER_BYTES = 1 << 20
 
 Row = Mapping[str, Any]
@@ -132,7 +134,9 @@ def _batches(path: Path, columns: Sequence[str] | None, left: deque[int] | None)
         for index, group in enumerate(groups):
             end = begin + group.num_rows
             if left is None or (left and left[0] < end):
-                at_a_time = BYTES_AT_A_TIME * group.num_rows // max(group.total_byte_size, 1)
+                num_values = sum(group.column(column).num_values for column in range(group.num_columns))
+                size = max(group.total_byte_size, BYTES_PER_VALUE * num_values, 1)
+                at_a_time = BYTES_AT_A_TIME * group.num_rows // size
                 number = begin
                 for batch in file.iter_batches(min(max(at_a_time, 1), ROWS_AT_A_TIME), [index], named):
                     if left is None or (left and left[0] < number + len(batch)):

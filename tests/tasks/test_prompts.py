@@ -222,6 +222,28 @@ def test_values_that_a_file_holds_once_are_read_a_few_at_a_time(
     assert max(taken[:-3]) * len(text) <= rows.BYTES_AT_A_TIME and taken[-3:] == [300, 1, 1]
 
 
+@pytest.mark.parametrize("encoding", ["PLAIN", "DELTA_BINARY_PACKED"])
+def test_lists_of_one_number_are_read_a_few_at_a_time(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "BYTES_AT_A_TIME", 1 << 20)
+    path, numbers, decoded = tmp_path / "lists.parquet", [7] * 1000, []
+    table = pa.table({"prompt": ["a"] * 300, "numbers": [numbers] * 300})
+    dictionary = encoding == "PLAIN"
+    options = {} if dictionary else {"column_encoding": {"numbers.list.element": encoding}}
+    parquet.write_table(table, path, use_dictionary=dictionary, **options)
+    batches = rows._batches
+
+    def spied(*asked: Any) -> Any:
+        for begin, batch in batches(*asked):
+            decoded.append(len(batch))
+            yield begin, batch
+
+    monkeypatch.setattr(rows, "_batches", spied)
+    assert prompts.load(path, 1).num_rows == 300
+    assert max(decoded) * 8 * len(numbers) <= rows.BYTES_AT_A_TIME
+
+
 def test_a_row_that_names_one_text_many_times_is_refused(tmp_path: Path) -> None:
     path, text = tmp_path / "list.parquet", "x" * 1_000_000
     parquet.write_table(pa.table({"prompt": ["a", "b"], "seen": [["short"], [text] * 100]}), path)
