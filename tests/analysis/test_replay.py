@@ -206,6 +206,8 @@ def test_a_failed_answer_has_no_part_in_the_other_sides_seconds() -> None:
     own = {first: answer_of, second: replace(answer_of, decode_s=9.0, round_s=9.0)}
     cell = _cell("s", "eagle3:4", GREEDY, own, {first: (0.4, 10.0), ("p", 2, 0): (7.0, 1.0)})
     assert cell.plain == {"p": (0.4, 10.0)} and [one.is_paired for one in cell.answers] == [True, False]
+    turns = _cell("s", "eagle3:4", GREEDY, own, {first: (0.5, 10.0), second: (0.25, 5.0)})
+    assert turns.plain == {"p": (0.75, 15.0)}
     size = {"weight_bytes": 1_000_000, "matrix_elements": 250_000, "attention": []}
     seconds = {"1": 0.01, "16": 0.01}
     forwards = {"rows": 1, "context": 5, "seconds": seconds, "bandwidth": 1e9, "products": 1e15, "size": size}
