@@ -441,7 +441,7 @@ def card(
             "--out",
             "--hub",
             metavar="DIR",
-            help="Write what a model's card on the hub takes: a badge, and scores on public datasets as .eval_results.",
+            help="Write scores on public datasets as .eval_results, for a model's card on the hub.",
         ),
     ] = None,
     profile: Annotated[
@@ -473,10 +473,9 @@ def card(
         say(report.card(document, wide()), end="")
         return
     written = badge.write_hub_card(document, hub)
-    note(f"wrote {' and '.join(map(str, written))}")
-    if hub / badge.RESULTS not in written:
-        note("no scores were written: none of the prompts are scored ones of a public dataset")
-    say(f"![{document.folder.name}]({badge.BADGE})")
+    if written is None:
+        raise UserError("no scores were written: none of the prompts are scored ones of a public dataset")
+    say(f"wrote {written}")
 
 
 def _write_profile(document: Document, method: str | None, path: Path) -> None:

@@ -129,8 +129,6 @@ def test_answers_compared_as_text_are_not_said_to_be_the_same_tokens(
     for shown in (lead, card):
         assert ("token for token" in shown, "as text" in shown) == (gives_ids, not gives_ids)
     assert ("✓" in lead) == gives_ids
-    assert main("card", "run", "--hub", "card")[0] == 0
-    assert ("as text" in Path("card/dflash-bench.svg").read_text()) != gives_ids
     (cell,) = [
         one for one in json.loads(main("report", "run", "--format", "json")[1])["cells"] if one["method"] != "ar"
     ]
