@@ -460,7 +460,7 @@ def card(
 ) -> None:
     """Print a run's result in eleven lines, to share."""
     from dflash_bench import api, report
-    from dflash_bench.report import badge
+    from dflash_bench.report import hub_card
 
     if method is not None and profile is None:
         raise UserError("--method has no effect without --profile FILE")
@@ -472,7 +472,7 @@ def card(
     if hub is None:
         say(report.card(document, wide()), end="")
         return
-    written = badge.write_hub_card(document, hub)
+    written = hub_card.write_hub_card(document, hub)
     if written is None:
         raise UserError("no scores were written: none of the prompts are scored ones of a public dataset")
     say(f"wrote {written}")
