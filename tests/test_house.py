@@ -1,4 +1,4 @@
-"""The linter that keeps the rooms apart: it passes, and each of these imports, planted in a copy, makes it fail."""
+"""The linter that keeps the rooms apart passes, and fails for an import against the grain."""
 
 from __future__ import annotations
 
@@ -12,35 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
-ABSURD = [
-    ("engine/loop.py", "dflash_bench.results.store"),
-    ("engine/loop.py", "dflash_bench.analysis.metrics"),
-    ("engine/judge.py", "dflash_bench.tasks.scorers"),
-    ("engine/drafters/dflash.py", "dflash_bench.engine.backend"),
-    ("servers/backend.py", "dflash_bench.engine.backend"),
-    ("servers/client.py", "dflash_bench.servers.connect"),
-    ("analysis/metrics.py", "dflash_bench.servers.client"),
-    ("runner/loop.py", "dflash_bench.report.plots"),
-    ("runner/loop.py", "dflash_bench.analysis.findings"),
-    ("analysis/metrics.py", "dflash_bench.models.presets"),
-    ("analysis/stats.py", "dflash_bench.analysis.metrics"),
-    ("models/nets/layers.py", "dflash_bench.models.loading"),
-    ("results/parts.py", "dflash_bench.results.table"),
-    ("tasks/scorers/numbers.py", "dflash_bench.tasks.scorers.code"),
-    ("training/trainer.py", "nano"),
-    ("diagnose/probes.py", "dflash_bench.diagnose.doctor"),
-    ("training/trainer.py", "dflash_bench.diagnose.probes"),
-    ("report/tables.py", "dflash_bench.report.html"),
-    ("diagnose/probes.py", "dflash_bench.diagnose.causes"),
-    ("diagnose/causes.py", "dflash_bench.report.tables"),
-    ("runner/session.py", "dflash_bench.api.reading"),
-    ("core/plugins.py", "dflash_bench.tasks.suites"),
-]
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("house")
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    folder = tmp_path / "house"
+    folder.mkdir()
     shutil.copy(ROOT / "pyproject.toml", folder)
     ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
     shutil.copytree(ROOT / "dflash_bench", folder / "dflash_bench", ignore=ignored)
@@ -54,21 +31,14 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_no_room_imports_what_it_should_not_know(copy: Path) -> None:
+def test_an_import_against_the_grain_is_caught(copy: Path) -> None:
     linted = lint(copy)
     assert linted.returncode == 0, linted.stdout
-
-
-@pytest.mark.parametrize(("module", "imported"), ABSURD)
-def test_an_import_against_the_grain_is_caught(copy: Path, module: str, imported: str) -> None:
-    path = copy / "dflash_bench" / module
-    text = path.read_text(encoding="utf-8")
-    path.write_text(f"{text}\nimport {imported}\n", encoding="utf-8")
+    with (copy / "dflash_bench/engine/loop.py").open("a", encoding="utf-8") as file:
+        file.write("\nimport dflash_bench.results.store\n")
     linted = lint(copy)
-    path.write_text(text, encoding="utf-8")
-    importer = "dflash_bench." + module.removesuffix(".py").replace("/", ".")
     assert linted.returncode == 1
-    assert f"{importer} -> {imported}" in linted.stdout.replace("\n", "")
+    assert "dflash_bench.engine.loop -> dflash_bench.results.store" in linted.stdout.replace("\n", "")
 
 
 MODULES = {path.relative_to(ROOT / "dflash_bench"): path for path in (ROOT / "dflash_bench").rglob("*.py")}
