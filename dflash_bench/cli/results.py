@@ -40,24 +40,16 @@ def found(names: Sequence[Path] | None) -> list[Path]:
     return folders
 
 
-Html = Annotated[Path | None, Option("--html", metavar="FILE", help="As --out FILE.html.", hidden=True)]
-"""From before --out had this meaning, whatever the file is called; the options of 1.0 stay."""
+def _kind_of(out: Path | None, kinds: Mapping[str, str]) -> str | None:
+    """Return what the file is to be, by its ending; None if nothing is written.
 
-
-def _one_out(out: Path | None, html: Path | None, kinds: Mapping[str, str]) -> tuple[Path | None, str | None]:
-    """Return the file to write and what it is to be, by its ending; None and None if nothing is written.
-
-    Raises UserError for an ending that none of the kinds has, and if both options are given.
+    Raises UserError for an ending that none of the kinds has.
     """
-    if html is not None:
-        if out is not None:
-            raise UserError("--html FILE is what --out FILE.html means; give one of them")
-        return html, kinds[".html"]
     if out is None:
-        return None, None
+        return None
     if out.suffix not in kinds:
         raise UserError(f"cannot tell what to write to {out}; let its name end in {', '.join(kinds)}")
-    return out, kinds[out.suffix]
+    return kinds[out.suffix]
 
 
 def _give(text: str, out: Path | None) -> None:
@@ -162,7 +154,6 @@ def compare(
     out: Annotated[
         Path | None, Option("-o", "--out", metavar="FILE", help="Write a page (.html), text (.txt) or .json instead.")
     ] = None,
-    html: Html = None,
     allow: options.Allow = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -172,7 +163,7 @@ def compare(
     """
     from dflash_bench.api.judging import comparison
 
-    out, kind = _one_out(out, html, {".html": "page", ".txt": "text", ".json": "json"})
+    kind = _kind_of(out, {".html": "page", ".txt": "text", ".json": "json"})
     if out is not None and as_json:
         raise UserError("--json has no effect with --out FILE, whose ending says what to write")
     width = wide() if out is None else None
@@ -314,7 +305,6 @@ def report(
             help="Write to FILE: a page with tables, plots and answers (.html), or .md, .json, .csv, .tex or .txt.",
         ),
     ] = None,
-    html: Html = None,
     answers: Annotated[
         int | None, Option(metavar="N", min=1, max=10**7, help="Of a page: show at most N answers. Default: 10,000.")
     ] = None,
@@ -355,16 +345,16 @@ def report(
 
     if kind is not None and kind not in FORMATS:
         raise unknown("format", kind, list(FORMATS))
-    if out is not None:
-        path, written = _one_out(out, html, ENDINGS)
+    if (written := _kind_of(out, ENDINGS)) is not None:
         if kind not in (None, written):
             raise UserError(f"--format {kind} is not what {out} ends in; leave it out, or call the file otherwise")
-        out, html, kind = (None, path, None) if written == "page" else (path, None, written)
-    if html is None and (answers is not None or tokenizer is not None):
+        kind = written
+    page = out if kind == "page" else None
+    if page is None and (answers is not None or tokenizer is not None):
         raise UserError(f"--{'answers' if answers is not None else 'tokenizer'} has no effect without --out FILE.html")
-    if by is not None and (html is not None or kind not in (None, "table")):
+    if by is not None and kind not in (None, "table"):
         raise UserError("--by splits the table; leave out --out and --format, or use compare --by --json")
-    if full and (by is not None or kind not in (None, "table") or (html is not None and kind is None)):
+    if full and (by is not None or kind not in (None, "table")):
         raise UserError("--full adds to the table for a terminal; every other form is complete without it")
     if layout is not None and kind != "latex":
         raise UserError("--layout has no effect without --format latex, or --out FILE.tex")
@@ -376,14 +366,14 @@ def report(
     if by is not None:
         _give(table_by(document, by, width), out)
         return
-    if html is not None:
-        finished.report(html, answers, tokenizer)
-        note(f"wrote {html}")
-    if layout == "paper":
+    if page is not None:
+        finished.report(page, answers, tokenizer)
+        note(f"wrote {page}")
+    elif layout == "paper":
         _give(printed.latex(document), out)
     elif kind not in (None, "table"):
         _give(FORMATS[str(kind)](document), out)
-    elif html is None or kind is not None:
+    else:
         _give(text(document, width, full), out)
 
 

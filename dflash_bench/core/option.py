@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -67,8 +67,6 @@ class OptionSpec:
     choices: Callable[[], Sequence[str]] | None = None
     kind: str = ""
     """Name of a choice in errors; by default that of the flag."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other spellings of choices."""
     parse: Callable[[str, str], Any] | None = None
     """Parses text, given the text and the flag; None: typer parses the field's own type."""
     has_commas: bool = False
@@ -131,13 +129,11 @@ def split_at_commas(text: str) -> list[str]:
 
 
 def unified(options: Any) -> None:
-    """Replace other spellings of choices by the stored one, and texts with commas by their parts: `__post_init__`."""
+    """Replace texts with commas by their parts: `__post_init__`."""
     for spec in _specs(options):
         value = getattr(options, spec.name)
         if spec.has_commas and any("," in text for text in value):
             object.__setattr__(options, spec.name, tuple(part for text in value for part in split_at_commas(text)))
-        if spec.aliases and isinstance(value, str):
-            object.__setattr__(options, spec.name, spec.aliases.get(value, value))
 
 
 def to_json(options: Any) -> dict[str, Any]:

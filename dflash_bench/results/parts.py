@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import lru_cache
@@ -30,7 +30,7 @@ from dflash_bench.results.identity import (
     columns_of_run,
     columns_of_suite,
 )
-from dflash_bench.results.run_info import MEASURE_AGAIN, SCHEMA, UNRELEASED, differences, refuse_other_schema
+from dflash_bench.results.run_info import SCHEMA, differences, refuse_other_schema
 
 # The columns of a run's rows on disk, and records turned into rows and back.
 #
@@ -334,9 +334,9 @@ def _opened(path: Path, identity: Identity | None = None, as_written: bool = Tru
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
             metadata = file.schema_arrow.metadata or {}
-            if versions := _versions(metadata):
-                refuse_other_schema(path, versions, MEASURE_AGAIN)
-            if not versions or not is_of_run(file.schema_arrow):
+            if (version := metadata.get(SCHEMA.encode())) is not None:
+                refuse_other_schema(path, int(version))
+            if version is None or not is_of_run(file.schema_arrow):
                 raise DamagedError(f"cannot read {path}: its columns are not those of a run")
             if not file.metadata.num_rows:
                 raise DamagedError(f"cannot read {path}: it holds no answers")
@@ -347,11 +347,6 @@ def _opened(path: Path, identity: Identity | None = None, as_written: bool = Tru
             yield file
     except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
         raise DamagedError(str(io_error("read", path, error))) from error
-
-
-def _versions(metadata: Mapping[bytes, bytes]) -> dict[str, int]:
-    """Return the schema versions in a part's metadata; empty for Parquet of another kind."""
-    return {name: int(metadata[name.encode()]) for name in (SCHEMA, UNRELEASED) if name.encode() in metadata}
 
 
 def _refuse_other(path: Path, then: Any, now: Identity) -> None:

@@ -18,9 +18,6 @@ from dflash_bench.core.types import SCHEMA_VERSION, SESSION, Settings
 
 SCHEMA = "schema"
 """The key of the schema version, in `run.json`, parts and baselines."""
-UNRELEASED = "schema_version"
-"""The key that it had before version 1.0."""
-MEASURE_AGAIN = "measure it again with dflash-bench run"
 
 # The types of `run.json`. Whatever is not declared here, such as what a newer version adds, is kept as it is.
 
@@ -395,25 +392,21 @@ def read_info(folder: Path) -> RunInfo:
         raise UserError(f"{folder} holds no run (no {FILE})")
     content: Any = files.json_of(path)
     is_run = isinstance(content, dict) and isinstance(content.get("identity"), dict)
-    if not is_run or not any(isinstance(content.get(name), int) for name in (SCHEMA, UNRELEASED)):
+    if not is_run or not isinstance(content.get(SCHEMA), int):
         raise UserError(f"cannot read {path}: not written by dflash-bench run")
-    refuse_other_schema(path, content, MEASURE_AGAIN)
+    refuse_other_schema(path, content[SCHEMA])
     info = parse(RunInfo, content, f"{path} is not as dflash-bench run wrote it")
     if info.spoiled is not None:
         raise UserError(f"{folder} proves nothing: {info.spoiled}; delete it, and run again")
     return info
 
 
-def refuse_other_schema(path: Path, versions: Mapping[str, Any], remedy: str) -> None:
-    """Raise UserError if this version cannot read the file; `versions` is what it holds under the keys of a schema."""
-    version = versions.get(SCHEMA)
-    if version == SCHEMA_VERSION and not isinstance(version, bool):
-        return
-    if UNRELEASED in versions:
-        raise UserError(f"{path} was written before version 1.0, whose files are not read any more; {remedy}")
-    raise UserError(
-        f"{path} has schema {version!r}, but this version reads up to {SCHEMA_VERSION}; update dflash-bench"
-    )
+def refuse_other_schema(path: Path, version: object) -> None:
+    """Raise UserError if this version cannot read a file of this schema."""
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise UserError(
+            f"{path} has schema {version!r}, but this version reads up to {SCHEMA_VERSION}; update dflash-bench"
+        )
 
 
 def write_info(folder: Path, info: RunInfo) -> None:

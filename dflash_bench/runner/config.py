@@ -528,7 +528,6 @@ class MachineOptions:
         "the target and agrees with transformers. The judge always uses transformers.",
         metavar="E",
         choices=lambda: rules.ENGINES,
-        aliases={"lean": "native"},
         conflicts=(rules.SERVED, rules.ENGINE_HERE),
     )
     """By whose code the target is computed."""

@@ -17,7 +17,7 @@ PAGES = ("context-smollm2-cpu.md", "context-smollm2-cpu-smollm2.svg", "context-s
 NAME = "context-smollm2-cpu"
 METHODS = "--method dflash --method eagle3 --method ngram --threads 1"
 RUNS = {
-    "smollm2": "--model smollm2 --engine lean --suite gsm8k --context none,1k,2k --max-new-tokens 96",
+    "smollm2": "--model smollm2 --engine native --suite gsm8k --context none,1k,2k --max-new-tokens 96",
     "nano": "--suite gsm8k --limit 8 --context none,256,1k,2k --max-new-tokens 128",
 }
 """nano's prompts are the embedded ones."""

@@ -24,7 +24,7 @@ STEPS = (
     ("the clone", "git clone --quiet {root} checkout"),
     ("the set-up, by pip", ". checkout/scripts/_setup; set_up"),
     ("the first answer", "checkout/scripts/run --suite math --method dflash,eagle3 --limit 4"),
-    ("its page", "checkout/.venv/bin/dflash-bench report --html page.html"),
+    ("its page", "checkout/.venv/bin/dflash-bench report -o page.html"),
     ("the README's first command, whole", "checkout/scripts/run --suite math --method dflash,eagle3"),
 )
 HEAD = """# From a bare clone to the first answer

@@ -31,7 +31,7 @@ HEAD = """# A quantised target under drafts that were trained for the plain one
 
 The weights of the target's linear layers in int8 (a scale for each row; the output head, too) or nf4 (bitsandbytes, a
 scale for every 64 weights): `--quantize`. Embedding and drafts are as they were. One thread, greedy decoding, one
-answer at a time; all but the lines `lean` are computed by transformers' code, so that only the weights differ.
+answer at a time; all but the lines `native` are computed by transformers' code, so that only the weights differ.
 
 **How little this is:** {sizes}. Two small models, one machine, one run each. Intervals are over prompts, and so few
 cannot tell a small loss of accuracy or of acceptance from none. SmolLM2's plain weights come from a 4-bit file
@@ -89,10 +89,10 @@ def measured(work: Work, model: str, source: str, limit: int, tokens: int) -> di
     A run whose answers are not all exact exits with 1, and the page says so.
     """
     name, found = f"{model}-{'embedded' if source == 'embedded' else 'real'}", {}
-    for dtype, kind in product(DTYPES, ("lean", "none", *KINDS)):
-        if kind == "lean" and source == "embedded":
+    for dtype, kind in product(DTYPES, ("native", "none", *KINDS)):
+        if kind == "native" and source == "embedded":
             continue
-        how = {"none": ("--engine", "transformers"), "lean": ("--engine", "lean")}.get(
+        how = {"none": ("--engine", "transformers"), "native": ("--engine", "native")}.get(
             kind, ("--quantize", kind, "--engine", "transformers")
         )
         run = work.run(
@@ -147,7 +147,7 @@ def section(name: str, known: dict[Any, Document]) -> str:
     one = next(iter(runs.values()))
     tokens = one.results.info.identity.max_new_tokens
     title = f"{name.partition('-')[0]} on {one.cells[0].label}"
-    figures = [row for dtype in DTYPES for kind in ("lean", "none", *KINDS) for row in _figures(runs, dtype, kind)]
+    figures = [row for dtype in DTYPES for kind in ("native", "none", *KINDS) for row in _figures(runs, dtype, kind)]
     heads = [
         "dtype",
         "weights",
@@ -181,7 +181,7 @@ def _figures(runs: dict[Any, Document], dtype: str, kind: str) -> Iterator[list[
     run = runs.get((dtype, kind))
     if run is None:
         return
-    weights = {"lean": "plain, lean", "none": "plain"}.get(kind, kind)
+    weights = {"native": "plain, native", "none": "plain"}.get(kind, kind)
     for cell in run.cells:
         rows = run.results.rows
         wrong = int((mismatched(rows) & (rows["method"] == cell.method)).sum())

@@ -333,12 +333,6 @@ def test_files_that_are_no_baseline_are_refused(tmp_path: Path, main: Main) -> N
         ("d", '{"schema": 1, "cells": []}', "d holds no cells"),
         ("e", '{"schema": "1", "cells": [1]}', "e has schema '1', but this version reads up to 1; update dflash-bench"),
         ("f", '{"schema": 1, "cells": [1]}', "f is damaged: identity is missing; write it again with: dflash-bench"),
-        (
-            "g",
-            '{"format": 2, "cells": [1]}',
-            "g was written before version 1.0, whose baselines are not read any more; "
-            "write it again with: dflash-bench baseline RUN... -o FILE",
-        ),
     ]:
         (tmp_path / name).write_text(text)
         code, _, err = main("check", "run", "--baseline", name)

@@ -161,7 +161,7 @@ def test_a_closed_engine_answers_nothing(model: Path) -> None:
         ({"model": "nanno"}, "unknown model 'nanno'"),
         ({"dtype": "float8"}, "unknown dtype 'float8'"),
         ({"drafts": {"dfish": "x"}}, "unknown draft 'dfish'"),
-        ({"engine": "lean", "attention": "sdpa"}, "--attention has no effect"),
+        ({"engine": "native", "attention": "sdpa"}, "--attention has no effect"),
     ],
 )
 def test_an_engine_that_cannot_be_had_is_one_line(options: Any, said: str) -> None:

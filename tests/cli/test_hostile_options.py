@@ -133,7 +133,7 @@ def test_a_file_that_is_none_is_one_line(kind: str, command: str, option: str, h
         path.write_bytes(contents[kind])
     if kind == "unreadable":
         path.chmod(0)
-    html = ["--html", "page.html"] if command == "report" else []
+    html = ["-o", "page.html"] if command == "report" else []
     refused(main, *words(command, option, path), *html)
 
 

@@ -279,11 +279,11 @@ def test_a_pipe_as_a_part_is_damage_and_never_waited_for(main: Main, run: Path) 
 def test_a_pipe_as_the_prompts_of_a_run_is_never_waited_for(main: Main, run: Path) -> None:
     (run / "prompts.parquet").unlink(missing_ok=True)
     os.mkfifo(run / "prompts.parquet")
-    assert "it is a pipe, not a file" in one_line(main, "report", run, "--html", "page.html")
+    assert "it is a pipe, not a file" in one_line(main, "report", run, "-o", "page.html")
 
 
 OUTPUTS = {
-    "page": ["report", "run", "--html"],
+    "page": ["report", "run", "-o"],
     "junit": ["check", "run", "--junit"],
     "summary": ["check", "run", "--summary"],
     "benchmark": ["check", "run", "--benchmark"],
@@ -294,13 +294,13 @@ OUTPUTS = {
 @pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device"])
 @pytest.mark.parametrize("command", OUTPUTS)
 def test_what_is_no_file_is_not_written_to(command: str, kind: str, main: Main, run: Path, tmp_path: Path) -> None:
-    place = tmp_path / "place"
+    place = tmp_path / "place.html"
     if kind == "a pipe":
         os.mkfifo(place)
     elif kind == "a folder":
         place.mkdir()
     else:
-        place = Path("/dev/null")
+        place.symlink_to("/dev/null")
     assert f"cannot write {place}: it is {kind}, not a file" in one_line(main, *OUTPUTS[command], place)
 
 

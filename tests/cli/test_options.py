@@ -277,7 +277,7 @@ SERVED: dict[str, Any] = {"servers": ("plain=http://127.0.0.1:1",)}
         ({"graph": "on", "quantize": "nf4"}, "--graph on is for --engine native, which computes plain weights only"),
         ({"graph": "on", "compile": "inductor"}, "--compile and --graph on: a pass is compiled or captured as a graph"),
         ({"quantize": "nf4", "engine": "native"}, "--engine native computes plain and int8 weights only; leave"),
-        ({"attention": "sdpa", "engine": "lean"}, "--attention has no effect on --engine native, which has its own"),
+        ({"attention": "sdpa", "engine": "native"}, "--attention has no effect on --engine native, which has its own"),
         (SERVED | {"one_at_a_time": True}, "--one-at-a-time has no effect with --server: how a server drafts is said"),
         ({"timeout": 0.0}, "--timeout has no effect without --server"),
         ({"budget": "soon"}, "--for takes a time above 0 with its unit, such as 90s, 5m or 1.5h, not 'soon'"),
@@ -311,11 +311,6 @@ def test_where_a_run_goes_is_checked_likewise() -> None:
 
 
 # Names
-
-
-def test_the_engine_of_our_own_has_an_older_name() -> None:
-    assert RunRequest(engine="lean") == RunRequest(engine="native") == replace(RunRequest(), engine="lean")
-    assert to_json(RunRequest(engine="lean"))["engine"] == "native"
 
 
 def test_a_sweep_gives_settings_as_their_flag_would() -> None:

@@ -76,7 +76,7 @@ def test_every_text_names_the_source(words: list[str], run: Path, main: Main) ->
 
 
 def test_the_page_names_the_source_in_title_tables_plots_and_answers(run: Path, main: Main) -> None:
-    assert main("report", "run", "--html", "page.html")[0] == 0
+    assert main("report", "run", "-o", "page.html")[0] == 0
     page = Path("page.html").read_text(encoding="utf-8")
     assert "<title>nano: dflash on gsm8k (folder data)</title>" in page
     assert '<tr class="suite"><th scope="rowgroup" colspan="10">gsm8k (folder data)</th></tr>' in page

@@ -115,7 +115,7 @@ def test_json_has_both_keys_and_the_exact_values(run: Path, main: Main) -> None:
 def test_the_card_and_the_page_tell_them_apart(run: Path, main: Main) -> None:
     card = main("card", "run")[1]
     assert apart(card) and "temperature 0.7 and 0.7000001" in card
-    assert main("report", "run", "--html", "page.html")[0] == 0
+    assert main("report", "run", "-o", "page.html")[0] == 0
     page = Path("page.html").read_text()
     assert apart(page) and "temperature 0.7 and 0.7000001" in page
     shown = data(page)

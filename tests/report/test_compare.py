@@ -68,16 +68,16 @@ def test_the_same_cells_before_and_after(tmp_path: Path, main: Main) -> None:
 def test_the_page_says_what_changed_first(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "before", answers(30))
     stored(tmp_path / "after", slower(answers(30), 1.5))
-    assert main("compare", "before", "after", "--html", "out/page.html") == (0, "", "wrote out/page.html\n")
+    assert main("compare", "before", "after", "-o", "out/page.html") == (0, "", "wrote out/page.html\n")
     page = Path("out/page.html").read_text()
     headline = page[page.index("<h1>") :].partition("</h1>")[0]
     verdicts = found(main, "before", "after")["verdicts"]
     assert headline == f"<h1>{verdicts[0]}" and verdicts[0].startswith("WORSE: gsm8k")
     worse = [row for row in page.split("<tr")[1:] if 'data-method="dflash"' in row and "var(--lost)" in row]
     assert worse and all("speedup.decode" in row or "tps.decode" in row for row in worse)
-    assert main("compare", "before", "after", "--html", "x.html", "--json")[0] == 2
+    assert main("compare", "before", "after", "-o", "x.html", "--json")[0] == 2
     # The methods of one run as well.
-    assert main("compare", "before", "--html", "methods.html")[0] == 0
+    assert main("compare", "before", "-o", "methods.html")[0] == 0
     assert "dflash / ar" in Path("methods.html").read_text()
 
 

@@ -80,7 +80,7 @@ def assert_no_speedup(main: Main, code: str, of_check: str) -> None:
     assert "dflash n/a (" in " ".join(main("card", "run")[1].split())
     text = " ".join(screen(read_document(Path("run")), 80).plain.split())
     assert "times as fast" not in text and "not shown to be faster" not in text and "slower" not in text
-    assert main("report", "run", "--html", "page.html")[0] == 0
+    assert main("report", "run", "-o", "page.html")[0] == 0
     page = Path("page.html").read_text()
     assert "times as fast" not in page.partition("<nav>")[0] and "<small>×</small>" not in page
     assert main("movie", "run", "-o", "film.svg")[0] == 2
@@ -123,7 +123,7 @@ def test_answers_compared_as_text_are_not_said_to_be_the_same_tokens(
     row = next(line for line in out.splitlines() if line.split()[:1] == ["dflash"])
     assert status == 0 and row.endswith("6/6 ✓" if gives_ids else "6/6 as text")
     assert ("✓" in out) == gives_ids
-    assert main("report", "run", "--html", "page.html")[0] == 0
+    assert main("report", "run", "-o", "page.html")[0] == 0
     page = Path("page.html").read_text().partition("<footer")[0]
     lead, card = page[page.index('<section id="lead">') :].partition("</section>")[0], main("card", "run")[1]
     for shown in (lead, card):

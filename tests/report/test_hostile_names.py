@@ -90,7 +90,7 @@ def test_in_latex(run: Path, main: Main) -> None:
 
 
 def test_on_the_page(run: Path, main: Main, tmp_path: Path) -> None:
-    code, _, _ = main("report", run, "--html", tmp_path / "page.html")
+    code, _, _ = main("report", run, "-o", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     head = page[: page.index("<script")]
     assert code == 0 and "<img" not in page and not UNSEEN.search(head)

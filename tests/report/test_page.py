@@ -144,7 +144,7 @@ def test_tables_findings_and_command_stand_in_the_page(tmp_path: Path) -> None:
 
 def test_the_page_is_written_with_its_plots(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", told())
-    assert main("report", "run", "--html", "out/page.html") == (0, "", "wrote out/page.html\n")
+    assert main("report", "run", "-o", "out/page.html") == (0, "", "wrote out/page.html\n")
     page = Path("out/page.html").read_text(encoding="utf-8")
     assert page.count("<figure data-name=") == page.count("<svg role=") == 6
     ids = re.findall(r' id="([^"]+)"', page)
@@ -230,7 +230,7 @@ def test_a_tokenizer_that_gives_another_text_is_not_believed(tmp_path: Path) -> 
 def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", told())
     Path("tokenizer.json").write_text('{"version": 1}')
-    code, _, text = main("report", "run", "--html", "page.html", "--tokenizer", "tokenizer.json")
+    code, _, text = main("report", "run", "-o", "page.html", "--tokenizer", "tokenizer.json")
     assert (code, text.count("\n")) == (2, 1)
     assert "cannot read tokenizer.json: not a tokenizer" in text
 

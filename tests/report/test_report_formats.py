@@ -89,7 +89,7 @@ def test_the_card_of_a_run_without_plain_answers_says_why_there_is_no_speedup(tm
         line for line in main("card", "run", "--allow", "unfinished")[1].splitlines() if line.startswith("speed-up")
     )
     assert line == "speed-up    dflash n/a (no plain answers to compare with on gsm8k (embedded), math500)"
-    assert main("report", "run", "--html", "page.html", "--allow", "unfinished")[0] == 0
+    assert main("report", "run", "-o", "page.html", "--allow", "unfinished")[0] == 0
     page = Path("page.html").read_text()
     assert "<b>n/a</b><span>no plain answers to compare with on gsm8k (embedded), math500</span>" in page
 
@@ -125,8 +125,8 @@ def assert_refused(result: tuple[int, str, str], *words: str) -> None:
             ["--allow", "anything"],
             ["unknown thing to allow 'anything'", "damaged, doubled, foreign, invalid, unfinished"],
         ),
-        (["--html", "page.html", "--tokenizer", "."], ["holds no tokenizer.json"]),
-        (["--html", "run.txt/page.html"], ["cannot write run.txt/page.html"]),
+        (["-o", "page.html", "--tokenizer", "."], ["holds no tokenizer.json"]),
+        (["-o", "run.txt/page.html"], ["cannot write run.txt/page.html"]),
     ],
 )
 def test_options_that_cannot_be(words: list[str], told: list[str], run: Path, main: Main) -> None:
@@ -156,7 +156,7 @@ def test_what_was_allowed_is_said_first(run: Path, main: Main) -> None:
         assert "cannot read" in shown.partition("prompts")[0] or kind == "latex"
         assert part.name in shown
     assert json.loads(main("report", "run", "--allow", "damaged", "--format", "json")[1])["notes"]
-    assert main("report", "run", "--allow", "damaged", "--html", "page.html")[0] == 0
+    assert main("report", "run", "--allow", "damaged", "-o", "page.html")[0] == 0
     assert part.name in Path("page.html").read_text(encoding="utf-8").partition("<main>")[0]
 
 
@@ -166,7 +166,7 @@ def test_a_run_of_failures_only_says_so_in_every_form(tmp_path: Path, main: Main
     for line in ("report run", "report run --format markdown", "card run"):
         code, out, _ = main(*line.split())
         assert code == 0 and why in out
-    assert main("report", "run", "--html", "page.html")[0] == 0
+    assert main("report", "run", "-o", "page.html")[0] == 0
     page = Path("page.html").read_text(encoding="utf-8")
     assert f"<h1>A{why}.</h1>" in page
     assert "<svg" not in page and 'id="lead"' not in page and 'class="chart"' not in page
@@ -196,7 +196,7 @@ def test_card_and_page_say_what_weakens_the_mean_over_suites(tmp_path: Path, mai
     line, weak = (line for line in main("card", "run")[1].splitlines() if line.startswith(("speed-up", "weak")))
     assert "] ?n (speedup.decode, geometric mean over 2 suites" in line
     assert weak.startswith("weak        ? = the interval contains 1") and "n = fewer than 20 prompts" in weak
-    assert main("report", "run", "--html", "page.html")[0] == 0
+    assert main("report", "run", "-o", "page.html")[0] == 0
     page = Path("page.html").read_text()
     tile = page[page.index('class="tile"') :].partition("</div>")[0]
     assert ">interval contains 1</i>" in tile and ">few prompts</i>" in tile
@@ -228,8 +228,6 @@ def test_the_ending_of_the_file_says_what_is_written(run: Path, main: Main) -> N
     for ending, kind in ((".md", "markdown"), (".json", "json"), (".csv", "csv"), (".tex", "latex"), (".txt", "table")):
         assert main("report", "run", "-o", f"out/report{ending}") == (0, "", f"wrote out/report{ending}\n")
         assert Path(f"out/report{ending}").read_text(encoding="utf-8") == main("report", "run", "--format", kind)[1]
-    assert main("report", "run", "-o", "page.html")[0] == main("report", "run", "--html", "old.html")[0] == 0
-    assert Path("page.html").read_bytes() == Path("old.html").read_bytes()
     assert main("compare", "run", "-o", "changes.json")[0] == main("compare", "run", "-o", "changes.html")[0] == 0
     assert json.loads(Path("changes.json").read_text()) == json.loads(main("compare", "run", "--json")[1])
     for words, why in (
@@ -237,7 +235,6 @@ def test_the_ending_of_the_file_says_what_is_written(run: Path, main: Main) -> N
         ("report run -o run", "cannot tell what to write to run"),
         ("report run -o a.csv --format json", "--format json is not what a.csv ends in"),
         ("report run -o a.md --layout paper", "--layout has no effect"),
-        ("report run -o a.html --html b.html", "give one of them"),
         ("compare run -o a.html --json", "--json has no effect with --out FILE"),
     ):
         assert_refused(main(*words.split()), why)

@@ -400,23 +400,6 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
         assert refusal(call, tmp_path) == f"{path} {problem}; update dflash-bench"
 
 
-def test_what_was_written_before_1_0_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    parquet = import_module("pyarrow.parquet")
-    with store.create(tmp_path / "run", INFO) as run:
-        run.append(pair("p0", [1]))
-    part, path = run.folder / "part-000000.parquet", run.folder / "run.json"
-    old = "was written before version 1.0, whose files are not read any more; measure it again with dflash-bench run"
-    table, now = parquet.read_table(part), path.read_text()
-    for version in range(1, 9):  # also 1, which was another schema then
-        parquet.write_table(table.replace_schema_metadata({"schema_version": str(version)}), part)
-        assert refusal(store.load, run.folder) == f"{part} {old}"
-        then = {name: value for name, value in json.loads(now).items() if name != "schema"}
-        path.write_text(json.dumps(then | {"schema_version": version}))
-        for call in (store.load, lambda folder: store.resume(folder, INFO)):
-            assert refusal(call, run.folder) == f"{path} {old}"
-        path.write_text(now)
-
-
 # Damage
 
 

@@ -437,7 +437,7 @@ def test_a_page_shows_none_of_the_rows_that_would_upset_it(audited: Path, tmp_pa
     """All at once: none of them hides another, since a single one that came through would upset it."""
     run = Path(shutil.copytree(audited, tmp_path / "run"))
     with_rows(run, **{f"p{number:03}": INVALID[what][0] for number, what in enumerate(ON_PAGES)})
-    assert main("report", "run", "--allow", "invalid", "--html", "page.html")[0] == 0
+    assert main("report", "run", "--allow", "invalid", "-o", "page.html")[0] == 0
     rows = results_table.read_run(run, allow=["invalid"]).rows
     assert [*rows[rows["method"] == "dflash"]["prompt_id"]] == ["p010"]
 

@@ -140,7 +140,7 @@ def test_a_session_is_answered_after_its_tools_by_all_methods_and_judged(model: 
     assert kept["reference"] == "Yes." and kept["slices"] == [{"column": "language", "value": "en"}]
     shown = json.loads(main("compare", "new", "--by", "language", "--json")[1])
     assert list(dict.fromkeys(cell["slice"] for cell in shown["cells"])) == ["da", "en"]
-    page = main("report", "new", "--html", "page.html")
+    page = main("report", "new", "-o", "page.html")
     assert page[0] == 0 and "31" in Path("page.html").read_text()
 
 

@@ -80,7 +80,7 @@ def test_all_commands_read_such_a_run(main: Main, prompts: Path, server: FakeSer
     for out in ("one", "two"):
         assert main(*words(server, prompts, out, "--concurrency", "1,2"))[0] == 0
     for command in (
-        ("compare", "one"), ("compare", "one", "two"), ("report", "one", "--html", "page.html"), ("card", "one"),
+        ("compare", "one"), ("compare", "one", "two"), ("report", "one", "-o", "page.html"), ("card", "one"),
         ("baseline", "one", "-o", "base.json"), ("check", "one"),
     ):  # fmt: skip
         code, _, err = main(*command)

@@ -111,7 +111,7 @@ def test_a_key_of_a_server_that_repeats_it_is_nowhere(main: Main, monkeypatch: p
     nowhere(out, err)
     if fault != "401":
         for kind in ("markdown", "html"):
-            _, out, err = main("report", "run", *(("--format", kind) if kind == "markdown" else ("--html", "p.html")))
+            _, out, err = main("report", "run", *(("--format", kind) if kind == "markdown" else ("-o", "p.html")))
             nowhere(out, err)
 
 
@@ -147,7 +147,7 @@ def test_secrets_of_launched_servers_are_nowhere(
         assert "--api-key *** -k *** --more 7" in info["command"]
         log = next(Path("run").glob("servers-*/ar.log")).read_text()
         assert "args:" in log and "--more" in log and log.count("***") >= 4
-        _, out, err = main("report", "run", "--html", "page.html")
+        _, out, err = main("report", "run", "-o", "page.html")
         nowhere(out, err)
 
 

@@ -242,12 +242,10 @@ def read(path: Path) -> list[Baseline]:
     Raises UserError for a file that holds none, was edited, or comes from another version.
     """
     stored = files.json_of(path)
-    if not isinstance(stored, dict) or "cells" not in stored or not ({SCHEMA, "format"} & stored.keys()):
+    if not isinstance(stored, dict) or "cells" not in stored or SCHEMA not in stored:
         raise UserError(f"{path} is not a baseline; write one with: dflash-bench baseline RUN... -o FILE")
     again = "write it again with: dflash-bench baseline RUN... -o FILE"
-    if "format" in stored:
-        raise UserError(f"{path} was written before version 1.0, whose baselines are not read any more; {again}")
-    refuse_other_schema(path, stored, again)
+    refuse_other_schema(path, stored[SCHEMA])
     if not stored["cells"]:
         raise UserError(f"{path} holds no cells, so there is nothing to check against")
     baseline = parse(StoredBaselines, stored, f"{path} is damaged", again)
