@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import matrix
-import pytest
 import test_planted_loading as loaded
 import test_stopwatch as told
 from faults import Fault, Plant
@@ -18,12 +17,9 @@ from matrix import Part, Way
 
 from dflash_bench.engine.backend import LocalBackend, RequestTrace
 from dflash_bench.engine.drafter import NoDrafter
-from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.rows import HostClock
 from dflash_bench.engine.target import Target
 from dflash_bench.results import store
-from dflash_bench.results.run_info import read_info
-from dflash_bench.runner import stopwatch
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.scorers.base import Score
 
@@ -59,10 +55,6 @@ def always(value: Any) -> Callable[[Any], Any]:
     return lambda _sound: lambda *_, **__: value
 
 
-def never_objecting(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stopwatch, "objection", lambda *_, **__: None)
-
-
 def in_loading(name: str) -> str:
     return {"stop": "stop ids", "anot": "template", "a pr": "template"}.get(name[:4], "loader")
 
@@ -87,8 +79,6 @@ AROUND = (
         patched(LocalBackend, "decode", lambda sound: lambda self, ids: sound(self, ids)[::-1]),
     ),
     Around("scorer", "every answer is right", patched(scorers, "score", always(Score("1", True)))),
-    Around("judge", "every answer is the model's own", patched(Judge, "audit", always(None))),
-    Around("judge", "clock and counter agree with everything", never_objecting),
 )  # fmt: skip
 
 
@@ -122,11 +112,10 @@ def outcome(one: Around | None, way: Way, out: Path, part: Part = matrix.WHOLE) 
 
 
 def _objectors(out: Path) -> set[str]:
-    info, who = read_info(out), set[str]()
+    who: set[str] = set()
     for row in store.load(out)[1]:
         if row.generation.error:
             who.add(row.generation.error.partition(":")[0])
         elif "mismatch" in (row.exactness, row.audit):
             who.add("judge")
-    who |= {f"canary of the {one.witness}" for one in info.canaries or () if one.outcome == "silent"}
     return who

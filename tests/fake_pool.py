@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_bench.core.types import Message, Settings
-from dflash_bench.runner.canaries import Canaries
 from dflash_bench.runner.loop import WarmUp
 from dflash_bench.runner.work import Backend, Witnessed
 from dflash_bench.runner.workers import Job, JobDone, Ready, WorkerDied, WorkerPool, measure
@@ -34,7 +33,6 @@ class FakePool(WorkerPool):
     def __post_init__(self) -> None:
         self.backends: dict[int, Backend] = {}
         self.warm: dict[int, dict[str, WarmUp]] = {}
-        self.canaries: dict[int, Canaries] = {}
         self.under_way: list[tuple[int, Job | None]] = []
         self.num_started = 0
         for _ in range(self.number):
@@ -61,11 +59,10 @@ class FakePool(WorkerPool):
             self.backends.pop(worker, None)
             return WorkerDied(worker, "killed")
         if job is None:
-            self.backends[worker], self.warm[worker], self.canaries[worker] = self.make(), {}, Canaries()
+            self.backends[worker], self.warm[worker] = self.make(), {}
             return Ready(worker, {"machine": 0, "environment": {"cpu": f"of {worker}"}})
-        canaries = self.canaries[worker]
-        rows, seconds = measure(job, self.backends[worker], self.warm[worker], canaries)
-        return JobDone(worker, pickle.loads(pickle.dumps(rows)), seconds, {"captured": 1}, canaries.outcomes())
+        rows, seconds = measure(job, self.backends[worker], self.warm[worker])
+        return JobDone(worker, pickle.loads(pickle.dumps(rows)), seconds, {"captured": 1})
 
     @property
     def has_thinking(self) -> bool:

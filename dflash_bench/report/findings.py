@@ -16,7 +16,6 @@ from dflash_bench.analysis import stats
 from dflash_bench.analysis.findings import MIN_PROMPTS, observe
 from dflash_bench.analysis.findings.base import Observation
 from dflash_bench.analysis.findings.speed import parts_of
-from dflash_bench.analysis.gate.checks import WHO, witnesses_passed
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.core import dialects
 from dflash_bench.core.methods import METHODS, name_of
@@ -208,29 +207,6 @@ def _looping(method: str, values: Mapping[str, Any]) -> str:
     return f"{share}, without them {', '.join(changed)}" if changed else f"{share}, and without them nothing is left"
 
 
-WHY_UNTRIED = {
-    "no_answer": "there was no answer to spoil",
-    "not_asked": "it was not used",
-    "sampled": "answers are sampled",
-    "no_tokens": "the server does not report token ids",
-    "short": "answers are too short",
-    "served": "a server does not report its rounds",
-    "no_scorer": "the suite has none",
-    "code": "code is not run again for this",
-    "no_verdict": "it finds no answer right or wrong",
-    "none_passed": "no answer was right",
-    "not_by_numbers": "other numbers do not make its answers wrong",
-    "no_numbers": "right answers contain no numbers",
-    "no_tokenizer": "the target's files are not here",
-}
-"""Why a kind of spoiled copy was not tried, by code."""
-
-
-def _untried(untried: Iterable[tuple[str, str]]) -> str:
-    named = ", ".join(f"{WHO.get(witness, witness)} ({WHY_UNTRIED.get(why, why)})" for witness, why in untried)
-    return f"it was not tested whether these can object: {named}"
-
-
 def _of_dialect(code: str, otherwise: str) -> Callable[[str], str]:
     """Return what the dialect that the remedy's code names has declared for a finding."""
     return lambda remedy: dialects.remedy(remedy, code) or otherwise
@@ -252,11 +228,6 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         "control": "the control failed: use --dtype float32, or find out what makes plain decoding random",
         "method": "rounding does not explain this: the method has a bug; do not use these numbers",
     }),
-    "proves_nothing": (
-        lambda passed:
-        f"the run proves nothing: of deliberately spoiled copies of its answers, {witnesses_passed(passed)}",
-        "a witness that cannot object is broken; do not use these numbers",
-    ),
     "hidden_time": (
         lambda num_answers, more_s, took_s:
         f"beside the times of its {num_answers:,} answers ({1000 * took_s:.3g} ms), calls take {1000 * more_s:.3g} ms "
@@ -453,7 +424,6 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         "the target was computed by torch, because numba's kernels could not: {reason}",
         f"{SLOWER_CODE} --kernels torch",
     ),
-    "untried_witnesses": (_untried, "rely on them only as far as other runs have tested them"),
 }  # fmt: skip
 """By kind, the text and the remedy; where a kind has several remedies, by the code of the remedy."""
 

@@ -18,7 +18,7 @@ from dflash_bench.core.labels import wrapped
 from dflash_bench.report import render
 from dflash_bench.report.tables import VAGUE, Column, ReportTable, Section, TableRow, in_markdown, p_value
 
-COUNTS = ("mismatch", "failed", "witnesses", "plain_drafts", "nothing_drafted", "fallback", "ungated")
+COUNTS = ("mismatch", "failed", "plain_drafts", "nothing_drafted", "fallback", "ungated")
 COLUMNS = (
     Column("result", "result", "left"), Column("suite", "suite", "left"), Column("method", "method", "left"),
     Column("metric", "figure", "left"), Column("found", "found"), Column("expected", "expected"),

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -257,13 +257,6 @@ class ForwardTimes(StoredModel):
     """The shortest of many passes by width; empty on GPUs, and where a pass takes long."""
 
 
-class CanaryEntry(StoredModel):
-    witness: str
-    spoiled: str
-    outcome: Literal["objected", "silent", "untried"]
-    why: str | None = None
-
-
 class MethodTimes(StoredModel):
     """Sums over the answers of one method."""
 
@@ -336,7 +329,6 @@ class RunInfo(StoredModel):
     """By suite, for a run with a time limit, the number of prompts that it measured."""
     spoiled: str | None = None
     objections: dict[str, Whole] = {}
-    canaries: list[CanaryEntry] | None = None
     span_s: Number | None = None
     times: dict[str, MethodTimes] = {}
     since_s: Number = 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from dflash_bench.core.labels import common_prefix_length
 from dflash_bench.core.methods import is_imposed, is_lossy, is_probe
@@ -12,7 +11,6 @@ from dflash_bench.core.types import NOBODY, Answer, Divergence, Generation, Mess
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner import stopwatch
-from dflash_bench.runner.canaries import Canaries
 from dflash_bench.runner.stopwatch import Stopwatch
 from dflash_bench.runner.work import (
     AnswerStore,
@@ -55,7 +53,6 @@ class Conversation:
     run: AnswerStore
     watcher: ProgressListener
     warm: WarmUp
-    canaries: Canaries
     setting: str
     """The name of its settings, without the values that all settings of the run share."""
     scores: dict[str, Score] = field(default_factory=dict)
@@ -109,13 +106,10 @@ class Conversation:
 
         `start_s` is when the call began on the run's clock; `request` the answer's number in a call for several.
         """
-        object_to = partial(
-            stopwatch.objection, watch, request=request, tells_rounds=self.backend.tells_rounds,
+        why = stopwatch.objection(
+            watch, served, request=request, tells_rounds=self.backend.tells_rounds,
             num_rows=self.item.settings.concurrency, is_probe=is_probe(method), was_late=method in self.warm.late,
         )  # fmt: skip
-        why = object_to(served)
-        if why is None:
-            self.canaries.timed(served, watch.call_s, object_to, tells_rounds=self.backend.tells_rounds)
         generation = served.generation if why is None else served.generation.refused(str(why))
         if request is None:
             (self.warm.late.add if watch.is_late(is_probe(method)) else self.warm.late.discard)(method)
@@ -142,10 +136,7 @@ class Conversation:
 
     def judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:
         """Return the record with its verdicts and score; `first` is the first method's answer."""
-        record = self._recorded(self._scored(self._judged(record, first, messages)), messages)
-        if not is_lossy(record.method):
-            self.canaries.judged(record, lambda tokens: self.backend.audit(messages, tokens, self.item.settings))
-        return record
+        return self._recorded(self._scored(self._judged(record, first, messages)), messages)
 
     def _recorded(self, record: Answer, messages: Sequence[Message]) -> Answer:
         """Add what the run records of drafts beyond its rounds: drafting and times are over by now."""
@@ -231,9 +222,7 @@ class Conversation:
             scorer = self.item.loaded.suite.scorer
             self.scores[text] = scorers.score(scorer, self.item.prompt, text, self.plan.isolation, 0)
         found = self.scores[text]
-        record = replace(record, answer=found.answer, passed=found.passed, score=found.value)
-        self.canaries.scored(record, self.item.prompt, self.item.loaded.suite.scorer)
-        return record
+        return replace(record, answer=found.answer, passed=found.passed, score=found.value)
 
 
 def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
@@ -297,15 +286,13 @@ def execute(
     watcher: ProgressListener,
     items: Iterable[WorkItem] | None = None,
     warm: dict[str, WarmUp] | None = None,
-    canaries: Canaries | None = None,
 ) -> None:
     """Run those of `items` (by default, all of the plan) that are not stored yet.
 
-    `warm` has the suites that this backend has been warmed up with, and gets the others. `canaries` are offered the
-    answers. Killed at any time, it loses only what `Conversation.answer` or `run_concurrently` holds back.
+    `warm` has the suites that this backend has been warmed up with, and gets the others. Killed at any time, it loses
+    only what `Conversation.answer` or `run_concurrently` holds back.
     """
     warm = {} if warm is None else warm
-    canaries = Canaries() if canaries is None else canaries
     named = short_names(plan.settings)
     waves: dict[tuple[str, int, Settings], list[Conversation]] = {}
     for item in plan.items() if items is None else items:
@@ -314,7 +301,7 @@ def execute(
         if item.suite not in warm:
             watcher.begins(item.suite, "warming up")
             warm[item.suite] = _warm_up(plan, backend, item)
-        conversation = Conversation(item, plan, backend, run, watcher, warm[item.suite], canaries, named[item.settings])
+        conversation = Conversation(item, plan, backend, run, watcher, warm[item.suite], named[item.settings])
         if item.settings.is_shared:
             waves.setdefault((item.suite, item.repeat, item.settings), []).append(conversation)
             continue

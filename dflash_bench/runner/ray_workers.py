@@ -29,7 +29,6 @@ from dflash_bench.core.terminal import status
 from dflash_bench.core.types import SHARED_WEIGHTS, Answer, Message, Settings
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.run_info import differences
-from dflash_bench.runner.canaries import Canaries, Canary
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.loop import WarmUp
 from dflash_bench.runner.plan import RunPlan
@@ -78,7 +77,6 @@ class RayWorker:
         self.backend = open_engine(order.model, order.methods, order.request, order.max_new_tokens)
         self.backend.witness.read()
         self.warm: dict[str, WarmUp] = {}
-        self.canaries = Canaries()
         return {
             "identity": dict(self.backend.describe()),
             "has_thinking": self.backend.has_thinking,
@@ -86,9 +84,8 @@ class RayWorker:
             "node": environment.boot_id() or ray.get_runtime_context().get_node_id(),
         }
 
-    def measure(self, job: Job) -> tuple[list[Answer], float, dict[str, float | int], list[Canary]]:
-        measured = measure(job, self.backend, self.warm, self.canaries)
-        return *measured, captured_of(self.backend), self.canaries.outcomes()
+    def measure(self, job: Job) -> tuple[list[Answer], float, dict[str, float | int]]:
+        return *measure(job, self.backend, self.warm), captured_of(self.backend)
 
     def witnessed(self) -> Witnessed:
         return witnessed(self.backend)

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,14 +16,13 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.option import to_json
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import LINE_EVERY_S, Stages, progress_bar
-from dflash_bench.core.types import Answer, Generation, Settings
+from dflash_bench.core.types import Answer, Settings
 from dflash_bench.models.chat import decoder_of
 from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.plan import BASELINE, DRAWN
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import budget, config, loop, work, workers
-from dflash_bench.runner.canaries import Canaries, Canary, silent, together
 from dflash_bench.runner.config import RunRequest, schema_of
 from dflash_bench.runner.plan import RunPlan, methods_and_model, modes_of, plan_run, settings_of
 from dflash_bench.runner.ray_workers import opened_workers, require_ray
@@ -307,19 +306,18 @@ def _run(
             run.decode = decoder_of(model.target, request.trust_remote_code)
         if isinstance(backend, WorkerPool):
             with caller.progress(plan.num_generations, len(run.stored)) as progress:
-                captured, tried = workers.execute(plan, backend, run, progress)
+                captured = workers.execute(plan, backend, run, progress)
             report = _judges_report(backend.witnessed(), run, tell)
-            run.mark_finished({"captures": captured, **report, **_canary_outcomes(run, Canaries(), tell, tried)})
+            run.mark_finished({"captures": captured, **report})
             return
-        canaries = Canaries()
         if request.budget is None:
             with caller.progress(plan.num_generations, len(run.stored)) as progress:
-                loop.execute(plan, backend, run, progress, canaries=canaries)
+                loop.execute(plan, backend, run, progress)
             report = _judges_report(witnessed(backend), run, tell)
             at_end = {"client_lag": late(backend)} if request.asks_servers else {}
-            run.mark_finished(at_end | _at_end(backend, launched) | report | _canary_outcomes(run, canaries, tell))
+            run.mark_finished(at_end | _at_end(backend, launched) | report)
         else:
-            _execute_within(budget.seconds(request.budget), plan, backend, run, canaries, caller, launched)
+            _execute_within(budget.seconds(request.budget), plan, backend, run, caller, launched)
     for note in late(backend) if request.asks_servers else ():
         tell(f"note: {note}")
 
@@ -338,21 +336,18 @@ def _execute_within(
     plan: WorkPlan,
     backend: Backend,
     run: store.RunStore,
-    canaries: Canaries,
     caller: Caller,
     launched: LaunchedServers | None = None,
 ) -> None:
     """Run what there is time for, and cut the plan to it."""
     end_s = run.seconds() + budget_s - run.spent_s
     with caller.progress(plan.num_generations, len(run.stored), left_s=lambda: end_s - run.seconds()) as progress:
-        loop.execute(plan, backend, run, progress, budget.items(plan, run, budget_s), canaries=canaries)
+        loop.execute(plan, backend, run, progress, budget.items(plan, run, budget_s))
     counts = budget.measured(plan, run)
     for suite in [suite for suite, number in counts.items() if not number]:
         caller.tell(f"note: there was no time for {suite}; raise --for")
     report = _judges_report(witnessed(backend), run, caller.tell)
-    run.mark_finished(
-        {"measured": counts, **_at_end(backend, launched), **report, **_canary_outcomes(run, canaries, caller.tell)}
-    )
+    run.mark_finished({"measured": counts, **_at_end(backend, launched), **report})
 
 
 def _judges_report(judges: Witnessed, run: store.RunStore, tell: Callable[[str], object]) -> dict[str, Any]:
@@ -369,27 +364,6 @@ def _judges_report(judges: Witnessed, run: store.RunStore, tell: Callable[[str],
     for what, number in judges.objections.items():
         tell(f"note: the judge objected {number} times: {what}")
     return {"objections": dict(judges.objections)}
-
-
-def _canary_outcomes(
-    run: store.RunStore, canaries: Canaries, tell: Callable[[str], object], of_workers: Sequence[Sequence[Canary]] = ()
-) -> dict[str, Any]:
-    """Return the outcomes of spoiled copies of answers, over all processes, for `run.json`."""
-    if run.decode is None:
-        canaries.read(None, None)
-    else:
-        canaries.read(next((one for one in run.records() if _has_an_order(one.generation)), None), run.why_wrong)
-    outcomes = together(read_info(run.folder).canaries or (), [*of_workers, canaries.outcomes()])
-    if witnesses := silent(outcomes):
-        tell(
-            f"note: this run proves nothing: spoiled copies of its answers passed the {' and the '.join(witnesses)}, "
-            "so sound ones would, too"
-        )
-    return {"canaries": [asdict(canary) for canary in outcomes]}
-
-
-def _has_an_order(generation: Generation) -> bool:
-    return generation.error is None and bool(generation.token_ids) and generation.text != generation.text[::-1]
 
 
 def _at_end(backend: Backend, launched: LaunchedServers | None) -> dict[str, Any]:

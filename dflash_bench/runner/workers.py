@@ -20,7 +20,6 @@ from dflash_bench.core.types import Answer, Generation
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.store import Key, RunStore, key
 from dflash_bench.runner import loop
-from dflash_bench.runner.canaries import Canaries, Canary
 from dflash_bench.runner.loop import WarmUp
 from dflash_bench.runner.work import Backend, Described, ProgressListener, Witnessed, WorkItem, WorkPlan
 
@@ -58,8 +57,6 @@ class JobDone:
     """How long it took."""
     captures: Mapping[str, float] = field(default_factory=dict)
     """What the worker captured so far, see `setup.captured_of`."""
-    canaries: Sequence[Canary] = ()
-    """The outcomes of spoiled copies of its answers so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +118,15 @@ class NullListener:
         pass
 
 
-def measure(job: Job, backend: Backend, warm: dict[str, WarmUp], canaries: Canaries) -> tuple[list[Answer], float]:
-    """Measure a job in a worker, whose `warm` and `canaries` these are. Return its rows and the seconds it took."""
+def measure(job: Job, backend: Backend, warm: dict[str, WarmUp]) -> tuple[list[Answer], float]:
+    """Measure a job in a worker, whose `warm` this is. Return its rows and the seconds it took."""
     kept = JobAnswers(job.stored)
-    loop.execute(job.plan, backend, kept, NullListener(), job.items, warm, canaries)
+    loop.execute(job.plan, backend, kept, NullListener(), job.items, warm)
     return kept.new, kept.seconds()
 
 
-def execute(
-    plan: WorkPlan, pool: WorkerPool, run: RunStore, watcher: ProgressListener
-) -> tuple[dict[str, float], list[Sequence[Canary]]]:
-    """Run what is not stored yet. Return what all workers captured together, and the canaries of each.
+def execute(plan: WorkPlan, pool: WorkerPool, run: RunStore, watcher: ProgressListener) -> dict[str, float]:
+    """Run what is not stored yet. Return what all workers captured together.
 
     Raises UserError when no worker is left.
     """
@@ -139,7 +134,7 @@ def execute(
     while driver.waiting or driver.busy:
         driver.hand_out()
         driver.hear(pool.wait())
-    return driver.captured(), list(driver.canaries.values())
+    return driver.captured()
 
 
 def _jobs(plan: WorkPlan, run: RunStore) -> Iterator[Job]:
@@ -170,7 +165,6 @@ class _Driver:
     failed_starts: int = 0
     """Workers in a row that died before they were ready."""
     captures: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    canaries: dict[int, Sequence[Canary]] = field(default_factory=dict)
 
     def hand_out(self) -> None:
         while self.idle and self.waiting:
@@ -186,9 +180,9 @@ class _Driver:
                 self.failed_starts = 0
                 self.numbers[worker] = self.run.keep_worker(about)
                 self.idle.append(worker)
-            case JobDone(worker, records, seconds, captures, canaries):
+            case JobDone(worker, records, seconds, captures):
                 del self.busy[worker]
-                self.captures[worker], self.canaries[worker] = captures, canaries
+                self.captures[worker] = captures
                 self._keep(records, self.numbers[worker], self.run.seconds() - seconds)
                 self.idle.append(worker)
             case WorkerDied(worker, why):

@@ -46,7 +46,7 @@ AROUND_HEAD = """## Around the engine
 
 One run for each mistake in what the engine loads and in what a run tells of itself, in float32, one answer at a time or
 {together} together. A cell is the exit status of `run`, that of `check` on its folder in a process without the mistake,
-and who objected: the judge, the second clock or counter, a spoiled copy of an answer (canary), or one of the checks.
+and who objected: the judge, the second clock or counter, or one of the checks.
 `check` ends in 2 where no answer is left. Plain decoding that sleeps is held against forward passes one at a time.
 """
 

@@ -163,7 +163,7 @@ def with_forms_apart(monkeypatch: pytest.MonkeyPatch, off: float) -> tuple[Judge
 
 
 def test_what_no_rounding_excuses_is_not_measured_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which takes a pass for each place: a run's canaries and every wrong answer would pay it."""
+    """Which takes a pass for each place: every wrong answer would pay it."""
     model = tiny("qwen3")
     judge, answer = Judge(model), answer_of(model)
     monkeypatch.setattr(judge, "_in_steps", lambda *_: pytest.fail("asked in steps"))

@@ -68,7 +68,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
 def pooled(folder: Path, pool: FakePool) -> tuple[dict[str, Any], list[Answer]]:
     """Begins, or continues."""
     with (store.resume if folder.exists() else store.create)(folder, planned_info(PLAN)) as run:
-        captured, _ = runner_workers.execute(PLAN, pool, run, Watch())
+        captured = runner_workers.execute(PLAN, pool, run, Watch())
         run.mark_finished({"captures": captured})
     info, records = store.load(folder)
     return info.to_json(), records

@@ -11,7 +11,7 @@ from math import isnan
 from typing import Any
 
 from dflash_bench.analysis import metrics
-from dflash_bench.analysis.findings import servers, speed, timing, witnesses
+from dflash_bench.analysis.findings import servers, speed, timing
 from dflash_bench.analysis.findings.base import MIN_PROMPTS, CellContext, Observation, place_of
 from dflash_bench.analysis.findings.speed import DEAD_AL, never_drafts
 from dflash_bench.analysis.metrics import BASELINE, Cell
@@ -203,16 +203,16 @@ _CODE = {"not run": "code_not_run", "unsafe": "code_unsafe", "caged": "code_by_h
 
 
 Check = Callable[[CellContext], Observation | None]
-_FORBIDDING: tuple[Check, ...] = (_mismatch, witnesses.proves_nothing, servers.plain_drafts, _nothing_drafted,
+_FORBIDDING: tuple[Check, ...] = (_mismatch, servers.plain_drafts, _nothing_drafted,
     timing.hidden_time,
 )  # fmt: skip
 CHECKS: tuple[Check, ...] = (
-    _mismatch, witnesses.proves_nothing, timing.hidden_time, timing.slow_plain,
+    _mismatch, timing.hidden_time, timing.slow_plain,
     servers.worse_answers, servers.plain_drafts, _failed, _no_baseline, servers.unjudged, _lossy,
     _near_ties, _nothing_drafted,
     timing.loops, _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain,
     speed.unclear, _saturated, timing.first_is_slow, timing.outliers, timing.drift, _truncated, _few_prompts,
     speed.wide_interval, _code, servers.other_servers, servers.compared_by_text, servers.reused_prompts,
     servers.uncounted, servers.no_decode_speed, servers.derived_rounds, timing.shared_machine, timing.unlike_machines,
-    _unpinned, timing.shared_weights, timing.fallback, timing.torch_kernels, witnesses.untried,
+    _unpinned, timing.shared_weights, timing.fallback, timing.torch_kernels,
 )  # fmt: skip

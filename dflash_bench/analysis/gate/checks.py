@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.analysis import compare, noise, roofline, stats
-from dflash_bench.analysis.findings import DEAD_AL, forbidding, timing, witnesses
+from dflash_bench.analysis.findings import DEAD_AL, forbidding, timing
 from dflash_bench.analysis.gate import baselines
 from dflash_bench.analysis.gate.baselines import ABSOLUTE, DEVICE, Baseline, Limit, Runs, cell_name
 from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell, mismatched, select, summarise, without_errors
@@ -28,7 +28,6 @@ FLOORED = "speedup.decode"
 """The metric that may not be significantly below 1 for any method."""
 FORBIDDEN = {
     "mismatch": "answers are not the published model's own output",
-    "proves_nothing": "the run proves nothing",
     "plain_drafts": "the server for plain decoding drafts, so it is no baseline",
     "nothing_drafted": "its server drafted nothing",
     "hidden_time": "part of its work is in no figure",
@@ -49,7 +48,7 @@ class Check:
     setting: str = ""
     """Label that distinguishes the settings from the others of the run; empty if there is only one."""
     kind: str
-    """The id of a metric; or "mismatch", "failed", "witnesses", "ungated" or a kind of flaw, which should number 0."""
+    """The id of a metric; or "mismatch", "failed", "ungated" or a kind of flaw, which should number 0."""
     run: str = ""
     """The name of the run; empty if there is one run, or if all are judged together."""
     found: float
@@ -180,7 +179,6 @@ def judge(
     merged = dict(baseline.limits if baseline else baselines.RELATIVE) | dict(limits or {})
     named = [(run, cell, name) for run, name, of_run in zip(runs, names, cells_of_runs, strict=True) for cell in of_run]
     checks = [check for place in named for check in absolute_checks(*place)]
-    checks += [check for run, name in zip(runs, names, strict=True) for check in _canary_checks(run, name)]
     for run, name, of_run in zip(runs, names, cells_of_runs, strict=True):
         checks += [*_drafting_checks(run, of_run, name), *_fallback_checks(run, of_run, name)]
     if with_timings:
@@ -280,33 +278,6 @@ def absolute_checks(results: RunTable, cell: Cell, run: str = "") -> Iterator[Ch
     if cell.method != BASELINE and al is not None and not is_imposed(cell.method):
         code, reason = "dead_draft" if al < DEAD_AL else "", "almost no draft token is accepted"
         yield _check(cell, "al.pooled", al, DEAD_AL, code, reason, run=run, is_floor=True)
-
-
-WHO = {
-    "judge": "the judge", "counter": "the counter", "clock": "the clock", "scorer": "the scorer",
-    "text": "the tokenizer",
-}  # fmt: skip
-SPOILED = {
-    "token": "an answer with another token", "end": "an answer that ends elsewhere", "count": "one round fewer",
-    "time": "half the time", "numbers": "an answer with other numbers", "order": "a text backwards",
-}  # fmt: skip
-
-
-def witnesses_passed(passed: Iterable[tuple[str, str]]) -> str:
-    """Return which witnesses accepted a spoiled copy, and of which kind."""
-    return ", ".join(f"{WHO.get(witness, witness)} passed {SPOILED.get(kind, kind)}" for witness, kind in passed)
-
-
-def _canary_checks(results: RunTable, run: str) -> Iterator[Check]:
-    """Check that the run's witnesses objected to every spoiled copy; without that the run proves nothing."""
-    if results.info.canaries is None:
-        return
-    passed, suite = witnesses.silent(results.info), str(results.rows.iloc[0]["suite"])
-    yield Check(
-        suite=suite, source=results.info.identity.source_of(suite), method="", kind="witnesses", run=run,
-        found=len(passed), expected=0, failed=bool(passed), code="proves_nothing" if passed else "",
-        reason=f"the run proves nothing: {witnesses_passed(passed)}" if passed else "",
-    )  # fmt: skip
 
 
 def _drafting_checks(results: RunTable, cells: Sequence[Cell], run: str) -> Iterator[Check]:

@@ -153,8 +153,6 @@ METRIC = str(Path(__file__).parent / "evaluate_metric.py")
 """The path to give `evaluate.load`, along with the name of a text scorer."""
 NUMBER_SCORERS = frozenset(("aime_integer", "gsm8k_number"))
 """Scorers whose reference must hold a number."""
-BY_NUMBERS = NUMBER_SCORERS | {"math"}
-"""Scorers to which a right answer with other numbers is wrong."""
 
 
 def require_text_scorer(name: str) -> None:
