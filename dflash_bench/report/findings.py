@@ -342,8 +342,8 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
     "drift": (_drift, "let the machine cool, stop other work, set --threads, and run again"),
     "truncated": ("{tally} were cut at the token limit", "raise --max-new-tokens"),
     "few_prompts": (
-        lambda cell, num_prompts: f"only {num_prompts} {'sessions' if num_prompts < cell.num_prompts else 'prompts'}"
-        ", too few to trust the interval",
+        lambda cell, num_prompts: f"only {num_prompts} {'session' if num_prompts < cell.num_prompts else 'prompt'}"
+        f"{'s' if num_prompts != 1 else ''}, too few to trust the interval",
         f"raise --limit to {MIN_PROMPTS} or more, or leave it out",
     ),
     "wide_interval": (
