@@ -161,7 +161,7 @@ def test_rows_of_parquet_come_in_batches_of_a_size(tmp_path: Path, monkeypatch: 
     asked = list[int]()
     plain = parquet.ParquetFile.iter_batches
     monkeypatch.setattr(
-        parquet.ParquetFile, "iter_batches", lambda file, size: (asked.append(size), plain(file, size))[1]
+        parquet.ParquetFile, "iter_batches", lambda file, size, *more: (asked.append(size), plain(file, size, *more))[1]
     )
     monkeypatch.setattr(rows, "BYTES_AT_A_TIME", 5200)
     assert read(tmp_path) == given
