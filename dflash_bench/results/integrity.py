@@ -199,7 +199,13 @@ def _sums(records: Sequence[Answer]) -> dict[str, float]:
 
 
 def off_sums(info: RunInfo, rows: Any) -> Iterator[tuple[str, Any]]:
-    """Find all answers of methods whose times do not add up to the recorded sums, which a finished run has."""
+    """Find all answers of methods whose times do not add up to the recorded sums, which a finished run has.
+
+    Only a process that went on with the run, and began within its span, leaves answers from before it out.
+    """
+    latest_s = (info.span_s or 0.0) if info.resumed else 0.0
+    if info.state == "complete" and info.since_s > latest_s:
+        yield "the run leaves answers out of its sums that no later process left behind", np.arange(len(rows))
     good = rows[~rows["failed"] & ~(rows["start_s"] < info.since_s)].assign(between_s=rows["end_s"] - rows["start_s"])
     wrong = np.zeros(len(rows), dtype=bool)
     methods = set(good["method"]) if info.state == "complete" else set()

@@ -30,6 +30,8 @@ def rewritten(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda info: info["times"].pop("dflash"), 1),
         (lambda info: info.pop("span_s"), 1),
         (lambda info: info.update(measured={"gsm8k": 6}), 2),
+        (lambda info: info.update(since_s=1e6, times={}), 1),
+        (lambda info: info.update(since_s=1e6, times={}, resumed=[{"started": "2026-01-01T00:00:00"}]), 1),
         (lambda info: info.update(forwards=FORWARDS | {"least_s": 0.05}), 1),
         (lambda info: info["forwards"].update(least_s=0.01, wide_s={"5": 0.045}), 1),
     ],
