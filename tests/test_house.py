@@ -1,4 +1,4 @@
-"""The linter that keeps the rooms apart passes, and fails for an import against the grain."""
+"""The linter that keeps the packages apart passes, and fails for an import against the grain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    folder = tmp_path / "house"
+    folder = tmp_path / "copy"
     folder.mkdir()
     shutil.copy(ROOT / "pyproject.toml", folder)
     ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
@@ -42,7 +42,7 @@ def test_an_import_against_the_grain_is_caught(copy: Path) -> None:
 
 
 MODULES = {path.relative_to(ROOT / "dflash_bench"): path for path in (ROOT / "dflash_bench").rglob("*.py")}
-ROOMS = "core tasks models engine servers runner results analysis perf diagnose report training cli".split()
+PACKAGES = "core tasks models engine servers runner results analysis perf diagnose report training cli".split()
 PLUG_INS = {"base", "dflash", "eagle3", "medusa", "mtp"}
 """Stems of plug-ins: a method as a net, a format, a drafter and an objective; and what each kind of them shares."""
 
@@ -56,17 +56,17 @@ def test_a_class_name_exists_once() -> None:
     assert not {name: found for name, found in homes.items() if len(found) > 1}
 
 
-def test_a_stem_stands_in_two_rooms_at_most_unless_it_is_a_plug_in() -> None:
-    rooms: dict[str, set[str]] = {}
+def test_a_stem_stands_in_two_packages_at_most_unless_it_is_a_plug_in() -> None:
+    packages: dict[str, set[str]] = {}
     for name in MODULES:
         if len(name.parts) > 1 and not name.stem.startswith("__"):
-            rooms.setdefault(name.stem, set()).add(name.parts[0])
-    assert not {stem: found for stem, found in rooms.items() if len(found) > 2 and stem not in PLUG_INS}
+            packages.setdefault(name.stem, set()).add(name.parts[0])
+    assert not {stem: found for stem, found in packages.items() if len(found) > 2 and stem not in PLUG_INS}
 
 
-def test_there_are_thirteen_rooms_and_the_api() -> None:
-    rooms = {name.parts[0] for name in MODULES if len(name.parts) > 1}
-    assert rooms == {*ROOMS, "api"}
+def test_there_are_thirteen_packages_and_the_api() -> None:
+    packages = {name.parts[0] for name in MODULES if len(name.parts) > 1}
+    assert packages == {*PACKAGES, "api"}
 
 
 MOST_PARAMETERS = 12
@@ -115,7 +115,7 @@ def imported_by(text: str, folder: str) -> set[str]:
 
 
 def lone_readers(texts: dict[str, str]) -> set[str]:
-    """Return the files with one importer, of the same room, which they could join within `LARGE` lines."""
+    """Return the files with one importer, of the same package, which they could join within `LARGE` lines."""
     dotted = {name: name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in texts}
     imports = {name: imported_by(text, dotted[name]) for name, text in texts.items()}
     lone = set()
