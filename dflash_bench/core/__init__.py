@@ -1,1 +1,1 @@
-"""Shared by all rooms: types, methods, options, files, the terminal, the machine. No torch."""
+"""Shared by all packages: types, methods, options, files, the terminal, the machine. No torch."""

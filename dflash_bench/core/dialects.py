@@ -1,7 +1,7 @@
-"""What a kind of server declares about itself, once: how it is recognised, asked, read, counted, remedied and launched.
+"""A server dialect: how to identify, query, parse, count, fix and launch one kind of server, declared once.
 
 Each kind is one file, `servers/dialects/NAME.py` with a `DIALECT`, or an entry point of another package. It is loaded
-by name when it is first needed, and imports nothing heavy, so that rooms which know no servers can use its facts.
+by name on first use, and imports nothing heavy, so that packages that do not import `servers` can use its facts.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dflash_bench.core.methods import Method
 from dflash_bench.core.plugins import Registry
 from dflash_bench.core.types import Message, Settings, template_input
 
-# Counts: what a server says about the rounds of an answer, and what can be true of it.
+# Counts: what a server reports about the rounds of an answer, and the limits of what can be true.
 
 
 MOST_DRAFTED = 256
-"""Tokens per round; larger than the largest blocks and trees that any server drafts."""
+"""Drafted tokens per round; above the largest blocks and trees that any server drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceCounts:
-    """Totals over the rounds of one answer; `drafted` is None where it is not known.
+    """Totals over the rounds of one answer; `drafted` is None if unknown.
 
-    `at` holds by position in the draft how many rounds accepted it. `by` is the id of the `CountingRule` that a
-    server's own counts follow.
+    `at[i]` is the number of rounds that accepted draft position i. `by` is the id of the `CountingRule` that a server's
+    own counts follow.
     """
 
     rounds: int
@@ -42,13 +42,13 @@ class AcceptanceCounts:
 
     @property
     def by_position(self) -> tuple[int, ...] | None:
-        """`at`, if it agrees with the totals and no draft is accepted without the one before it; else None."""
+        """Return `at` if it agrees with the totals and no draft is accepted without its predecessor; else None."""
         if self.at is None or sum(self.at) != self.accepted:
             return None
         return self.at if all(more >= less for more, less in pairwise((self.rounds, *self.at, 0))) else None
 
     def same_as(self, other: AcceptanceCounts) -> bool:
-        """Compare what both know. Trailing positions that no round accepted may be missing from either."""
+        """Compare the known fields. Either may omit trailing positions that no round accepted."""
         if (self.rounds, self.accepted) != (other.rounds, other.accepted):
             return False
         if None not in (self.drafted, other.drafted) and self.drafted != other.drafted:
@@ -66,7 +66,7 @@ def padded(at: Sequence[int], length: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DecodedAnswer:
-    """An answer that our engine decoded: `num_tokens` tokens, the first from prefill, at most `limit` of them.
+    """An answer decoded by our engine: `num_tokens` tokens, the first from prefill, at most `limit` of them.
 
     `accepted` holds how many of its `num_drafts` drafted tokens each round accepted.
     """
@@ -77,7 +77,7 @@ class DecodedAnswer:
     limit: int
 
     def rounds(self) -> Iterator[tuple[int, int, int]]:
-        """Yield for each round: how many tokens may still be emitted before it, accepted drafts, emitted tokens."""
+        """Yield for each round: the number of tokens that may still be emitted, accepted drafts, emitted tokens."""
         done = 1
         for accepted in self.accepted:
             emitted = min(accepted + 1, self.num_tokens - done)
@@ -85,14 +85,14 @@ class DecodedAnswer:
             done += emitted
 
     def counts(self, kept: Sequence[int], drafted: int | None = None) -> AcceptanceCounts:
-        """Sum up rounds that kept so many drafts each, in which all drafts were verified unless `drafted` says less."""
+        """Sum up rounds that kept these numbers of drafts; all drafts were verified unless `drafted` is lower."""
         at = tuple(sum(count > place for count in kept) for place in range(self.num_drafts))
         return AcceptanceCounts(len(kept), sum(kept), len(kept) * self.num_drafts if drafted is None else drafted, at)
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Expresses our own counts the way an engine counts its last round, which is where engines differ."""
+    """Converts our own counts to an engine's way of counting its last round, which is where engines differ."""
 
     id: str
     description: str
@@ -121,15 +121,15 @@ UNMEASURED = (
         _count_bonus_last,
     ),
 )
-"""For servers whose last round nobody has measured: crosscheck takes the conversion that fits best."""
+"""For servers whose last round nobody has measured: crosscheck uses the conversion that fits best."""
 
 
 @dataclass(frozen=True, slots=True)
 class CountingRule:
-    """How a server counts the rounds (S) of an answer of T tokens, and by how much its totals may miss T.
+    """How a server counts the rounds (S) of an answer of T tokens, and by how much its totals may differ from T.
 
     Every round but the last emits its accepted drafts and one more token, so the sum over rounds differs from T - 1
-    only by what the end of the answer does to the last round.
+    only through the end of the answer in the last round.
     """
 
     id: str
@@ -139,20 +139,20 @@ class CountingRule:
     short: int = 0
     """The sum may be this much smaller: tokens at the limit that come without a round."""
     beyond: int | None = 0
-    """The sum may be this much larger; None: by all that the last round accepted beyond the end."""
+    """The sum may be this much larger; None: by everything that the last round accepted beyond the end."""
     may_omit_stop: bool = False
-    """The server's usage may leave out the token that ends an answer."""
+    """The server's usage may omit the token that ends an answer."""
     is_derived: bool = False
-    """The server does not report its rounds; they are worked out from other counts."""
+    """The server does not report its rounds; they are derived from other counts."""
 
 
 def contradiction(
     counts: AcceptanceCounts, num_tokens: int, *, at_limit: bool = False, hides_tokens: bool = False
 ) -> str | None:
-    """Return why these counts cannot be those of an answer of `num_tokens` tokens, the first from prefill, or None.
+    """Return why these counts cannot belong to an answer of `num_tokens` tokens, the first from prefill, or None.
 
-    `at_limit`: the answer was ended by its limit and not by a stop. `hides_tokens`: only the server says how many
-    tokens there are, since it names none of them.
+    `at_limit`: the answer ended at its limit, not at a stop. `hides_tokens`: the server reports only the number of
+    tokens, not the tokens.
     """
     rule = rule_of(counts.by)
     if rule is None:
@@ -187,20 +187,20 @@ def contradiction(
     return None
 
 
-# Requests: what a dialect turns into HTTP, and what it reads from it.
+# Requests: what a dialect converts to HTTP, and what it reads from the reply.
 
 
 class AnswerError(Exception):
-    """Why one answer failed; it becomes the error of its row."""
+    """The reason why one answer failed; it becomes the error of its row."""
 
 
 REUSED = "reused"
-"""What is recorded of a prefix cache that is left to itself."""
+"""Recorded for a prefix cache that is left enabled."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerRequest:
-    """One answer to be generated. Without `prompt_ids` the server renders the chat with its own template."""
+    """One answer to generate. Without `prompt_ids` the server renders the chat with its own template."""
 
     model: str | None
     messages: Sequence[Message]
@@ -209,9 +209,9 @@ class ServerRequest:
     max_new_tokens: int
     seed: int
     json_schema: Mapping[str, Any] | None = field(default=None, kw_only=True)
-    """What the answer must be, for servers that constrain their output."""
+    """The schema of the answer, for servers that support constrained output."""
     salt: str | None
-    """Differs between requests, so that servers reuse nothing of another request; None if they may."""
+    """Differs between requests, so that servers reuse nothing of another request; None if reuse is allowed."""
 
     @property
     def chat(self) -> list[dict[str, Any]]:
@@ -220,14 +220,14 @@ class ServerRequest:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server reports about itself. `properties`, by its own names, decide its answers or its speed."""
+    """What a server reports about itself. `properties`, under its own names, determine its answers or its speed."""
 
     version: str | None = None
     properties: Mapping[str, Any] = field(default_factory=dict)
 
 
 Pages = Mapping[str, Any]
-"""The JSON that a server returns, by path; paths that return none are absent."""
+"""The JSON that a server returns, by path; paths that return nothing are absent."""
 
 
 # Launching: the command line of a server that `--launch` starts.
@@ -239,27 +239,27 @@ class LaunchSpec:
 
     method: Method
     model: str
-    """The name under which it serves the model."""
+    """The name under which the server offers the model."""
     target: str
     draft: str | None
     num_drafts: int | None
     length: int
     """Tokens of the longest prompt and answer together."""
     slots: int
-    """Answers decoded at a time."""
+    """Answers decoded concurrently."""
     dtype: str
     """float32, bfloat16, float16 or auto."""
     memory_share: float
-    """The fraction of a GPU's memory that it may use."""
+    """The fraction of GPU memory that the server may use."""
     trust_remote_code: bool = False
     kind: str = ""
-    """What the draft is, as its checkpoint says: DFlash, DFlash 2, DSpark ..."""
+    """The kind of the draft according to its checkpoint: DFlash, DFlash 2, DSpark ..."""
     shifted: bool = False
-    """Slots of its block predict the token after them, so that the anchor's drafts, too."""
+    """Slots of a block predict the following token, so that the anchor drafts, too."""
     base: Method | None = None
-    """What drafts where `method` only says at which rates drafts are accepted."""
+    """The method that drafts where `method` only imposes acceptance rates."""
     rates: tuple[float, ...] = ()
-    """The shares of rounds that accept the first 1, 2, ... drafted tokens, right or wrong; none: the target decides."""
+    """Shares of rounds that accept the first 1, 2, ... drafted tokens, right or wrong; empty: the target decides."""
 
     @property
     def drafter(self) -> Method:
@@ -267,29 +267,29 @@ class LaunchSpec:
 
 
 IMPOSED = ("rates", "profile", "category", "base")
-"""The options of `synthetic` that a program takes which can accept drafts at given rates."""
+"""The options of `synthetic` for programs that can accept drafts at given rates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     name: str
-    """As in `--launch NAME`."""
+    """The name in `--launch NAME`."""
     executable: str
-    """Looked up on the PATH unless the user gives another."""
+    """Looked up on the PATH unless the user gives a path."""
     wants_gguf: bool
-    """It loads weights from GGUF files instead of folders."""
+    """Loads weights from GGUF files instead of folders."""
     methods: Mapping[str, tuple[str, ...]]
-    """The methods it can draft by, besides plain decoding, each with the options that it can be told."""
+    """The supported methods, besides plain decoding, each with the options that can be set."""
     kinds: tuple[str, ...]
-    """Of drafts for the method dflash, the kinds that it computes, by their publishers' files."""
+    """The supported kinds of drafts for the method dflash, by their publishers' files."""
     key_variable: str
     """The environment variable that holds the API key it requires."""
     argv: Callable[[LaunchSpec, int], list[str]]
-    """The arguments after the executable, to serve on this port of 127.0.0.1."""
+    """Return the arguments after the executable, to serve on this port of 127.0.0.1."""
     counting: tuple[str, ...] = ()
-    """Those at the end of a drafting server's, by which it only reports its rounds."""
+    """The last arguments of a drafting server, which only make it report its rounds."""
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """By method, why it cannot be told to draft so, where that is known."""
+    """The known reason why a method cannot be launched, by method."""
 
 
 # Dialects, by name.
@@ -299,27 +299,27 @@ class Program:
 class Dialect:
     name: str
     pages: tuple[str, ...]
-    """Paths that tell it from other dialects, and that `identify` reads."""
+    """Paths that distinguish it from other dialects, and that `identify` reads."""
     identify: Callable[[Pages], ServerInfo | None]
-    """Return None for the pages of another dialect."""
+    """Return the server's info, or None for the pages of another dialect."""
     call: Callable[[ServerRequest], tuple[str, dict[str, Any]]]
     """Return the path to post to, and the body."""
     read: Callable[[Mapping[str, Any], Any], None]
     """Read one event of the stream into a `servers.stream.StreamState`. Raises AnswerError for a malformed one."""
     takes_ids: bool = True
-    """It accepts prompts as token ids."""
+    """Accepts prompts as token ids."""
     repeats: bool = False
     """Each event may repeat all tokens so far."""
     prefix_cache: str = "unknown"
-    """What a request itself does about cached prompts."""
+    """How a request itself treats cached prompts."""
     flush: str | None = None
     """Posting to this path empties the prefix cache."""
     unsupported: tuple[str, ...] = ()
     """Settings that it cannot express."""
     takes_thinking: bool = True
-    """Every such server can be told a mode of thinking. If not, it is told only a mode that the user asks for."""
+    """Whether every server of this kind can set a thinking mode. If not, only a mode that the user requests is sent."""
     is_general: bool = False
-    """Its pages are also those of more particular dialects, so it is recognised last."""
+    """More specific dialects have the same pages, so it is tried last."""
     counters: str | None = None
     """The prefix of its Prometheus counters of rounds, which follow the rule `NAME.counters`."""
     rules: tuple[CountingRule, ...] = ()
@@ -344,7 +344,7 @@ def _built_in() -> dict[str, EntryPoint]:
 
 
 def _checked(name: str, found: object) -> Dialect:
-    """Raises TypeError for anything but a dialect of this name."""
+    """Return the object. Raises TypeError unless it is a dialect of this name."""
     if not isinstance(found, Dialect) or found.name != name:
         raise TypeError(f"it must be a dflash_bench.core.dialects.Dialect named '{name}'")
     ids = [rule.id for rule in found.rules]
@@ -359,7 +359,7 @@ DIALECTS: Registry[Dialect] = Registry(plugins.DIALECTS, _built_in(), _checked)
 
 
 def rule_of(counted_by: str) -> CountingRule | None:
-    """Look up a counting rule by its id; None where no dialect here declares it."""
+    """Return a counting rule by its id; None if no dialect here declares it."""
     dialect = DIALECTS.get(counted_by.partition(".")[0])
     return next((rule for rule in dialect.rules if rule.id == counted_by), None) if dialect else None
 
@@ -370,6 +370,6 @@ def describe_rule(counted_by: str) -> str:
 
 
 def remedy(dialect: str, code: str) -> str | None:
-    """Return what to do about this finding on such a server; None where nothing particular is known."""
+    """Return the remedy for this finding on such a server; None if nothing specific is known."""
     found = DIALECTS.get(dialect)
     return None if found is None else found.remedies.get(code)

@@ -1,6 +1,6 @@
-"""The kinds of drafts: ids as a user types them, names as people know them.
+"""The kinds of drafts: ids as users type them, and names for display.
 
-The kinds of the DFlash family share the method dflash; which one a checkpoint is, its config and tensors say.
+The kinds of the DFlash family share the method dflash; a checkpoint's config and tensors tell which kind it is.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ KINDS = FAMILY | {
 
 
 def name_of_kind(kind: str) -> str:
-    """Return the name of a kind, or an id that is not known as it is."""
+    """Return the name of a kind; an unknown id is returned unchanged."""
     return KINDS.get(kind, kind)
 
 
 def check_kind(kind: str, where: str) -> None:
-    """Raises UserError for an id that is no kind; it lists the kinds."""
+    """Raise UserError for an unknown kind, with the list of kinds."""
     if kind not in KINDS:
         raise unknown(where, kind, list(KINDS))
 
 
 def with_kind(method: str, kind: str | None) -> str:
-    """Return `dflash (DFlash 2)`, or the method alone where no kind is known."""
+    """Return `dflash (DFlash 2)`, or only the method if the kind is unknown."""
     return method if kind is None else f"{method} ({kind})"

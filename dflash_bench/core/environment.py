@@ -1,7 +1,7 @@
-"""The environment of a measurement: machine, versions and commit, as a record that JSON can hold.
+"""The environment of a measurement (machine, versions, commit) as a JSON record.
 
-It ends up in committed tables, so it contains no user, host or folder names. It never imports the packages that it
-describes, so that a report can be written without loading torch.
+It ends up in committed tables, so it contains no user, host or folder names. The packages that it describes are never
+imported, so that a report can be written without loading torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", "HF_H
 
 
 def describe() -> dict[str, Any]:
-    """Return machine, versions, commit and GPUs as one record; None stands for what is absent or unknown."""
+    """Return machine, versions, commit and GPUs as one record; None if absent or unknown."""
     return {
         "platform": platform.system(),
         "kernel": platform.release(),
@@ -35,7 +35,7 @@ def describe() -> dict[str, Any]:
         "num_usable_cores": num_usable_cores(),
         "memory_bytes": _memory_bytes(),
         "python": platform.python_version(),
-        # Our own version is that of the running code: the metadata of a checkout can be older.
+        # The running code's version: the metadata of a checkout can be older.
         "packages": {"dflash-bench": __version__} | {name: _version(name) for name in PACKAGES} | plugins.used(),
         "git": copy(_running_code()),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
@@ -49,7 +49,7 @@ def memory_bytes() -> tuple[int | None, list[int]]:
 
 
 def boot_id() -> str | None:
-    """Return what tells this machine, since it was started, from all others; None where the system does not say."""
+    """Return an id of this machine since its last boot; None if the system does not provide it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() or None
     except OSError:
@@ -57,7 +57,7 @@ def boot_id() -> str | None:
 
 
 def free_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the memory that is still available, of the machine or of its container if less; None if unknown."""
+    """Return the available memory of the machine, or of its container if less; None if unknown."""
     try:
         match = re.search(r"^MemAvailable:\s*(\d+) kB$", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
@@ -68,7 +68,7 @@ def free_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/f
 
 
 def _left_in_group(group: Path) -> int | None:
-    """Return the bytes that a control group (version 2) may still take, with its unused file cache counted as free."""
+    """Return the bytes that a control group (version 2) may still allocate, counting its unused file cache as free."""
     try:
         most, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
         files = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
@@ -119,7 +119,7 @@ def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
 
 
 def num_usable_cores() -> int | None:
-    """Return how many processors this process may use, fewer if it is pinned to some; None except on Linux."""
+    """Return how many processors this process may use, which CPU affinity can limit; None except on Linux."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
@@ -140,7 +140,7 @@ def _version(package: str) -> str | None:
 
 @cache
 def _running_code() -> dict[str, Any] | None:
-    """Return `_git` as it was when first asked: what is edited later does not change the code of this process."""
+    """Return `_git` at the first call: later edits do not change the code of this process."""
     return _git()
 
 
@@ -152,7 +152,7 @@ def _git(package: Path = Path(__file__).parent.parent) -> dict[str, Any] | None:
     # An installed package may lie inside another repository, for instance in a virtual environment.
     if not answer or Path(root).resolve() != package.parent.resolve():
         return None
-    # Only code and suites count: a run's results must not make the next run's code look changed.
+    # Only code and suites count: a run's results must not mark the next run's code as changed.
     changes = _output(*git, "status", "--porcelain", "--", package.name, "suites")
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 

@@ -1,12 +1,12 @@
-"""The error that users are meant to see, and problems of a draft, which become such errors or findings."""
+"""The error shown to users, and problems of a draft, which become such errors or findings."""
 
 from dataclasses import dataclass
 
 
 class UserError(Exception):
-    """An error that says in one line what is wrong and what to do; the command line prints it and exits 2.
+    """An error that states in one line what is wrong and what to do; the command line prints it and exits with 2.
 
-    `remedy` is given by itself if a caller shows the two separately.
+    `remedy` is the second part alone, for callers that show the two separately.
     """
 
     def __init__(self, what: str, remedy: str = "") -> None:
@@ -15,7 +15,7 @@ class UserError(Exception):
 
 
 def unknown(kind: str, name: str, known: list[str]) -> UserError:
-    """Return the error for an unknown name; it guesses what was meant, and lists the known ones."""
+    """Return the error for an unknown name, with the closest known name and the list of known names."""
     from difflib import get_close_matches
 
     guess = get_close_matches(name, known, n=1, cutoff=0.7)
@@ -29,7 +29,7 @@ def first_line(error: BaseException) -> str:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True for a crash in Rust code, such as the tokenizers library: Python's own errors are not its base."""
+    """Return whether it is a crash in Rust code, such as the tokenizers library; it does not derive from Exception."""
     return type(error).__name__ == "PanicException"
 
 

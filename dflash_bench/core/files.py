@@ -1,4 +1,4 @@
-"""Files: written so that nobody sees a partial one, and read so that a broken one is one line of error."""
+"""Files: written atomically, and read with a one-line error if they are broken."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import IO, Any
 from dflash_bench.core.errors import UserError, first_line
 
 MOST_NESTED = 100
-"""Levels of JSON: more than our files or any publisher's have, and few enough for every JSON reader and writer."""
+"""Levels of JSON: more than any file of ours or a publisher's has, and few enough for every JSON reader and writer."""
 _CHUNK = 1 << 20
 """Bytes of a JSON array that are read at a time; more if one of its rows is longer."""
 _CUT = 16
-"""Outside strings, a JSON reader fails at a cut text's last characters: fewer than this."""
+"""A JSON reader fails at fewer than this many last characters of a truncated text, outside strings."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -36,12 +36,12 @@ KINDS = (
 
 
 def require_file(path: Path) -> None:
-    """Raise UserError unless there is a file: opening a pipe would wait until someone writes to it."""
+    """Raise UserError unless there is a file: opening a pipe would block until someone writes to it."""
     _refuse_other_kinds("read", path)
 
 
 def require_output(path: Path) -> None:
-    """Raise UserError if `path` is there and not a file: a pipe would wait for a reader, and a device keeps nothing."""
+    """Raise UserError if `path` exists but is no file: a pipe would wait for a reader, and a device keeps nothing."""
     _refuse_other_kinds("write", path)
 
 
@@ -94,7 +94,7 @@ def json_of(path: Path) -> Any:
 
 
 def parse_json(where: str, text: str) -> Any:
-    """Parse JSON. Raises UserError, with a message that begins with `where`, if it is not valid or nested too deep."""
+    """Parse JSON. Raises UserError, with a message that begins with `where`, if it is invalid or nested too deeply."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -102,7 +102,7 @@ def parse_json(where: str, text: str) -> Any:
         raise UserError(f"{where}: not valid JSON ({error.msg} at {line}column {error.colno})") from error
     except RecursionError as error:
         raise _nested(where) from error
-    except ValueError as error:  # Python refuses to convert more than a few thousand digits
+    except ValueError as error:  # Python refuses to convert numbers of more than a few thousand digits
         raise UserError(f"{where}: a number in its JSON has too many digits") from error
     _refuse_nested(where, value)
     _refuse_halves(where, text, value)
@@ -110,9 +110,9 @@ def parse_json(where: str, text: str) -> Any:
 
 
 def rows_of(path: Path, longest: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects in the JSON array that a UTF-8 file is, one by one, each with its place: "FILE row 3".
+    """Yield the objects of the JSON array in a UTF-8 file, one by one, each with its place: "FILE row 3".
 
-    Raises UserError if that fails, for anything else, and for an object above `longest` characters.
+    Raises UserError if that fails, for other content, and for an object above `longest` characters.
     """
     require_file(path)
     try:
@@ -123,7 +123,7 @@ def rows_of(path: Path, longest: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class _ArrayText:
-    """The text of a JSON array, of which only what was read and not yet used is held."""
+    """The text of a JSON array; holds only the part that was read and not yet used."""
 
     def __init__(self, path: Path, file: IO[bytes], longest: int) -> None:
         self.path, self.file, self.longest = path, file, longest
@@ -148,7 +148,7 @@ class _ArrayText:
             raise UserError(f"{self.path}: not valid JSON (something follows the array)")
 
     def _mark(self) -> str:
-        """Return the next character that is no space, and stay at it; nothing at the end of the file."""
+        """Return the next character that is not white space, without consuming it; "" at the end of the file."""
         while True:
             if space := _SPACE.match(self.text, self.at):
                 self.at = space.end()
@@ -174,7 +174,7 @@ class _ArrayText:
         return row
 
     def _is_cut(self, where: str, error: Exception) -> bool:
-        """Return True if the row may go on behind what was read. Raises UserError if it is too long already."""
+        """Return whether the row may continue beyond the text read. Raises UserError if it is too long already."""
         if not isinstance(error, json.JSONDecodeError):
             return False
         is_cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - _CUT
@@ -187,7 +187,7 @@ class _ArrayText:
             raise UserError(f"{where}: longer than {self.longest >> 20} MiB; give shorter rows")
 
     def _read(self) -> bool:
-        """Read on, by as much as is held, so that a long row is tried few times; False at the end of the file."""
+        """Read as much as is already held, so that a long row is tried few times; False at the end of the file."""
         self.text, self.at = self.text[self.at :], 0
         data = self.file.read(max(_CHUNK, len(self.text)))
         num_pending = len(self.decoder.getstate()[0])
@@ -202,7 +202,7 @@ class _ArrayText:
 
 
 def _refuse_nested(where: str, value: Any) -> None:
-    """Raise UserError for JSON that Python can read but that is too deep for the code that uses it."""
+    """Raise UserError for JSON that Python can read but that is too deep for its users."""
     level = [value]
     for _ in range(MOST_NESTED):
         level = [inner for outer in level if isinstance(outer, dict | list) for inner in _inside(outer)]
@@ -212,7 +212,7 @@ def _refuse_nested(where: str, value: Any) -> None:
 
 
 def _refuse_halves(where: str, text: str, value: Any) -> None:
-    """Raise UserError for half a character, which JSON can hold as an escape but which cannot be stored or shown."""
+    """Raise UserError for a lone surrogate, which JSON can hold as an escape but which cannot be stored or shown."""
     if _HALF.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -263,14 +263,14 @@ def write_whole(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """As `write_whole`, in UTF-8."""
+    """Write UTF-8 text by `write_whole`."""
     write_whole(path, lambda file: file.write(text.encode()))
 
 
 def write_output(path: Path, content: str | bytes | Callable[[IO[bytes]], object]) -> None:
-    """As `write_whole`, for a place that a user named: folders that are missing above it are made.
+    """Write a file that a user named by `write_whole`, with the missing folders above it.
 
-    If the file is not written in the end, they are taken away again.
+    The folders are removed again if the file is not written.
     """
     require_output(path)
     missing = [folder for folder in path.parents if not folder.exists()]
@@ -288,12 +288,12 @@ def write_output(path: Path, content: str | bytes | Callable[[IO[bytes]], object
 
 
 def json_text(value: Any) -> str:
-    """Return JSON for people and programs. Raises ValueError for NaN and infinity, which JSON does not have."""
+    """Return JSON for people and programs. Raises ValueError for NaN and infinity, which JSON lacks."""
     return json.dumps(value, indent=1, allow_nan=False)
 
 
 def json_lines(value: Any, newline: str = "\n") -> str:
-    """Return JSON with a line for each list or object of plain values alone, so that a diff shows what changed."""
+    """Return JSON with one line per list or object of plain values, so that a diff shows what changed."""
     is_object = isinstance(value, dict)
     inner = value.values() if is_object else value if isinstance(value, list | tuple) else ()
     if not any(isinstance(one, dict | list | tuple) for one in inner):
@@ -321,5 +321,5 @@ def sync(folder: Path) -> None:
 
 
 def io_error(do: str, path: Path, error: BaseException) -> UserError:
-    """Return the error for a file that we could not read or write, with the first line of the reason."""
+    """Return the error for a file that could not be read or written, with the first line of the reason."""
     return UserError(f"cannot {do} {path}: {getattr(error, 'strerror', None) or first_line(error)}")

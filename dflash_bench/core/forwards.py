@@ -1,4 +1,4 @@
-"""Forward passes as plain data: sizes of networks, times of their passes, limits of the machine, and the best width.
+"""Forward passes as plain data: network sizes, times of passes, limits of the machine, and the best width.
 
 `perf` measures them, a run stores them, and `analysis` judges them.
 """
@@ -24,7 +24,7 @@ class LinearCost(NamedTuple):
 
 
 def fit(widths: ArrayLike, seconds: ArrayLike) -> LinearCost:
-    """Fit a line of least squares whose slope is not negative."""
+    """Fit a line with a non-negative slope by least squares."""
     width, measured = np.asarray(widths, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     spread = width - width.mean()
     slope = max(0.0, float(spread @ measured / max(1.0, spread @ spread)))
@@ -37,7 +37,7 @@ class AttentionCost:
 
     num_layers: int
     window: int | None
-    """Tokens that a layer can see, including the current one; None: all."""
+    """Tokens that a layer attends to, including the current one; None: all."""
     query_size: int
     """Number of heads times head size."""
     cache_bytes: int
@@ -46,9 +46,9 @@ class AttentionCost:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The amounts that a forward pass of a network has to read and to multiply.
+    """The amounts of data and arithmetic of a network's forward pass.
 
-    The embedding is gathered row by row, so its table is in neither, unless it is the output head, too. Experts are
+    The embedding is gathered row by row, so its table counts only if it is also the output head. Experts are
     counted separately, since a pass reads only those that its tokens are routed to.
     """
 
@@ -63,7 +63,7 @@ class Size:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_bytes: int = 0
-    """One expert in every layer."""
+    """The bytes of one expert, summed over layers."""
     expert_elements: int = 0
     attention: tuple[AttentionCost, ...] = ()
     state_bytes: int = 0
@@ -79,7 +79,7 @@ class Size:
 
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> Size:
-        """Read the result of `dataclasses.asdict`; fields that a newer version added are ignored."""
+        """Read a stored `dataclasses.asdict`; fields that a newer version added are ignored."""
         layers = tuple(AttentionCost(**_known(AttentionCost, layer)) for layer in stored.get("attention", ()))
         return cls(**{**_known(cls, stored), "attention": layers})
 
@@ -134,7 +134,7 @@ class DraftTiming:
 
 @dataclass(frozen=True, slots=True)
 class HostOverhead:
-    """Seconds of a round of the loop that are spent neither in the target nor in the draft."""
+    """Seconds of a round spent neither in the target nor in the draft."""
 
     method: str
     rows: int
@@ -143,25 +143,24 @@ class HostOverhead:
 
 @dataclass(frozen=True, slots=True)
 class ProfileData:
-    """Everything that `profile` measures on a device."""
+    """All measurements of `profile` on a device."""
 
     rates: Rates
     size: Size
-    """Size of the target as measured, with as many layers as it was given."""
+    """Size of the target as measured, with the number of layers it was given."""
     forwards: tuple[ForwardTiming, ...]
     drafts: tuple[DraftTiming, ...]
     hosts: tuple[HostOverhead, ...]
 
 
-# The width at which a round is fastest, by what its draft expects and each width costs (CaDDTree, arXiv 2606.01813).
-#
-# The engine asks while it decodes (`engine/adaptive.py`), and `replay` of rounds that were stored.
+# The width at which a round is fastest, given the draft's expectation and the cost of each width (CaDDTree, arXiv
+# 2606.01813). Used by the engine while decoding (`engine/adaptive.py`), and by `replay` on stored rounds.
 
 
 WIDTHS = (1, 2, 3, 5, 7, 9, 11, 13, 15, 19, 23, 27, 31, 39, 47, 55, 63, 79, 95, 127, 191, 255)
 """Candidate numbers of drafted tokens: few enough that each is measured often, dense where it matters."""
 STEP = 0.03
-"""How fast the calibration of the draft's probabilities is corrected."""
+"""Step size with which the calibration of the draft's probabilities is corrected."""
 
 Floats = NDArray[np.float64]
 
@@ -180,8 +179,8 @@ def expected_tokens(scores: Floats, widths: Sequence[int], calibration: float = 
 def best_width(expected: Floats, seconds: Floats, margin: float = 0.0) -> int:
     """Return the index of the width with the most expected tokens per second; of equals, the narrowest.
 
-    With a margin, return the widest whose speed is at most that share lower: so small a difference is mostly noise in
-    the costs, and a block's predictions exist whether or not they are verified.
+    With a margin, return the widest whose speed is at most that share lower: such a difference is mostly noise in the
+    costs, and a block's predictions exist whether or not they are verified.
     """
     speeds = expected / seconds
     return int(np.flatnonzero(speeds >= (1 - margin) * speeds.max())[-1] if margin else np.argmax(speeds))

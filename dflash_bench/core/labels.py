@@ -1,4 +1,4 @@
-"""Labels for people: suites with the source of their prompts, and foreign text made safe to show."""
+"""Labels for display: suites with the source of their prompts, and foreign text made safe to show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Cut the middle out of a text longer than `most` characters; the end stays, since it often has the remedy."""
+    """Cut the middle out of a text longer than `most` characters; the end stays, since it often holds the remedy."""
     if len(text) <= most:
         return text
     head = most * 2 // 3
@@ -33,13 +33,13 @@ def shortened(text: str, most: int) -> str:
 
 
 WIDTH = 100
-"""Columns of text for people where no terminal says how wide it is."""
+"""Columns of text for people if no terminal reports its width."""
 
 
 def wrapped(text: str, width: int | None = WIDTH, first: str = "", others: str = "  ") -> str:
     """Return a paragraph whose first line begins with `first`, and all others with `others`.
 
-    It is one line if `width` is None, and else no wider than `WIDTH`; words, such as ids and paths, are never broken.
+    It is a single line if `width` is None, else at most `WIDTH` wide; words, such as ids and paths, are never broken.
     """
     if width is None:
         return first + visible(text)
@@ -50,7 +50,7 @@ def wrapped(text: str, width: int | None = WIDTH, first: str = "", others: str =
 
 
 def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return how many leading items, such as letters of texts, are the same in both."""
+    """Return the number of leading items, such as characters of texts, that are equal."""
     shorter = min(len(one), len(other))
     return next((place for place in range(shorter) if one[place] != other[place]), shorter)
 
@@ -59,8 +59,8 @@ def _escape(character: str) -> str:
     return f"\\u{ord(character):04x}"
 
 
-# Suites are shown with the source of their prompts, because `gsm8k (embedded)` is not GSM8K. Output for programs has
-# the bare name and the source in separate fields.
+# Suites are shown with the source of their prompts, because `gsm8k (embedded)` is not GSM8K. Machine-readable output
+# has the bare name and the source in separate fields.
 
 
 EMBEDDED = "embedded"
@@ -70,11 +70,11 @@ EMBEDDED_NOTE = (
 )
 """A sentence without its full stop."""
 LONGEST = 24
-"""Letters of a folder's or file's name that are shown."""
+"""Longest folder or file name shown, in characters."""
 
 
 class PromptSource(NamedTuple):
-    """Where prompts came from, as runs record it: embedded, shipped, hub ID@COMMIT, folder PATH or file PATH."""
+    """The origin of prompts, as recorded by runs: embedded, shipped, hub ID@COMMIT, folder PATH or file PATH."""
 
     kind: str
     place: str
@@ -96,7 +96,7 @@ def is_embedded(source: str) -> bool:
 
 
 def notes(sources: Iterable[str]) -> list[str]:
-    """Return the notes that a reader needs about the sources of prompts."""
+    """Return the notes on the sources of prompts that readers need."""
     return [EMBEDDED_NOTE] if any(map(is_embedded, sources)) else []
 
 
@@ -108,14 +108,14 @@ def with_settings(name: str, setting: str) -> str:
 
 
 def number_words(values: Iterable[float]) -> dict[float, str]:
-    """Return each number with six digits, or with all its digits if another one would print alike."""
+    """Return each number with six digits, or with all its digits if it would otherwise print like another."""
     short = {value: f"{value:g}" for value in values}
     times = Counter(short.values())
     return {value: text if times[text] == 1 else repr(value).removesuffix(".0") for value, text in short.items()}
 
 
 def suite_list(suites: Iterable[tuple[str, str]]) -> str:
-    """Join pairs of suite and source, each source once, after its suites: `gsm8k, math500 (embedded)`."""
+    """Join pairs of suite and source, with each source once, after its suites: `gsm8k, math500 (embedded)`."""
     groups = [
         (kind, [suite for suite, _ in members]) for kind, members in groupby(suites, lambda pair: source_label(pair[1]))
     ]
@@ -123,7 +123,7 @@ def suite_list(suites: Iterable[tuple[str, str]]) -> str:
 
 
 def source_label(source: str) -> str:
-    """Shorten "folder /sets/data" to "folder data", and what names a commit to "hub"; the run's identity has it all."""
+    """Shorten "folder /sets/data" to "folder data", and a hub commit to "hub"; the run's identity has the whole."""
     kind, place = PromptSource.read(source)
     if kind not in ("folder", "file"):
         return kind

@@ -1,4 +1,4 @@
-"""The table of methods: their names, options and weights, and how a user writes them."""
+"""The table of methods: names, options, weights, and the syntax in which users write them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Option:
     words: tuple[str, ...] = ()
     kind: type[int] | type[float] | type[str] = int
     is_file: bool = False
-    """Is its value the path of a file? Then the file's content is part of a run's identity."""
+    """Whether the value is a file path; the file's content is then part of a run's identity."""
 
     @property
     def range(self) -> str:
@@ -40,7 +40,7 @@ class Option:
         return ", or ".join(part for part in (numbers, " or ".join(self.words)) if part) or "text"
 
     def read(self, text: str) -> Value | None:
-        """Parse a value; return None if it is not one of this option."""
+        """Parse a value; return None if the option does not allow it."""
         if text in self.words:
             return text
         if self.kind is str:
@@ -64,30 +64,30 @@ class MethodSpec:
     shape: Shape
     """Shape of the draft of one round."""
     lossless: bool
-    """Is its output the target's: the same tokens at temperature 0, and the same distribution above?"""
+    """Whether its output is the target's: the same tokens at temperature 0, and the same distribution above."""
     options: tuple[Option, ...] = ()
     count: str | None = None
     """The option that NAME:N sets: tokens drafted per round, not counting the anchor."""
     alternatives: tuple[frozenset[str], ...] = ()
-    """Sets of options that mean the same thing, so that only one of each may be given."""
+    """Sets of options with the same meaning, so that only one of each set may be given."""
     is_probe: bool = False
-    """Does it measure the engine regardless of a draft's quality? Then its acceptance is not judged."""
+    """Whether it measures the engine regardless of a draft's quality; its acceptance is then not judged."""
     is_recorded: bool = False
-    """Does it draft as many tokens in every round, by the committed text alone, whatever the rounds before were?"""
+    """Whether every round drafts equally many tokens, from the committed text alone, independent of earlier rounds."""
     is_ranked: bool = False
-    """Is every token that it drafts, as a chain, chosen by logits over its vocabulary or over candidates?"""
+    """Whether it drafts chains whose tokens are all chosen by logits over its vocabulary or over candidates."""
     module: str | None = None
-    """Module of its `build(models, target, method)`; None: the file of its name in `engine/drafters/`."""
+    """Module of its `build(models, target, method)`; None: the file in `engine/drafters/` with the method's name."""
 
     def option(self, name: str) -> Option:
-        """Return the option of this name. Raises UserError if there is none."""
+        """Return the option of this name. Raises UserError if it does not exist."""
         for option in self.options:
             if option.name == name:
                 return option
         raise unknown(f"option of method {self.name}", name, [option.name for option in self.options])
 
     def read(self, text: str, where: str) -> dict[str, Value]:
-        """Parse the text after the colon. Raises UserError, which begins with `where`, for anything wrong in it."""
+        """Parse the text after the colon. Raises UserError, which begins with `where`, for any error in it."""
         if not self.options:
             raise UserError(f"{where}: {self.name} has no options; write it without ':'")
         if not text:
@@ -107,7 +107,7 @@ class MethodSpec:
         return {option.name: options[option.name] for option in self.options if option.name in options}
 
     def write(self, options: Mapping[str, Value]) -> str:
-        """Format options in the one spelling: in the table's order, and the count alone without its name."""
+        """Format options in canonical form: in the table's order, and the count without its name if it stands alone."""
         if options.keys() == {self.count} and all(isinstance(value, int) for value in options.values()):
             return str(*options.values())
         given = [option.name for option in self.options if option.name in options]
@@ -120,7 +120,7 @@ class MethodSpec:
                 raise UserError(f"{where}: {' and '.join(given)} set the same thing; give one of them")
 
     def _counted(self, text: str, where: str) -> str:
-        """Return the name of the option that a bare value sets. Raises UserError if there is none."""
+        """Return the option that a bare value sets. Raises UserError if there is none."""
         if self.count is not None:
             return self.count
         raise UserError(f"{where}: '{text}' is not KEY=VALUE; write {self._example}")
@@ -347,11 +347,11 @@ _OWN: dict[str, MethodSpec] = {
 }  # fmt: skip
 SYNTHETIC = "synthetic"
 WEIGHTS = tuple(dict.fromkeys(kind.weights for kind in _OWN.values() if kind.weights))
-"""Kinds of drafts: `--draft` takes these, with or without a label."""
+"""Kinds of drafts that `--draft` takes, with or without a label."""
 
 
 def _of_plugin(name: str, found: object) -> MethodSpec:
-    """Raise TypeError unless a plug-in's object is a method that needs no draft, or one that we can load."""
+    """Return a plug-in's object. Raises TypeError unless it is a method without a draft, or with one we can load."""
     if not isinstance(found, MethodSpec) or found.name != name or found.module is None:
         raise TypeError(
             f"it must be a dflash_bench.core.methods.MethodSpec named '{name}', with the module of its build()"
@@ -366,7 +366,7 @@ METHODS: Registry[MethodSpec] = Registry(plugins.DRAFTERS, _OWN, _of_plugin)
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method as the user chose it; `label` is the one spelling that results are filed under."""
+    """A method as the user chose it; `label` is the canonical spelling, under which results are stored."""
 
     label: str
     name: str
@@ -400,16 +400,16 @@ class Method:
         return float(value)
 
     def leaves_open(self, name: str) -> bool:
-        """Does it have this option, and did the user give neither it nor an equivalent one?"""
+        """Return whether it has this option and the user gave neither it nor an equivalent."""
         same = {name}.union(*(group for group in self.kind.alternatives if name in group))
         return any(option.name == name for option in self.kind.options) and not same & self.options.keys()
 
     def with_option(self, name: str, value: Value) -> Method:
-        """Return the method with this option added, also to its label. Raises UserError as `parse` does."""
+        """Return the method with this option added, also to its label. Raises UserError like `parse`."""
         return _method(self.kind, self.tag, {**self.options, self.kind.option(name).name: value})
 
     def with_count(self, count: int | None) -> Method:
-        """Return the method with a preset's number of drafted tokens, if the user gave none, under the same label."""
+        """Return the method with a preset's number of drafted tokens, if the user gave none; the label is unchanged."""
         name = self.kind.count
         if count is None or name is None or not self.leaves_open(name):
             return self
@@ -417,7 +417,7 @@ class Method:
 
 
 def parse(text: str) -> Method:
-    """Parse a method as typed. Raises UserError for an unknown name or option, or a value that is not allowed."""
+    """Parse a method as typed. Raises UserError for an unknown name or option, or an invalid value."""
     head, colon, rest = text.partition(":")
     name, at, tag = head.partition("@")
     if name not in METHODS:
@@ -450,7 +450,7 @@ def check_tag(tag: str, where: str) -> None:
 
 
 def name_of(label: str) -> str:
-    """Return the method's name, from a label of any version."""
+    """Return the method's name for a label of any version."""
     return re.split("[@:]", label, maxsplit=1)[0]
 
 
@@ -471,12 +471,12 @@ def base_of(label: str) -> str | None:
 
 
 def is_imposed(label: str) -> bool:
-    """Are drafts accepted at given rates, right or wrong? Then answers are neither judged nor scored."""
+    """Return whether drafts are accepted at given rates, right or wrong; answers are then neither judged nor scored."""
     return base_of(label) is not None
 
 
 def refuse_imposed(method: Method) -> None:
-    """Raises UserError for a method that only a launched server can draft by."""
+    """Raise UserError for a method that only a launched server supports."""
     if is_imposed(method.label):
         raise UserError(
             f"method {method.label}: base= has no effect here, where drafts are made right at the rates; leave it out, "
@@ -491,25 +491,25 @@ def users_of(draft: str) -> list[str]:
 
 
 def is_tree(label: str) -> bool:
-    """Does the method of this label draft trees?"""
+    """Return whether the label's method drafts trees."""
     kind = METHODS.get(name_of(label))
     return kind is not None and kind.shape == "tree"
 
 
 def is_lossy(label: str) -> bool:
-    """May the answers differ from the target's own? Then they are not judged."""
+    """Return whether the answers may differ from the target's own; they are then not judged."""
     kind = METHODS.get(name_of(label))
     return kind is not None and (not kind.lossless or is_imposed(label))
 
 
 def is_probe(label: str) -> bool:
-    """Does the method of this label measure the engine rather than a draft?"""
+    """Return whether the label's method measures the engine rather than a draft."""
     kind = METHODS.get(name_of(label))
     return kind is not None and kind.is_probe
 
 
 def require_recorded(method: Method) -> None:
-    """Raises UserError for a method whose draft at a position depends on more than the text that is committed there."""
+    """Raise UserError for a method whose draft at a position depends on more than the text committed there."""
     known = ", ".join(kind.name for kind in METHODS.values() if kind.is_recorded)
     if not method.kind.is_recorded:
         why = "trees" if method.kind.shape == "tree" else "not the same number of tokens by the text alone"
@@ -519,7 +519,7 @@ def require_recorded(method: Method) -> None:
 
 
 def require_ranked(method: Method) -> None:
-    """Raises UserError for a method whose rounds are not chains of tokens that logits were there for."""
+    """Raise UserError for a method whose rounds are not chains of tokens chosen by logits."""
     kind, known = method.kind, ", ".join(kind.name for kind in METHODS.values() if kind.is_ranked)
     is_tree = kind.weights is not None and kind.shape == "tree" and method.options.get("top_k") != 1
     if is_tree or not kind.is_ranked:
@@ -531,6 +531,6 @@ def require_ranked(method: Method) -> None:
 
 
 def has_draft(label: str) -> bool:
-    """Does it draft with a trained network? Unknown methods count as if they did."""
+    """Return whether it drafts with a trained network; True for unknown methods."""
     kind = METHODS.get(name_of(label))
     return kind is None or kind.weights is not None

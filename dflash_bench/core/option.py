@@ -1,7 +1,7 @@
 """Options, each declared once: flag, help, how its text is parsed, its range, and the options it needs.
 
 A group of options is a frozen dataclass whose fields carry an `OptionSpec`. The command line, configuration files, the
-Python API, refusals, and the options in `run.json` are all derived from these fields.
+Python API, error messages, and the options in `run.json` are all derived from these fields.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dflash_bench.core.secrets import Arguments
 NUMBER, WHOLE = r"-?([0-9]{1,12}(\.[0-9]{0,12})?|\.[0-9]{1,12})(e-?[0-9]{1,2})?", "[0-9]{1,9}"
 CONTEXT = "none|([0-9]{1,7})(k?)"
 MOST_AT_A_TIME, MOST_TOKENS = 10**5, 10**7
-"""Upper bounds of options: answers decoded at the same time; tokens of a text."""
+"""Upper bounds of options: concurrent answers; tokens of a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Condition:
     error: str
     """A format string of {flag} and {value} of the option, and of all {options}."""
     is_of_sweep: bool = False
-    """Does it depend on settings that --over may give? Then it is checked after the sweep is laid out."""
+    """Whether it depends on settings that --over may give; it is then checked after the sweep is laid out."""
 
 
 def condition(holds: Callable[[Any], bool], where: str, is_of_sweep: bool = False) -> Condition:
-    """Return the condition that an option has an effect; `where` says when it has none ("without --server")."""
+    """Return the condition under which an option has an effect; `where` names when it has none ("without --server")."""
     return Condition(holds, f"{{flag}} has no effect {where}", is_of_sweep)
 
 
@@ -63,14 +63,14 @@ class OptionSpec:
     required: bool = False
     minimum: float | None = None
     most: int | None = None
-    """Far more than any run needs, so that a typing error does not run for ever."""
+    """Upper bound far above any run's needs, so that a typing error does not run for ever."""
     choices: Callable[[], Sequence[str]] | None = None
     kind: str = ""
-    """Name of a choice in errors; by default that of the flag."""
+    """Name of a choice in errors; by default the flag's name."""
     parse: Callable[[str, str], Any] | None = None
-    """Parses text, given the text and the flag; None: typer parses the field's own type."""
+    """Parses the text, given the flag as second argument; None: typer parses the field's own type."""
     has_commas: bool = False
-    """Whether one text may hold several values with commas between them."""
+    """Whether one text may hold several comma-separated values."""
     range: Range | None = None
     check: Callable[[Any], object] | None = None
     """Raises UserError for an invalid value."""
@@ -91,7 +91,7 @@ class OptionSpec:
 
 
 def under(heading: str) -> Callable[..., Any]:
-    """Return a function that declares fields under a heading of help, from their help and the rest of `OptionSpec`."""
+    """Return a function that declares fields under a help heading, from their help and the rest of `OptionSpec`."""
 
     def declared(help: str, *, default: Any = None, **rest: Any) -> Any:  # noqa: A002
         option = OptionSpec(heading, help, **rest)
@@ -129,7 +129,7 @@ def split_at_commas(text: str) -> list[str]:
 
 
 def unified(options: Any) -> None:
-    """Replace texts with commas by their parts: `__post_init__`."""
+    """Split comma-separated texts into their parts (called in `__post_init__`)."""
     for spec in _specs(options):
         value = getattr(options, spec.name)
         if spec.has_commas and any("," in text for text in value):
@@ -137,7 +137,7 @@ def unified(options: Any) -> None:
 
 
 def to_json(options: Any) -> dict[str, Any]:
-    """Return the options as `run.json` stores them: without secrets, and with paths as text."""
+    """Return the options as stored in `run.json`: without secrets, and with paths as text."""
     values = {spec.name: getattr(options, spec.name) for spec in _specs(options)}
     return {name: str(value) if isinstance(value, Path | Arguments) else value for name, value in values.items()}
 
@@ -149,9 +149,9 @@ def check_options(options: Any) -> None:
 
 
 def refuse_without_effect(options: Any, *, before_sweep: bool = False) -> None:
-    """Raise UserError for the first option that lacks another one it needs, or that another one makes ineffective.
+    """Raise UserError for the first option that lacks an option it needs, or that another option makes ineffective.
 
-    `before_sweep` skips conditions on settings that a sweep may give.
+    `before_sweep` skips conditions on settings that a sweep may set.
     """
     for spec in _specs(options):
         if not spec.is_given(options):
@@ -199,7 +199,7 @@ def _listed(values: Sequence[float]) -> str:
 
 
 def check_threads(number: int) -> None:
-    """Raise UserError for more threads than this machine has processors."""
+    """Raise UserError for more threads than the machine has processors."""
     if number > (os.cpu_count() or 1):
         raise UserError(
             f"--threads {shortened(str(number), 40)} is more than the processors of this machine, {os.cpu_count()}"
@@ -210,7 +210,7 @@ def check_threads(number: int) -> None:
 
 
 def numbers(text: str, where: str, *, whole: bool = False) -> tuple[Any, ...]:
-    """Parse numbers separated by commas. Raises UserError for anything else, and for a number given twice."""
+    """Parse comma-separated numbers. Raises UserError for anything else, and for a number given twice."""
     parts = text.split(",")
     if not all(re.fullmatch(WHOLE if whole else NUMBER, part) for part in parts):
         kind = "a whole number" if whole else "a number"
@@ -226,7 +226,7 @@ def whole_numbers(text: str, where: str) -> tuple[int, ...]:
 
 
 def context_lengths(text: str, where: str) -> tuple[int | None, ...]:
-    """Parse 4k, 1000, none, or several with commas. Raises UserError for anything else, and for one given twice."""
+    """Parse 4k, 1000, none, or several with commas. Raises UserError for anything else, and for a repeated length."""
     matches = [re.fullmatch(CONTEXT, part) for part in text.split(",")]
     values = tuple(match and match[1] and int(match[1]) * (1024 if match[2] else 1) for match in matches)
     if not all(matches) or 0 in values:

@@ -1,8 +1,8 @@
-"""What other packages add: methods, dialects of servers and scorers, found by their entry points.
+"""Plug-ins: methods, server dialects and scorers that other packages declare as entry points.
 
-A package declares, for instance, `[project.entry-points."dflash_bench.scorers"] longest = "my_package:longest"`. What
-stands there is the same that the tables of this package hold. It is imported when its name is first asked for, so that
-a broken plug-in stands in nobody's way who does not use it.
+A package declares, for instance, `[project.entry-points."dflash_bench.scorers"] longest = "my_package:longest"`. The
+object is of the same type as the entries of our own tables. It is imported when its name is first looked up, so that a
+broken plug-in affects only its users.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Entry = TypeVar("Entry")
 
 
 class Registry(Mapping[str, Entry], Generic[Entry]):
-    """Our own entries first, then those of plug-ins, sorted by name. Names alone import nothing."""
+    """Our own entries first, then those of plug-ins, sorted by name. Listing names imports nothing."""
 
     def __init__(self, group: str, own: Mapping[str, Entry | EntryPoint], read: Callable[[str, object], Entry]) -> None:
-        """`own` are entries, or the entry points to load them from. `read` checks what an entry point of this name
-        holds, and raises TypeError for anything that is not such an entry."""
+        """`own` are entries, or entry points to load them from. `read` checks the object of an entry point, and raises
+        TypeError if it is not a valid entry."""
         self.group, self.own, self._read = group, own, read
         self._loaded: dict[str, Entry] = {}
 
     def __getitem__(self, name: str) -> Entry:
-        """Raises KeyError for an unknown name, and UserError for a plug-in that is broken."""
+        """Return an entry. Raises KeyError for an unknown name, and UserError for a broken plug-in."""
         own = self.own.get(name)
         if own is not None and not isinstance(own, EntryPoint):
             return own
@@ -48,7 +48,7 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
 
     @property
     def added(self) -> list[str]:
-        """The names that plug-ins add. Raises UserError for one that is taken."""
+        """Return the names that plug-ins add. Raises UserError for a name that is taken."""
         names = sorted(found(self.group))
         for name in names:
             if name in self.own:
@@ -58,7 +58,7 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
     def _load(self, entry: EntryPoint) -> Entry:
         try:
             loaded = self._read(entry.name, entry.load())
-        # The code is someone else's, and may fail in any way.
+        # Third-party code may fail in any way.
         except Exception as error:
             raise _broken(entry, f"{type(error).__name__}: {error}") from error
         if entry.dist is not None:

@@ -1,4 +1,4 @@
-"""Keys and passwords: values that print as stars, and command lines and texts without them."""
+"""Keys and passwords: values printed as stars, and command lines and texts with secrets removed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dflash_bench.core.errors import UserError
 
 HIDDEN = "***"
 LEAST = 4
-"""Letters of a secret that is hidden in texts; shorter ones occur in every other word."""
+"""Shortest secret, in characters, that is hidden in texts; shorter ones occur in every other word."""
 OF_VARIABLES = 8
-"""The same for the value of a variable, of which only the name suggests that it is a secret."""
+"""The same for the value of a variable, whose name is the only hint that it is a secret."""
 
 
 class _Hidden:
-    """A value that is compared, but neither copied nor stored."""
+    """A value that can be compared, but neither copied nor stored."""
 
     __slots__ = ("_value",)
     _value: object
@@ -38,7 +38,7 @@ class _Hidden:
 
 
 class Secret(_Hidden):
-    """A text that only `reveal` returns: it prints as stars, also in containers, and cannot be stored."""
+    """A text that only `reveal` returns: it prints as stars, also inside containers, and cannot be stored."""
 
     __slots__ = ()
     _value: str
@@ -54,7 +54,7 @@ class Secret(_Hidden):
 
     @property
     def forms(self) -> set[str]:
-        """Return its spellings: as it is, in JSON, in Python, in a URL."""
+        """Return its spellings: plain, in JSON, in Python, in a URL."""
         text = self._value
         forms = {text, json.dumps(text)[1:-1], repr(text)[1:-1], quote(text), quote(text, safe=""), unquote(text)}
         return {form for form in forms if len(form) >= LEAST}
@@ -82,7 +82,7 @@ class Arguments(_Hidden):
         """The arguments with stars in place of secrets."""
         option = ""
         for word in self._value:
-            # After such an option comes its value, whatever it begins with.
+            # The next word is the option's value, whatever it begins with.
             is_option = option not in OF_COMMANDS and word.startswith("-") and not word.lstrip("-")[:1].isdigit()
             name, equals, value = word.partition("=")
             if is_option:
@@ -126,9 +126,9 @@ class Arguments(_Hidden):
 
 
 SHORT = frozenset(("-k",))
-"""Short names that servers give to the option of a key; another meaning, such as top-k, is hidden with it."""
+"""Short flags that servers use for an API key; another meaning, such as top-k, is hidden with it."""
 OF_COMMANDS = frozenset(("--launch-args",))
-"""Options whose value is a command line itself."""
+"""Options whose value is itself a command line."""
 
 
 def arguments(text: str, option: str) -> Arguments:
@@ -140,12 +140,12 @@ def arguments(text: str, option: str) -> Arguments:
 
 
 def command(words: Sequence[str]) -> str:
-    """Return the command that was typed, without secrets, to be stored and shown."""
+    """Return the command as typed, without secrets, to be stored and shown."""
     return f"dflash-bench {Arguments(words)}".rstrip()
 
 
 def of_environment(variables: Mapping[str, str]) -> tuple[Secret, ...]:
-    """Return the secrets that programs may print from the environment: by variables' names, and proxies' passwords."""
+    """Return secrets in the environment that programs may print: variables named like secrets, proxies' passwords."""
     named = [
         value
         for name, value in variables.items()
@@ -165,7 +165,7 @@ _NO_KEYS = frozenset("pad mask eos bos unk sep cls image audio video stop start 
 
 
 def _names_secret(name: str) -> bool:
-    """Does this name suggest a secret? `--api-key` and HF_TOKEN do, `--max-tokens` does not."""
+    """Return whether a name suggests a secret: `--api-key` and HF_TOKEN do, `--max-tokens` does not."""
     parts = [part for part in re.split(r"[^a-z0-9]+", name.lower()) if part]
     return bool(parts) and parts[-1] in _LAST and (len(parts) == 1 or parts[-2] not in _NO_KEYS)
 
@@ -176,7 +176,7 @@ _SHAPES = (
     re.compile(r"""(?i)(?P<name>[a-z0-9_-]+)["']?\s*[:=]\s*(?P<quote>["']?)(?P<secret>[^\s"'&;,{}\[\]]+)"""),
     re.compile(r"\b(?P<secret>(?:sk|pk|hf|ghp|gho|ghs|glpat|xox[abp]|github_pat)[-_][A-Za-z0-9_-]{8,})"),
 )
-"""Passwords in URLs, authorization headers, fields of queries and of JSON, and tokens of well-known services."""
+"""Passwords in URLs, authorization headers, query and JSON fields, and tokens of well-known services."""
 
 
 def _by_shape(text: str) -> tuple[str, tuple[str, ...]]:
@@ -190,7 +190,7 @@ def _by_shape(text: str) -> tuple[str, tuple[str, ...]]:
             return match[0]
         if secret == HIDDEN:
             return match[0]
-        # Of user:password, the password alone is a secret, too.
+        # In user:password, the password alone is a secret, too.
         found.extend(part for part in (secret, secret.partition(":")[2]) if part)
         start = match.start("secret") - match.start()
         return match[0][:start] + HIDDEN + match[0][start + len(secret) :]
@@ -201,7 +201,7 @@ def _by_shape(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _of_command(text: str) -> tuple[str, tuple[str, ...]]:
-    """Do the same for a command line within a word; one that cannot be parsed is hidden as a whole."""
+    """Do the same for a command line within a word; if it cannot be parsed, hide it as a whole."""
     try:
         inner = Arguments(shlex.split(text))
     except ValueError:

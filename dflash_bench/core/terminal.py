@@ -1,4 +1,4 @@
-"""Output to the terminal: results, remarks and progress, none of which can steer the terminal."""
+"""Terminal output: results, remarks and progress, with control characters escaped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 
 def progress_bar(stream: TextIO) -> Progress:
-    """Return a bar that is drawn only when updated: a thread that redraws it would disturb measurements."""
+    """Return a bar that is drawn only when updated: a redrawing thread would disturb measurements."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -41,7 +41,7 @@ def progress_bar(stream: TextIO) -> Progress:
 
 
 def with_bar(items: Sequence[Item], doing: str, after_s: float = 2.0, stream: TextIO | None = None) -> Iterator[Item]:
-    """Yield the items; in a terminal, a bar appears on stderr once they have taken longer than `after_s`.
+    """Yield the items; in a terminal, show a bar on stderr once they have taken longer than `after_s`.
 
     Elsewhere a line is written every `LINE_EVERY_S`.
     """
@@ -66,14 +66,14 @@ def with_bar(items: Sequence[Item], doing: str, after_s: float = 2.0, stream: Te
 
 
 LINE_EVERY_S = 10.0
-"""How often a line of progress is written where it cannot replace the one before, such as in a log."""
+"""Interval between lines of progress where a line cannot replace the previous one, such as in a log."""
 
 
 @contextmanager
 def status(every_s: float | None = None, stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
-    """Give a function to call with a line of progress, which goes to stderr.
+    """Yield a function to call with a line of progress, which goes to stderr.
 
-    In a terminal each line replaces the one before; elsewhere the newest is written every `every_s` (by
+    In a terminal each line replaces the previous one; elsewhere the newest is written every `every_s` (by
     default `LINE_EVERY_S`), the first at once.
     """
     stream = stream or sys.stderr
@@ -89,7 +89,7 @@ def status(every_s: float | None = None, stream: TextIO | None = None) -> Iterat
 
 
 class _Lines:
-    """Writes the newest line of progress every few seconds, from a thread, since what goes on may say nothing."""
+    """Writes the newest line of progress every few seconds, from a thread, since the work may report nothing."""
 
     def __init__(self, stream: TextIO, every_s: float, is_first_due: bool = False) -> None:
         """With `is_first_due` the first line is written at once."""
@@ -124,9 +124,9 @@ class _Lines:
 
 
 class Stages:
-    """What a command does before its progress can be counted: shown within a moment, with how long each part took.
+    """Shows what a command does before its progress can be counted, with the duration of each stage.
 
-    A terminal is drawn on only when a stage begins: some stages time passes, which a thread that redraws would disturb.
+    A terminal is updated only when a stage begins: some stages time passes, which a redrawing thread would disturb.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -144,7 +144,7 @@ class Stages:
         self.end()
 
     def begin(self, doing: str) -> None:
-        """End the stage before, and show what is done now."""
+        """End the previous stage, and show the new one."""
         self._finish()
         self._doing, self._begun_s = doing, time.monotonic()
         if self.is_terminal:
@@ -163,7 +163,7 @@ class Stages:
             self._lines.tell(doing)
 
     def end(self) -> None:
-        """Stop showing anything; a terminal keeps one line, of the stages and their times."""
+        """Stop showing anything; a terminal keeps one line with the stages and their times."""
         self._finish()
         if self._shown is not None:
             self._shown.stop()
@@ -181,7 +181,7 @@ class Stages:
 
 
 LONGEST_MESSAGE = 1200
-"""Characters of an error message that are shown."""
+"""Longest error message shown, in characters."""
 
 
 class _VisibleRecord(logging.LogRecord):
@@ -201,9 +201,9 @@ def _visible_warning(
 
 
 class _Unread(io.FileIO):
-    """A stream that drops what nobody reads any more: after `| head`, or when its terminal is gone.
+    """A stream that drops output nobody reads any more: after `| head`, or when its terminal is gone.
 
-    A disk that is full is an error, once.
+    A full disk is an error, reported once.
     """
 
     has_failed = False
@@ -220,12 +220,12 @@ class _Unread(io.FileIO):
 
 
 def _outlive_readers() -> None:
-    """Let a command whose output nobody reads, or that has none (`>&-`), end with the status that it would have."""
+    """Let a command whose output nobody reads, or that has none (`>&-`), end with its usual status."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is None or (stream is getattr(sys, f"__{name}__") and type(stream) is io.TextIOWrapper):
@@ -239,10 +239,10 @@ def _outlive_readers() -> None:
 
 
 def prepare() -> None:
-    """Make logs and warnings of libraries safe to show, and leave out transformers' own advice.
+    """Make logs and warnings of libraries safe to show, and silence transformers' own advice.
 
-    Characters that the terminal's encoding lacks are written as escapes, rather than ending in a traceback; a reader
-    who goes away ends nothing.
+    Characters that the terminal's encoding lacks are written as escapes instead of raising, and a reader that goes
+    away ends nothing.
     """
     _outlive_readers()
     for stream in (sys.stdout, sys.stderr):
@@ -250,7 +250,7 @@ def prepare() -> None:
             stream.reconfigure(errors="backslashreplace")
     logging.setLogRecordFactory(_VisibleRecord)
     warnings.formatwarning = _visible_warning
-    # Read when transformers is imported. Failures are raised in any case.
+    # Read when transformers is imported. Failures still raise.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
@@ -260,19 +260,19 @@ def say(text: object, end: str = "\n") -> None:
 
 
 def terminal_width(most: int = 80) -> int:
-    """Return the columns of the terminal, up to `most`, which is also assumed where stdout is none."""
+    """Return the terminal's number of columns, at most `most`, which is also the default without a terminal."""
     if not sys.stdout.isatty():
         return most
     return max(20, min(most, shutil.get_terminal_size((most, 24)).columns))
 
 
 def wide() -> int | None:
-    """Return the columns of the terminal; None for a file or a pipe, where tables need not fit."""
+    """Return the terminal's number of columns; None for a file or a pipe, where tables need not fit."""
     return terminal_width(500) if sys.stdout.isatty() else None
 
 
 def show(text: Text) -> None:
-    """Print text on stdout, with its colours if that is a terminal and NO_COLOR is not set."""
+    """Print text on stdout, in colour if it is a terminal and NO_COLOR is not set."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)

@@ -1,6 +1,6 @@
-"""What kind of text each token of an answer belongs to: thinking, prose, code, JSON, or a tool call.
+"""The kind of text that each token of an answer belongs to: thinking, prose, code, JSON, or a tool call.
 
-Read from the marks that models write: fences of Markdown, marks of tool calls, and JSON that is a whole answer.
+Derived from marks in the text: Markdown fences, marks of tool calls, and JSON that is a whole answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import accumulate
 from dflash_bench.core.thinking import answer_start
 
 KINDS = ("prose", "code", "json", "tool-call", "thinking")
-"""Tokens have indices into these."""
+"""Kinds by the index that tokens store."""
 PROSE, CODE, JSON, TOOL_CALL, THINKING = range(len(KINDS))
 _MARKED = re.compile(
     r"<tool_call>.*?(?:</tool_call>|\Z)|<function=.*?(?:</function>|\Z)|(?:<\|python_tag\|>|\[TOOL_CALLS\]).*"
@@ -26,13 +26,13 @@ _CALL = re.compile(
     r"[\s\[{]*(?:\"type\"\s*:\s*\"function\"\s*,\s*(?:\"function\"\s*:\s*\{\s*)?)?"
     r"\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"(?:arguments|parameters)\""
 )
-"""JSON that models write to call a tool, where a special token, which is not in the text, marks it."""
+"""The JSON of a tool call whose mark is a special token, which is not in the text."""
 
 
 def kinds_of(pieces: Sequence[str], num_thinking: int | None) -> tuple[int, ...]:
-    """Return the kind of each token of an answer, given the text of each and how many are known to be thinking.
+    """Return the kind of each token of an answer, given each token's text and the number of thinking tokens, if known.
 
-    A token has the kind of the place where its text begins; at the very end, where stops have none, that of the last.
+    A token has the kind of the place where its text begins; at the very end, where stops have no text, the last kind.
     """
     starts = [0, *accumulate(map(len, pieces))]
     text = "".join(pieces)
@@ -50,7 +50,7 @@ def kinds_of(pieces: Sequence[str], num_thinking: int | None) -> tuple[int, ...]
 
 
 def _marked(text: str, begin: int) -> Iterator[tuple[int, int, int]]:
-    """Yield start, end and kind of all that is no prose, in order."""
+    """Yield start, end and kind of everything but prose, in order."""
     if _is_json(text[begin:]):
         yield begin, len(text), TOOL_CALL if _CALL.match(text, begin) else JSON
         return
@@ -61,7 +61,7 @@ def _marked(text: str, begin: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _is_json(text: str) -> bool:
-    """Is a text JSON and nothing else, or does it at least begin as an object whose end is missing?"""
+    """Return whether a text is only JSON, or begins as an object that is cut off."""
     if not _OBJECT.match(text):
         return False
     try:

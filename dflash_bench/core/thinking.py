@@ -1,4 +1,4 @@
-"""Where the answer begins behind a model's thinking: the one rule, for scorers, kinds of text and pages.
+"""Where the answer begins after a model's thinking: one rule for scorers, kinds of text and pages.
 
 It reads the marks that templates and models write. Where marks are special tokens, which decoded text does not show,
 `models.chat` applies it to the text with them and counts tokens.
@@ -11,7 +11,7 @@ import re
 MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),  # Mistral
-    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),  # gpt-oss: what ends it begins the answer
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),  # gpt-oss: the closing mark begins the answer
     ("<|channel>thought", "<channel|>"),  # Gemma 4
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere
     ("<seed:think>", "</seed:think>"),
@@ -24,7 +24,7 @@ _MARK = re.compile(rf"{_OPENED.pattern}|{_CLOSED.pattern}")
 
 
 def answer_start(text: str, opening: str | None = None) -> int:
-    """Return the index at which the answer begins in a text: 0 without thinking, its end if thinking is never closed.
+    """Return the index at which the answer begins: 0 without thinking, the end of the text if thinking is never closed.
 
     `opening` is the mark that the prompt ends with, "" without one. None: the prompt is unknown, and a closing mark
     without any opening closes thinking, too.
@@ -57,6 +57,6 @@ def unmarked(thinking: str) -> str:
 
 
 def marked(thinking: str, answer: str) -> str:
-    """Join what a server sends apart, so that `answer_start` finds the answer; an empty thought is none."""
+    """Join thinking and answer that a server sends separately, so that `answer_start` finds the answer."""
     opened, closed = MARKS[0]
     return f"{opened}{thinking}{closed}{answer}" if thinking.strip() else answer

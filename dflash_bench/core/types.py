@@ -1,4 +1,4 @@
-"""Types that rooms exchange: settings, prompts, generations, rows.
+"""Types shared by the packages: settings, prompts, generations, rows.
 
 A row is a raw measurement; every number a user sees is derived from rows later (`analysis/metrics.py`). Seconds end in
 `_s`, bytes in `_bytes`, and counts begin with `num_`.
@@ -21,10 +21,10 @@ FinishReason = Literal["stop", "length", "error"]
 Exactness = Literal["exact", "near_tie", "mismatch", "differs"]
 """`differs`: not exact, and there was no judge to decide whether rounding explains it."""
 NOT_COVERED = "does not cover this target"
-"""How the reason begins for which the engine's own forward is not used, where it is not made for the target."""
+"""Beginning of the reason why the engine's own forward is not used, if it does not support the target."""
 OWN_WEIGHTS, STREAMED_WEIGHTS, SHARED_WEIGHTS = "separate", "separate, layer by layer", "shared weights"
-"""The weights that the judge uses: its own, read from the files again, all at once or layer by layer in each pass; or
-the engine's."""
+"""The judge's weights: its own copy, read from the files again, all at once or layer by layer in each pass; or the
+engine's."""
 Audit = Literal["all", "divergent", "none"]
 """The answers that the judge checks token by token: all, those that differ from the plain answer, or none."""
 
@@ -39,17 +39,17 @@ judge measures. How they were measured: results/rounding.md."""
 
 
 SESSION = "session"
-"""The column of prompts that belong together, such as the answers of one conversation: intervals draw them together."""
+"""The column that groups prompts, such as the turns of one conversation: intervals resample groups as a whole."""
 
 
 def is_greedy(temperature: float) -> bool:
-    """Is the temperature so close to 0 that the best token is taken? Then output is deterministic, and is checked."""
+    """Return whether the temperature is so close to 0 that the best token is taken, so that output is deterministic."""
     return temperature < 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How answers are decoded, and how prompts are padded; with suite and method they identify a cell.
+    """How answers are decoded and prompts padded; together with suite and method, settings identify a cell.
 
     The defaults leave the model's distribution and the prompts unchanged, and decode one answer at a time. `thinking`
     is None if the chat template has no such switch.
@@ -57,21 +57,21 @@ class Settings:
 
     temperature: float = 0.0
     top_k: int = 0
-    """Number of likeliest tokens that may be drawn; 0: all."""
+    """Number of likeliest tokens to sample from; 0: all."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     thinking: bool | None = None
     concurrency: int = 1
-    """Answers decoded at the same time: when one ends, the next begins."""
+    """Answers decoded concurrently: when one ends, the next begins."""
     context: int | None = None
-    """Tokens that prompts were padded to; None: not padded."""
+    """Token count that prompts were padded to; None: not padded."""
     rate: float | None = None
-    """Requests per second, at random times, however many are in flight; None: `concurrency` decides."""
+    """Requests per second, at random times, however many are in flight; None: `concurrency` limits them."""
 
     @property
     def is_shared(self) -> bool:
-        """Are several answers decoded at the same time?"""
+        """Return whether several answers are decoded concurrently."""
         return self.concurrency > 1 or self.rate is not None
 
     @property
@@ -86,7 +86,7 @@ class Settings:
 
 @cache
 def _settings_id(settings: Settings) -> str:
-    """Return ten hexadecimal digits of a SHA-256. Defaults are left out, so that new fields do not change it."""
+    """Return ten hexadecimal digits of a SHA-256. Defaults are omitted, so that new fields do not change it."""
     usual = asdict(Settings())
     changed = {name: value for name, value in asdict(settings).items() if value != usual[name]}
     exact = {name: value if isinstance(value, bool) else float(value) for name, value in changed.items()}
@@ -107,7 +107,7 @@ GREEDY = Settings()
 
 
 def context_name(tokens: int | None) -> str:
-    """Format a context length as a user writes it: `4k` for 4096, `1000`, or `none`."""
+    """Format a context length as users write it: `4k` for 4096, `1000`, or `none`."""
     if tokens is None:
         return "none"
     return str(tokens) if tokens % 1024 else f"{tokens // 1024}k"
@@ -116,7 +116,7 @@ def context_name(tokens: int | None) -> str:
 NO_VALUE = "none"
 """The slice of prompts without a value in a column."""
 TOOLS = "tools"
-"""The role of a chat's first message if it says which tools may be called, as a JSON list in OpenAI's form."""
+"""The role of a chat's first message if it lists the available tools, as a JSON list in OpenAI's format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +126,16 @@ class Message:
     role: str
     content: str
     more: str = ""
-    """What chat templates read besides, as a JSON object: tool_calls, tool_call_id, name or reasoning_content."""
+    """Further fields for chat templates, as a JSON object: tool_calls, tool_call_id, name or reasoning_content."""
 
     @property
     def is_plain(self) -> bool:
-        """Can a role and a text say all of it?"""
+        """Return whether role and text are the whole message."""
         return not self.more and self.role != TOOLS
 
 
 def template_input(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Return a chat as chat templates take it: its messages, and its tools if it has any."""
+    """Return a chat in the format of chat templates: its messages, and its tools if any."""
     tools = [tool for message in messages if message.role == TOOLS for tool in json.loads(message.content)]
     chat = [
         {"role": message.role, "content": message.content, **(json.loads(message.more) if message.more else {})}
@@ -147,7 +147,7 @@ def template_input(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], l
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One item of a suite: `opening` messages, then the user's `turns`, which the model answers one by one."""
+    """One item of a suite: `opening` messages, then the user's `turns`, which the model answers in order."""
 
     suite: str
     prompt_id: str
@@ -160,12 +160,12 @@ class Prompt:
     closing: tuple[Message, ...] = ()
     """Messages between the only turn and its answer: tool calls of the assistant, and what the tools returned."""
     alternatives: tuple[str, ...] = ()
-    """Other references that are as right as `reference`."""
+    """Other references that are as correct as `reference`."""
     slices: Mapping[str, str] = field(default_factory=dict)
-    """The row's columns by which answers can be split, as text."""
+    """The row's columns by which answers can be grouped, as text."""
 
     def chat(self, padding: str = "") -> tuple[Message, ...]:
-        """Return the messages up to the answer of the first turn, which has this text before it."""
+        """Return the messages up to the answer of the first turn, with `padding` before that turn's text."""
         return (*self.opening, Message("user", padding + self.turns[0]), *self.closing)
 
 
@@ -198,44 +198,43 @@ class Generation:
     verify_s: tuple[float, ...] | None = None
     round_s: tuple[float, ...] | None = None
     num_thinking_tokens: int | None = None
-    """Tokens up to and including the end of thinking; None if the model has none."""
+    """Tokens up to and including the end of thinking; None if the model does not think."""
     peak_memory_bytes: int | None = None
     error: str | None = None
     num_hidden_tokens: int | None = None
     """Number of tokens of an answer whose token ids the backend does not return; `token_ids` is then empty."""
     num_first_tokens: int | None = None
-    """Tokens that arrived together as the first ones; None: one, as always in this process. All of them, where a
-    server does not say how many arrived first: the answer then has no decode speed."""
+    """Tokens in the first chunk; None: one, as always in this process. If a server does not report how many arrived
+    first, all of them: the answer then has no decode speed."""
     num_cached_tokens: int | None = None
-    """Tokens of the prompt that were in the backend's prefix cache and were not computed."""
+    """Tokens of the prompt that came from the backend's prefix cache."""
     total_rounds: int | None = None
     total_drafted: int | None = None
     total_accepted: int | None = None
     counted_by: str | None = None
-    """How these totals were counted: the id of a `dialects.CountingRule`."""
+    """The id of the `dialects.CountingRule` by which these totals were counted."""
     uncounted: str | None = None
-    """Why there are no totals although rounds are hidden."""
+    """Why totals are missing although rounds are hidden."""
     verified: tuple[int, ...] | None = None
-    """[S] How many of a round's drafted tokens could be accepted, for drafts that are cut before; None if all."""
+    """[S] Drafted tokens per round that could be accepted, for drafts truncated before verification; None if all."""
     recorded_ids: tuple[int, ...] | None = None
-    """[(T - 1) * N] What would be drafted after each token but the last; None if that was not recorded."""
+    """[(T - 1) * N] The N tokens that the draft proposes after each token but the last; None if not recorded."""
     recorded_accepted: tuple[int, ...] | None = None
-    """[T - 1] How many of these N tokens in a row are the target's own, beyond the end of the answer, too."""
+    """[T - 1] How many of these N tokens in a row match the target's own, also beyond the end of the answer."""
     recorded_scores: tuple[float, ...] | None = None
-    """[(T - 1) * N] How likely the draft holds each to be accepted if all before it are; None if it does not say."""
+    """[(T - 1) * N] The draft's probability that each is accepted if its predecessors are; None if not available."""
     recorded_draft_s: tuple[float, ...] | None = None
-    """[N] Seconds until 1, 2, ... N tokens of such a draft were there; None if it is not made token by token."""
+    """[N] Seconds until 1, 2, ... N tokens of such a draft existed; None if it is not made token by token."""
     recorded_verify_s: tuple[float, ...] | None = None
-    """[N + 1] Seconds of verifying there with a pass of the target over 1, 2, ... N + 1 tokens."""
+    """[N + 1] Seconds to verify there with a target pass over 1, 2, ... N + 1 tokens."""
     ranks: tuple[int, ...] | None = None
-    """[sum(drafted)] Which of the draft's likeliest tokens the target's own choice is in each drafted place: 1 for the
-    likeliest, 0 if it is not among those that were kept, -1 where it is not known, as a draft that goes token by token
-    had a wrong one before. None if that was not recorded, or if another decoding drafted otherwise."""
+    """[sum(drafted)] The rank of the target's choice among the draft's likeliest tokens at each drafted position: 1 for
+    the likeliest, 0 if not among those kept, -1 if unknown, as after a wrong token of an autoregressive draft. None if
+    not recorded, or if another decoding drafted differently."""
     num_thinking_chars: int | None = None
     """Characters of `text` that are thinking, with its marks. None, as in older runs: all of it is the answer."""
     text_kinds: tuple[int, ...] | None = None
-    """[T] The kind of text that each token belongs to, as an index into `text_kinds.KINDS`; None where no tokenizer was
-    at hand."""
+    """[T] Each token's kind of text, as an index into `text_kinds.KINDS`; None without a tokenizer."""
 
     @property
     def hides_tokens(self) -> bool:
@@ -247,22 +246,22 @@ class Generation:
 
     @property
     def answer_text(self) -> str:
-        """The text behind the thinking, which is what a scorer reads."""
+        """Return the text after the thinking, which scorers read."""
         return answer_of(self.text, self.num_thinking_chars or 0)
 
     def as_message(self) -> Message:
-        """Return it as an earlier turn of a chat, whose template decides what later turns see of the thinking."""
+        """Return it as an earlier turn of a chat, whose template decides how much of the thinking later turns see."""
         thinking = unmarked(self.text[: self.num_thinking_chars or 0])
         more = json.dumps({"reasoning_content": thinking}) if thinking else ""
         return Message("assistant", self.answer_text, more)
 
     @property
     def num_decoded(self) -> int:
-        """Number of tokens that were decoded in `decode_s`: those after the first arrival."""
+        """Return the number of tokens decoded in `decode_s`: those after the first arrival."""
         return max(self.num_tokens - (self.num_first_tokens or 1), 0)
 
     def refused(self, why: str) -> Generation:
-        """Return a failed generation in its place: it keeps the answer, but no measurement."""
+        """Return a failed generation that keeps the answer, but no measurement."""
         prompt = max(self.num_prompt_tokens, 0)
         return Generation(self.token_ids, self.text, "error", prompt, 0.0, 0.0, error=self.error or why)
 
@@ -276,16 +275,16 @@ class Generation:
 class Listener(Protocol):
     """Observes answers while they are decoded, so that the backend's report can be checked afterwards.
 
-    The backend reports an event just before it reads its own clock, and `marked` just after: so its reading is known to
-    lie between two of the listener's, however long the process was suspended in between.
+    The backend reports an event just before it reads its own clock, and `marked` just after, so that its reading lies
+    between two of the listener's, however long the process was suspended.
     """
 
     def began(self, request: int) -> None:
-        """Prefill of a request begins; `request` is its index among those that were submitted together."""
+        """Prefill of a request begins; `request` is its index among the requests submitted together."""
         return
 
     def received(self, request: int, tokens: Sequence[int]) -> None:
-        """A request got tokens: the first ones from prefill, then those of one round per call."""
+        """A request received tokens: the first ones from prefill, then one round per call."""
         return
 
     def marked(self) -> None:
@@ -297,12 +296,12 @@ class Listener(Protocol):
         return
 
     def captured(self, seconds: float) -> None:
-        """Passes were captured before the first prompt is begun, once for all answers that need them."""
+        """Passes were captured before the first prompt, once for all answers that need them."""
         return
 
 
 class Nobody(Listener):
-    """A listener that does nothing."""
+    """Ignores every event."""
 
 
 NOBODY = Nobody()
@@ -312,8 +311,8 @@ NOBODY = Nobody()
 class TimedGeneration:
     """A generation with its start and end in seconds, on a clock or since the first of several began.
 
-    `accepted_at` holds by position in the draft how many rounds accepted it, where a server reports that, and `pieces`
-    the number of tokens in each piece of a server's stream.
+    `accepted_at[i]` is the number of rounds that accepted draft position i, if a server reports it; `pieces` holds the
+    number of tokens in each chunk of a server's stream.
     """
 
     generation: Generation
@@ -372,33 +371,33 @@ class Answer:
     generation: Generation
     settings: Settings = GREEDY
     start_s: float | None = None
-    """Wall time since the run was started; the clock goes on while a run is interrupted."""
+    """Wall time since the start of the run, including interruptions."""
     end_s: float | None = None
     answer: str | None = None
     passed: bool | None = None
     score: float | None = None
-    """How good it is, by a metric that finds no answer right or wrong."""
+    """The value of a metric that does not judge answers right or wrong."""
     exactness: Exactness | None = None
-    """Result of comparing it with the plain answer (a plain one with another plain one); None if there is none."""
+    """Result of the comparison with the plain answer (for plain answers, another one); None if there is none."""
     divergence: Divergence | None = None
     audit: Exactness | None = None
-    """Result of the judge's audit: is every token the published model's own choice? None if not audited."""
+    """The judge's finding whether every token is the published model's own choice; None if not audited."""
     clock_s: float | None = None
     """Seconds on the runner's own clock from the request for this answer alone to its end."""
     clock_prefill_s: float | None = None
     """Least time to the first token on the runner's clock; None if it could not listen."""
     clock_decode_s: float | None = None
-    """The same from the first to the last token."""
+    """Least time from the first to the last token on the runner's clock."""
     clock_slack_s: float | None = None
     """Uncertainty of both: time between the runner's readings before and after the backend's own."""
     clock_rounds: int | None = None
     """Rounds that the runner observed."""
     clock_passes: int | None = None
-    """Forward passes of the target after the first token; None if other answers were decoded at the same time."""
+    """Forward passes of the target after the first token; None if other answers were decoded concurrently."""
     energy_j: float | None = None
-    """Joules of this machine while it was answered; of answers decoded together, a share by their tokens."""
+    """Joules of this machine during the answer; concurrent answers share them by their tokens."""
     pass_s: float | None = None
-    """Seconds that the quicker passes over one token took right after a plain answer decoded alone, at its context."""
+    """Seconds of the quicker one-token passes right after a plain answer decoded alone, at its context."""
     worker: int | None = None
     """Index in `run.json` of the worker that measured it; None without workers."""
     departure: Divergence | None = None
