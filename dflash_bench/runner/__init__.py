@@ -1,4 +1,4 @@
-"""From a request to rows: what is to be run, resolved once, then run prompt by prompt and saved.
+"""From a request to rows: resolve a run once, then run it prompt by prompt and save it.
 
-It knows how to decode through one interface only, and judges no figure.
+This package decodes only through the interface `Backend`, and judges no figure.
 """

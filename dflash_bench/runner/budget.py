@@ -1,9 +1,9 @@
-"""`--for`: measure prompts as long as there is time, where intervals are widest.
+"""`--for`: measure prompts until the time is up, where intervals are widest.
 
-The next prompt is of the suite with the cell whose speed-up is known worst, by the relative standard error of its mean
-over prompts. That hardly biases a suite's figures: its prompts come in the order in which they were drawn, whatever
-they turn out to be, so that a longer time only adds to a shorter one. The run stops by the clock alone. To stop as soon
-as an interval is narrow would bias it, for it would stop where chance made the prompts alike.
+The next prompt comes from the suite that has the cell with the least certain speed-up, by the relative standard error
+of its mean over prompts. This hardly biases a suite's figures: its prompts keep the order in which they were drawn, so
+a longer run only extends a shorter one. Only the clock stops the run. Stopping once an interval is narrow would bias
+it: the run would stop where prompts are alike by chance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dflash_bench.tasks.suites import Loaded
 FIRST = 3
 """The first prompts of each suite, measured before suites are compared."""
 CONTROLS = (0, 3, 15)
-"""The prompts of a suite that the baseline decodes twice; which will be the last is not known."""
+"""The prompts of a suite that the baseline decodes twice; which prompt will be the last is not known."""
 PRIOR = 4
 """The weight, in prompts, of the variance pooled over all suites: a few prompts that agree prove little."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -57,10 +57,10 @@ class Spent:
 
 
 def items(plan: WorkPlan, run: RunStore, budget_s: float) -> Iterator[WorkItem]:
-    """Yield what to measure next, until all is measured or the time is up; started prompts are finished first.
+    """Yield items to measure until all are measured or the time is up; prompts already started are finished first.
 
-    Each prompt goes through all methods, settings and repeats, or is not begun: one is begun while there likely is
-    time for all of it, and one at least is measured. The suites of `plan` are in the order in which prompts were drawn.
+    A prompt runs through all methods, settings and repeats, and is started only if there is likely time for all of it;
+    at least one prompt is measured. The suites of `plan` hold prompts in the order in which they were drawn.
     """
     deadline = run.seconds() + budget_s - run.spent_s
     began = run.seconds()
@@ -134,7 +134,7 @@ def _begun(plan: WorkPlan, run: RunStore, suites: Sequence[Spent]) -> list[tuple
 
 
 def _measured(plan: WorkPlan, run: RunStore, spent: Spent, number: int, began: float) -> Iterator[WorkItem]:
-    """The items of one prompt; once they are measured, what they say is added."""
+    """Yield the items of one prompt, and add their results to `spent` once they are measured."""
     of_prompt = list(plan.of_prompt(spent.loaded, number, number in CONTROLS, 0))
     first = _first_order(run, of_prompt)
     yield from plan.of_prompt(spent.loaded, number, number in CONTROLS, first)
@@ -164,7 +164,7 @@ def _first_order(run: RunStore, of_prompt: Sequence[WorkItem]) -> int:
 
 
 def _seconds(records: Sequence[Answer], began: float) -> float:
-    """Return the time from first start to last end; of prompts started by an earlier process, of the answers only."""
+    """Return the time from first start to last end; only the answers' sum if an earlier process started the prompt."""
     starts, ends = ([getattr(record, name) or 0.0 for record in records] for name in ("start_s", "end_s"))
     if min(starts) >= began:
         return max(ends) - min(starts)

@@ -37,10 +37,10 @@ from dflash_bench.runner import rules
 from dflash_bench.servers import address, launch
 from dflash_bench.servers.address import Access, Address, key_of
 
-# The options of a run: one field each, in the order and under the headings of help.
+# The options of a run as fields, in the order and under the headings of --help.
 #
-# From a field follow its flag and help, its key in a configuration file, when it has no effect, and what `run.json`
-# keeps. What makes no sense before anything is looked at is refused here.
+# A field defines its flag, its help, its key in a configuration file, when it has no effect, and its form in
+# `run.json`. Contradictions that need no model or file are refused here.
 
 
 # ruff: noqa: RUF009 - the calls make fields
@@ -159,7 +159,7 @@ class PromptOptions:
         most=MOST_TOKENS,
         conflicts=(rules.SERVED_ALONE,),
     )
-    """Tokens that prompts are padded to; None among them is as they are."""
+    """The lengths in tokens that prompts are padded to; None leaves them unpadded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +205,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Who answers, where it is not the engine in this process."""
+    """Servers that answer in place of the engine in this process."""
 
     servers: tuple[str, ...] = _servers(
         "Measure live servers instead of models loaded here: plain=URL for plain decoding, and dflash=URL or "
@@ -238,7 +238,7 @@ class ServerOptions:
         needs=(rules.SERVERS,),
         conflicts=(rules.LAUNCHED,),
     )
-    """The variable of the environment that holds the key; the key itself is nowhere in a request."""
+    """The environment variable that holds the key; a request never holds the key itself."""
     json_schema: Path | None = _servers(
         "Ask servers for answers that a JSON Schema allows (response_format of chats), and score whether they are.",
         metavar="FILE",
@@ -385,7 +385,7 @@ class DecodingOptions:
             ),
         ),
     )
-    """The latency objective of a good answer, such as ttft=500ms,tpot=50ms."""
+    """The latency objectives of a good answer, such as ttft=500ms,tpot=50ms."""
     seed: int | None = _answers(
         "Random seed for sampling at temperatures above 0.",
         metavar="S",
@@ -405,7 +405,7 @@ class DecodingOptions:
         metavar="B[,B...]",
         conflicts=(rules.SERVED,),
     )
-    """One, or several with commas between them; and so `draft_steps`."""
+    """A comma-separated list, like `draft_steps`."""
     draft_steps: str | None = _drafting(
         "Draft passes per block, for every method that has this option and does not set steps= itself.",
         metavar="S[,S...]",
@@ -530,7 +530,7 @@ class MachineOptions:
         choices=lambda: rules.ENGINES,
         conflicts=(rules.SERVED, rules.ENGINE_HERE),
     )
-    """By whose code the target is computed."""
+    """The code that computes the target."""
     kernels: str | None = _machine(
         "Kernels of --engine native on a CPU: numba, compiled for this processor (ten seconds, once), or torch. "
         "Default: numba, which is faster, if it covers the target and agrees with transformers.",
@@ -633,7 +633,7 @@ class MachineOptions:
             ),
         ),
     )
-    """Processes that measure; None: this one."""
+    """The number of worker processes; None: measure in this process."""
     ray_address: str | None = _machine(
         "A Ray cluster to run the workers in, whose machines have dflash-bench and the models' files in the same "
         "places as this one. Default: Ray is started here, and listens on 127.0.0.1 only.",
@@ -646,7 +646,7 @@ class MachineOptions:
             ),
         ),
     )
-    """Of the cluster that they are to run in; None: on this machine."""
+    """The address of the cluster that workers run in; None: on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -675,12 +675,12 @@ class RunRequest(MachineOptions, DecodingOptions, ServerOptions, ModelOptions, P
 
     @property
     def has_target(self) -> bool:
-        """Whether the target's weights are here, too, beside those of servers."""
+        """Whether this process has the target's weights, too, besides the servers."""
         return self.model is not None or self.target is not None
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn at some temperature."""
+        """Whether any temperature samples tokens."""
         return not all(map(is_greedy, self.temperature))
 
     @property
@@ -689,18 +689,18 @@ class RunRequest(MachineOptions, DecodingOptions, ServerOptions, ModelOptions, P
         return self.compile or {None: None, "on": "graph", "off": "off"}[self.graph]
 
     def only(self, group: type) -> RunRequest:
-        """Return the options of one group; all others as if they were not given."""
+        """Return the options of one group, and defaults for all others."""
         return RunRequest(**{item.name: getattr(self, item.name) for item in fields(group)})
 
     def without(self, group: type) -> RunRequest:
-        """Return the options of all groups but one."""
+        """Return the options with defaults for one group."""
         usual: dict[str, Any] = {item.name: item.default for item in fields(group)}
         return replace(self, **usual)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Where a run goes, and when it counts as one that failed; it changes nothing that is measured."""
+    """Where a run is stored, and when it counts as failed; no measurement depends on it."""
 
     out: Path | None = _results("Folder for the results. Default: results/runs/TIME-MODEL.", letter="-o", metavar="DIR")
     resume: bool = _results(
@@ -721,7 +721,7 @@ class OutputOptions:
 
 
 def require_prompts(request: RunRequest) -> None:
-    """Raises UserError where nothing is to be asked."""
+    """Raise UserError for a request without prompts."""
     if not request.suites and request.prompts is None:
         from dflash_bench.tasks import suites
 
@@ -729,11 +729,11 @@ def require_prompts(request: RunRequest) -> None:
         raise UserError(f"nothing to run: give --suite ({', '.join(known)}) or --prompts FILE.jsonl")
 
 
-# What `--server` makes of a request: its methods are those of the servers, and a target here only judges them.
+# With `--server`, the servers name the methods, and a target in this process only judges them.
 
 
 def check_servers(request: RunRequest) -> None:
-    """Raises UserError for servers that could not be asked in this way."""
+    """Raise UserError for servers that cannot be measured with these options."""
     if not request.asks_servers or request.launch is not None:
         return
     check_access(request)
@@ -742,7 +742,7 @@ def check_servers(request: RunRequest) -> None:
 
 
 def check_access(request: RunRequest) -> None:
-    """Raises UserError for an unknown dialect, for no time at all, and for a key that is not there."""
+    """Raise UserError for an unknown dialect, a time limit of zero, and a missing key."""
     for name in ("dialect", "timeout"):
         spec = options_of(RunRequest)[name]
         if spec.is_given(request):
@@ -751,7 +751,7 @@ def check_access(request: RunRequest) -> None:
 
 
 def schema_of(request: RunRequest) -> Mapping[str, Any] | None:
-    """Raises UserError for a file that holds no JSON Schema."""
+    """Return the JSON Schema, if any. Raises UserError for a file without one."""
     if request.json_schema is None:
         return None
     from dflash_bench.tasks.scorers import schema
@@ -768,17 +768,17 @@ def methods_of(request: RunRequest) -> list[Method]:
 
 
 def model_of(request: RunRequest) -> Preset:
-    """Return the target that judges servers, without drafts: they have their own."""
+    """Return the target that judges servers, without drafts: servers have their own."""
     if not request.has_target:
         return Preset("", {})
     return replace(presets.combine(request.model, request.target, {}), drafts={})
 
 
 def access_of(request: RunRequest) -> Access:
-    """Raises UserError for a variable that holds no key."""
+    """Return how to reach the servers. Raises UserError for a variable that holds no key."""
     timeout_s = request.timeout or Access().timeout_s
     if request.launch is not None:
-        # These servers hold our environment, and want the key that they were started with.
+        # Launched servers inherit our environment, and require the key they were started with.
         given = request.launch_args
         key = launch.key_of(launch.program_named(request.launch), given, os.environ)
         return Access(timeout_s, key, others=(*(given.secrets if given else ()), *of_environment(os.environ)))
@@ -786,7 +786,7 @@ def access_of(request: RunRequest) -> Access:
     if request.api_key_env is None:
         return Access(timeout_s, None, request.env_proxy, others)
     named = re.fullmatch("[A-Z_][A-Z0-9_]{0,99}", request.api_key_env)
-    # What is given in place of a name may be the key itself.
+    # The user may have given the key itself in place of its name.
     where = f"--api-key-env: the variable {request.api_key_env if named else 'of the name that was given'}"
     key_text = os.environ.get(request.api_key_env, "").strip()
     if not key_text:

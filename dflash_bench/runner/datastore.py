@@ -24,7 +24,7 @@ class Built:
 
 
 def build(model: str, data: Path | None, runs: Sequence[Path], out: Path) -> Built:
-    """Build a datastore. Raises UserError for contradicting sources, for an existing `out`, and if there is no text."""
+    """Build a datastore. Raises UserError for contradictory sources, an existing `out`, and sources without text."""
     if (data is None) == (not runs):
         raise UserError("a datastore is made from --data or from --runs; give one of the two")
     if os.path.lexists(out):
@@ -41,7 +41,7 @@ def build(model: str, data: Path | None, runs: Sequence[Path], out: Path) -> Bui
 
 
 def of_runs(runs: Sequence[Path]) -> Iterator[str]:
-    """Yield every answer of runs; the methods of a cell mostly give the same one."""
+    """Yield every answer of runs; the methods of a cell mostly give the same text."""
     for folder in runs:
         _, records = store.load(folder)
         yield from (record.generation.text for record in records if record.generation.error is None)

@@ -1,9 +1,9 @@
 """Joules of this machine, from its own counters, read before and after each call of a backend.
 
-Processors and their memory count microjoules (RAPL, in /sys/class/powercap, as a rule for root alone), GPUs millijoules
-(NVML, by the package nvidia-ml-py). A counter counts whatever the machine does, and what it takes while idle. RAPL's
-counters go on about every millisecond and GPUs' several times a second, so that the joules of a short answer are rough,
-and their sum over many is not.
+Processors and their memory count microjoules (RAPL, in /sys/class/powercap, usually readable by root only), GPUs
+millijoules (NVML, by the package nvidia-ml-py). Counters include idle power and everything else the machine does. RAPL
+updates about every millisecond and GPUs several times a second, so the joules of a short answer are rough, while the
+sum over many answers is accurate.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dflash_bench.core.errors import UserError
 
 POWERCAP = Path("/sys/class/powercap")
 ZONES = "intel-rapl:*"
-"""Of the kernel's driver for processors of Intel and AMD; other drivers there show the same counters once more."""
+"""Zones of the kernel's driver for Intel and AMD processors; other drivers there repeat the same counters."""
 COUNTED = ("package", "dram")
-"""Beginnings of the names of zones that do not contain one another. Others are parts of a package, or contain it."""
+"""Name prefixes of disjoint zones. Other zones are parts of a package, or contain it."""
 
 
 class EnergyCounter(Protocol):
@@ -27,15 +27,15 @@ class EnergyCounter(Protocol):
     def name(self) -> str: ...
 
     def joules(self) -> float:
-        """Return what was used since some moment; it never falls."""
+        """Return the energy used since a fixed time; it never decreases."""
         ...
 
 
 class ZoneCounter:
-    """A zone of RAPL. Its counter begins anew behind the largest number that it can hold."""
+    """A zone of RAPL. Its counter wraps around at its maximum."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError if this user may not read it."""
+        """Raise OSError if this user may not read it."""
         self.name = (folder / "name").read_text().strip()
         self._file, self._size = folder / "energy_uj", int((folder / "max_energy_range_uj").read_text()) + 1
         self._last, self._num_turns = int(self._file.read_text()), 0
@@ -49,7 +49,7 @@ class ZoneCounter:
 
 class GpuCounter:
     def __init__(self, nvml: Any, index: int) -> None:
-        """Raises NVMLError for a GPU that counts no energy."""
+        """Raise NVMLError for a GPU that counts no energy."""
         self.name = f"GPU {index}"
         self._nvml, self._gpu = nvml, nvml.nvmlDeviceGetHandleByIndex(index)
         self.joules()
@@ -73,7 +73,7 @@ class EnergyMeter:
 
 
 def meter() -> EnergyMeter:
-    """Raises UserError if this machine tells nothing."""
+    """Return the machine's meter. Raises UserError if there is no counter."""
     found = [*_zones(POWERCAP), *_gpus()]
     if not found:
         raise UserError(

@@ -32,7 +32,7 @@ from dflash_bench.servers.address import Address
 from dflash_bench.servers.launch import LaunchedServers, ServerFlags
 
 PROMPT_TOKENS = 4096
-"""Tokens of room for a prompt, unless --context asks for more."""
+"""Tokens reserved for a prompt, unless --context is longer."""
 RATE_DIGITS = 6
 GPU_SHARE = 0.9
 """The share of a GPU's memory for all servers and the target here, in equal parts."""
@@ -61,9 +61,9 @@ def can_draft(program: Program, method: Method) -> bool:
 
 
 def imposed(program: Program, method: Method) -> tuple[Method | None, tuple[float, ...]]:
-    """Return the method by whose draft a server drafts, and the rates at which it accepts, as in `LaunchSpec`.
+    """Return the method whose draft a server uses, and the imposed acceptance rates, as in `LaunchSpec`.
 
-    None, and no rates, for a method that is verified by the target.
+    None, and no rates, for a method that the target verifies.
     """
     if method.name != SYNTHETIC:
         return None, ()
@@ -78,7 +78,7 @@ def imposed(program: Program, method: Method) -> tuple[Method | None, tuple[floa
         )
     rates, count = rates_of(method), str(base.kind.count)
     _refuse_more(method, len(rates), base.kind.option(count).high)
-    # Rounded products of numbers up to 1 never rise, as servers demand.
+    # Servers require rates that never rise; rounded products of numbers up to 1 do not.
     shares = (round(share, RATE_DIGITS) for share in accumulate(rates, mul))
     return base.with_option(count, len(rates)), tuple(shares)
 
@@ -92,14 +92,14 @@ def _refuse_more(method: Method, num_rates: int, most: float | None) -> None:
 
 
 def computes(program: Program, spec: LaunchSpec) -> bool:
-    """Return whether a program computes drafts of this kind; those that are not of the DFlash family have none."""
+    """Return whether a program computes drafts of this kind; drafts outside the DFlash family have no kind."""
     return spec.kind not in FAMILY.values() or spec.kind in program.kinds
 
 
 def server_flags(request: RunRequest, model: Preset, method: Method) -> tuple[ServerFlags, ...]:
-    """Return how each program that can draft by this method is told so; the one to launch alone, if there is one.
+    """Return the flags for this method, per program: only the program to launch, or all that support the method.
 
-    A GGUF file of the draft is named as `convert` would write it into the current folder.
+    A draft's GGUF file has the name under which `convert` would write it into the current folder.
     """
     programs = servers_launch.programs() if request.launch is None else [servers_launch.program_named(request.launch)]
     able = [program for program in programs if can_draft(program, method)]
@@ -121,7 +121,7 @@ def server_flags(request: RunRequest, model: Preset, method: Method) -> tuple[Se
         drafting = replace(plain, method=method, draft=draft, num_drafts=_num_drafts(method, model, config))
         flags = servers_launch.added_by_draft(program, plain, drafting)
         if draft is not None and program.wants_gguf:
-            # Beside its own target's GGUF file: a draft is converted with the target's folder.
+            # Converting a draft needs the target's folder, not its GGUF file.
             words = ("convert", _without_revision(reference), draft, "--to", "gguf", "--target", request.name)
             flags = replace(flags, first=words)
         found.append(flags)
@@ -135,7 +135,7 @@ def _without_revision(reference: str) -> str:
 def launch(
     resolved: RunPlan, folder: Path, stack: ExitStack, tell: Callable[[str], object]
 ) -> tuple[LaunchedServers, list[Address]]:
-    """Start all servers and wait until they are ready; logs are beside `folder` at first. Raises UserError."""
+    """Start all servers and wait until they are ready; logs are first written beside `folder`. Raises UserError."""
     request = resolved.request
     assert request.launch is not None
     program = servers_launch.program_named(request.launch)
@@ -147,7 +147,7 @@ def launch(
 
 
 def with_dtype(resolved: RunPlan) -> RunPlan:
-    """Set one type for the servers and the target here, wherever each of them runs."""
+    """Set the same dtype for the servers and the target in this process, whatever their devices."""
     import torch
 
     request = resolved.request
@@ -163,7 +163,7 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
     drafts = {name: targets.find_draft(model.drafts[name]) for name in resolved.drafts if name in model.drafts}
     num_gpus = torch.cuda.device_count()
     device, dtype = device_and_dtype(request, num_gpus)
-    # The target here takes the servers' memory unless it is kept on the processor, and they on GPUs.
+    # The target here shares the servers' memory unless it is on the CPU and they are on GPUs.
     num_copies = len(resolved.methods) + (0 if num_gpus and device == "cpu" else 1)
     _refuse_too_little(home, num_copies, list(drafts.values()), num_gpus)
     plain = LaunchSpec(
@@ -202,7 +202,7 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
 
 
 def _require_own_heads(home: str, are_apart: bool) -> None:
-    """Raises UserError unless the heads are in the target's own checkpoint, where servers look for them."""
+    """Raise UserError unless the heads are in the target's own checkpoint, where servers look for them."""
     if are_apart:
         raise UserError(
             "--launch: a server drafts by MTP with the heads of its target's own checkpoint, and these are apart; give "
@@ -217,7 +217,7 @@ def _draft_config(draft: Path, home: str) -> DraftConfig:
 
 
 def _num_drafts(method: Method, model: Preset, config: DraftConfig | None) -> int:
-    """Return as many drafted tokens as our engine would use."""
+    """Return the number of drafted tokens that our engine would use."""
     counts = model.num_drafts or {}
     known = method if method.tag else method.with_count(counts.get(method.name))
     return memory.round_of(known, config)[0]

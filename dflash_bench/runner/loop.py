@@ -1,4 +1,4 @@
-"""Run the plan: prompt after prompt, each turn of it by all methods."""
+"""Run the plan: prompt by prompt, every turn with all methods."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from dflash_bench.runner.work import (
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.scorers.base import Score
 
-# One prompt, turn by turn: answered by each method, alone or beside others; judged, scored and saved.
+# A prompt is answered turn by turn by each method, alone or in a batch; then judged, scored and saved.
 #
-# An answer is saved once the baseline answer exists that it is judged by. A run of a single method has none: its
-# answers are only audited.
+# An answer is saved once the baseline answer that it is compared with exists. A run of a single method has no
+# baseline: its answers are only audited.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class WarmUp:
     settings: Settings
     plain: Generation
     late: set[str] = field(default_factory=set)
-    """The methods whose last call took long outside its answers' times."""
+    """The methods whose last call exceeded the budget outside its answers' times."""
 
 
 @dataclass(slots=True)
 class Conversation:
     """An item in progress.
 
-    A later turn sees the answers of the plan's first method to the earlier ones, of the same settings and repeat.
+    A later turn follows the first method's answers to the earlier turns, of the same settings and repeat.
     """
 
     item: WorkItem
@@ -57,7 +57,7 @@ class Conversation:
     """The name of its settings, without the values that all settings of the run share."""
     scores: dict[str, Score] = field(default_factory=dict)
     audits: dict[tuple[int, tuple[int, ...]], Divergence | None] = field(default_factory=dict)
-    """By turn and tokens."""
+    """Audits by turn and tokens."""
 
     @property
     def num_turns(self) -> int:
@@ -66,7 +66,7 @@ class Conversation:
     def answer(self, turn: int) -> None:
         """Generate this turn with every method not yet stored.
 
-        Answers produced before the baseline's are held back until it exists, as they are judged by it.
+        Answers generated before the baseline's are held back until it exists: they are compared with it.
         """
         messages = self.messages(turn)
         waiting: list[Answer] = []
@@ -102,9 +102,9 @@ class Conversation:
         watch: Stopwatch,
         request: int | None = None,
     ) -> Answer:
-        """Make the record of an answer: a failed one if the runner's clock or counter objects.
+        """Make the record of an answer, which fails if the runner's clock or counter contradicts it.
 
-        `start_s` is when the call began on the run's clock; `request` the answer's number in a call for several.
+        `start_s` is the start of the call on the run's clock; `request` the answer's index in a batched call.
         """
         why = stopwatch.objection(
             watch, served, request=request, tells_rounds=self.backend.tells_rounds,
@@ -139,7 +139,7 @@ class Conversation:
         return self._recorded(self._scored(self._judged(record, first, messages)), messages)
 
     def _recorded(self, record: Answer, messages: Sequence[Message]) -> Answer:
-        """Add what the run records of drafts beyond its rounds: drafting and times are over by now."""
+        """Add recorded drafts beyond the answer's rounds; nothing is timed any more."""
         settings, generation, num = self.item.settings, record.generation, self.plan.num_candidates
         is_drafted = record.method != BASELINE and generation.error is None
         if not (self.plan.records or num) or not is_drafted or not settings.greedy:
@@ -152,7 +152,7 @@ class Conversation:
         return replace(record, generation=generation)
 
     def _judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:
-        """Compare a method with the baseline, the baseline with another baseline answer, and audit each."""
+        """Compare a method with the baseline, the baseline with another baseline answer, and audit the answer."""
         if not self.item.settings.greedy or record.generation.error or is_lossy(record.method):
             return record
         if self.plan.first != BASELINE:
@@ -179,7 +179,7 @@ class Conversation:
         if record.generation.hides_tokens:
             return record
         tokens, turn = record.generation.token_ids, record.turn
-        # Equal answers are read once; on resuming, the audit of the first method's stored answer serves too.
+        # Equal answers are audited once; on resuming, the stored audit of the first method's answer is reused.
         first = self.run.stored.get(self.item.key(self.plan.first, turn))
         if first is not None and first.audit is not None:
             self.audits.setdefault((turn, first.generation.token_ids), first.departure)
@@ -191,8 +191,8 @@ class Conversation:
     def _control(self, turn: int, messages: Sequence[Message]) -> Generation | None:
         """Return another baseline answer to compare the baseline with.
 
-        It is the first repeat's, the one decoded alone if this one was decoded beside others, the warm-up's, or one
-        that is generated for this and thrown away.
+        It is the first repeat's, the sequential answer if this one was decoded in a batch, the warm-up's, or an answer
+        generated for this purpose and discarded.
         """
         if self.item.settings.is_shared and turn == 0:
             alone = self.run.stored.get(self._sequential_item.key(BASELINE, turn))
@@ -213,7 +213,7 @@ class Conversation:
         return replace(self.item, settings=replace(self.item.settings, concurrency=1, rate=None))
 
     def _scored(self, record: Answer) -> Answer:
-        """Score the last turn's answer without its thinking, unless it was imposed; equal texts are scored once."""
+        """Score the last turn's answer without its thinking, unless acceptance was imposed; cache scores by text."""
         is_last = record.turn == len(self.item.prompt.turns) - 1
         if not is_last or record.generation.error is not None or is_imposed(record.method):
             return record
@@ -228,8 +228,8 @@ class Conversation:
 def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
     """Generate one turn of all prompts of a suite by each method, several at a time.
 
-    All answers are saved together, once judged. A run killed before that measures all of them again: the missing ones
-    alone would be measured at a lower concurrency.
+    All answers are saved together, once judged. A run killed before that measures all of them again: the missing
+    answers alone would be measured at a lower concurrency.
     """
     first = conversations[0]
     item, run, watcher = first.item, first.run, first.watcher
@@ -248,7 +248,7 @@ def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
         for number, (conversation, served) in enumerate(zip(conversations, answers, strict=True)):
             records.append((number, conversation.record(method, turn, served, start_s, watch, number)))
     answer_of = {number: record.generation for number, record in records if record.method == first.plan.first}
-    # The baseline first, as the verdicts on it serve for equal answers of the others.
+    # The baseline first: its verdicts are reused for equal answers of other methods.
     records.sort(key=lambda one: one[1].method != first.plan.first)
     judged: list[Answer] = []
     for number, record in records:
@@ -272,11 +272,10 @@ class _Counted:
         self.watcher.begins(self.suite, f"{self.doing}: {self.num} of {self.of}")
 
 
-# A run: every prompt under all settings through every method, judged, scored and saved.
+# A run decodes every prompt under all settings with every method.
 #
-# Methods take turns prompt by prompt in alternating order, so that a machine that slows down slows all of them. Where
-# several answers are decoded at a time, methods take turns with all prompts of a suite. A resumed run generates only
-# what is not stored.
+# Methods take turns prompt by prompt in alternating order, so that a machine that slows down slows all of them. With
+# concurrency, methods take turns with all prompts of a suite. A resumed run generates only the missing answers.
 
 
 def execute(
@@ -287,10 +286,10 @@ def execute(
     items: Iterable[WorkItem] | None = None,
     warm: dict[str, WarmUp] | None = None,
 ) -> None:
-    """Run those of `items` (by default, all of the plan) that are not stored yet.
+    """Run the `items` (by default, all of the plan) that are not stored yet.
 
-    `warm` has the suites that this backend has been warmed up with, and gets the others. Killed at any time, it loses
-    only what `Conversation.answer` or `run_concurrently` holds back.
+    `warm` maps the suites this backend has been warmed up with, and is extended by others. If killed, the run loses
+    only the answers held back by `Conversation.answer` or `run_concurrently`.
     """
     warm = {} if warm is None else warm
     named = short_names(plan.settings)

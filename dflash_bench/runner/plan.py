@@ -1,4 +1,4 @@
-"""The run that a request comes to: presets, methods, settings and sweeps resolved, contradictions refused."""
+"""Resolve a request to a run: presets, methods, settings and sweeps; refuse contradictions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dflash_bench.tasks import prompts, sandbox, scorers, suites
 from dflash_bench.tasks.scorers import evaluated, schema
 from dflash_bench.tasks.suites import Loaded
 
-# What `--over` asks for: values of options and settings, as a grid or one at a time from what was typed.
+# `--over`: values of options and settings, as a grid or varied one at a time.
 
 
 SETTINGS = tuple(item.name for item in fields(Settings))
@@ -40,7 +40,7 @@ EXAMPLE = "--over block=4,8,16, --over eagle3-tree:top_k=4,8 or --over temperatu
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Several values of one name, as text; `owner` is the method that it is for, or `OF_SETTINGS`."""
+    """The values of an option or setting, as text; `owner` is the method they are for, or `OF_SETTINGS`."""
 
     name: str
     values: tuple[str, ...]
@@ -73,7 +73,7 @@ def _axis(text: str) -> Axis:
 
 
 def split(text: str, where: str) -> tuple[str, ...]:
-    """Split values at commas. Raises UserError for an empty one, or one that is there twice."""
+    """Split values at commas. Raises UserError for an empty or repeated value."""
     values = tuple(text.split(","))
     if not all(values):
         raise UserError(f"{where} has an empty value in '{text}'; write the values with a comma between them")
@@ -84,7 +84,7 @@ def split(text: str, where: str) -> tuple[str, ...]:
 
 
 def divided(axes: Sequence[Axis], chosen: Sequence[Method]) -> tuple[list[Axis], list[Axis]]:
-    """Divide axes into those of methods and those of settings. Raises UserError for one of neither or of both."""
+    """Divide axes into options of methods and settings. Raises UserError for a name that is neither, or both."""
     of_methods = [axis for axis in axes if any(axis.is_of(method) for method in chosen)]
     of_settings = [axis for axis in axes if axis.is_of_settings]
     for axis in axes:
@@ -113,9 +113,9 @@ def _unknown(axis: Axis, chosen: Sequence[Method]) -> UserError:
 
 
 def laid_out(chosen: Sequence[Method], axes: Sequence[Axis], one_at_a_time: bool) -> list[Method]:
-    """Return each method with every combination of values; or as it is, and with each value of one option at a time.
+    """Return each method with every combination of values, or unchanged and with one option changed at a time.
 
-    In a grid a method that says an option itself keeps its own. Raises UserError where that leaves an axis unused.
+    In a grid, an option that a method sets itself is kept. Raises UserError if that leaves an axis unused.
     """
     if not axes:
         return list(chosen)
@@ -140,7 +140,7 @@ def _grid(method: Method, axes: Sequence[Axis]) -> list[Method]:
 
 def _one_at_a_time(method: Method, axes: Sequence[Axis]) -> list[Method]:
     varied = [(axis.name, _with(method, axis, value)) for axis in axes if axis.is_of(method) for value in axis.values]
-    # What the method has anyway is not measured twice.
+    # A value that the method has already is not measured twice.
     return [method, *(variant for name, variant in varied if variant.option(name) != method.option(name))]
 
 
@@ -151,7 +151,7 @@ def _with(method: Method, axis: Axis, text: str) -> Method:
     return method.with_option(axis.name, value)
 
 
-# From a request to the plan of a run: methods, models, prompts and settings, each looked up once.
+# From a request to the plan of a run: methods, models, prompts and settings are looked up once.
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,19 +166,19 @@ class RunPlan:
     isolation: sandbox.Isolation | None
     """The sandbox for code written by the model; without one it is not run, and not scored."""
     cache_bytes: int = 0
-    """Bytes of the KV caches, once known."""
+    """Size of the KV caches in bytes, once known."""
     meter: EnergyMeter | None = None
     has_date: bool = False
     """Whether the user gave the date of the request."""
 
     @property
     def drafts(self) -> list[str]:
-        """The keys of the drafts whose weights are needed: `dflash`, or `dflash@a`."""
+        """The keys of the drafts to load: `dflash`, or `dflash@a`."""
         return drafts_of(self.methods)
 
     @property
     def judging(self) -> RunPlan:
-        """The same plan with plain decoding only, for a target that judges the answers of servers."""
+        """The plan with plain decoding only, for a target that judges the answers of servers."""
         return replace(self, methods=(methods.parse("ar"),), request=replace(self.request, concurrency=(), rate=()))
 
     @property
@@ -232,7 +232,7 @@ def _with_unscored(loaded: Loaded) -> Loaded:
 
 
 def refuse_too_few(loaded: Sequence[Loaded], concurrency: int) -> None:
-    """Refuse fewer prompts than slots: they would be measured at a lower concurrency than the one reported."""
+    """Refuse fewer prompts than slots: they would be measured at a lower concurrency than reported."""
     for one in loaded:
         if len(one.prompts) < concurrency:
             raise UserError(
@@ -242,7 +242,7 @@ def refuse_too_few(loaded: Sequence[Loaded], concurrency: int) -> None:
 
 
 def _refuse_shared_memory(request: RunRequest, chosen: Sequence[Method]) -> None:
-    """Refuse methods whose drafts would depend on which prompts a worker happened to be given."""
+    """Refuse methods whose drafts would depend on which prompts a worker has decoded."""
     for method in chosen if request.workers is not None else ():
         if method.name == "suffix" and method.option("earlier") == "yes":
             raise UserError(
@@ -290,7 +290,7 @@ def swept(request: RunRequest, chosen: Sequence[Method]) -> tuple[RunRequest, li
 
 
 def _values(axis: Axis, spec: OptionSpec) -> Any:
-    """Return the values of an axis as a request has them: numbers, or the word for modes of thinking."""
+    """Return the values of an axis in a request's form: numbers, or the word for modes of thinking."""
     if spec.parse is not None:
         return spec.parse(",".join(axis.values), f"--over {axis.name}")
     if not {*axis.values} <= {"on", "off"}:
@@ -299,7 +299,7 @@ def _values(axis: Axis, spec: OptionSpec) -> Any:
 
 
 def model_of(request: RunRequest, chosen: Sequence[Method]) -> Preset:
-    """Return the target and drafts to load. Raises UserError for a draft that no method uses, or a missing one."""
+    """Return the target and drafts to load. Raises UserError for an unused or missing draft."""
     if request.servers:
         return config.model_of(request)
     drafts = presets.parse_drafts(request.drafts)
@@ -313,14 +313,14 @@ def model_of(request: RunRequest, chosen: Sequence[Method]) -> Preset:
 
 
 def drafts_of(chosen: Sequence[Method]) -> list[str]:
-    """Return the keys of the drafts that these methods need, each once."""
+    """Return the keys of the drafts that these methods need, without repetition."""
     return list(dict.fromkeys(method.draft for method in chosen if method.draft is not None))
 
 
 def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
     """Load prompts from the suites, then from `--prompts`."""
     known = suites.in_style(suites.expand(request.suites), request.prompt_style)
-    # `datasets` reads this when it is imported; its bars would tear ours.
+    # `datasets` reads this when it is imported; its progress bars would break ours.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     data, limit, balance = request.data or model.data, request.limit, request.balance
     padded = bool(request.context)
@@ -350,7 +350,7 @@ def _scored_by(metric: str, several: Sequence[Loaded]) -> list[Loaded]:
 
 
 def settings_of(request: RunRequest, modes: Sequence[bool | None]) -> list[Settings]:
-    """Return the settings of each combination of values; at temperature 0 without those that only affect sampling."""
+    """Return all combinations of settings; at temperature 0 without the settings that only affect sampling."""
     usual, several = Settings(), []
     values = [
         getattr(request, name) or (getattr(usual, name),)
@@ -376,7 +376,7 @@ def modes_of(request: RunRequest, model: Preset, has_thinking: bool) -> tuple[bo
 
 
 def has_code(loaded: Sequence[Loaded]) -> bool:
-    """Whether the answers of any suite are code."""
+    """Return whether the answers of any suite are code."""
     return bool(CODE_SCORERS & {one.suite.scorer for one in loaded})
 
 
@@ -397,7 +397,7 @@ def _isolation(request: RunRequest, loaded: Sequence[Loaded]) -> sandbox.Isolati
 
 
 def _audit(request: RunRequest) -> Audit:
-    """Choose the audit: none for sampled answers, which have no single right token, or without a target."""
+    """Choose the audit: none without a target, or for sampled answers, where no single token is right."""
     if request.servers and not request.has_target:
         return "none"
     return cast(Audit, request.audit or "all") if any(map(is_greedy, request.temperature)) else "none"

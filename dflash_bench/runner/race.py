@@ -1,6 +1,6 @@
-"""The runs of a race: what may take part, one run for each round, and one engine for all runs of this process.
+"""The runs of a race: its candidates, a run per round, and one engine for all runs of this process.
 
-Every round is an ordinary run, set up and measured by `session.perform`, with a folder of its own.
+Every round is an ordinary run in a separate folder, set up and measured by `session.perform`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from dflash_bench.engine.backend import LocalBackend
 
 SHARES = (1.0, 0.75, 0.5, 0.25)
-"""The lengths that are tried of a method whose length is left open, as shares of its own."""
+"""Draft lengths to try where the user sets none, as fractions of the method's default."""
 CUTS = ("0.5", "auto")
 NO_LIMIT = "999999s"
 NOT_RACED = ("over", "rate", "workers", "record", "headroom", "skip", "one_at_a_time", "every_answer")
-"""Options of a run that a race has no use for; the command has no flags for them."""
+"""Options of a run that have no effect on a race; the command has no flags for them."""
 
 
-# What may take part.
+# Candidates.
 
 
 def checked(request: RunRequest) -> tuple[RunRequest, list[Method], Preset]:
-    """Return the request as each run has it, without its time limit, with the methods to race and their model.
+    """Return the request shared by all runs, without its time limit, with the methods to race and their model.
 
     Raises UserError for contradictions, and if no method is usable.
     """
@@ -66,7 +66,7 @@ def checked(request: RunRequest) -> tuple[RunRequest, list[Method], Preset]:
 
 
 def _named(request: RunRequest) -> Iterator[Method]:
-    """Return the user's methods, each with several lengths and cuts if it leaves them open."""
+    """Yield the user's methods, with several lengths and cuts where they are not set."""
     chosen = plan.methods_of(request)
     model = plan.model_of(request, chosen)
     drafting = [method for method in chosen if method.name != BASELINE]
@@ -78,7 +78,7 @@ def _named(request: RunRequest) -> Iterator[Method]:
 
 
 def _usable(request: RunRequest) -> Iterator[Method]:
-    """Return every method that has what it needs here: a draft of the model or of the user, or none at all."""
+    """Yield every method whose draft comes with the model or from the user, or that needs none."""
     own = parse_drafts(request.drafts)
     model = plan.model_of(replace(request, methods=(), drafts=()), [])
     drafts = [name for name in (*model.drafts, *own) if "@" not in name or name in own]
@@ -120,7 +120,7 @@ def _is_recurrent(model: Preset, request: RunRequest) -> bool:
 
 
 def _varied(request: RunRequest, found: Sequence[Method], model: Preset) -> Iterator[Method]:
-    """Return each method as it is, and with each shorter length and cut that it leaves open."""
+    """Yield each method unchanged, and with each shorter length and cut that the user has not set."""
     from dflash_bench.models import formats, loading, memory, targets
 
     is_launched, counts = request.launch is not None, model.num_drafts or {}
@@ -146,11 +146,11 @@ def _lengths(method: Method, longest: int) -> Iterator[Method]:
     yield from (method.with_option(named, number) for number in numbers if number < longest)
 
 
-# One run for each round.
+# A run per round.
 
 
 class SharedEngine:
-    """The engine of several runs in this process: opened by the first of them, with the methods of all."""
+    """The engine shared by several runs in this process; the first run opens it with the methods of all."""
 
     def __init__(self, chosen: Sequence[Method]) -> None:
         self.methods = tuple(chosen)
@@ -165,7 +165,7 @@ class SharedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """Where the runs of a race go, and how they are measured."""
+    """The runs of a race: their folder, and how they are measured."""
 
     request: RunRequest
     methods: tuple[Method, ...]
@@ -176,12 +176,12 @@ class Course:
     progress: Callable[..., Progress] = Progress
 
     def num_prompts(self) -> list[int]:
-        """Return the prompts of each suite. Raises UserError for prompts that cannot be measured."""
+        """Return the number of prompts of each suite. Raises UserError for prompts that cannot be measured."""
         resolved = plan.plan_run(self.request, self.methods, self.model)
         return [len(loaded.prompts) for loaded in resolved.suites]
 
     def fits(self, label: str) -> PreparedRun:
-        """Return what memory a run of one method would take (`setup.check_fits`)."""
+        """Return the memory that a run of this method would take (`setup.check_fits`)."""
         request = replace(self.request, methods=(label,), concurrency=())
         chosen = methods.chosen([label])
         return check_fits(plan.plan_run(request, chosen, self.model))
@@ -194,12 +194,12 @@ class Course:
         return tuple(label for label in (found.methods if found else ()) if label != BASELINE)
 
     def run(self, name: str, labels: Sequence[str], where: Mapping[str, Any]) -> RunTable:
-        """Measure these methods and plain decoding, or finish it, and read the run; `where` is set in the request."""
+        """Measure these methods and plain decoding, or resume the run, and read it; `where` updates the request."""
         folder = self.folder / name
         begun = read_info(folder) if (folder / FILE).exists() else None
         if begun is None or begun.state != "complete":
             if begun is not None:
-                # With a time limit prompts are in the order in which they were drawn: a run goes on as it was begun.
+                # A time limit keeps prompts in the order in which they were drawn, so a resumed run keeps its limit.
                 limit_s = where.get("budget", NO_LIMIT) if begun.to_json().get("options", {}).get("budget") else None
                 where = {**where, "budget": limit_s}
             request = replace(self.request, methods=() if self.request.servers else tuple(labels), **where)

@@ -1,8 +1,8 @@
 """`--workers`: workers are Ray actors, on this machine or in an existing cluster.
 
-Ray is imported here alone, and only when asked for. Started here it listens on 127.0.0.1, shows no dashboard and sends
-no usage statistics. A worker gets the processors or the GPU that it computes on for itself, but on one machine all of
-them share memory and caches: the run says how many did, and its readers say so beside every speed.
+Ray is imported only here, and only when needed. Started here it listens on 127.0.0.1, shows no dashboard and sends no
+usage statistics. A worker has its processors or its GPU to itself, but workers on one machine share memory and caches:
+the run records how many did, and reports state it with every speed.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from dflash_bench.runner.workers import Job, JobDone, Ready, WorkerDied, WorkerP
 
 CONNECT_S = 5.0
 START_S = 600.0
-"""Seconds within which a worker must have loaded the models, while no other one measures."""
+"""Seconds within which a worker must have loaded the models, while no other worker measures."""
 ANSWER_S = 60.0
-"""Seconds within which a worker that measures nothing must answer."""
+"""Seconds within which an idle worker must respond."""
 STORE_BYTES = 100 * 2**20
 """Bytes of Ray's object store, for prompts and rows between driver and workers; weights never pass through it."""
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
-    # Else it warns that it will leave CUDA_VISIBLE_DEVICES alone where a worker asks for no GPU.
+    # Otherwise Ray warns that it keeps CUDA_VISIBLE_DEVICES where a worker requests no GPU.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 PRIVATE = {
-    # Without this it takes the machine's address in its network for 127.0.0.1, and listens there.
+    # Without this Ray replaces 127.0.0.1 by the machine's network address, and listens there.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # With a token in the environment it writes none into the user's home.
+    # With a token in the environment Ray writes none into the user's home.
     "RAY_AUTH_MODE": "token",
 }
 
@@ -68,10 +68,10 @@ class WorkerConfig:
 
 
 class RayWorker:
-    """A worker in its own process. It takes one call at a time; models stay loaded and suites warm between calls."""
+    """A worker process. It handles one call at a time; models stay loaded and suites warm between calls."""
 
     def load(self, order: WorkerConfig) -> dict[str, Any]:
-        """Load the models. Return what decides the worker's answers, and its machine."""
+        """Load the models. Return the identity, which decides the worker's answers, and the machine."""
         import ray
 
         self.backend = open_engine(order.model, order.methods, order.request, order.max_new_tokens)
@@ -98,11 +98,11 @@ class RayWorker:
 
 
 class RayPool(WorkerPool):
-    """Workers that load the same models; `opened_workers` waits until they have."""
+    """Workers that load the same models; `opened_workers` waits until they are loaded."""
 
     def __init__(self, ray: Any, order: WorkerConfig, resources: Mapping[str, Any]) -> None:
         self.ray, self.order = ray, order
-        # An actor is never restarted by Ray: the driver must know that what it did is lost.
+        # Ray must not restart an actor: the driver must learn that its results are lost.
         self._kind = ray.remote(RayWorker).options(max_restarts=0, scheduling_strategy="SPREAD", **resources)
         self._numbers = count()
         self._actors: dict[int, Any] = {}
@@ -126,7 +126,7 @@ class RayPool(WorkerPool):
     def _next(self) -> Ready | JobDone | WorkerDied | None:
         if not self._pending:
             return None
-        # Ray itself notices that a worker which measures is lost; one for which there is no machine never comes.
+        # Ray detects the loss of a measuring worker, but a worker without a machine never starts.
         is_measuring = any(worker in self._abouts for worker in self._pending.values())
         done, _ = self.ray.wait([*self._pending], num_returns=1, timeout=None if is_measuring else START_S)
         if not done:
@@ -143,12 +143,12 @@ class RayPool(WorkerPool):
 
     @property
     def _lost(self) -> tuple[type[Exception], ...]:
-        """The errors of Ray for a worker that is gone."""
+        """Ray's errors for a lost worker."""
         errors = self.ray.exceptions
         return errors.RayActorError, errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError
 
     def _asked(self, call: str, *values: Any) -> Any:
-        """Return what the first worker says that is there. Raises UserError if none answers in time."""
+        """Return the result of a call to the first live worker. Raises UserError if it does not respond in time."""
         ref = getattr(self._actors[min(self._actors)], call).remote(*values)
         try:
             if self.ray.wait([ref], timeout=ANSWER_S)[0]:
@@ -167,7 +167,7 @@ class RayPool(WorkerPool):
             raise
 
     def _known(self, worker: int, about: dict[str, Any]) -> dict[str, Any]:
-        """Return what the run keeps of a worker. Raises UserError for one that computes differently from the first."""
+        """Return a worker's entry in the run. Raises UserError if it computes differently from the first worker."""
         if about["node"] not in self._nodes:
             self._nodes.append(about["node"])
         about["machine"] = self._nodes.index(about["node"])
@@ -178,7 +178,7 @@ class RayPool(WorkerPool):
         return {name: about[name] for name in ("machine", "environment")}
 
     def wait_for_all(self, num_workers: int) -> None:
-        """Start workers. Raises UserError for one that cannot load the models."""
+        """Start workers. Raises UserError if a worker cannot load the models."""
         self.num_at_first = num_workers
         for _ in range(num_workers):
             self.start()
@@ -194,9 +194,9 @@ class RayPool(WorkerPool):
         self.forwards = self._asked("forwards")
 
     def witnessed(self) -> Witnessed:
-        """Collect the reports of the workers that have measured; the answers of lost ones were judged before.
+        """Collect the reports of the workers that have measured; the answers of lost workers were judged before.
 
-        Raises UserError if none reports in time.
+        Raises UserError if no worker reports in time.
         """
         refs = [actor.witnessed.remote() for worker, actor in self._actors.items() if worker in self._abouts]
         reports = []
@@ -221,7 +221,7 @@ class RayPool(WorkerPool):
         return bool(self._first["has_thinking"])
 
     def describe(self) -> Mapping[str, Any]:
-        """Return the identity shared by all workers, and how many there were when the run began."""
+        """Return the identity shared by all workers, and their number when the run began."""
         abouts = [self._abouts[worker] for worker in range(self.num_at_first)]
         workers = {
             "number": self.num_at_first,
@@ -239,7 +239,7 @@ class RayPool(WorkerPool):
 
 @contextmanager
 def opened_workers(resolved: RunPlan) -> Iterator[RayPool]:
-    """Open workers with loaded models for a `with`. Raises UserError if Ray or room for them is missing."""
+    """Open workers with loaded models for a `with`. Raises UserError if Ray or memory is missing."""
     import torch
 
     require_ray()
@@ -336,7 +336,7 @@ def _started(address: str | None, num_cpus: int) -> Any:
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Put the handler of SIGTERM back that `ray.init` replaces: Ray's own would end this process with status 1."""
+    """Restore the SIGTERM handler that `ray.init` replaces: Ray's would end this process with status 1."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -353,10 +353,10 @@ def _sigterm_kept() -> Iterator[None]:
 
 
 def _alike(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be the same for all workers; whether the judge had weights of its own may differ."""
+    """Return the identity that all workers must share; whether the judge has its own weights may differ."""
     return {name: value for name, value in identity.items() if name != "judge"}
 
 
 def _kind(machine: Mapping[str, Any]) -> str:
-    """Return the kind of a machine, processor and GPUs; times may be compared within a kind only."""
+    """Return the kind of a machine, processor and GPUs; times are comparable only within a kind."""
     return ", ".join([str(machine["cpu"] or machine["machine"]), *(gpu["name"] for gpu in machine["gpus"])])

@@ -1,4 +1,4 @@
-"""Where an option of a run has an effect and where it has none, and which values it takes."""
+"""Which options of a run have an effect, and which values they take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ THINKING: dict[str, tuple[bool, ...]] = {"on": (True,), "off": (False,), "both":
 
 
 def is_served(options: Any) -> bool:
-    """Return whether servers that run already answer."""
+    """Return whether running servers (not launched here) answer."""
     return bool(options.servers) and options.launch is None
 
 
@@ -50,7 +50,7 @@ SERVED_ALONE = condition(
     "with --server alone: give --model or --target too, the same weights as the server's, to make its prompts and "
     "judge its answers here",
 )
-"""Options that a server decides itself, so they apply only to a target in this process."""
+"""Options that servers decide themselves, so they apply only to a target in this process."""
 
 
 def all_together(flag: str, is_so: Any) -> Condition:
@@ -120,7 +120,7 @@ def check_attention(name: str) -> None:
 
 
 def objectives(text: str) -> dict[str, float]:
-    """Parse `ttft=500ms,tpot=0.05s`, or one of them, into seconds by `ttft_s` and `tpot_s`. Raises UserError."""
+    """Parse `ttft=500ms,tpot=0.05s`, or either part, into seconds by `ttft_s` and `tpot_s`. Raises UserError."""
     limits: dict[str, float] = {}
     for part in text.split(","):
         match = re.fullmatch(r"(ttft|tpot)=([0-9]{1,6}(?:\.[0-9]{1,6})?)(ms|s)", part)

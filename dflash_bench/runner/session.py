@@ -1,4 +1,4 @@
-"""A run from its request to its end: planned, set up, run and stored; and its progress display."""
+"""A run from request to storage: plan, set up and measure it; and its progress display."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ from dflash_bench.tasks.padding import Contexts
 from dflash_bench.tasks.scorers import schema
 from dflash_bench.tasks.suites import STYLES, Loaded, chats
 
-# The progress of a run: the cell, the share done, speed, acceptance, and the time left.
+# Progress: the cell, the share done, speed, acceptance, and the time left.
 #
-# All of it goes to stderr, so that stdout has the result and nothing else.
+# It goes to stderr, so that stdout holds only the result.
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class Progress(AbstractContextManager["Progress"]):
             self.bar.stop()
 
     def begins(self, suite: str, doing: str) -> None:
-        """Show the cell with its own figures."""
+        """Show the cell with its figures so far."""
         self.doing = f"{suite} · {doing} {self.tallies.get((suite, doing), '')}".rstrip()
         self._show()
 
@@ -144,7 +144,7 @@ class Progress(AbstractContextManager["Progress"]):
             self.stream.flush()
 
     def _speedups(self) -> list[str]:
-        """Return a line for each suite with its speed-ups so far, without intervals: they still move."""
+        """Return a line per suite with its speed-ups so far, without intervals: they still move."""
         by_suite: dict[str, list[str]] = {}
         for (suite, doing), plain in self.plain.items():
             own = self.tallies[suite, doing]
@@ -153,7 +153,7 @@ class Progress(AbstractContextManager["Progress"]):
         return [f"{suite}: {', '.join(several)} so far" for suite, several in by_suite.items()]
 
     def _left(self) -> str:
-        """Estimate the time left from the answers of this process only: earlier ones say nothing about speed now."""
+        """Estimate the time left from this process's answers only: earlier processes may have had another speed."""
         if self.left_s is not None:
             return _in_words(max(self.left_s(), 0.0))
         if not self.num_new:
@@ -167,28 +167,28 @@ def _in_words(left_s: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
 
 
-# A `run` command from its options to its rows: plan the run, open the backend, run, save.
+# The command `run`: plan the run, open the backend, run, save.
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a run: where notes go, the progress display, and the command that asked for it."""
+    """The caller of a run: where notes go, the progress display, and the command to record."""
 
     tell: Callable[[str], object]
     progress: Callable[..., Progress] = Progress
     words: str | None = None
-    """None: the command line."""
+    """The command to record; None: the command line."""
     stages: Stages | None = None
     opens: Callable[[RunPlan, Callable[[str], object]], Backend] | None = None
-    """How the engine of this process is opened, if not by `open_local`: by a caller that keeps it for several runs."""
+    """Opens the engine of this process in place of `open_local`, for callers that share it between runs."""
 
     def begins(self, doing: str) -> None:
-        """Show what is done before the first answer."""
+        """Show a stage before the first answer."""
         if self.stages is not None:
             self.stages.begin(doing)
 
     def measures(self) -> None:
-        """Show nothing more of that: from now on a thread that draws would disturb what is timed."""
+        """End the display of stages: a thread that draws would disturb what is timed."""
         if self.stages is not None:
             self.stages.end()
 
@@ -206,7 +206,7 @@ def _perform(request: RunRequest, folder: Path, resume: bool, caller: Caller) ->
     request, methods, model = methods_and_model(request)
     if request.workers is not None:
         require_ray()
-    # Before anything slow: downloads, and the models.
+    # Check before anything slow, such as downloads and loading.
     started = None
     if resume:
         started = read_info(folder).identity.date
@@ -225,7 +225,7 @@ def _perform(request: RunRequest, folder: Path, resume: bool, caller: Caller) ->
 
 
 def _run_launched(resolved: RunPlan, stack: ExitStack, folder: Path, resume: bool, caller: Caller) -> None:
-    """Launch servers for the run; they are stopped with it, and the note on one that dies says why."""
+    """Launch servers for the run, stop them with it, and note why a server died."""
     from dflash_bench.runner import launch
 
     launch.check(resolved.request, resolved.methods)
@@ -246,7 +246,7 @@ def _run_launched(resolved: RunPlan, stack: ExitStack, folder: Path, resume: boo
 
 
 def _opened(resolved: RunPlan, stack: ExitStack, caller: Caller) -> tuple[PreparedRun, Backend | WorkerPool]:
-    """Open the backend, after all checks that need no weights; servers and workers are closed by the stack."""
+    """Open the backend after all checks that need no weights; the stack closes servers and workers."""
     if resolved.request.workers is not None:
         prepared = check_fits(resolved)
         return prepared, stack.enter_context(opened_workers(prepared.pinned(resolved)))
@@ -275,7 +275,7 @@ def _run(
     caller: Caller,
     launched: LaunchedServers | None = None,
 ) -> None:
-    """Run with an open backend; servers that were launched for it leave their logs in its folder."""
+    """Run with an open backend; servers launched for the run leave their logs in its folder."""
     resolved = prepared.fitted(resolved)
     request, model, tell = resolved.request, resolved.model, caller.tell
     settings = settings_of(request, modes_of(request, model, backend.has_thinking))
@@ -339,7 +339,7 @@ def _execute_within(
     caller: Caller,
     launched: LaunchedServers | None = None,
 ) -> None:
-    """Run what there is time for, and cut the plan to it."""
+    """Run the prompts there is time for, and cut the plan to them."""
     end_s = run.seconds() + budget_s - run.spent_s
     with caller.progress(plan.num_generations, len(run.stored), left_s=lambda: end_s - run.seconds()) as progress:
         loop.execute(plan, backend, run, progress, budget.items(plan, run, budget_s))
@@ -351,9 +351,9 @@ def _execute_within(
 
 
 def _judges_report(judges: Witnessed, run: store.RunStore, tell: Callable[[str], object]) -> dict[str, Any]:
-    """Return what `run.json` keeps of the judges' reports.
+    """Return the judges' reports as `run.json` stores them.
 
-    Raises UserError, and marks the run as spoiled, if weights that they share with the engine were changed.
+    Raises UserError, and marks the run as spoiled, if weights shared with the engine were changed.
     """
     if judges.changed is not None:
         run.mark_spoiled(f"{judges.changed}, which the judge shares with the engine, was changed while it was measured")
@@ -389,7 +389,7 @@ def _info(
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "plan": work.to_store(plan),
         "sandbox": sandbox.describe(resolved.isolation) if resolved.has_code else None,
-        # Measured anew by each process that works on the run, and so no part of what they must have in common.
+        # Every process that works on the run measures these again, so they are not part of the identity.
         "forwards": forwards,
         "memory": prepared.memory,
         "contexts": prepared.contexts.about,
@@ -399,7 +399,7 @@ def _info(
 
 
 def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described, prepared: PreparedRun) -> dict[str, Any]:
-    """Return what decides the answers: a run is continued only under the same."""
+    """Return everything that decides the answers: a run is resumed only with the same identity."""
     return {
         "model": resolved.request.name,
         "suites": {loaded.suite.name: _identity_of_suite(loaded, prepared) for loaded in resolved.suites},

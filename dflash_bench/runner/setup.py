@@ -1,4 +1,4 @@
-"""The machine for a run: devices, types and memory checked, and the backend opened."""
+"""Prepare the machine for a run: check devices, dtypes and memory, and open the backend."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from dflash_bench.servers.address import Address
     from dflash_bench.servers.backend import ServerBackend
 
-# From the plan of a run to a backend: the device, the type, and the weights loaded there.
+# From the plan of a run to a backend: choose the device and dtype, and load the weights.
 
 
 def open_local(resolved: RunPlan, begins: Callable[[str], object] = lambda _: None) -> LocalBackend:
     """Open the engine of this process with the models of a run, and load the weights of its judge.
 
-    `begins` hears of the second. Raises UserError as `open_engine`.
+    `begins` is called before the judge is loaded. Raises UserError as `open_engine` does.
     """
     backend = open_engine(
         resolved.model, resolved.methods, resolved.request, resolved.max_new_tokens, resolved.cache_bytes, lets_go=True
@@ -52,7 +52,7 @@ def open_local(resolved: RunPlan, begins: Callable[[str], object] = lambda _: No
 
 
 def open_servers(resolved: RunPlan, addresses: Sequence[Address]) -> ServerBackend:
-    """Connect to servers. Raises UserError for one that cannot be measured."""
+    """Connect to servers. Raises UserError for a server that cannot be measured."""
     from dflash_bench.servers.backend import ServerBackend
 
     request = resolved.request
@@ -68,12 +68,12 @@ def open_servers(resolved: RunPlan, addresses: Sequence[Address]) -> ServerBacke
 
 
 def add_judge(backend: ServerBackend, resolved: RunPlan) -> None:
-    """Load the same target in this process, to make the prompts' token ids and to judge the answers."""
+    """Load the same target in this process, to tokenize prompts and judge answers."""
     attach(backend, open_local(resolved.judging))
 
 
 def attach(backend: ServerBackend, local: LocalBackend) -> None:
-    """Let `local` make the token ids of prompts from now on, and its judge read the answers."""
+    """Let `local` tokenize prompts from now on, and its judge read the answers."""
     about = local.describe()
     judge = {**about["judge"], "device": about.get("device")}
     backend.local, backend.vocabulary = local, len(local.target.model.get_input_embeddings().weight)
@@ -81,7 +81,7 @@ def attach(backend: ServerBackend, local: LocalBackend) -> None:
 
 
 def kernels_note(resolved: RunPlan) -> str | None:
-    """Return a note if opening the engine will compile kernels, unless they turn out not to cover the target."""
+    """Return a note if opening the engine will compile kernels; whether they cover the target is not checked."""
     from dflash_bench.engine.forward.choice import compile_note
 
     request = resolved.request
@@ -100,7 +100,7 @@ def fallen_back(about: Mapping[str, Any]) -> list[str]:
 
 
 def witnessed(backend: Backend) -> Witnessed:
-    """Return what the judge of a backend reports at the end, beyond verdicts on answers."""
+    """Return the final report of a backend's judge, beyond verdicts on answers."""
     witness = _witness_of(backend)
     return Witnessed() if witness is None else Witnessed(witness.changed(), dict(witness.objections))
 
@@ -117,7 +117,7 @@ LATE_S = 0.01
 
 
 def late(backend: Backend) -> list[str]:
-    """Return notes on cells in which this process, and not the server, was late."""
+    """Return notes on cells in which this process, not the server, was late."""
     from dflash_bench.servers.backend import ServerBackend
 
     lags = backend.lags if isinstance(backend, ServerBackend) else {}
@@ -138,11 +138,11 @@ def open_engine(
     cache_bytes: int = 0,
     lets_go: bool = False,
 ) -> LocalBackend:
-    """Open the engine of this process with these models: the one way for a run, a worker and every diagnosis.
+    """Open the engine of this process with these models, for runs, workers and diagnoses alike.
 
-    `cache_bytes` is what the caches will take; the judge gets weights of its own if these fit beside them. With
-    `lets_go` the models keep no weights that the engine holds in another layout (`selection.target_of`). Raises
-    UserError for a device, a type or a model that cannot be had.
+    `cache_bytes` is the size of the caches; the judge gets separate weights if these fit beside them. With `lets_go`
+    the models drop weights that the engine holds in another layout (`selection.target_of`). Raises UserError for an
+    unavailable device, dtype or model.
     """
     device, dtype, threads = configure_torch(request)
     import torch
@@ -172,7 +172,7 @@ def placement_of(request: RunRequest) -> Placement:
 
 
 def forwards_of(backend: Backend) -> dict[str, Any] | None:
-    """Measure what forwards of this backend cost; None if its target is not in this process."""
+    """Measure the cost of this backend's forward passes; None if its target is not in this process."""
     from dflash_bench.engine.backend import LocalBackend
     from dflash_bench.perf.measure import forward_curve
 
@@ -180,7 +180,7 @@ def forwards_of(backend: Backend) -> dict[str, Any] | None:
 
 
 def pass_of(backend: Backend) -> dict[str, float]:
-    """Measure the shortest pass over one token again at the end of a run; empty if the target is elsewhere."""
+    """Measure the shortest pass over a single token again at the end of a run; empty if the target is elsewhere."""
     from dflash_bench.engine.backend import LocalBackend
     from dflash_bench.perf.measure import shortest_forward_s
 
@@ -188,15 +188,15 @@ def pass_of(backend: Backend) -> dict[str, float]:
 
 
 def captured_of(backend: Backend) -> dict[str, float | int]:
-    """Return how many passes were captured, and how long that took; empty if the target is elsewhere."""
+    """Return the number of captured passes and the seconds it took; empty if the target is elsewhere."""
     from dflash_bench.engine.backend import LocalBackend
 
     return backend.captured() if isinstance(backend, LocalBackend) else {}
 
 
 def configure_torch(request: RunRequest) -> tuple[str, str, int | None]:
-    """Set torch up. Return the device, the type and the number of threads (None: a GPU)."""
-    # Read when torch is imported: waiting threads that spin take the cores from those that work.
+    """Configure torch. Return the device, the dtype and the number of threads (None: a GPU)."""
+    # Read when torch is imported: spinning threads take the cores from working threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
@@ -212,7 +212,7 @@ def configure_torch(request: RunRequest) -> tuple[str, str, int | None]:
 
 
 def device_and_dtype(request: RunRequest, num_gpus: int) -> tuple[str, str]:
-    """Return the device and type. Raises UserError for a device that does not exist, and for options without effect."""
+    """Return the device and dtype. Raises UserError for a missing device, and for options without effect."""
     device = request.device or ("cuda" if num_gpus and not request.is_small else "cpu")
     if not re.fullmatch("cpu|cuda(:[0-9]+)?", device):
         raise unknown("device", device, ["cpu", "cuda", "cuda:N"])
@@ -231,7 +231,7 @@ def device_and_dtype(request: RunRequest, num_gpus: int) -> tuple[str, str]:
     return device, dtype
 
 
-# Before any weights are loaded: how prompts are padded, how long rows become, and whether they fit.
+# Checks before any weights are loaded: how prompts are padded, how long rows become, and whether they fit.
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,13 +240,13 @@ class PreparedRun:
     memory: dict[str, int | None] | None
     """As in `run.json`; None if nothing is loaded."""
     commits: Mapping[str, str] = field(default_factory=dict)
-    """For target and drafts from the hub, ID@COMMIT as fetched."""
+    """ID@COMMIT as fetched, for target and drafts from the hub."""
     limit: int = 0
-    """The tokens that the target has positions for, answers left out; 0 if nothing is loaded."""
+    """The target's positions in tokens, less those of answers; 0 if nothing is loaded."""
     date: str | None = None
-    """The date that the chat template sees, if it asks for one."""
+    """The date for the chat template, if it uses a date."""
     rendered: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """The hash of the texts of all first turns, by suite and thinking ("on", "off")."""
+    """The hash of all rendered first turns, by suite and thinking ("on", "off")."""
     has_template: bool = True
 
     @property
@@ -256,17 +256,17 @@ class PreparedRun:
         return sum(footprint.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
 
     def pinned(self, resolved: RunPlan) -> RunPlan:
-        """Return the plan with these commits in place of ids, so that the weights loaded are those that were checked,
-        and with the size of the caches, beside which the judge's own weights must fit."""
+        """Return the plan with commits in place of ids, so that the checked weights are loaded, and with the size of
+        the caches, beside which the judge's own weights must fit."""
         model, commits = resolved.model, self.commits
         drafts = {name: commits.get(name, reference) for name, reference in model.drafts.items()}
         found = replace(model, target=commits.get("target", model.target), drafts=drafts)
         return replace(resolved, model=found, cache_bytes=self.cache_bytes)
 
     def fitted(self, resolved: RunPlan) -> RunPlan:
-        """Return the plan without the prompts that the target's context cannot hold, and without suites of such only.
+        """Return the plan without prompts that exceed the target's context, and without suites left empty.
 
-        Raises UserError if fewer are left than are answered at the same time.
+        Raises UserError if fewer prompts are left than the concurrency.
         """
         left_out = self.contexts.left_out
         if not left_out:
@@ -288,7 +288,7 @@ def _reference(resolved: RunPlan, part: str) -> str:
 def check_fits(resolved: RunPlan) -> PreparedRun:
     """Fetch checkpoints, and check tokenizer, configs, headers and memory without loading weights.
 
-    Raises UserError as loading would, for a context longer than the target's, and for too little memory.
+    Raises UserError as loading does, for a context longer than the target's, and for too little memory.
     """
     import torch
 
@@ -328,7 +328,7 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
     in_kernels = _expects_kernels(request, device, config, kind)
     demand = memory.demand_of(folder, drafts, methods, kind, trusted, request.quantize, in_kernels)
     demand = replace(demand, rows=max(request.concurrency, default=1))
-    # How much is free on the machines of a cluster is not known here.
+    # The free memory of a cluster's machines is unknown here.
     free = None if elsewhere else _free_bytes(device, request.device_map is not None)
     if free is not None and device == "cpu":
         free //= request.workers or 1
@@ -337,7 +337,7 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
         None if free is None else max(0, min(one.longest_within(free), length) - padded.rest)
         for one in (demand, demand.without_drafts())
     )
-    # A GPU is only given quantised weights; the processor holds them as they were before.
+    # A GPU only receives quantised weights; on a CPU the original weights are held, too.
     if free is not None and device == "cpu" and demand.target.loading_bytes > free:
         raise _too_little(demand.target.loading_bytes, free, device, 0, 0)
     if free is not None and footprint.total > free:
@@ -352,7 +352,7 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
 
 
 def _expects_kernels(request: RunRequest, device: str, config: Any, dtype: torch.dtype | None) -> bool:
-    """Return True if numba's kernels will compute this target, as `engine/selection.py` chooses."""
+    """Return whether numba's kernels will compute this target, as `engine/selection.py` chooses."""
     from dflash_bench.engine.forward.choice import expects_kernels
 
     others = request.engine == "transformers" or request.kernels == "torch" or request.capture == "inductor"

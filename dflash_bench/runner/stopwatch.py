@@ -1,17 +1,17 @@
-"""A second clock and a second counter: the runner's own observation of an answer, compared with the backend's report.
+"""An independent clock and counter: the runner observes an answer itself, and compares it with the backend's report.
 
-A backend times and counts what it decodes. The runner listens while it does so, with a clock of its own: it takes down
-every token and when it came, and nothing else. If the two disagree the answer has failed, whoever is right.
+A backend times and counts the tokens it decodes. Meanwhile the runner records every token and its arrival time with a
+clock of its own. If the two disagree, the answer has failed, whichever is right.
 
-The host hears of tokens when they are on the host, which on a GPU is after the round's only synchronisation; what the
-device does after it (a draft that takes in what was kept) is heard with the next round, and the last round of an answer
-decoded alone has nothing after it. The first reading comes after the device was waited for. So for one answer at a time
-the host's readings are right to within the time of a few Python statements, on a GPU as on a CPU. Beside others an
-answer's end may lag behind what the host hears, and only what holds in any case is asked for.
+On a GPU, tokens reach the host after the round's only synchronisation; later work on the device (a draft that reads the
+accepted tokens) is observed with the next round, and the last round of an answer decoded alone has none. The first
+reading is taken after synchronising. So for a single answer the host's readings are accurate to within a few Python
+statements, on a GPU as on a CPU. Of an answer in a batch the reported end may be later than the host's reading, so only
+lower bounds are checked.
 
-What a call does before the first prompt is begun, and after the last token, is in no figure. So it has a budget, and
-prompts are begun in turn: work that is done outside the times of an answer makes it a failed one. What the system
-reports as waiting for a processor is no work, and a call may be held up otherwise, once.
+Time before the first prompt and after the last token is in no figure. So it has a budget, and prompts must start in
+order: work outside an answer's times makes the answer fail. Time that the system reports as waiting for a processor is
+not counted, and one call may be held up otherwise.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Generation, TimedGener
 from dflash_bench.runner.energy import EnergyMeter
 
 BESIDE_S, ONCE_S = 0.02, 0.25
-"""Seconds that calls of a method may spend outside their answers' times, and that one of them may.
+"""Seconds that calls of a method may spend outside their answers' times, usually and in a single call.
 
 Sound calls of nano spend 1.5 to 2 ms: rendering the chat, cutting it into tokens, preparing caches, and the text. A
 first call and one with a longer prompt than before make larger caches; 32 ms were seen on a busy machine.
 """
 PER_PROMPT_TOKEN_S, PER_TOKEN_S = 2e-5, 1e-4
-"""Seconds more for each token of a prompt and of an answer, ten times what they take."""
+"""Additional seconds per token of a prompt and of an answer, ten times the measured cost."""
 SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
 def waited_s() -> float | None:
-    """Return for how long this thread could have run, but had no processor; None if the system does not say."""
+    """Return how long this thread was runnable without a processor; None if the system does not report it."""
     try:
         return int(SCHEDULED.read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -46,7 +46,7 @@ def waited_s() -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds between two moments, each known to lie between two readings: at least `least`, at most `slack` more."""
+    """An uncertain interval in seconds: at least `least`, and at most `least + slack`."""
 
     least: float
     slack: float
@@ -63,7 +63,7 @@ class Span:
 
 @dataclass(slots=True)
 class Moment:
-    """When something happened: not before one reading of the clock, and not after another."""
+    """The time of an event, between two readings of the clock."""
 
     before: float
     after: float | None = None
@@ -75,11 +75,11 @@ class AnswerMoments:
 
     began: Moment
     first: Moment | None = None
-    """When the tokens from prefill came."""
+    """Arrival of the tokens from prefill."""
     last: Moment = field(default_factory=lambda: Moment(0.0))
-    """When the latest tokens came."""
+    """Arrival of the latest tokens."""
     counts: list[int] = field(default_factory=list)
-    """The number of tokens each time."""
+    """The number of tokens per arrival."""
     tokens: list[int] = field(default_factory=list)
     passes: tuple[int, int, int] = (0, 0, 0)
     """Forward passes of the target until it began, until the first tokens, and until the latest."""
@@ -106,16 +106,16 @@ class AnswerMoments:
 
 
 def _between(first: Moment, last: Moment) -> Span:
-    """A moment that was never marked counts as exact."""
+    """Return the time between two moments; a moment that was never marked counts as exact."""
     latest, end = (one.before if one.after is None else one.after for one in (first, last))
     least = max(0.0, last.before - latest)
     return Span(least, max(0.0, end - first.before - least))
 
 
 class Stopwatch:
-    """Listens to one call of a backend, and times it from outside; use it in a `with` around the call.
+    """Observe one call of a backend, and time it from outside; use it in a `with` around the call.
 
-    A round costs two readings of the clock and a few statements beside them: half a microsecond of the host.
+    A round costs two clock readings and a few statements: half a microsecond on the host.
     """
 
     def __init__(self, meter: EnergyMeter | None = None) -> None:
@@ -126,7 +126,7 @@ class Stopwatch:
         self.num_prompt_tokens = self.num_tokens = 0
         """The tokens of all answers."""
         self.ended: list[int] = []
-        """After how many passes the answers ended, from the first that did."""
+        """The number of passes before each answer ended, ascending."""
         self._meter, self._joules = meter, 0.0
         self._num_passes = 0
         self._open: list[Moment] = []
@@ -134,7 +134,7 @@ class Stopwatch:
         self._waited_s: float | None = None
 
     def __enter__(self) -> Stopwatch:
-        # Outside of what is timed.
+        # Not timed.
         self._joules = self._meter.joules() if self._meter else 0.0
         self._waited_s = waited_s()
         self._start = time.perf_counter()
@@ -160,12 +160,12 @@ class Stopwatch:
         return 0.0 if now is None or self._waited_s is None else now - self._waited_s
 
     def hidden_s(self, is_probe: bool) -> float:
-        """Return the time that is in none of the answers' times, but for what each token may take."""
+        """Return the seconds outside all answers' times, less the allowance per token."""
         before = 0.0 if is_probe else self.before_s - self.num_prompt_tokens * PER_PROMPT_TOKEN_S
         return max(before, self.after_s - self.num_tokens * PER_TOKEN_S)
 
     def is_late(self, is_probe: bool) -> bool:
-        """Return True if a second call like this in a row is one too many."""
+        """Return True if the call exceeds the budget that two calls in a row must not exceed."""
         return self._waited_s is not None and self.hidden_s(is_probe) > BESIDE_S
 
     def received(self, request: int, tokens: Sequence[int]) -> None:
@@ -176,7 +176,7 @@ class Stopwatch:
         answer.passes = *answer.passes[:2], self._num_passes
         self._open.append(answer.last)
         if answer.first is None:
-            # The next tokens get a moment of their own.
+            # Later tokens get a separate moment.
             answer.first, answer.last = answer.last, Moment(answer.last.before)
             answer.passes = answer.passes[0], self._num_passes, self._num_passes
             self._open.append(answer.last)
@@ -194,18 +194,18 @@ class Stopwatch:
         self._captured_s += seconds
 
     def served(self, generations: Sequence[Generation]) -> None:
-        """Count the tokens of all that the call answered."""
+        """Count the tokens of all answers of the call."""
         self.num_prompt_tokens = sum(one.num_prompt_tokens for one in generations)
         self.num_tokens = sum(one.num_tokens for one in generations)
 
     def share(self, num_tokens: int) -> float | None:
-        """Return the joules of an answer of so many tokens; None if they are not measured."""
+        """Return the joules of an answer of `num_tokens` tokens; None if energy is not measured."""
         if self._meter is None:
             return None
         return self._joules * num_tokens / self.num_tokens if self.num_tokens else self._joules
 
     def columns(self, request: int | None = None) -> dict[str, float | int | None]:
-        """Return what the record of a request keeps; without one, of the answer that was decoded alone."""
+        """Return the clock columns of a request's record; by default of the answer that was decoded alone."""
         alone = request is None
         call_s = self.call_s if alone else None
         answer = self.answers.get(request or 0)
@@ -243,11 +243,10 @@ def objection(
     is_probe: bool = False,
     was_late: bool = False,
 ) -> Objection | None:
-    """Return what is wrong with an answer by what was heard; None if nothing is.
+    """Return the contradiction between an answer and the runner's observation; None if there is none.
 
-    Without a `request` it was decoded alone. Decoded beside others, `num_rows` at a time, it is one of several, and its
-    interval must lie in that of the call. Only a probe may see its prompts before they are begun. `was_late`
-    says so of the method's call before.
+    Without a `request` the answer was decoded alone. In a batch of `num_rows` its interval must lie within the call's.
+    Only a probe may read its prompts before they start. `was_late`: the method's previous call was late.
     """
     generation = served.generation
     if generation.error is not None:
@@ -272,7 +271,7 @@ def objection(
 
 
 def _begun(watch: Stopwatch, answer: AnswerMoments, request: int, num_rows: int) -> Objection | None:
-    """A prompt is begun before any pass, or as soon as another answer leaves it its row, and is then read."""
+    """Check that a prompt starts before any pass, or as soon as an ended answer frees a row, and is read after that."""
     begun, first, _ = answer.passes
     due = watch.ended[request - num_rows] if request >= num_rows else 0
     if begun != due:
@@ -307,7 +306,7 @@ def _passes(answer: AnswerMoments) -> Objection | None:
 
 
 def _timed(answer: AnswerMoments, generation: Generation, *, is_alone: bool) -> Objection | None:
-    """Beside others an answer may end later than it is heard, and take in a prompt while others decode."""
+    """Compare the times; in a batch an answer may end after its last token is observed, and prefill during decoding."""
     times: Mapping[str, tuple[float, Span]] = {
         "decoding": (generation.decode_s, answer.decode), "prefill": (generation.prefill_s, answer.prefill)
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The plan of a run, its units of work, and the protocols of those who take part in it."""
+"""The plan of a run, its units of work, and the protocols of backends, stores and listeners."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dflash_bench.tasks.suites import Loaded, prompt_hash
 
 
 class Described(Protocol):
-    """What a run needs to know of a backend before anything is measured."""
+    """The properties of a backend that a run needs before anything is measured."""
 
     @property
     def has_thinking(self) -> bool:
@@ -37,20 +37,20 @@ class Described(Protocol):
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """Return what decides its answers: engine, models, revisions, methods, type and device."""
+        """Return everything that decides its answers: engine, models, revisions, methods, dtype and device."""
         ...
 
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
-        """Raises UserError for a chat, named by where it is from, that its template cannot render."""
+        """Raise UserError for a chat, given with its origin, that the chat template cannot render."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Witnessed:
-    """What judges report when a run ends, beyond verdicts on answers."""
+    """The judges' reports at the end of a run, beyond verdicts on answers."""
 
     changed: str | None = None
-    """A weight that they share with the engine and that has changed since it was loaded."""
+    """A weight shared with the engine that has changed since it was loaded."""
     objections: Mapping[str, int] = field(default_factory=dict)
     """The number of objections by text."""
 
@@ -60,7 +60,7 @@ class Backend(Described, Protocol):
 
     @property
     def tells_rounds(self) -> bool:
-        """Whether it reports every round to the listener. Of a server only whole answers are timed."""
+        """Whether it reports every round to the listener. For servers only whole answers are timed."""
         ...
 
     def generate(
@@ -77,8 +77,8 @@ class Backend(Described, Protocol):
         ended: Callable[[], object],
         listener: Listener,
     ) -> Sequence[TimedGeneration]:
-        """Answer chats, each with its repeat, `settings.concurrency` at a time, or each when it is due at
-        `settings.rate`; `ended` is called after each. To the listener a request is its index among them."""
+        """Answer chats, given with their repeat, at `settings.concurrency` or at `settings.rate`; `ended` is called
+        after each answer. The listener identifies a request by its index in `requests`."""
         ...
 
     def divergence(
@@ -94,7 +94,7 @@ class Backend(Described, Protocol):
 
 @runtime_checkable
 class DecodesAgain(Protocol):
-    """A backend that can say, of a finished answer, what a method drafts elsewhere and what else it might draft."""
+    """A backend that can draft again on a finished answer: at every position, and with the ranks of its tokens."""
 
     def with_positions(
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation
@@ -143,7 +143,7 @@ class ProgressListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkPlan:
-    """The plan of a run; `methods` starts with the baseline, or is a single method. Greedy answers must agree."""
+    """The plan of a run; `methods` starts with the baseline, or holds a single method. Greedy answers must agree."""
 
     suites: tuple[Loaded, ...]
     methods: tuple[str, ...]
@@ -157,13 +157,13 @@ class WorkPlan:
     records: bool = False
     """Whether drafts at every position of greedy answers are recorded."""
     num_candidates: int | None = None
-    """Among how many of the draft's likeliest tokens the right one is looked for; None if that is not recorded."""
+    """The number of the draft's likeliest tokens to search for the right token; None if ranks are not recorded."""
     meter: EnergyMeter | None = None
     """Counts joules; None if they are not measured."""
 
     @property
     def first(self) -> str:
-        """The method whose answers later turns continue: the baseline, or the only one."""
+        """The method whose answers later turns continue: the baseline, or the only method."""
         return self.methods[0]
 
     @property
@@ -182,7 +182,7 @@ class WorkPlan:
                     order += len(item.prompt.turns) * len(item.methods)
 
     def of_prompt(self, loaded: Loaded, number: int, repeat_baseline: bool, order: int) -> Iterator[WorkItem]:
-        """Yield one prompt of a suite under all settings and repeats; its first answer has the place `order`."""
+        """Yield a prompt of a suite under all settings and repeats; its first answer has the place `order`."""
         prompt = loaded.prompts[number]
         for repeat, (at, settings) in product(range(self.repeats), enumerate(self.settings)):
             # Reversed every other time, so that no method gains by always being first or last.
@@ -230,7 +230,7 @@ def _scored_by(scorer: str, prompt: Prompt) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class WorkItem:
-    """One prompt, once, by all methods in this order under the same settings.
+    """A prompt to be answered once by all methods, in this order and under the same settings.
 
     `order` is the place of its first answer in the run.
     """
@@ -238,7 +238,7 @@ class WorkItem:
     loaded: Loaded
     prompt: Prompt
     repeat_baseline: bool
-    """Whether the baseline decodes its first turn twice. A baseline that disagrees with itself proves nothing."""
+    """Whether the baseline decodes its first turn twice: a baseline that disagrees with itself proves nothing."""
     repeat: int
     settings: Settings
     methods: tuple[str, ...]
@@ -248,7 +248,7 @@ class WorkItem:
 
     @property
     def turns(self) -> tuple[str, ...]:
-        """The user's messages, one for each turn."""
+        """The user's message of every turn."""
         return (self.padding + self.prompt.turns[0], *self.prompt.turns[1:])
 
     @property

@@ -1,8 +1,8 @@
-"""Several workers measure a run: who is given which prompt, and what happens when a worker dies.
+"""Distribute the prompts of a run to workers, and handle the death of a worker.
 
-A worker is a process with the models loaded, here or elsewhere. It is given one prompt at a time and measures all of
-it, with all methods, settings and repeats, so that every speed-up compares times of one place. Only the driver writes
-to the run. What a worker was given when it died goes to another; after `MOST_TRIES` its rows say why there is none.
+A worker is a process with the models loaded, here or elsewhere. It gets a prompt at a time and measures it with all
+methods, settings and repeats, so that every speed-up compares times of the same machine. Only the driver writes to the
+run. The prompt of a dead worker goes to another worker; after `MOST_TRIES` its rows are failures with the reason.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MOST_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt, as it is given to a worker."""
+    """A prompt for a worker."""
 
     plan: WorkPlan
     """The plan of the run, without its prompts."""
     items: tuple[WorkItem, ...]
     stored: Mapping[Key, Answer]
-    """Answers to it that the run has already."""
+    """The prompt's answers that the run already has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class JobDone:
 
     worker: int
     records: Sequence[Answer]
-    """Their times count from when it began."""
+    """Answers whose times count from the start of the job."""
     seconds: float
-    """How long it took."""
+    """Duration of the job."""
     captures: Mapping[str, float] = field(default_factory=dict)
-    """What the worker captured so far, see `setup.captured_of`."""
+    """The worker's captured passes so far, see `setup.captured_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class WorkerDied:
 
 
 class WorkerPool(Described, ABC):
-    """Workers by number, all with the same models. A worker's number is never given to another.
+    """Workers by number, all with the same models. A worker's number is never reused.
 
-    `environment` is that of the first one's machine, and `forwards` what forwards cost there, as `run.json` has them.
+    `environment` and `forwards` (the cost of passes) are those of the first worker's machine, as in `run.json`.
     """
 
     environment: Mapping[str, Any]
@@ -86,7 +86,7 @@ class WorkerPool(Described, ABC):
 
     @abstractmethod
     def witnessed(self) -> Witnessed:
-        """Return what the judges of all workers report at the end."""
+        """Return the final reports of all workers' judges."""
 
     @abstractmethod
     def wait(self) -> Ready | JobDone | WorkerDied | None:
@@ -119,14 +119,14 @@ class NullListener:
 
 
 def measure(job: Job, backend: Backend, warm: dict[str, WarmUp]) -> tuple[list[Answer], float]:
-    """Measure a job in a worker, whose `warm` this is. Return its rows and the seconds it took."""
+    """Measure a job in a worker, which keeps `warm`. Return the rows and the seconds it took."""
     kept = JobAnswers(job.stored)
     loop.execute(job.plan, backend, kept, NullListener(), job.items, warm)
     return kept.new, kept.seconds()
 
 
 def execute(plan: WorkPlan, pool: WorkerPool, run: RunStore, watcher: ProgressListener) -> dict[str, float]:
-    """Run what is not stored yet. Return what all workers captured together.
+    """Run the items that are not stored yet. Return the captures of all workers together.
 
     Raises UserError when no worker is left.
     """
@@ -212,7 +212,7 @@ class _Driver:
         reasons = self.deaths.setdefault(job.items[0].order, [])
         reasons.append(why)
         if len(reasons) < MOST_TRIES:
-            # To the next worker that is free.
+            # The next free worker gets the job.
             self.waiting.appendleft(job)
         else:
             self._keep(_failed(job, why), self.numbers[worker], self.run.seconds())
