@@ -78,7 +78,7 @@ class Comparison:
     """`after` divided by `before`, on the prompts that both answered."""
 
     key: CellKey
-    """The cell after; without a method where two methods are compared, which `before` and `after` then name."""
+    """Key of the cell after; without a method where two methods are compared, which `before` and `after` then name."""
     setting: str
     """What distinguishes the settings from the others of the run after; empty if there is only one."""
     sources: tuple[str, str]
@@ -92,15 +92,15 @@ class Comparison:
     num_scored: int
     """Prompts whose answers were scored on both sides."""
     is_exact: bool
-    """For two methods of a run: whether every answer of both is the baseline's, so that none can be worse."""
+    """For two methods of a run: whether all answers of both equal the baseline's, so that neither can be worse."""
     p_passed: float
     """McNemar's p-value for `lost` and `gained`, with Holm's adjustment over all comparisons."""
     noises: Mapping[str, RunNoise] = field(default_factory=dict)
-    """By metric, the noise between runs that its interval includes."""
+    """Run-to-run noise that the intervals include, by metric."""
 
     @property
     def passed(self) -> Interval | None:
-        """The change in the share of prompts answered right; None if none was scored."""
+        """The change in accuracy over shared prompts; None if none was scored."""
         return stats.paired_difference(self.lost, self.gained, self.num_scored) if self.num_scored else None
 
     @property
@@ -116,7 +116,7 @@ class Comparison:
 
 
 JUDGED_BY = ("speedup.decode", "tps.decode", "al.pooled")
-"""The metrics that say best whether a method got faster, the first of them above all."""
+"""The metrics that best show whether a method got faster, the most telling first."""
 
 
 def verdict(metric_id: str, change: Change) -> str:
@@ -163,8 +163,8 @@ def compare_runs(
 def repeats(runs: Sequence[RunTable]) -> list[list[int]]:
     """Return groups of indices of runs that repeat each other: the same identity, code, packages and machine.
 
-    A single pair is no group: its difference is both the noise and the effect that is looked for. Runs of code with
-    uncommitted changes repeat no other run, since that code is unknown.
+    A single pair is no group: its difference mixes the noise with the effect in question. Runs of code with uncommitted
+    changes repeat no other run, since that code is unknown.
     """
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
@@ -178,7 +178,7 @@ def repeats(runs: Sequence[RunTable]) -> list[list[int]]:
 
 
 def over_runs(runs: Repeats) -> list[Cell]:
-    """Pool the cells that all of these runs have; intervals of timings include the noise between runs."""
+    """Pool the cells that all runs share; intervals of timings include the noise between runs."""
     by_key = [{cell.key: cell for cell in cells if cell.num_prompts} for cells in runs]
     shared = [key for key in by_key[0] if all(key in cells for cells in by_key)]
     pooled = (_pooled([cells[key] for cells in by_key]) for key in shared)
@@ -229,7 +229,7 @@ def _with_noise(compared: Comparison, old: Cell, new: Cell, repeated: Sequence[R
 def shared_cells(before: Sequence[Cell], after: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
     """Pair the cells with the same suite, slice, method and settings.
 
-    If each run has only one settings, these may differ: `require_comparable` has then refused or allowed that.
+    If each run has a single setting, the two may differ: `require_comparable` has then refused or allowed it.
     """
     by_settings = len({cell.settings for cell in before}) > 1 or len({cell.settings for cell in after}) > 1
 
@@ -241,7 +241,7 @@ def shared_cells(before: Sequence[Cell], after: Sequence[Cell]) -> list[tuple[Ce
 
 
 def _adjusted(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Adjust p by Holm over all comparisons: otherwise one in twenty without a change would look like a change."""
+    """Adjust p by Holm over all comparisons; otherwise one in twenty without a change would look changed."""
     changes = [(number, name) for number, compared in enumerate(comparisons) for name in compared.changes]
     ps = dict(
         zip(
@@ -281,8 +281,7 @@ def _compare(old: Cell, new: Cell, runs: tuple[str, str] | None = None) -> Compa
 
 
 def _compared_metrics(old: Cell, new: Cell, of_one_run: bool) -> list[str]:
-    """Leave out what cannot differ: the baseline's acceptance and speed-up, and within a run the speed-ups, which
-    change as the seconds do."""
+    """Return the metrics that can differ: no acceptance or speed-up of the baseline, and no speed-up within a run."""
     if of_one_run and (old.forbidden or new.forbidden) and BASELINE in (old.method, new.method):
         return []
     if BASELINE in (old.method, new.method):
@@ -298,7 +297,7 @@ def _is_exact(cell: Cell) -> bool:
 def on_common_prompts(*cells: Cell) -> tuple[Any, ...]:
     """Return the sums [prompts, sums] of each cell on the prompts that all cells answered equally often.
 
-    If all cells have baseline answers, prompts with fewer of these on one side are left out as well.
+    If all cells have baseline answers, prompts with fewer baseline answers on one side are left out as well.
     """
     places = [{prompt: place for place, prompt in enumerate(cell.prompts)} for cell in cells]
     shared = [prompt for prompt in cells[-1].prompts if all(prompt in known for known in places)]
@@ -312,22 +311,22 @@ def on_common_prompts(*cells: Cell) -> tuple[Any, ...]:
 
 
 def ratios(metric_ids: Sequence[str], old_sums: Any, new_sums: Any) -> dict[str, Change]:
-    """Divide the metrics of `new_sums` by those of `old_sums`, [prompts, sums]; those without a value are left out."""
+    """Return the ratios of metrics of `new_sums` to `old_sums`, [prompts, sums], without those that have no value."""
     columns = np.concatenate([new_sums, old_sums], axis=1)
     changes = stats.changes(columns, [ratio_of(name) for name in metric_ids])
     return {name: change for name, change in zip(metric_ids, changes, strict=True) if change is not None}
 
 
 def ratio_of(metric_id: str) -> stats.Ratio:
-    """Return a metric after divided by the metric before; columns are the sums after, then the sums before."""
+    """Return the ratio of a metric after to before; columns are the sums after, then the sums before."""
     (top, bottom), shift = METRICS[metric_id].columns, len(SUMS)
     return [*top, *(shift + at for at in bottom)], [*bottom, *(shift + at for at in top)]
 
 
 def over_suites(cells: Sequence[Cell], metric_id: str) -> list[tuple[Cell, Interval]]:
-    """Return for each method and settings the geometric mean over suites, with the first cell of these.
+    """Return the geometric mean over suites for each method and settings, with the first of its cells.
 
-    Left out are those that have only one suite, or a suite without the metric.
+    Methods with only one suite, or with a suite that lacks the metric, are left out.
     """
     lines: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
@@ -342,7 +341,7 @@ def over_suites(cells: Sequence[Cell], metric_id: str) -> list[tuple[Cell, Inter
 def comparable_cells(results: RunTable) -> list[Cell]:
     """Return the cells of a run.
 
-    Raises UserError if every answer failed, and if a suite lacks the baseline answers that others of the run have.
+    Raises UserError if every answer failed, or if a suite lacks the baseline answers that other suites have.
     """
     if results.why_empty:
         raise UserError(f"{results.name}: {results.why_empty}", "run it again")
@@ -357,7 +356,7 @@ def comparable_cells(results: RunTable) -> list[Cell]:
 
 
 def require_comparable(before: RunTable, after: RunTable, allow: Sequence[str]) -> list[Difference]:
-    """Return the allowed differences. Raises UserError that names all others."""
+    """Return the allowed differences. Raises UserError naming all others."""
     found = list(differences(before, after))
     refused = [difference for difference in found if difference.kind not in allow]
     if refused:
@@ -377,9 +376,9 @@ def check_allowed(allow: Sequence[str], flaws: Sequence[str] = ALLOWED) -> None:
 
 
 def differences(before: RunTable, after: RunTable) -> Iterator[Difference]:
-    """Find the differences that make two runs incomparable.
+    """Yield the differences that make two runs incomparable.
 
-    A server without the target's weights here names its model and renders its prompts itself: that is its engine's.
+    A server whose target's weights are not here names its model and renders prompts itself: part of its engine.
     """
     identities = [run.info.identity for run in (before, after)]
     engines = {identity.engine or "local" for identity in identities}
@@ -432,7 +431,7 @@ def _decisive(info: RunInfo) -> dict[str, dict[str, Any]]:
 def _computed(identity: RunIdentity) -> dict[str, dict[str, Any]]:
     """Return how the target was computed, by kind of difference.
 
-    Of servers it is only the dtype, if they report it: the rest differs as the engine does, or is that of the judge.
+    For servers only the dtype, if they report it: the rest belongs to the engine or to the judge.
     """
     if identity.engine == "server":
         return {"dtype": {} if identity.dtype == "unknown" else _named(identity, "dtype"), "device": {}}
@@ -446,7 +445,7 @@ def _computed(identity: RunIdentity) -> dict[str, dict[str, Any]]:
 
 
 def _other_settings(before: RunTable, after: RunTable) -> Iterator[Difference]:
-    """Find how the settings differ, if two runs have none in common."""
+    """Yield the differences of settings, if two runs have none in common."""
     then, now = (settings_of(run.info.identity, run.name) for run in (before, after))
     if set(then) & set(now):
         return
@@ -467,7 +466,7 @@ def _named(identity: RunIdentity, *names: str) -> dict[str, Any]:
 
 
 def _prompt_differences(before: RunTable, after: RunTable) -> Iterator[Difference]:
-    """Find prompts with the same id but different texts."""
+    """Yield prompts with the same id but different texts."""
     keys = ["suite", "prompt_id"]
     then, now = (hashes(run.rows) for run in (before, after))
     both = then.merge(now, on=keys)
@@ -478,7 +477,7 @@ def _prompt_differences(before: RunTable, after: RunTable) -> Iterator[Differenc
         yield Difference("prompts", f"{len(other)} of {len(both)} have different texts, first {where}")
         return
     identities = [run.info.identity for run in (before, after)]
-    if identities[0].date != identities[1].date:  # which is a difference by itself
+    if identities[0].date != identities[1].date:  # reported as a difference of its own
         return
     for suite in identities[0].suites.keys() & identities[1].suites.keys():
         ids = [set(side[side["suite"] == suite]["prompt_id"]) for side in (then, now)]
@@ -500,7 +499,7 @@ class Agreement:
 
     suite: str
     settings_id: str
-    """The settings of the run after."""
+    """Id of the settings of the run after."""
     setting: str
     """What distinguishes the settings from the others of the run after; empty if there is only one."""
     sources: tuple[str, str]
@@ -511,11 +510,11 @@ class Agreement:
     num_equal: int
     """Answers that are equal token for token."""
     in_common: float | None
-    """Length of the common prefix in tokens, the mean over answers that differ; None if all are equal."""
+    """Mean length of the common prefix in tokens, over answers that differ; None if all are equal."""
 
 
 def agreements(before: RunTable, after: RunTable) -> list[Agreement]:
-    """Return the agreement for each suite and settings; settings that are the only ones of their run may differ."""
+    """Return the agreement for each suite and settings; if each run has a single setting, the two may differ."""
     old, new = _baseline_answers(before), _baseline_answers(after)
     then, now = (settings_of(run.info.identity, run.name) for run in (before, after))
     found = []
@@ -534,7 +533,7 @@ def agreements(before: RunTable, after: RunTable) -> list[Agreement]:
 
 
 def _baseline_answers(run: RunTable) -> dict[tuple[str, str], dict[tuple[str, int], Any]]:
-    """Return by suite and settings_id, and then by prompt id and repeat, the token ids [T]."""
+    """Return token ids [T] by (suite, settings_id), then by (prompt id, repeat)."""
     cells: dict[tuple[str, str], dict[tuple[str, int], Any]] = {}
     for (suite, settings_id, prompt_id, repeat), tokens in plain_answers(run.stored).items():
         cells.setdefault((suite, settings_id), {})[prompt_id, repeat] = tokens

@@ -1,11 +1,11 @@
-"""Throughput by concurrency, and the concurrency, or length of context, from which on a draft costs time.
+"""Throughput by concurrency, and the concurrency or context length beyond which a draft no longer pays.
 
-A level of concurrency is a closed loop: a slot that becomes free is taken by the next prompt at once. So the time to
-the first token is counted from the moment the answer has a slot, and the throughput includes the end of a wave, where
-slots are empty. A level of a rate is an open loop: each answer begins when it is sent.
+A concurrency level is a closed loop: the next prompt takes a free slot at once. The time to the first token is
+therefore counted from when the answer gets a slot, and the throughput includes the end of a wave, where slots are
+empty. A rate level is an open loop: each answer begins when it is sent.
 
-Methods take turns with the waves of a suite, one for each turn and repeat, so that the others decode between two waves
-of a method. Numbers per second are per second of the method's own time.
+Methods alternate by waves of a suite (one wave per turn and repeat), so other methods decode between two waves of a
+method. Numbers per second are per second of the method's own time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dflash_bench.results.rounds import edges_of
 from dflash_bench.results.run_info import LatencyObjectives, RunIdentity
 
 LEAST = {50: 1, 90: 64, 99: 662}
-"""Answers needed to state a percentile: with fewer, it would be the slowest few (MLPerf's rule)."""
+"""Answers needed to state a percentile (MLPerf's rule); with fewer it would rest on the slowest few."""
 SPEEDUP = "speedup.decode"
 
 Ranges = tuple[tuple[float | None, float | None], ...]
-"""Ranges of a concurrency or length; None for an end at which there is no level beyond."""
+"""Ranges of concurrency or length; None for an end beyond which no level was measured."""
 Percentiles = Mapping[int, float | None]
-"""By percent, in seconds; None for too few answers."""
+"""Seconds by percent; None for too few answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Answers that met the run's objective (`slo`): per second of the method's own time (`own_s`), and as a share of
-    all requests, failed ones too."""
+    """Rate (per second of `own_s`) and share of requests, failed included, that met the run's objective (`slo`)."""
 
     per_s: float
     share: float
@@ -71,19 +70,19 @@ class Goodput:
 class Crossing:
     """The concurrency or length at which the speed-up falls to 1 for good, interpolated between levels on logarithms.
 
-    None if it is above 1 at the highest level; the first level if it is above 1 nowhere. `low` and `high` are for the
-    ends of the interval.
+    None if the speed-up is above 1 at the highest level; the first level if it is nowhere above 1. `low` and `high` are
+    the crossings of the interval's ends.
     """
 
     value: float | None
     low: float | None
     high: float | None
     pays: Ranges = ((None, None),)
-    """Where the speed-up is above 1."""
+    """Ranges where the speed-up is above 1."""
     surely: Ranges = ((None, None),)
-    """Where all of its interval is."""
+    """Ranges where its whole interval is above 1."""
     maybe: Ranges = ((None, None),)
-    """Where some of its interval is."""
+    """Ranges where its interval reaches above 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +90,19 @@ class ConcurrencyCurve:
     """A method on a suite by concurrency, all other settings equal."""
 
     suite: str
-    """With its source."""
+    """Name and source."""
     method: str
     setting: str
-    """What distinguishes the other settings from those of the run's other curves; mostly empty."""
+    """Label that tells the other settings from those of the run's other curves; mostly empty."""
     levels: tuple[Level, ...]
     crossing: Crossing | None = None
     """None for plain decoding, and where a level has no interval."""
     key: tuple[str, str] = ("", "")
-    """The suite, and the id of the settings for one answer at a time: the same for all methods."""
+    """The suite, and the id of the settings at concurrency 1, the same for all methods."""
 
 
 def concurrency_curves(rows: Any, cells: Sequence[Cell], identity: RunIdentity) -> list[ConcurrencyCurve]:
-    """Return the curves of a run that decoded several answers at a time, the baseline's first; else none."""
+    """Return the curves of a run with concurrent answers, the baseline's first; empty for other runs."""
     all_settings = settings_of(identity)
     if not any(settings.is_shared for settings in all_settings):
         return []
@@ -161,7 +160,7 @@ def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo
 
 
 def _goodput(requested: Any, slo: LatencyObjectives, *, is_open: bool) -> Goodput:
-    """Count an answer of one token or piece as meeting any time per token, one of unknown pace as meeting none.
+    """Return the goodput: single-token answers meet any time per token, answers of unknown pace none.
 
     Failed answers take time, too.
     """
@@ -175,10 +174,10 @@ def _goodput(requested: Any, slo: LatencyObjectives, *, is_open: bool) -> Goodpu
 
 
 def own_s(requested: Any, *, is_open: bool) -> float:
-    """Return the seconds that these requests of a method took, without those of other methods.
+    """Return the seconds that a method's requests took, without those of other methods.
 
-    In a closed loop that is the time in which at least one of them was being decoded. In an open loop a server may be
-    idle before the next request is due, which belongs to the load: from the first begin to the last end, wave by wave.
+    Closed loop: the time during which at least one request was being decoded. Open loop: from the first begin to the
+    last end, wave by wave, since idle time before the next request is part of the load.
     """
     if not is_open:
         return _covered_s(requested)
@@ -196,7 +195,7 @@ def _covered_s(answers: Any) -> float:
 
 
 def _throughput(answers: Any) -> float:
-    """Return tokens per second of the time in which at least one of the answers was being decoded."""
+    """Return tokens per second of the time during which at least one answer was being decoded."""
     busy = _covered_s(answers)
     return float(answers["num_tokens"].sum() / busy) if busy > 0 else math.nan
 
@@ -215,7 +214,7 @@ def _crossing(levels: Sequence[Level]) -> Crossing | None:
 
 
 def crossing_of(at: Sequence[float], intervals: Sequence[Interval | None]) -> Crossing | None:
-    """Return the crossing of speed-ups at these places; None if one has no interval, or there is only one."""
+    """Return the crossing of the speed-ups at levels `at`; None for a single level, or if a level has no interval."""
     known = [one for one in intervals if one is not None and one.low is not None and one.high is not None]
     if len(known) < max(2, len(intervals)):
         return None
@@ -227,10 +226,10 @@ def crossing_of(at: Sequence[float], intervals: Sequence[Interval | None]) -> Cr
 
 @dataclass(frozen=True, slots=True)
 class PayingCurve:
-    """A method on a suite by the length of the context in which its rounds begin."""
+    """A method on a suite by the context length at which its rounds begin."""
 
     cells: tuple[Cell, ...]
-    """By length, those that have a speed-up."""
+    """The cells with a speed-up, by length."""
     crossing: Crossing | None
     """None where a length has no interval."""
 
@@ -250,7 +249,7 @@ def context_curves(cells: Sequence[Cell]) -> list[PayingCurve]:
 
 
 def paying(at: Sequence[float], speedups: Sequence[float]) -> Ranges:
-    """Return the ranges in which the line through the speed-ups is above 1: it may rise, fall, or do both."""
+    """Return the ranges where the line through the speed-ups, which may both rise and fall, is above 1."""
     found: list[tuple[float | None, float | None]] = [(None, None)] if speedups[0] > 1 else []
     for (left, before), (right, after) in pairwise(zip(at, speedups, strict=True)):
         if (before > 1) == (after > 1):
@@ -267,18 +266,18 @@ def paying(at: Sequence[float], speedups: Sequence[float]) -> Ranges:
 
 @dataclass(frozen=True, slots=True)
 class SpeedPoint:
-    """A method under a load: what one answer waits for, and what all answers together gain."""
+    """Latency and throughput of a method under a load."""
 
     method: str
     concurrency: int
     ms_per_token: float
-    """Of one answer, after its first token."""
+    """Of a single answer, after its first token."""
     tokens_per_s: float
     """Of all answers together."""
 
 
 def frontier(points: Sequence[SpeedPoint]) -> list[SpeedPoint]:
-    """Return the points that no other beats in both ways, the quickest first."""
+    """Return the Pareto-optimal points, the lowest latency first."""
     found: list[SpeedPoint] = []
     for point in sorted(points, key=lambda point: (point.ms_per_token, -point.tokens_per_s)):
         if not found or point.tokens_per_s > found[-1].tokens_per_s:
@@ -287,7 +286,7 @@ def frontier(points: Sequence[SpeedPoint]) -> list[SpeedPoint]:
 
 
 def points_of(curves: Sequence[ConcurrencyCurve]) -> list[SpeedPoint]:
-    """Return the levels of curves, each with its median answer."""
+    """Return a point for each level of the curves, with the latency of its median answer."""
     return [
         SpeedPoint(curve.method, level.concurrency, 1000 / level.median, level.tokens_per_s)
         for curve in curves

@@ -49,7 +49,7 @@ class Controller(Protocol):
 
 
 class Fixed:
-    """Always the same number."""
+    """Verify a fixed number of tokens."""
 
     needs_scores = False
 
@@ -67,7 +67,7 @@ class Fixed:
 
 
 class Cut(Fixed):
-    """Up to the first token below a threshold, as `dflash:cut=` does."""
+    """Verify up to the first token below a threshold, as `dflash:cut=` does."""
 
     needs_scores = True
 
@@ -81,7 +81,7 @@ class Cut(Fixed):
 
 
 class MovingAverage(Fixed):
-    """One more than the moving average of what was accepted; a draft accepted whole counts as one token longer."""
+    """Verify one more than the moving average of accepted tokens; a fully accepted draft counts as one token longer."""
 
     SHARE = 0.2
 
@@ -100,13 +100,13 @@ class MovingAverage(Fixed):
 
 
 class ExpectedSpeed(Fixed):
-    """Ours: the width with the most expected tokens per second (`engine/adaptive.py`), at the run's own costs."""
+    """Our controller: the width with most expected tokens per second (`engine/adaptive.py`), at the run's own costs."""
 
     needs_scores = True
 
     def __init__(self) -> None:
         self.seconds: Callable[[int], float] = float
-        """Of a round that verifies so many drafted tokens; whoever replays sets it."""
+        """Seconds of a round by the number of tokens it verifies; set by the replay."""
         self.calibration = 1.0
 
     def start(self, most: int) -> None:
@@ -129,7 +129,7 @@ NAMES = ("ours", "average", "fixed:N")
 
 
 def controller_of(text: str) -> Controller:
-    """Return a controller by its name, or from a file. Raises UserError, also for whatever the file raises."""
+    """Return a controller by name or from a file. Raises UserError, also for any exception of the file's code."""
     if text == "ours":
         return ExpectedSpeed()
     if text == "average":
@@ -145,10 +145,10 @@ def controller_of(text: str) -> Controller:
 
 
 class ForeignController:
-    """Somebody's own, in a process of its own: whatever it does there is a UserError that says so.
+    """A user's controller in a separate process, so that any misbehaviour becomes a UserError.
 
-    It may raise, end its process, return what is no length, write into the pipe of its answers, or take too long for a
-    call, even where no signal and no other thread of this process could stop it.
+    It may raise, exit, return an invalid length, write into the pipe of its answers, or exceed the time of a call where
+    no signal and no other thread of this process could stop it.
     """
 
     needs_scores = False
@@ -189,7 +189,7 @@ class ForeignController:
         raise self._wrote()
 
     def _read(self, limit_s: float) -> Any:
-        """Return the one line that is due. Raises UserError for anything else, and for none within `limit_s`."""
+        """Return the expected line. Raises UserError for anything else, or if none arrives within `limit_s`."""
         assert self._process.stdout is not None
         pipe, end_s = self._process.stdout.fileno(), time.monotonic() + limit_s
         while b"\n" not in self._held:
@@ -221,12 +221,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from dflash_bench.analysis.controllers import serve; serve()"
 START_S = 60.0
-"""Seconds that the process may take to begin, on a busy machine."""
+"""Seconds that the process may take to start on a busy machine."""
 
 
 def serve() -> None:
-    """Be the process of a controller: a line of input is a call, one of output why it failed and what it returned."""
-    # What the controller itself reads and prints is neither.
+    """Run the controller's process: an input line is a call, an output line its error and its result."""
+    # Keep the controller's own input and output out of the protocol.
     calls, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -242,12 +242,12 @@ def serve() -> None:
                 answer = [None, all(callable(getattr(controller, name, None)) for name in ("start", "choose", "learn"))]
             else:
                 answer = [None, _plain(getattr(controller, method)(*values))]
-        except BaseException as error:  # noqa: BLE001 (whatever somebody's code may raise)
+        except BaseException as error:  # noqa: BLE001 (users' code may raise anything)
             answer = [" ".join(traceback.format_exception_only(error)[-1].split())[:160], None]
         print(json.dumps(answer), file=answers, flush=True)
 
 
 def _plain(said: Any) -> int | str:
-    """Return a whole number of any type as an int, and anything else that may be no length as a short text."""
+    """Return a valid length of any integer type as an int, and anything else as a short text for the error."""
     number = operator.index(said) if hasattr(type(said), "__index__") and not isinstance(said, bool) else -1
     return number if 0 <= number < 1000 else repr(said)[:40]

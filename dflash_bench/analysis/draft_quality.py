@@ -1,7 +1,7 @@
-"""How good a draft is, by what a run recorded: how far its confidence holds, what a better choice would bring.
+"""Quality of a draft as recorded by a run: calibration of its confidence, and headroom of a better token choice.
 
-A drafted token counts where all before it are right, as only then does a round come to it. Positions of an answer are
-not independent, so no interval is made from their number.
+A draft token counts only if all tokens before it are right, since only then does a round reach it. Positions of an
+answer are not independent, so no interval is made from their number.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ReliabilityBin:
     high: float
     num_tokens: int
     confidence: float
-    """Their mean."""
+    """Mean confidence."""
     accepted: float
-    """The share of them that was right."""
+    """Share of the tokens that were right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class CutPoint:
     length: float
     """al.pooled"""
     verified: float
-    """Drafted tokens verified in a round."""
+    """Draft tokens verified per round."""
     saved: float
-    """The share of drafted tokens that is verified without a cut, and not with it."""
+    """Share of draft tokens that are verified only without the cut."""
     more_rounds: float
-    """How many more rounds the answers take, as a share of those without a cut."""
+    """Additional rounds of the answers, as a share of those without a cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class Calibration:
     brier: float
     """The mean of (confidence - right)^2."""
     brier_of_share: float
-    """That of a draft that always says the share that is right: a useful confidence has less."""
+    """Brier score of a constant confidence equal to the share that is right; a useful confidence scores lower."""
     bins: tuple[ReliabilityBin, ...]
     cuts: tuple[CutPoint, ...]
 
 
 def calibrations(run: RunTable) -> list[Calibration]:
-    """Return the calibration of each recorded draft that says how sure it is; nothing for a run that recorded none."""
+    """Return the calibration of each recorded draft with a confidence; empty for a run that recorded none."""
     if run.info.identity.record is None:
         return []
     return [one for cell in stored_cells(run) if (one := calibration(cell)) is not None]
@@ -88,7 +88,7 @@ def calibration(cell: ReplayCell) -> Calibration | None:
 
 
 def _tested(scores: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the confidence of each token that all before it are right for, and whether it is right, too."""
+    """Return the confidence of each token whose predecessors are all right, and whether the token itself is right."""
     places = np.arange(scores.shape[1])
     is_tested = places <= positions[:, None]
     return scores[is_tested].astype(np.float64), (places < positions[:, None])[is_tested]
@@ -103,7 +103,7 @@ def _bins(scores: np.ndarray, right: np.ndarray) -> Iterator[ReliabilityBin]:
 
 
 def _cuts(cell: ReplayCell) -> Iterator[CutPoint]:
-    """Yield what no cut gives, as a threshold of 0, and what each threshold does."""
+    """Yield the point without a cut (threshold 0), then a point for each threshold."""
     all_rounds = all_verified = 0.0
     for threshold in (0.0, *THRESHOLDS):
         rounds, accepted, verified = np.sum([walk(answer, Cut(threshold)) for answer in cell.answers], axis=0).tolist()
@@ -114,7 +114,7 @@ def _cuts(cell: ReplayCell) -> Iterator[CutPoint]:
         )  # fmt: skip
 
 
-# Where the right token was when a draft was wrong: train more, or choose better among what the draft had?
+# Rank of the right token where a draft was wrong: train more, or rerank the draft's candidates?
 #
 # Read from the ranks that `run --headroom` records. What acceptance would be is a metric (`headroom.4`); here is what a
 # reader needs beside it.
@@ -128,16 +128,17 @@ class Headroom:
     cell: Cell
     num_candidates: int
     found: tuple[tuple[int, float], ...]
-    """For numbers of candidates up to `num_candidates`, the share of first wrong tokens in whose place the right one
-    was among so many of the draft's likeliest; empty if no round of the cell was wrong."""
+    """By number of candidates up to `num_candidates`, the share of first wrong tokens whose right token is among that
+    many of the draft's likeliest; empty if no round of the cell was wrong."""
     num_absent: int
-    """Answers that decoding again drafted otherwise, so that nothing is known of them."""
+    """Answers that drafted differently when decoded again, so that their ranks are unknown."""
     is_least: bool
-    """Is it a draft made token by token, so that acceptance is known up to the first wrong token, and may be more?"""
+    """Whether the draft is made token by token, so that ranks stop at the first wrong token and acceptance is a lower
+    bound."""
 
 
 def headroom_of(run: RunTable, cells: Sequence[Cell]) -> list[Headroom]:
-    """Return the headroom of each cell that has any; nothing for a run that recorded none."""
+    """Return the headroom of each cell with recorded ranks."""
     num = run.info.identity.headroom
     if num is None:
         return []
@@ -155,7 +156,7 @@ def headroom_of(run: RunTable, cells: Sequence[Cell]) -> list[Headroom]:
 @dataclass(slots=True)
 class _CellRanks:
     wrong: list[np.ndarray]
-    """Ranks at the first wrong token that was verified, of each round that has one."""
+    """Ranks at the first wrong verified token of each round that has one."""
     num_absent: int = 0
     is_least: bool = False
 

@@ -29,7 +29,7 @@ DECODE, E2E = ("decode_s", "decode_tokens"), ("e2e_s", "num_tokens")
 
 
 def is_pace_unknown(rows: Any) -> Any:
-    """Return the mask of answers whose decode_s is the time of nobody knows how many tokens, [answers]."""
+    """Return the mask of answers whose decode_s covers an unknown number of tokens, [answers]."""
     return ((rows["decode_tokens"] <= 0) & (rows["num_tokens"] > 1)).to_numpy()
 
 
@@ -70,7 +70,7 @@ class AnswerColumns:
         return np.where(self._plain_rows >= 0, self[name][self._plain_rows], np.nan)
 
     def paired(self, cost: tuple[str, str]) -> Any:
-        """Return the mask of answers for which both sides have these seconds and tokens, [answers]."""
+        """Return the mask of answers that have these seconds and tokens on both sides, [answers]."""
         if cost not in self._paired:
             known = sum(side(name) for side in (self.plain, self.__getitem__) for name in cost)
             self._paired[cost] = ~np.isnan(known)
@@ -86,7 +86,7 @@ def _own(name: str, cost: tuple[str, str]) -> Callable[[AnswerColumns], Any]:
 
 
 def _mean_length(rows: AnswerColumns) -> Floats:
-    """The mean of accepted + 1 over the rounds of each answer; 0 without a round."""
+    """Return the mean of accepted + 1 over the rounds of each answer, [answers]; 0 without a round."""
     rounds = rows["num_rounds"]
     return np.divide(rows["num_accepted"] + rounds, rounds, out=np.zeros(len(rounds)), where=rounds > 0)
 
@@ -162,7 +162,7 @@ SUMS = (*OF_ANSWERS, "log_ratio", "log_ratios")
 COLUMN = {name: number for number, name in enumerate(SUMS)}
 """The index of each sum in `Cell.sums`."""
 BESIDE_PLAIN = tuple(name for name in SUMS if name == "paired" or name.startswith(("plain_", "own_", "log_")))
-"""The sums that set a method beside plain decoding: without them there is no speed-up."""
+"""The sums that compare a method with plain decoding: without them there is no speed-up."""
 
 
 def prompt_sums(good: Any) -> Any:
@@ -195,7 +195,7 @@ class Shown:
 
     table: Literal["results", "rounds"]
     position: int
-    """Among the metrics of that table."""
+    """Position among the table's metrics."""
     head: str
     """With line breaks where a narrow column needs them."""
     digits: int = 2
@@ -249,7 +249,7 @@ class Metric:
 
     @property
     def is_beside_plain(self) -> bool:
-        """Whether the times of plain decoding are part of it."""
+        """Whether plain decoding's times enter the metric."""
         return not {*self.top, *self.bottom}.isdisjoint(BESIDE_PLAIN)
 
     @property
@@ -258,7 +258,7 @@ class Metric:
         return [COLUMN[name] for name in self.top], [COLUMN[name] for name in self.bottom]
 
     def possible(self, interval: Interval, widest: float) -> Interval:
-        """Cut the interval at what the metric can be, with rounds of up to `widest` tokens."""
+        """Clip the interval to the metric's possible values, with rounds of up to `widest` tokens."""
         return interval.within(self.at_least, min(self.at_most, widest) if self.is_length else self.at_most)
 
 
@@ -401,12 +401,12 @@ For a tree d_i counts all its nodes, and a_i the nodes on the accepted path.
 """
 
 Share = tuple[int, int]
-"""A count, and the count it is a part of."""
+"""A count, and its total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One suite, settings and method, or a slice of it; `figures` has only those that can be computed."""
+    """One suite, settings and method, or a slice of it; `figures` holds only metrics that can be computed."""
 
     suite: str
     source: str = ""
@@ -424,25 +424,25 @@ class Cell:
     as_text: int = 0
     """How many of the answers that `exact` counts were compared as text, because a server reports no token ids."""
     audit: Share | None = None
-    """Answers in which every token is the published model's own choice, out of those that the judge read."""
+    """Answers in which every token is the published model's own choice, out of the answers that the judge read."""
     passed: Share | None
     cut: Share | None = None
     """Scored answers that the token limit cut; None if it cut none."""
     figures: Mapping[str, Interval]
     forbidden: str = ""
-    """The code of the finding that forbids its speed-up; it then has no figure that plain decoding is part of."""
+    """Code of the finding that forbids its speed-up; it then has no figure that involves plain decoding."""
     widest: float = float("inf")
-    """The most tokens that a round could add: its widest draft and the bonus token. Infinite if rounds are hidden."""
+    """Most tokens that a round can add: its widest draft plus the bonus token. Infinite if rounds are hidden."""
     counted_by: tuple[str, ...] = ()
     """How a backend that hides rounds counted them: ids of `dialects.CountingRule`."""
     prompts: tuple[str, ...] = field(compare=False, repr=False, default=())
-    """The ids of the prompts, or of the sessions that they belong to, in order: what intervals draw."""
+    """Ids of the prompts, or of their sessions, in order: the units that intervals resample."""
     sums: Any = field(compare=False, repr=False, default=None)
     """`SUMS` per prompt or session, [prompts, sums]."""
 
     @property
     def num_units(self) -> int:
-        """The number of prompts, or sessions, that intervals draw from."""
+        """The number of prompts, or sessions, that intervals resample."""
         return self.num_prompts if self.sums is None else len(self.sums)
 
     @property
@@ -464,7 +464,7 @@ class Cell:
         return interval.value if interval else None
 
     def without_speedup(self, code: str) -> Cell:
-        """Return the cell without the figures and sums that set it beside plain decoding, for the finding `code`."""
+        """Return the cell without the figures and sums that compare it with plain decoding, for the finding `code`."""
         sums = self.sums.copy()
         sums[:, [COLUMN[name] for name in BESIDE_PLAIN]] = 0
         figures = {name: one for name, one in self.figures.items() if not METRICS[name].is_beside_plain}
@@ -477,7 +477,7 @@ KEY = list(CellKey._fields)
 def summarise(rows: Any, identity: RunIdentity) -> list[Cell]:
     """Return a cell per suite, settings, slice and method, in the order of the run, but with the baseline first.
 
-    `identity` is that of `run.json`: it has the settings of the run and the sources of its prompts.
+    `identity` comes from `run.json`: the settings of the run and the sources of its prompts.
     """
     named = {settings.id: (settings, name) for settings, name in short_names(settings_of(identity)).items()}
     counts, counted, widest = _counts(rows), _counted_by(rows), _widest(rows)
@@ -505,7 +505,7 @@ def _counted_by(rows: Any) -> dict[CellKey, tuple[str, ...]]:
 
 
 def _widest(rows: Any) -> dict[CellKey, float]:
-    """Return by cell the widest block plus the bonus token, without cells in which an answer hides its rounds."""
+    """Return the widest block plus the bonus token by cell, without cells in which an answer hides its rounds."""
     drafted = without_errors(rows).groupby(KEY, observed=True)["most_drafted"]
     most = drafted.agg(lambda widths: widths.max(skipna=False))
     return {CellKey._make(key): float(num) + 1 for key, num in most.items() if num == num}
@@ -564,7 +564,7 @@ def _cell(key: CellKey, counts: Any, prompts: Any, widest: float) -> Cell:
 
 
 def _by_id(units: Any) -> Any:
-    """Sort the sums of units by their ids, whatever the order of the run: so that every screen draws them alike."""
+    """Sort the sums of units by their ids, so that every report resamples them alike, whatever the order of the run."""
     return units.sort_index(key=lambda ids: ids.astype(str))
 
 
@@ -582,14 +582,14 @@ def _figures(sums: Any, method: str, widest: float) -> dict[str, Interval]:
 
 
 PARTED = 0.05
-"""Two speed-ups that differ by more are both shown."""
+"""Both speed-ups are shown if they differ by more than this share."""
 
 
 def parts(pooled: Interval, typical: Interval) -> bool:
     """Return whether the speed-up over all tokens and its geometric mean over prompts differ by more than `PARTED`.
 
-    They do where drafts help long answers more, or less, than short ones; then the first one's interval contains the
-    truth less often (`results/intervals.md`).
+    They do where drafts help long answers more, or less, than short answers; the interval of the speed-up over all
+    tokens then contains the truth less often (`results/intervals.md`).
     """
     return min(pooled.value, typical.value) > 0 and abs(np.log(pooled.value / typical.value)) > np.log1p(PARTED)
 

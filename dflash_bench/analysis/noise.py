@@ -42,7 +42,7 @@ class LogRatio:
 
     @property
     def p(self) -> float:
-        """The two-sided probability of so large a difference by chance."""
+        """The two-sided probability of a difference this large by chance."""
         return stats.p_of_t(self.log, self.error, self.df)
 
 
@@ -83,7 +83,7 @@ def difference(after: Floats, before: Floats | None, statistic: Statistic, noise
 def intervals(runs: Floats, statistics: Sequence[Statistic], noisy: Sequence[bool]) -> list[Interval | None]:
     """Return the interval of each statistic over several runs [runs, prompts, columns] of the same prompts.
 
-    Intervals of those marked in `noisy` include the noise between runs that these runs show.
+    Intervals of statistics marked in `noisy` include the noise observed between these runs.
     """
     over_prompts = stats.intervals(runs.sum(axis=0), statistics)
     return [

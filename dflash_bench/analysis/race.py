@@ -1,13 +1,13 @@
 """Races: which method is fastest under a load, decided by intervals over the prompts that the rivals share.
 
-A race has rounds, each an ordinary run of plain decoding and the methods that are left, on prompts that no earlier
-round had. After a round a method leaves if its interval says that it is slower than the leader, or not worth the time
-that telling them apart would take: at most `WORTH` faster. At most half of those that took part go on (successive
-halving): where several are level, telling them apart would take all prompts. All speed-ups are ratios within one run,
-to plain decoding of the same prompts, so that rounds measured at different times can be put together prompt by prompt.
+A race consists of rounds, each an ordinary run of plain decoding and the remaining methods, on prompts that no earlier
+round had. After a round a method drops out if its interval shows that it is slower than the leader, or at most `WORTH`
+faster, which is not worth the time of telling them apart. At most half of the methods continue (successive halving):
+telling several level methods apart would take all prompts. All speed-ups are ratios within one run, to plain decoding
+of the same prompts, so that rounds measured at different times can be combined prompt by prompt.
 
-The methods that a round leaves over are chosen by the figures that the table shows, so that the leader's own speed-up
-is, if anything, a little too high.
+The remaining methods are chosen by the figures that the table shows, so that the leader's own speed-up is, if anything,
+a little too high.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from dflash_bench.results.table import RunTable
 
 SPEEDUP, LENGTH, BREAK_EVEN, PLAIN_MS = "speedup.decode", "al.pooled", "break_even_al", "plain_ms"
 WORTH = 0.03
-"""A smaller gain is not worth more measuring: a method that is at most so much faster leaves, too."""
+"""A smaller gain is not worth more measuring: a method that is at most this much faster drops out, too."""
 
 ROUNDING = 1e-6
 ONE_WAVE = 0.85
-"""Under a load with several answers at a time, a method's answers to a round's prompts are decoded together, so that a
-disturbance hits all of them. After the first round only methods leave whose upper bound is below this."""
+"""With concurrency, a method's answers to a round's prompts are decoded together, so that a disturbance hits all of
+them. After the first round only methods with an upper bound below this drop out."""
 
 DRIFT = 0.1
-"""A round takes no less than a step of plain decoding, give or take this share. A method that is sped up by more than
-its tokens per round shows that the machine's speed drifted between the two."""
+"""A round takes at least as long as a step of plain decoding, within this tolerance. A speed-up above the acceptance
+length therefore shows that the machine's speed drifted between the two."""
 ENOUGH = 32
-"""Before so many prompts, two at least go on that no interval tells apart."""
+"""With fewer prompts, at least two methods continue that no interval tells apart."""
 
 Verdict = Literal[
     "leads", "level", "behind", "slower", "no_gain", "below_plain", "wrong", "failed", "drifted", "no_time", "waiting",
     "baseline",
 ]  # fmt: skip
-"""`level`: not told apart from the leader; `behind`: neither, but not in the faster half of a round; `no_gain`: at most
-`WORTH` faster than the leader; `drifted`: faster than its tokens per round allow (`DRIFT`); `waiting`: not yet
+"""`level`: not told apart from the leader; `behind`: the same, but not in the faster half of a round; `no_gain`: at
+most `WORTH` faster than the leader; `drifted`: faster than its acceptance length allows (`DRIFT`); `waiting`: not yet
 measured."""
 Parts = Mapping[str, tuple[Sequence[str], Floats]]
 """The ids of prompts or sessions in order, and their sums [prompts, sums], by suite."""
@@ -65,7 +65,7 @@ Parts = Mapping[str, tuple[Sequence[str], Floats]]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Load:
-    """Answers decoded at the same time, and the tokens that prompts are padded to; 0 is as they are."""
+    """Concurrency, and the tokens that prompts are padded to (0: no padding)."""
 
     context: int = 0
     concurrency: int = 1
@@ -77,33 +77,33 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a method did in a race; None is what could not be measured."""
+    """A method's result in a race; None for what could not be measured."""
 
     method: str
     verdict: Verdict
     rounds: int = 0
-    """The rounds that it took part in."""
+    """Number of rounds measured."""
     num_prompts: int = 0
     speedup: Interval | None = None
     beside: Interval | None = None
-    """Its speed-up divided by the leader's, on the prompts that both have."""
+    """Its speed-up divided by the leader's, on shared prompts."""
     length: Interval | None = None
     break_even: float | None = None
     tokens_per_s: float | None = None
-    """Of all answers together: plain decoding's of the whole race, times the ratio to plain in the method's runs."""
+    """Of all answers together: plain decoding's over the whole race, times the ratio to plain in the method's runs."""
     ms_per_token: float | None = None
-    """Of one answer: plain decoding's of the whole race, divided by the speed-up."""
+    """Of a single answer: plain decoding's over the whole race, divided by the speed-up."""
     error: str = ""
-    """What a program said when the method failed."""
+    """Error message if the method failed."""
     num_drafts: int | None = None
-    """The most tokens that it drafts per round."""
+    """Most tokens drafted per round."""
     joules_per_token: float | None = None
-    """If energy is measured: plain decoding's of the whole race, times the ratio to plain in the method's runs."""
+    """If energy is measured: plain decoding's over the whole race, times the ratio to plain in the method's runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a race came to. `choice` is plain decoding's label where no draft pays."""
+    """The decision of a race. `choice` is plain decoding's label where no draft pays."""
 
     load: Load
     choice: str
@@ -113,11 +113,11 @@ class Decision:
     standings: tuple[Standing, ...]
     """Plain decoding first, then the others from the fastest."""
     more_prompts: int | None = None
-    """If it is unclear: about how many more prompts would tell."""
+    """If unclear: about how many more prompts should settle it."""
     slices: tuple[tuple[str, int, Interval], ...] = ()
-    """By category, if prompts have several: its prompts, and the speed-up of the choice on these."""
+    """By category, if there are several: number of prompts, and speed-up of the choice."""
     loses_from: float | None = None
-    """The number of answers at a time from which the choice is no faster than plain decoding, if that was seen."""
+    """Concurrency from which the choice is no faster than plain decoding, if observed."""
 
     @property
     def level(self) -> list[Standing]:
@@ -139,8 +139,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The tokens of the longest context that is predicted to fit, with a draft and without; the model has positions for
-    `limit`."""
+    """Predicted longest context in tokens that fits, with a draft and without; the model has positions for `limit`."""
 
     with_draft: int
     without: int
@@ -149,14 +148,14 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class ServerRoom:
-    """What a launched server was resident with: the most bytes by the tokens of context that it was started with."""
+    """Peak resident bytes of a launched server, by the tokens of context that it was started with."""
 
     sizes: Mapping[int, int]
     free_bytes: int | None
-    """Before any server was started."""
+    """Free memory before any server was started."""
 
     def longest(self, limit: int) -> int | None:
-        """Return the tokens of context that would fit, at most `limit`; None unless two sizes say what tokens take."""
+        """Return the tokens of context that would fit, at most `limit`; None with fewer than two sizes."""
         (less, little), (more, much) = min(self.sizes.items()), max(self.sizes.items())
         if self.free_bytes is None or more == less or much <= little:
             return None
@@ -164,8 +163,7 @@ class ServerRoom:
 
 
 def server_rooms(tables: Sequence[RunTable], wanted: Sequence[str]) -> dict[str, ServerRoom]:
-    """Return what the launched servers of these runs took, by method. On a machine with GPUs, where a process's memory
-    says nothing about the model's, it is empty."""
+    """Return the memory of launched servers by method; empty with GPUs, whose memory a process does not show."""
     found: dict[str, ServerRoom] = {}
     for info in (table.info for table in tables if not table.info.environment.gpus):
         if info.server_memory is None:
@@ -179,7 +177,7 @@ def server_rooms(tables: Sequence[RunTable], wanted: Sequence[str]) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """What all races of a request came to."""
+    """The results of all races of a request."""
 
     model: str
     machine: str
@@ -188,14 +186,14 @@ class Recommendation:
     runs: tuple[Path, ...]
     spent_s: float
     flags: Mapping[str, Sequence[tuple[str, Sequence[str], Sequence[str]]]]
-    """By method that was chosen, each program that can draft so, with the arguments that say it, and those of a
-    dflash-bench command that is needed before."""
+    """By chosen method: each program that can draft with it, the program's arguments, and those of a dflash-bench
+    command that is needed before."""
     rooms: Mapping[str, Room]
-    """By method that was chosen; nothing for servers that run already, whose memory is not ours to know."""
+    """By chosen method; empty for servers that run already, whose memory is unknown."""
     held: Mapping[str, ServerRoom]
-    """By these methods and plain decoding's label, what servers took that were launched on a processor."""
+    """By chosen method and plain decoding's label: memory of servers launched on a CPU."""
     served: tuple[str, ...] = ()
-    """The methods of servers that run already."""
+    """Methods of servers that run already."""
 
     @property
     def is_wrong(self) -> bool:
@@ -209,10 +207,10 @@ class Race:
 
     load: Load
     methods: tuple[str, ...]
-    """All that take part, without plain decoding."""
+    """All methods of the race, without plain decoding."""
     tables: list[RunTable] = field(default_factory=list)
     left: dict[str, tuple[Verdict, str]] = field(default_factory=dict)
-    """Why a method is out, with the error of one that failed."""
+    """Why a method dropped out, with the error if it failed."""
     rounds: dict[str, int] = field(default_factory=dict)
     has_time: bool = True
     _sums: dict[str, Parts] = field(default_factory=dict)
@@ -234,12 +232,12 @@ class Race:
 
     @property
     def _is_wave(self) -> bool:
-        """Were all answers of a method so far decoded together?"""
+        """Whether all of a method's answers so far were decoded together."""
         return self.load.concurrency > 1 and self.num_rounds < 2
 
     @property
     def measured(self) -> list[str]:
-        """The remaining methods of which something was measured."""
+        """The remaining methods with measurements."""
         return [method for method in self.racing if method in self._sums]
 
     @property
@@ -252,7 +250,7 @@ class Race:
         return max(map(_num_prompts, self._sums.values()), default=0)
 
     def add(self, tables: Sequence[RunTable], failed: Mapping[str, str]) -> None:
-        """Add a round: its runs, and the errors of methods that could not be measured; see who leaves."""
+        """Add a round's runs, and the errors of methods that could not be measured; drop methods."""
         num_before = len(self.racing)
         for method in self.racing:
             self.rounds[method] = self.rounds.get(method, 0) + 1
@@ -260,7 +258,7 @@ class Race:
         for table in tables:
             self._leave_out_wrong(table)
             self.left |= {method: ("drifted", "") for method in drifted(table) if method not in self.left}
-        # Plain decoding was slower beside all methods of such a run.
+        # In a drifted run plain decoding was too slow for all methods, not only for those that show it.
         tables = [table for table in tables if not drifted(table)]
         self.tables += tables
         for table in tables:
@@ -276,7 +274,7 @@ class Race:
             self.left |= dict.fromkeys(self.fastest_first()[most:], ("behind", ""))
 
     def leave(self, methods: Sequence[str]) -> None:
-        """Leave out methods for which there is no time."""
+        """Drop methods for which no time is left."""
         self.left |= dict.fromkeys(methods, ("no_time", ""))
 
     def fastest_first(self) -> list[str]:
@@ -288,7 +286,7 @@ class Race:
         return _mean(self._sums.get(method, {}), SPEEDUP)
 
     def _leave_out_wrong(self, table: RunTable) -> None:
-        """Leave out methods with answers that are not the model's own, or that failed, and those without a speed-up."""
+        """Drop methods that failed, have no speed-up, or gave answers that are not the model's own."""
         rows = table.rows
         for verdict, mask in (("wrong", mismatched(rows)), ("failed", rows["error"].notna())):
             for method, num in rows[mask]["method"].value_counts().items():
@@ -347,7 +345,7 @@ class Race:
         """Return the decision of the race so far."""
         verdicts = self._verdicts()
         leader = next(iter(verdicts), None)
-        # Where no method is left, those that are out are set beside the best of them.
+        # If no method is left, those that dropped out are compared with the best of them.
         best = leader or max(self._sums, key=lambda method: getattr(self.speedup(method), "value", 0.0), default=None)
         plain = self._plain()
         others = [self._standing(method, verdicts.get(method), best, plain) for method in self.methods]
@@ -371,7 +369,7 @@ class Race:
         return any(verdict == "drifted" for verdict, _ in self.left.values())
 
     def _more(self, leader: str, speedup: Interval) -> int | None:
-        """Return about how many more prompts would make the interval exclude 1; None if no number seems to."""
+        """Estimate how many more prompts would make the interval exclude 1; None if no number seems to."""
         assert speedup.low is not None and speedup.high is not None
         half, distance = math.log(speedup.high / speedup.low) / 2, abs(math.log(speedup.value))
         number = _num_prompts(self._sums[leader])
@@ -412,8 +410,8 @@ class Race:
 def decisions(races: Sequence[Race]) -> list[Decision]:
     """Return the decision of each race, by context and concurrency.
 
-    A choice is kept from one concurrency to the next where the best there cannot be told apart from it: a server is
-    started once for both.
+    A choice is kept from one concurrency to the next where the best method cannot be told apart from it, because a
+    server is started once for both.
     """
     made: list[Decision] = []
     for race in sorted(races, key=lambda race: race.load):
@@ -429,19 +427,19 @@ def decisions(races: Sequence[Race]) -> list[Decision]:
 
 
 def _loses_from(decision: Decision, made: Sequence[Decision]) -> float | None:
-    """Interpolate over the loads of this context where the choice's speed-up falls to 1."""
+    """Return the concurrency, interpolated over this context's loads, where the choice's speed-up falls to 1."""
     same = [one for one in made if one.load.context == decision.load.context]
     if decision.verdict != "faster" or len(same) < 2:
         return None
     curve = [(one.load.concurrency, one.of(decision.choice).speedup) for one in same]
-    # From this load on: it may not pay below it.
+    # Only from this load on: the choice may not pay at lower loads.
     known = [(at, one.value) for at, one in curve if one is not None and at >= decision.load.concurrency]
     ranges = paying([at for at, _ in known], [value for _, value in known])
     return ranges[0][1] if ranges else None
 
 
 def drifted(table: RunTable) -> list[str]:
-    """Return the methods of a run that were sped up by more than their tokens per round (`DRIFT`)."""
+    """Return the methods of a run whose speed-up exceeds their acceptance length (`DRIFT`)."""
     sums = _merged([table], {})
     found = []
     for method, parts in sums.items():
@@ -453,7 +451,7 @@ def drifted(table: RunTable) -> list[str]:
 
 
 def _merged(tables: Sequence[RunTable], known: Mapping[str, Parts]) -> dict[str, Parts]:
-    """Add the sums of prompts by method and suite."""
+    """Return `known` with the prompts' sums of these runs added, by method and suite."""
     found = {method: dict(parts) for method, parts in known.items()}
     for table in tables:
         sums = prompt_sums(without_errors(table.rows))
@@ -463,7 +461,7 @@ def _merged(tables: Sequence[RunTable], known: Mapping[str, Parts]) -> dict[str,
             before = found.setdefault(str(method), {}).get(str(suite))
             if before is not None:
                 ids, values = [*before[0], *ids], np.concatenate([before[1], values])
-            # Draws go by place: in the order of a report of the same prompts.
+            # Draws are by row: use the order of a report of the same prompts.
             order = sorted(range(len(ids)), key=ids.__getitem__)
             found[str(method)] = {**found[str(method)], str(suite): ([ids[at] for at in order], values[order])}
     found.pop(BASELINE, None)
@@ -471,7 +469,7 @@ def _merged(tables: Sequence[RunTable], known: Mapping[str, Parts]) -> dict[str,
 
 
 def _mean(parts: Parts, metric_id: str) -> Interval | None:
-    """Return a metric over the suites, each of which counts once; None without one in each."""
+    """Return a metric's mean over suites, each of which counts once; None if a suite lacks it."""
     top, bottom = METRICS[metric_id].columns
     whole = [(sums, (top, bottom)) for _, sums in parts.values()]
     if not whole or any(not sums[:, COLUMN[METRICS[metric_id].bottom[0]]].any() for sums, _ in whole):
@@ -490,7 +488,7 @@ def _num_prompts(parts: Parts) -> int:
 
 
 def _throughput(tables: Sequence[RunTable], method: str) -> float | None:
-    """Return the tokens per second of a method's own time, of all its answers in these runs together."""
+    """Return the tokens per second of a method's own time, over all its answers in these runs."""
     tokens = seconds = 0.0
     for table in tables:
         answers = without_errors(table.rows[table.rows["method"] == method])
@@ -507,19 +505,19 @@ def _joules(tables: Sequence[RunTable], method: str) -> float | None:
 
 
 def _scaled(plain: float | None, own: float | None, beside: float | None) -> float | None:
-    """Return plain decoding's figure of the whole race, times the ratio of a method's own to plain's beside it."""
+    """Return plain decoding's figure over the whole race, times the method's ratio to plain in the same runs."""
     return plain * own / beside if plain and own and beside else None
 
 
 def first_size(concurrency: int) -> int:
-    """Return the prompts of a race's first round: enough for an interval, and to keep all places busy for a while."""
+    """Return the size of a race's first round: enough for an interval, and to keep all slots busy for a while."""
     return max(FEWEST, 2 * concurrency)
 
 
 def slices(num_prompts: int, concurrency: int) -> list[tuple[int, int]]:
-    """Divide prompts into rounds: (those before, those up to the end) of each; the number measured doubles each time.
+    """Divide prompts into rounds (start, end); the number measured doubles each time.
 
-    No round has fewer than are answered at the same time, nor fewer than an interval needs.
+    No round has fewer prompts than the concurrency, nor fewer than an interval needs.
     """
     least, ends = max(FEWEST, concurrency), [min(first_size(concurrency), num_prompts)]
     while ends[-1] < num_prompts:

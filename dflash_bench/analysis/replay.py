@@ -1,16 +1,16 @@
-"""What another draft length, cut, tree size, controller or load would have given, from the rounds that a run stored.
+"""Replays of a run's stored rounds with another draft length, cut, tree size, controller or load.
 
-With drafts recorded at every position (`run --record every-position`), another length of the same draft is replayed:
-each round begins where it would have begun, and accepts what it would have accepted. From stored rounds alone that is
-an estimate: a shorter draft is taken to accept min(a_i, n) in the rounds that were measured, although it would have
-begun others; a longer one to go on at the rate of its last place. Their intervals reach from the least to the most
-that the stored rounds allow (`_bounds`), each with the choice of prompts. Other estimates have no interval: nothing
-stored says how far off they may be.
+With drafts recorded at every position (`run --record every-position`), another length of the same draft is replayed
+exactly: each round begins where it would have begun, and accepts what it would have accepted. From stored rounds alone
+this is an estimate: a shorter draft is assumed to accept min(a_i, n) in the measured rounds, although its rounds would
+begin elsewhere; a longer draft to continue at the rate of its last position. Their intervals reach from the least to
+the most that the stored rounds allow (`_bounds`), each with the choice of prompts. Other estimates have no interval,
+because nothing stored bounds their error.
 
-Times are always estimates: the seconds of the measured rounds, changed by what fewer tokens cost at the recorded
-positions, or else by the width curve that the run measured. What a pass costs also depends on what came before it, such
-as how much of the target's weights a draft leaves in the processor's caches. So replayed speed-ups have no interval:
-one over prompts would say nothing of how far times are off.
+Times are always estimates: the seconds of the measured rounds, adjusted by the cost of fewer tokens at the recorded
+positions, or else by the run's width curve. The cost of a pass also depends on what ran before it, such as how much of
+the target's weights a draft leaves in the processor's caches. Replayed speed-ups therefore have no interval: an
+interval over prompts would not cover the error of the times.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ COLUMNS = (
 STEPPING = ("eagle3", "mtp", "draft-model")
 """Methods that draft token by token: half as many tokens take half the time. Others fill a block in one pass."""
 BLOCKS = ("dflash",)
-"""Methods whose draft of another block is another draft."""
+"""Methods whose draft changes with the block size."""
 ROUNDS, ACCEPTED, VERIFIED, SECONDS, TOKENS, PLAIN_S, PLAIN_TOKENS, OWN_S, OWN_TOKENS = range(9)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """An answer of a drafting method, as far as replaying needs it."""
+    """The parts of a drafting method's answer that a replay needs."""
 
     prompt_id: str
-    """The prompt, or the session that it belongs to."""
+    """Id of the prompt, or of its session."""
     decoded: int
     """Tokens after the first."""
     decode_s: float
@@ -69,13 +69,13 @@ class StoredAnswer:
     scores: Any = None
     """[P, N]"""
     depths: Any = None
-    """For trees: per round the places [accepted] of the nodes that were accepted."""
+    """For trees: per round the indices [accepted] of the accepted nodes."""
     num_off: int = 0
-    """Rounds that drafted or accepted something else than was recorded at their positions."""
+    """Rounds whose draft or acceptance differs from the recording at their positions."""
     recorded_draft_s: Any = None
-    """[N], seconds until so many tokens were drafted at its positions."""
+    """[N], seconds until n tokens were drafted at its positions."""
     recorded_verify_s: Any = None
-    """[N + 1], seconds of passes over so many tokens there."""
+    """[N + 1], seconds of passes over n tokens there."""
     usual_draft_s: float = 0.0
     usual_verify_s: float = 0.0
     """Medians over its rounds."""
@@ -84,14 +84,13 @@ class StoredAnswer:
 
     @property
     def verified_tokens(self) -> float:
-        """The tokens of its rounds before the last was cut at the answer's end, as al.pooled counts them."""
+        """The tokens of its rounds as al.pooled counts them, before the last round was cut at the answer's end."""
         return float((self.accepted + 1).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayCell:
-    """The answers of a method on a suite, with plain decoding's seconds and tokens by prompt, over the questions that
-    both answered."""
+    """A method's answers on a suite, with plain decoding's seconds and tokens by prompt, on shared questions."""
 
     suite: str
     method: str
@@ -118,15 +117,15 @@ class ReplayCell:
 
 
 MOST_DRAFTED = 1024
-"""Tokens of a round, or nodes, that a change may ask for."""
+"""Most tokens or nodes per round that a change may request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """What is to be different: one of these."""
+    """A change to replay; one of its fields is set."""
 
     name: str
-    """As it was asked for: n=4, cut=0.5, controller=average."""
+    """As requested: n=4, cut=0.5, controller=average."""
     n: int | None = None
     block: int | None = None
     nodes: int | None = None
@@ -141,26 +140,26 @@ class Replayed:
     change: str
     concurrency: int
     is_exact: bool
-    """Are the accepted counts those that a measured run would have? Seconds are estimates all the same."""
+    """Whether accepted counts are those that a measured run would have; seconds are always estimates."""
     num_prompts: int
     length: Interval | None
     """al.pooled"""
     verified: float
-    """Drafted tokens that the target reads in a round."""
+    """Draft tokens verified per round."""
     speedup: Interval | None
     tokens_per_s: float | None
-    """Of all answers decoded at the same time; None if the run measured no width curve."""
+    """Of all concurrent answers; None if the run measured no width curve."""
 
 
 def cells_of(run: RunTable) -> list[ReplayCell]:
-    """Return what can be replayed of a run. Raises UserError if that is nothing."""
+    """Return the cells that can be replayed. Raises UserError if there are none."""
     if found := stored_cells(run):
         return found
     raise UserError(f"{run.name} has nothing to replay: no answers, decoded alone, that show their rounds")
 
 
 def stored_cells(run: RunTable) -> list[ReplayCell]:
-    """Return the cells of a run with answers that were decoded alone and show their rounds."""
+    """Return the cells of a run with answers that were decoded singly and show their rounds."""
     answers: dict[tuple[str, str, Settings], dict[_Question, StoredAnswer]] = {}
     plain: dict[tuple[str, Settings], dict[_Question, tuple[float, float]]] = {}
     sessions = read_sessions(Path(run.name))
@@ -186,7 +185,7 @@ def _cell(
     suite: str, method: str, settings: Settings, own: Mapping[_Question, StoredAnswer],
     plain: Mapping[_Question, tuple[float, float]],
 ) -> ReplayCell:  # fmt: skip
-    """Pair each answer with plain decoding's: a failed one has no part in the other side either."""
+    """Pair each answer with plain decoding's; a failed answer excludes its counterpart, too."""
     sums: dict[str, tuple[float, float]] = {}
     for question, answer in own.items():
         if question in plain:
@@ -233,7 +232,7 @@ def _answer(row: dict[str, Any]) -> StoredAnswer:
 
 
 def _ways(row: dict[str, Any]) -> list[list[int]]:
-    """Return for each round of a tree the places of its accepted nodes, from the anchor down."""
+    """Return the indices of each tree round's accepted nodes, from the anchor down."""
     ends = np.cumsum(row["drafted"])[:-1]
     starts, ways = 1 + np.cumsum(row["emitted"]) - row["emitted"], []
     parts = (np.split(row[name], ends) for name in ("drafted_ids", "drafted_parents"))
@@ -249,7 +248,7 @@ def _ways(row: dict[str, Any]) -> list[list[int]]:
     return ways
 
 
-# Rounds: which would there have been, with how many tokens verified and accepted in each?
+# Rounds that a change gives, with the tokens verified and accepted in each.
 
 
 Walk = tuple[float, float, float]
@@ -257,7 +256,7 @@ Walk = tuple[float, float, float]
 
 
 def walk(answer: StoredAnswer, controller: Controller) -> Walk:
-    """Replay an answer: position by position if its drafts were recorded, else through the rounds that it had."""
+    """Replay an answer: position by position if its drafts were recorded, else through its stored rounds."""
     scores, positions = answer.scores, answer.positions
     width = int(answer.drafted.max(initial=0)) if scores is None else scores.shape[1]
     controller.start(width)
@@ -276,9 +275,9 @@ def walk(answer: StoredAnswer, controller: Controller) -> Walk:
 
 
 def _longer(answer: StoredAnswer, n: int, most: int, rate: float) -> Walk:
-    """Estimate a longer draft: where `most` tokens were drafted and accepted, it goes on at the rate of the last place.
+    """Estimate a longer draft: where all `most` tokens were accepted, it continues at the rate of the last position.
 
-    A round that drafted fewer, such as one in which ngram found no match, had no more to draft.
+    A round that drafted fewer tokens, such as an ngram round without a match, had no more to draft.
     """
     beyond = sum(rate**step for step in range(1, n - most + 1))
     accepted = answer.accepted + beyond * (answer.accepted == most)
@@ -291,18 +290,18 @@ def _longer(answer: StoredAnswer, n: int, most: int, rate: float) -> Walk:
 
 
 def _bounds(answer: StoredAnswer, n: int, most: int) -> tuple[Walk, Walk]:
-    """Return the least and the most that a draft of n tokens can have accepted in place of one of up to `most`.
+    """Return the least and the most that a draft of n tokens can accept in place of a draft of up to `most`.
 
-    A shorter draft begins anew within a stored round, and is taken to be right at least up to where the stored one
-    was, which knew less; beyond, all of it may be wrong, or right. Of a longer draft, all or nothing that it drafts
-    beyond the stored one may be right where the stored one was.
+    A shorter draft begins anew within a stored round, and is assumed to be right at least as far as the stored draft,
+    which had less context; beyond that, all of it may be wrong, or right. A longer draft may be entirely wrong or right
+    beyond a stored draft that was right.
     """
     accepted = answer.accepted
     num, tokens = float(len(accepted)), float((accepted + 1).sum())
     if n > most:
         found = [(num, tokens), (num, tokens + (n - most) * float((accepted == most).sum()))]
     else:
-        # A stored round of a + 1 tokens, n + 1 at a time; the first of them begins as the stored one did.
+        # A stored round of a + 1 tokens in rounds of n + 1; the first of them begins as the stored round did.
         parts = -(-(accepted + 1) // (n + 1))
         more = np.where(parts > 1, parts * (n + 1) - accepted - 1, 0)
         found = [(float(parts.sum()), tokens), (float(parts.sum()), tokens + float(more.sum()))]
@@ -318,7 +317,7 @@ def _fewer_nodes(answer: StoredAnswer, nodes: int) -> Walk:
 
 
 def _last_rate(cell: ReplayCell) -> float:
-    """Return the share of the longest drafts that are accepted whole, of those accepted up to the last token."""
+    """Return the share of the longest drafts accepted whole, among those accepted up to their last token but one."""
     accepted, drafted = (
         np.concatenate([getattr(one, name) for one in cell.answers]) for name in ("accepted", "drafted")
     )
@@ -376,7 +375,7 @@ class WidthSeconds:
 
 
 class RoundCosts:
-    """What drafting and reading other numbers of tokens would cost in the rounds of a cell."""
+    """The cost of drafting and verifying other numbers of tokens in the rounds of a cell."""
 
     def __init__(self, cell: ReplayCell, curve: WidthSeconds) -> None:
         self.curve = curve
@@ -388,29 +387,29 @@ class RoundCosts:
         self.passes = _recorded([one.recorded_verify_s for one in cell.answers], cell.most + 1)
 
     def drafting(self, seconds: float, own: float, n: int) -> float:
-        """Return the seconds of drafting n tokens one by one, where a round drafts `own` in so many seconds."""
+        """Return the seconds of drafting n tokens one by one, if drafting `own` tokens takes `seconds`."""
         drafts = self.drafts
         if drafts is not None and n <= len(drafts) == own:
             return seconds * _share(self.draft_s, float(drafts[-1]), float(drafts[n - 1]))
-        # These seconds hold those of reading what was kept, several tokens wide: about two steps.
+        # These seconds include reading the accepted tokens, several tokens wide: about two steps.
         return seconds * (n + 2) / (own + 2)
 
     def reading(self, seconds: float, own: float, width: float) -> float:
-        """Return the seconds of verifying with a pass over `width` tokens, where it takes so many with one of `own`."""
+        """Return the seconds of verifying with a pass over `width` tokens, if a pass over `own` takes `seconds`."""
         passes = self.passes
         if passes is not None and max(own, width) <= len(passes):
             before, after = np.interp([own, width], np.arange(1, len(passes) + 1), passes).tolist()
         else:
             before, after = self.curve(own), self.curve(width)
-        # What is left of a round beyond its passes alone is taken to grow with the round.
+        # The rest of a round, beyond its passes, is assumed to grow with the round.
         return seconds * _share(self.verify_s, before, after, width / own)
 
 
 def _share(usual: float, before: float, after: float, kept: float = 1.0) -> float:
-    """Return which share of its seconds a part of a round takes if what costs `before` alone costs `after` instead.
+    """Return the factor on a part's seconds if passes that cost `before` cost `after` instead.
 
-    Of the rest of a `usual` round, this share is kept. What disturbs rounds, such as other processes, takes more from
-    longer ones.
+    Of the rest of the `usual` seconds the share `kept` remains: disturbances, such as other processes, take more from
+    longer rounds.
     """
     return after / before if usual <= before else (after + kept * (usual - before)) / usual
 
@@ -426,7 +425,7 @@ def _recorded(found: Sequence[Any], size: int) -> Floats | None:
 
 
 def _seconds(answer: StoredAnswer, done: Walk, change: Alternative, method: str, costs: RoundCosts, load: int) -> float:
-    """Estimate the seconds of an answer whose rounds are `done`, with `load` answers decoded at the same time."""
+    """Estimate the seconds of an answer whose rounds are `done`, with `load` concurrent answers."""
     rounds, _, verified = done
     cost, num, width = costs.curve, len(answer.drafted), float(answer.verified.mean()) + 1
     block = float(answer.drafted.mean()) + 1
@@ -485,7 +484,7 @@ def _figures(
     for prompt_id, (seconds, tokens) in cell.plain.items():
         if prompt_id in sums and has_times:
             sums[prompt_id][PLAIN_S:OWN_S] = seconds * cost(concurrency) / cost(1), tokens
-    # Draws go by place: in the order of a report.
+    # Draws are by row: use the order of a report.
     table = np.array([sums[prompt_id] for prompt_id in sorted(sums)])
     with_all = np.column_stack([table, table[:, ROUNDS] + table[:, ACCEPTED]])
     length, speedup = stats.intervals(
@@ -500,7 +499,7 @@ def _bare(own: Interval | None) -> Interval | None:
 
 
 def _reaching(own: Interval | None, bound: Interval | None) -> Interval | None:
-    """Return an interval that also reaches the bounds of another."""
+    """Return `own` extended to the bounds of another interval."""
     if own is None or bound is None or None in (own.low, own.high, bound.low, bound.high):
         return own
     return replace(own, low=min(own.low, bound.low), high=max(own.high, bound.high))  # type: ignore[type-var]
@@ -510,7 +509,7 @@ MEASURED = "as measured"
 
 
 def why_not(cell: ReplayCell, change: Alternative, info: RunInfo) -> str | None:
-    """Return why the rounds of a cell say nothing about a change; None if they do."""
+    """Return why the rounds of a cell cannot answer a change; None if they can."""
     what = change.name.partition("=")[0]
     is_tree = any(one.depths is not None for one in cell.answers)
     if change.nodes is not None:
@@ -533,7 +532,7 @@ def changes_of(
     n: Sequence[int] = (), block: Sequence[int] = (), cut: Sequence[float] = (), nodes: Sequence[int] = (),
     controller: Sequence[str] = (),
 ) -> list[Alternative]:  # fmt: skip
-    """Return a change for each value. Raises UserError for one that is not possible, and for a broken controller."""
+    """Return a change for each value. Raises UserError for an impossible value or a broken controller."""
     for name, values, least in (("n", n, 1), ("block", block, 2), ("nodes", nodes, 1)):
         _require_between(name, values, least, MOST_DRAFTED)
     if any(not 0 <= value <= 1 for value in cut):
@@ -559,10 +558,10 @@ def replay_all(
     method: str | None = None,
     forbidden: Collection[CellKey] = (),
 ) -> Iterator[Replayed]:
-    """Yield each change of each cell, of one method or of all that it applies to; the run as measured comes first.
+    """Yield each change of each cell, of one method or of all that it applies to, after the run as measured.
 
-    Cells that are `forbidden` a speed-up get none. Raises UserError for a method that was not measured, and for a
-    change that applies to none.
+    Cells in `forbidden` get no speed-up. Raises UserError for a method that was not measured, and for a change that
+    applies to no method.
     """
     _require_between("concurrency", concurrency, 1, MOST_AT_A_TIME)
     cells = [cell for cell in cells_of(run) if method in (None, cell.method)]

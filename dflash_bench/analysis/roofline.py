@@ -79,14 +79,14 @@ def least_s_of_draft(passes: Sequence[DraftPass], rows: int, context: int, rates
 Regime = Literal["fixed cost", "bandwidth", "arithmetic", "unclear"]
 ROUNDING = 1e-9
 WELL_ABOVE = 4.0
-"""The multiple of the roofline from which on the part that does not grow with the width is called fixed cost.
+"""The multiple of the roofline above which the part that does not grow with the width counts as fixed cost.
 
-A product of a matrix with one row may reach only half or a third of the bandwidth of a copy.
+A matrix-vector product may reach only half or a third of the bandwidth of a copy.
 """
 
 
 SLOW_PLAIN, TOO_SLOW_PLAIN = 1.3, 2.0
-"""The multiples of a forward pass from which on a round of plain decoding is called slow, and a check fails."""
+"""The multiples of a forward pass above which a round of plain decoding is called slow, and fails a check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +138,11 @@ def _misfit(line: LinearCost, forwards: Sequence[ForwardTiming]) -> float:
 
 
 def regime(line: LinearCost, widest: int, roofline_s: float, grows: Bound = "arithmetic", off: float = 0.0) -> Regime:
-    """Return what binds passes of up to `widest` tokens.
+    """Return what limits passes of up to `widest` tokens.
 
-    If more than half of the widest pass grows with the width, that is `grows`. Otherwise it is bandwidth, or fixed cost
-    if the constant part is well above the roofline of one token. Unclear if times uncertain by the share `off` could be
-    on either side.
+    `grows` if more than half of the widest pass grows with the width. Otherwise bandwidth, or fixed cost if the
+    constant part is well above the roofline of one token. Unclear if times uncertain by the share `off` could be on
+    either side.
     """
     grown = line.c1 * widest
     stays: Regime = "fixed cost" if line.c0 > WELL_ABOVE * roofline_s else "bandwidth"
@@ -180,11 +180,11 @@ def pace_of(info: RunInfo | None, rows: Any) -> RoundPace | None:
 def pace(info: RunInfo | None, round_s: Any, contexts: Any, pass_s: Any = None) -> RoundPace | None:
     """Compare rounds of plain decoding, one answer at a time, with forward passes.
 
-    `round_s` [answers] holds for each answer the seconds that most of its rounds reach, `contexts` [answers] the tokens
-    before those, and `pass_s` [answers] what the quicker passes took right after it: on a busy machine these take as
-    much longer as rounds do. NaN where a run did not time them; then the shortest pass at the run's beginning or end
-    counts, whichever is longer, and a context beyond that of the measured pass is charged the time of reading it at the
-    device's bandwidth. None if the run measured no pass of width 1.
+    `round_s` [answers] holds the seconds that most rounds of an answer reach, `contexts` [answers] the tokens before
+    those rounds, and `pass_s` [answers] the quicker passes right after the answer, which a busy machine slows as much
+    as rounds. Where a run did not time these (NaN), the shortest pass at the run's beginning or end counts, whichever
+    is longer, and a longer context is charged the time of reading it at the device's bandwidth. None if the run
+    measured no pass of width 1.
     """
     measured = None if info is None else info.forwards
     known = np.isfinite(np.asarray(round_s, dtype=np.float64))

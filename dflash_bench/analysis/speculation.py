@@ -1,8 +1,8 @@
-"""The profile of a draft: how often each drafted token is accepted, as a file that travels with the draft.
+"""The profile of a draft: acceptance rates by position, as a file to distribute with the draft.
 
-Names of keys and what they count are those of Model-Optimizer's `speculation_profile.json` (schema 1.0) where it has
-them, so that whoever reads its rates reads ours; docs/speculation_profile.schema.json has all of them. Lengths count
-the target's own token besides the accepted ones, so that no key is below 1.
+Keys have the names and the meaning of Model-Optimizer's `speculation_profile.json` (schema 1.0) where it has them, so
+that its readers also read ours; docs/speculation_profile.schema.json has all of them. Lengths include the bonus token,
+so that no key is below 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST = 256
 
 @dataclass(slots=True)
 class _PromptRounds:
-    """The rounds of the answers to a prompt, or to those of a session."""
+    """The rounds of the answers to a prompt, or to a session's prompts."""
 
     suite: str
     unit: str
@@ -51,7 +51,7 @@ class _PromptRounds:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceProfile:
-    """Acceptance over some prompts; each figure with its interval over them."""
+    """Acceptance over a set of prompts; each figure has its interval over them."""
 
     suite: str | None
     category: str | None
@@ -62,7 +62,7 @@ class AcceptanceProfile:
     marginal: Sequence[Interval]
     """For k from 1 on, P(a >= k)."""
     conditional: Sequence[Interval]
-    """For k from 1 on, P(a >= k given a >= k - 1); 0 where no round comes so far."""
+    """For k from 1 on, P(a >= k given a >= k - 1); 0 where no round reaches k - 1."""
     length: Interval
     """al.pooled"""
     request_length: Interval
@@ -70,8 +70,10 @@ class AcceptanceProfile:
 
 
 def profiles_of(run: RunTable, method: str) -> tuple[int, list[AcceptanceProfile]]:
-    """Return the most tokens drafted in a round, and profiles: for each settings over all prompts, by suite and by
-    category, the first settings first. Raises UserError for a method whose rounds say nothing."""
+    """Return the most tokens drafted in a round, and profiles per settings: over all prompts, by suite, by category.
+
+    Raises UserError for a method without rounds that show its own acceptance.
+    """
     _check(run, method)
     sessions = read_sessions(Path(run.name))
     num_drafts, rounds = _read(run.stored, method, sessions)
@@ -144,7 +146,7 @@ def _profile(
 ) -> AcceptanceProfile:
     prompts = sorted(prompts, key=lambda prompt: (prompt.suite, prompt.unit))
     counts = np.array([prompt.counts for prompt in prompts])
-    # reached[k]: rounds that accept k tokens or more; after these the sums that lengths are made of.
+    # reached[k]: rounds that accept k tokens or more; after these the sums that lengths are computed from.
     reached = counts[:, ::-1].cumsum(axis=1)[:, ::-1][:, : num_drafts + 1]
     means = [(prompt.length_sum, prompt.num_answers) for prompt in prompts]
     columns: Floats = np.column_stack([reached, reached.sum(axis=1), means]).astype(np.float64)
@@ -222,14 +224,14 @@ def _values(found: Interval | Sequence[Interval]) -> Any:
 
 
 def _bounds(found: Interval | Sequence[Interval]) -> Any:
-    """[low, high] of the 95 % interval over prompts; null where there are too few."""
+    """Return [low, high] of the 95 % interval over prompts; None for too few prompts."""
     if not isinstance(found, Interval):
         return [_bounds(one) for one in found]
     return None if found.low is None or found.high is None else [round(found.low, DIGITS), round(found.high, DIGITS)]
 
 
 def _conditions(info: RunInfo) -> dict[str, Any]:
-    """What the figures depend on besides the two models; no path of this machine, since the file is to be passed on."""
+    """Return what the figures depend on besides the models, without local paths: the file is to be distributed."""
     identity, machine = info.identity, info.environment
     suites = {
         name: {

@@ -5,10 +5,10 @@ distance of a redrawn value from the measured one in standard errors, where each
 linearisation). Lengths and speed-ups are skewed; with one standard error for all draws, a draw that misses the few
 prompts that matter would look too certain. A draw that misses them all has almost no error of its own, though, so no
 error counts as less than `LEAST_ERROR` of the measured one. The measured value's own standard error is the jackknife's:
-a long answer pulls the value towards itself and so looks ordinary beside it, but not once it is left out. How often the
-interval contains the truth, and how wide it is, is in `results/intervals.md`.
+a long answer pulls the value towards itself and so looks ordinary beside it, but not once it is left out. Coverage and
+width of the intervals are in `results/intervals.md`.
 
-Draws go by place, so rows are in the order of the prompts' ids: the same prompts have the same draws on every screen.
+Draws are by row, so rows are in the order of the prompts' ids: the same prompts have the same draws on every screen.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SEED = 0
 APART = 997
 """The number of draws by which each suite's draws are shifted against the next suite's (`geometric_mean`)."""
 FEWEST = 8
-"""With fewer prompts there is no interval: they are as likely to miss what matters as to show it. Their own range is
-shown in its place."""
+"""With fewer prompts there is no interval: they are as likely to miss what matters as to show it. Their range is shown
+instead."""
 FEWEST_TESTED = 5
 """With fewer prompts nothing is tested, either."""
 MAX_UNITS = 512
@@ -45,7 +45,7 @@ only unusual one, their errors are tiny by chance, and distances in units of the
 NO_ERROR = 1e-7
 """A smaller difference of logarithms is rounding."""
 VAGUE = 10.0
-"""An interval of which the upper bound is more times the lower one than this is not worth its digits."""
+"""An interval whose bounds differ by more than this factor is too wide to print."""
 OUTLIER = 10.0
 """Robust standard deviations from the median, as in hyperfine."""
 
@@ -64,7 +64,7 @@ class Interval:
     too_few: int | None = field(default=None, compare=False)
     """The number of prompts, if they are too few for an interval."""
     own_range: tuple[float, float] | None = field(default=None, compare=False)
-    """The prompts' own least and greatest value, if they are too few for an interval."""
+    """The least and the greatest value of single prompts, if they are too few for an interval."""
 
     def contains(self, value: float) -> bool:
         """Return whether the interval contains the value; False if there is no interval."""
@@ -72,7 +72,7 @@ class Interval:
 
     @property
     def is_vague(self) -> bool:
-        """Whether the interval is too wide to tell anything; what is at most 1, such as a share, is bounded anyway."""
+        """Whether the interval is too wide to be informative; shares, which are at most 1, are bounded anyway."""
         return self.low is not None and self.high is not None and self.high > max(1.0, VAGUE * self.low)
 
     @property
@@ -81,7 +81,7 @@ class Interval:
 
     @property
     def inverse(self) -> Interval:
-        """The interval of 1 over the value."""
+        """The interval of the reciprocal."""
         low, high = (None if bound is None else 1 / bound for bound in (self.high, self.low))
         own_range = self.own_range and (1 / self.own_range[1], 1 / self.own_range[0])
         return Interval(1 / self.value, low, high, self.too_few, own_range)
@@ -92,7 +92,7 @@ class Interval:
         return Interval(scale * self.value, low, high, self.too_few, own_range)
 
     def within(self, least: float, most: float) -> Interval:
-        """Return the interval cut at the bounds of what is possible; the value stays in it."""
+        """Return the interval clipped to possible values, from `least` to `most`; the value stays in it."""
         if self.low is None or self.high is None:
             return self
         return replace(self, low=min(self.value, max(self.low, least)), high=max(self.value, min(self.high, most)))
@@ -187,10 +187,10 @@ def geometric_mean(parts: Sequence[tuple[Floats, Ratio | Statistic]]) -> Interva
 
 
 def changes(columns: Floats, ratios: Sequence[Ratio]) -> list[Change | None]:
-    """Return ratios of sums, each with the probability of so large a difference from 1 by chance; None without a value.
+    """Return ratios of sums, each with its p-value for no difference from 1; None without a value.
 
-    The test is Student's t on what each prompt adds to the logarithm of the ratio (its linearisation), so it
-    needs no draws; for many prompts it agrees with the interval.
+    The test is Student's t on what each prompt adds to the logarithm of the ratio (its linearisation), so it needs no
+    draws; for many prompts it agrees with the interval.
     """
     all_intervals = intervals(columns, [ratio(*sides) for sides in ratios])
     return [_change(columns, sides, interval) for sides, interval in zip(ratios, all_intervals, strict=True)]
@@ -273,7 +273,7 @@ def p_of_t(log_ratio: float, error: float, df: float) -> float:
 
 
 def mcnemar(num_lost: int, num_gained: int) -> float:
-    """Return the exact two-sided p-value of so uneven a split, if both outcomes are equally likely."""
+    """Return the exact two-sided p-value of a split this uneven, if both outcomes are equally likely."""
     from scipy.special import bdtr
 
     fewer, both = min(num_lost, num_gained), num_lost + num_gained
@@ -303,7 +303,7 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def holm_where_tested(ps: Sequence[float | None]) -> list[float | None]:
-    """Adjust p-values by Holm; None stands for what was not tested, which does not count and stays None."""
+    """Adjust p-values by Holm; None (not tested) does not count and stays None."""
     tested = iter(holm([p for p in ps if p is not None]))
     return [None if p is None else next(tested) for p in ps]
 
@@ -348,7 +348,7 @@ def _spreads(columns: Floats, statistics: Sequence[Statistic], seed: int) -> lis
 
 
 def _spread(columns: Floats, statistic: Statistic, means: Floats, moments: Floats, df: int) -> _Spread:
-    """`means` [draws, columns] of the columns of `statistic`; `moments` [columns, columns, draws] of their products."""
+    """Return the spread from `means` [draws, k] of the statistic's columns and `moments` [k, k, draws] of products."""
     with np.errstate(divide="ignore", invalid="ignore"):
         slopes = statistic.slopes(means)
         # The influences have mean 0, so the mean of their squares is their variance.
@@ -393,7 +393,7 @@ def _value(statistic: Statistic, sums: Floats) -> float | None:
 
 
 def _bare(value: float, parts: Sequence[tuple[Floats, Statistic]]) -> Interval:
-    """Return a value over too few prompts for an interval, with these prompts' own range."""
+    """Return a value over too few prompts for an interval, with the range of the prompts."""
     own = np.concatenate([statistic(columns) for columns, statistic in parts])
     known = own[np.isfinite(own)]
     own_range = (float(known.min()), float(known.max())) if len(known) else None
@@ -415,7 +415,7 @@ def _factor(spread: _Spread) -> float:
     from scipy.special import stdtrit
 
     student = float(stdtrit(spread.df, (1 + LEVEL) / 2))
-    # Prompts answered in one token have nothing to divide by; draws of only such prompts have no ratio.
+    # Prompts answered in one token have nothing to divide by; draws of only these prompts have no ratio.
     usable = np.isfinite(spread.off) & np.isfinite(spread.errors)
     off = np.abs(spread.off[usable]) / np.maximum(spread.errors[usable], LEAST_ERROR * spread.error)
     return max(student, float(np.quantile(off, LEVEL))) if len(off) else student
@@ -431,10 +431,10 @@ STORED = Path(__file__).with_name("coverage.json")
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """Shares of intervals of one run that contain the truth, over the kinds of prompts that were simulated."""
+    """Shares of intervals of one run that contain the truth, over the simulated kinds of prompts."""
 
     num_prompts: int
-    """The most prompts that were simulated and that the run has."""
+    """The largest simulated number of prompts that the run reaches."""
     least: float
     most: float
     run_noise: float

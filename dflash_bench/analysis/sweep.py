@@ -29,7 +29,7 @@ from dflash_bench.results.run_info import RunIdentity
 LOADS = ("concurrency", "rate")
 """Settings without a best value: `concurrency.py` shows the speed at each of them."""
 NONE = context_name(None)
-"""The context of prompts as they are, which comes before all others."""
+"""The context of unpadded prompts, which sorts first."""
 SPEEDUP, LENGTH = "speedup.decode", "al.pooled"
 Groups = dict[tuple[Any, ...], tuple[str, dict[Value, tuple[str, Settings]]]]
 """For each group, keyed by what its members share: its name, and for each value the method and settings."""
@@ -59,7 +59,7 @@ class SweepCurve:
     best: int | None = None
     """The index of the point with the highest speed-up; None if no point has one."""
     over: Mapping[int, Change] = field(default_factory=dict)
-    """By index, the best point's speed-up divided by that point's, on common prompts; p is Holm's over all pairs."""
+    """By index, the best point's speed-up divided by the point's, on common prompts; p is Holm's over all pairs."""
     group: int = 0
     """The index of the series among those of the sweep."""
 
@@ -98,7 +98,7 @@ def sweeps(cells: Sequence[Cell], identity: RunIdentity) -> list[Sweep]:
 
 
 def _methods(cells: Sequence[Cell]) -> dict[str, Method]:
-    """Parse the methods by label, without those of another version that this one cannot parse."""
+    """Parse the methods by label, without labels of other versions that cannot be parsed."""
     parsed: dict[str, Method] = {}
     for label in dict.fromkeys(cell.method for cell in cells):
         with suppress(UserError):
@@ -129,7 +129,7 @@ def _value(method: Method, name: str, known: Mapping[str, Method], identity: Run
         return value
     if not method.leaves_open(name) or not _counts_drafts(method, name):
         return None
-    # It follows from a method of the same draft that gives the option: one more of it is one more draft token.
+    # Inferred from a method of the same draft that gives the option: one more is one more draft token.
     drafts: dict[str, int | None] = {label: method.num_drafts for label, method in identity.methods.items()}
     for other in known.values():
         value = other.options.get(name)
@@ -212,7 +212,7 @@ def _figure(metric_id: str, cells: Sequence[Cell]) -> Interval | None:
 
 
 def _over_others(points: Sequence[Point], best: int) -> dict[int, Change]:
-    """Divide the best point by each other. Holm's p is over all pairs, since the same answers chose the best point."""
+    """Divide the best point by each other point; p is Holm's over all pairs, since the same answers chose the best."""
     pairs = {pair: _change(*pair, points) for pair in combinations(range(len(points)), 2)}
     changes = {pair: change for pair, change in pairs.items() if change is not None}
     ps = dict(zip(changes, stats.holm_where_tested([change.p for change in changes.values()]), strict=True))

@@ -30,7 +30,7 @@ UNKNOWN = RunIdentity(model="", dtype="", settings=[])
 
 
 def cells_of(results: RunTable) -> list[Cell]:
-    """Summarise a run. Cells whose speed-up a finding forbids have none."""
+    """Summarise a run; cells whose speed-up a finding forbids have no speed-up."""
     cells = metrics.summarise(results.rows, results.info.identity)
     seen = forbidding(results, cells)
     codes = [next((one.kind for one in seen if one.forbids_speedup_of(cell)), "") for cell in cells]
@@ -38,7 +38,7 @@ def cells_of(results: RunTable) -> list[Cell]:
 
 
 def forbidding(results: RunTable, cells: Sequence[Cell]) -> list[Observation]:
-    """Return what forbids speed-ups of a run."""
+    """Return the observations that forbid speed-ups of a run."""
     return [seen for seen in _seen(_FORBIDDING, results.rows, cells, results.info.identity, results.info)
             if seen.forbids]  # fmt: skip
 
@@ -46,9 +46,9 @@ def forbidding(results: RunTable, cells: Sequence[Cell]) -> list[Observation]:
 def observe(
     rows: Any, cells: Sequence[Cell], identity: RunIdentity | None = None, info: RunInfo | None = None
 ) -> list[Observation]:
-    """Return what the checks see in a run, faults before weaknesses.
+    """Return the observations of all checks on a run, faults before weaknesses.
 
-    `identity` is that of `info`, which has what `run.json` holds besides.
+    `identity` is the identity of `info`, which holds the rest of `run.json`.
     """
     return _seen(CHECKS, rows, cells, identity, info)
 
@@ -80,7 +80,7 @@ def _mismatch(context: CellContext) -> Observation | None:
 
 
 def _departure(row: Any, kind: str) -> dict[str, Any]:
-    """Return the answer, the token where it departs, and its gap; `kind` names the columns, divergence or audit."""
+    """Return the answer, the index of its first departing token, and the gap; `kind` is divergence or audit."""
     index = row["first_divergence" if kind == "divergence" else "audit_index"]
     gap, tolerance = (None if isnan(row[name]) else float(row[name]) for name in (f"{kind}_gap", f"{kind}_tolerance"))
     return {**place_of(row), "index": None if isnan(index) else int(index), "gap": gap, "tolerance": tolerance}
@@ -136,7 +136,7 @@ def _nothing_drafted(context: CellContext) -> Observation | None:
 
 
 def _other_mode(context: CellContext) -> Observation | None:
-    """The most common cause of low acceptance: a draft trained only with, or only without, thinking."""
+    """Look for the most common cause of low acceptance: a draft trained only with, or only without, thinking."""
     trained, thinking = context.draft.trained_thinking, context.cell.settings.thinking
     if trained is None or thinking is None or trained == thinking:
         return None
@@ -161,7 +161,7 @@ def _other_target(context: CellContext) -> Observation | None:
 
 
 def last_part(name: str) -> str:
-    """Return what identifies a model however it is named: "Qwen/Qwen3-8B" and a folder qwen3-8b/ are the same."""
+    """Return the part of a name that identifies the model: "Qwen/Qwen3-8B" and a folder qwen3-8b/ are the same."""
     return name.rstrip("/").rpartition("/")[2].lower()
 
 
@@ -199,7 +199,7 @@ def _code(context: CellContext) -> Observation | None:
 
 
 _CODE = {"not run": "code_not_run", "unsafe": "code_unsafe", "caged": "code_by_heart"}
-"""By how code was run (`sandbox.how_run`)."""
+"""Codes by the results of `sandbox.how_run`."""
 
 
 Check = Callable[[CellContext], Observation | None]

@@ -1,4 +1,4 @@
-"""What a finding's check reads, and what it returns: codes and values, of which `report.findings` makes words."""
+"""Input and output of a finding's check: codes and values, which `report.findings` puts into words."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ FORBIDS: Mapping[tuple[str, str], str] = {
 }  # fmt: skip
 """The scope of speed-ups that an observation forbids, by kind and remedy: its cell, or the whole run.
 
-Those of a cell of plain decoding are those of every method beside it. A forbidden speed-up is shown nowhere, its run
+A cell of plain decoding stands for every method compared with it. A forbidden speed-up is shown nowhere, its run
 exits with 1, and its check fails.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a check saw in one cell, or in one suite."""
+    """The result of a check on one cell, or on one suite."""
 
     kind: str
-    """Its code."""
+    """Code of the finding."""
     remedy: str
-    """The code of what to do; empty for a kind with only one remedy."""
+    """Code of the remedy; empty for a kind with only one remedy."""
     cell: Cell
     place: CellKey
-    """The cell's; without a method if all methods of the suite share the fault under these settings."""
+    """Key of the cell; without a method if all methods of the suite share the fault under these settings."""
     values: Mapping[str, Any]
     """The numbers and names that show it."""
 
@@ -50,13 +50,13 @@ class Observation:
 
 
 def place_of(row: Any) -> dict[str, Any]:
-    """Return which answer a row is, as values."""
+    """Return the values that identify a row's answer."""
     return {"prompt_id": str(row["prompt_id"]), "turn": int(row["turn"])}
 
 
 @dataclass(frozen=True, slots=True)
 class CellContext:
-    """What a check reads: a cell, its rows of the frame (failed ones too), and the rows that did not fail."""
+    """Input of a check: a cell, its rows of the frame (failed ones too), and the rows that did not fail."""
 
     cell: Cell
     rows: Any
@@ -76,7 +76,7 @@ class CellContext:
 
     @property
     def represents_suite(self) -> bool:
-        """Whether faults of the whole suite are looked for in this cell: the baseline, or a run without one."""
+        """Whether suite-wide faults are checked in this cell: the baseline, or any in a run without a baseline."""
         return self.is_baseline or not has_baseline(self.identity)
 
     @property
@@ -91,7 +91,7 @@ class CellContext:
         return num_kept / num_drafting if num_drafting else None
 
     def tally(self, rows: Any) -> dict[str, Any]:
-        """Return how many of the cell's rows that did not fail these are, as values."""
+        """Return as values the number of these rows, and of all rows of the cell that did not fail."""
         return {"num_answers": len(rows), "num_all": len(self.succeeded)}
 
     def observe(self, kind: str, remedy: str = "", **values: Any) -> Observation:

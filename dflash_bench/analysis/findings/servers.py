@@ -1,4 +1,4 @@
-"""Findings about servers: what they do not report, prompts they had cached, and answers that could not be judged."""
+"""Findings about servers: missing reports, cached prompts, and answers that could not be judged."""
 
 from __future__ import annotations
 

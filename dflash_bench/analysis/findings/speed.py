@@ -10,7 +10,7 @@ DEAD_AL = 1.05
 FIRST_KEPT = 0.5
 """Below this accept_at[1], most rounds lose their very first drafted token, and drafting fewer of them cannot help."""
 WIDE = 0.10
-"""The half-width of an interval, as a share of its value, from which on it is called wide."""
+"""The half-width, as a share of the value, above which an interval is called wide."""
 
 
 def dead_draft(context: CellContext) -> Observation | None:

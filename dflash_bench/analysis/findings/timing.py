@@ -16,7 +16,7 @@ from dflash_bench.core.types import NOT_COVERED, SHARED_WEIGHTS
 SLOW_FIRST = 1.5
 DRIFT = 0.10
 MIN_ANSWERS_OVER_TIME = 8
-"""With fewer answers neither the first one nor the first and last quarter say anything."""
+"""With fewer answers neither the first answer nor the first and last quarter are informative."""
 
 
 def first_is_slow(context: CellContext) -> Observation | None:
@@ -92,7 +92,7 @@ def shared_weights(context: CellContext) -> Observation | None:
 
 
 def fallback(context: CellContext) -> Observation | None:
-    """Look for a target that slower code than ours had to compute, though ours may cover it."""
+    """Look for a target computed by slower code than ours, though ours may cover it."""
     reason = context.identity.fallback
     if not context.represents_suite or not reason:
         return None
@@ -100,7 +100,7 @@ def fallback(context: CellContext) -> Observation | None:
 
 
 def is_uncovered(fallback: str) -> bool:
-    """Return whether the engine's own forward is not made for the target, rather than at odds with its publisher's."""
+    """Return whether the engine's own forward lacks the target, rather than disagrees with its publisher's."""
     return fallback.startswith(NOT_COVERED)
 
 
@@ -130,7 +130,7 @@ MIN_CALLS = 5
 
 
 def hidden_time(context: CellContext) -> Observation | None:
-    """Look for calls that work outside the times of their answers, by the runner's clock, more than plain ones do."""
+    """Look for calls that work outside their answers' times, by the runner's clock, more than plain calls do."""
     is_served = context.identity.engine == "server"
     if context.is_baseline or is_probe(context.cell.method) or is_served or context.cell.settings.is_shared:
         return None
@@ -176,7 +176,7 @@ def _of_suite(context: CellContext) -> Any:
 
 
 def _of_methods(here: Any, looping: Any) -> dict[str, dict[str, Any]]:
-    """Return how many of each method's answers loop, and its metrics with and without the questions of looping ones."""
+    """Return each method's number of looping answers, and its metrics with and without their questions."""
     question = here.groupby(QUESTION, observed=True, sort=False).ngroup().to_numpy()
     kept = here[~np.isin(question, question[looping])]
     before, after = (_values(rows) for rows in (here, kept))
@@ -195,7 +195,7 @@ def _of_methods(here: Any, looping: Any) -> dict[str, dict[str, Any]]:
 
 
 def _values(rows: Any) -> dict[str, dict[str, float]]:
-    """Return the metrics `SHOWN` by method, the baseline first; NaN where the rows do not give one."""
+    """Return the metrics `SHOWN` by method, the baseline first; NaN for missing values."""
     sums = prompt_sums(rows)
     methods = dict.fromkeys([metrics.BASELINE, *sums.index.get_level_values("method").astype(str)])
     by_method = dict(iter(sums.groupby(level="method", observed=True)))

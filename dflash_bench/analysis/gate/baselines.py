@@ -59,7 +59,7 @@ ABSOLUTE = tuple(name for name in LIMITS if METRICS[name].unit == "tokens/s")
 """Gated only if the limits name them: no test can tell a busy or throttled machine from a slower program."""
 RELATIVE = {name: limit for name, limit in LIMITS.items() if name not in ABSOLUTE}
 Runs = Mapping[CellKey, tuple[Cell, ...]]
-"""By what identifies it, a cell for each run."""
+"""The cells of each run, by key."""
 
 
 class StoredCell(StoredModel):
@@ -136,10 +136,10 @@ def cell_name(cell: Cell) -> str:
 
 
 def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: Mapping[str, Limit]) -> str:
-    """Write a baseline, and keep those of other machines that the file holds of the same runs.
+    """Write a baseline, and keep the file's baselines of other machines for the same runs.
 
-    Returns which others were kept and which were not, in words. Raises UserError for runs without baseline answers, and
-    for runs that differ.
+    Returns in words which baselines were kept and which were not. Raises UserError for runs without baseline answers,
+    and for runs that differ.
     """
     for other in runs[1:]:
         compare.require_comparable(runs[0], other, ())
@@ -180,7 +180,7 @@ def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: M
 
 
 def _stored_in(path: Path) -> list[tuple[dict[str, Any], Baseline]]:
-    """Return the baselines in a file, each with its JSON; none if there is no file, or one that cannot be read."""
+    """Return the baselines in a file, each with its JSON; empty for a file that is missing or unreadable."""
     try:
         baselines, stored = read(path), files.json_of(path)
     except UserError:
@@ -199,7 +199,7 @@ def machine(info: RunInfo) -> str:
 
 
 def speed_differences(baseline: Baseline, run: RunTable) -> list[str]:
-    """Return what differs between a baseline and a run and decides how fast drafting is beside plain decoding."""
+    """Return the differences between a baseline and a run that affect the speed-up."""
     found = [one.words for one in compare.differences(baseline.as_results(), run) if one.kind == DEVICE]
     identity, before, now = run.info.identity, baseline.info.environment.packages, run.info.environment.packages
     programs = (OWN,) if identity.engine == "server" else (OWN, *PROGRAMS)
@@ -209,7 +209,7 @@ def speed_differences(baseline: Baseline, run: RunTable) -> list[str]:
 
 
 def nearest(baselines: Sequence[Baseline], run: RunTable) -> Baseline:
-    """Return the baseline whose machine and programs are the run's, or else differ least; the first of several."""
+    """Return the baseline whose machine and programs match the run's or differ least; the first of several."""
     return min(baselines, key=lambda one: (DEVICE in _kinds(one, run), len(speed_differences(one, run))))
 
 
@@ -239,7 +239,7 @@ def _short(value: float) -> float | int:
 def read(path: Path) -> list[Baseline]:
     """Read a file's baselines, one for each machine.
 
-    Raises UserError for a file that holds none, was edited, or comes from another version.
+    Raises UserError for a file that holds no baseline, was edited, or comes from another version.
     """
     stored = files.json_of(path)
     if not isinstance(stored, dict) or "cells" not in stored or SCHEMA not in stored:
@@ -293,9 +293,9 @@ def _cells_of_json(stored: StoredCell, named: Mapping[Settings, str]) -> tuple[C
 
 
 def _check_figures(stored: StoredCell, sums: Any) -> None:
-    """Raises ValueError unless the figures, which are there for people, are what the sums [runs, prompts, terms] give.
+    """Raise ValueError unless the figures, which are for people, follow from the sums [runs, prompts, terms].
 
-    The gate reads the sums alone, so a figure that was edited would mislead whoever reads the file.
+    The gate reads the sums alone, so an edited figure would mislead readers of the file.
     """
     for name, values in stored.figures.items():
         where = f"the figure {name!r} of {stored.suite} {stored.method}"

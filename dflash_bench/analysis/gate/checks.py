@@ -1,4 +1,4 @@
-"""The gate: judges runs by a baseline, by limits and by what every run must reach."""
+"""The gate: judges runs by a baseline, by limits and by minimum requirements."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Check:
     """Where the suite's prompts came from, as the run recorded it."""
     method: str
     settings_id: str = ""
-    """Empty for what concerns a whole run, and for rows whose settings are not the run's."""
+    """Empty for checks of a whole run, and for rows whose settings are not the run's."""
     setting: str = ""
     """Label that distinguishes the settings from the others of the run; empty if there is only one."""
     kind: str
-    """The id of a metric; or "mismatch", "failed", "ungated" or a kind of flaw, which should number 0."""
+    """The id of a metric; or "mismatch", "failed", "ungated" or a kind of flaw, whose number should be 0."""
     run: str = ""
     """The name of the run; empty if there is one run, or if all are judged together."""
     found: float
@@ -56,18 +56,18 @@ class Check:
     tolerance: float = 0.0
     """The share of `expected` that `found` may fall short by."""
     p: float | None = None
-    """The probability of so large a difference by chance; None where nothing is random."""
+    """The probability of a difference this large by chance; None where nothing is random."""
     run_noise: float | None = None
-    """The standard deviation between runs that `p` allows for, as a share; None for anything but timings."""
+    """The standard deviation between runs that `p` allows for, as a share; None except for timings."""
     run_noise_source: str = ""
     """"measured", "allowed" or "stated"."""
     failed: bool
     code: str = ""
-    """What is wrong, also if it is a fall that is not significant; empty if nothing is wrong."""
+    """The code of the fault, also for a fall that is not significant; empty if nothing is wrong."""
     reason: str = ""
     """`code` as a phrase for people."""
     is_floor: bool = False
-    """Whether `expected` is what every run must reach, rather than the baseline's value."""
+    """Whether `expected` is a floor for every run, rather than the baseline's value."""
 
     @property
     def name(self) -> str:
@@ -94,7 +94,7 @@ class GateOutcome:
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
     ungated: str = ""
-    """Why speed was not held to the baseline; empty if it was, or if there is none."""
+    """Why speed was not compared with the baseline; empty if it was, or if there is none."""
 
     @property
     def failures(self) -> list[Check]:
@@ -108,7 +108,7 @@ class GateResult:
 
 
 WitnessReport = tuple[Sequence[Problem], Sequence[str]]
-"""Flaws of a run, and notes on what could not be tried."""
+"""Flaws of a run, and notes on checks that could not be made."""
 
 
 def check_runs(
@@ -121,9 +121,9 @@ def check_runs(
 ) -> GateResult:
     """Read runs, baseline and limits, and judge the runs.
 
-    `reread` may find flaws of a run that its rows do not show by themselves; these cannot be allowed. With
-    `require_speed`, a baseline fails to which speed cannot be held. Raises UserError
-    for files that cannot be read, options without effect, and as `judge`.
+    `reread` may find flaws that a run's rows do not show by themselves; these cannot be allowed. With `require_speed`,
+    a baseline fails if speed cannot be compared with it. Raises UserError for files that cannot be read, options
+    without effect, and as `judge`.
     """
     compare.check_allowed(allow, (*table.ALLOWED, "cells", "failed"))
     baselines.require_distinct(runs)
@@ -146,7 +146,7 @@ def check_runs(
             flawed += flaw_checks(replace(results, problems=tuple(flaws)), (), name)
             untried += [f"{name}: {note}" if name else note for note in notes]
     if flawed:
-        # To judge the remaining rows would look like judging the run.
+        # Judging the remaining rows would look like judging the run.
         return GateResult(GateOutcome(tuple(flawed), tuple(untried)), {})
     if empty := [check for results, name in named for check in _nothing_to_judge(results, name)]:
         return GateResult(GateOutcome(tuple(empty), tuple(untried)), {})
@@ -230,11 +230,11 @@ def _needs_no_baseline(name: str, limit: Limit) -> bool:
     return limit.at_least is not None or (name == FLOORED and limit.run_noise is not None)
 
 
-# What no run may have, whatever the baseline.
+# Faults that no run may have, whatever the baseline.
 
 
 def _check(cell: Cell, kind: str, found: float, expected: float, code: str, reason: str, **more: Any) -> Check:
-    """Return a check of a cell, which falls short if `code` says why; without a code there is no reason either."""
+    """Return a check of a cell, which fails with a `code`; without a code there is no reason either."""
     return Check(
         suite=cell.suite, source=cell.source, settings_id=cell.settings.id, setting=cell.setting, method=cell.method,
         kind=kind, found=found, expected=expected, failed=bool(code), code=code, reason=reason if code else "", **more,
@@ -257,7 +257,7 @@ def flaw_checks(results: RunTable, allow: Sequence[str], run: str = "") -> list[
 def _nothing_to_judge(results: RunTable, run: str) -> Iterator[Check]:
     """Yield a failed check for each cell without an answer, where every answer of a run, or of plain decoding, failed.
 
-    `--allow failed` does not help: without them there are no figures.
+    `--allow failed` does not help: without answers there are no figures.
     """
     why = results.why_empty
     for cell in summarise(results.rows, results.info.identity):
@@ -267,7 +267,7 @@ def _nothing_to_judge(results: RunTable, run: str) -> Iterator[Check]:
 
 
 def absolute_checks(results: RunTable, cell: Cell, run: str = "") -> Iterator[Check]:
-    """Check a cell for wrong and failed answers and for a draft of which almost nothing is accepted."""
+    """Check a cell for wrong and failed answers and for a draft that is hardly ever accepted."""
     num_wrong = int(mismatched(select(results.rows, cell.key)).sum())
     if not is_lossy(cell.method):
         wrong = f"{num_wrong} answers are not the published model's own output"
@@ -281,7 +281,7 @@ def absolute_checks(results: RunTable, cell: Cell, run: str = "") -> Iterator[Ch
 
 
 def _drafting_checks(results: RunTable, cells: Sequence[Cell], run: str) -> Iterator[Check]:
-    """Return a failed check for each server that drafts and should not, or should and does not, and for hidden work."""
+    """Yield a failed check for each server that drafts but should not, or should but does not, and for hidden work."""
     for seen in forbidding(results, cells):
         counts = {"plain_drafts": "num_drafted", "nothing_drafted": "num_answers", "hidden_time": "num_answers"}
         found = counts.get(seen.kind)
@@ -290,7 +290,7 @@ def _drafting_checks(results: RunTable, cells: Sequence[Cell], run: str) -> Iter
 
 
 def _fallback_checks(results: RunTable, cells: Sequence[Cell], run: str) -> Iterator[Check]:
-    """Return a failed check if the engine's own forward covers the target, but disagreed with its publisher's."""
+    """Yield a failed check if the engine's own forward covers the target, but disagreed with its publisher's."""
     reason = results.info.identity.fallback
     if reason and not timing.is_uncovered(reason):
         yield _check(cells[0], "fallback", 1, 0, "fallback", f"the engine's own forward {reason}", run=run)
@@ -311,8 +311,8 @@ def _pace_checks(results: RunTable, cell: Cell, run: str) -> Iterator[Check]:
 def slowdown_checks(cells: Sequence[Cell], before: Sequence[Cell], limits: Mapping[str, Limit]) -> Iterator[Check]:
     """Check that a method is not slower than plain decoding.
 
-    It fails if it is significantly slower over all runs, and by the interval of each run. The baseline's cells `before`
-    only help to measure the noise between runs.
+    The check fails if the method is significantly slower over all runs, and by the interval of each run. The baseline's
+    cells `before` only help to measure the noise between runs.
     """
     intervals = [cell.figures.get(FLOORED) for cell in cells]
     if cells[0].method == BASELINE or not all(intervals):
@@ -358,10 +358,9 @@ def difference_notes(runs: Sequence[RunTable], baseline: Baseline, allow: Sequen
 
 
 def _why_ungated(runs: Sequence[RunTable], baseline: Baseline) -> str:
-    """Return why speed is not held to the baseline, and what to do; empty if it is.
+    """Return why speed is not compared with the baseline, and the remedy; empty if it is.
 
-    How much drafting gains depends on processor and programs: the ratio of two methods' times is no more portable than
-    the times.
+    The speed-up depends on processor and programs: the ratio of two methods' times is no more portable than the times.
     """
     if not baseline.with_timings:
         return "it holds no timings (--time-free)"
@@ -372,7 +371,7 @@ def _why_ungated(runs: Sequence[RunTable], baseline: Baseline) -> str:
 
 
 def _speed_check(run: RunTable) -> Check:
-    """Return the check that fails; why speed was not judged is in a note."""
+    """Return a failed check; a note says why speed was not judged."""
     suite = next(iter(run.info.identity.suites))
     return Check(
         suite=suite, source=run.info.identity.source_of(suite), method="", kind="ungated", found=1, expected=0,
@@ -472,7 +471,7 @@ def pooled_value(kind: str, runs: Any) -> float | None:
 
 
 def _random_fields(kind: str, before: Any, after: Any, limit: Limit) -> dict[str, Any]:
-    """Return the fields of a check on chance: its p, and the noise between runs that p allows for."""
+    """Return the statistical fields of a check: its p, and the noise between runs that p allows for."""
     statistic, between_runs = METRICS[kind].statistic, None
     if METRICS[kind].unit == "share":
         tallies = [side[..., COLUMN[kind]] for side in (before, after)]

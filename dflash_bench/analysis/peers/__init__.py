@@ -1,1 +1,1 @@
-"""Figures by others: what authors published, what their harness would have printed, and files of other benchmarks."""
+"""Figures from elsewhere: what authors published, what their harness computes, and files of other benchmarks."""

@@ -1,7 +1,7 @@
-"""Result files of other benchmarks, to set their figures beside a run's, each under the name of its own formula.
+"""Result files of other benchmarks, to compare with a run's figures, each under the name of its own formula.
 
-What a file's fields mean is taken from its program's documentation or source; a field of which neither says that is
-left out, and named.
+The meaning of fields is taken from the program's documentation or source; fields that neither explains are left out and
+named.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LONGEST_LINE = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """Values by formula id, without those that the file does not hold."""
+    """Values by formula id, as far as the file holds them."""
 
     name: str
     kind: str
@@ -50,7 +50,7 @@ class BenchResult:
 
 
 def read_results(path: Path) -> list[BenchResult]:
-    """Read a file. Raises UserError for one of no known kind, and for a value that is not a number, by its key."""
+    """Read a file. Raises UserError for an unknown kind, and for a value that is not a number, by its key."""
     found = [one for where, content in _objects(path) for one in _recognised(path, where, content)]
     if not found:
         raise _unknown(path)
@@ -58,7 +58,7 @@ def read_results(path: Path) -> list[BenchResult]:
 
 
 def _objects(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON value of a file, or those of its lines, with their places."""
+    """Yield the JSON value of a file, or the values of its lines, with their places."""
     if path.suffix == ".jsonl":
         lines = [line for line in files.lines_of(path, LONGEST_LINE) if line.strip()]
         for number, line in enumerate(lines, start=1):
@@ -141,7 +141,7 @@ AIPERF = {
     "ttft.mean_ms": ("time_to_first_token", "ms", 1.0),
     "tpot.mean_ms": ("inter_token_latency", "ms", 1.0),
 }
-"""By formula its metric, the unit that it must have, and what its average is divided by."""
+"""By formula: the metric, the unit that it must have, and the divisor of its average."""
 HISTOGRAM = "pooled_spec_decode_acceptance_histogram"
 REQUESTS, FAILED = "request_count", "error_request_count"
 
@@ -175,7 +175,7 @@ def _aiperf_model(result: Mapping[str, Any]) -> str:
 
 
 def _reached(where: str, histogram: Any) -> dict[str, float]:
-    """Return `accept_at` of rounds by how many drafted tokens they accepted."""
+    """Return `accept_at` from the number of rounds by accepted draft tokens."""
     if not isinstance(histogram, dict) or not histogram:
         return {}
     if not all(key.isdecimal() for key in histogram):
@@ -210,7 +210,7 @@ def _specdec(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
 
 
 def _profile(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
-    """Read a speculation profile: ours counts rounds, Model-Optimizer's chunks, the first of them from prefill."""
+    """Read a speculation profile: ours counts rounds, Model-Optimizer's chunks, including the first from prefill."""
     is_ours = str(result.get("schema", "")).startswith("dflash-bench.")
     pooled, by_request = ("al.pooled", "al.request_mean") if is_ours else (
         "al.specdec_bench.pooled", "al.specdec_bench")  # fmt: skip
@@ -267,7 +267,7 @@ def _specforge(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
 
 @dataclass(frozen=True, slots=True)
 class BenchKind:
-    """A program's result files: what they are, how one is recognised, and read."""
+    """A kind of result files: their program, how to recognise them, and how to read them."""
 
     file: str
     is_one: Callable[[Mapping[str, Any]], bool]

@@ -25,7 +25,7 @@ from dflash_bench.results.identity import full_names, settings_of
 from dflash_bench.results.run_info import RunIdentity
 
 SOURCES = ("paper", "published")
-"""What users may write for the same figures."""
+"""The names that users may write for these figures."""
 SUCCESSORS = Path(__file__).with_name("successors.csv")
 EMBEDDED = "embedded"
 MAX_NEW_TOKENS = 2048
@@ -72,17 +72,17 @@ class PaperFigure:
     hardware: str
     source: str
     kind: str | None = None
-    """Of drafts of the method, the kind that this is about; None for methods of one kind."""
+    """The kind of draft of the method; None for methods of one kind."""
 
     @property
     def is_of_authors(self) -> bool:
-        """Is it the DFlash authors' own, whose conditions are known?"""
+        """Whether it is the DFlash authors' own, whose conditions are known."""
         return self.kind in (None, DFLASH) and self.concurrency is not None
 
 
 @dataclass(frozen=True, slots=True)
 class PaperComparison:
-    """A published figure and the run's `own` by the same formula; None if its rows do not give one."""
+    """A published figure and the run's `own` by the same formula; None if the rows give no value."""
 
     published: PaperFigure
     suite: str
@@ -133,7 +133,7 @@ def model_of(identity: RunIdentity) -> str:
 
 
 def target_of(model: str) -> str:
-    """Return the paper's name of a model: Qwen3-8B for "qwen3-8b" or "Qwen/Qwen3-8B". Raises UserError without one."""
+    """Return the paper's name of a model: Qwen3-8B for "qwen3-8b" or "Qwen/Qwen3-8B". Raises UserError if none."""
     targets = list(dict.fromkeys(figure.target_model for figure in load_figures()))
     for name in targets:
         if is_target(model, name):

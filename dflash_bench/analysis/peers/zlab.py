@@ -34,7 +34,7 @@ class HarnessVersion:
     name: str
     """As in `compare --compat NAME`, and at the end of its formulas' ids."""
     cuts: bool
-    """It counts what a round adds to the response, and not all that the round accepts."""
+    """Whether it counts the tokens that a round adds to the response, rather than all that the round accepts."""
     times_first_draft: bool
     formulas: Mapping[str, str]
 
@@ -65,7 +65,7 @@ class Official:
 def official(rows: Any, version: HarnessVersion = APRIL, cells: Sequence[Cell] = ()) -> list[Official]:
     """Return the metrics of each suite, settings and method, in the order of the rows.
 
-    Those of `cells` whose speed-up a finding forbids have none.
+    Cells whose speed-up a finding forbids (by `cells`) have no speed-up.
     """
     forbidden = {(cell.suite, cell.settings.id, cell.method) for cell in cells if cell.forbidden}
     good = without_errors(rows)
