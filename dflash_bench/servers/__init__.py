@@ -1,4 +1,4 @@
-"""Decoding elsewhere, over HTTP: asking servers, timing and counting their answers. One file per kind of server.
+"""Decoding on servers, over HTTP: send requests, time and count the answers. One file per kind of server.
 
-It knows neither models nor engines. What a server does not report is left out, with the reason, and never guessed.
+It depends on neither models nor engines. Anything a server does not report is omitted, with the reason, never guessed.
 """

@@ -1,4 +1,4 @@
-"""Parses `--server NAME=URL`: the method under which a server's answers are filed, and its address."""
+"""Parse `--server NAME=URL`: the method that a server's answers are recorded under, and its address."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST_URL = 2000
 HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?)*\.?")
 NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 NAME = re.compile(r"[a-z0-9_-]{1,64}(@[A-Za-z0-9._-]{1,64})?")
-"""A method and its label, which is safe to repeat in an error."""
+"""A method and its label, safe to quote in an error."""
 KEY = re.compile(r"[!-~]{1,8000}")
 """Anything that fits into a header."""
 EXAMPLE = "--server plain=http://127.0.0.1:8000 --server dflash=http://127.0.0.1:8001"
@@ -33,17 +33,17 @@ class Address:
     method: Method
     url: str
     shown: str | None = None
-    """Stored in place of the URL, where that changes from run to run."""
+    """Stored in place of a URL that changes from run to run."""
     imposed: tuple[float, ...] = ()
-    """The rates at which it was started to accept drafts, as in `LaunchSpec`."""
+    """The acceptance rates it was started with, as in `LaunchSpec`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How servers are reached. The key and `others`, which servers may repeat, are never printed or stored."""
+    """How to reach servers. The key and `others`, which servers may echo, are never printed or stored."""
 
     timeout_s: float = 600.0
-    """For one complete answer."""
+    """Time limit of a complete answer."""
     api_key: Secret | None = None
     uses_proxies: bool = False
     """Use the proxies that the environment names."""
@@ -55,7 +55,7 @@ class Access:
 
 
 def key_of(text: str, where: str) -> Secret:
-    """Return the key. Raises UserError, which does not show it, for an invalid one."""
+    """Return the key. Raises UserError, which does not quote it, for an invalid key."""
     if not KEY.fullmatch(text):
         raise UserError(
             f"{where} holds no key: a key is one line of at most 8000 printable ASCII characters, without spaces"
@@ -64,7 +64,7 @@ def key_of(text: str, where: str) -> Secret:
 
 
 def parse(texts: Sequence[str], needs_plain: bool = True) -> list[Address]:
-    """Return the addresses, plain decoding first. Raises UserError for a malformed one, or several without plain."""
+    """Return the addresses, plain decoding first. Raises UserError if one is malformed, or several lack plain."""
     addresses: dict[str, Address] = {}
     for text in texts:
         address = _parse(text)
@@ -83,7 +83,7 @@ def parse(texts: Sequence[str], needs_plain: bool = True) -> list[Address]:
 
 def _parse(text: str) -> Address:
     name, equals, url = text.partition("=")
-    # The URL may hold a password, and so may a malformed name: neither is shown.
+    # Neither the URL nor a malformed name is shown: either may hold a password.
     if not equals or not NAME.fullmatch(name.partition(":")[0]) or "/" in name:
         raise UserError(f"--server takes NAME=URL, as in {EXAMPLE}")
     if ":" in name:
@@ -109,7 +109,7 @@ def _url(name: str, text: str) -> str:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        # The error may quote a part of a password.
+        # The error may quote part of a password.
         raise UserError(f"{where}: not an address, or not a port from 1 to 65535; write it as in {EXAMPLE}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"{where}: an address begins with http:// or https://, and names a host")
@@ -134,7 +134,7 @@ def _host(where: str, parts: SplitResult) -> str:
             return f"[{ipaddress.IPv6Address(host)}]"
         except ValueError as error:
             raise UserError(f"{where}: the text in brackets is not an IPv6 address") from error
-    # A host that ends in a number is an IPv4 address, which some programs read as octal, and others not at all.
+    # A host that ends in a number is an IPv4 address; some programs read it as octal, others reject it.
     if HOST.fullmatch(host) and not NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
         return host
     try:

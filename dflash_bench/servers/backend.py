@@ -1,4 +1,4 @@
-"""The backend of a run against servers: one server per method, asked over HTTP and timed here."""
+"""The backend of a run on servers: one server per method, queried over HTTP and timed here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dflash_bench.servers.requests import closed_loop, open_loop, sequential
 
 
 class LocalTarget(Protocol):
-    """The same target in this process, which turns prompts into token ids and judges answers."""
+    """The same target in this process, which tokenizes prompts and judges answers."""
 
     @property
     def has_thinking(self) -> bool: ...
@@ -47,7 +47,7 @@ class LocalTarget(Protocol):
 
 
 class ServerBackend:
-    """Asks the server of each method. Close it, or use it in a `with`."""
+    """Query the server of each method. Close it, or use it in a `with`."""
 
     tells_rounds = False
 
@@ -69,11 +69,11 @@ class ServerBackend:
         """The number of token ids that `local` knows."""
         self.about: Mapping[str, Any] = {}
         self.asks_to_think = False
-        """The user chose a mode of thinking."""
+        """Whether the user chose a mode of thinking."""
         self.json_schema: Mapping[str, Any] | None = None
-        """What servers are told to constrain their answers to."""
+        """The schema that servers constrain their answers to."""
         self.sends_chats = False
-        """Send chats for the servers to render, even where they accept token ids."""
+        """Whether to send chats for the servers to render, even where they accept token ids."""
         self._salt, self._number = uuid4().hex, count()
         self._runner = asyncio.Runner()
         self.lags: dict[tuple[str, Settings], float] = {}
@@ -89,7 +89,7 @@ class ServerBackend:
             raise
 
     def reuse_prefixes(self) -> None:
-        """Leave prefix caches to themselves. Raises UserError if nothing was done about them anyway."""
+        """Do not empty prefix caches. Raises UserError if no server's prefix cache is emptied anyway."""
         if all(server.prefix_cache == "unknown" for server in self.servers.values()):
             names = ", ".join(dict.fromkeys(server.dialect.name for server in self.servers.values()))
             raise UserError(f"--prefix-reuse has no effect: nothing empties the prefix cache of {names}; leave it out")
@@ -140,14 +140,14 @@ class ServerBackend:
         return {**own, **self.about}
 
     def sends_ids(self, method: str) -> bool:
-        """The method's server gets prompts as token ids, not as chats."""
+        """Return whether the method's server gets prompts as token ids, not as chats."""
         return self._sends_ids(self.servers[method])
 
     def _sends_ids(self, server: Server) -> bool:
         return self.local is not None and server.dialect.takes_ids and not self.sends_chats
 
     def check_chats(self, chats: Sequence[tuple[str, Sequence[Message]]], settings: Sequence[Settings]) -> None:
-        """Raises UserError for chats that cannot be rendered, and for settings that a dialect cannot express."""
+        """Raise UserError for chats that cannot be rendered, and for settings that a dialect cannot express."""
         if self.local is not None:
             self.local.check_chats(chats, settings)
         rendered = next((name for name, chat in chats if not all(message.is_plain for message in chat)), None)
@@ -174,21 +174,21 @@ class ServerBackend:
         repeat: int = 0,
         listener: Listener = NOBODY,
     ) -> Generation:
-        """Ask for one answer alone. The listener hears nothing: a server's rounds are hidden."""
+        """Request a single answer. The listener is not called: a server's rounds are hidden."""
         return self.answer(method, messages, settings, repeat).generation
 
     def answer(
         self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0
     ) -> TimedGeneration:
-        """Ask for one answer alone; the result also has what the server accepted by position."""
+        """Request a single answer; the result includes the accepted drafts by position."""
         server = self.servers[method]
         request = self._request(server, messages, settings, repeat)
         return self._read_here(self._runner.run(sequential(server, request, self.clock)), request)
 
     def answer_ids(self, method: str, prompt: Sequence[int], max_new_tokens: int) -> TimedGeneration:
-        """Ask for one greedy answer to token ids, which need no target here.
+        """Request a single greedy answer to token ids, without a target in this process.
 
-        Raises UserError for a server that accepts none.
+        Raises UserError for a server that accepts no token ids.
         """
         server = self.servers[method]
         if not server.dialect.takes_ids:
@@ -208,9 +208,9 @@ class ServerBackend:
         ended: Callable[[], object] = lambda: None,
         listener: Listener = NOBODY,
     ) -> list[TimedGeneration]:
-        """Ask `settings.concurrency` at a time, or at `settings.rate`. An answer starts when its request is sent.
+        """Send requests at `settings.concurrency`, or at `settings.rate`. An answer starts when its request is sent.
 
-        Raises UserError if a server is gone, understands no request, or does not empty its prefix cache.
+        Raises UserError if a server is gone, rejects every request, or does not empty its prefix cache.
         """
         server = self.servers[method]
         sent = [self._request(server, messages, settings, repeat) for messages, repeat in requests]
@@ -228,7 +228,7 @@ class ServerBackend:
         return [replace(one, start_s=one.start_s - start_s, end_s=one.end_s - start_s) for one in timed]
 
     def _read_here(self, timed: TimedGeneration, request: ServerRequest) -> TimedGeneration:
-        """Decode the answer's tokens here, and tell its thinking from the answer."""
+        """Decode the answer's tokens here, and separate its thinking."""
         if self.local is None or timed.generation.error is not None:
             return timed
         generation = self._with_text(timed.generation, request)
@@ -239,9 +239,9 @@ class ServerBackend:
         return replace(timed, generation=generation)
 
     def _with_text(self, generation: Generation, request: ServerRequest) -> Generation:
-        """Replace the text by its tokens' as decoded here; the answer failed if the server sent a different text.
+        """Replace the text by the decoded tokens; the answer fails if the server sent a different text.
 
-        A server that renders chats may strip reasoning and markers from its text, which is then not compared.
+        The texts are not compared if the server renders chats: it may strip reasoning and markers.
         """
         ids = generation.token_ids
         if self.local is None or not ids:
@@ -284,13 +284,13 @@ class ServerBackend:
         return self.local.audit(messages, answer, settings)
 
     def _unknown(self, answer: Sequence[int]) -> Divergence | None:
-        """Return where an answer first has a token unknown to the target here, which no judge can be asked about."""
+        """Return the place of the first token outside the local target's vocabulary, which the judge cannot read."""
         places = (place for place, token in enumerate(answer) if token >= self.vocabulary)
         return next((Divergence(place) for place in places), None)
 
 
 def is_same_text(server: str, decoded: str) -> bool:
-    """Compare but for a space before the first word, which some tokenizers drop, and half a character at the end."""
+    """Compare texts, except for a leading space, which some tokenizers drop, and half a character at the end."""
     return _bare(server) == _bare(decoded)
 
 
@@ -309,6 +309,6 @@ def _failed(generation: Generation, text: str) -> Generation:
 
 
 def arrivals(num: int, rate: float, seed: str) -> list[float]:
-    """Return the seconds at which `num` requests are due, the first at 0: a Poisson process fixed by the seed."""
+    """Return the times in seconds at which `num` requests are due, from 0 on: a Poisson process fixed by the seed."""
     random = Random(f"{seed} {rate}")
     return list(accumulate((random.expovariate(rate) for _ in range(num - 1)), initial=0.0))

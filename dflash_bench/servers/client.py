@@ -1,6 +1,6 @@
-"""Talks to one server over HTTP: JSON pages and event streams. It follows no redirect and contacts no other address.
+"""HTTP client of a server: JSON pages and event streams. It follows no redirect and contacts no other address.
 
-Whatever a server sends is bounded in bytes and in time, and compression is neither requested nor accepted.
+All responses are bounded in bytes and in time, and compression is neither requested nor accepted.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from dflash_bench.core.labels import shortened, visible
 from dflash_bench.servers.address import Access
 
 WAITS_S = (0.2, 1.0)
-"""Before each further attempt to connect."""
+"""Waits before further attempts to connect."""
 PAGE_TIMEOUT_S = 30.0
 LONGEST_PAGE = 1 << 22
-"""Bytes; as Python objects they take about twenty times as much."""
+"""Bytes; the parsed Python objects take about twenty times as much."""
 LONGEST_ERROR = 1 << 16
 ERROR_TIMEOUT_S = 5.0
 REASON = 300
-"""How many characters of a server's message are shown."""
+"""Characters of a server's message to show."""
 DONE = "[DONE]"
 PINGS = ("ping", "heartbeat", "keep-alive", "keepalive")
 """Events that only keep the connection open."""
 EMPTY = ("", "null")
 LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
-"""A return at the end of what has come may be half of the end of a line."""
+"""A return at the end of the received bytes may be half of a line end."""
 LOST = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError)
 
 
@@ -50,7 +50,7 @@ class Bounds:
     @classmethod
     def of(cls, max_new_tokens: int, num_sent: int, repeats: bool) -> Bounds:
         """Derive limits from the tokens and the bytes of a request; `repeats`: each event repeats all tokens so far."""
-        # The last event may repeat the request; a token may be some hundred characters, escaped, with its own fields.
+        # The last event may repeat the request; a token may take some hundred characters, escaped and with its fields.
         once = (1 << 20) + 8 * num_sent
         line = once + 512 * max_new_tokens
         each = (1 << 12) + (64 * max_new_tokens if repeats else 1 << 12)
@@ -75,7 +75,7 @@ class Client:
             self.http = httpx2.AsyncClient(
                 base_url=url,
                 headers=headers,
-                # Each answer could set more cookies, which would all be kept and sent.
+                # Otherwise every response could add cookies, all to be kept and sent.
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
                 timeout=httpx2.Timeout(access.timeout_s, connect=min(access.timeout_s, PAGE_TIMEOUT_S)),
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
@@ -83,7 +83,7 @@ class Client:
                 trust_env=access.uses_proxies,
             )
         except (httpx2.InvalidURL, ValueError, ImportError, OSError) as error:
-            # The error may quote a part of a password.
+            # The error may quote part of a password.
             raise UserError(
                 "--env-proxy: the proxies or certificates that the environment names cannot be used "
                 f"({type(error).__name__}); correct HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE and SSL_CERT_DIR"
@@ -95,8 +95,8 @@ class Client:
     async def page(self, path: str, method: str = "GET", most: int = LONGEST_PAGE) -> str:
         """Return the page at a path, of at most `most` bytes.
 
-        Raises StatusError for a status other than 200, AnswerError for a page that breaks off or does not end, and
-        UserError if nobody answers.
+        Raises StatusError for a status other than 200, AnswerError for an incomplete or endless page, and UserError if
+        the server does not respond.
         """
         pieces: list[bytes] = []
         left = most
@@ -174,7 +174,7 @@ class Client:
     async def _send(
         self, method: str, path: str, content: bytes | None, begin: Callable[[], object], timeout_s: float
     ) -> httpx2.Response:
-        """Retry only if there was no connection, or it ended before the first byte, so that nothing was measured."""
+        """Send a request; retry only if the connection failed before the first byte, so that nothing was measured."""
         headers = {} if content is None else {"Content-Type": "application/json", "Accept": "text/event-stream"}
         timeout = httpx2.Timeout(timeout_s, connect=min(timeout_s, PAGE_TIMEOUT_S))
         request = self.http.build_request(method, path, content=content, headers=headers, timeout=timeout)
@@ -193,7 +193,7 @@ class Client:
         raise AssertionError("the last attempt returns or raises")
 
     def _no_answer(self, error: Exception, path: str) -> Exception:
-        """A server that cannot be reached ends the run, which can be resumed; one that hangs up fails one answer."""
+        """Return UserError if the server is unreachable (the run can be resumed), AnswerError if it hangs up."""
         if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
             return UserError(
                 f"no server for {self.name} answers at {self.url} ({self._describe(error)}); start it, or correct "
@@ -206,7 +206,7 @@ class Client:
 
     async def _status_error(self, response: httpx2.Response, path: str) -> AnswerError:
         if response.is_redirect:
-            # The other address may carry a secret, and is for the user to look up.
+            # The other address is not shown: it may carry a secret.
             return StatusError(response.status_code, f"{path} redirects to another address; give that one in --server")
         body = b""
         try:
@@ -216,7 +216,7 @@ class Client:
                     if len(body) > LONGEST_ERROR:
                         break
         except (httpx2.HTTPError, TimeoutError):
-            pass  # the part of the reason that came is enough
+            pass  # the received part of the reason is enough
         text = body[:LONGEST_ERROR].decode("utf-8", errors="replace")
         return StatusError(response.status_code, self.shown(_reason(text)))
 
@@ -229,7 +229,7 @@ class Client:
 
 
 def _reason(text: str) -> str:
-    """Return the message in an error's body as these servers write it, or the whole body."""
+    """Return the message in an error's body, in the known servers' forms, or the whole body."""
     try:
         said = json.loads(text)
         for key in ("error", "detail", "message"):
@@ -250,7 +250,7 @@ async def _lines(pieces: AsyncIterator[bytes], bounds: Bounds, arrived: Callable
             raise AnswerError(f"the stream is longer than {bounds.total} bytes")
         start = max(len(rest) - 1, 0)
         rest += piece
-        # Only the new piece can hold the end of a line: a long line is not searched again with each piece.
+        # Search only the new piece for a line end, so that long lines are not searched repeatedly.
         if LINE_END.search(rest, start):
             *whole, last = LINE_END.split(rest)
             rest = bytearray(last)

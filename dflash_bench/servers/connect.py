@@ -1,4 +1,4 @@
-"""Which dialect a server speaks, which model it serves, and what it reports about itself."""
+"""Identify a server: its dialect, its model and its reported properties."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dflash_bench.servers.stream import as_count, as_object
 
 MOST_NAMED = 20
 CONNECT_TIMEOUT_S = 120.0
-"""For all the pages that identify a server."""
+"""Time limit of all pages that identify a server."""
 
 
 @dataclass(slots=True)
 class Server:
-    """A server that answers; `refused` are the fields that it does not accept."""
+    """A connected server; `refused` holds the fields it does not accept."""
 
     method: Method
     client: Client
@@ -33,25 +33,25 @@ class Server:
     info: ServerInfo
     model: str | None
     address: str
-    """As it is stored."""
+    """The address to store."""
     imposed: tuple[float, ...] = ()
     flushes: bool = False
     reuses_prefixes: bool = False
-    """Its prefix cache is left to itself."""
+    """Whether its prefix cache is never emptied."""
     counts: bool = False
-    """It has counters of rounds."""
+    """Whether it has counters of rounds."""
     refused: set[str] = field(default_factory=set)
     has_answered: bool = False
     lag_s: float = 0.0
-    """How late this process noticed arrivals when it last asked for several answers at a time: 95th percentile."""
+    """How late this process noticed arrivals during the last concurrent requests: 95th percentile."""
 
     async def flush(self) -> None:
-        """Empty the prefix cache, unless it is left to itself. Raises AnswerError if that fails."""
+        """Empty the prefix cache, unless it is to be reused. Raises AnswerError if that fails."""
         if self.flushes and not self.reuses_prefixes and self.dialect.flush is not None:
             await self.client.page(self.dialect.flush, "POST")
 
     async def counters(self) -> CounterPage | None:
-        """Read its counters; None for a server without any."""
+        """Read its counters; None for a server without counters."""
         if not self.counts:
             return None
         try:
@@ -59,17 +59,17 @@ class Server:
         except StatusError:
             return None
         except AnswerError as error:
-            # Not asked again: it may take as long each time.
+            # Do not retry: it may take as long each time.
             self.counts = False
             return prometheus.unreadable(str(error))
 
     async def _read_counters(self) -> CounterPage | None:
-        # A server may have another dialect's counters than the one that the user chose for it.
+        # A server may have the counters of another dialect than the user's choice.
         dialects = [self.dialect, *(DIALECTS[name] for name in DIALECTS.own)]
         return prometheus.parse(await self.client.page(prometheus.METRICS, most=prometheus.LONGEST), dialects)
 
     async def find_abilities(self) -> None:
-        """Try whether its prefix cache can be emptied (vLLM's only in development mode), and whether it counts."""
+        """Find out whether its prefix cache can be emptied (vLLM: only in development mode), and whether it counts."""
         try:
             if self.dialect.flush is not None:
                 await self.client.page(self.dialect.flush, "POST")
@@ -84,21 +84,21 @@ class Server:
 
     @property
     def prefix_cache(self) -> str:
-        """How cached prompts are kept out of the measurement, or that they are not."""
+        """How cached prompts are kept out of the measurement, if at all."""
         if self.reuses_prefixes:
             return REUSED
         return "flushed" if self.flushes else self.dialect.prefix_cache
 
 
 def dialect_named(name: str | None) -> Dialect | None:
-    """Return the dialect that the user named, if any. Raises UserError for an unknown one."""
+    """Return the dialect that the user named, if any. Raises UserError for an unknown name."""
     if name is not None and name not in DIALECTS:
         raise unknown("dialect", name, list(DIALECTS))
     return None if name is None else DIALECTS[name]
 
 
 async def connect(address: Address, access: Access, dialect: Dialect | None, model: str | None) -> Server:
-    """Identify a server. Raises UserError if it does not answer, is not ready, or is of no known kind."""
+    """Identify a server. Raises UserError if it does not respond, is not ready, or is of no known kind."""
     client = Client(address.method.label, address.url, access)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -114,7 +114,7 @@ async def connect(address: Address, access: Access, dialect: Dialect | None, mod
 
 
 async def _connected(address: Address, client: Client, dialect: Dialect | None, model: str | None) -> Server:
-    # A plug-in knows its own server best; general dialects come last.
+    # Plug-ins precede built-in dialects; general dialects come last.
     several = [DIALECTS[name] for name in (*DIALECTS.added, *DIALECTS.own)] if dialect is None else [dialect]
     wanted = sorted(several, key=lambda one: one.is_general)
     paths = dict.fromkeys((MODELS, *(path for one in wanted for path in one.pages)))
@@ -129,7 +129,7 @@ async def _connected(address: Address, client: Client, dialect: Dialect | None, 
 
 
 def _sanitize(client: Client, info: ServerInfo) -> ServerInfo:
-    """Make it safe to store and print; numbers that are not plausible counts are dropped."""
+    """Make a server's properties safe to store and print; drop numbers that are no plausible counts."""
     properties = {
         name: client.shown(value) if isinstance(value, str) else value
         for name, value in info.properties.items()
@@ -165,7 +165,7 @@ def _recognise(client: Client, wanted: list[Dialect], pages: Pages) -> tuple[Dia
         if info is not None:
             return dialect, info
     if len(wanted) == 1:
-        # The user's --dialect is used whatever the server's pages say.
+        # The user's --dialect takes precedence over the server's pages.
         return wanted[0], ServerInfo()
     raise UserError(
         f"--server {client.name}: {client.url} does not look like any server we know (checked {MODELS}); correct the "
@@ -174,7 +174,7 @@ def _recognise(client: Client, wanted: list[Dialect], pages: Pages) -> tuple[Dia
 
 
 def _choose_model(client: Client, pages: Pages, wanted: str | None) -> str | None:
-    """Return the model's name for requests. Raises UserError if it is not served, or if one must be chosen."""
+    """Return the model's name for requests. Raises UserError if it is not served, or if the user must choose."""
     data = as_object(pages.get(MODELS)).get("data")
     listed = [as_object(model).get("id") for model in data] if isinstance(data, list) else []
     served = [client.shown(name) for name in listed if isinstance(name, str) and name]
@@ -191,7 +191,7 @@ def _choose_model(client: Client, pages: Pages, wanted: str | None) -> str | Non
 
 
 def describe(server: Server, prompts: str) -> Mapping[str, Any]:
-    """Describe a server for `run.json`; `prompts` is the form in which prompts are sent to it."""
+    """Describe a server for `run.json`; `prompts` is the form of the prompts sent to it."""
     return {
         "address": server.address, "dialect": server.dialect.name, "version": server.info.version,
         "model": server.model, "prompts": prompts, "prefix_cache": server.prefix_cache,

@@ -1,4 +1,4 @@
-"""Starts the servers of a run, waits for them and stops them. Each writes its output to a log file."""
+"""Start the servers of a run, wait for them and stop them. Their output goes to log files."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ HINTS = {
     "unrecognized arguments": "this version does not know an option: update the program",
     "invalid argument": "this version does not know an option: update the program",
 }
-"""What to do, by a text that the log contains (in lower case)."""
+"""Remedies by a text in the log (lower case)."""
 
 
 def programs() -> Iterator[Program]:
-    """Yield ours first, so that a broken plug-in stands in nobody's way who does not use it."""
+    """Yield built-in programs first, so that a broken plug-in affects only its users."""
     return (dialect.program for dialect in DIALECTS.values() if dialect.program is not None)
 
 
 def program_named(name: str) -> Program:
-    """Raises UserError for an unknown name."""
+    """Return the program of this name. Raises UserError for an unknown name."""
     known = []
     for program in programs():
         known.append(program.name)
@@ -59,16 +59,16 @@ def program_named(name: str) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class ServerFlags:
-    """How a program is told to draft, beside what it is told to serve plainly."""
+    """The arguments that make a program draft, in addition to those for plain decoding."""
 
     program: str
     words: tuple[str, ...]
     first: tuple[str, ...] = ()
-    """What dflash-bench is to be told before, to write the draft as the program wants it."""
+    """Arguments of the preceding `dflash-bench` command that converts the draft to the program's format."""
 
 
 def added_by_draft(program: Program, plain: LaunchSpec, drafting: LaunchSpec) -> ServerFlags:
-    """Return the arguments that `drafting` has and `plain`, of the same target, has not, without those for counting."""
+    """Return the arguments of `drafting` that `plain`, of the same target, lacks, without those for counting."""
     given, own = ([str(word) for word in program.argv(spec, 0)] for spec in (plain, drafting))
     own = own[: len(own) - len(program.counting)] if own[-len(program.counting) :] == [*program.counting] else own
     assert own[: len(given)] == given, f"{program.name} is told how to draft in the middle"
@@ -76,7 +76,7 @@ def added_by_draft(program: Program, plain: LaunchSpec, drafting: LaunchSpec) ->
 
 
 def executable(program: Program, given: str | None) -> str:
-    """Return the path of the program. Raises UserError if it is not there."""
+    """Return the path of the program. Raises UserError if it is missing."""
     path = shutil.which(os.path.expanduser(given or program.executable))
     if path is None:
         missing = "is not an executable file" if given else "is not on the PATH"
@@ -85,7 +85,7 @@ def executable(program: Program, given: str | None) -> str:
 
 
 def key_of(program: Program, given: Arguments | None, variables: Mapping[str, str]) -> Secret | None:
-    """Return the API key that such a server will require. Raises UserError for an invalid one."""
+    """Return the API key that a launched server will require. Raises UserError for an invalid key."""
     if given is not None and (key := given.value_of("--api-key")) is not None:
         return checked_key(key.reveal(), "--launch-args: --api-key")
     key_text = variables.get(program.key_variable, "")
@@ -93,7 +93,7 @@ def key_of(program: Program, given: Arguments | None, variables: Mapping[str, st
 
 
 class LaunchedServers:
-    """The servers of one run, until they are stopped. Each has a log in `folder`, without secrets."""
+    """The running servers of a run, with their logs in `folder`, free of secrets."""
 
     def __init__(self, program: Program, path: str, more: Arguments, folder: Path) -> None:
         self.program, self.path, self.more, self.folder = program, path, more, folder
@@ -101,7 +101,7 @@ class LaunchedServers:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.specs: dict[str, LaunchSpec] = {}
         self.free_bytes: int | None = None
-        """Of the machine's memory, before the first was started."""
+        """The machine's free memory before the first server was started."""
 
     def __enter__(self) -> LaunchedServers:
         return self
@@ -110,7 +110,7 @@ class LaunchedServers:
         self.stop()
 
     def start(self, specs: Sequence[LaunchSpec]) -> list[Address]:
-        """Start one after the other, since each looks how much memory is free. Raises UserError if one fails."""
+        """Start servers one after the other, as they measure the free memory. Raises UserError if one fails."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.free_bytes = environment.free_bytes()
         addresses = []
@@ -125,8 +125,8 @@ class LaunchedServers:
         return addresses
 
     def memory(self) -> dict[str, Any]:
-        """Return the machine's free bytes, and the most that each server was resident with, by method, beside the
-        tokens of context that it was started with. Servers that ended, and other systems than Linux, tell nothing."""
+        """Return the machine's free bytes, and by method each server's peak resident bytes and its context in tokens.
+        Ended servers are left out, and on systems other than Linux all of them."""
         found = {
             label: {"tokens": self.specs[label].length * self.specs[label].slots, "bytes": taken}
             for label, process in self.processes.items()
@@ -162,11 +162,11 @@ class LaunchedServers:
             time.sleep(TICK_S)
 
     def _log(self, label: str) -> Path:
-        # The label may name a file.
+        # The label may contain a file name.
         return self.folder / f"{quote(label, safe=':,=@+')}.log"
 
     def move(self, folder: Path) -> None:
-        """Move the logs, which are still being written."""
+        """Move the logs while they are still being written."""
         os.replace(self.folder, folder)
         self.folder = folder
 
@@ -176,7 +176,7 @@ class LaunchedServers:
         self.move(next(place for name in names if not (place := folder / name).exists()))
 
     def died(self) -> list[str]:
-        """Return for each server that ended by itself what is known about it."""
+        """Return an explanation for each server that ended by itself."""
         return [
             f"{self.program.name} for {label} died; {self._ending(label)}"
             for label, process in self.processes.items()
@@ -189,7 +189,7 @@ class LaunchedServers:
         return f"{how}; {self._last(label)}"
 
     def _last(self, label: str) -> str:
-        """Return the end of its log, and what to do about it if that is known."""
+        """Return the end of a server's log, after the remedy if one is known."""
         path = self._log(label)
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -199,7 +199,7 @@ class LaunchedServers:
         return "; ".join([*hints[:1], f"{path} ends with: {' | '.join(lines)}"])
 
     def stop(self) -> None:
-        """Stop all servers, and whatever they have started."""
+        """Stop all servers and their child processes."""
         for process in self.processes.values():
             assert process.stdin is not None
             process.stdin.close()
@@ -213,7 +213,7 @@ class LaunchedServers:
 
 
 def _descendants(process: int) -> Iterator[int]:
-    """Yield the children of a process, and theirs."""
+    """Yield all descendants of a process."""
     for path in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(OSError):
             for child in map(int, path.read_text().split()):
@@ -222,7 +222,7 @@ def _descendants(process: int) -> Iterator[int]:
 
 
 def _most_resident(process: int) -> int:
-    """Return the most bytes of a process that were in memory at a time; 0 if nothing says so."""
+    """Return the peak resident bytes of a process; 0 if unknown."""
     with suppress(OSError):
         match = re.search(r"^VmHWM:\s*(\d+) kB$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
         return int(match[1]) * 1024 if match else 0
@@ -230,7 +230,7 @@ def _most_resident(process: int) -> int:
 
 
 def _is_ready(port: int) -> bool:
-    """Whether /health is answered with 200, as it is once the model is loaded. Only the status line is read."""
+    """Return whether /health responds with 200, as it does once the model is loaded. Only the status line is read."""
     end_s = time.monotonic() + READY_TIMEOUT_S
     received = b""
     try:

@@ -1,6 +1,6 @@
-"""Prometheus counters of a server, and by how much an answer that ran alone raised them.
+"""Prometheus counters of a server, and their increase by an answer that ran alone.
 
-vLLM, lmdeploy and llama.cpp count rounds under the same names, each with a prefix of its own.
+vLLM, lmdeploy and llama.cpp count rounds under the same names, with different prefixes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dflash_bench.core.labels import shortened, visible
 
 METRICS = "/metrics"
 LONGEST = 1 << 24
-"""Bytes of that page."""
+"""Limit of that page in bytes."""
 ROUNDS, DRAFTED, ACCEPTED = (f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens"))
 BY_POSITION = f"{ACCEPTED}_per_pos"
 TOKENS = ("generation_tokens", "tokens_predicted")
-"""The names that these servers give to the tokens of all answers."""
+"""These servers' names for the total of answer tokens."""
 LINE = re.compile(r"^([a-z0-9_]{1,80}):([a-z_]{1,80}?)(?:_total)?(?![a-z0-9_:])(.*)$", re.MULTILINE)
 VALUE = re.compile(r'(?:\{((?:[^"{}]|"(?:[^"\\]|\\.)*")*)\})?[ \t]+(\S+)(?:[ \t]+-?[0-9]+)?[ \t\r]*')
-"""Labels and value of a line, and perhaps a time."""
+"""Labels, value and optional timestamp of a line."""
 NUMBER = re.compile(r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?")
 MOST = 2.0**53
-"""Above this a float cannot tell neighbouring whole numbers apart, and differences mean nothing."""
+"""Above this a float cannot represent every integer, so differences mean nothing."""
 POSITION = re.compile(r'(?:^|,) *position="([0-9]{1,3})"')
 
 
@@ -33,12 +33,12 @@ class CounterPage:
     """The counters of a server since it started, summed over its engines."""
 
     rule: str
-    """The id of the counting rule that they follow."""
+    """The id of the counters' counting rule."""
     values: Mapping[str, float]
     at: Mapping[int, float] = field(default_factory=dict)
-    """By position in the draft, from 0: how many rounds accepted it."""
+    """The number of rounds that accepted each position of the draft, from 0."""
     wrong: str | None = None
-    """The first value that is not a count, with its name; then none of these counters can be used."""
+    """The first value that is not a count, with its name; if set, no counter of the page is usable."""
 
     @property
     def count_rounds(self) -> bool:
@@ -50,7 +50,7 @@ class CounterPage:
 
 
 def parse(text: str, dialects: Sequence[Dialect]) -> CounterPage | None:
-    """Read the counters of the first of these dialects whose prefix is on the page; None if there is none."""
+    """Read the counters of the first dialect whose prefix is on the page; None if there is none."""
     values: dict[str, dict[str, float]] = {}
     at: dict[str, dict[int, float]] = {}
     wrong: dict[str, str] = {}
@@ -81,20 +81,20 @@ def unreadable(why: str) -> CounterPage:
 
 
 def _count(text: str) -> float | None:
-    """A whole number from 0 up; None for anything else that a page may hold, such as NaN."""
+    """Return a non-negative integer; None for anything else on the page, such as NaN."""
     value = float(text) if NUMBER.fullmatch(text) else -1.0
     return value if 0 <= value <= MOST and value.is_integer() else None
 
 
 def lag(before: CounterPage, after: CounterPage, num_tokens: int) -> float:
-    """Return how many tokens of the answer are not counted yet: a server may count after it has answered."""
+    """Return the number of answer tokens not counted yet: a server may count after it has answered."""
     if before.tokens is None or after.tokens is None:
         return 0.0
     return num_tokens - (after.tokens - before.tokens)
 
 
 def difference(before: CounterPage | None, after: CounterPage | None, num_tokens: int) -> AcceptanceCounts | str:
-    """Return what an answer of so many tokens added, or why that is not known. `dialects.contradiction` checks it."""
+    """Return the counts added by an answer of `num_tokens`, or why they are unknown. `contradiction` checks them."""
     if wrong := next((page.wrong for page in (before, after) if page is not None and page.wrong), None):
         return f"the server's counters cannot be read: {wrong}"
     if before is None or after is None or not after.count_rounds:

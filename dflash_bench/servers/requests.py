@@ -1,6 +1,6 @@
-"""Asks a server for answers, times and counts them: one alone, in a closed loop, or in an open loop.
+"""Request answers from a server, time and count them: one alone, in a closed loop, or in an open loop.
 
-Whatever goes wrong with an answer becomes its error.
+Any failure of an answer becomes its error.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dflash_bench.servers.prometheus import CounterPage
 from dflash_bench.servers.stream import StreamState
 
 REFUSABLE = {COUNTS: COUNTS, "stream_options": "stream_options", "max_tokens": "max_completion_tokens"}
-"""Fields that a server may refuse, with what its error then names: an option that it lacks, a limit's new name."""
+"""Fields that a server may refuse, with the name in its error: a missing option, or the new name of the limit."""
 SETTLES_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Waits for a server to count an answer that it has already sent."""
+"""Waits in seconds for a server to count an answer it has already sent."""
 TICK_S = 0.01
 STALLED = 0.25
-"""The share of the time for a whole answer that may pass without a new token."""
+"""The share of an answer's time limit that may pass without a new token."""
 WRONG_REQUEST = (400, 404, 405, 415, 422)
 CONCURRENT = "the server counts no rounds in its answers, and several answers ran at a time"
 
@@ -35,9 +35,9 @@ Clock = Callable[[], float]
 
 
 async def ask(server: Server, request: ServerRequest, clock: Clock) -> TimedGeneration:
-    """Ask for one answer, whatever else is being asked at the time. Times are on `clock`, in seconds.
+    """Request an answer, regardless of concurrent requests. Times are on `clock`, in seconds.
 
-    Raises UserError if the server is gone, or understands no request at all.
+    Raises UserError if the server is gone, or rejects every request.
     """
     state = StreamState(clock, request.max_new_tokens)
     state.start()
@@ -56,7 +56,7 @@ async def ask(server: Server, request: ServerRequest, clock: Clock) -> TimedGene
 
 
 def _refuse_wrong_dialect(server: Server, error: AnswerError) -> None:
-    """A server that does not understand the first request would fail them all."""
+    """Raise UserError if the server rejects the first request: it would reject them all."""
     if isinstance(error, StatusError) and error.status in WRONG_REQUEST and not server.has_answered:
         raise UserError(
             f"--server {server.client.name}: {server.client.url} refuses the request ({error}); give another --dialect "
@@ -65,7 +65,7 @@ def _refuse_wrong_dialect(server: Server, error: AnswerError) -> None:
 
 
 async def sequential(server: Server, request: ServerRequest, clock: Clock) -> TimedGeneration:
-    """Ask for one answer alone, with an empty prefix cache. Where it does not report its rounds, use the counters."""
+    """Request a single answer, with an empty prefix cache. If it does not report its rounds, use the counters."""
     try:
         await server.flush()
     except AnswerError as error:
@@ -79,14 +79,14 @@ async def sequential(server: Server, request: ServerRequest, clock: Clock) -> Ti
     if generation.error is not None or (rule is not None and not rule.is_derived):
         return timed
     counts = await _count_difference(server, before, generation.num_tokens)
-    # What the answer itself reports is preferred to counters that cannot be used.
+    # Prefer the answer's own report to unusable counters.
     if isinstance(counts, str) and generation.uncounted != CONCURRENT:
         return timed
     return _count(timed, counts)
 
 
 def _without_secrets(server: Server, generation: Generation) -> Generation:
-    """Hide the API key, which a server may repeat in its answers."""
+    """Hide the API key, which a server may echo in its answers."""
     hidden = server.client.access.hidden
     return replace(
         generation, text=hidden(generation.text), uncounted=generation.uncounted and hidden(generation.uncounted)
@@ -94,7 +94,7 @@ def _without_secrets(server: Server, generation: Generation) -> Generation:
 
 
 async def _read_answer(server: Server, request: ServerRequest, state: StreamState) -> None:
-    """Raises AnswerError, also for an answer that stalls or does not end in time."""
+    """Read an answer into `state`. Raises AnswerError, also for an answer that stalls or does not end in time."""
     most_s = server.client.access.timeout_s
     stalled_s = STALLED * most_s
     try:
@@ -132,7 +132,7 @@ async def _read_stream(
 
 
 def _without(body: Mapping[str, Any], refused: Collection[str]) -> dict[str, Any]:
-    """Return a request without the fields that its server refuses, or with other ones for them."""
+    """Return a request with the fields that its server refuses removed or replaced."""
     kept = {name: value for name, value in body.items() if name not in refused}
     if COUNTS in refused and "stream_options" in kept:
         kept["stream_options"] = {name: value for name, value in kept["stream_options"].items() if name != COUNTS}
@@ -142,12 +142,12 @@ def _without(body: Mapping[str, Any], refused: Collection[str]) -> dict[str, Any
 
 
 def _refused(error: StatusError, sent: Mapping[str, Any], server: Server) -> str | None:
-    """Return the field that a server refuses, of those that can be left out; None if it is none of them."""
+    """Return the optional field that a server refuses; None if there is none."""
     if error.status not in (400, 422):
         return None
     there = [name for name in REFUSABLE if name in sent or name in sent.get("stream_options", ())]
     named = [name for name in there if REFUSABLE[name] in error.reason]
-    # A server that names the whole object, or no field, most likely refuses the option outside the specification.
+    # A server that names the whole object, or no field, most likely refuses the non-standard option.
     is_meant = "stream_options" in named or not (named or server.has_answered)
     return COUNTS if COUNTS in there and is_meant else next(iter(named), None)
 
@@ -163,7 +163,7 @@ async def _count_difference(server: Server, before: CounterPage | None, num_toke
 
 
 def _count(timed: TimedGeneration, counts: AcceptanceCounts | str) -> TimedGeneration:
-    """Add these counts, or why there are none. Counts that cannot be right replace earlier ones by the reason."""
+    """Add counts, or the reason why there are none; impossible counts also remove earlier ones."""
     generation, why = timed.generation, counts if isinstance(counts, str) else None
     if not isinstance(counts, str):
         at_limit = generation.finish_reason != "stop"
@@ -186,7 +186,7 @@ def _count(timed: TimedGeneration, counts: AcceptanceCounts | str) -> TimedGener
 async def open_loop(
     server: Server, requests: Sequence[ServerRequest], clock: Clock, due_s: Sequence[float], ended: Callable[[], object]
 ) -> list[TimedGeneration]:
-    """Send each request so many seconds after the start, whether earlier answers have ended or not."""
+    """Send requests `due_s` seconds after the start, whether earlier answers have ended or not."""
 
     async def send(request: ServerRequest, due: float) -> TimedGeneration:
         await asyncio.sleep(max(0.0, start_s + due - clock()))
@@ -202,7 +202,7 @@ async def open_loop(
 async def closed_loop(
     server: Server, requests: Sequence[ServerRequest], clock: Clock, concurrency: int, ended: Callable[[], object]
 ) -> list[TimedGeneration]:
-    """Keep so many requests in flight: when one ends, send the next."""
+    """Keep `concurrency` requests in flight."""
     places = asyncio.Semaphore(concurrency)
 
     async def send(request: ServerRequest) -> TimedGeneration:
@@ -218,7 +218,7 @@ async def closed_loop(
 async def _gather(
     server: Server, answers: Sequence[Coroutine[Any, Any, TimedGeneration]], clock: Clock
 ) -> list[TimedGeneration]:
-    """Run all of them, and record how late this process itself was meanwhile. Raises UserError as `ask` does."""
+    """Run all requests, and record the lag of this process meanwhile. Raises UserError as `ask` does."""
     lags: list[float] = []
     watch = asyncio.create_task(_watch(lags, clock))
     try:
@@ -235,7 +235,7 @@ async def _gather(
 
 
 async def _watch(lags: list[float], clock: Clock) -> None:
-    """A sleep that takes too long shows how long arrivals waited to be noticed."""
+    """Measure the lag of this process: a sleep that takes too long shows how long arrivals wait."""
     while True:
         before = clock()
         await asyncio.sleep(TICK_S)

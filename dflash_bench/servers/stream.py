@@ -1,4 +1,4 @@
-"""The state of one answer's stream, and the generation that it becomes."""
+"""The state of an answer's stream, and the resulting generation."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from dflash_bench.core.types import FinishReason, Generation
 
 MOST = 2**31
 LETTERS = 1024
-"""Characters per token that an answer may have on average; a little slack is added."""
+"""The most characters per token of an answer, on average; a little slack is added."""
 FINISHES: dict[str, FinishReason] = {
     "stop": "stop", "eos": "stop", "eos_token": "stop", "end_turn": "stop", "stop_sequence": "stop",
     "tool_calls": "stop", "tool_use": "stop", "function_call": "stop",
     "length": "length", "limit": "length", "max_tokens": "length",
 }  # fmt: skip
-"""The names that servers give to the two ways in which an answer ends."""
+"""Servers' names for the two ways in which an answer ends."""
 UNFINISHED = ("", "null", "None")
 """Finish reasons that some servers write before there is one."""
 FEWEST_REPEATING = 3
-"""Pieces that each begin with the one before it; as many do not come about by chance."""
+"""Pieces in a row that begin with their predecessor: too many for chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One event of the stream that holds tokens, or ends the answer."""
+    """An event of the stream that holds tokens, or ends the answer."""
 
     at_s: float
     num_ids: int
     has_text: bool
     so_far: int
-    """Tokens of the answer up to here by the server's own count; 0 where it does not count as it goes."""
+    """The server's own count of tokens so far; 0 if it does not count during the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When the first and the last token came, in seconds, and how many came with the first."""
+    """Arrival of the first and last token, in seconds, and the number of tokens that came with the first."""
 
     first_s: float
     last_s: float
@@ -48,25 +48,25 @@ class Timing:
 
 @dataclass(slots=True)
 class StreamState:
-    """Dialects write into it. Times are read from `clock`, in seconds."""
+    """The received part of an answer, filled by dialects. Times are read from `clock`, in seconds."""
 
     clock: Callable[[], float]
     max_new_tokens: int
     text: str = ""
     reasoning: str = ""
-    """Text that the server sends separately as thinking."""
+    """Thinking that the server sends as separate text."""
     token_ids: list[int] = field(default_factory=list)
     ids_missing: bool = False
-    """Some tokens came without ids; then no ids are used."""
+    """Whether some tokens came without ids; then no ids are used."""
     finish: str | None = None
     num_tokens: int | None = None
-    """By the server's own count."""
+    """The server's own count."""
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     acceptance: AcceptanceCounts | None = None
     start_s: float = 0.0
     now_s: float = 0.0
-    """When the piece that is being read arrived."""
+    """Arrival of the piece being read."""
     num_reasoning_tokens: int | None = None
     """The server's count, part of `num_tokens` or in addition to it."""
     arrivals: list[Arrival] = field(default_factory=list)
@@ -81,7 +81,7 @@ class StreamState:
         self.now_s = self.clock()
 
     def set_counts(self, **counts: Any) -> None:
-        """Set `num_tokens` and other counts by name; what is not a whole number is ignored, as 8.0 and "8" are not."""
+        """Set `num_tokens` and other counts by name; values other than integers, 8.0 or "8" are ignored."""
         for name, value in counts.items():
             if (count := as_count(_as_number(value))) is not None:
                 setattr(self, name, count)
@@ -89,7 +89,7 @@ class StreamState:
     def set_acceptance(self, by: str, rounds: Any, drafted: Any, accepted: Any, histogram: Any) -> None:
         """Set the totals over all rounds, if rounds and accepted drafts are counts.
 
-        `histogram` is the server's list of how many rounds accepted 0, 1, 2, ... drafts; anything else is ignored.
+        `histogram` lists the number of rounds that accepted 0, 1, 2, ... drafts; anything else is ignored.
         """
         rounds, drafted, accepted = as_count(rounds), as_count(drafted), as_count(accepted)
         if rounds is None or accepted is None:
@@ -100,9 +100,9 @@ class StreamState:
         self.acceptance = AcceptanceCounts(rounds, accepted, drafted, at, by)
 
     def add_delta(self, text: str, ids: Sequence[int] | None, finish: str | None = None, reasoning: str = "") -> None:
-        """Add a piece of the answer; `num_tokens` is the server's count up to here, if it counts as it goes.
+        """Add a piece of the answer; `num_tokens` is the server's count so far, if it counts during the answer.
 
-        Raises AnswerError if the answer is longer than was asked for.
+        Raises AnswerError if the answer is longer than requested.
         """
         finish = None if finish in UNFINISHED else finish
         if finish is not None:
@@ -121,7 +121,7 @@ class StreamState:
         has_grown = so_far > (self.arrivals[-1].so_far if self.arrivals else 0)
         if ids or piece or finish is not None or has_grown:
             self.arrivals.append(Arrival(self.now_s, len(ids or ()), bool(piece), so_far))
-        # Each piece holds at least one token; a few may hold none.
+        # Pieces hold at least one token, except for a few.
         if max(len(self.token_ids), len(self.arrivals) - 8) > self.max_new_tokens:
             raise AnswerError(f"it went on after {self.max_new_tokens} tokens, the limit of the request")
 
@@ -134,7 +134,7 @@ class StreamState:
         return marked(self.reasoning, self.text)
 
     def generation(self, num_prompt_tokens: int | None) -> Generation:
-        """Return the finished answer. Raises AnswerError if it broke off, or its tokens cannot be counted."""
+        """Return the finished answer. Raises AnswerError if it is incomplete, or its tokens cannot be counted."""
         num = self._count()
         timing = self._timing(num)
         known = self.num_prompt_tokens if num_prompt_tokens is None else num_prompt_tokens
@@ -153,12 +153,12 @@ class StreamState:
 
     @property
     def _num_thinking_chars(self) -> int:
-        """Keep the text that a server sends as the answer, whatever marks it mentions."""
+        """The length of the thinking; text that the server sent as the answer is kept, whatever markers it holds."""
         whole = self.whole_text
         return len(whole) - len(self.text) if self.reasoning.strip() else answer_start(whole)
 
     def _timing(self, num: int) -> Timing:
-        """Return when tokens came; all `num` of them count as the first ones if nobody says how many these are."""
+        """Return the arrival of tokens; all `num` tokens count as first ones if their number is not reported."""
         if self.has_ids:
             return self._at([one for one in self.arrivals if one.num_ids], self.pieces, num)
         if self._counts_as_it_goes:
@@ -170,24 +170,24 @@ class StreamState:
         if (missing := num - self._num_pieces) <= 0 or not pieces:
             return found
         if missing == 1 and self.finish in FINISHES and FINISHES[self.finish] == "stop" and len(pieces) > 1:
-            # The token that ends an answer has no text. If it took no step of its own, a token came with the first.
+            # The stop token has no text. If it took no separate step, another token came with the first.
             is_step = end_s - found.last_s >= (found.last_s - found.first_s) / (len(pieces) - 1) / 2
             return replace(found, last_s=end_s) if is_step else replace(found, num_first=found.num_first + 1)
         return Timing(found.first_s, end_s, num)
 
     def _at(self, arrivals: Sequence[Arrival], sizes: Sequence[int], num: int) -> Timing:
-        """Return the times of these arrivals, given the number of tokens of each."""
+        """Return the times of arrivals, given the number of tokens in each."""
         if not arrivals:
             end_s = self.arrivals[-1].at_s if self.arrivals else self.now_s
             return Timing(end_s, end_s, num)
         first_s, last_s = arrivals[0].at_s, arrivals[-1].at_s
-        # Tokens that arrive together have no time between them.
+        # No time passes between tokens that arrive together.
         num_first = sum(size for one, size in zip(arrivals, sizes, strict=True) if one.at_s == first_s)
         return Timing(first_s, last_s, num if last_s == first_s else min(num_first, num))
 
     @property
     def pieces(self) -> list[int]:
-        """The tokens of each arrival, as far as the server names or counts them."""
+        """The number of tokens of each arrival, as far as the server names or counts them."""
         if self.has_ids:
             return [one.num_ids for one in self.arrivals if one.num_ids]
         counts = [one.so_far for one in self.arrivals]
@@ -197,12 +197,12 @@ class StreamState:
 
     @property
     def _num_pieces(self) -> int:
-        """The fewest tokens that the pieces of text can hold."""
+        """The least number of tokens in the pieces of text."""
         return sum(max(one.num_ids, 1) for one in self.arrivals if one.has_text)
 
     @property
     def _counts_as_it_goes(self) -> bool:
-        """The server's counts begin with the text, never fall, and come to all tokens."""
+        """Whether the server's counts begin with the text, never fall, and add up to all tokens."""
         counts = [one.so_far for one in self.arrivals]
         texts = [one.so_far for one in self.arrivals if one.has_text]
         return bool(texts) and texts[0] > 0 and counts == sorted(counts) and counts[-1] == self.num_tokens
@@ -240,7 +240,7 @@ class StreamState:
         return num
 
     def _holds_more_than(self, num: int) -> bool:
-        """Each piece holds a token, but for the rest of one whose text was held back."""
+        """Return whether the pieces need more than `num` tokens, allowing for pieces with only held-back text."""
         return self._num_pieces > num + 1 + num // 8
 
     @property
@@ -261,7 +261,7 @@ def as_count(value: Any) -> int | None:
 
 
 def _as_number(value: Any) -> Any:
-    """Return the whole number that a float or a text writes, as some servers do; anything else as it is."""
+    """Return the integer in a float or a text, as some servers send; anything else unchanged."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 12 else value
@@ -282,7 +282,7 @@ def as_text(value: Any) -> str:
         return ""
     if not isinstance(value, str):
         raise AnswerError("a piece of its text is not a string")
-    # Halves of characters, which JSON can hold, cannot be stored.
+    # JSON can hold surrogate halves, which cannot be stored.
     return value.encode("utf-8", errors="replace").decode()
 
 

@@ -1,9 +1,8 @@
-"""Runs one command, and ends it with all its processes when its own standard input is closed.
+"""Run a command, and end all its processes when standard input is closed.
 
-It is a process of its own, since a caller that is killed cannot clean up after itself. It uses the standard library
-only, and is started by its path in a session of its own: `python supervisor.py COMMAND...`. On Linux it also ends
-processes that have left the process group. The command's output is passed on, without the texts in TO_HIDE, and
-shortened if it is too long.
+This is a separate process, since a killed caller cannot clean up after itself. It uses the standard library only, and
+is started by its path in a new session: `python supervisor.py COMMAND...`. On Linux it also ends processes that have
+left the process group. The command's output is passed on without the texts in TO_HIDE, and shortened if too long.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from pathlib import Path
 GRACE_S = 10.0
 TICK_S = 0.1
 TO_HIDE = "DFLASH_BENCH_TO_HIDE"
-"""The environment variable with these texts as a JSON list; the command does not get it."""
+"""The environment variable with these texts as a JSON list; the command does not inherit it."""
 STARS = b"***"
 PIECE, HEAD, TAIL, LONGEST = 1 << 16, 1 << 20, 1 << 18, 1 << 24
-"""Bytes: read at a time; kept of the beginning and of the end of a log that is longer than LONGEST."""
+"""Bytes read at a time, and kept of the beginning and the end of a log longer than LONGEST."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ON_LINUX = sys.platform == "linux"
 
@@ -61,7 +60,7 @@ def main() -> int:
 
 
 class Log:
-    """Our standard output. Of a file that gets too long only the beginning and the end are kept."""
+    """Our standard output. If it is a file that gets too long, only the beginning and the end are kept."""
 
     def __init__(self) -> None:
         self.is_file = stat.S_ISREG(os.fstat(1).st_mode)
@@ -70,7 +69,7 @@ class Log:
         self.num_cut = 0
 
     def write(self, text: bytes) -> None:
-        """If the reader is gone, the text is lost, and the command goes on."""
+        """Write text. If the reader is gone, the text is lost, and the command continues."""
         self.last = (self.last + text)[-TAIL:]
         self.length += len(text)
         with suppress(OSError):
@@ -90,8 +89,8 @@ def _write_all(text: bytes) -> None:
 
 
 def _copy(source: int, log: Log, secrets: list[bytes]) -> None:
-    """Copy until nobody can write any more; text that may be the beginning of a secret is held back."""
-    # The longest first: one may be part of another.
+    """Copy until all writers are closed; text that may be the beginning of a secret is held back."""
+    # Longest first: a secret may be part of another.
     secrets = sorted(filter(None, secrets), key=len, reverse=True)
     rest = b""
     while piece := os.read(source, PIECE):
@@ -105,7 +104,7 @@ def _copy(source: int, log: Log, secrets: list[bytes]) -> None:
 
 
 def _overlap(text: bytes, secret: bytes) -> int:
-    """Return how many bytes at the text's end are the beginning of the secret."""
+    """Return the length of the secret's longest proper prefix at the text's end, in bytes."""
     return next((size for size in range(min(len(secret) - 1, len(text)), 0, -1) if text.endswith(secret[:size])), 0)
 
 
@@ -121,13 +120,13 @@ def _are_left(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _others() -> list[int]:
-    """Return every process of the command: of our process group, or a descendant of ours."""
+    """Return all processes of the command: those in our process group, and our descendants."""
     if not ON_LINUX:
         return []
     parents, groups = {}, {}
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError, IndexError):
-            # The program's name in brackets may hold anything.
+            # The program's name in parentheses may hold any character.
             state, parent, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
             if state != "Z":
                 parents[int(folder.name)], groups[int(folder.name)] = int(parent), int(group)

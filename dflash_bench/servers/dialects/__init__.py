@@ -1,3 +1,3 @@
-"""The kinds of servers that we know. Each is one file with a `DIALECT`, found by its name (see `core/dialects.py`)."""
+"""The known kinds of servers: files with a `DIALECT`, found by their name (see `core/dialects.py`)."""
 
 from __future__ import annotations

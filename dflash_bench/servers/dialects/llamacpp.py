@@ -1,4 +1,4 @@
-"""llama.cpp's server: /completion with token ids, or its OpenAI path where we have no tokenizer; counts in timings."""
+"""llama.cpp's server: /completion with token ids, or its OpenAI path without a tokenizer here; counts in timings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def identify(pages: Pages) -> ServerInfo | None:
 
 
 def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
-    """Send every setting: its own defaults are top_k 40, top_p 0.95 and min_p 0.05."""
+    """Send every setting: the server's defaults are top_k 40, top_p 0.95 and min_p 0.05."""
     settings = request.settings
     body: dict[str, Any] = {
         "temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p,
@@ -58,12 +58,12 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
         openai.read(event, state)
     else:
         finish = STOPS.get(str(event.get("stop_type"))) if event.get("stop") is True else None
-        # The last event repeats no token, and those before it name only their own.
+        # The last event repeats no token, and earlier events name only new tokens.
         state.add_delta(as_text(event.get("content")), as_ids(event.get("tokens")), finish)
         state.set_counts(num_prompt_tokens=as_count(event.get("tokens_evaluated")) or None)
     if state.finish is None or state.num_tokens is None:
         return
-    # A token of half a character is not sent by itself, and its id never.
+    # A token of half a character is not sent by itself, and its id is never sent.
     if (missing := state.num_tokens - len(state.token_ids)) > 0:
         if state.token_ids and missing > 3 * (1 + sum(not letter.isascii() for letter in state.text)):
             raise AnswerError(f"{len(state.token_ids)} ids came, but the server counts {state.num_tokens} tokens")
@@ -75,7 +75,7 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
 
 
 def _derived_rounds(num_tokens: int, accepted: int, drafted: int | None) -> int:
-    """Rounds that explain the tokens which no accepted draft does. If anything was drafted, there was a round."""
+    """Return the rounds needed for the tokens that are no accepted drafts; at least 1 if anything was drafted."""
     return max(num_tokens - 1 - accepted, 1 if drafted else 0)
 
 
@@ -109,7 +109,7 @@ def argv(spec: LaunchSpec, port: int) -> list[str]:
     exact = spec.dtype == "float32"
     return [
         "--model", spec.target, "--alias", spec.model, "--host", "127.0.0.1", "--port", str(port),
-        # It divides its context between concurrent answers.
+        # The server divides its context between concurrent answers.
         "--ctx-size", str(spec.length * spec.slots), "--parallel", str(spec.slots), "--metrics",
         *(EXACT if exact else ()),
         *(_speculation(spec) if spec.num_drafts is not None else ()),
@@ -118,11 +118,10 @@ def argv(spec: LaunchSpec, port: int) -> list[str]:
 
 
 def _speculation(spec: LaunchSpec) -> list[str]:
-    # Its `draft-dflash` leaves out the anchor's slot, whatever the file says; `draft-dspark` is for those that use it,
-    # with a Markov head or without one.
-    # The heads of MTP are in the target's file.
+    # `draft-dflash` always omits the anchor's slot, whatever the file says; `draft-dspark` is for drafts that use it,
+    # with or without a Markov head. The heads of MTP are in the target's file.
     if spec.method.name == "ngram":
-        # It looks up n-grams of one length, and drafts this many tokens or none.
+        # The server looks up n-grams of a single length, and drafts exactly this many tokens or none.
         size, number = str(spec.method.number("max")), str(spec.num_drafts)
         return ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", size, "--spec-ngram-simple-size-m", number]
     name = "dspark" if spec.shifted else spec.drafter.name
@@ -149,7 +148,7 @@ DIALECT = Dialect(
                     _convert,
                 ),
             ),
-            # With room for one token there is no round; drafts that fill the room are accepted without a bonus token.
+            # With one token left there is no round; drafts that reach the limit are accepted without a bonus token.
             short=1, beyond=1,
         ),
         CountingRule(

@@ -1,4 +1,4 @@
-"""lmdeploy: /generate with token ids, or its OpenAI path where we have no tokenizer; its counters count the rounds."""
+"""lmdeploy: /generate with token ids, or its OpenAI path without a tokenizer here; rounds from its counters."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def identify(pages: Pages) -> ServerInfo | None:
 
 
 def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
-    """Send every setting: its own defaults are top_k 40 and a temperature of 0.7. /generate takes no seed."""
+    """Send every setting: the server's defaults are top_k 40 and temperature 0.7. /generate takes no seed."""
     settings = request.settings
     sampling = {
         "temperature": settings.temperature, "top_p": settings.top_p, "min_p": settings.min_p,
-        # With one token it can only draw the best, whatever it makes of temperature 0.
+        # top_k 1 is greedy, however the server treats temperature 0.
         "top_k": 1 if settings.greedy else settings.top_k, "repetition_penalty": settings.repetition_penalty,
     }  # fmt: skip
     if request.prompt_ids is None:
         return openai.CHAT, openai.chat_body(request) | sampling | {"seed": request.seed % 2**31}
     return "/generate", sampling | {
         "input_ids": list(request.prompt_ids), "max_tokens": request.max_new_tokens, "stream": True,
-        # Otherwise it neither names nor counts the token that ends an answer.
+        # Otherwise the stop token is neither named nor counted.
         "include_stop_str_in_output": True,
     }  # fmt: skip
 
@@ -39,7 +39,7 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
         return
     meta = as_object(event.get("meta_info"))
     finish = as_object(meta.get("finish_reason")).get("type")
-    # The event of a stop holds only the token that ends the answer; its text is not part of it.
+    # The event of a stop holds only the stop token, whose text is not part of the answer.
     text = "" if finish == "stop" else as_text(event.get("text"))
     state.add_delta(text, as_ids(event.get("output_ids")), None if finish is None else str(finish))
     state.set_counts(num_tokens=meta.get("completion_tokens"), num_prompt_tokens=meta.get("prompt_tokens"))

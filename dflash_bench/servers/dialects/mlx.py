@@ -1,4 +1,4 @@
-"""`mlx_lm.server`: OpenAI's chats and a few more fields. It names no tokens while it streams, and counts no drafts."""
+"""`mlx_lm.server`: OpenAI's chats with additional fields. Streams carry no token ids, and drafts are not counted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dflash_bench.servers.dialects import openai
 
 
 def identify(pages: Pages) -> ServerInfo | None:
-    """Its only page looks like other servers' pages, so this dialect is used only where the user names it."""
+    """Return None: its only page looks like other servers', so the user must name this dialect."""
     return None
 
 
 def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
-    """Send every setting: it takes missing ones from its own command line."""
+    """Send every setting: the server takes missing settings from its command line."""
     settings = request.settings
     body = openai.chat_body(request) | {
         "top_p": settings.top_p, "top_k": settings.top_k, "min_p": settings.min_p, "seed": request.seed % 2**31,

@@ -1,7 +1,7 @@
 """Any OpenAI-compatible server: /v1/chat/completions with the fields of the specification only.
 
-The exception is a mode of thinking that the user asks for, which the specification cannot express: it is sent in the
-field that most servers understand.
+The exception is a mode of thinking chosen by the user, which the specification cannot express: it is sent in the field
+that most servers support.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dflash_bench.servers.stream import StreamState, as_ids, as_object, as_text
 MODELS = "/v1/models"
 CHAT = "/v1/chat/completions"
 COUNTS = "continuous_usage_stats"
-"""The option by which vLLM, SGLang and servers like them count tokens in each piece."""
+"""The option that makes vLLM, SGLang and similar servers count tokens in each piece."""
 FAR = 1 << 20
-"""Tokens that a repetition penalty should look back: all of them."""
+"""The window of a repetition penalty in tokens: all of them."""
 
 
 def identify(pages: Pages) -> ServerInfo | None:
@@ -25,7 +25,7 @@ def identify(pages: Pages) -> ServerInfo | None:
 
 
 def owner(pages: Pages) -> str | None:
-    """Return who owns the first model on the page of models; many servers name themselves there."""
+    """Return the owner of the first listed model; many servers name themselves there."""
     data = as_object(pages.get(MODELS)).get("data")
     name = as_object(data[0]).get("owned_by") if isinstance(data, list) and data else None
     return name if isinstance(name, str) else None
@@ -39,7 +39,7 @@ def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
 
 
 def common_body(request: ServerRequest) -> dict[str, Any]:
-    """The fields that all of these servers accept, for chats and for token ids."""
+    """Return the fields that all OpenAI-compatible servers accept, for chats and for token ids."""
     return {
         "model": request.model, "stream": True, "stream_options": {"include_usage": True},
         "temperature": request.settings.temperature, "max_tokens": request.max_new_tokens,
@@ -47,13 +47,13 @@ def common_body(request: ServerRequest) -> dict[str, Any]:
 
 
 def chat_body(request: ServerRequest) -> dict[str, Any]:
-    """The same with the chat, and the mode of thinking for the server's chat template."""
+    """Return the same with the chat, and the mode of thinking for the server's chat template."""
     thinking = request.settings.thinking
     told: dict[str, Any] = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
     if request.json_schema is not None:
         schema = {"name": "answer", "schema": request.json_schema, "strict": True}
         told |= {"response_format": {"type": "json_schema", "json_schema": schema}}
-    # Answers to chats may come without token ids, and pieces then hold nobody knows how many tokens.
+    # Answers to chats may come without token ids, so pieces hold an unknown number of tokens.
     counts = {"stream_options": {"include_usage": True, COUNTS: True}}
     return common_body(request) | counts | {"messages": request.chat} | told
 
@@ -70,7 +70,7 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
     if choice := first_choice(event):
         finish = choice.get("finish_reason")
         delta = as_object(choice.get("delta"))
-        # Two names for one field, by version.
+        # The field's name depends on the version.
         reasoning = as_text(delta.get("reasoning") or delta.get("reasoning_content"))
         text = as_text(delta.get("content")) + as_text(choice.get("text")) + _called(delta.get("tool_calls"))
         state.add_delta(text, as_ids(choice.get("token_ids")), None if finish is None else str(finish), reasoning)
@@ -84,7 +84,7 @@ def first_choice(event: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _called(calls: Any) -> str:
-    """Return what a piece adds to the names and arguments of tool calls, which a server may take out of the text."""
+    """Return a piece of tool calls' names and arguments, which a server may remove from the text."""
     functions = [as_object(as_object(call).get("function")) for call in calls] if isinstance(calls, list) else []
     return "".join(as_text(one.get(key)) for one in functions for key in ("name", "arguments"))
 

@@ -1,4 +1,4 @@
-"""SGLang: /generate with token ids, or its OpenAI path where we have no tokenizer; counts of rounds in meta_info."""
+"""SGLang: /generate with token ids, or its OpenAI path without a tokenizer here; counts of rounds in meta_info."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.stream import StreamState, as_count, as_ids, as_object, as_text, version_of
 
 INFO = ("/server_info", "/get_server_info")
-"""The new name and the old one."""
+"""The new and the old name."""
 PROPERTIES = (
     "model_path", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "tp_size", "speculative_algorithm",
     "speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens",
@@ -31,7 +31,7 @@ PROPERTIES = (
 )  # fmt: skip
 PROPOSED = ("spec_proposed_drafts", "spec_num_proposed_drafts", "spec_draft_token_num")
 ACCEPTED = ("spec_accepted_drafts", "spec_num_correct_drafts", "spec_accept_token_num")
-"""By version, newest first."""
+"""Names by version, newest first."""
 
 
 def identify(pages: Pages) -> ServerInfo | None:
@@ -63,7 +63,7 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
     meta = as_object(event.get("meta_info"))
     given, num, before = as_ids(event.get("output_ids")), as_count(meta.get("completion_tokens")), len(state.token_ids)
     ids, text = _new_ids(given, num, before), as_text(event.get("text"))
-    # By version and option of the server, ids and text are each either all so far or only the new ones.
+    # Depending on version and options, ids and text are cumulative or only the new part, independently.
     if text.startswith(state.text) or (given is not None and len(given) == num):
         state.text = ""
     finish = as_object(meta.get("finish_reason")).get("type")
@@ -72,7 +72,7 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
 
 
 def _new_ids(ids: list[int] | None, num: int | None, before: int) -> list[int] | None:
-    """Return the new ids, where `ids` may repeat all tokens so far; the server's count `num` tells which it is."""
+    """Return the new ids; the server's count `num` decides whether `ids` repeats all tokens so far."""
     if ids is None or num is None or before + len(ids) == num:
         return ids
     if len(ids) == num and num >= before:
@@ -95,7 +95,7 @@ def _read_meta(meta: Mapping[str, Any], state: StreamState) -> None:
     if accepted is not None:
         state.set_acceptance("sglang.request", rounds, proposed, accepted, meta.get("spec_accept_histogram"))
     elif state.num_tokens is not None:
-        # Below 0 it is not a count, and is later refused as such.
+        # A negative count is refused later.
         derived = state.num_tokens - 1 - rounds if rounds else 0
         state.acceptance = AcceptanceCounts(rounds, derived, proposed, by="sglang.derived")
 
@@ -107,7 +107,7 @@ def _derive(answer: DecodedAnswer) -> AcceptanceCounts:
 
 
 def argv(spec: LaunchSpec, port: int) -> list[str]:
-    """Options as in SGLang's documentation of its server's arguments and of speculative decoding."""
+    """Return options as in SGLang's documentation of server arguments and of speculative decoding."""
     return [
         "serve", "--model-path", spec.target, "--served-model-name", spec.model, "--host", "127.0.0.1",
         "--port", str(port), "--context-length", str(spec.length), "--dtype", spec.dtype,
@@ -121,18 +121,18 @@ ALGORITHMS = {"dflash": "DFLASH", "eagle3": "EAGLE3", "mtp": "NEXTN", "ngram": "
 
 
 def _speculation(spec: LaunchSpec, num_drafts: int) -> list[str]:
-    """Its number of draft tokens counts the anchor, too, or what stands for it."""
+    """Return the options of speculation. SGLang's number of draft tokens includes the anchor, or its equivalent."""
     algorithm = "DSPARK" if spec.shifted else ALGORITHMS[spec.method.name]
     verified = ["--speculative-num-draft-tokens", str(num_drafts + 1)]
     numbers = {
-        # Its blocks are drafted tokens alone.
+        # DSpark's blocks hold only drafted tokens.
         "DSPARK": ["--speculative-dspark-block-size", str(num_drafts)],
         "DFLASH": verified,
-        # A chain, as ours; it would draft a tree.
+        # A chain, as ours; the default is a tree.
         "NGRAM": [*verified, "--speculative-ngram-max-bfs-breadth", "1"],
     }
     chain = ["--speculative-num-steps", str(num_drafts), "--speculative-eagle-topk", "1", *verified]
-    # The heads of MTP are in the target.
+    # The heads of MTP are in the target's checkpoint.
     draft = [] if spec.draft is None else ["--speculative-draft-model-path", spec.draft]
     return ["--speculative-algorithm", algorithm, *draft, *numbers.get(algorithm, chain)]
 

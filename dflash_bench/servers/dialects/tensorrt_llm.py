@@ -1,4 +1,4 @@
-"""TensorRT-LLM (`trtllm-serve`): the OpenAI paths, with prompts and answers as token ids; counts in its choices."""
+"""TensorRT-LLM (`trtllm-serve`): the OpenAI paths, with prompts and answers as token ids; counts in the choices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def identify(pages: Pages) -> ServerInfo | None:
 
 
 def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
-    """It refuses fields that it does not know."""
+    """Send only known fields: the server refuses others."""
     settings = request.settings
     sampling = {
         "top_p": settings.top_p, "top_k": settings.top_k, "min_p": settings.min_p,
@@ -26,7 +26,7 @@ def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     }  # fmt: skip
     if request.prompt_ids is None:
         return openai.CHAT, openai.chat_body(request) | sampling
-    # It names tokens only in place of text, and some of the tokens that end an answer only if asked to.
+    # Token ids come only in place of text, and some stop tokens only on request.
     return "/v1/completions", openai.common_body(request) | sampling | {
         "prompt": list(request.prompt_ids), "detokenize": False, "include_stop_str_in_output": True,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""vLLM: the OpenAI paths, with prompts as token ids, the ids of its answers, and its own fields beside them."""
+"""vLLM: the OpenAI paths, with prompts and answers as token ids, and vLLM's additional fields."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def identify(pages: Pages) -> ServerInfo | None:
 
 
 def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
-    """Send every setting: it takes missing ones from the model's generation_config."""
+    """Send every setting: the server takes missing settings from the model's generation_config."""
     settings = request.settings
     own: dict[str, Any] = {
         "top_p": settings.top_p, "top_k": settings.top_k or -1, "min_p": settings.min_p,
@@ -56,7 +56,7 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
 
 
 def argv(spec: LaunchSpec, port: int) -> list[str]:
-    """Options as in vLLM's documentation of speculative decoding (docs/features/speculative_decoding)."""
+    """Return options as in vLLM's documentation of speculative decoding (docs/features/speculative_decoding)."""
     return [
         "serve", spec.target, "--served-model-name", spec.model, "--host", "127.0.0.1", "--port", str(port),
         "--max-model-len", str(spec.length), "--dtype", spec.dtype,
@@ -70,7 +70,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "DSpark": {"method": "dspark"},
     "p-eagle": {"method": "eagle3", "parallel_drafting": True},
 }
-"""Kinds and methods that it calls otherwise; it reads other drafts' kind from their files, as `dflash`."""
+"""vLLM's names for kinds and methods; it reads the kind of other drafts from their files, as `dflash`."""
 
 
 COUNTING = ("--per-request-spec-decode-metrics", "summary")
@@ -80,10 +80,10 @@ def _speculation(spec: LaunchSpec) -> list[str]:
     if spec.num_drafts is None:
         return []
     name = spec.drafter.name
-    # Its number counts drafted tokens, without the anchor that a block has besides.
+    # The number excludes the anchor of a block.
     speculation = {
         **METHODS.get(spec.kind, METHODS.get(name, {"method": name})),
-        # The heads of MTP are in the target.
+        # The heads of MTP are in the target's checkpoint.
         **({} if spec.draft is None else {"model": spec.draft}),
         "num_speculative_tokens": spec.num_drafts,
     }
@@ -91,7 +91,7 @@ def _speculation(spec: LaunchSpec) -> list[str]:
         speculation |= {f"prompt_lookup_{bound}": spec.method.number(bound) for bound in ("min", "max")}
     if spec.rates:
         speculation |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [*spec.rates]}
-    # Its counters cannot tell concurrent answers apart; its answers can report their own rounds.
+    # Counters cannot distinguish concurrent answers; answers can report their own rounds.
     return ["--speculative-config", json.dumps(speculation), *COUNTING]
 
 
@@ -122,7 +122,7 @@ DIALECT = Dialect(
         "vllm", "vllm", False,
         {"dflash": ("n", "block"), "eagle3": ("n",), "p-eagle": ("n",), "mtp": ("n",),
          "ngram": ("n", "max", "min"), "synthetic": IMPOSED},
-        # It knows a JetSpec draft only by a key that its publisher's files do not have.
+        # vLLM recognises a JetSpec draft only by a key that its publisher's files lack.
         ("DFlash", "DFlash 2", "DSpark"), "VLLM_API_KEY", argv, COUNTING,
     ),
 )  # fmt: skip
