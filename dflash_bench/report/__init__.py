@@ -1,6 +1,6 @@
-"""What do people look at? A finished run as text, documents, data, plots, a page and a card.
+"""Presentation of a finished run: text, documents, data, plots, a page and a card.
 
-It words and draws what analysis has worked out, and works out nothing itself.
+It words and draws the results of analysis, and computes nothing itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def table_by(document: Document, by: str, width: int = WIDTH) -> str:
-    """Return the tables of `report`, with answers split by category, part or whatever `read_run` splits by."""
+    """Return the tables of `report`, with answers split by category, part or any other key of `read_run`."""
     require_answers(document)
     results = table.read_run(document.folder, by=by, allow=document.allow)
     cells = cells_of(results)

@@ -27,7 +27,7 @@ OTHER = "Some answers are not coloured, because this tokenizer does not decode t
 
 
 def load_tokenizer(info: RunInfo, chosen: Path | None) -> Any | None:
-    """Load the target's tokenizer, without fetching; None if none is found. Raises UserError if `chosen` holds none."""
+    """Load the target's tokenizer, without fetching; None if none is found. Raises UserError if `chosen` has none."""
     if chosen is not None and not any(path.is_file() for path in _places(chosen)):
         raise UserError(f"{chosen} holds no tokenizer.json")
     candidates = _places(chosen) if chosen else known(info)
@@ -58,7 +58,7 @@ def _places(folder: Path) -> list[Path]:
 
 
 def known(info: RunInfo) -> Iterator[Path]:
-    """Yield where the tokenizer of a run's model may be: as the run recorded it, or in the local cache of the hub."""
+    """Yield possible places of the tokenizer of a run's model: as the run recorded it, or in the hub's local cache."""
     from huggingface_hub import try_to_load_from_cache
 
     identity, options = info.identity, info.options
@@ -93,7 +93,7 @@ def pieces(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str] | N
 LONGEST_REFERENCE = 80
 """Characters of a reference that are shown."""
 MOST_PADDING = 1200
-"""How many characters of the padding before a prompt are shown."""
+"""Characters of the padding before a prompt that are shown."""
 COLUMNS = (
     "suite", "prompt_id", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
     "decode_s", "drafted", "drafted_ids", "verified", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
@@ -103,31 +103,29 @@ COLUMNS = (
 )  # fmt: skip
 NUL, REPLACED = "\0", "\ufffd"
 COUNTS = ["num_tokens", "decode_tokens", "num_rounds", "num_accepted"]
-"""Columns of the run's table, which has them of servers that hide rounds, too."""
+"""Columns of the run's table, which are also known for servers that hide rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageAnswers:
-    """As the page's script reads it, packed: ten thousand answers have millions of tokens and rounds."""
+    """Answers packed for the page's script: ten thousand answers have millions of tokens and rounds."""
 
     rows: Sequence[dict[str, Any]]
-    """`counts`: of each round the tokens drafted, accepted and emitted, one after the other; `times`: of each round the
+    """`counts`: each round's drafted, accepted and emitted tokens, one after the other; `times`: each round's
     microseconds of drafting and verifying; `rejected`: the texts of all rounds, joined by `NUL`."""
     texts: Sequence[str]
-    """A row names its text by number."""
+    """Texts, to which rows refer by index."""
     lengths: Sequence[list[int] | None]
-    """Of each text those of its tokens, in UTF-16 units; None if it is not split."""
+    """Lengths of each text's tokens, in UTF-16 units; None for a text that is not split."""
     prompts: Sequence[str]
-    """The user's messages; empty for a run that kept no prompts. A row names its message by number."""
+    """The user's messages, to which rows refer by index; empty for a run that kept no prompts."""
     num_all: int
     why_plain: str
     """Why texts are not split into tokens; empty if they are."""
 
 
 def first_prompts(rows: Any, most: int) -> Any:
-    """The mask of the answers to show, [rows]: those to the first prompts of each suite, at most `most`, but at least
-    those to one prompt.
-    """
+    """Return the mask of answers [rows] to show: to the first prompts of each suite, up to `most`, at least one's."""
     by_prompt = rows.groupby(["suite", "prompt_id"], observed=True, sort=False)
     sizes = by_prompt.size().reset_index(name="answers")
     sizes["rank"] = sizes.groupby("suite", observed=True).cumcount()
@@ -138,7 +136,7 @@ def first_prompts(rows: Any, most: int) -> Any:
 
 
 def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer: Path | None) -> PageAnswers:
-    """`stored` rows have `COLUMNS` and `COUNTS`. Raises UserError if `tokenizer` holds none."""
+    """Return a page's answers from rows of `COLUMNS` and `COUNTS`. Raises UserError if `tokenizer` has none."""
     stored = sorted(stored, key=lambda row: row["order"])
     decoder = load_tokenizer(document.results.info, tokenizer)
     plain = {_place(row): row for row in stored if row["method"] == BASELINE}
@@ -180,7 +178,7 @@ def page_answers(document: Document, stored: Sequence[dict[str, Any]], tokenizer
 
 
 def _num_thinking(row: dict[str, Any], is_split: bool) -> int:
-    """Return how many tokens of a split text, or UTF-16 units of another one, are thinking."""
+    """Return how many tokens of a split text, or UTF-16 units of another text, are thinking."""
     num = row["num_thinking_tokens" if is_split else "num_thinking_chars"] or 0
     return int(num) if is_split else _utf16_length(row["text"][:num])
 
@@ -190,9 +188,9 @@ def _utf16_length(text: str) -> int:
 
 
 def _asked(stored: Sequence[dict[str, Any]]) -> dict[tuple[str, str, int, int | None], str]:
-    """Return the user's message in each turn of each prompt; in a first turn with the messages around it.
+    """Return the user's message in each turn of each prompt.
 
-    In a first turn, for each context, also with the padding before it, shortened.
+    A first turn has the messages around it and, for each context, the shortened padding before it.
     """
     return {
         (prompt["suite"], prompt["prompt_id"], turn, context): "\n\n".join(
@@ -212,7 +210,7 @@ def _texts(messages: Sequence[dict[str, Any]] | None, turn: int) -> Iterator[str
 
 
 def _references(stored: Sequence[dict[str, Any]], info: RunInfo) -> dict[tuple[str, str], str]:
-    """Return the last line of each reference, where the answer stands, but not of code, whose reference is tests."""
+    """Return the last line of each reference, which holds the answer; no reference of code, which is tests."""
     of_code = {name for name, suite in info.identity.suites.items() if suite.scorer in CODE_SCORERS}
     return {
         (prompt["suite"], prompt["prompt_id"]): prompt["reference"].strip().splitlines()[-1][-LONGEST_REFERENCE:]
@@ -222,7 +220,7 @@ def _references(stored: Sequence[dict[str, Any]], info: RunInfo) -> dict[tuple[s
 
 
 def _rejected(decoder: Any, row: dict[str, Any]) -> list[str]:
-    """Return the text that each round drafted and the target rejected; empty for trees and if ids were not stored."""
+    """Return the text that each round drafted and the target rejected; empty for trees and without stored ids."""
     if row["drafted_ids"] is None or is_tree(row["method"]):
         return []
     said, at = [], 0

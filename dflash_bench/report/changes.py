@@ -1,4 +1,4 @@
-"""What changed between two runs or two methods: the verdict in sentences, and the tables below it."""
+"""Changes between two runs or two methods: the verdict in sentences, and the tables below it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChangeSentence(NamedTuple):
 
 
 def verdicts(comparisons: Sequence[Comparison]) -> list[ChangeSentence]:
-    """Return what changed for the better or worse, worst first, and how much else did not, in a sentence each."""
+    """Return a sentence for each change for the better or worse, worst first, and one on the other comparisons."""
     found: dict[str, list[str]] = {"worse": [], "better": [], "unclear": [], "same": []}
     for versus in comparisons:
         where = " ".join(filter(None, [_place(versus), versus.key.slice]))
@@ -131,13 +131,13 @@ def change_sections(comparisons: Sequence[Comparison]) -> list[Section]:
 
 
 def _pair(several: Sequence[Comparison | Agreement]) -> str:
-    """Return `after / before` by name if all are of the same two; else nothing."""
+    """Return `after / before` by name if all are of the same two, else an empty text."""
     pairs = {f"{one.after} / {one.before}" for one in several}
     return pairs.pop() if len(pairs) == 1 else ""
 
 
 def headings_of(comparisons: Sequence[Comparison], *, with_pair: bool = False) -> list[str]:
-    """Return what each is about; `with_pair` also of which two runs or methods, where that is the same for all."""
+    """Return headings of comparisons; `with_pair` also names the two runs or methods, if all have the same."""
     is_told = bool(_pair(comparisons)) and not with_pair
     return [
         " · ".join(filter(None, [_place(versus), versus.key.slice]))
@@ -147,7 +147,7 @@ def headings_of(comparisons: Sequence[Comparison], *, with_pair: bool = False) -
 
 
 def _answered_right(comparisons: Sequence[Comparison], headings: Sequence[str]) -> Iterator[Section]:
-    """Whether answers got worse: a row where any changed between right and wrong, and a sentence on the others."""
+    """Yield a row wherever answers changed between right and wrong, and a sentence on the others."""
     scored = [(versus, heading) for versus, heading in zip(comparisons, headings, strict=True) if versus.num_scored]
     changed = [(versus, heading) for versus, heading in scored if versus.lost or versus.gained]
     rows: list[list[Value]] = [
@@ -184,7 +184,7 @@ def _place(one: Comparison | Agreement) -> str:
 
 
 def agreement_section(agreements: Sequence[Agreement]) -> Section:
-    """Return how far the target's own answers are the same in two runs."""
+    """Return the agreement of the target's own answers in two runs."""
     is_told = bool(_pair(agreements))
     rows: list[list[Value]] = [
         [

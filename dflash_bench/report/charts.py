@@ -1,6 +1,6 @@
-"""What the page draws by itself, so that its filters reach every row: speed-ups, what they are made of, acceptance.
+"""Charts that the page draws itself, so that its filters reach every row: speed-ups, their components, acceptance.
 
-Lengths are percentages of a chart's width. All values also stand there as text.
+Lengths are percentages of a chart's width. All values are also given as text.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dflash_bench.results.rounds import RunRounds, accept_at
 
 MOST_POSITIONS = 16
 FARTHEST = 2.0
-"""An interval is cut off at this multiple of the highest speed-up, or a weak one would hide all others."""
+"""An interval is cut off at this multiple of the highest speed-up, as a weak one would hide all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChartRow:
-    """A method on one suite, or over all suites, for which the suite of its key is empty."""
+    """A method on one suite; the key's suite is empty for a method over all suites."""
 
     key: CellKey
     group: str
     name: str
     colour: str
-    """A variable of the page's style."""
+    """A CSS variable of the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class ForestRow(ChartRow):
     low: float
     high: float
     one: float
-    """Where plain decoding is."""
+    """The position of plain decoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the speed-up would be if a round cost no more than what was named so far."""
+    """The speed-up if a round cost no more than the parts named so far."""
 
     name: str
     text: str
@@ -58,7 +58,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Waterfall(ChartRow):
-    """From the tokens of a round to the speed-up: what each part of the round takes away."""
+    """From the acceptance length to the speed-up: the loss by each part of the round."""
 
     steps: Sequence[Step]
     one: float
@@ -66,7 +66,7 @@ class Waterfall(ChartRow):
 
 @dataclass(frozen=True, slots=True)
 class PositionRow(ChartRow):
-    """The share of rounds that accept at least so many tokens, from one on."""
+    """The share of rounds that accept at least k tokens, from k = 1 on."""
 
     shares: Sequence[float]
 
@@ -77,7 +77,7 @@ Placed = tuple[CellKey, str, str, str, Interval]
 
 
 def groups(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Return rows that stand below the same heading."""
+    """Return rows grouped by heading."""
     return [(group, list(members)) for group, members in groupby(rows, key=lambda row: row.group)]
 
 
@@ -106,12 +106,12 @@ def forest(document: Document, means: Sequence[Mean]) -> list[ForestRow]:
 
 
 def key_of(versus: Comparison) -> CellKey:
-    """Return the key of a comparison; of two methods, that of the one after."""
+    """Return the key of a comparison; for two methods, the key of the one after."""
     return versus.key._replace(method=versus.key.method or versus.after)
 
 
 def changes(comparisons: Sequence[tuple[str, Comparison]]) -> list[ForestRow]:
-    """Return what changed by the metrics that a verdict is about, as after / before: one is no change.
+    """Return the changes of the metrics that verdicts are about, as after / before: 1 is no change.
 
     Each comparison comes with its heading.
     """
@@ -143,7 +143,7 @@ def placed(known: Sequence[Placed]) -> list[ForestRow]:
 
 
 def waterfalls(document: Document) -> list[Waterfall]:
-    """Return the steps of each method and suite for which the time of a round is known by its parts."""
+    """Return the steps of each method and suite with known times of a round's parts."""
     made = [(cell, steps) for cell in _drafting(document.cells) if (steps := _steps(cell))]
     top = max((value for _, steps in made for *_, value in steps), default=1.0)
     top = max(top, 1.0)
@@ -158,7 +158,7 @@ def waterfalls(document: Document) -> list[Waterfall]:
 
 
 def _steps(cell: Cell) -> list[tuple[str, str, float]]:
-    """Return each part's name, its cost in words, and the speed-up that would be left if there were no other."""
+    """Return each part's name, its cost in words, and the speed-up if there were no other part."""
     values = [cell.value(name) for name in ("al.pooled", "plain_ms", "verify_ms", "draft_ms", "other_ms")]
     if any(value is None for value in values) or not values[1]:
         return []
@@ -192,18 +192,18 @@ def colour_of(document: Document, method: str) -> str:
 
 
 def _ends(interval: Interval) -> tuple[float, float]:
-    """Return the bounds that are drawn: the value itself if there are none, or if they are too far apart to tell."""
+    """Return the drawn bounds: the value itself without bounds, or with bounds too far apart to be informative."""
     if interval.low is None or interval.high is None or interval.is_vague:
         return interval.value, interval.value
     return interval.low, interval.high
 
 
 Filters = Mapping[str, tuple[str, Mapping[str, str]]]
-"""By the id of a choice: what all of them are called, and each value with its words."""
+"""By the id of a filter: its label, and each value with its words."""
 
 
 def filters(keys: Iterable[CellKey], settings: Mapping[str, str]) -> Filters:
-    """Return what the rows with these keys can be filtered by; `settings` has words for ids of settings."""
+    """Return the filters for rows with these keys; `settings` has words for ids of settings."""
     several = list(keys)
     return {
         "suite": ("suites", {key.suite: key.suite for key in several}),

@@ -30,7 +30,7 @@ METHOD = Column("method", "method", "left")
 COUNTS = ("num_prompts", "num_tokens", "num_errors", "num_near_ties")
 SHARES = ("exact", "audit", "passed", "cut")
 JUDGED = ("exact", "audit")
-"""Shares of answers that are the target's own, which those of lossy methods need not be."""
+"""Shares of answers that are the target's own; answers of lossy methods need not be."""
 AS_TEXT = Badge("t", "compared as text", "compared as text, because a server does not report token ids")
 RESULTS = (
     Column("num_prompts", "prompts", is_spare=True, in_paper=True),
@@ -104,7 +104,7 @@ def legend(cells: Sequence[Cell], findings: Sequence[Finding]) -> list[str]:
 
 
 def counted(cells: Sequence[Cell]) -> list[str]:
-    """Explain how servers that hide their rounds counted them, in a sentence for each way; nothing for engines."""
+    """Explain how the rounds of servers that hide them were counted, in a sentence for each way; empty for engines."""
     ways: dict[str, dict[str, None]] = {}
     for cell in cells:
         for by in cell.counted_by if cell.method != BASELINE else ():

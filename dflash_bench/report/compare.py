@@ -1,6 +1,6 @@
 """The `compare` command, from its arguments to text, JSON and a page.
 
-Reads runs, refuses unlike ones, and sets them side by side, or one beside figures from elsewhere.
+Reads runs, refuses incomparable ones, and compares them with each other or with figures from elsewhere.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def compared(
 
 
 def _last_parts(names: Iterable[str]) -> dict[str, str]:
-    """Return the names of runs for tables: those of their folders alone, where that tells them apart."""
+    """Return the names of runs for tables: only their folders' names, if these differ."""
     ends = {name: Path(name).name or name for name in names}
     return ends if len({*ends.values()}) == len(ends) else {name: name for name in ends}
 
@@ -191,7 +191,7 @@ def _with_notes(runs: Sequence[RunTable], notes: Sequence[str], found: _Found, w
 
 
 def _wrong(run: RunTable) -> list[str]:
-    """Note answers that are not the target's own, which make a comparison meaningless."""
+    """Note answers that are not the target's own and make a comparison meaningless."""
     wrong = run.rows[mismatched(run.rows)]
     named = {settings.id: name for settings, name in short_names(settings_of(run.info.identity)).items()}
     cells = wrong[["suite", "settings_id", "method"]].drop_duplicates().itertuples(index=False, name=None)
@@ -239,7 +239,7 @@ def _sections(
     alike: Sequence[Agreement],
     by: str,
 ) -> list[Section]:
-    """Return the cells of each run, then what changed, and last whether the target still gives the same answers."""
+    """Return the cells of each run, then the changes, and last whether the target still gives the same answers."""
     made = []
     for name, cells in cells_of.items():
         made += [*([_heading(name)] if len(cells_of) > 1 else []), *cell_sections(cells)]
@@ -314,7 +314,7 @@ def _unlike_published(model: str, target: str, figures: Sequence[paper.PaperComp
 
 
 def _beside_served(runs: Sequence[RunTable], served: Sequence[benches.BenchResult]) -> _Found:
-    """Set runs beside results of servers, by formula id; only acceptance means the same on both sides."""
+    """Compare runs with results of servers, by formula id; only acceptance means the same on both sides."""
     ids = list(dict.fromkeys(("al.pooled", "accept_rate", *(name for bench in served for name in bench.figures))))
     ours = [
         (run.name, cell, reached.get(cell.key, {}))
@@ -332,7 +332,7 @@ def _beside_served(runs: Sequence[RunTable], served: Sequence[benches.BenchResul
 
 
 def _served_section(rows: Sequence[list[Value]], served: Sequence[benches.BenchResult], ids: Sequence[str]) -> Section:
-    """Return our rows, and one for each result of another program, by formula."""
+    """Return our rows, and a row for each result of another program, by formula."""
     theirs: list[list[Value]] = [
         [f"{bench.name} ({bench.model})", f"{bench.num_requests or 'some'} requests", bench.num_failed,
          str(bench.concurrency or "no limit"), *(bench.figures.get(name) for name in ids)] for bench in served
@@ -351,7 +351,7 @@ def imported(served: Sequence[benches.BenchResult], width: int | None) -> str:
 
 
 def left_out(served: Sequence[benches.BenchResult]) -> Iterator[str]:
-    """Name what the files hold besides, of which it is not known, or not of interest here, what it means."""
+    """Name the files' other fields, whose meaning is not known or not of interest here."""
     for bench in served:
         if bench.left_out:
             more = f" and {len(bench.left_out) - MOST_NAMED} more" if len(bench.left_out) > MOST_NAMED else ""
@@ -359,7 +359,7 @@ def left_out(served: Sequence[benches.BenchResult]) -> Iterator[str]:
 
 
 def _accept_at(run: RunTable) -> dict[CellKey, dict[str, float]]:
-    """Return the share of all rounds that accept at least k tokens, which vLLM calls its rate per position."""
+    """Return the share of all rounds that accept at least k tokens: vLLM's acceptance rate per position."""
     return {
         key: {f"accept_at[{position.k}]": position.unconditional for position in rounds.accept_at(counts, key.method)}
         for key, counts in rounds.read_rounds(run.stored).histograms.items()

@@ -21,11 +21,11 @@ from dflash_bench.report.findings import Finding
 from dflash_bench.results.run_info import RunIdentity
 
 IN_TABLES = tuple(metric.id for metric in METRICS.values() if metric.shown)
-"""The metrics that JSON has at the top of a cell: those of the tables, with dots as underscores."""
+"""The metrics at the top of a cell in JSON: those of the tables, with dots as underscores."""
 
 
 def as_json(document: Document) -> dict[str, Any]:
-    """Return what `run --json` prints; `sweeps` and `loads` only where there are any."""
+    """Return the JSON of `run --json`; `sweeps` and `loads` only if there are any."""
     made: dict[str, Any] = {
         "run": str(document.folder),
         "cells": [_json_cell(cell) for cell in document.cells],
@@ -40,7 +40,7 @@ def as_json(document: Document) -> dict[str, Any]:
 
 
 def document_json(document: Document) -> dict[str, Any]:
-    """`as_json`, plus the machine and command, and every metric of a cell by its formula id, with its interval."""
+    """Return `as_json`, plus the machine, the command, and every metric of a cell by formula id, with its interval."""
     info, summary = document.results.info, as_json(document)
     for stored, cell in zip(summary["cells"], document.cells, strict=True):
         stored["figures"] = {name: json_value(interval) for name, interval in cell.figures.items()}
@@ -50,7 +50,7 @@ def document_json(document: Document) -> dict[str, Any]:
 
 
 def _json_cell(cell: Cell) -> dict[str, Any]:
-    """Return a cell; speed-ups have their intervals, and what cannot be computed is null."""
+    """Return a cell; speed-ups have their intervals, and metrics that cannot be computed are null."""
     figures = {
         name.replace(".", "_"): cell.figures.get(name) if METRICS[name].unit == "x" else cell.value(name)
         for name in IN_TABLES
@@ -65,7 +65,7 @@ def _json_cell(cell: Cell) -> dict[str, Any]:
 
 
 def _finding_json(finding: Finding) -> dict[str, Any]:
-    """Return a finding with the values that it was seen by at each place."""
+    """Return a finding with the values that show it at each place."""
     values = finding.values or ({},) * len(finding.places)
     places = [
         place._asdict() | {"values": json_value(dict(own))} for place, own in zip(finding.places, values, strict=True)
@@ -119,7 +119,7 @@ def _curve_json(curve: SweepCurve) -> dict[str, Any]:
 
 
 def _point_json(curve: SweepCurve, number: int, point: Point) -> dict[str, Any]:
-    """`best_over_this` is the speed-up of the best value over that of this value."""
+    """Return a point; `best_over_this` is the speed-up of the best value over the speed-up of this value."""
     over = curve.over.get(number)
     return {
         "value": point.value, "method": point.method, "num_prompts": point.num_prompts, "al_pooled": point.length,
@@ -128,8 +128,9 @@ def _point_json(curve: SweepCurve, number: int, point: Point) -> dict[str, Any]:
 
 
 def json_value(value: Any, exact: Sequence[str] = ()) -> Any:
-    """With six digits: more than the measurements hold, and the same on every machine. What the user asked for, under
-    the keys `exact`, is unchanged.
+    """Return JSON with six digits: more than measurements hold, and the same on every machine.
+
+    What the user requested, under the keys `exact`, is unchanged.
     """
     match value:
         case Interval(value=middle, low=low, high=high):
@@ -179,7 +180,7 @@ def comparison_json(
     pooled: Mapping[str, Sequence[Cell]],
     alike: Sequence[Agreement],
 ) -> dict[str, Any]:
-    """Return the cells of runs, what changed between them, and the figures over their repetitions."""
+    """Return the cells of runs, the changes between them, and the figures over their repetitions."""
     named = [{"run": name, **cell} for name, cells in cells_of.items() for cell in cells_json(cells)]
     made: dict[str, Any] = {"cells": named, "changes": versus_json(changes)}
     if pooled:
@@ -190,7 +191,7 @@ def comparison_json(
 
 
 def contexts_json(cells_of: Mapping[str, Sequence[Cell]]) -> list[dict[str, Any]]:
-    """Return the context from which on each method stops paying, of cells sliced by where in it rounds begin."""
+    """Return the context from which on each method stops paying, of cells sliced by context-position."""
     return [
         {
             "run": name, "suite": curve.cells[0].suite, "settings_id": curve.cells[0].settings.id,
@@ -202,7 +203,7 @@ def contexts_json(cells_of: Mapping[str, Sequence[Cell]]) -> list[dict[str, Any]
 
 
 def compat_json(name: str, official: Sequence[Official], ours: Sequence[Cell], ids: Sequence[str]) -> dict[str, Any]:
-    """Return what the official harness would have printed, with our figures of the same cells."""
+    """Return the official harness's figures, with our figures of the same cells."""
     figures = [
         asdict(printed) | {"source": cell.source} | {of: cell.value(of) for of in ids}
         for printed, cell in zip(official, ours, strict=True)
@@ -216,7 +217,7 @@ def published_json(target: str, figures: Sequence[PaperComparison], identity: Ru
 
 
 def served_json(ours: Sequence[tuple[str, Cell, Mapping[str, float]]], served: Sequence[BenchResult]) -> dict[str, Any]:
-    """Return our cells with their run and how far their rounds got, and the results of servers."""
+    """Return our cells with their run and acceptance by position, and the results of servers."""
     several = cells_json([cell for _, cell, _ in ours])
     cells = [
         {"run": run, **cell, "accept_at": positions} for (run, _, positions), cell in zip(ours, several, strict=True)

@@ -1,4 +1,4 @@
-"""The document that every format shows: a run that was read, its cells, and the findings about them."""
+"""The document that every format shows: a run, its cells, and the findings about them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MethodLine:
     method: str
     settings: Settings
     setting: str
-    """Distinguishes the settings from the others of the run; empty if there is only one."""
+    """Label that distinguishes the settings from the others of the run; empty if there is only one."""
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class Document:
 
     @property
     def why_empty(self) -> str:
-        """A sentence that says why there are no figures; empty if there are some."""
+        """A sentence on why there are no figures; empty if there are any."""
         why = "" if any(cell.num_prompts for cell in self.cells) else self.results.why_empty
         return f"{why[0].upper()}{why[1:]}" if why else ""
 
@@ -71,7 +71,7 @@ class Document:
 
     @property
     def lines(self) -> list[MethodLine]:
-        """Each drafting method under each settings, in the order of the run: these have a mean over suites."""
+        """Each drafting method under each settings, in the order of the run; each has a mean over suites."""
         places = dict.fromkeys((cell.method, cell.settings, cell.setting) for cell in self.cells)
         methods = self.methods
         drafting = [MethodLine(*place) for place in places if place[0] in methods]
@@ -82,8 +82,10 @@ class Document:
         return [(line, *over_all(self.cells, line)) for line in self.lines]
 
     def typical(self, line: MethodLine) -> Interval | None:
-        """Return a method's speed-up as the geometric mean over prompts (and suites), where it parts from that over all
-        tokens (`metrics.parts`): it is the headline then, as its interval contains the truth as often as it says."""
+        """Return a method's speed-up as the geometric mean over prompts (and suites), if it parts from the pooled one.
+
+        It is the headline then (`metrics.parts`), as its interval contains the truth as often as stated.
+        """
         pooled, _ = over_all(self.cells, line)
         answered = [cell for cell in line.cells_of(self.cells) if cell.num_prompts]
         if pooled is None or pooled.low is None:
@@ -99,7 +101,7 @@ class Document:
         return max(known, key=lambda one: one[1].value)
 
     def why_no_speedup(self, line: MethodLine | None = None) -> str:
-        """Say why a method, or the run, has no speed-up over all suites."""
+        """Return why a method, or the run, has no speed-up over all suites."""
         cells = line.cells_of(self.cells) if line else self.cells
         kinds = {cell.forbidden for cell in cells}
         texts = [one.text for one in self.findings if one.forbids and one.kind in kinds]
@@ -125,9 +127,9 @@ class Document:
 def read_document(
     folder: Path, allow: Sequence[str] = (), reread: Callable[[table.RunTable], table.RunTable] = lambda run: run
 ) -> Document:
-    """Read a finished run; `reread` may take scores away.
+    """Read a finished run; `reread` may remove scores.
 
-    Raises UserError for one that is unfinished or damaged, unless `allow` names that.
+    Raises UserError for a run that is unfinished or damaged, unless `allow` names that.
     """
     for name in allow:
         if name not in ALLOWED:
@@ -136,7 +138,7 @@ def read_document(
 
 
 def require_answers(document: Document) -> Document:
-    """Return the document. Raises UserError if every answer failed, so that there is nothing to draw or to play."""
+    """Return the document. Raises UserError if every answer failed, so that there is nothing to show."""
     if document.why_empty:
         raise UserError(f"{document.folder}: {document.results.why_empty}", "run it again")
     return document

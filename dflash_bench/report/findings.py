@@ -1,6 +1,6 @@
 """Findings in words: a text and a remedy for each code, and the badges that findings put beside a speed-up.
 
-`WORDS` is the complete list. The words of a code are filled with its fields: the values of what a check saw, and the
+`WORDS` is the complete list. The words of a code are filled with its fields: the values that a check observed, and the
 `cell`, the code of the `remedy`, the `tally` and `how` to set the number of draft tokens.
 """
 
@@ -33,13 +33,13 @@ class Finding:
     text: str
     remedy: str
     places: tuple[CellKey, ...] = ()
-    """The cells it was seen in; without a method if all methods of the suite share the fault under these settings."""
+    """The cells it was found in; without a method if all methods of the suite share the fault under these settings."""
     remedy_code: str = ""
     """The code of its remedy; empty for a kind with only one remedy."""
     values: tuple[Mapping[str, Any], ...] = ()
-    """For each place the numbers and names that show it."""
+    """The numbers and names that show it, for each place."""
     forbids: bool = False
-    """Whether it takes the speed-ups of its places away, from every screen; the run then exits with 1."""
+    """Whether it forbids the speed-ups of its places on every screen; the run then exits with 1."""
 
 
 def findings(
@@ -107,9 +107,9 @@ def _answers(number: int) -> str:
 
 
 def _how(label: str) -> str:
-    """Return how a user sets the number of draft tokens, in parentheses; empty where nobody can.
+    """Return how a user sets the number of draft tokens, in parentheses.
 
-    Nobody can for a method that is not in the table, or that chooses the number itself.
+    Empty for a method that is not in the table, or that chooses the number itself.
     """
     kind = METHODS.get(name_of(label))
     is_tree = kind is not None and any(option.name == "nodes" for option in kind.options)
@@ -208,7 +208,7 @@ def _looping(method: str, values: Mapping[str, Any]) -> str:
 
 
 def _of_dialect(code: str, otherwise: str) -> Callable[[str], str]:
-    """Return what the dialect that the remedy's code names has declared for a finding."""
+    """Return the finding's wording by the dialect that the remedy's code names."""
     return lambda remedy: dialects.remedy(remedy, code) or otherwise
 
 
@@ -221,7 +221,7 @@ FLATTERED = "plain decoding is slower than its own forward passes allow, which f
 SLOWER_CODE = "plain decoding is slower this way, and speed-ups over it are higher; choose it by"
 ON = {True: "on", False: "off"}
 APART = ("loops",)
-"""Kinds whose text matters at each place, so that they are not merged with others that have the same remedy."""
+"""Kinds whose text differs by place, so that they are not merged with others that have the same remedy."""
 WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
     "mismatch": (_mismatch, {
         "engine": "rounding does not explain this: the engine has a bug; do not use these numbers",
@@ -425,7 +425,7 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         f"{SLOWER_CODE} --kernels torch",
     ),
 }  # fmt: skip
-"""By kind, the text and the remedy; where a kind has several remedies, by the code of the remedy."""
+"""Text and remedy by kind; if a kind has several remedies, these by the code of the remedy."""
 
 
 # Badges: findings that weaken a speed-up so much that a mark must stand beside the number itself.
@@ -443,7 +443,7 @@ BADGES = {
     ),
     "shared_machine": Badge("w", "workers shared a machine", "several workers measured on one machine at a time"),
 }
-"""By the kind of the finding that explains it."""
+"""Badges by the kind of the finding that explains them."""
 
 
 def beside(findings: Iterable[Finding], cell: Cell) -> list[Badge]:
@@ -453,7 +453,7 @@ def beside(findings: Iterable[Finding], cell: Cell) -> list[Badge]:
 
 
 def beside_mean(findings: Iterable[Finding], settings_id: str, is_unclear: bool) -> list[Badge]:
-    """Return the badges of a method's mean over suites; `is_unclear` says that its interval contains 1."""
+    """Return the badges of a method's mean over suites; `is_unclear` if its interval contains 1."""
     here = [finding for finding in findings if any(place.settings_id == settings_id for place in finding.places)]
     kinds = {finding.kind for finding in here} - {"unclear"}
     return _of(kinds | ({"unclear"} if is_unclear else set()))

@@ -26,7 +26,7 @@ COLUMNS = (
     Column("why", "why"),
 )  # fmt: skip
 UNITS = {name: metric.unit for name, metric in METRICS.items() if metric.may_fall}
-"""Of the metrics that github-action-benchmark draws: those that a gate lets fall a little."""
+"""Units of the metrics that github-action-benchmark draws: those with a gate's tolerance."""
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -92,7 +92,7 @@ def as_json(outcome: GateOutcome) -> dict[str, Any]:
 
 
 def junit(outcome: GateOutcome, name: str) -> str:
-    """JUnit XML with a test case for each check, and a test suite for each suite of prompts."""
+    """Return JUnit XML with a test case for each check, and a test suite for each suite of prompts."""
     root = ElementTree.Element("testsuites", _counts(outcome.checks) | {"name": "dflash-bench check"})
     for suite in dict.fromkeys(check.suite for check in outcome.checks):
         checks = [check for check in outcome.checks if check.suite == suite]
@@ -124,7 +124,7 @@ def _sentence(check: Check) -> str:
 
 
 def benchmark(cells: Runs) -> str:
-    """JSON for `customBiggerIsBetter` of github-action-benchmark: metrics that are better when they are bigger."""
+    """Return JSON for `customBiggerIsBetter` of github-action-benchmark: metrics for which bigger is better."""
     entries = [
         {
             "name": " ".join(filter(None, (key.suite, runs[0].setting, key.slice, key.method, name))),
@@ -141,7 +141,7 @@ def benchmark(cells: Runs) -> str:
 
 
 def _range(interval: Interval) -> str:
-    """Return half of an interval's width; in words where it has no bounds, or says nothing."""
+    """Return half of an interval's width; in words if it has no bounds, or is too wide."""
     if interval.half_width is None:
         return "n/a"
     return VAGUE if interval.is_vague else f"± {interval.half_width:.3g}"

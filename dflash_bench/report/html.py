@@ -1,7 +1,7 @@
 """One self-contained page: no network, works from a file, and runs no script but its own.
 
-Whatever comes from a run is hostile: the template escapes all text, and what its script shows comes as JSON, packed,
-and is only ever set as text. A content security policy names the script by its hash.
+Everything from a run is hostile: the template escapes all text, and the script's data comes as packed JSON and is only
+ever set as text. A content security policy names the script by its hash.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_ANSWERS = 10_000
 
 
 def write_page(document: Document, path: Path, most_answers: int = MOST_ANSWERS, tokenizer: Path | None = None) -> None:
-    """Raises UserError where the file cannot be written, or `tokenizer` is none."""
+    """Write the page. Raises UserError if the file cannot be written, or `tokenizer` holds no tokenizer."""
     require_output(path)
     read = read_page(document, most_answers)
     listed = answers.page_answers(document, read.answers, tokenizer)
@@ -60,7 +60,7 @@ def escape(text: str) -> str:
 def page(
     document: Document, figures: Mapping[str, tuple[str, str]], listed: answers.PageAnswers, read: RunRounds
 ) -> str:
-    """Return the page; `figures` holds by name the SVG and a caption."""
+    """Return the page; `figures` maps names to the SVG and a caption."""
     from markupsafe import Markup
 
     info = document.results.info
@@ -95,7 +95,7 @@ def page(
 
 
 def excerpt(document: Document) -> str:
-    """Return what a notebook shows of a run: its verdict, the first table and the findings."""
+    """Return HTML of a run for a notebook: its verdict, the first table and the findings."""
     shown = {section.id: section for section in sections.of_document(document)}
     parts = [
         Section("title", _title(document), sentences=[*document.notes, *sentences(document)]),
@@ -114,14 +114,14 @@ def _title(document: Document) -> str:
 
 
 def _verdict(document: Document, means: Sequence[Mean]) -> tuple[str, list[str]]:
-    """Return the page's headline, and the sentences on what forbids a speed-up, which stand above all else."""
+    """Return the page's headline, and above all else the sentences on what forbids a speed-up."""
     several = screen.answers(document, means) or [_title(document)]
     said = several[-1 if any(speedup for _, speedup, _ in means) else 0]
     return _title(document) if document.sweeps or document.loads else said, screen.faults(document)
 
 
 def _tiles(document: Document, means: Sequence[Mean]) -> list[dict[str, Any]]:
-    """Return each method's speed-up over all suites, and what must stand beside it."""
+    """Return each method's speed-up over all suites, with its caveats."""
     bars = {row.key: row for row in charts.placed(charts.overall(document, means))}
     return [_tile(document, mean, bars) for mean in means]
 
@@ -165,7 +165,7 @@ def _reproduce(document: Document) -> str:
 
 
 def _data(listed: answers.PageAnswers) -> str:
-    """JSON, deflated (zlib's form), in base64: nothing in it means anything inside a script element."""
+    """Return JSON, deflated (zlib's form), in base64: nothing in it means anything inside a script element."""
     stored = {"rows": listed.rows, "texts": listed.texts, "lengths": listed.lengths, "prompts": listed.prompts}
     text = json.dumps(stored, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return b64encode(zlib.compress(text.encode("utf-8", "surrogatepass"), 9)).decode()

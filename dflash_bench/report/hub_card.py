@@ -16,7 +16,7 @@ RESULTS = Path(".eval_results") / "dflash-bench.yaml"
 
 
 def write_hub_card(document: Document, folder: Path) -> Path | None:
-    """Write scores where prompts are those of public datasets, and return the file; None if no prompt is.
+    """Write scores on public datasets, and return the file; None if no prompt is from one.
 
     Raises UserError for a run without a speed-up.
     """
@@ -31,7 +31,7 @@ def write_hub_card(document: Document, folder: Path) -> Path | None:
 
 
 def _entries(document: Document, line: MethodLine) -> list[dict[str, Any]]:
-    """Return the target's own score on each public suite, with what the method gained there in the notes."""
+    """Return the target's own score on each public suite, with the method's gain in the notes."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
     entries = []

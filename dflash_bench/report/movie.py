@@ -27,11 +27,11 @@ COLUMNS_READ = (
     "decode_s",
 )  # fmt: skip
 COLUMNS, MOST_LINES = 46, 18
-"""Characters of a line, and lines of an answer; what is longer is cut."""
+"""Most characters per line, and lines per answer; the rest is cut."""
 CHARACTER, LINE, MARGIN, HEAD = 7.8, 18, 14, 34
 """Pixels."""
 TYPING_S, HOLD_S = 5.0, 2.5
-"""How long the slower answer is typed, and how long both then stay."""
+"""Seconds of typing the slower answer, and seconds that both then stay."""
 STYLE = """
 text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #1b2530; white-space: pre; }
 .head { font-weight: 600; } .small { font-size: 11px; fill: #5a6877; }
@@ -45,7 +45,7 @@ text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill
 
 @dataclass(frozen=True, slots=True)
 class TypedPart:
-    """Text from `first` to `last` (of the answer's characters), which appears at a time after the first token."""
+    """Text from character `first` to `last` of the answer, and its time after the first token."""
 
     first: int
     last: int
@@ -66,8 +66,8 @@ def movie(
 ) -> str:
     """Return the SVG of one answer (SUITE/PROMPT), by one of the run's methods; by default the fastest.
 
-    Raises UserError for a method or an answer that the run does not have, for one whose rounds are hidden, and if the
-    target's tokenizer, which says which letters are which tokens, is not on this disk.
+    Raises UserError for a method or an answer that the run does not have, for an answer whose rounds are hidden, and if
+    the target's tokenizer, which maps characters to tokens, is not on this disk.
     """
     method = method or require_answers(document).fastest()[0].method
     if method not in document.methods:
@@ -89,7 +89,7 @@ Row = dict[str, Any]
 
 
 def _chosen(document: Document, method: str, answer: str | None) -> tuple[Row, Row]:
-    """Return an answer of plain decoding, and the same of the method."""
+    """Return an answer of plain decoding, and the method's answer to the same question."""
     plain: dict[tuple[Any, ...], Row] = {}
     drafted: dict[tuple[Any, ...], Row] = {}
     for batch, numbers in document.results.stored.batches(COLUMNS_READ):
@@ -141,7 +141,7 @@ def _places(text: str) -> list[tuple[int, int]]:
 
 
 def _width(text: str) -> int:
-    """Return the columns of a text, of which a Chinese letter takes two and a mark on another letter none."""
+    """Return the columns of a text: a Chinese character takes two, a combining mark none."""
     return sum(
         0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
         for letter in text
@@ -152,7 +152,7 @@ def _width(text: str) -> int:
 
 
 def _levels(line: str, base: int) -> list[int]:
-    """Return for each letter how often the direction changes there: odd is leftward, 2 a number within such text.
+    """Return the embedding level of each letter: odd is leftward, 2 a number within leftward text.
 
     The Unicode algorithm (UAX 9) without explicit embeddings, which are shown as escapes; `base` is 1 if the paragraph
     is leftward.
@@ -173,13 +173,13 @@ def _levels(line: str, base: int) -> list[int]:
 
 
 def _is_leftward(text: str) -> bool:
-    """Whether a paragraph is written from right to left, as its first letter that has a direction says."""
+    """Return whether a paragraph is written from right to left, by its first letter that has a direction."""
     strong = (kind for kind in map(unicodedata.bidirectional, text) if kind in ("L", "R", "AL"))
     return next(strong, "L") != "L"
 
 
 def _between(levels: Sequence[int | None], kinds: Sequence[str], at: int, base: int) -> int:
-    """Return the level of a space or a mark: that of its neighbours if they agree, else that of the line."""
+    """Return the level of a space or a mark: its neighbours' if they agree, else the line's."""
     before = next((place for place in range(at, -1, -1) if levels[place] is not None), None)
     after = next((place for place in range(at, len(levels)) if levels[place] is not None), None)
     sides = [base if place is None else int(levels[place] or 0) for place in (before, after)]
@@ -196,7 +196,7 @@ def _between(levels: Sequence[int | None], kinds: Sequence[str], at: int, base: 
 
 
 def _in_order(text: str, places: Sequence[tuple[int, int]]) -> list[tuple[int, int, bool]]:
-    """Return of each letter its line, the column that it begins at on the left, and whether it is leftward."""
+    """Return each letter's line, its first column from the left, and whether it is leftward."""
     ordered: list[tuple[int, int, bool]] = []
     for line, members in groupby(range(len(text)), key=lambda at: places[at][0]):
         letters = [at for at in members if text[at] != "\n"]
@@ -224,7 +224,7 @@ def _in_order(text: str, places: Sequence[tuple[int, int]]) -> list[tuple[int, i
 def _runs(
     filmed: FilmedAnswer, placed: Sequence[tuple[int, int, bool]]
 ) -> Iterator[tuple[TypedPart, str, int, int, bool]]:
-    """Yield what is typed at a time: text that stands together in one direction, its line, and where it begins."""
+    """Yield parts typed at once: text that stands together in one direction, its line, and its start."""
     for part in filmed.parts:
         first = part.first
         for at in range(part.first, part.last):
@@ -237,7 +237,7 @@ def _runs(
 
 
 def _go_on(text: str, placed: Sequence[tuple[int, int, bool]], at: int) -> bool:
-    """Whether the next letter stands beside this one, in its direction."""
+    """Return whether the next letter stands beside this one, in its direction."""
     line, column, is_leftward = placed[at]
     beside = column - _width(text[at + 1]) if is_leftward else column + _width(text[at])
     return placed[at + 1] == (line, beside, is_leftward)
@@ -285,7 +285,7 @@ def _svg(both: Sequence[FilmedAnswer], below: str) -> str:
 def _text(
     words: str, x: float, y: float, kind: str, share: float | None = None, length_s: float = 0.0, more: str = ""
 ) -> str:
-    """Return a text, which appears when this share of the loop is over; `more` are attributes."""
+    """Return a text that appears at this share of the loop; `more` are attributes."""
     name = f' class="{kind}"' if kind else ""
     appears = ""
     if share is not None and share > 0:

@@ -18,7 +18,7 @@ from dflash_bench.results.run_info import RunInfo
 
 
 CROOKED = 0.25
-"""With at least this misfit, the line is not to be trusted between the measured widths."""
+"""Misfit from which on the line is not reliable between the measured widths."""
 
 
 def line_of(info: RunInfo) -> str:
@@ -89,7 +89,7 @@ FACTORS = {
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """A profile to be shown. `estimated` are the same batches for the whole target, if some of its layers were cut."""
+    """A profile to show. `estimated` are the same batches for the whole target, if some of its layers were cut."""
 
     about: Mapping[str, Any]
     measured: ProfileData
@@ -221,7 +221,7 @@ def _binds(verdict: RoundVerdict) -> str:
 
 
 def as_json(profile: Profiled) -> dict[str, Any]:
-    """Return what `--json` prints and profile.json holds: measurements first, then the figures made from them."""
+    """Return the content of `--json` and profile.json: measurements first, then the figures made from them."""
     return {
         **profile.about,
         "measured": asdict(profile.measured),

@@ -1,4 +1,4 @@
-"""Names and tables as papers print them: GSM8K and not gsm8k, methods by suites, the best in bold."""
+"""Names and tables as papers print them: GSM8K instead of gsm8k, methods by suites, the best in bold."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def printed(text: str) -> str:
 def latex(document: Document) -> str:
     r"""Return a `table*` for \usepackage{booktabs}, with the command that measured it as a comment.
 
-    The best of each column is bold: of the rows of one setting, if the run has several.
+    The best value of each column is bold, separately for each of the run's settings.
     """
     info = require_answers(document).results.info
     suites = dict.fromkeys((cell.suite, cell.source) for cell in document.cells if cell.num_prompts)

@@ -1,4 +1,4 @@
-"""A recommendation in words, as Markdown and as JSON: a decision for each load, why others lost, and what to paste."""
+"""A recommendation in words, as Markdown and as JSON: a decision per load, why others lost, and commands to paste."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def sections(found: Recommendation) -> list[Section]:
 
 
 def text(found: Recommendation, width: int | None = WIDTH) -> str:
-    # What is to be pasted is not broken into lines.
+    # Commands to paste are not wrapped.
     widths = {"flags": None}
     return "\n\n".join(terminal(one, widths.get(one.id, width)) for one in sections(found)) + "\n"
 
 
 def page(found: Recommendation, plot: str | None) -> str:
-    """Return the recommendation as Markdown; `plot` is the name of the picture beside it."""
+    """Return the recommendation as Markdown; `plot` is the file name of its plot."""
     parts = []
     for section in sections(found):
         if section.id == "flags":
@@ -109,7 +109,7 @@ def _standing_json(standing: Standing) -> dict[str, Any]:
 
 
 def points(made: Sequence[Decision]) -> dict[str, list[SpeedPoint]]:
-    """Return the points of the plot, by the context that its panels are named after."""
+    """Return the points of the plot by context, which names its panels."""
     panels: dict[str, list[SpeedPoint]] = {}
     for one in made:
         panels.setdefault(_context(one), []).extend(
@@ -151,7 +151,7 @@ def _name(one: Decision) -> str:
 
 
 def described(standing: Standing) -> str:
-    """Return a method as people say it: `dflash, 10 drafted tokens`."""
+    """Return a method in words: `dflash, 10 drafted tokens`."""
     if standing.num_drafts is None:
         return standing.method
     method = methods.parse(standing.method)
@@ -201,7 +201,7 @@ def _times(interval: Interval | None) -> str:
 
 
 def _changes(made: Sequence[Decision]) -> Iterator[str]:
-    """Yield what the next best method lacks, and where the choice would stop paying."""
+    """Yield how far the runner-up is behind, and where the choice would stop paying."""
     for one in made:
         if one.verdict == "plain" and (lacks := _lacks(one)):
             yield f"{_load(one)}: {lacks}"
@@ -230,7 +230,7 @@ def _changes(made: Sequence[Decision]) -> Iterator[str]:
 
 
 def _lacks(one: Decision) -> str | None:
-    """Return what the best method lacks where plain decoding wins; None if none was measured."""
+    """Return how far the best method is behind plain decoding; None if none was measured."""
     best = next((standing for standing in one.standings[1:] if standing.speedup and standing.speedup.value > 0), None)
     if best is None or best.speedup is None:
         return None
@@ -257,7 +257,7 @@ def _flags(label: str, found: Recommendation) -> Iterator[str]:
 
 
 def _memory(label: str, found: Recommendation) -> Iterator[str]:
-    """Yield what context is left with the draft and without, as predicted, and as launched servers show."""
+    """Yield the context that fits with the draft and without, as predicted and as launched servers show."""
     if (room := found.rooms.get(label)) is None:
         return
     least, why = min(room.with_draft, room.without), "" if room.without < room.limit else _POSITIONS
@@ -305,7 +305,7 @@ def _load(one: Decision) -> str:
 
 
 def _outcome(one: Decision, standing: Standing) -> str:
-    """Say how a method did. One that leads is only called the fastest if its intervals say so."""
+    """Return a method's outcome. A leader is only called the fastest if its intervals show it."""
     speedup = standing.speedup
     if standing.verdict != "leads":
         return OUTCOMES[standing.verdict]

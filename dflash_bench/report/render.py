@@ -1,4 +1,4 @@
-"""Sections in any form: for a terminal, as Markdown, LaTeX and CSV, and as HTML. Nothing here knows a subject."""
+"""Sections in any form: for a terminal, as Markdown, LaTeX, CSV and HTML. Independent of any subject."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dflash_bench.report.tables import Column, Entry, ListItem, ReportTable, Sec
 
 TEMPLATES = Path(__file__).parent
 
-# For a terminal. Nothing is told by colour alone.
+# For a terminal. Nothing is shown by colour alone.
 
 
 def terminal(section: Section, width: int | None = WIDTH) -> str:
@@ -41,8 +41,8 @@ def terminal(section: Section, width: int | None = WIDTH) -> str:
 def _lines(table: ReportTable | None, width: int | None) -> list[str]:
     """Return the lines of a table. Groups stand on lines of their own, above their rows.
 
-    Spare columns that do not fit into the width are left out, and named below. If that is not enough, each value of a
-    row stands on a line of its own.
+    Spare columns that do not fit the width are left out, and named below. If that is not enough, each value of a row
+    stands on a line of its own.
     """
     if table is None:
         return []
@@ -133,9 +133,9 @@ LATEX_SPECIAL = {
 
 
 def latex(section: Section, comment: str = "", above: Sequence[str] = ()) -> str:
-    r"""A `table` for \usepackage{booktabs} of the columns for a paper, each group's name once; all text is its caption.
+    r"""Return a `table` for \usepackage{booktabs} of the columns for a paper, or of all columns if it has none.
 
-    Of a table without such columns, all are shown.
+    Each group's name appears once; all text is its caption.
     """
     assert section.table is not None
     table = _for_paper(section.table)
@@ -192,8 +192,9 @@ def latex_escaped(text: str) -> str:
 
 
 def csv_text(table: ReportTable) -> str:
-    """A line for each row, under the ids of the columns. A share has the columns ID_num and ID_of, a metric ID, ID.low
-    and ID.high; what cannot be had is an empty field.
+    """Return a line for each row, under the ids of the columns.
+
+    A share has the columns ID_num and ID_of, a metric ID, ID.low and ID.high; missing values are empty.
     """
     columns = [[table.group, *(row.group for row in table.rows)]] if table.group else []
     for column, values in zip(table.columns, zip(*(row.values for row in table.rows), strict=True), strict=True):
@@ -228,7 +229,7 @@ def _parts(kind: str, value: Value) -> tuple[Any, ...]:
 
 
 def _field(value: Any) -> Any:
-    """Return a CSV field: text that a spreadsheet would run as a formula is quoted, and a float has six digits."""
+    """Return a CSV field: text that a spreadsheet would run as a formula is quoted; floats have six digits."""
     if isinstance(value, str):
         return f"'{visible(value)}" if value.lstrip().startswith(("=", "+", "-", "@")) else visible(value)
     if isinstance(value, float):
@@ -236,11 +237,11 @@ def _field(value: Any) -> Any:
     return value
 
 
-# As HTML. Whatever comes from a run is hostile: the templates escape all text that they are given.
+# As HTML. Everything from a run is hostile: the templates escape all text that they are given.
 
 
 def template(name: str, values: Mapping[str, Any]) -> str:
-    """Fill in a template of this room. Text is made visible and escaped, unless it is `Markup`."""
+    """Fill in a template of this package. Text is made visible and escaped, unless it is `Markup`."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -256,9 +257,9 @@ def template(name: str, values: Mapping[str, Any]) -> str:
 
 
 PLACES = re.compile(r"(?<=[\w\]])([.:,=@/_+-])(?=\w)")
-"""Where an id or a name of a method may go on in a new line: behind its marks, never within a word."""
+"""Places where an id or a method's name may wrap: behind its marks, never within a word."""
 LONGEST_WORD = 14
-"""Letters of a word in a column of names that no screen is too narrow for."""
+"""Longest word, in letters, that even narrow screens leave unwrapped in a column of names."""
 
 
 def _breakable(text: str) -> Any:
@@ -283,7 +284,7 @@ def _longest_word(table: ReportTable) -> int:
 
 
 def scripted(name: str, scripts: Sequence[str], values: Mapping[str, Any]) -> str:
-    """Return a page by a template that extends `base.html`; it runs these scripts of this room and no other."""
+    """Return a page by a template that extends `base.html`; it runs only these scripts of this package."""
     from markupsafe import Markup
 
     style, *several = ((TEMPLATES / file).read_text(encoding="utf-8") for file in ("page.css", *scripts))

@@ -1,4 +1,4 @@
-"""What rounds could have been: replayed, cut by a draft's confidence, or with a better choice among its tokens."""
+"""Alternatives to measured rounds: replayed, cut by a draft's confidence, or with a better choice among its tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def as_json(replayed: Sequence[Replayed]) -> list[dict[str, Any]]:
 
 
 def confidence(document: Document) -> list[Section]:
-    """Return tables for the recorded drafts that report a confidence; nothing for a run that recorded none."""
+    """Return tables for recorded drafts with a confidence; empty for a run that recorded none."""
     found = calibrations(document.results)
     if not found:
         return []
@@ -109,7 +109,7 @@ LEAST = "≥: a draft made token by token is known up to its first wrong token; 
 
 
 def headroom(document: Document) -> list[Section]:
-    """Train more, or rerank? Nothing for a run that recorded no ranks."""
+    """Return the table that tells whether to train more or to rerank; empty for a run that recorded no ranks."""
     found = headroom_of(document.results, document.cells)
     if not found:
         return []

@@ -1,4 +1,4 @@
-"""The answer of a run on one screen: a line for each method, what it means in a sentence, and what to do next."""
+"""The result of a run on one screen: a line for each method, its meaning in a sentence, and what to do next."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 WIDTH = 80
-"""Columns for which the screen is made; a narrower terminal gets fewer columns of the table."""
+"""Columns that the screen is made for; a narrower terminal gets fewer columns of the table."""
 BAR = 11
-"""Places of an interval's bar, with its ends."""
+"""Characters of an interval's bar, with its ends."""
 LONGEST_NAME = 24
 MOST_NAMED = 48
-"""Characters of a list of suites in a sentence; if it is longer, their number is said."""
+"""Characters of a list of suites in a sentence; for a longer list, their number is given."""
 LEAVES_OUT = ("bar", "tps", "al", "interval", "exact")
-"""The columns of the table that a narrow terminal leaves out, the first ones first."""
+"""The columns that a narrow terminal leaves out, in this order."""
 FAULTS = (
     *(kind for kind in WRONG if kind != "mismatch"), "worse_answers", "other_target", "other_servers", "reused_prompts",
     "unjudged",
 )  # fmt: skip
-"""Findings that are shown, the worst first; those that forbid a speed-up stand above them, in sentences."""
+"""Findings to show, the worst first; those that forbid a speed-up stand above them, in sentences."""
 WEAKNESSES = (
     "no_decode_speed", "slow_plain", "fallback", "shared_machine", "drift", "loops", "truncated", "few_prompts",
 )  # fmt: skip
@@ -45,13 +45,13 @@ HEADS = {
 }  # fmt: skip
 LEFT = ("name", "bar", "interval")
 MARKS = {"exact": "✓", "wrong": "✗", "alike": "≈", "text": "as text", "unjudged": "?"}
-"""The mark of a method whose answers are all plain decoding's tokens, some wrong, all alike up to rounding,
-compared as text alone, or some different, and nothing says why."""
+"""Marks of methods by their answers: all plain decoding's tokens, some wrong, all alike up to rounding, compared as
+text alone, or some different for no known reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScreenRow:
-    """A method over all suites, as text by the ids of `HEADS`, and how it stands out."""
+    """A method over all suites, as text by the ids of `HEADS`, and its standing."""
 
     texts: dict[str, str]
     is_best: bool = False
@@ -60,7 +60,7 @@ class ScreenRow:
 
 
 def screen(document: Document, width: int = WIDTH) -> Text:
-    """Return the screen. Nothing on it is told by colour alone."""
+    """Return the screen. Nothing on it is shown by colour alone."""
     from rich.text import Text
 
     means = document.means()
@@ -143,7 +143,7 @@ def _texts(
 
 
 def judged(document: Document, line: MethodLine) -> Share | None:
-    """Return how many answers equal the plain output, or are the published model's own, whichever are fewer."""
+    """Return the number of answers that equal the plain output or are the published model's own, whichever is lower."""
     known = [share for name in ("exact", "audit") if (share := tally(document, name, line))]
     return min(known, key=lambda share: share[0] / share[1]) if known else None
 
@@ -161,7 +161,7 @@ def standing(document: Document, line: MethodLine) -> str:
 
 
 def exact_text(document: Document, line: MethodLine) -> str:
-    """Return how many answers are the target's own, with a mark that says so."""
+    """Return the number of answers that are the target's own, with a mark."""
     if is_lossy(line.method):
         return "lossy"
     share = judged(document, line)
@@ -241,7 +241,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def answers(document: Document, means: Sequence[Mean]) -> list[str]:
-    """Return what the run says: how fast its best method is, and first of all what forbids a speed-up."""
+    """Return the run's result: how fast its best method is, and first of all what forbids a speed-up."""
     if document.why_empty:
         return [f"{document.why_empty}."]
     said = faults(document)
@@ -284,7 +284,7 @@ def num_wrong(document: Document, method: str, settings_id: str) -> int:
 
 
 def num_of(document: Document, kind: str, method: str, settings_id: str) -> int:
-    """Return how many answers of a method a kind of finding is about."""
+    """Return the number of a method's answers that a kind of finding is about."""
     return sum(
         int(values.get("num_answers", 0))
         for finding in document.findings
@@ -319,7 +319,7 @@ def _sentence(document: Document, line: MethodLine, speedup: Interval) -> str:
 
 
 def _where(document: Document, method: str) -> str:
-    """Name the suites with their sources, and say where the included drafts know such text."""
+    """Name the suites with their sources, and note where the included drafts were trained on this kind of text."""
     suites = dict.fromkeys((cell.suite, cell.source) for cell in document.cells if cell.num_prompts)
     named = labels.suite_list(suites)
     if len(named) > MOST_NAMED:
@@ -331,14 +331,14 @@ def _where(document: Document, method: str) -> str:
 
 
 def is_known_text(document: Document, method: str) -> bool:
-    """Whether the method's draft was trained on text of the kind that it was measured on."""
+    """Return whether the method's draft was trained on the kind of text that it was measured on."""
     suites = {cell.source for cell in document.cells if cell.num_prompts}
     is_nano = str(document.results.info.identity.model) == "nano" and has_draft(method)
     return is_nano and all(map(labels.is_embedded, suites))
 
 
 def warnings_of(document: Document) -> list[str]:
-    """Return a line for each finding that says that a number is wrong or weak: the worst first."""
+    """Return a line for each finding on a wrong or weak number, the worst first."""
     order = {kind: at for at, kind in enumerate((*FAULTS, *WEAKNESSES))}
     if document.why_empty:
         order.pop("failed")

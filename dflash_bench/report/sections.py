@@ -36,15 +36,15 @@ WRONG = (
     "mismatch", "plain_drafts", "failed", "no_baseline", "lossy", "imposed", "near_tie",
     "nothing_drafted", "dead_draft", "unknown_text", "slower",
 )  # fmt: skip
-"""Findings that a reader must not miss; the others say that a number is weak."""
+"""Findings that a reader must not miss; all others are about weak numbers."""
 
 
 ONLY_IN_FULL = ("rounds", "width_curve", "formulas")
-"""Sections that a terminal shows only if all are asked for."""
+"""Sections that a terminal shows only in the full report."""
 
 
 def of_document(document: Document) -> list[Section]:
-    """Return the sections of a run's report in the order of every form, or why there are none if all answers failed."""
+    """Return the sections of a run's report in order, or the reason if all answers failed."""
     if document.why_empty:
         return [Section("empty", sentences=[f"{document.why_empty}."]), findings(document.findings)]
     info = document.results.info
@@ -99,7 +99,7 @@ LOAD_LEGEND = (
 
 
 def concurrency(loads: Sequence[ConcurrencyCurve]) -> list[Section]:
-    """Return the table by concurrency, with goodput for a run with an objective; nothing for single answers."""
+    """Return the table by concurrency, with goodput for a run with an objective; empty for single answers."""
     if not loads:
         return []
     levels = [level for load in loads for level in load.levels]
@@ -142,7 +142,7 @@ def _milliseconds(percentiles: Mapping[int, float | None]) -> str:
 
 
 def crossings(loads: Sequence[ConcurrencyCurve]) -> list[str]:
-    """Return up to which concurrency each method pays, on each suite."""
+    """Return the concurrency up to which each method pays, on each suite."""
     return [
         f"{load.method} on {labels.with_settings(load.suite, load.setting)} {_pays_at(load.levels, load.crossing)}."
         for load in loads
@@ -158,7 +158,7 @@ def _pays_at(levels: Sequence[Level], crossing: Crossing | None) -> str:
 
 
 def paying_contexts(cells: Sequence[Cell]) -> list[Section]:
-    """Return up to which context each method pays, from cells sliced by it."""
+    """Return the context up to which each method pays, from cells sliced by it."""
     said = []
     for curve in context_curves(cells):
         first, last = curve.cells[0], curve.cells[-1]
@@ -169,7 +169,7 @@ def paying_contexts(cells: Sequence[Cell]) -> list[Section]:
 
 
 class GrowingLoad(NamedTuple):
-    """The words of what grows until a draft stops paying."""
+    """The words for a load that grows until a draft stops paying."""
 
     name: str
     unit: str = ""
@@ -182,7 +182,7 @@ CONCURRENCY, CONTEXT = GrowingLoad("concurrency"), GrowingLoad("context", " toke
 def _pays(
     crossing: Crossing | None, ends: tuple[int, int], at_last: Interval | None, load: GrowingLoad = CONCURRENCY
 ) -> str:
-    """Say up to where a draft pays; `ends` are the least and the most measured, `at_last` the speed-up there."""
+    """Return where a draft pays; `ends` are the least and the greatest load, `at_last` the speed-up at the latter."""
     name, unit, digits = load
     first, last = (f"{end:,}{unit}" for end in ends)
     if crossing is None:
@@ -203,7 +203,7 @@ def _pays(
 
 
 def _ranges(pays: Ranges, load: GrowingLoad) -> str:
-    """`from a concurrency of about 2.3 on`, `up to a concurrency of about 2.0 and from about 8.0 on`."""
+    """Return `from a concurrency of about 2.3 on`, `up to a concurrency of about 2.0 and from about 8.0 on`."""
     said: list[str] = []
     for low, high in pays:
         of = f" a {load.name} of" if not said else ""
@@ -227,7 +227,7 @@ SWEEP_LEGEND = (
 
 
 def sweeps(several: Sequence[Sweep], info: RunInfo) -> list[Section]:
-    """Return a section for each option; the last also explains the marks, and names the best values."""
+    """Return a section for each option; the last section also explains the marks and names the best values."""
     made = [Section("sweep", f"Sweep over {option_name(sweep)}", _sweep_table(sweep)) for sweep in several]
     if made:
         made[-1] = replace(made[-1], legend=[SWEEP_LEGEND], sentences=best_values(several, info))
@@ -235,7 +235,7 @@ def sweeps(several: Sequence[Sweep], info: RunInfo) -> list[Section]:
 
 
 def best_values(sweeps: Sequence[Sweep], info: RunInfo) -> list[str]:
-    """Return a sentence for each method that was swept, and one on the engine and machine that this holds for."""
+    """Return a sentence for each swept method, and one on the engine and machine that this holds for."""
     sentences = [_best_value(sweep, curve) for sweep in sweeps for curve in sweep.summaries]
     return [*sentences, f"This holds for {engine(info)}. On a faster or slower engine another value may be the best."]
 
@@ -348,11 +348,11 @@ class ContextCurve:
     """A method on one suite, with everything else equal: a cell for each context, the shortest first."""
 
     suite: str
-    """For people, with what distinguishes its other settings from those of the run."""
+    """Label with the source, and with the other settings if the run has several."""
     method: str
     cells: tuple[Cell, ...]
     key: CellKey
-    """With the id of the settings without a context."""
+    """Key with the id of the settings without a context."""
 
 
 def by_context(cells: Sequence[Cell]) -> list[ContextCurve]:
@@ -374,7 +374,7 @@ def by_context(cells: Sequence[Cell]) -> list[ContextCurve]:
 
 
 def contexts(cells: Sequence[Cell]) -> list[Section]:
-    """Return the table by context; nothing for a run with a single context."""
+    """Return the table by context; empty for a run with a single context."""
     rows = [
         TableRow(
             [

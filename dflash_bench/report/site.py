@@ -1,6 +1,6 @@
 """A static site of runs: a table with a line for each method of each run, which links to the run's page.
 
-As a run's page, it works from a folder, loads nothing from elsewhere, and runs no script but its own.
+Like a run's page, it works from a folder, loads nothing from elsewhere, and runs no script but its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dflash_bench.results import store
 from dflash_bench.results.run_info import FILE, read_info
 
 FILTERS = ("model", "suites", "method", "machine", "engine")
-"""Columns that can be filtered, each by a choice of its values."""
+"""Columns with a filter by value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class SiteLine:
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """Return the folders of runs in a folder and below it. Raises UserError if there is none."""
+    """Return the folders of runs in a folder and below it. Raises UserError if there are none."""
     found = sorted(path.parent for path in folder.rglob(FILE))
     if not found:
         raise UserError(f"there is no run in {folder} or below it")
@@ -58,7 +58,7 @@ def write_site(
 ) -> list[SiteLine]:
     """Write `index.html` and a page for each run into a folder, and return the lines of the table.
 
-    A run that cannot be read is told of and left out. Raises UserError if none is left.
+    A run that cannot be read is reported and left out. Raises UserError if none is left.
     """
     lines: list[SiteLine] = []
     taken: set[str] = set()
@@ -79,7 +79,7 @@ def write_site(
 
 
 def _free(name: str, taken: set[str]) -> str:
-    """Return the name, or another one if two runs have it; no page may take the table's place."""
+    """Return the name, or another if it is taken; no page may take the table's place."""
     stem, number_ = name.removesuffix(".html"), 1
     while name in taken or name == "index.html":
         number_ += 1
@@ -112,7 +112,7 @@ def _index(lines: Sequence[SiteLine]) -> str:
     return render.scripted("site.html", ("site.js",), values)
 
 
-# The list of runs in the default folder: what each measured, read from its `run.json` alone.
+# The list of runs in the default folder, read from their `run.json` alone.
 
 
 LONGEST = 30
@@ -130,14 +130,14 @@ class RunListing:
 
     @property
     def short_suites(self) -> str:
-        """Return the suites for a table; if they are many, their number."""
+        """Return the suites for a table, or their number if they are many."""
         names, _, source = self.suites.partition(" (")
         is_long = len(self.suites) > LONGEST and source.count(" (") == 0
         return f"{names.count(',') + 1} suites{f' ({source}' if source else ''}" if is_long else self.suites
 
 
 def listings(folder: Path = store.RUNS) -> list[RunListing]:
-    """Return what each run measured, the newest run first."""
+    """Return the runs of a folder, the newest first."""
     return [_listing(run) for run in store.newest_first(folder)]
 
 
@@ -152,7 +152,7 @@ def _listing(folder: Path) -> RunListing:
 
 
 def runs_text(several: Sequence[RunListing], width: int | None = None) -> str:
-    """Return a line for each run, with how commands may name it, in a terminal of this width."""
+    """Return a line for each run, with its name for commands, in a terminal of this width."""
     if not several:
         return wrapped(f"there is no run in {store.RUNS}; start one with 'dflash-bench run'", width)
     rows = [

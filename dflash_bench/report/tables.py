@@ -1,4 +1,4 @@
-"""Sections and tables of a report, and numbers as text, whatever form they are shown in."""
+"""Sections and tables of a report, and numbers as text, independent of the output form."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from dflash_bench.core.types import CellKey
 
 ABSENT = "n/a"
 VAGUE = "cannot tell"
-"""Shown in place of the bounds of an interval that is too wide to say anything."""
+"""Shown in place of bounds too far apart to be informative."""
 Rows = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Badge:
-    """What weakens a number. In text the `mark` follows it and the `meaning` stands below the table; a page shows the
-    `name`."""
+    """A caveat of a number. Text shows its `mark` and, below the table, its `meaning`; a page shows its `name`."""
 
     mark: str
     name: str
@@ -39,21 +38,22 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def bounds(interval: Interval | None, digits: int = 2) -> str:
-    """Format bounds: `2.86 to 3.73`; "cannot tell" where they are too far apart to say anything, empty without any."""
+    """Format bounds: `2.86 to 3.73`; "cannot tell" for bounds that are too far apart, empty without bounds."""
     if interval is None or interval.low is None or interval.high is None:
         return ""
     return VAGUE if interval.is_vague else f"{number(interval.low, digits)} to {number(interval.high, digits)}"
 
 
 def few(interval: Interval, digits: int = 2) -> str:
-    """Return the number of prompts that are too few for an interval, and their own range: `n = 2: 3.10 to 3.40`."""
+    """Return the number of prompts too few for an interval, and their range: `n = 2: 3.10 to 3.40`."""
     low, high = (number(bound, digits) for bound in interval.own_range or (None, None))
     return f"n = {interval.too_few}" if low == high else f"n = {interval.too_few}: {low} to {high}"
 
 
 def with_interval(interval: Interval | None, digits: int = 2) -> str:
-    """`3.27 [2.86, 3.73]`, or with another word than the bounds where they are too far apart to say anything, or
-    `3.27 (n = 2: 3.10 to 3.40)` where there are too few prompts for an interval (`few`).
+    """Return `3.27 [2.86, 3.73]`, or `3.27 (n = 2: 3.10 to 3.40)` for too few prompts (`few`).
+
+    Another word replaces bounds that are too far apart.
     """
     if interval is None or interval.low is None or interval.high is None:
         within = f" ({few(interval, digits)})" if interval and interval.too_few else ""
@@ -71,12 +71,12 @@ def p_value(p: float | None) -> str:
     return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
-# What is shown: built once for each subject, and rendered by `render` in any form.
+# Content, built once for each subject, and rendered by `render` in any form.
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A value that is shown in words of its own, or with badges."""
+    """A value with words of its own, or with badges."""
 
     value: Value
     text: str | None = None
@@ -88,7 +88,7 @@ Value = str | int | float | Interval | Share | Entry | None
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table, known by its id. `head` has line breaks where a narrow column needs them."""
+    """A column of a table, identified by its id. `head` has line breaks where a narrow column needs them."""
 
     id: str
     """The formula id, if it shows a metric."""
@@ -96,7 +96,7 @@ class Column:
     justify: Literal["left", "right"] = "right"
     digits: int = 2
     kind: Literal["", "metric", "share"] = ""
-    """The kind of value even if every row lacks one, so that data formats give each part of it a column."""
+    """The kind of value, even if every row lacks one, so that data formats give each part of it a column."""
     has_interval: bool = True
     """Whether the interval of a metric is shown, or its value alone."""
     is_percent: bool = False
@@ -142,30 +142,30 @@ def badges_of(value: Value) -> Sequence[Badge]:
 @dataclass(frozen=True, slots=True)
 class TableRow:
     values: Sequence[Value]
-    """One for each column, the first of which names the row."""
+    """A value for each column; the first names the row."""
     group: str = ""
     key: CellKey | None = None
-    """What the row is about, where a page can filter it."""
+    """The row's cell, if a page can filter it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """Rows of the same group stand next to each other."""
+    """A table; rows of the same group are adjacent."""
 
     columns: Sequence[Column]
     rows: Sequence[TableRow]
     group: str = ""
-    """The head of the groups, in forms that give them a column; empty if the rows have no groups."""
+    """The head of the groups' column, in forms that have one; empty if the rows have no groups."""
 
     @classmethod
     def of(
         cls, heads: Sequence[str], rows: Sequence[Sequence[Value]], left: int = 1, keys: Sequence[CellKey] = (),
         spare: Sequence[str] = (), groups: Sequence[str] = (),
     ) -> ReportTable:  # fmt: skip
-        """Make a table whose columns are known by their heads alone; the first `left` hold names.
+        """Make a table whose columns are identified by their heads alone; the first `left` hold names.
 
-        `keys` are those of the rows, if a page can filter them, and `groups` the suites under which they stand; narrow
-        screens leave out the columns `spare`.
+        `keys` are the rows' keys, if a page can filter them, and `groups` the suites above them; narrow screens leave
+        out the columns `spare`.
         """
         columns = [
             Column(head, head, "left" if at < left else "right", is_spare=head in spare)
@@ -179,7 +179,7 @@ class ReportTable:
         return ((group, list(rows)) for group, rows in groupby(self.rows, key=lambda row: row.group))
 
     def flat(self) -> tuple[list[str], list[list[str]], list[bool]]:
-        """Return heads and rows as text, groups in a column of their own, and whether each column is left-justified."""
+        """Return heads and rows as text, with a column for groups, and whether each column is left-justified."""
         names = [self.group] if self.group else []
         heads = [*names, *(column.one_line for column in self.columns)]
         rows = [[*([row.group] if names else []), *map(Column.marked, self.columns, row.values)] for row in self.rows]
@@ -188,19 +188,20 @@ class ReportTable:
 
 @dataclass(frozen=True, slots=True)
 class ListItem:
-    """A point of a list, and what to do about it."""
+    """An item of a list, and its remedy."""
 
     text: str
     remedy: str
     kind: str
     is_wrong: bool
-    """Whether a reader must not miss it; the others say that a number is weak."""
+    """Whether a reader must not miss it; all others are about weak numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One subject of a report: a table with its legend, and its conclusions in sentences. All parts but the id are
-    optional; `items` is None if the subject is not a list, and empty if nothing was found.
+    """One subject of a report: a table with its legend, and its conclusions in sentences.
+
+    All parts but the id are optional; `items` is None if the subject is not a list, and empty if nothing was found.
     """
 
     id: str
@@ -245,6 +246,6 @@ def _each(left: int | Sequence[bool], number: int) -> Sequence[bool]:
 
 
 def in_markdown(text: str) -> str:
-    """Escape text so that it is neither a cell's end, code, emphasis nor HTML."""
+    """Escape text so that it neither ends a cell nor is code, emphasis or HTML."""
     escaped = re.sub(r"[\\`*|]", r"\\\g<0>", visible(text))
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", escaped)

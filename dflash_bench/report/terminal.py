@@ -1,4 +1,4 @@
-"""What the terminal shows beside a report: the card of a run, and the lists of suites and methods."""
+"""Terminal output besides a report: the card of a run, and the lists of suites and methods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def suites_text(
     listings: Sequence[SuiteListing], groups: Mapping[str, Sequence[str]], width: int | None = None
 ) -> str:  # fmt: skip
-    """Return one line per suite, with its title and its source below; then the groups."""
+    """Return one line per suite, with its title and source below; then the groups."""
     heads = ("suite", "embedded", "scored by", "licence")
     below = [[one.suite.title, _source(one)] for one in listings]
     lines = _list(heads, [_suite_row(listing) for listing in listings], below, width)
@@ -48,7 +48,7 @@ def _source(listing: SuiteListing) -> str:
 def _list(
     heads: Sequence[str], rows: Sequence[Sequence[str]], below: Sequence[Sequence[str]], width: int | None
 ) -> Iterator[str]:  # fmt: skip
-    """Yield a table whose rows have paragraphs below them; values stand under each other where it does not fit."""
+    """Yield a table whose rows have paragraphs below them; its values are stacked if it does not fit."""
     head, *lines = tables.aligned(heads, rows, left=len(heads)).splitlines()
     if width is None or max(map(len, [head, *lines])) <= width:
         yield head
@@ -65,7 +65,7 @@ def _list(
 
 
 def card(document: Document, width: int | None = None) -> str:
-    """Return the card, a line for each fact, wrapped at `width`; those for which the run holds nothing say n/a."""
+    """Return the card, a line for each fact, wrapped at `width`; n/a for facts that the run did not record."""
     info, about = document.results.info, facts(document.results.info)
     means = document.means()
     faster = ", ".join(f"{line.name} {with_badges(document, line, speedup)}" for line, speedup, _ in means)
@@ -104,7 +104,7 @@ def card(document: Document, width: int | None = None) -> str:
 
 
 NARROW = 60
-"""Columns below which a card has no second column."""
+"""Width below which a card has no second column."""
 DRAFTED = {"none": "nothing", "chain": "a chain", "tree": "a tree"}
 FOOT = """To run one: --method NAME[@LABEL][:KEY=VALUE,...], or NAME:N for N drafted tokens per round.
 Options of one method: dflash-bench methods NAME

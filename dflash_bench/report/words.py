@@ -28,11 +28,11 @@ GB = 1e9
 PLAIN_WORDS = {
     "speedup.decode": "speed-up", "al.pooled": "tokens a round", "tps.total": "tokens/s of all answers",
 }  # fmt: skip
-"""Of figures, where there is no room for more: at the axes of plots, which name the ids below."""
+"""Names of figures where space is short: at the axes of plots, which explain the ids below."""
 
 
 def sentences(document: Document) -> list[str]:
-    """Return the headline in sentences; methods that cannot be compared are not in it."""
+    """Return the headline in sentences, without methods that cannot be compared."""
     means = document.means()
     faster = [
         f"{line.name} is {_as_fast(document, line, speedup)}{_weak(document, line)}"
@@ -61,7 +61,7 @@ def sentences(document: Document) -> list[str]:
 
 
 def cut_note(document: Document) -> str:
-    """Say how many of the drafting methods' scored answers the token limit cut; empty if it cut none."""
+    """Return how many of the drafting methods' scored answers the token limit cut; empty if it cut none."""
     cut = tally(document, "cut")
     return f" ({cut[0]:,} were cut at the token limit)" if cut else ""
 
@@ -95,7 +95,7 @@ def speedups(document: Document, is_known: bool) -> str:
 
 
 def bandwidth_note(document: Document) -> str:
-    """Say how much of the memory's bandwidth plain decoding reaches; empty if the run did not measure it."""
+    """Return the share of memory bandwidth that plain decoding uses; empty if the run did not measure it."""
     plain = [cell.sums for cell in document.cells if cell.method == BASELINE and cell.num_prompts]
     needed_s, taken_s = (sum(sums[:, COLUMN[name]].sum() for sums in plain) for name in ("weights_s", "reading_s"))
     return f"plain decoding reaches {needed_s / taken_s:.0%} of the memory's bandwidth" if taken_s else ""
@@ -139,7 +139,7 @@ def num_as_text(document: Document, line: MethodLine | None = None) -> int:
 
 
 def facts(info: RunInfo) -> dict[str, str]:
-    """List what decides the results, from `run.json`, by topic. Topics that were not recorded are left out."""
+    """Return the conditions of the results, from `run.json`, by topic. Topics that were not recorded are left out."""
     identity, env = info.identity, info.environment
     revisions = identity.revisions
     lines = {
@@ -192,7 +192,7 @@ def _drafting(identity: RunIdentity) -> Sequence[tuple[str, MethodEntry]]:
 
 
 def _draft(label: str, method: MethodEntry, identity: RunIdentity) -> str:
-    """Describe a draft, with its name where that says more than the label, and its revision."""
+    """Describe a draft by its revision, and by its name if that adds to the label."""
     draft = draft_of(label) or ""
     entry = identity.drafts.get(draft, DraftEntry())
     name, kind = entry.name or draft, entry.kind if entry.kind != DFLASH else None
@@ -213,7 +213,7 @@ def _server(label: str, server: ServerEntry) -> str:
 
 
 def _whose(identity: RunIdentity) -> str:
-    """Note that the machine is not the servers', which may run elsewhere and do not report theirs."""
+    """Note that the machine is the client's: servers may run elsewhere and do not report theirs."""
     return " (of the client; the servers' is not known)" if identity.servers else ""
 
 
@@ -224,7 +224,7 @@ def _revision(text: str | None) -> str:
 
 
 def _suite(name: str, suite: SuiteEntry, info: RunInfo) -> str:
-    """Describe a suite, with its full source where the short one leaves something out: a commit, or a folder's path."""
+    """Describe a suite, with its full source if the short form leaves something out: a commit, or a folder's path."""
     place = labels.PromptSource.read(suite.source).place
     number = f"{suite.prompts:,}"
     if info.measured is not None:
@@ -263,13 +263,13 @@ def _engine(identity: RunIdentity) -> str | None:
 
 
 def _workers(identity: RunIdentity) -> str | None:
-    """`4, at most 2 on one machine`."""
+    """Return `4, at most 2 on one machine`."""
     workers = identity.workers
     return None if workers is None else f"{workers.number}, at most {workers.on_one_machine} on one machine"
 
 
 def _of_settings(several: Sequence[Settings]) -> dict[str, str]:
-    """Return each setting that was changed with all its values, such as `temperature 0 and 1`, and always thinking."""
+    """Return each changed setting with all its values, such as `temperature 0 and 1`, and always thinking."""
     usual = Settings()
     sampled = [settings for settings in several if not settings.greedy]
     values = {
