@@ -1,4 +1,1 @@
-"""Which answers does a run on disk hold, and is it whole?
-
-Its folder, its Parquet parts, and the frame that they are read into.
-"""
+"""A run on disk: its folder, its Parquet parts, the frame they are read into, and the check that it is complete."""

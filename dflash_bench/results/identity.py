@@ -1,7 +1,7 @@
 """The settings of a run and the columns that its rows repeat from the identity in `run.json`.
 
 They are repeated so that rows of many runs can form one table without mixing up models or temperatures. Code refers to
-settings by `Settings.id`; the names made here are for people only.
+settings by `Settings.id`; the names made here are only for display.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OF_SAMPLING = ("top_k", "top_p", "min_p")
 
 
 def settings_of(identity: RunIdentity, where: str = "run.json") -> tuple[Settings, ...]:
-    """Return all settings of a run. Raises UserError if the identity, read from `where`, lists none or one twice."""
+    """Return all settings of a run. Raises UserError if the identity, read from `where`, has none or a duplicate."""
     run_settings = tuple(entry.to_settings() for entry in identity.settings)
     if not run_settings or len(set(run_settings)) < len(run_settings):
         raise UserError(f"{where} lists no settings, or the same settings twice; restore the original file")
@@ -43,12 +43,12 @@ def settings_to_json(run_settings: Sequence[Settings]) -> list[dict[str, Any]]:
 
 
 def short_names(run_settings: Sequence[Settings]) -> dict[Settings, str]:
-    """Return names with only the fields that differ, such as "temperature 1, thinking on"; "" for a single one."""
+    """Return names with only the fields that differ, such as "temperature 1, thinking on"; "" for a single settings."""
     return {settings: name_without(settings, run_settings) for settings in run_settings}
 
 
 def full_names(run_settings: Sequence[Settings]) -> dict[Settings, str]:
-    """Return names such as `temperature 1, top p 0.95`: the temperature, and each field that is not the default."""
+    """Return names such as `temperature 1, top p 0.95`: the temperature, and each field with a non-default value."""
     usual = Settings()
     return {
         settings: _words(
@@ -61,7 +61,7 @@ def full_names(run_settings: Sequence[Settings]) -> dict[Settings, str]:
 
 
 def name_without(settings: Settings, run_settings: Sequence[Settings], without: str = "") -> str:
-    """Name the fields in which settings differ from the others of a run, apart from the field `without`."""
+    """Return the fields in which settings differ from the others of a run, except the field `without`."""
     sampled = [other for other in run_settings if not other.greedy]
     compared = {name: sampled if name in OF_SAMPLING else run_settings for name in NAMES if name != without}
     differing = [name for name, those in compared.items() if len({getattr(other, name) for other in those}) > 1]
@@ -70,13 +70,13 @@ def name_without(settings: Settings, run_settings: Sequence[Settings], without: 
 
 
 def _words(settings: Settings, names: Sequence[str], among: Sequence[Settings]) -> str:
-    """Name fields with their values, each number with enough digits to tell it from those of `among`."""
+    """Return fields with their values, each number with enough digits to tell it from the values of `among`."""
     words = {name: value_words(name, [getattr(one, name) for one in (settings, *among)]) for name in names}
     return ", ".join(f"{name.replace('_', ' ')} {words[name][getattr(settings, name)]}" for name in names)
 
 
 def value_words(name: str, values: Iterable[float | None]) -> dict[float | None, str]:
-    """Return the values of the settings field `name` in words, no two alike."""
+    """Return the values of the settings field `name` in words, all different."""
     several = list(dict.fromkeys(values))
     if name == "thinking":
         return {value: "not a switch" if value is None else "on" if value else "off" for value in several}
@@ -112,7 +112,7 @@ def columns_of_suite(identity: Identity, suite: str) -> dict[str, Any]:
 
 
 def servers_in_words(identity: RunIdentity) -> dict[str, str]:
-    """Describe each server without its address: the same one may move."""
+    """Describe each server without its address, which may change."""
     return {f"server of {label}": _server(server) for label, server in identity.servers.items()}
 
 
@@ -124,9 +124,9 @@ def _server(server: ServerEntry) -> str:
 
 
 def settings_numbers(batch: Any, run_settings: Sequence[Settings]) -> Any:
-    """Return the index in `run_settings` of the settings of each row of an Arrow batch or table, [rows]; -1 if absent.
+    """Return the index in `run_settings` of each row's settings, for an Arrow batch or table, [rows]; -1 if absent.
 
-    A row's `settings_id` must be that of its values.
+    A row's `settings_id` must match its values.
     """
     import numpy as np
     from pyarrow import compute
@@ -141,7 +141,7 @@ def settings_numbers(batch: Any, run_settings: Sequence[Settings]) -> Any:
 
 
 def checked_settings(batch: Any, run_settings: Sequence[Settings]) -> Any:
-    """Return `settings_numbers` of rows already known to be the run's; needs only the columns `needed_for`."""
+    """Return `settings_numbers` for rows known to belong to the run; needs only the columns `needed_for`."""
     import numpy as np
 
     if len(run_settings) > 1:

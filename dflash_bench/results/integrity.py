@@ -1,4 +1,4 @@
-"""Check that a run is complete and valid: its rows against its plan, and its times against each other."""
+"""Check that a run is complete and valid: its rows against its plan, and its times for consistency."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from dflash_bench.results.plan import BASELINE, Plan
 from dflash_bench.results.row_arrays import Facts, RowArrays, lengths_of
 from dflash_bench.results.run_info import RunIdentity, RunInfo
 
-# The columns and sums of each part that are needed to check a whole run.
+# The columns and sums of each part that checking a whole run needs.
 
 
 KEY = ("suite", "prompt_id", "prompt_hash", "method", "turn", "repeat")
 NAMES = ("suite", "prompt_id", "prompt_hash", "method", "exactness")
 NUMBERS = ("turn", "repeat", "worker")
-"""Whole numbers, -1 for null."""
+"""Integer columns, -1 for null."""
 FLAGS = {"failed": "error", "passed": "passed", "valued": "score", "audited": "audit", "hidden": "num_hidden_tokens",
          "clocked": "clock_s"}  # fmt: skip
-"""Whether a column is null, by what that says."""
+"""Flags that are set where a column is not null: flag to column."""
 TIMES = ("start_s", "end_s", "prefill_s", "decode_s", "pass_s")
 COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *laws.COLUMNS, "worker", "passed", "score", "pass_s"]))
 """The columns that `summarize_part` needs."""
@@ -44,12 +44,12 @@ class PartSummary:
 
     @property
     def faulty(self) -> Any:
-        """The mask of rows with at least one fault, [rows]."""
+        """Return the mask of rows with at least one fault, [rows]."""
         return mask(np.concatenate([np.zeros(0, dtype=np.int64), *self.faults.values()]), len(self.rows))
 
 
 def summarize_part(batches: Sequence[Any], run_settings: Sequence[Settings], info: RunInfo) -> PartSummary:
-    """Summarize all batches of a part; they have the columns `COLUMNS`."""
+    """Summarize all batches of a part, which have the columns `COLUMNS`."""
     facts = Facts.of(info.identity)
     import pyarrow as pa
     from pyarrow import compute
@@ -78,8 +78,8 @@ def _digests(batch: Any) -> Any:
 
 
 def _of_passes(rows: RowArrays, least: Mapping[int, float]) -> dict[str, Any]:
-    """Return the mean seconds of each answer's passes of the target after prefill, and the least that passes over as
-    many tokens took when the run began, [rows]; NaN without rounds."""
+    """Return the mean seconds of each answer's target passes after prefill, and the least time of passes over as many
+    tokens at the start of the run, [rows]; NaN without rounds."""
     widths, least_s = np.array([*least]), np.array([*least.values()])
     at = np.searchsorted(widths, np.maximum(rows.verified, 0) + 1, side="right") - 1
     named = {"mean_pass_s": ("verify_s", rows.flat("verify_s")), "least_pass_s": ("drafted", least_s[at])}
@@ -87,7 +87,7 @@ def _of_passes(rows: RowArrays, least: Mapping[int, float]) -> dict[str, Any]:
 
 
 def _means(values: Any, lengths: Any) -> Any:
-    """Return the means of lists of these lengths, whose values follow one another; NaN for empty ones."""
+    """Return the means of consecutive lists of these lengths; NaN for empty lists."""
     lengths = np.maximum(lengths, 0)
     owners = np.repeat(np.arange(len(lengths)), lengths)
     sums = np.bincount(owners, weights=values.astype(np.float64), minlength=len(lengths))
@@ -108,29 +108,29 @@ def mask(which: Any, size: int) -> Any:
 
 
 def _by_category(rows: Any, name: str, values: Sequence[Any], of_null: Any) -> Any:
-    """Return for each row the value of its category of this name, [rows]; `values` are in the order of categories."""
+    """Return each row's entry of `values`, which follow the order of the column's categories, [rows]."""
     return np.array([*values, of_null])[rows[name].cat.codes]
 
 
-# Rows matched with the numbered answers of the plan: unexpected ones, duplicates, and those of the baseline.
+# Rows matched with the numbered answers of the plan: unexpected and duplicate rows, and the baseline's.
 
 
 @dataclass(frozen=True, slots=True)
 class PlanMatch:
-    """A place is a turn, repeat and settings; an answer is a place and a method."""
+    """Rows matched with a plan. A place is a turn, repeat and settings; an answer is a place and a method."""
 
     place: Any
-    """The number of each row's place; -1 for rows that are not in the plan, [rows]."""
+    """The number of each row's place; -1 for rows outside the plan, [rows]."""
     is_last_turn: Any
     """[rows]"""
     counts: Any
-    """How many rows each answer has, [answers]."""
+    """Number of rows per answer, [answers]."""
     unexpected: Any
-    """The indices of rows that are not in the plan."""
+    """Indices of rows outside the plan."""
     duplicates: Any
-    """The indices of rows of an answer that an earlier row already has."""
+    """Indices of rows whose answer an earlier row already has."""
     plain: Any
-    """The row of the baseline's answer at each place; -1 where there is none, and in the extra entry at the end."""
+    """The row of the baseline's answer at each place; -1 where it is missing, and in the extra entry at the end."""
 
     @classmethod
     def of(cls, plan: Plan, rows: Any) -> PlanMatch:
@@ -158,28 +158,27 @@ class PlanMatch:
 
 
 def _prompt_numbers(plan: Plan, rows: Any) -> Any:
-    """Return the number of each row's prompt in the plan, [rows]; -1 if the plan has no such prompt."""
+    """Return the number of each row's prompt in the plan, [rows]; -1 if it is not in the plan."""
     numbers = {(suite, ref.prompt_id): number for number, (suite, ref) in enumerate(plan.prompt_refs)}
     prompts = rows.groupby(["suite", "prompt_id"], observed=True, sort=False, dropna=False)
     return np.array([numbers.get(key, -1) for key in prompts.size().index])[prompts.ngroup()]
 
 
-# The times of answers against each other and against the run's, which no single row shows.
+# Times of answers against each other and against the run's, which no single row can show.
 #
-# A finished run records how long it took by its own clock, and the sums of its rows' times by method. Times that were
-# all changed alike still fit each other, but not these.
-
+# A finished run records its duration by its own clock, and the sums of its rows' times by method. Times that were all
+# changed alike are consistent with each other, but not with these.
 
 SPAN_NAMES = ("span_s", "times")
 SHARE, AT_LEAST_S = 1e-3, 1e-3
-"""How much earlier than the end of one answer the next may begin: a GPU's clock is not the host's."""
+"""How much before the end of an answer the next may begin: a GPU's clock is not the host's."""
 SUMS = ("between_s", "prefill_s", "decode_s")
 
 
 def of_run(span_s: float, records: Sequence[Answer], since_s: float = 0.0) -> dict[str, Any]:
-    """Return the sums that `run.json` keeps of a finished run, which took `span_s` seconds on its clock.
+    """Return the sums that `run.json` stores for a finished run, which took `span_s` seconds on its clock.
 
-    They are of the answers that began at `since_s` or later.
+    They cover the answers that began at `since_s` or later.
     """
     good: dict[str, list[Answer]] = {}
     for record in records:
@@ -220,16 +219,16 @@ def off_sums(info: RunInfo, rows: Any) -> Iterator[tuple[str, Any]]:
 
 
 FASTEST, FASTEST_OF_ONE = 0.3, 0.25
-"""The least share of a measured pass that an answer's mean pass may take: of the shortest of many over as many tokens,
-and of one over a single token, where no others were measured. Of 765 sound answers of nano on a machine with six times
-as much to do as it had cores, the fastest took 0.55 of the former."""
+"""Least ratio of an answer's mean pass to a measured pass: to the shortest of many over as many tokens, or to one over
+a single token, where only that was measured. Of 765 valid answers of nano on a machine with six times as much load as
+cores, the fastest had 0.55 of the former."""
 
 
 def least_by_width(info: RunInfo) -> dict[int, float]:
     """Return the seconds of the run's own shortest passes by width, from 1 on; on several machines for 1 alone.
 
-    A pass takes no longer than one over more tokens, and no longer for each token than one over fewer: of passes that
-    were all interrupted, others tell the time. A width that was not measured is held to the next below.
+    A pass takes no longer than one over more tokens, and no longer per token than one over fewer: if all passes of a
+    width were interrupted, the other widths bound its time. A width that was not measured uses the next smaller.
     """
     forwards = info.forwards
     if forwards is None or not forwards.least_s:
@@ -240,14 +239,14 @@ def least_by_width(info: RunInfo) -> dict[int, float]:
 
 
 def unseen_times(info: RunInfo, settings: Sequence[Settings], rows: Any) -> Iterator[tuple[str, Any]]:
-    """Find answers of a finished run without what witnesses its times, and passes faster than the run's own."""
+    """Find answers of a finished run that lack independent timings, and passes faster than the run's own."""
     if info.state == "complete":
         if info.span_s is None:
             yield "the run does not say how long it took", np.flatnonzero(~rows["failed"])
         alone = ~rows["failed"] & ~rows["clocked"] & ~_by_number(rows, [one.is_shared for one in settings])
         yield "the runner's own clock says nothing of it", np.flatnonzero(alone)
     if info.forwards is not None and info.forwards.least_s:
-        # The machine was as fast as in the quickest of its passes over one token, when it began, ended, or between.
+        # The machine's speed is that of its quickest one-token pass, at the start, at the end or between.
         measured = (info.forwards.least_s, info.pass_at_end_s, rows["pass_s"].min())
         quickest_s = min(seconds for seconds in measured if seconds > 0)
         share = FASTEST if len(least_by_width(info)) > 1 else FASTEST_OF_ONE
@@ -266,16 +265,16 @@ def span_faults(info: RunInfo, settings: Sequence[Settings], rows: Any, counted:
 
 
 def _by_number(rows: Any, flags: Sequence[bool]) -> Any:
-    """Return the flag of each row's settings, [rows]; False for settings that are not the run's."""
+    """Return the flag of each row's settings, [rows]; False for settings outside the run."""
     return np.array([*flags, False])[rows["settings"]]
 
 
 def _overlapping(settings: Sequence[Settings], timed: Any) -> Any:
-    """Return the later of two rows that one worker measured at the same time; answers of a wave belong together."""
+    """Return the later row of each pair that one worker measured concurrently; answers of a wave belong together."""
     is_shared = _by_number(timed, [one.is_shared for one in settings])
     keys = ["worker", "suite", "method", "settings", "turn", "repeat"]
     waves = timed.groupby(keys, observed=True, dropna=False).ngroup()
-    # An answer that was decoded alone is a wave of its own.
+    # An answer decoded alone is its own wave.
     wave = np.where(is_shared, waves, len(timed) + np.arange(len(timed)))
     spans = timed.groupby(wave).agg(worker=("worker", "first"), start=("start_s", "min"), end=("end_s", "max"))
     spans = spans.sort_values(["worker", "start"], kind="stable")
@@ -284,9 +283,9 @@ def _overlapping(settings: Sequence[Settings], timed: Any) -> Any:
     return timed.index[np.isin(wave, spans.index[is_late])].to_numpy()
 
 
-# The whole check: the rows must be those of the plan, each once, and each must be a possible measurement.
+# The whole check: each row of the plan exists once, and is a possible measurement.
 #
-# Every reader runs it before it computes anything from the rows, and `--resume` to know what to measure again.
+# Every reader runs it before computing anything from the rows, and `--resume` runs it to find what to measure again.
 
 
 REMEDIES = {
@@ -295,7 +294,7 @@ REMEDIES = {
     "foreign": "--resume drops them, --allow foreign leaves them out",
     "invalid": "--resume generates them again, --allow invalid leaves them out",
 }
-"""The kinds of problems, as `--allow` takes them, and what to do about each."""
+"""The kinds of problems, as `--allow` takes them, and the remedy for each."""
 MOST_NAMED = 4
 
 
@@ -308,11 +307,11 @@ class Problem:
     suite: str
     method: str
     num: int
-    """How many rows."""
+    """Number of rows."""
     what: str
-    """Such as "5 of 24 answers missing, first p003"."""
+    """For example "5 of 24 answers missing, first p003"."""
     setting: str = ""
-    """The name of the settings, without the values that all settings of the run share; empty if there is only one."""
+    """The name of the settings, without values shared by all settings of the run; empty for a single settings."""
 
     def __str__(self) -> str:
         return f"{' '.join(filter(None, [self.suite, self.setting, self.method]))}: {self.what}"
@@ -322,7 +321,7 @@ class Problem:
 class IntegrityReport:
     problems: tuple[Problem, ...]
     dropped_rows: tuple[Any, ...]
-    """For each part the mask of rows that are invalid, unexpected or duplicates, [rows]."""
+    """For each part, the mask of rows that are invalid, unexpected or duplicates, [rows]."""
 
 
 def check_integrity(info: RunInfo, where: str, summaries: Sequence[PartSummary]) -> IntegrityReport:
@@ -338,7 +337,7 @@ def check_integrity(info: RunInfo, where: str, summaries: Sequence[PartSummary])
     faults += unseen_times(info, plan.settings, rows)
     problems = [*_missing(plan, match)]
     if not problems and not out_of_place.any() and not any(len(which) for _, which in faults):
-        # A row with another problem changes the sums, too, and is reported by that problem.
+        # Another problem of a row changes the sums, too, and is reported instead.
         faults += off_sums(info, rows)
     invalid = np.zeros(len(rows), dtype=bool)
     for _, which in faults:
@@ -354,7 +353,7 @@ def check_integrity(info: RunInfo, where: str, summaries: Sequence[PartSummary])
 
 
 def describe(problems: Sequence[Problem]) -> str:
-    """Describe problems of one kind in a line; of many, the first few."""
+    """Describe problems of one kind in a line; if there are many, the first few."""
     more = len(problems) - MOST_NAMED
     first = "; ".join(map(str, problems[:MOST_NAMED]))
     return f"{first}; and {more} more like it" if more > 0 else first
@@ -387,7 +386,7 @@ def _faults_of_parts(summaries: Sequence[PartSummary]) -> list[tuple[str, Any]]:
 def _contradictions(
     identity: RunIdentity, settings: Sequence[Settings], match: PlanMatch, rows: Any
 ) -> Iterator[tuple[str, Any]]:
-    """Find verdicts that the tokens contradict, and missing ones.
+    """Find verdicts that contradict the tokens, and missing verdicts.
 
     Baseline answers were compared with those of the first repeat.
     """
@@ -411,7 +410,7 @@ def _contradictions(
 
 
 def _unscored(identity: RunIdentity, match: PlanMatch, rows: Any) -> Iterator[tuple[str, Any]]:
-    """Find answers without a score in suites whose scorer could have given one. Prompts are excused by their ids."""
+    """Find answers without a score that the suite's scorer could have scored. Prompts are excused by their ids."""
     without_code = identity.code == "not run"
     wanted = np.zeros(len(rows), dtype=bool)
     for name, suite in identity.suites.items():
@@ -425,7 +424,7 @@ def _unscored(identity: RunIdentity, match: PlanMatch, rows: Any) -> Iterator[tu
 def _by_cell(kind: str, what: str, which: Any, rows: Any, names: Sequence[str]) -> Iterator[Problem]:
     """Yield one problem per suite, settings and method of these rows, in the order of their first rows.
 
-    `names` are those of the settings for people; the last entry is for settings that are not the run's.
+    `names` are the display names of the settings; the last entry is for settings outside the run.
     """
     found = rows.iloc[np.sort(which)]
     for _, members in found.groupby(["suite", "settings", "method"], observed=True, sort=False, dropna=False):

@@ -1,12 +1,12 @@
-"""The laws of a row: how its times, counts, tokens and verdicts hang together, whatever was measured.
+"""The laws of a row: how its times, counts, tokens and verdicts must be consistent, whatever was measured.
 
-Each is declared once, by `law`. Rows are held to them when they are written, where a row that breaks one becomes a
-failed row, and whenever they are read. What no single row shows (answers that overlap, sums over the run) is in
-`integrity.py`. The laws find mistakes, of the engine's bookkeeping too, and careless edits. Whoever forges a row to fit
-them all is not found.
+Each is declared once, by `law`. Rows are checked when they are written, where an invalid row becomes a failed row, and
+whenever they are read. Checks across rows (overlapping answers, sums over the run) are in `integrity.py`. The laws
+find mistakes, including the engine's own bookkeeping, and careless edits; they do not detect a row forged to satisfy
+them all.
 
-Of a failed generation nothing is checked but that it has an error, and no verdict. An answer without rounds is valid,
-one whose rounds are hidden (null lists), and one of a single token, which takes no time to decode.
+A failed generation is only required to have an error and no verdict. Valid are also an answer without rounds, an
+answer with hidden rounds (null lists), and a single token, which takes no time to decode.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VERDICTS = {
     "exactness": ("first_divergence", "divergence_gap", "divergence_tolerance"),
     "audit": ("audit_index", "audit_gap", "audit_tolerance"),
 }
-"""For each verdict the columns of where the answer departs, by how much, and what rounding explains."""
+"""For each verdict, the columns of where the answer diverges, by how much, and how much rounding explains."""
 COLUMNS = (
     "method", "token_ids", "drafted_ids", "drafted_parents", "verified", "recorded_ids", "recorded_accepted",
     "recorded_draft_s", "recorded_verify_s", "ranks", "text_kinds", "start_s", "end_s", "temperature",
@@ -49,22 +49,22 @@ is not the host's. The rounds of an answer follow each other without a gap, so n
 
 class RowLaw(NamedTuple):
     why: str
-    """The problem of a row that breaks it."""
+    """The problem of a row that breaks the law."""
     broken: Callable[[RowArrays], Any]
-    """The mask of rows that break it, [rows]."""
+    """Returns the mask of rows that break it, [rows]."""
     group: int
 
 
 FORM, VALUES, PHYSICS = range(3)
-"""A group of laws is held to the rows that break none of an earlier one: FORM is for all rows, VALUES and PHYSICS for
-those that did not fail."""
+"""A group of laws applies to rows that break no law of an earlier group: FORM to all rows, VALUES and PHYSICS to rows
+that did not fail."""
 LAWS: list[RowLaw] = []
-"""In the order in which they stand below, which is that in which a row's first problem is looked for."""
+"""In order of declaration, in which a row's first problem is reported."""
 NO_TIME = "NaN, infinite, negative, or zero although work was done"
 
 
 def law(group: int, why: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare a law. With names, it is one for each of these columns, which `why` names as {}."""
+    """Declare a law, or with names, one law per column, whose name replaces {} in `why`."""
 
     def declare(broken: Callable[..., Any]) -> Callable[..., Any]:
         each = [RowLaw(why.format(name), partial(broken, name=name), group) for name in names]
@@ -75,7 +75,7 @@ def law(group: int, why: str, *names: str) -> Callable[[Callable[..., Any]], Cal
 
 
 def of_counted(broken: Callable[[RowArrays], Any]) -> Callable[[RowArrays], Any]:
-    """Hold a law to the rows that count their rounds, looked at without the others."""
+    """Restrict a law to the rows that count their rounds."""
     return lambda rows: rows.among(rows.is_counted, broken)
 
 
@@ -125,7 +125,7 @@ def _uneven(rows: RowArrays, name: str) -> Any:
     return (rows.lengths(name) >= 0) & (rows.lengths(name) != rows.lengths("accepted"))
 
 
-# Values: what each time and count can be.
+# Values: the range of each time and count.
 
 
 @law(VALUES, "a round accepts more tokens than it drafts, or fewer than 0")
@@ -145,7 +145,7 @@ def _verifies_another_number(rows: RowArrays) -> Any:
 @law(VALUES, "a round does not emit one token more than it accepts")
 @of_counted
 def _emits_another_number(rows: RowArrays) -> Any:
-    """Only the last round of an answer can be cut short, and it still emits a token."""
+    """Find rounds with a wrong emitted count; only an answer's last round can be truncated, to at least one token."""
     accepted, emitted, num_rounds = rows.flat("accepted"), rows.flat("emitted"), rows.lengths("accepted")
     is_last = np.zeros(len(emitted), dtype=bool)
     is_last[np.cumsum(num_rounds)[num_rounds > 0] - 1] = True
@@ -164,7 +164,7 @@ def _no_time(seconds: Any, can_be_zero: Any) -> Any:
 
 @law(VALUES, "its rounds do not add up to its tokens")
 def _rounds_off_tokens(rows: RowArrays) -> Any:
-    """The first token comes from prefill; if that was a stop, which is not part of the answer, there is none."""
+    """Find rounds that do not add up to the tokens; the first comes from prefill, unless that was an omitted stop."""
     tokens, decoded = np.maximum(rows.lengths("token_ids"), 0), rows.round_sum("emitted")
     return rows.is_counted & (tokens != 1 + decoded) & ((tokens > 0) | (decoded > 0))
 
@@ -196,7 +196,7 @@ def _too_much_thinking(rows: RowArrays) -> Any:
 
 @law(VALUES, "its totals of rounds contradict each other")
 def _contradictory_totals(rows: RowArrays) -> Any:
-    """Find totals with more accepted than drafted, or with some of them and no round."""
+    """Find totals with more accepted than drafted tokens, or with tokens but no round."""
     rounds, drafted, accepted = (rows.counts(name) for name in TOTALS)
     return ((drafted >= 0) & (accepted > drafted)) | ((rounds == 0) & ((drafted > 0) | (accepted > 0)))
 
@@ -221,7 +221,7 @@ def _off_clock(rows: RowArrays) -> Any:
     """See `runner/stopwatch.py`."""
     names = ("prefill_s", "decode_s", *CLOCK[:4])
     prefill, decode, call, heard_prefill, heard_decode, slack = (rows.numbers(name) for name in names)
-    # Nothing is less or more than NaN.
+    # Comparisons with NaN are False.
     off = prefill + decode > call * (1 + CLOCK_SHARE) + CLOCK_S
     off |= decode < heard_decode * (1 - CLOCK_SHARE) - CLOCK_S
     for reported, heard in ((prefill, heard_prefill), (decode, heard_decode)):
@@ -247,7 +247,7 @@ def _rounds_are_longer(rows: RowArrays) -> Any:
 
 @law(PHYSICS, "its rounds took less than decode_s, and nothing else was done")
 def _rounds_are_shorter(rows: RowArrays) -> Any:
-    # An answer without a round takes no time to decode, which is another law.
+    # An answer without rounds takes no time to decode, which another law checks.
     known = rows.lengths("round_s") > 0
     return known & (_least(rows.numbers("decode_s")) > _in_rounds(rows))
 
@@ -278,7 +278,7 @@ def _longer_than_its_interval(rows: RowArrays) -> Any:
 
 @law(PHYSICS, "prefill_s and decode_s are shorter than from start_s to end_s")
 def _shorter_than_its_interval(rows: RowArrays) -> Any:
-    """Applies to answers decoded among others here, which begin with the first pass and end with the last round."""
+    """Check answers decoded concurrently here, which begin with their first pass and end with their last round."""
     if not rows.facts.is_engine:
         return np.zeros(rows.num, dtype=bool)
     is_shared = (np.nan_to_num(rows.numbers("concurrency"), nan=1.0) > 1) | ~np.isnan(rows.numbers("rate"))
@@ -333,14 +333,14 @@ def _kept_what_was_not_drafted(rows: RowArrays) -> Any:
 
 @law(PHYSICS, "a round accepted less than was right")
 def _kept_too_little(rows: RowArrays) -> Any:
-    """Applies only where correct drafts are certain to be accepted: greedy decoding by a lossless method."""
+    """Find rounds that kept too little; only lossless greedy decoding is certain to accept correct drafts."""
     greedy: Any = is_greedy(rows.numbers("temperature"))
     return rows.along_the_drafts[1] & greedy & ~rows.by_method(is_lossy)
 
 
 @law(PHYSICS, "its recorded drafts are not those of its tokens")
 def _recorded_something_else(rows: RowArrays) -> Any:
-    """A draft is recorded for each token but the last, and as many of it are right as the answer's own tokens say."""
+    """Find recordings that are not one draft per token but the last, or that contradict the answer's own tokens."""
     broken = np.zeros(rows.num, dtype=bool)
     for row in np.flatnonzero(rows.is_known("recorded_accepted")).tolist():
         ids, accepted, tokens = (
@@ -381,9 +381,7 @@ def _unknown_kinds(rows: RowArrays) -> Any:
 
 @law(PHYSICS, "its ranks are not those of its drafts and tokens")
 def _ranked_otherwise(rows: RowArrays) -> Any:
-    """The right token is the draft's likeliest one wherever it was accepted, or would have been had a round come to it,
-    and nowhere else.
-    """
+    """Find ranks that are 1 anywhere but where a draft was accepted, or would have been had a round reached it."""
     known = rows.lengths("ranks") >= 0
     other = known & (~rows.has_ids | rows.ids_off_count | rows.is_known("drafted_parents"))
     other |= known & (rows.lengths("ranks") != rows.lengths("drafted_ids"))
@@ -394,7 +392,7 @@ def _ranked_off_the_drafts(rows: RowArrays) -> Any:
     drafts, ranks, drafted = rows.drafts, rows.flat("ranks"), rows.flat("drafted").astype(np.int64)
     right, accepted = leads(ranks, drafted, drafted, 1), rows.flat("accepted")
     wrong = rows.per_row(np.minimum(right, drafts.verified) != accepted, drafts.owner)
-    # Behind a round's first wrong token a rank may be unknown, and behind the answer's end a right token is.
+    # After a round's first wrong token a rank may be unknown, and after the answer's end the right token is.
     ends = np.cumsum(rows.lengths("token_ids"))[drafts.owner][drafts.round]
     is_inside = drafts.begins[drafts.round] + drafts.place < ends
     is_right = drafts.ids == drafts.emitted(drafts.round, drafts.place)
@@ -408,7 +406,7 @@ def _ranked_off_the_drafts(rows: RowArrays) -> Any:
 
 @law(PHYSICS, "it does not end at its first stop token")
 def _wrong_end(rows: RowArrays) -> Any:
-    """An answer ends at its first stop token, which it holds, or where there is no more room."""
+    """Find answers that do not end at their first stop token, which they contain, or at a limit."""
     facts, num = rows.facts, np.maximum(rows.lengths("token_ids"), 0)
     if facts.stop_ids is None or not facts.is_engine:
         return np.zeros(rows.num, dtype=bool)
@@ -430,7 +428,7 @@ def _wrong_length(rows: RowArrays) -> Any:
     return (num > 0) & ((num > facts.max_new_tokens) | (cut & (num != room)))
 
 
-# What others say
+# Independent observations: totals of servers, and the runner's clock.
 
 
 @law(PHYSICS, "a verdict excuses more than rounding can")
@@ -441,11 +439,11 @@ def _excused_too_much(rows: RowArrays) -> Any:
 
 @law(PHYSICS, "its totals of rounds are not those of its tokens")
 def _totals_of_no_answer(rows: RowArrays) -> Any:
-    """Check totals by the server's counting rule, and by the limits that all rules share."""
+    """Find totals that contradict the server's counting rule, or the limits common to all rules."""
     num = _num_tokens(rows)
     rounds, drafted, accepted = (rows.numbers(name) for name in TOTALS)
     wrong = (rounds > num) | (accepted > num + np.nan_to_num(drafted / np.maximum(rounds, 1), nan=1 << 16))
-    # Only servers' answers have a rule, and a run of our engine may have a million others.
+    # Only servers' answers have a rule, and a run of our engine may have a million answers.
     return wrong | rows.among(rows.is_known("counted_by") & ~np.isnan(rounds + accepted), _contradicting)
 
 
@@ -455,7 +453,7 @@ def _num_tokens(rows: RowArrays) -> Any:
 
 
 def _contradicting(rows: RowArrays) -> Any:
-    """Check the totals of rows that name a rule; unknown rules are another law's."""
+    """Check the totals of rows that name a known rule; another law checks for unknown rules."""
     ways, is_stopped = rows.batch.column("counted_by").to_pylist(), rows.is_one_of("finish_reason", ["stop"])
     hides, num = rows.is_known("num_hidden_tokens"), _num_tokens(rows)
     rounds, drafted, accepted = (rows.counts(name) for name in TOTALS)
@@ -475,7 +473,7 @@ def _unknown_rule(rows: RowArrays) -> Any:
 
 
 def faults(batch: Any, facts: Facts) -> dict[str, Any]:
-    """Return the indices of rows that no run can have measured, by the law they break; `batch` has all `COLUMNS`."""
+    """Return the indices of impossible rows, by the law they break; `batch` has all `COLUMNS`."""
     found: dict[str, Any] = {}
     rows, at = RowArrays(batch, facts), np.arange(len(batch))
     with np.errstate(invalid="ignore"):
@@ -489,16 +487,15 @@ def faults(batch: Any, facts: Facts) -> dict[str, Any]:
     return found
 
 
-# Is a text what its tokens say? By a tokenizer that whoever asks brings along, as results know no models.
-
+# Whether a text matches its tokens. The caller supplies the tokenizer, since `results` does not import `models`.
 
 Decode = Callable[[Sequence[Sequence[int]]], Sequence[str]]
-"""The texts of these answers' tokens, without special tokens. Raises OverflowError for an id that cannot be one."""
+"""Returns the texts of answers' tokens, without special tokens. Raises OverflowError for an impossible id."""
 OTHER = "its text is not what its tokens say"
 
 
 def other(batch: Any, decode: Decode) -> list[int]:
-    """Return the rows of an Arrow batch whose text, or its part that is thinking, is not that of their tokens."""
+    """Return the rows of an Arrow batch whose text, or its thinking part, does not match their tokens."""
     has_tokens = batch.column("error").is_null().to_numpy(zero_copy_only=False) & (
         lengths_of(batch.column("token_ids")) > 0
     )
@@ -515,7 +512,7 @@ def other(batch: Any, decode: Decode) -> list[int]:
     for row, ids in zip(rows, tokens, strict=True):
         if row not in wrong and num[row] and characters[row] is not None:
             thinking, rest = decode([ids[: num[row]], ids[num[row] :]])
-            # Half a character at the border is another text by itself.
+            # Half a character at the border decodes to other text alone.
             if characters[row] not in (len(stored[row]) - len(rest), len(thinking)):
                 wrong.add(row)
     return sorted(wrong)

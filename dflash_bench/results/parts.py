@@ -1,8 +1,8 @@
 """The Parquet parts of a run: one row per answer, in files that are either complete or absent.
 
-A part is numbered. A merged part covers a range of numbers, and as soon as it exists it replaces the parts of these
-numbers. Each part carries the identity of its run, so that rows can neither be moved to another run nor be passed off
-as made under other settings; and its checksum was recorded when it was written. The columns are `COLUMNS`.
+A part is numbered. A merged part covers a range of numbers, and replaces the parts of these numbers as soon as it
+exists. Each part carries the identity of its run, so that rows can be neither moved to another run nor presented as
+made under other settings, and its checksum is recorded when it is written. The columns are `COLUMNS`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ from dflash_bench.results.identity import (
 )
 from dflash_bench.results.run_info import SCHEMA, differences, refuse_other_schema
 
-# The columns of a run's rows on disk, and records turned into rows and back.
+# The columns of a run's rows on disk, and the conversion of records to rows and back.
 #
-# Each row repeats what distinguishes its run from others, so that the rows
-# of many runs can form one table.
-
+# Each row repeats what distinguishes its run from others, so that the rows of many runs can form one table.
 
 # fmt: off
 COLUMNS = {
@@ -76,17 +74,17 @@ ADDED = (
     "recorded_verify_s", "score", "ranks", "energy_j", "text_kinds", "num_thinking_chars", "pass_s",
 )
 # fmt: on
-"""Columns that were added since version 1, and are null in runs from before."""
+"""Columns added since version 1; null in older runs."""
 PLACES = {
     "divergence": {"index": "first_divergence", "gap": "divergence_gap", "tolerance": "divergence_tolerance"},
     "departure": {"index": "audit_index", "gap": "audit_gap", "tolerance": "audit_tolerance"},
 }
-"""The columns that hold a record's divergences."""
+"""The columns of a record's divergences."""
 FLAT = tuple(field.name for field in fields(Answer) if field.name not in ("generation", "settings", *PLACES))
 
 
 def schema() -> Any:
-    """Return the Arrow schema of a part; its lists hold no nulls."""
+    """Return the Arrow schema of a part; its lists contain no nulls."""
     import pyarrow as pa
 
     columns = {name: pa.type_for_alias(kind.removeprefix("list of ")) for name, kind in COLUMNS.items()}
@@ -99,7 +97,7 @@ def schema() -> Any:
 
 
 def is_of_run(stored: Any) -> bool:
-    """Return whether a part with this Arrow schema has the columns of a run, now or before some were added."""
+    """Return whether a part with this Arrow schema has the columns of a run, of this version or an older one."""
     wanted = schema()
     for name in ADDED:
         if name not in stored.names:
@@ -108,7 +106,7 @@ def is_of_run(stored: Any) -> bool:
 
 
 def with_added(table: Any, columns: Sequence[str]) -> Any:
-    """Return a table of these columns, null where a part has none because it is older."""
+    """Return a table with these columns, null where an older part lacks one."""
     import pyarrow as pa
 
     for name in columns:
@@ -119,7 +117,7 @@ def with_added(table: Any, columns: Sequence[str]) -> Any:
 
 
 def leaf(name: str) -> str:
-    """Return the name that Parquet gives to the values of a column."""
+    """Return the name that Parquet uses for the values of a column."""
     return f"{name}.list.element" if COLUMNS[name].startswith("list") else name
 
 
@@ -157,10 +155,10 @@ def _divergence(row: dict[str, Any], place: str) -> Divergence | None:
     return None if values["index"] is None else Divergence(**values)
 
 
-# The SHA-256 of each part of a run, in `parts.sha256` beside them, which `sha256sum --check` understands.
+# The SHA-256 of each part of a run, in `parts.sha256` beside them, in the format of `sha256sum --check`.
 #
-# A part's line is added before the part has its name, so that a process killed at any moment leaves no part without
-# one. A line without its part does no harm: missing answers are found by the plan.
+# The line of a part is added before the part gets its name, so that a process killed at any moment leaves no part
+# without a line. A line without its part is harmless: missing answers are found by the plan.
 
 
 CHECKSUMS = "parts.sha256"
@@ -168,7 +166,7 @@ LINE = re.compile(r"([0-9a-f]{64})  (part-[^\n]+)")
 
 
 def add_checksum(part: Path, content: bytes | memoryview) -> None:
-    """Record the checksum of a part that is about to be written. Raises UserError, naming the part, if that fails."""
+    """Record the checksum of a part about to be written. Raises UserError, naming the part, if that fails."""
     line = f"{hashlib.sha256(content).hexdigest()}  {part.name}\n".encode()
     ledger = part.with_name(CHECKSUMS)
     files.require_output(ledger)
@@ -183,7 +181,7 @@ def add_checksum(part: Path, content: bytes | memoryview) -> None:
 
 
 def keep_checksums(folder: Path, parts: Collection[Path]) -> None:
-    """Drop the lines of all other parts."""
+    """Drop the lines of all parts but these."""
     names = {part.name for part in parts}
     lines = [f"{digest}  {name}\n" for name, known in checksums(folder).items() if name in names for digest in known]
     if (folder / CHECKSUMS).exists():
@@ -206,7 +204,7 @@ def _checksums(path: Path, *_state: int) -> dict[str, list[str]]:
 
 
 def lost(folder: Path, current: Sequence[Path]) -> list[Path]:
-    """Return the parts of a finished run that its checksums list and that are neither there nor merged into another."""
+    """Return the parts in a finished run's checksums that neither exist nor were merged into another part."""
     spans = [span(part) for part in current]
     listed = [folder / name for name in checksums(folder) if NAME.fullmatch(name)]
     return [
@@ -215,7 +213,7 @@ def lost(folder: Path, current: Sequence[Path]) -> list[Path]:
 
 
 def why_other(part: Path) -> str | None:
-    """Return why a part is not as the run wrote it; None if it is. Raises UserError if the checksums are gone."""
+    """Return how a part differs from what the run wrote; None if it does not. Raises UserError without checksums."""
     if not part.with_name(CHECKSUMS).exists():
         raise UserError(f"{part.parent} has no {CHECKSUMS}, by which its parts are known; restore the original file")
     known = checksums(part.parent).get(part.name)
@@ -227,7 +225,7 @@ def why_other(part: Path) -> str | None:
 
 
 def _state(path: Path) -> tuple[int, int, int, int]:
-    """Return a key that changes whenever the file is written, so that cached results are not used for another one."""
+    """Return a key that changes whenever the file is written, so that cached results are not reused for new content."""
     state = path.stat()
     return state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
@@ -243,13 +241,13 @@ NAME = re.compile(r"part-([0-9]{6,})(?:-([0-9]{6,}))?\.parquet")
 
 
 class DamagedError(UserError):
-    """A part that cannot be read; a reader may go on without it."""
+    """A part that cannot be read; readers may continue without it."""
 
 
 def of(folder: Path) -> list[Path]:
-    """Return the parts in the order they were stored, without those that a merged part replaces.
+    """Return the parts in the order they were stored, without parts that a merged part replaces.
 
-    Raises UserError for a file with a part's suffix but not a part's name.
+    Raises UserError for a file that has a part's suffix but not a part's name.
     """
     current: list[Path] = []
     last = -1
@@ -265,8 +263,7 @@ def write(table: Any, part: Path, identity: Identity) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    # Times hardly repeat: stored byte by byte they take three quarters of a dictionary's space, and half the time to
-    # read.
+    # Times rarely repeat: byte stream split takes three quarters of a dictionary's space, and half the time to read.
     times = [leaf(name) for name, kind in COLUMNS.items() if kind.removeprefix("list of ") in ("float", "double")]
     options = {
         "compression": "zstd",
@@ -287,9 +284,9 @@ def batches(
 ) -> Iterator[Any]:
     """Yield Arrow record batches of these columns, one per row group, without the rows of the mask `left_out`, [rows].
 
-    Raises DamagedError; and UserError for another schema, or a part whose run has another `identity`.
+    Raises DamagedError, and UserError for another schema or if the part's run has another `identity`.
 
-    Arrow's own threads are switched off: all readers would share them, and two readers are faster with one each.
+    Arrow's own threads are disabled: all readers would share them, and two readers are faster with one thread each.
     """
     before = 0
     with _opened(part, identity) as file:
@@ -309,7 +306,7 @@ def without(batch: Any, left_out: Any) -> Any:
 
 
 def span(part: Path) -> tuple[int, int]:
-    """Return the first and last number that a part covers; raises UserError for a name that no part has."""
+    """Return the first and last number that a part covers. Raises UserError for a name that is not a part's."""
     match = NAME.fullmatch(part.name)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if last < first or part.name != name(first, last):
@@ -323,7 +320,7 @@ def name(first: int, last: int) -> str:
 
 @contextmanager
 def _opened(path: Path, identity: Identity | None = None, as_written: bool = True) -> Iterator[Any]:
-    """Open a part; errors while it is read become DamagedError. `as_written` refuses one whose checksum differs."""
+    """Open a part; read errors become DamagedError. `as_written` also requires its recorded checksum."""
     import pyarrow as pa
     from pyarrow import parquet
 

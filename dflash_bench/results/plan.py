@@ -1,6 +1,6 @@
 """The answers that a run must contain: one for each prompt, turn, repeat, settings and method.
 
-In `run.json` it is {"methods": [...], "repeats": R, "prompts": {suite: [[id, number of turns, hash], ...]}}; the
+`run.json` stores it as {"methods": [...], "repeats": R, "prompts": {suite: [[id, number of turns, hash], ...]}}; the
 settings are in the identity, as {"settings": [{"temperature": 0.0, "top_k": 0, ...}, ...]}.
 """
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from dflash_bench.results.run_info import RunInfo
 
 BASELINE = "ar"
-"""Autoregressive decoding, which all methods are compared with."""
+"""Autoregressive decoding, the baseline of all methods."""
 MOST_ANSWERS = 20_000_000
 DRAWN = "drawn"
-"""The order of prompts under a time limit: any number of them from the first is a sample."""
+"""The order of prompts under a time limit: any leading part of it is a sample."""
 
 
 class PromptRef(NamedTuple):
@@ -38,7 +38,7 @@ class PromptRef(NamedTuple):
 
 
 class AnswerPlace(NamedTuple):
-    """The place of an answer in a plan; `settings` is an index into those of the plan."""
+    """The place of an answer in a plan; `settings` is an index into the plan's settings."""
 
     suite: str
     prompt_id: str
@@ -64,7 +64,7 @@ class Plan:
 
     @cached_property
     def first_turns(self) -> list[int]:
-        """The number of turns before each prompt, and last the number of all turns, [prompts + 1]."""
+        """Return the number of turns before each prompt, and last the number of all turns, [prompts + 1]."""
         return [*accumulate((prompt.num_turns for _, prompt in self.prompt_refs), initial=0)]
 
     @property
@@ -82,7 +82,7 @@ class Plan:
 
 
 def recorded(info: RunInfo, where: str) -> Plan:
-    """Return the plan in the `run.json` at `where`. Raises UserError if it was edited or is not there."""
+    """Return the plan in the `run.json` at `where`. Raises UserError if it was edited or is missing."""
     if info.plan is None or sha256(info.plan.to_json()) != info.identity.plan:
         raise UserError(f"{where}: the plan is not the one the run was started with; restore the original file")
     methods = tuple(info.plan.methods)
@@ -101,7 +101,7 @@ def recorded(info: RunInfo, where: str) -> Plan:
 
 
 def _cut(plan: Plan, measured: Mapping[str, int], where: str) -> Plan:
-    """Return the part of the plan that a run with a time limit measured: the first prompts of each suite."""
+    """Return the part of the plan measured by a run with a time limit: the first prompts of each suite."""
     if measured.keys() != plan.prompts.keys() or any(
         not 0 <= number <= len(plan.prompts[suite]) for suite, number in measured.items()
     ):
@@ -117,12 +117,12 @@ def refuse_size(plan: Plan, where: str) -> None:
 
 
 def sha256(stored: Mapping[str, Any]) -> str:
-    """Return the hash of a plan in JSON, independent of how the JSON is formatted."""
+    """Return the hash of a plan in JSON, independent of formatting."""
     return hashlib.sha256(json.dumps(stored, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Say how the JSON of two plans differs, with one differing prompt of each suite as an example."""
+    """Yield how the JSON of two plans differs, with one differing prompt per suite as an example."""
     for name in ("methods", "repeats"):
         if then[name] != now[name]:
             yield f"{name} were {json.dumps(then[name])}, now {json.dumps(now[name])}"

@@ -1,4 +1,4 @@
-"""The rounds of a run: the one reader of its parts, histograms, slices, and sums by position in the answer."""
+"""The rounds of a run: reading its parts, histograms, slices, and sums by position in the answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dflash_bench.results.identity import checked_settings, needed_for
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.row_arrays import HEADROOM, leads, lengths_of
 
-# What a run stores besides the table that `table.read` makes of it, read once for all who need it.
+# Data of a run besides the table of `table.read_run`, read once for all users.
 
 
 Histogram = Mapping[tuple[int, int], int]
@@ -25,7 +25,7 @@ Histogram = Mapping[tuple[int, int], int]
 COLUMNS = ("suite", "method", "prompt_id", "error", "drafted", "accepted", "emitted")
 BY_COUNTS = ["suite", "method", "settings", "drafted", "accepted"]
 BY_POSITION = ["suite", "method", "settings", "bin", "prompt_id"]
-"""`settings` by their number in the run; `bin` as in `position_bin`."""
+"""`settings` is their number in the run; `bin` is that of `position_bin`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class StoredRows:
     """The stored rows that a table shows, part by part, in the order of the table."""
 
     settings: Sequence[Settings]
-    """Those of the run."""
+    """All settings of the run."""
     sizes: Mapping[Path, int] = field(default_factory=dict)
-    """How many rows of each part are shown; damaged parts are not in it."""
+    """Number of rows shown per part, without damaged parts."""
     left_out: Mapping[Path, Any] = field(default_factory=dict)
-    """The mask of rows that are not shown, [rows], for parts that have some."""
+    """The mask of rows that are not shown, [rows], for parts with any."""
 
     def batches(self, columns: Sequence[str]) -> Iterator[tuple[Any, Any]]:
         """Yield Arrow batches with these columns among others, and the number of each row's settings, [rows]."""
@@ -53,17 +53,17 @@ class StoredRows:
 @dataclass(frozen=True, slots=True)
 class RunRounds:
     histograms: Mapping[CellKey, Histogram]
-    """Of drafting methods."""
+    """Only of drafting methods."""
     by_position: Any
     """A pandas frame of the tokens verified and the rounds of drafting methods, by `BY_POSITION`."""
     answers: Sequence[dict[str, Any]] = ()
-    """The rows that were chosen."""
+    """The chosen rows."""
 
 
 def read_rounds(stored: StoredRows, chosen: Any | None = None, columns: Sequence[str] = ()) -> RunRounds:
-    """Read the parts once, as a stream: a million answers have tens of millions of rounds. Failed answers do not count.
+    """Read the parts once, as a stream: a million answers have tens of millions of rounds. Failed answers are excluded.
 
-    `chosen` is a mask of the table's rows, [rows]; `columns` of these are read as they are.
+    `chosen` is a mask of the table's rows, [rows], whose `columns` are returned unchanged.
     """
     import pandas as pd
     import pyarrow as pa
@@ -71,7 +71,7 @@ def read_rounds(stored: StoredRows, chosen: Any | None = None, columns: Sequence
     counts, sums, answers, at = [], [], [], 0
     chosen = np.zeros(sum(stored.sizes.values()), dtype=bool) if chosen is None else chosen
     for part, size in stored.sizes.items():
-        wanted = columns if chosen[at : at + size].any() else ()  # most parts of a large run hold none
+        wanted = columns if chosen[at : at + size].any() else ()  # most parts of a large run have no chosen rows
         for batch, numbers in stored.batches_of(part, [*COLUMNS, *wanted]):
             if wanted:
                 answers += batch.filter(pa.array(chosen[at : at + len(batch)])).to_pylist()
@@ -88,7 +88,7 @@ def _of_batch(batch: Any, numbers: Any) -> tuple[Any, Any]:
     import pandas as pd
     from pyarrow import compute
 
-    # Plain decoding has one token per round everywhere, and most of the rounds.
+    # Plain decoding has one token per round, and most of the rounds.
     is_drafting = compute.not_equal(batch.column("method"), BASELINE)
     is_good = compute.and_(is_drafting, compute.is_null(batch.column("error")))
     good = batch.filter(is_good)
@@ -128,7 +128,7 @@ class AcceptAt:
 
 
 def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
-    """Return shares for k from 1 to the longest draft; for trees, of unknown depth, to the longest path accepted."""
+    """Return shares for k from 1 to the longest draft, or for trees, of unknown depth, the longest accepted path."""
     longest = max((kept if is_tree(method) else drafted for drafted, kept in histogram), default=0)
     reached = [sum(n for (_, kept), n in histogram.items() if kept >= k) for k in range(longest + 1)]
     return [
@@ -137,24 +137,23 @@ def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
     ]
 
 
-# How a run is sliced: by category, turn, prompt length, position in the answer, thinking and answer, or a column of its
-# prompts.
+# Slices of a run: by category, turn, prompt length, position in the answer, thinking and answer, or a prompt column.
 
 
 STRETCHES = ("output-position", "context-position", "part", "text-kind")
-"""The slices that divide answers. They do so by rounds: a round belongs to the stretch in which it begins."""
+"""The slices that divide answers, by rounds: a round belongs to the stretch in which it begins."""
 SLICES = ("suite", "category", "turn", "prompt-length", *STRETCHES)
 PARTS = ("thinking", "answer")
 UNKNOWN_KIND = "unknown"
-"""Of answers whose tokens were not told apart by their kind of text, see `core.text_kinds`."""
+"""For answers whose tokens have no kind of text, see `core.text_kinds`."""
 FIRST_EDGE = 32
-"""Lengths and positions are sliced at this number of tokens, twice it, four times it and so on."""
+"""Lengths and positions are divided at this number of tokens, twice, four times it, and so on."""
 
 
 def sliced(frame: Any, by: str, values: Mapping[tuple[str, str], str] | None = None) -> Any:
     """Add the column `slice`, whose categories are in reading order.
 
-    `values` holds those of a column of the prompts, by suite and id, for a `by` that is not among `SLICES`.
+    `values` holds the prompts' column `by`, by suite and id, if `by` is not among `SLICES`.
     """
     import pandas as pd
 
@@ -189,13 +188,13 @@ def sliced(frame: Any, by: str, values: Mapping[tuple[str, str], str] | None = N
 
 
 def _reading_order(value: str) -> tuple[bool, bool, int, str]:
-    """Sort numbers by their size, then names, then `NO_VALUE`."""
+    """Return a sort key: numbers by size, then names, then `NO_VALUE`."""
     is_number = value.isascii() and value.isdigit() and len(value) < 20
     return value == NO_VALUE, not is_number, int(value) if is_number else 0, value
 
 
 def position_bin(lengths: Any) -> Any:
-    """Return the bin of each length or position: 0 for up to `FIRST_EDGE` tokens, and one more for every doubling."""
+    """Return the bin of each length or position: 0 for up to `FIRST_EDGE` tokens, plus 1 for every doubling."""
     return np.ceil(np.log2(np.maximum(np.asarray(lengths, dtype=np.float64), FIRST_EDGE) / FIRST_EDGE)).astype(np.int64)
 
 
@@ -209,12 +208,12 @@ def bin_name(number: int) -> str:
 
 
 def edges_of(name: str) -> tuple[int, int]:
-    """Return the first and last length of the bin of this name."""
+    """Return the first and last length of the bin with this name."""
     first, _, last = name.partition("-")
     return int(first), int(last)
 
 
-# The lists that rows hold about their rounds, summed per answer or per stretch of an answer.
+# The per-round lists of rows, summed per answer or per stretch of an answer.
 
 
 LISTS = ("drafted", "verified", "accepted", "emitted", "draft_s", "verify_s", "round_s")
@@ -222,16 +221,16 @@ LISTS = ("drafted", "verified", "accepted", "emitted", "draft_s", "verify_s", "r
 
 @dataclass(frozen=True, slots=True)
 class RoundTable:
-    """The rounds of a batch one after another, cut into segments: answers, or stretches of answers."""
+    """The rounds of a batch, concatenated and divided into segments: answers, or stretches of answers."""
 
     values: dict[str, Any]
-    """Each list of `LISTS` that the batch has, [rounds]; NaN where a row does not have it."""
+    """Each list of `LISTS` in the batch, [rounds]; NaN where a row lacks it."""
     starts: Any
-    """Where each segment that has rounds starts, [segments with rounds]."""
+    """First round of each segment that has rounds, [segments with rounds]."""
     filled: Any
-    """The indices of these segments in `rows`."""
+    """Indices of these segments in `rows`."""
     rows: Any
-    """The row of the batch that each segment belongs to, [segments]."""
+    """The row of each segment, [segments]."""
     hidden: Any
     """Whether the backend hid the rounds, [segments]."""
     bins: Any
@@ -255,11 +254,11 @@ class RoundTable:
         # Tokens emitted before each round of an answer, including the one from prefill.
         out = 1 + before - firsts
         if by == "part":
-            # Where the model does not think, or nothing is known of it, all of an answer is the answer itself.
+            # Without thinking, or if it is unknown, the whole answer counts as the answer.
             bins = part_of(out, batch.column("num_thinking_tokens").fill_null(0).to_numpy(zero_copy_only=False)[owners])
         elif by == "text-kind":
             bins = _kinds(batch, out, owners)
-            # Kinds alternate: all rounds of one kind are put together.
+            # Kinds alternate: group all rounds of one kind.
             order = np.lexsort((bins, owners))
             values, owners, bins = {name: each[order] for name, each in values.items()}, owners[order], bins[order]
         else:
@@ -271,7 +270,7 @@ class RoundTable:
 
     def sums(self) -> dict[str, Any]:
         drafted, verified, accepted = (self.values[name] for name in ("drafted", "verified", "accepted"))
-        # A draft that was cut before its first token says nothing about its tokens.
+        # A draft truncated before its first token has no acceptance.
         drafting = np.where(np.isnan(verified), drafted, verified) > 0
         sums = {
             "num_rounds": self._filled(np.diff(self.starts, append=len(accepted))),
@@ -287,7 +286,7 @@ class RoundTable:
         }
         sums["first_draft_s"][self.filled] = self.values["draft_s"][self.starts]
         of_ranks = {name: self.sum_of(name) for name in (f"headroom_{num}" for num in HEADROOM)}
-        # Without a round nothing says whether ranks were recorded.
+        # Without rounds it is unknown whether ranks were recorded.
         sums |= {name: np.where(sums["num_rounds"] > 0, values, np.nan) for name, values in of_ranks.items()}
         return sums | {name: self.sum_of(name) for name in ("draft_s", "verify_s", "round_s")}
 
@@ -320,12 +319,12 @@ def _kinds(batch: Any, out: Any, owners: Any) -> Any:
 
 
 def _prompts(batch: Any) -> Any:
-    """Return the tokens of each prompt; 0 where a server does not report them."""
+    """Return the number of tokens of each prompt; 0 where a server does not report it."""
     return np.maximum(batch.column("num_prompt_tokens").fill_null(0).to_numpy(zero_copy_only=False), 0)
 
 
 def _flat(column: Any, lengths: Any) -> Any:
-    """Concatenate the values of all lists, [sum of lengths]; a null list counts as NaNs of its length in `lengths`."""
+    """Concatenate all lists, [sum of lengths]; a null list counts as NaNs of its length in `lengths`."""
     values = column.flatten().to_numpy(zero_copy_only=False)
     stored = lengths_of(column, 0)
     if np.array_equal(stored, lengths):
@@ -336,7 +335,7 @@ def _flat(column: Any, lengths: Any) -> Any:
 
 
 def _headroom(batch: Any, owners: Any) -> dict[str, Any]:
-    """Return by `headroom_K` what each round would accept from the best K of its draft, [rounds]; NaN if unknown."""
+    """Return as `headroom_K` the tokens each round would accept from the draft's best K, [rounds]; NaN if unknown."""
     has_ranks = batch.column("ranks").is_valid().to_numpy(zero_copy_only=False)
     found = {f"headroom_{num}": np.full(len(owners), np.nan) for num in HEADROOM}
     if has_ranks.any():
@@ -350,7 +349,7 @@ def _headroom(batch: Any, owners: Any) -> dict[str, Any]:
     return found
 
 
-# The answers of plain decoding, token by token: the target's own answers.
+# Plain answers, token by token: the target's own output.
 
 
 ANSWER_COLUMNS = ("suite", "prompt_id", "turn", "repeat", "method", "error", "num_hidden_tokens", "token_ids")
@@ -377,7 +376,7 @@ def plain_answers(stored: StoredRows) -> dict[Question, Any]:
 
 
 def _is_plain(batch: Any) -> Any:
-    """Return the mask of good first answers by plain decoding whose tokens are known, [rows]."""
+    """Return the mask of good first-turn answers by plain decoding whose tokens are known, [rows]."""
     from pyarrow import compute
 
     first = compute.equal(batch.column("turn"), 0)

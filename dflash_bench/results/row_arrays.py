@@ -1,4 +1,4 @@
-"""The rows of an Arrow batch as arrays, for the laws that they are held to."""
+"""The rows of an Arrow batch as arrays, for checking the laws."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 COUNTS = ("drafted", "accepted", "emitted")
 SECONDS = ("draft_s", "verify_s", "round_s")
 WHOLE_BLOCKS = ("dflash", "draft-model", "eagle3")
-"""Methods that draft the same number of tokens in every round, unless they are told "auto"."""
+"""Methods that draft the same number of tokens in every round, unless the option is "auto"."""
 
 
 class Block(NamedTuple):
-    """How many tokens a method drafts in a round: at most, and always as many?"""
+    """The most tokens that a method drafts per round, and whether it always drafts that many."""
 
     widest: int
     is_whole: bool
@@ -30,13 +30,13 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts in `run.json` that rows are checked against; None where it holds none."""
+    """The facts in `run.json` that rows are checked against; None if absent."""
 
     blocks: Mapping[str, Block]
     ceiling: float
-    """Logits; no gap beyond this is rounding."""
+    """Largest gap in logits that rounding can explain."""
     is_engine: bool = False
-    """Was it measured in our process?"""
+    """Whether it was measured in our process."""
     max_new_tokens: int | None = None
     context_length: int | None = None
     stop_ids: tuple[int, ...] | None = None
@@ -73,7 +73,7 @@ class RowArrays:
         return self if chosen.all() else RowArrays(self.batch.filter(pa.array(chosen)), self.facts)
 
     def among(self, chosen: Any, broken: Callable[[RowArrays], Any]) -> Any:
-        """Return the mask of rows that are `chosen` and, looked at without the others, `broken`, [rows]."""
+        """Return the mask of rows that are `chosen` and `broken`, which is evaluated on these rows only, [rows]."""
         found = np.zeros(self.num, dtype=bool)
         if chosen.any():
             found[chosen] = broken(self.only(chosen))
@@ -84,7 +84,7 @@ class RowArrays:
         return numbers_of(self.batch, name)
 
     def counts(self, name: str) -> Any:
-        """Return a column of whole numbers, -1 for null, [rows]."""
+        """Return an integer column, -1 for null, [rows]."""
         return self.batch.column(name).fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
 
     def is_known(self, name: str) -> Any:
@@ -106,7 +106,7 @@ class RowArrays:
         return self._lengths[name]
 
     def flat(self, name: str) -> Any:
-        """Return the values of all lists one after another."""
+        """Return the concatenated values of all lists."""
         return self.batch.column(name).flatten().to_numpy(zero_copy_only=False)
 
     @cached_property
@@ -115,28 +115,28 @@ class RowArrays:
 
     @cached_property
     def methods(self) -> tuple[list[str], Any]:
-        """The labels, and the index among them of each row's method, [rows]."""
+        """Return the labels, and each row's index among them, [rows]."""
         encoded = self.batch.column("method").dictionary_encode()
         codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
         return [*map(str, encoded.dictionary.to_pylist()), "?"], codes
 
     def by_method(self, value: Callable[[str], Any]) -> Any:
-        """Return for each row the value of its method, [rows]."""
+        """Return the value of each row's method, [rows]."""
         labels, codes = self.methods
         return np.array([value(label) for label in labels])[codes]
 
     def owning(self, name: str, wrong: Any) -> Any:
-        """Return the mask of rows in whose list a value is `wrong`; this mask is over `flat(name)`, [rows]."""
+        """Return the mask of rows with a `wrong` value in their list; `wrong` is a mask over `flat(name)`, [rows]."""
         return self.per_row(wrong, self.owners(name)) if wrong.any() else np.zeros(self.num, dtype=bool)
 
     def per_row(self, places: Any, owners: Any) -> Any:
-        """Return the mask of rows that own one of these places, [rows]."""
+        """Return the mask of rows that own any of these places, [rows]."""
         mask = np.zeros(self.num, dtype=bool)
         mask[owners[places]] = True
         return mask
 
     def owners(self, name: str) -> Any:
-        """Return the row of each value of `flat`."""
+        """Return the row of each value in `flat`."""
         return np.repeat(np.arange(self.num), np.maximum(self.lengths(name), 0))
 
     def round_sum(self, name: str) -> Any:
@@ -145,19 +145,19 @@ class RowArrays:
 
     @cached_property
     def is_counted(self) -> Any:
-        """Rows with all counts of their rounds, [rows]."""
+        """Return the mask of rows with all counts of their rounds, [rows]."""
         return np.logical_and.reduce([self.lengths(name) >= 0 for name in COUNTS])
 
     @cached_property
     def num_decoded(self) -> Any:
-        """Tokens after those that came with the first, [rows]."""
+        """Return the number of tokens after those that came with the first, [rows]."""
         tokens = np.maximum(np.maximum(self.lengths("token_ids"), 0), self.counts("num_hidden_tokens"))
         first = self.counts("num_first_tokens")
         return np.where(first > 0, tokens - first, np.maximum(self.round_sum("emitted"), tokens - 1))
 
     @cached_property
     def verified(self) -> Any:
-        """How many drafted tokens of each round were verified, [rounds]: all, where a row does not say."""
+        """Return the number of verified drafted tokens per round, [rounds]: all, if not recorded."""
         counts = self.flat("drafted").astype(np.int32)
         stored = np.repeat(self.lengths("verified") >= 0, np.maximum(self.lengths("drafted"), 0))
         counts[stored] = self.flat("verified")
@@ -165,12 +165,12 @@ class RowArrays:
 
     @cached_property
     def has_ids(self) -> Any:
-        """The mask of rows that name all tokens drafted in their rounds, [rows]."""
+        """Return the mask of rows with the ids of all tokens drafted in their rounds, [rows]."""
         return self.is_counted & (self.lengths("drafted_ids") >= 0)
 
     @cached_property
     def ids_off_count(self) -> Any:
-        """Rows that name more or fewer drafted tokens than they count, [rows]."""
+        """Return the mask of rows with another number of drafted ids than drafted tokens, [rows]."""
         counts, parents = self.round_sum("drafted"), self.lengths("drafted_parents")
         return self.has_ids & ((self.lengths("drafted_ids") != counts) | ((parents >= 0) & (parents != counts)))
 
@@ -180,7 +180,7 @@ class RowArrays:
 
     @cached_property
     def along_the_drafts(self) -> tuple[Any, Any]:
-        """Rows with a round that kept tokens it had not drafted, and with one that left out a right one, [rows]."""
+        """Return masks of rows with a round that kept undrafted tokens, and that rejected a right token, [rows]."""
         drafts = self.drafts
         in_chain = ~drafts.is_tree[drafts.round]
         same = drafts.ids == drafts.emitted(drafts.round, drafts.place)
@@ -198,30 +198,30 @@ class RowArrays:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Each drafted token beside what was emitted in its round, of rows whose ids are as many as they say.
+    """Each drafted token with the tokens emitted in its round, for rows whose ids match their counts.
 
-    Arrays [rounds] belong to the rounds of these rows, and [drafted] to the tokens drafted in them.
+    Arrays [rounds] cover the rounds of these rows, and [drafted] the tokens drafted in them.
     """
 
     owner: Any
     """The row of each round, [rounds]."""
     kept: Any
-    """How many of its drafted tokens were emitted: all that were accepted, unless the round was cut, [rounds]."""
+    """Number of drafted tokens emitted: all accepted, unless the round was truncated, [rounds]."""
     is_uncut: Any
-    """Was all of it emitted, the target's own token at the end too? [rounds]"""
+    """Whether everything was emitted, including the target's own token at the end, [rounds]."""
     verified: Any
-    """How many of its drafted tokens were verified, [rounds]."""
+    """Number of drafted tokens verified, [rounds]."""
     round: Any
     """The round of each drafted token, [drafted]."""
     place: Any
-    """Its place in the round, [drafted]."""
+    """Its position in the round, [drafted]."""
     ids: Any
     begins: Any
-    """Where the tokens of each round are in `tokens`, [rounds]."""
+    """Index in `tokens` of each round's first token, [rounds]."""
     tokens: Any
-    """All answers' tokens, one after another."""
+    """The concatenated tokens of all answers."""
     parents: Any | None
-    """For each drafted token the one that it follows, -1 for the anchor; None where all are chains, [drafted]."""
+    """The parent of each drafted token, -1 for the anchor; None if all are chains, [drafted]."""
     is_tree: Any
     """[rounds]"""
 
@@ -255,21 +255,21 @@ class Drafts:
         )
 
     def emitted(self, rounds: Any, place: Any) -> Any:
-        """Return the tokens that these rounds emitted at these places; beyond the end, any other token."""
+        """Return the tokens that these rounds emitted at these positions; beyond the end, an arbitrary token."""
         if not len(self.tokens):
             return np.zeros(len(rounds), dtype=np.int64)
         return self.tokens[np.minimum(self.begins[rounds] + place, len(self.tokens) - 1)]
 
 
 def _places(drafted: Any) -> tuple[Any, Any]:
-    """Return the round of each drafted token, and its place in it, [drafted]; 32 bits, as there are many of them."""
+    """Return the round of each drafted token, and its position in it, [drafted]; 32 bits, since there are many."""
     of_token = np.repeat(np.arange(len(drafted), dtype=np.int32), drafted)
     begins = (np.cumsum(drafted, dtype=np.int64) - drafted).astype(np.int32)
     return of_token, np.arange(len(of_token), dtype=np.int32) - np.repeat(begins, drafted)
 
 
 def _parents(rows: RowArrays, of_round: Any) -> tuple[Any | None, Any]:
-    """Return the parents of all drafted tokens, chains' too, and which rounds are of a row that names them."""
+    """Return the parents of all drafted tokens, also of chains, and which rounds are of a row that stores parents."""
     named = rows.lengths("drafted_parents") >= 0
     is_tree = named[of_round]
     if not named.any():
@@ -281,11 +281,11 @@ def _parents(rows: RowArrays, of_round: Any) -> tuple[Any | None, Any]:
 
 
 def _down_the_trees(drafts: Drafts) -> tuple[Any, Any]:
-    """Return rounds whose tokens are no path of their tree, and those whose path could have gone on, [rounds]."""
+    """Return rounds whose tokens are no path of their tree, and rounds whose path could be longer, [rounds]."""
     assert drafts.parents is not None
     nodes = np.flatnonzero(drafts.is_tree[drafts.round])
     rounds, ids = drafts.round[nodes], drafts.ids[nodes]
-    # Where each node's parent is among `nodes`; the anchor of all is behind the last. Bad parents are another law's.
+    # Index of each node's parent in `nodes`; the anchor is past the end. Another law checks for bad parents.
     parents = np.clip(drafts.parents[nodes], -1, drafts.place[nodes] - 1)
     above = np.where(parents < 0, len(nodes), np.arange(len(nodes)) - drafts.place[nodes] + parents)
     kept = drafts.kept[rounds]
@@ -306,14 +306,14 @@ def _down_the_trees(drafts: Drafts) -> tuple[Any, Any]:
 
 
 HEADROOM = (1, 4, 16)
-"""From how many of the draft's likeliest tokens the right one is taken to be chosen."""
+"""The numbers of the draft's likeliest tokens among which an ideal choice is simulated."""
 
 
 def leads(ranks: Any, drafted: Any, most: Any, num: int) -> Any:
-    """Return how many tokens of each round would be accepted if the right one of the best `num` were chosen, [rounds].
+    """Return the accepted tokens per round if the right one of the best `num` were always chosen, [rounds].
 
-    `ranks` [drafted] as `Generation.ranks` has them; no more than `most` [rounds] of a round are verified. Where ranks
-    are not known beyond a place, it is at least so many.
+    `ranks` [drafted] are as in `Generation.ranks`; at most `most` [rounds] tokens per round are verified. Where ranks
+    are unknown from a position on, the result is a lower bound.
     """
     of_token, place = _places(drafted.astype(np.int32))
     ends = np.where((ranks >= 1) & (ranks <= num), drafted[of_token], place)

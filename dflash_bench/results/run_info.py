@@ -1,4 +1,4 @@
-"""run.json and the prompts stored beside it: their types, written and read again."""
+"""run.json and the prompts stored beside it: types, writing and reading."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from dflash_bench.core.types import SCHEMA_VERSION, SESSION, Settings
 SCHEMA = "schema"
 """The key of the schema version, in `run.json`, parts and baselines."""
 
-# The types of `run.json`. Whatever is not declared here, such as what a newer version adds, is kept as it is.
+# The types of `run.json`. Undeclared keys, such as those of a newer version, are kept unchanged.
 
 
 MOST = 2**53
-"""Larger numbers cannot be counts, and not every whole number above is exact as a float."""
+"""Upper bound of counts: not every integer above it is exact as a float."""
 Whole = Annotated[int, Field(gt=-MOST, lt=MOST)]
 Count = Annotated[int, Field(ge=0, lt=MOST)]
 Number = Annotated[float, Field(gt=-MOST, lt=MOST)]
 Positive = Annotated[float, Field(gt=0, lt=MOST)]
 Width = Annotated[str, Field(pattern="^[1-9][0-9]{0,5}$")]
-"""A number of tokens in digits, as the key of an object."""
+"""A number of tokens in decimal digits, as an object key."""
 
 
 class StoredModel(BaseModel):
-    """A JSON object of a file that users may edit: no value is converted, and only finite numbers are numbers."""
+    """A JSON object of a file that users may edit: values are not converted, and numbers must be finite."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="allow", allow_inf_nan=False, populate_by_name=True, protected_namespaces=()
@@ -78,7 +78,7 @@ class Environment(StoredModel):
 
 
 class MemoryForecast(StoredModel):
-    """What was predicted before the models were loaded."""
+    """Memory use as predicted before the models were loaded."""
 
     free_bytes: Whole | None
     target_weights_bytes: Whole
@@ -107,11 +107,11 @@ class SettingsEntry(StoredModel):
 class MethodEntry(StoredModel):
     name: str
     num_drafts: Whole | None
-    """The most tokens that it drafts per round; None for a server, which does not say."""
+    """The most tokens drafted per round; None for a server, which does not report it."""
     draft: str | None = None
     options: dict[str, Any] = {}
     imposed: list[float] = []
-    """The shares of rounds in which a server was told to accept the first 1, 2, ... drafted tokens, right or wrong."""
+    """The shares of rounds in which a server was to accept the first 1, 2, ... drafted tokens, right or wrong."""
 
 
 class DraftEntry(StoredModel):
@@ -119,7 +119,7 @@ class DraftEntry(StoredModel):
     trained_thinking: bool | None = None
     verifier: str | None = None
     kind: str | None = None
-    """For the method dflash, what its publisher calls such a draft; None for others, and in runs from before."""
+    """For the method dflash, the publisher's name for the kind of draft; None for others, and in older runs."""
 
 
 class SuiteEntry(StoredModel):
@@ -128,18 +128,18 @@ class SuiteEntry(StoredModel):
     prompts: Whole
     sha256: str | None = None
     revision: str | None = None
-    """Of a user's own copy, OWNER/NAME@COMMIT where that is known."""
+    """For a user's own copy, OWNER/NAME@COMMIT if known."""
     scorer: str = "none"
     style: str = "paper"
-    """Of the prompts: `paper` or `verbatim`."""
+    """The prompt style: `paper` or `verbatim`."""
     unscored: list[str] = []
     """The ids of prompts whose answers the scorer cannot score."""
     metric: dict[str, str] = {}
-    """For a metric of evaluate, what decides its scores: the SHA-256 of its code, or its revision on the hub."""
+    """For a metric of evaluate, what determines its scores: the SHA-256 of its code, or its revision on the hub."""
     rendered: dict[str, str] = {}
     """The hash of the rendered texts of all first turns, by thinking ("on", "off")."""
     contexts: dict[str, str] = {}
-    """By context the hash of the padding."""
+    """The hash of the padding, by context."""
 
 
 class ServerEntry(StoredModel):
@@ -170,7 +170,7 @@ class JudgeEntry(StoredModel):
 
 
 class RunIdentity(StoredModel):
-    """What decides the answers of a run: it is continued only under the same."""
+    """What determines the answers of a run, which can be continued only under the same identity."""
 
     model: str
     dtype: str
@@ -197,18 +197,18 @@ class RunIdentity(StoredModel):
     audit: str | None = None
     record: str | None = None
     headroom: Whole | None = None
-    """Among how many of the draft's likeliest tokens the right one was looked for."""
+    """The number of the draft's likeliest tokens searched for the right one."""
     code: str | None = None
     plan: str | None = None
     """The SHA-256 of the plan."""
     order: str | None = None
-    """`drawn` if the prompts come in a random order, for a time limit."""
+    """`drawn` if prompts come in random order, for a time limit."""
     servers: dict[str, ServerEntry] = {}
     slo: LatencyObjectives | None = None
     date: str | None = None
-    """The date that the chat template was told, if it asks for one."""
+    """The date passed to the chat template, if it uses one."""
     json_schema: str | None = None
-    """The hash of what servers were told to constrain their answers to."""
+    """The hash of the schema to which servers constrained their answers."""
     judge: JudgeEntry | None = None
     fallback: str | None = None
     why_torch: str | None = None
@@ -242,7 +242,7 @@ class TargetSize(StoredModel):
 
 
 class ForwardTimes(StoredModel):
-    """How long forwards of several widths took when the run began."""
+    """Times of forward passes of several widths at the start of the run."""
 
     rows: Count
     context: Count
@@ -251,10 +251,10 @@ class ForwardTimes(StoredModel):
     products: Positive
     size: TargetSize
     read_bandwidth: Positive | None = None
-    """Bytes per second that the device's memory gives to a sum; None in runs that did not measure it."""
+    """Bytes per second at which the device sums memory; None in runs that did not measure it."""
     least_s: Positive | None = None
     wide_s: dict[Width, Positive] = {}
-    """The shortest of many passes by width; empty on GPUs, and where a pass takes long."""
+    """The shortest of many passes by width; empty on GPUs, and where passes take long."""
 
 
 class MethodTimes(StoredModel):
@@ -267,7 +267,7 @@ class MethodTimes(StoredModel):
 
 
 class ChosenModel(StoredModel):
-    """The options of the command line, of which readers need these."""
+    """The command line's options that readers need."""
 
     target: str | None = None
     model: str | None = None
@@ -277,7 +277,7 @@ class ResumedProcess(StoredModel):
     started: str | None = None
     sandbox: str | None = None
     dropped: Whole = 0
-    """How many stored answers were left out."""
+    """Number of stored answers left out."""
 
 
 class WorkerEntry(StoredModel):
@@ -289,21 +289,21 @@ PromptEntry = Annotated[tuple[str, NumTurns, str], Field(strict=False)]
 
 
 class HeldByServer(StoredModel):
-    """The most bytes that a launched server was resident with, started with so many tokens of context in all."""
+    """The largest resident size of a launched server in bytes, with its total context in tokens."""
 
     tokens: Count
     bytes: Count
 
 
 class ServerMemory(StoredModel):
-    """By method; `free_bytes` was free before the first server was started."""
+    """Memory by method; `free_bytes` was free before the first server was started."""
 
     free_bytes: Count | None
     servers: dict[str, HeldByServer]
 
 
 class StoredPlan(StoredModel):
-    """See `results/plan.py`. `prompts` has for each suite (id, number of turns, hash)."""
+    """See `results/plan.py`. `prompts` holds (id, number of turns, hash) by suite."""
 
     methods: Annotated[list[str], Field(min_length=1)]
     repeats: Annotated[int, Field(gt=0, lt=MOST)]
@@ -326,13 +326,13 @@ class RunInfo(StoredModel):
     options: ChosenModel = ChosenModel()
     resumed: list[ResumedProcess] = []
     measured: dict[str, Whole] | None = None
-    """By suite, for a run with a time limit, the number of prompts that it measured."""
+    """For a run with a time limit, the number of prompts it measured, by suite."""
     spoiled: str | None = None
     objections: dict[str, Whole] = {}
     span_s: Number | None = None
     times: dict[str, MethodTimes] = {}
     since_s: Number = 0.0
-    """When the answers begin that `times` are of: an earlier process that did not finish leaves no sums."""
+    """Start of the answers that `times` covers: an earlier process that did not finish leaves no sums."""
     memory: MemoryForecast | None = None
     server_memory: ServerMemory | None = None
     workers: list[WorkerEntry] = []
@@ -345,7 +345,7 @@ Stored = TypeVar("Stored", bound=StoredModel)
 
 
 def parse(model: type[Stored], content: Any, complaint: str, remedy: str = "") -> Stored:
-    """Check JSON content against a type. Raises UserError: `complaint`, the first key that is wrong, and `remedy`."""
+    """Check JSON content against a type. Raises UserError: `complaint`, the first wrong key, and `remedy`."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
@@ -378,7 +378,7 @@ def _short(value: Any) -> str:
 
 
 def read_info(folder: Path) -> RunInfo:
-    """Load `run.json`. Raises UserError if there is no run, or if the file is not as a run wrote it."""
+    """Load `run.json`. Raises UserError if there is no run, or if the file is not as a run writes it."""
     path = folder / FILE
     if not path.exists():
         raise UserError(f"{folder} holds no run (no {FILE})")
@@ -394,7 +394,7 @@ def read_info(folder: Path) -> RunInfo:
 
 
 def refuse_other_schema(path: Path, version: object) -> None:
-    """Raise UserError if this version cannot read a file of this schema."""
+    """Raise UserError if this version cannot read a file with this schema version."""
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise UserError(
             f"{path} has schema {version!r}, but this version reads up to {SCHEMA_VERSION}; update dflash-bench"
@@ -406,7 +406,7 @@ def write_info(folder: Path, info: RunInfo) -> None:
 
 
 def with_changes(info: RunInfo, changes: Mapping[str, Any], without: Sequence[str] = ()) -> RunInfo:
-    """Return the info with other values of these keys, and without some others."""
+    """Return the info with these keys changed, and the keys in `without` removed."""
     kept = {name: value for name, value in info.to_json().items() if name not in without}
     return RunInfo.model_validate(kept | as_json(changes))
 
@@ -418,11 +418,11 @@ def as_json(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def carried(info: RunInfo) -> dict[str, Any]:
-    """Return what every part of a run carries: its identity, and the run's id."""
+    """Return the data that every part of a run carries: its identity, and the run's id."""
     return {**info.identity.to_json(), **({} if info.run_id is None else {"run_id": info.run_id})}
 
 
-# Where two values read from JSON differ, in words for people.
+# Differences between two values read from JSON, in words.
 
 
 def differences(then: Any, now: Any, path: str = "") -> Iterator[str]:
@@ -441,10 +441,10 @@ def _are_lists_of_objects(*values: Any) -> bool:
     return all(isinstance(value, list) and all(isinstance(item, dict) for item in value) for value in values)
 
 
-# The prompts of a run, stored once beside its parts: what was asked, and the expected answer.
+# The prompts of a run, stored once beside its parts, with the expected answers.
 #
-# Rows refer to their prompt by suite and id. In a later turn the model was asked all turns so far, with the plain
-# answers of the same settings and repeat between them; those answers are in the rows.
+# Rows refer to their prompt by suite and id. In a later turn the model got all turns so far, with the plain answers of
+# the same settings and repeat between them; those answers are in the rows.
 
 
 PROMPTS_FILE = "prompts.parquet"
@@ -452,12 +452,12 @@ PROMPTS_COLUMNS = (
     "suite", "prompt_id", "prompt_hash", "category", "opening", "turns", "closing", "reference", "alternatives",
     "slices", "paddings", "row",
 )  # fmt: skip
-"""`opening` holds the messages before the first turn, with their roles, and in `more` what else a chat template reads,
-as JSON; `turns` what the user says; `closing` the messages between the only turn and its answer; `alternatives` what is
-as right as the reference; `slices` the columns by which answers can be split; `row` what a scorer reads besides the
-reference, such as tests, as JSON.
+"""`opening` holds the messages before the first turn, with their roles, and in `more` other fields for chat templates,
+as JSON; `turns` the user's messages; `closing` the messages between the only turn and its answer; `alternatives` other
+correct references; `slices` the columns by which answers can be grouped; `row` what scorers read besides the reference,
+such as tests, as JSON.
 
-`paddings` holds, for each context that the prompt was padded to, the text that stood before its first turn.
+`paddings` holds the text before the first turn, for each context that the prompt was padded to.
 """
 
 
@@ -478,7 +478,7 @@ def write_prompts(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_prompts(folder: Path) -> list[dict[str, Any]]:
-    """Return the stored prompts; none for a run that stored none. Columns that its version did not have are None.
+    """Return the stored prompts; an empty list if the run stored none. Columns that its version lacked are None.
 
     Raises UserError for a file that cannot be read.
     """
@@ -486,7 +486,7 @@ def read_prompts(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_slices(folder: Path) -> dict[str, dict[tuple[str, str], str]]:
-    """Return by column the values of a run's prompts, each by suite and id. Raises as `read_prompts`."""
+    """Return the values of each column of a run's prompts, by suite and id. Raises UserError like `read_prompts`."""
     slices: dict[str, dict[tuple[str, str], str]] = {}
     for row in _read_prompts(folder, ("suite", "prompt_id", "slices")):
         for one in row["slices"] or ():
@@ -497,15 +497,15 @@ def read_slices(folder: Path) -> dict[str, dict[tuple[str, str], str]]:
 
 
 def read_sessions(folder: Path) -> dict[tuple[str, str], str]:
-    """Return the session of each prompt that is of one, by suite and id: intervals draw whole sessions."""
+    """Return the session of each prompt that has one, by suite and id; intervals resample whole sessions."""
     return read_slices(folder).get(SESSION, {})
 
 
 def unit_of(sessions: Mapping[tuple[str, str], str], suite: str, prompt_id: str) -> str:
-    """Return the id of what intervals draw: a prompt, or in a run with sessions the session of this one."""
+    """Return the id of the unit that intervals resample: the prompt, or its session."""
     if not sessions:
         return prompt_id
-    # The ids of prompts that have no session cannot be those of sessions.
+    # Prompts without a session must not share an id with a session.
     session = sessions.get((suite, prompt_id))
     return f"prompt {prompt_id}" if session is None else f"session {session}"
 

@@ -1,8 +1,8 @@
 """A run on disk: a folder with `run.json` and Parquet parts that can be read at any moment.
 
-A process that is killed leaves complete files and at most one temporary one. Many small parts are merged into one.
-The run's `identity` is what decides its results, and a run can be continued only under the same identity. Its `plan`
-lists the answers it is to hold: on continuing, answers outside the plan are dropped and missing ones are generated.
+A killed process leaves complete files and at most one temporary file. Many small parts are merged into one. The run's
+`identity` determines its results, and a run can be continued only under the same identity. Its `plan` lists the answers
+it should contain: on continuing, answers outside the plan are dropped and missing answers are generated.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from dflash_bench.results.row_arrays import Facts
 from dflash_bench.results.run_info import FILE, RunInfo, carried, read_info, write_info
 
 MERGED_WHILE_RUNNING, MERGED_AT_THE_END = 2048, 32
-"""How many small parts are merged into one: opening a part costs as much as reading a hundred answers."""
+"""Number of small parts that are merged: opening a part costs as much as reading a hundred answers."""
 Key = tuple[str, str, int, Settings, str, int]
 """Suite, prompt id, repeat, settings, method, turn: identifies one generation in a run."""
 
 
 def check_new(folder: Path) -> None:
-    """Raise UserError if no run can be created there. Nothing is written, so call it before slow work."""
+    """Raise UserError if no run can be created there. It writes nothing, so it can precede slow work."""
     try:
         if folder.is_dir() and any(folder.iterdir()):
             raise _in_use(folder)
@@ -59,7 +59,7 @@ def check_new(folder: Path) -> None:
 
 
 def create(folder: Path, info: Mapping[str, Any]) -> RunStore:
-    """Create a run: `info["identity"]` decides results, `info["plan"]` lists the answers, the rest describes it."""
+    """Create a run: `info["identity"]` determines results, `info["plan"]` lists the answers, the rest describes it."""
     check_new(folder)
     started = {run_info.SCHEMA: SCHEMA_VERSION, "state": "running", "run_id": uuid4().hex}
     stored = _new_info(started | dict(info))
@@ -69,26 +69,26 @@ def create(folder: Path, info: Mapping[str, Any]) -> RunStore:
             return RunStore(folder, stored)
     except OSError as error:
         raise io_error("write", folder, error) from error
-    run = RunStore(folder, stored)  # it is empty, but nothing can be renamed onto a mount point
+    run = RunStore(folder, stored)  # the folder is empty, but nothing can be renamed onto a mount point
     write_info(folder, stored)
     return run
 
 
 def resume(folder: Path, info: Mapping[str, Any]) -> RunStore:
-    """Continue a run of the same identity; what may differ, such as the machine, is recorded under `resumed`.
+    """Continue a run of the same identity; permitted differences, such as the machine, are recorded under `resumed`.
 
-    Answers that are outside the plan, duplicated or invalid are dropped; `resumed` also records how many.
+    Answers that are outside the plan, duplicated or invalid are dropped; `resumed` also records their number.
     """
     stored, now = read_info(folder), _new_info({run_info.SCHEMA: SCHEMA_VERSION} | dict(info))
     if changed := "; ".join(_changes(stored, now)):
         raise UserError(f"{folder} was started differently: {changed}; use the same options, or choose another --out")
     run = RunStore(folder, stored)
-    # Nothing vouches for the times of answers that a process measured which did not finish, or whose sums are off.
+    # Times of an unfinished process, or with wrong sums, cannot be verified.
     since_s = stored.since_s if stored.state == "complete" and not run.num_dropped else run.began_s
     more = {name: value for name, value in now.to_json().items() if name not in (run_info.SCHEMA, "identity", "plan")}
     more |= {"dropped": run.num_dropped} if run.num_dropped else {}
     resumed = [*(process.to_json() for process in stored.resumed), more]
-    # `measured`, which says how far a time limit let it get, and the sums are written again when it finishes.
+    # `measured`, the progress under a time limit, and the sums are written again when the run finishes.
     without = ("measured", *integrity.SPAN_NAMES)
     changes = {"state": "running", "resumed": resumed, **({"since_s": since_s} if run.stored else {})}
     write_info(folder, run_info.with_changes(stored, changes, (*without, "since_s")))
@@ -96,7 +96,7 @@ def resume(folder: Path, info: Mapping[str, Any]) -> RunStore:
 
 
 def _new_info(content: Mapping[str, Any]) -> RunInfo:
-    """Make the info of a new run: the identity gets the hash of the plan."""
+    """Return the info of a new run, with the plan's hash in the identity."""
     stored = run_info.as_json(content)
     if "plan" in stored:
         stored["identity"]["plan"] = plans.sha256(stored["plan"])
@@ -104,9 +104,9 @@ def _new_info(content: Mapping[str, Any]) -> RunInfo:
 
 
 def _changes(stored: RunInfo, now: RunInfo) -> Iterator[str]:
-    """Name what decides results and differs from when the run was started."""
+    """Yield the differences in what determines results since the run was started."""
     identity_then, identity_now = stored.identity.to_json(), now.identity.to_json()
-    if stored.plan is not None and now.plan is not None:  # the plans say more than their hashes
+    if stored.plan is not None and now.plan is not None:  # the plans are more specific than their hashes
         yield from plans.differences(stored.plan.to_json(), now.plan.to_json())
         del identity_then["plan"], identity_now["plan"]
     if "order" not in identity_now:  # without the time limit, the rest is measured
@@ -115,21 +115,21 @@ def _changes(stored: RunInfo, now: RunInfo) -> Iterator[str]:
 
 
 def load(folder: Path) -> tuple[RunInfo, list[Answer]]:
-    """Load everything that is stored, in the order it was stored."""
+    """Load all stored answers, in the order they were stored."""
     info = read_info(folder)
     return info, parts.records(parts.of(folder), carried(info))
 
 
 class RunStore(AbstractContextManager["RunStore"]):
-    """The folder of a run, which one process at a time writes to; close it, or use it in a `with`."""
+    """The folder of a run, written by one process at a time; close it, or use it in a `with`."""
 
     def __init__(self, folder: Path, info: RunInfo) -> None:
         self.folder, self.identity, self.num_dropped = folder, carried(info), 0
         self._facts = Facts.of(info.identity)
         self.decode: Decode | None = None
-        """Decodes tokens by the target's tokenizer, where there is one to check texts against."""
+        """Decodes tokens with the target's tokenizer, if available, to check texts."""
         self._pieces: dict[int, str] = {}
-        """The texts of tokens, each by itself."""
+        """The text of each token alone."""
         self.close = finalize(self, os.close, _locked(folder))
         try:
             for stray in folder.glob(".*.tmp"):
@@ -139,13 +139,13 @@ class RunStore(AbstractContextManager["RunStore"]):
             self._next = parts.span(current[-1])[1] + 1 if current else 0
             self._small = [part for part in current if len(set(parts.span(part))) == 1]
             self.stored: dict[Key, Answer] = {key(record): without_rounds(record) for record in self.records()}
-            """All answers of the run, without their rounds, on which nothing that is yet to be measured depends."""
+            """All answers of the run, without their rounds, which no further measurement needs."""
             self.next_order = 1 + max((record.order for record in self.stored.values()), default=-1)
-            """The place in the run of the next answer."""
+            """The position in the run of the next answer."""
             self.spent_s = _spent_s(info, list(self.stored.values()))
-            """Seconds that earlier processes spent on the run."""
+            """Seconds spent on the run by earlier processes."""
             self.began_s = self._elapsed(info)
-            """When this process began, on the run's clock."""
+            """Start of this process on the run's clock."""
             self._began = time.monotonic() - self.began_s
         except parts.DamagedError as error:
             self.close()
@@ -155,7 +155,7 @@ class RunStore(AbstractContextManager["RunStore"]):
             raise
 
     def records(self) -> Iterator[Answer]:
-        """Read all answers from the disk, a part at a time, with their rounds."""
+        """Yield all stored answers with their rounds, reading a part at a time."""
         for part in parts.of(self.folder):
             yield from parts.records([part], self.identity)
 
@@ -163,7 +163,7 @@ class RunStore(AbstractContextManager["RunStore"]):
         """Return the time on the run's clock, which starts with the run and follows wall time while the run is stopped.
 
         Within a process it is monotonic. A process never begins before the end of the last stored answer, even if the
-        machine's wall clock was set back: measurements after a resume never overlap those before it.
+        wall clock was set back, so that measurements after a resume never overlap earlier ones.
         """
         return time.monotonic() - self._began
 
@@ -186,9 +186,9 @@ class RunStore(AbstractContextManager["RunStore"]):
         return len(workers) - 1
 
     def _mend(self, info: RunInfo) -> None:
-        """Drop answers that are not in the plan, if there are any, by replacing all parts with a single new one.
+        """Drop answers outside the plan, if there are any, by replacing all parts with a single new one.
 
-        If it is killed half-way, the run is as before or mended: the new part replaces all others once it exists.
+        If killed half-way, the run is either unchanged or mended: the new part replaces all others once it exists.
         """
         import pyarrow as pa
 
@@ -200,8 +200,8 @@ class RunStore(AbstractContextManager["RunStore"]):
             self._leave_only(current)
             return
         num_before = sum(len(tables[part]) for part in current)
-        # A merged part holds all answers of those it replaces. If it was edited and does not, theirs are kept. Nothing
-        # is taken from a part that this run did not write, however possible its rows are.
+        # A merged part holds all answers of the parts it replaces; if it was edited and does not, theirs are kept.
+        # Parts that this run did not write are never used, however plausible their rows.
         sound = [part for part in tables if parts.why_other(part) is None]
         batches_of = {part: tables[part].combine_chunks().to_batches() for part in sound}
         summaries = [summarize_part(batches, plan.settings, info) for batches in batches_of.values()]
@@ -227,7 +227,7 @@ class RunStore(AbstractContextManager["RunStore"]):
         parts.keep_checksums(self.folder, kept)
 
     def append(self, records: Sequence[Answer]) -> None:
-        """Write the records as one part and add them to `stored`; one that no run can measure becomes a failed row."""
+        """Write records as one part and add them to `stored`; an impossible record becomes a failed row."""
         if self.decode is not None:
             records = [self._with_kinds(record, self.decode) for record in records]
         table = parts.to_table(records, self.identity)
@@ -238,7 +238,7 @@ class RunStore(AbstractContextManager["RunStore"]):
             self._write(records, table)
 
     def _with_kinds(self, record: Answer, decode: Decode) -> Answer:
-        """Add what kind of text each token belongs to; nothing if the tokens are hidden or not the tokenizer's."""
+        """Add each token's kind of text, unless the tokens are hidden or not the tokenizer's."""
         generation = record.generation
         if generation.error is not None or not generation.token_ids:
             return record
@@ -252,11 +252,11 @@ class RunStore(AbstractContextManager["RunStore"]):
         return replace(record, generation=replace(generation, text_kinds=kinds))
 
     def why_wrong(self, record: Answer) -> str | None:
-        """Return why no run can have measured this record; None if one can."""
+        """Return why this record is impossible as a measurement; None if it is possible."""
         return self._wrong(parts.to_table([record], self.identity)).get(0)
 
     def _wrong(self, table: Any) -> dict[int, str]:
-        """Return why rows cannot have been measured, by their place in the table; the others are left out."""
+        """Return why rows are impossible as measurements, by index in the table; other rows are omitted."""
         batch = _batch(table)
         broken = laws.faults(batch, self._facts)
         if self.decode is not None:
@@ -264,7 +264,7 @@ class RunStore(AbstractContextManager["RunStore"]):
         return {row: why for why, rows in reversed(broken.items()) for row in rows.tolist()}
 
     def keep(self, records: Sequence[Answer]) -> None:
-        """Write records that need no check."""
+        """Write records without checking them."""
         self._write(records, parts.to_table(records, self.identity))
 
     def _write(self, records: Sequence[Answer], table: Any) -> None:
@@ -277,7 +277,7 @@ class RunStore(AbstractContextManager["RunStore"]):
         self._merge(MERGED_WHILE_RUNNING)
 
     def _merge(self, least: int) -> None:
-        """Merge the small parts into one if there are at least this many."""
+        """Merge the small parts into one if there are at least `least`."""
         import pyarrow as pa
 
         if len(self._small) < least:
@@ -289,7 +289,7 @@ class RunStore(AbstractContextManager["RunStore"]):
             self._small.pop().unlink()
 
     def mark_spoiled(self, why: str) -> None:
-        """Mark the run so that nobody reads or continues it any more."""
+        """Mark the run so that it is neither read nor continued any more."""
         write_info(self.folder, run_info.with_changes(read_info(self.folder), {"spoiled": why}))
 
     def mark_finished(self, updates: Mapping[str, Any]) -> None:
@@ -310,7 +310,7 @@ def _batch(table: Any) -> Any:
 
 
 def _failed(record: Answer, why: str) -> Answer:
-    """Keep the text of the answer, and nothing that was measured."""
+    """Return a failed record with the text of the answer, and no measurement."""
     nothing = record.generation.refused(f"its measurement cannot be right: {why}")
     return replace(
         record, generation=nothing, answer=None, passed=None, score=None, exactness=None, divergence=None, audit=None,
@@ -319,7 +319,7 @@ def _failed(record: Answer, why: str) -> Answer:
 
 
 def _timestamp(started: str | None) -> float | None:
-    """Return when a process started; None if that is not recorded."""
+    """Return when a process started; None if not recorded."""
     try:
         return datetime.fromisoformat(str(started)).timestamp()
     except ValueError:
@@ -327,7 +327,7 @@ def _timestamp(started: str | None) -> float | None:
 
 
 def _spent_s(info: RunInfo, records: Sequence[Answer]) -> float:
-    """Return the time from start to last stored answer, summed over all processes, killed ones too."""
+    """Return the time from start to last stored answer, summed over all processes, including killed ones."""
     first = _timestamp(info.started)
     if first is None:
         return 0.0
@@ -343,7 +343,7 @@ def key(record: Answer) -> Key:
 
 
 def without_rounds(record: Answer) -> Answer:
-    """Return a record without what its generation says of each round: most of the memory that it takes."""
+    """Return a record without its generation's data per round, which takes most of its memory."""
     bare = replace(
         record.generation, drafted=None, drafted_ids=None, drafted_parents=None, accepted=None, emitted=None,
         draft_s=None, verify_s=None, round_s=None, verified=None, recorded_ids=None, recorded_accepted=None,
@@ -355,8 +355,8 @@ def without_rounds(record: Answer) -> Answer:
 def _orphans(table: Any, plan: Plan) -> Any:
     """Return the mask of rows that depend on a missing answer of the plan's first method, [rows].
 
-    A row is compared with the plain answers of its own repeat and of the first one, and its conversation contains
-    those to earlier turns.
+    A row is compared with the plain answers of its own repeat and of the first repeat, and its conversation contains
+    those of earlier turns.
     """
     names = ("suite", "prompt_id", "repeat", "turn")
     numbers = settings_numbers(table, plan.settings).tolist()
@@ -373,9 +373,9 @@ def _orphans(table: Any, plan: Plan) -> Any:
 
 
 def _of_broken_waves(table: Any, plan: Plan) -> Any:
-    """Return the mask of rows that were measured beside others which are missing now, [rows].
+    """Return the mask of rows measured concurrently with rows that are now missing, [rows].
 
-    The missing ones alone would be measured at a lower concurrency. Later turns, which build on them, are measured
+    The missing rows alone would be measured at a lower concurrency. Later turns, which depend on them, are measured
     again, too.
     """
     numbers = settings_numbers(table, plan.settings).tolist()
@@ -398,7 +398,7 @@ def _of_broken_waves(table: Any, plan: Plan) -> Any:
 
 
 def _create_whole(folder: Path, info: RunInfo) -> None:
-    """Create the folder together with its `run.json`, or not at all."""
+    """Create the folder together with its `run.json`, atomically."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
@@ -411,7 +411,7 @@ def _create_whole(folder: Path, info: RunInfo) -> None:
 
 
 def _locked(folder: Path) -> int:
-    """Lock the folder itself; the lock is released when the process ends, however it ends."""
+    """Lock the folder; the lock is released when the process ends, however it ends."""
     folder_fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -430,30 +430,30 @@ def _in_use(folder: Path) -> UserError:
     return UserError(f"{folder} is not empty and holds no run; choose another --out")
 
 
-# The runs in the default folder, the newest first: what RUN means where it is left out, or is `@2`.
+# The runs in the default folder, newest first: the default of RUN, and `@2`.
 
 
 RUNS = Path("results/runs")
-"""The folder of runs that were started without --out, below the current one."""
+"""The folder of runs started without --out, relative to the current folder."""
 
 
 def newest_first(folder: Path = RUNS) -> list[Path]:
-    """Return the folders of runs, finished or not, by when they were last begun, continued or finished."""
+    """Return the folders of all runs, by when they were last started, continued or finished."""
     found = [(path.stat().st_mtime, path.parent) for path in folder.glob(f"*/{FILE}")]
     return [run for _, run in sorted(found, reverse=True)]
 
 
 def is_older(made: Path, run: Path) -> bool:
-    """Return True if a file made from a run does not exist, or is older than one of the run's."""
+    """Return whether a file made from a run is missing, or older than one of the run's."""
     if not made.exists():
         return True
     return any(path.stat().st_mtime > made.stat().st_mtime for path in [run / FILE, *run.glob("*.parquet")])
 
 
 def find(name: Path | None) -> Path:
-    """Return the folder of a run: a path as it is, `@2` as the second newest run, and None as the newest.
+    """Return the folder of a run: a path unchanged, `@2` as the second newest run, and None as the newest.
 
-    Raises UserError if there are not so many runs.
+    Raises UserError if there are too few runs.
     """
     number = 1 if name is None else place_of(name)
     if number is None:
@@ -468,7 +468,7 @@ def find(name: Path | None) -> Path:
 
 
 def find_all(names: Sequence[Path]) -> list[Path]:
-    """Return the folders of several runs; without a name, of the newest. Raises UserError as `find`."""
+    """Return the folders of several runs; without names, of the newest. Raises UserError like `find`."""
     return [find(name) for name in names] or [find(None)]
 
 

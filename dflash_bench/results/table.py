@@ -1,4 +1,4 @@
-"""A run as one table: a row per answer, checked, for all that is computed."""
+"""A run as one table: a checked row per answer, from which everything is computed."""
 
 from __future__ import annotations
 
@@ -33,26 +33,25 @@ from dflash_bench.results.run_info import (
     unit_of,
 )
 
-# Answers that end in a loop: the same words over and over until the token limit.
-#
-# Drafts predict such text easily, so its acceptance and speed say nothing about other text.
+# Answers that end in a loop: the same words over and over until the token limit. Drafts predict such text easily, so
+# its acceptance and speed do not carry over to other text.
 
 
 LEAST_TIMES = 3
-"""How often the end must repeat without a break. A refrain has other lines between, and a table other numbers."""
+"""Least number of unbroken repetitions at the end. A refrain has other lines between, and a table other numbers."""
 LEAST_TOKENS, LONGEST_TOKENS = 24, 128
-"""Least length of the repeating end, and the longest period that is looked for, in tokens."""
+"""Least length of the repeating end, and the longest period searched for, in tokens."""
 LEAST_LETTERS, LONGEST_LETTERS = 96, 512
-"""The same in letters, about four per token."""
+"""The same in characters, about four per token."""
 
 
 def in_tokens(token_ids: Any) -> int:
-    """Return the number of tokens at the end of an answer [T] that are such a loop; 0 if there is none."""
+    """Return the number of tokens in the loop at the end of an answer [T]; 0 if there is none."""
     return _at_the_end(np.asarray(token_ids), LEAST_TOKENS, LONGEST_TOKENS)
 
 
 def in_text(text: str) -> int:
-    """Return the same in letters, for servers that return no token ids."""
+    """Return the same in characters, for servers that return no token ids."""
     return _at_the_end(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4"), LEAST_LETTERS, LONGEST_LETTERS)
 
 
@@ -72,12 +71,12 @@ def _at_the_end(symbols: Any, least: int, longest: int) -> int:
 
 # A run's Parquet parts as one pandas frame: a row per answer, with the sums of its lists.
 #
-# Every figure, table and plot is made from this frame, whether right after measuring or a year later. Parts are read
-# one by one and only sums are kept of their lists, so that a million answers fit into memory.
+# All figures, tables and plots are made from this frame, right after measuring or a year later. Parts are read one by
+# one and only sums of their lists are kept, so that a million answers fit into memory.
 
 
 OF_ANSWERS = tuple(field.name for field in fields(Generation) if field.type == "float | None")
-"""Columns measured once per answer, from which a metric may be made; a stretch of an answer has none."""
+"""Columns measured once per answer, from which a metric may be made; stretches of an answer lack them."""
 KEPT = (
     *OF_ANSWERS,
     "suite", "prompt_id", "prompt_hash", "category", "turn", "method", "repeat", "order",
@@ -87,14 +86,14 @@ KEPT = (
     "num_hidden_tokens", "num_cached_tokens", "total_drafted", "counted_by", "uncounted", "energy_j",
     "clock_s", "pass_s",
 )  # fmt: skip
-"""Columns taken over as they are stored."""
+"""Columns copied as stored."""
 NAMES = (
     "suite", "prompt_id", "prompt_hash", "category", "method", "finish_reason", "exactness", "audit", "counted_by",
     "uncounted",
 )  # fmt: skip
-"""Columns with few different values: kept as pandas categories."""
+"""Columns with few distinct values: kept as pandas categories."""
 TOTALS = ("num_first_tokens", "total_rounds", "total_accepted")
-"""Columns that the sums of lists are completed from."""
+"""Columns used to complete the sums of lists."""
 COLUMNS = tuple(dict.fromkeys([*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", "text_kinds", "ranks", *CLOCK]))
 QUICK = 0.25
 ALLOWED = ("damaged", *integrity.REMEDIES)
@@ -104,23 +103,22 @@ NAMED = {"score": "scored wrongly, so these passed % are left out"}
 
 @dataclass(frozen=True, slots=True)
 class RunTable:
-    """A run that was read. `rows` has the columns `KEPT`, `settings_id`, `slice`, `RoundTable.sums`, `is_loop` (was the
-    answer cut while it said the same over and over?) and, of plain answers decoded alone, `quick_round_s` and
-    `weights_s`."""
+    """A loaded run. `rows` has the columns `KEPT`, `settings_id`, `slice`, `RoundTable.sums`, `is_loop` (whether the
+    answer was cut off in a loop) and, for plain answers decoded alone, `quick_round_s` and `weights_s`."""
 
     name: str
     info: RunInfo
     rows: Any
     damaged: tuple[str, ...] = ()
-    """The error of each damaged part that was left out."""
+    """The error of each damaged part left out."""
     problems: tuple[Problem, ...] = ()
-    """Missing answers, and stored ones that are not in `rows`."""
+    """Missing answers, and stored answers that are not in `rows`."""
     stored: StoredRows = field(default_factory=lambda: StoredRows(()))
-    """The stored rows that `rows` was made from."""
+    """The stored rows of `rows`."""
 
     @property
     def why_empty(self) -> str:
-        """Say that every answer failed, and how the first one did; empty if any did not."""
+        """Describe the first failure if all answers failed; else return ""."""
         errors = self.rows["error"]
         if errors.isna().any():
             return ""
@@ -140,9 +138,9 @@ class RunTable:
 
 
 def read_run(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judging: bool = False) -> RunTable:
-    """Load and check a run. Raises UserError for an edited one, and for one with problems unless `allow` names them.
+    """Load and check a run. Raises UserError if it was edited, or has problems that `allow` does not name.
 
-    With `judging`, a finished run is returned even with problems, which are then in `problems`.
+    With `judging`, a finished run is returned even if it has problems, in the field `problems`.
     """
     info = read_info(folder)
     values = None if by in SLICES else _column(folder, by)
@@ -156,7 +154,7 @@ def read_run(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judg
     if not read:
         raise UserError(none)
     found = check_integrity(info, str(folder / FILE), [summary for _, summary in read.values()])
-    # Missing answers may have been in the damaged parts, and skipping these was allowed.
+    # Missing answers may be in damaged parts that were allowed to be skipped.
     _refuse(folder, found, integrity.REMEDIES if judging else [*allow, *(["unfinished"] if damaged else [])])
     lost = parts.lost(folder, [*read]) if info.state == "complete" and not damaged and not found.problems else []
     if lost:
@@ -165,7 +163,7 @@ def read_run(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judg
     for (part, (table, summary)), dropped in zip(read.items(), found.dropped_rows, strict=True):
         if dropped.any():
             left_out[part] = dropped
-        # Rows that are invalid by themselves were left out when the part was read.
+        # Invalid rows were already left out when the part was read.
         again = dropped.sum() > summary.faulty.sum()
         batches = parts.batches(part, _columns(info.identity), carried(info), dropped) if again else ()
         tables.append(_table(batches, run_settings, by) if again else table)
@@ -177,7 +175,7 @@ def read_run(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judg
 
 
 def _with_units(frame: Any, folder: Path) -> Any:
-    """Add the column `unit`, what intervals draw: the session of each prompt. A run without sessions has no units."""
+    """Add the column `unit` that intervals resample: each prompt's session. A run without sessions has no units."""
     if not (sessions := read_sessions(folder)):
         return frame
     places = zip(frame["suite"], frame["prompt_id"], strict=True)
@@ -186,7 +184,7 @@ def _with_units(frame: Any, folder: Path) -> Any:
 
 
 def _column(folder: Path, name: str) -> dict[tuple[str, str], str]:
-    """Return the values of a column of the run's prompts, by suite and id. Raises UserError if there is none."""
+    """Return a column of the run's prompts, by suite and id. Raises UserError if it does not exist."""
     slices = read_slices(folder)
     if name not in slices:
         raise unknown("slice", name, [*SLICES, *slices])
@@ -200,7 +198,7 @@ def _read_parts(
     read: dict[Path, tuple[Any, PartSummary]] = {}
     damaged = []
     stored = parts.of(folder)
-    # Two at a time: Arrow and NumPy release the interpreter's lock, but more parts at once would take more memory.
+    # Two at a time: Arrow and NumPy release the GIL, but more parts at once would take more memory.
     with ThreadPoolExecutor(2) as pool:
         results = pool.map(lambda part: _read_part(part, info, run_settings, by), stored)
         for part, result in zip(stored, results, strict=True):
@@ -219,7 +217,7 @@ def _columns(identity: RunIdentity) -> tuple[str, ...]:
 
 
 def _read_part(part: Path, info: RunInfo, run_settings: Sequence[Settings], by: str) -> Any:
-    """Return its table and `PartSummary`, or the error: a part that breaks off half-way is left out completely."""
+    """Return a part's table and `PartSummary`, or the error: a truncated part is left out completely."""
     columns = tuple(dict.fromkeys([*_columns(info.identity), *CHECKED]))
     try:
         batches = list(parts.batches(part, columns, carried(info)))
@@ -257,17 +255,17 @@ def _frame(tables: Sequence[Any], run_settings: Sequence[Settings], info: RunInf
         frame[name] = frame[name].cat.set_categories(sorted(categories))
     frame["weights_s"] = _weights_s(frame, info)
     for num in HEADROOM:
-        # A rank beyond the candidates that were kept is not known.
+        # A rank beyond the candidates kept is unknown.
         if info is not None and (info.identity.headroom or 0) < num:
             frame[f"headroom_{num}"] = np.nan
     return frame
 
 
 def _weights_s(frame: Any, info: RunInfo | None) -> Any:
-    """Return the seconds in which the device's memory gives the weights that the steps of an answer read, [rows].
+    """Return the seconds in which the device's memory can deliver the weights read by an answer's steps, [rows].
 
-    For baseline answers decoded alone; several at a time share what a step reads. NaN for all others, and if the run
-    did not measure the memory.
+    Only for baseline answers decoded alone, since concurrent answers share the weights a step reads. NaN otherwise, and
+    if the run did not measure the memory.
     """
     measured = info.forwards if info is not None else None
     if measured is None or measured.read_bandwidth is None:
@@ -283,14 +281,14 @@ def _concatenated(tables: Sequence[Any]) -> Any:
 
 
 def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
-    """Return an Arrow table with a row per answer; by output position or part, with a row per stretch of an answer."""
+    """Return an Arrow table with a row per answer, or per stretch of an answer if the slice `by` divides answers."""
     import pyarrow as pa
 
     segments = RoundTable.of(batch, by)
     kept = {name: batch.column(name) for name in KEPT}
     kept |= {name: kept[name].dictionary_encode() for name in NAMES}
     kept[SETTINGS_ID] = _settings_ids(settings_numbers(batch, run_settings), run_settings)
-    kept["passed"] = kept["passed"].cast("int8").cast("double")  # 1, 0, or NaN where it was not scored
+    kept["passed"] = kept["passed"].cast("int8").cast("double")  # 1, 0, or NaN if not scored
     table = pa.table(kept)
     sums = segments.sums()
     if by in STRETCHES:
@@ -316,7 +314,7 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
 
 
 def _settings_ids(numbers: Any, run_settings: Sequence[Settings]) -> Any:
-    """Return settings ids from indices, [rows]; null for settings that are not the run's."""
+    """Return settings ids from indices, [rows]; null for settings outside the run."""
     import pyarrow as pa
 
     codes = pa.array(numbers.astype(np.int32), mask=numbers < 0)
@@ -324,7 +322,7 @@ def _settings_ids(numbers: Any, run_settings: Sequence[Settings]) -> Any:
 
 
 def num_tokens(batch: Any) -> dict[str, Any]:
-    """Return the number of tokens of each answer, and of those decoded during `decode_s`, [rows]."""
+    """Return the number of tokens of each answer, and the number decoded during `decode_s`, [rows]."""
     counts = lengths_of(batch.column("token_ids"), 0)
     hidden, first = (numbers_of(batch, name) for name in ("num_hidden_tokens", "num_first_tokens"))
     counts = np.where(np.isnan(hidden), counts, hidden).astype(np.int64)
@@ -333,7 +331,7 @@ def num_tokens(batch: Any) -> dict[str, Any]:
 
 
 def _loops(batch: Any) -> Any:
-    """Return the mask of answers that the token limit cut in a loop, [rows]."""
+    """Return the mask of answers that the token limit cut off in a loop, [rows]."""
     from pyarrow import compute
 
     loops = np.zeros(len(batch), dtype=bool)
@@ -360,9 +358,9 @@ def _quick_rounds(batch: Any) -> Any:
 
 
 def _totals(batch: Any, sums: dict[str, Any], emitted: Any) -> dict[str, Any]:
-    """Return the totals of a backend that hides its rounds; every token after the first is from a round.
+    """Return the totals of a backend that hides its rounds; every token after the first comes from a round.
 
-    It may count only rounds that draft: where there was none, the plain steps are not known.
+    Backends may count only rounds that draft: without drafts, the plain steps are unknown.
     """
     rounds, drafted, accepted = (numbers_of(batch, f"total_{name}") for name in ("rounds", "drafted", "accepted"))
     known = rounds > 0
@@ -372,7 +370,7 @@ def _totals(batch: Any, sums: dict[str, Any], emitted: Any) -> dict[str, Any]:
 
 
 def _without_wholes(table: Any) -> Any:
-    """Return the table with nulls in the columns that describe whole answers only."""
+    """Return the table with nulls in columns that describe only whole answers."""
     import pyarrow as pa
 
     for name in (
