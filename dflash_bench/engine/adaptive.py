@@ -1,4 +1,4 @@
-"""How many drafted tokens to verify: the tokens that the draft expects to be accepted, over the cost of verifying them.
+"""Adaptive verification width: weigh the expected number of accepted tokens against the cost of verifying them.
 
 The rule is CaDDTree's (arXiv 2606.01813): verify the width at which expected tokens per second are highest. The seconds
 are measured in this run's own rounds (as BASTION, arXiv 2605.29727, calibrates while running), so they hold for this
@@ -18,9 +18,9 @@ from torch import Tensor
 from dflash_bench.core.forwards import STEP, WIDTHS, Floats, best_width, expected_tokens, fit
 
 MEMORY = 128
-"""How many of the last rounds the costs are fitted to."""
+"""Number of recent rounds that the costs are fitted to."""
 EXPLORED_FIRST = 4
-"""How often the full and half the width are tried before any width is chosen."""
+"""Number of times that the full and half the width are tried before any width is chosen."""
 FIT_EVERY = 8
 """Rounds between two fits; a fit takes about a hundredth of a short round."""
 EXPLORE_EVERY = 48
@@ -68,7 +68,7 @@ class WidthCosts:
         return last // 2 if self.num_rounds % 2 else last
 
     def explore(self, index: int) -> int:
-        """Return the chosen width's index, or now and then another one, so that differences keep being measured."""
+        """Return `index`, the chosen width's, or sometimes another index, so that differences keep being measured."""
         if (self.num_rounds + 1) % EXPLORE_EVERY:
             return index
         return index // 2 if index > 2 else min(index + 2, len(self.widths) - 1)
@@ -77,13 +77,13 @@ class WidthCosts:
 class AdaptiveLength:
     """Chooses, round by round, how many of `num_drafts` drafted tokens to verify.
 
-    A draft may be overconfident. So its probabilities are raised to the power `calibration`, which moves after each
-    round towards expecting as many tokens as were accepted.
+    A draft may be overconfident, so its probabilities are raised to the power `calibration`, which is updated after
+    each round to bring the expected number of tokens closer to the accepted number.
 
     Nothing here waits for a GPU: with `lags`, a moving average of the previous rounds' probabilities is used, which
     have reached the host by then. On a CPU the round's own probabilities are used.
 
-    With `may_be_none`, verifying none of the drafted tokens is a choice, too.
+    With `may_be_none`, a round may also verify no drafted token.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class AdaptiveLength:
         self.costs: dict[int, WidthCosts] = {}
 
     def begin(self, num_rows: int) -> None:
-        """Start a generation with so many rows; costs measured earlier for that number are reused."""
+        """Start a generation with `num_rows` rows, reusing costs measured earlier for that number."""
         if num_rows not in self.costs:
             self.costs[num_rows] = WidthCosts(self.widths)
         self.current = self.costs[num_rows]
@@ -125,7 +125,7 @@ class AdaptiveLength:
         else:
             arrived = scores
         if arrived is not None:
-            # A broken draft gives NaN, and expects nothing.
+            # A broken draft yields NaN: expect no accepted tokens.
             self._expect(np.nan_to_num(arrived.double().numpy()[self.alive], nan=-np.inf))
         index = self.current.explore_first()
         if index is None:
@@ -142,12 +142,12 @@ class AdaptiveLength:
         self.expected = new if self.expected is None or not self.lags else 0.95 * self.expected + 0.05 * new
 
     def add_rows(self, rows: Sequence[int]) -> None:
-        """Count these rows from now on: they have just read their prompts."""
+        """Include these rows, which have just finished prefill, from now on."""
         for row in rows:
             self.alive[row] = True
 
     def learn(self, counts: Sequence[int]) -> None:
-        """Correct the calibration by the tokens that each row got in the round (0: the row has ended)."""
+        """Update the calibration from the tokens that each row got in the round (0: the row has ended)."""
         self.alive = [count > 0 for count in counts]
         if self.started is not None and self.expected is not None and any(counts):
             kept = sum(counts) / sum(self.alive)

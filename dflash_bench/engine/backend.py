@@ -1,4 +1,4 @@
-"""The local backend: opened with models and methods, it answers prompts with our own loop, in this process."""
+"""The local backend: answers prompts with our own decoding loop, in this process."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from dflash_bench.models.loading import Models, kind_of
 from dflash_bench.models.presets import Preset, cache_folder
 
 PASSES_TIMED = 8
-"""Passes that are timed after a plain answer: a few per cent of its own."""
+"""Number of passes timed after a plain answer: a few per cent of the answer's own passes."""
 
 
 @dataclass(slots=True)
 class RequestTrace:
-    """The rounds of one request, each with the row that it was in (the same in all of them)."""
+    """The rounds of one request, with its row in each round (always the same)."""
 
     prompt: Sequence[int]
     rounds: list[tuple[int, Round]] = field(default_factory=list)
@@ -69,7 +69,7 @@ class RequestTrace:
         return self.rounds[0][1].marks[0]
 
     def span(self, clock: Clock, since: object) -> tuple[float, float]:
-        """Return the seconds from `since` to its begin and to its end; 0 and 0 if it never began."""
+        """Return the seconds from `since` to the request's begin and to its end; 0 and 0 if it never began."""
         if not self.rounds:
             return 0.0, 0.0
         _, first = self.rounds[0]
@@ -80,7 +80,7 @@ class RequestTrace:
     def generation(
         self, clock: Clock, text: str, stop_ids: frozenset[int], peak_memory_bytes: int | None
     ) -> Generation:
-        """Return the generation of an answer that has ended."""
+        """Return the generation of a finished answer."""
         _, prefill = self.rounds[0]
         begin, first, _, _, draft_ready = prefill.marks
         steps = self.rounds[1:]
@@ -105,7 +105,7 @@ class RequestTrace:
             emitted=tuple(len(step.emitted[row] or ()) for row, step in steps),
             draft_s=tuple(seconds(m[0], m[1]) + seconds(m[3], m[4]) for m in marks),
             verify_s=tuple(seconds(m[1], m[2]) for m in marks),
-            # Each from the end of the one before, so that all of the decoding time is in some round.
+            # Each round counts from the end of the previous round, so that they add up to the decoding time.
             round_s=tuple(seconds(before, end) for before, end in pairwise(ends)),
             peak_memory_bytes=peak_memory_bytes,
             verified=self._verified(),
@@ -139,11 +139,11 @@ class RequestTrace:
 
 OFF = "off"
 PROBED = 8
-"""Tokens of the pass that tests whether a GPU can capture."""
+"""Number of tokens in the pass that tests whether passes can be captured."""
 
 
 def capture_passes(target: Target, drafters: Iterable[Drafter], how: str | None) -> str:
-    """Capture passes of the target and of capable drafters from now on; returns how, for the run's identity.
+    """Capture passes of the target and of capable drafters from now on; return the mode, for the run's identity.
 
     `how` is "graph", "inductor", "off", or None to decide by the device. Raises UserError if `how` is impossible here.
     """
@@ -169,7 +169,7 @@ def capture_passes(target: Target, drafters: Iterable[Drafter], how: str | None)
 
 
 def _fuse(target: Target, drafters: Iterable[Drafter]) -> None:
-    """Fuse small operations of captured passes, where launching them costs most of their time (`forward/fused.py`)."""
+    """Fuse small operations of captured passes, which are dominated by launch overhead (`forward/fused.py`)."""
     usual = fuse(target.network)
     if _probe(target) is not None:
         unfuse(target.network, usual)
@@ -239,10 +239,10 @@ def open_backend(
 ) -> LocalBackend:
     """Open the local backend with a drafter for each method, by label.
 
-    `engine` and `kernels` choose the code that computes the target, and `lets_go` drops weights that it does not read
-    any more (`selection.target_of`); `capture` is how its passes are captured. The judge always uses the publisher's
-    code, on its own copy of the weights if that fits beside `cache_bytes` of caches (`witness.py`). Raises UserError
-    for a combination that is impossible.
+    `engine` and `kernels` choose the code that computes the target, and `lets_go` drops weights that it no longer reads
+    (`selection.target_of`); `capture` is the `how` of `capture_passes`. The judge always uses the publisher's code, on
+    its own copy of the weights if that fits beside `cache_bytes` of caches (`witness.py`). Raises UserError for an
+    impossible combination.
     """
     witness = witness_of(models, max_new_tokens, lambda: stop_ids(models.target, models.tokenizer), cache_bytes)
     kernels = "torch" if capture == "inductor" else kernels
@@ -270,7 +270,7 @@ def open_backend(
 def _about(
     models: Models, preset: Preset, methods: Sequence[Method], drafters: Mapping[str, Drafter]
 ) -> dict[str, Any]:
-    """Return the identity of the weights and what their publishers declare about them."""
+    """Return the identity of the weights and their publishers' declarations about them."""
     drafts = {
         draft: {
             "name": presets.name(preset.drafts[draft]) if draft in preset.drafts else None,
@@ -298,7 +298,7 @@ def _about(
 
 
 def _sha256_of_files(method: Method) -> Iterator[str]:
-    """Yield hashes of the files that its options name: a run must not resume with another file of the same name."""
+    """Yield hashes of the files in a method's options: a run must not resume with another file of the same name."""
     for option in method.kind.options:
         if option.is_file and (path := method.option(option.name)) is not None:
             with open(str(path), "rb") as file:
@@ -308,7 +308,7 @@ def _sha256_of_files(method: Method) -> Iterator[str]:
 def build_drafter(models: Models, target: Target, method: Method, preset: Preset) -> Drafter:
     """Build a method's drafter, from the module of its name. A preset's draft length applies to its own draft only.
 
-    Raises UserError if it would see prompts before they are timed and is no probe, of which everybody knows that.
+    Raises UserError if the drafter reads prompts before they are timed, which only probes may do.
     """
     own = f"dflash_bench.engine.drafters.{re.sub('[-+]', '_', method.name)}"
     module = import_module(method.kind.module or own)
@@ -320,7 +320,7 @@ def build_drafter(models: Models, target: Target, method: Method, preset: Preset
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return every id that ends an answer: those of the generation config and of the tokenizer, if there is one."""
+    """Return every id that ends an answer, from the generation config and the tokenizer, if there is a tokenizer."""
     configured = model.generation_config.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     return frozenset(i for i in [*listed, getattr(tokenizer, "eos_token_id", None)] if i is not None)
@@ -332,7 +332,7 @@ def seed_of(seed: int, repeat: int, prompt: Sequence[int]) -> int:
 
 
 class LocalBackend:
-    """Answers chats with any of its drafters, which `drafters` maps from method labels, `ar` among them."""
+    """Answers chats with any of `drafters`, a mapping from method labels that includes `ar`."""
 
     tells_rounds = True
 
@@ -346,7 +346,7 @@ class LocalBackend:
         about: Mapping[str, Any] | None = None,
         witness: Witness | None = None,
     ) -> None:
-        """Without a witness the target's own model is the judge, and answers end by `limits`."""
+        """Without a `witness` the target's own model is the judge, and answers end by `limits`."""
         self.about = about or {}
         self.target, self.tokenizer, self.drafters = target, tokenizer, drafters
         self.limits, self.seed = limits, seed
@@ -361,7 +361,7 @@ class LocalBackend:
         return self.about
 
     def only(self, labels: Sequence[str]) -> LocalBackend:
-        """Return a backend for some of the methods, with the same models, as if it had been opened for these alone."""
+        """Return a backend for some of the methods, with the same models, as if opened for these methods alone."""
         methods = {label: self.about["methods"][label] for label in labels}
         drafts = {method["draft"] for method in methods.values()}
         others = {*self.about["methods"], *self.about["drafts"]} - {*labels, *drafts}
@@ -381,11 +381,11 @@ class LocalBackend:
 
     @torch.inference_mode()
     def pass_s(self, context: int, settings: Settings) -> float | None:
-        """Return the seconds of a pass over one token after `context` and the choice of the next, the lower quartile of
-        a few; None where passes are captured.
+        """Return the seconds of a pass over one token after `context` and the choice of the next: the lower quartile of
+        a few such passes; None where passes are captured.
 
-        Timed in the buffers of the latest answer and right after it, it says what a step of that answer had to take on
-        a machine as busy as it was.
+        Timed in the buffers of the latest answer and right after it, this is the least time that a step of the answer
+        needed under the same load on the machine.
         """
         target = self.target
         if target.graph_cache is not None:
@@ -416,7 +416,7 @@ class LocalBackend:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def writings(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """Return the texts that engines may write for these ids: with spaces before punctuation kept, and removed."""
+        """Return the texts that engines may produce for these ids: with spaces before punctuation kept, and removed."""
         return tuple(
             str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=tidy))
             for tidy in (False, True)
@@ -434,7 +434,7 @@ class LocalBackend:
         repeat: int = 0,
         listener: Listener = NOBODY,
     ) -> Generation:
-        """Answer one chat. Every prompt and repeat draws random numbers of its own, the same under every method."""
+        """Answer one chat. Every prompt and repeat has its own random numbers, the same for every method."""
         (answer,) = self.serve(method, [(messages, repeat)], settings, listener=listener)
         return answer.generation
 
@@ -446,9 +446,9 @@ class LocalBackend:
         ended: Callable[[], object] = lambda: None,
         listener: Listener = NOBODY,
     ) -> list[TimedGeneration]:
-        """Answer chats, each with its repeat, `settings.concurrency` at a time; calls `ended` as each one ends.
+        """Answer chats, given with their repeats, `settings.concurrency` at a time; call `ended` whenever a chat ends.
 
-        Each draws the random numbers that it would draw alone.
+        Each chat draws the random numbers that it would draw alone.
         """
         prompts = [self.encode(messages, settings) for messages, _ in requests]
         seeds = [seed_of(self.seed, repeat, prompt) for prompt, (_, repeat) in zip(prompts, requests, strict=True)]
@@ -468,10 +468,10 @@ class LocalBackend:
         seeds: Sequence[int] | None = None,
         num_rows: int | None = None,
     ) -> list[Generation]:
-        """Return a generation per prompt; a failure becomes its error, never a number.
+        """Return a generation per prompt; a failure is recorded as its error, never as a number.
 
-        They are decoded together, or `num_rows` at a time, each beginning when another has ended. `seeds` holds a seed
-        per prompt, in place of the one in `sampling`.
+        Prompts are decoded together, or `num_rows` at a time, each next prompt taking the slot of a finished one.
+        `seeds` holds a seed per prompt, in place of the seed in `sampling`.
         """
         return self._generations(
             *self._decode(method, prompts, sampling or Sampling(seed=self.seed), seeds, num_rows, lambda: None, NOBODY)
@@ -487,7 +487,7 @@ class LocalBackend:
         ended: Callable[[], object],
         listener: Listener,
     ) -> tuple[list[RequestTrace], str]:
-        """Return the trace of each prompt, and the error that kept unfinished ones from ending."""
+        """Return the trace of each prompt, and the error that stopped unfinished prompts."""
         drafter = self.drafters[method]
         traces = [RequestTrace(prompt) for prompt in prompts]
         try:
@@ -507,7 +507,7 @@ class LocalBackend:
         return traces, "nothing was decoded"
 
     def _generations(self, traces: Sequence[RequestTrace], error: str) -> list[Generation]:
-        """Return finished generations, and the error for the others."""
+        """Return a generation per trace, with `error` for unfinished traces."""
         generations = []
         for trace in traces:
             text = self.decode(trace.tokens)
@@ -519,13 +519,13 @@ class LocalBackend:
         return generations
 
     def with_thinking(self, generation: Generation, prompt: Sequence[int]) -> Generation:
-        """Return an answer with how much of it is thinking, see `chat.with_thinking`."""
+        """Return the answer with its amount of thinking (`chat.with_thinking`)."""
         return chat.with_thinking(self.tokenizer, prompt, generation)
 
     def with_positions(
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation
     ) -> Generation:
-        """Return a greedy answer with what the method drafts at each of its positions (`recording.py`)."""
+        """Return a greedy answer with the method's draft at each of its positions (`recording.py`)."""
         prompt, sampling = self.encode(messages, settings), Sampling.of(settings)
         found = record_positions(self.target, self.drafters[method], prompt, generation.token_ids, sampling)
         if found is None:
@@ -538,7 +538,7 @@ class LocalBackend:
     def with_ranks(
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation, num: int
     ) -> Generation:
-        """Return a greedy answer with the ranks of the right tokens among the draft's `num` likeliest ones."""
+        """Return a greedy answer with the ranks of the right tokens among the draft's `num` likeliest tokens."""
         prompt, sampling = self.encode(messages, settings), Sampling.of(settings)
         drafter = self.drafters[method]
         return replace(generation, ranks=record_ranks(self.target, drafter, prompt, generation, sampling, num))
@@ -562,7 +562,7 @@ class LocalBackend:
             torch.cuda.reset_peak_memory_stats(self.target.device)
 
     def _peak_memory(self) -> int | None:
-        """Return bytes on the GPU, or None on a CPU, where the process's peak says nothing about one generation."""
+        """Return peak bytes on the GPU, or None on a CPU, where only the whole process's peak is known."""
         if self.target.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.target.device)
         return None

@@ -1,7 +1,7 @@
 """A KV cache that is allocated once. Each row has its own length, and rolling back only shortens it.
 
-Before a forward pass, `place` says where its tokens go; then the layers write. The token at position t of a row is
-stored at index t, so anything beyond a row's length is stale: it is masked (`masks.py`), and overwritten by the next
+Before a forward pass, `place` sets where its tokens go; then the layers write. The token at position t of a row is
+stored at index t, so everything beyond a row's length is stale: it is masked (`masks.py`), and overwritten by the next
 tokens.
 """
 
@@ -19,8 +19,8 @@ class KVCache:
     """Keys and values [B, heads, capacity, D] per layer, allocated at a layer's first write.
 
     A layer's buffers are on the device of its keys, as a model's layers may be spread over devices. If the cache is
-    made `like` another one that every layer has written to, buffers of the same shape and device share one tensor, so
-    that they can be moved together.
+    made `like` a cache that every layer has written to, buffers of the same shape and device share one tensor, so that
+    they can be moved together.
     """
 
     def __init__(self, num_rows: int, capacity: int, device: torch.device, like: KVCache | None = None) -> None:
@@ -34,7 +34,7 @@ class KVCache:
         self._row_slice: slice | None = None
         self._visible = 0
         self.starts: Sequence[int] = ()
-        """Where the rows were placed, as far as the host knows."""
+        """The placed rows' starts; empty if only the device holds them."""
         self.positions = self._steps[None, :0]
         self._elsewhere: dict[torch.device, tuple[Tensor, Tensor]] = {}
         if like is not None:
@@ -43,8 +43,7 @@ class KVCache:
     def place(self, starts: Sequence[int], width: int, first: int = 0) -> None:
         """Place the next writes: `width` tokens per row, from each row's start on.
 
-        They go to as many rows as there are starts, beginning with row `first`; only these are written and visible.
-        Raises IndexError if they do not fit.
+        Only the len(starts) rows from row `first` on are written and visible. Raises IndexError if they do not fit.
         """
         self._row_slice = None if len(starts) == self.num_rows else slice(first, first + len(starts))
         self.starts, self._visible = starts, max(starts) + width
@@ -59,7 +58,7 @@ class KVCache:
         self._elsewhere.clear()
 
     def place_at(self, starts: Tensor, width: int, num_places: int) -> None:
-        """Place writes of all rows by starts [B] on the device, unknown to the host; all rows see `num_places`."""
+        """Place writes of all rows by starts [B] that only the device holds; all rows see `num_places` places."""
         self._row_slice, self._start, self._visible, self.starts = None, None, num_places, ()
         self.positions = starts[:, None] + self._steps[:width]
         self._elsewhere.clear()
@@ -73,14 +72,14 @@ class KVCache:
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Set everything to zero: a mask does not stop NaN (0 * NaN), so no trace of a broken generation may stay."""
+        """Zero all buffers: a mask does not stop NaN (0 * NaN), so NaN from a broken generation must not stay."""
         for buffers in self._layers.values():
             for buffer in buffers:
                 buffer.zero_()
 
     @property
     def visible(self) -> int:
-        """Return how many places every row can see; those beyond a row's own length must be masked."""
+        """Return how many places every row can see; places beyond a row's own length must be masked."""
         return self._visible
 
     @property
@@ -88,7 +87,7 @@ class KVCache:
         return self._start is None
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values [B, heads, width, D] where they were placed; returns views [B, heads, visible, D]."""
+        """Store keys and values [B, heads, width, D] where they were placed; return views [B, heads, visible, D]."""
         if layer not in self._layers:
             self._allocate({layer: (keys, values)})
         stored = [self._placed_rows(buffer) for buffer in self._layers[layer]]
@@ -101,20 +100,20 @@ class KVCache:
         return stored[0][:, :, : self._visible], stored[1][:, :, : self._visible]
 
     def write_pair(self, layer: int, pair: Tensor) -> tuple[Tensor, Tensor]:
-        """As `write`, for keys and values of one shape [2, B, heads, width, D]: one copy instead of two."""
+        """Store keys and values of one shape [2, B, heads, width, D], as `write` does, in one copy instead of two."""
         if layer not in self._layers:
             self._allocate({layer: (pair[0], pair[1])})
         visible = self._store(self._pairs[layer], pair)
         return visible[0], visible[1]
 
     def write_all(self, layers: Tensor) -> None:
-        """As `write_pair`, for all layers at once [layers, 2, B, heads, width, D], which then share one buffer."""
+        """Store all layers [layers, 2, B, heads, width, D] at once, as in `write_pair`; they then share one buffer."""
         if not self._layers:
             self._allocate({layer: (pair[0], pair[1]) for layer, pair in enumerate(layers)})
         self._store(self._stacks[0].unflatten(0, (-1, 2)), layers)
 
     def _store(self, buffers: Tensor, new: Tensor) -> Tensor:
-        """Store [..., B, heads, width, D] where it was placed; returns a view [..., B, heads, visible, D]."""
+        """Store [..., B, heads, width, D] where it was placed; return a view [..., B, heads, visible, D]."""
         stored = buffers if self._row_slice is None else buffers[..., self._row_slice, :, :, :]
         if self._start is not None:
             stored[..., self._start : self._visible, :] = new
@@ -128,7 +127,7 @@ class KVCache:
         return buffer if self._row_slice is None else buffer[self._row_slice]
 
     def places_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return rows [B, 1], counted from the first placed, and positions [B, width]; each device gets a copy once."""
+        """Return rows [B, 1], counted from the first placed row, and positions [B, width], copied once per device."""
         rows = self._rows[: len(self.positions)]
         if device == self.device:
             return rows, self.positions
@@ -137,7 +136,7 @@ class KVCache:
         return self._elsewhere[device]
 
     def stack(self, num_layers: int, heads: int, size: int, dtype: torch.dtype) -> Tensor:
-        """Return the buffers of all layers [2 * layers, B, heads, capacity, D], allocated if they are not yet there.
+        """Return the buffers of all layers [2 * layers, B, heads, capacity, D], allocating them if necessary.
 
         A layer's keys come before its values. All layers must be of one shape.
         """
@@ -149,13 +148,13 @@ class KVCache:
 
     @property
     def first_row(self) -> int:
-        """Return the first of the rows that were placed."""
+        """Return the index of the first placed row."""
         return 0 if self._row_slice is None else int(self._row_slice.start)
 
     def keep_path(self, starts: Sequence[int], path: Tensor) -> None:
         """Move the tokens of an accepted tree path [B, M], counted from each row's start, to that start.
 
-        Paths 0, 1, 2, ... need no move, and no call (`Verdict.last`).
+        Paths 0, 1, 2, ... need no move, and hence no call (`Verdict.last`).
         """
         width = path.shape[1]
         start = to_device(starts, self.device)[:, None]
@@ -169,7 +168,7 @@ class KVCache:
                 stack[:, rows, :, to] = stack[:, rows, :, where]
 
     def _allocate(self, like: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Allocate buffers for layers with such keys and values; those of one shape and device share a tensor."""
+        """Allocate buffers for layers with keys and values as in `like`; equal shapes on a device share a tensor."""
         alike: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, int]]] = {}
         for layer, pair in like.items():
             for i, x in enumerate(pair):
@@ -198,7 +197,7 @@ def rotations(rotary: Rotary, cache: KVCache) -> tuple[Tensor, Tensor]:
 
 
 def on_host(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return integers on the host. For a GPU they are pinned: from other memory it copies while the host waits."""
+    """Return integers on the host, pinned for a GPU: copying from other memory would make the host wait."""
     return torch.tensor(values, pin_memory=device.type == "cuda")
 
 

@@ -1,4 +1,4 @@
-"""The interface between the loop and its drafters: the loop hands over committed tokens, a drafter proposes others."""
+"""The interface between the loop and its drafters: the loop passes committed tokens, a drafter proposes new ones."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dflash_bench.engine.verify import Draft
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The places that the target has read since the last call, for B rows; row b has counts[b] valid ones.
+    """The places that the target has read since the last call, for B rows; row b has counts[b] valid places.
 
-    They are of all rows, or of a few that are reading their prompts while the others stand still.
+    The rows are all rows, or a few rows in prefill while the others stand still.
 
     `hidden` [B, M, K * H] are the outputs of the K tapped layers at positions starts[b] ..., `tokens` [B, M] are the
     tokens that *follow* these positions, and `anchor` [B] is the last of them: committed, but not yet read by the
     target (slot 0 of a DFlash block); None while the rest of a prompt is still to come. `texts` hold each row's prompt,
     answer and anchor on the host. They are the lists that the loop itself appends to: a drafter must not change them,
-    and if it keeps them they show the whole answer in the end. Drafters that draw tokens use `sampler`
+    and if it keeps them they hold the whole answer in the end. Drafters that draw tokens use `sampler`
     (`drafters/base.py`). `choices` are present if the draft asked for them: per row, the target's choice after the
     anchor and after each drafted token, accepted or not.
     """
@@ -39,9 +39,9 @@ class Committed:
     sampler: Sampler | None = None
     choices: Sequence[Sequence[int]] = ()
     first: int = 0
-    """The index of the first of these rows among all rows of the batch; the others follow it."""
+    """The index of the first row among all rows of the batch; the others follow it."""
     is_prompt: bool = False
-    """Whether these are prompt tokens. A long prompt comes in parts, of which only the last has an anchor."""
+    """Whether these are prompt tokens. A long prompt comes in parts; only the last part has an anchor."""
     requests: Sequence[int] = ()
     """The index of each row's prompt."""
 
@@ -64,7 +64,7 @@ class Drafter(Protocol):
     taps: tuple[int, ...]
     """The target's layers (0-based) whose outputs it needs."""
     num_drafts: int
-    """The most tokens that it proposes in a round."""
+    """The maximum number of tokens proposed per round."""
 
     def begin(self, num_rows: int, capacity: int) -> None: ...
 
@@ -75,7 +75,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Foresees(Protocol):
-    """A probe that must see all requests before they are decoded; this work is not timed."""
+    """A probe that must read all requests before they are decoded; this work is not timed."""
 
     def foresee(
         self, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling, seeds: Sequence[int] | None

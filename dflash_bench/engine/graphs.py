@@ -1,9 +1,9 @@
 """Forward passes that are captured once and then replayed: by a CUDA graph, or by a function that inductor compiled.
 
-A captured pass repeats its operations with the buffers and numbers of the first time. So all that changes from round
-to round comes in tensors that stay where they are, and attention goes over a fixed number of places, with a mask for
-those behind a row's end. Passes are captured between answers, never while one is timed: passes that have been run
-before are captured before the next answer begins, and new ones are computed as usual.
+A captured pass repeats its operations with the buffers and scalars of the capture. So everything that changes from
+round to round is passed in tensors at fixed addresses, and attention covers a fixed number of places, with a mask for
+those behind a row's end. Passes are captured between answers, never while an answer is timed: passes that have been
+run before are captured before the next answer begins, and new passes are computed as usual.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from torch import Tensor
 from dflash_bench.core.errors import UserError, first_line
 
 BUCKET = 256
-"""Attention goes over a multiple of so many places."""
+"""The number of places that attention covers is a multiple of this."""
 ANY = 0
-"""In place of a bucket, for passes that do not read the KV cache."""
+"""The bucket of passes that do not read the KV cache."""
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""By how much two ways to compute the same pass may differ, relative to the largest value."""
+"""Maximum difference between two ways to compute the same pass, relative to the largest value."""
 
 Function = Callable[..., tuple[Tensor, ...]]
-"""(places that attention sees, inputs...) -> results, all [B, ...]; an input [B] says where each row starts."""
+"""(places that attention covers, inputs...) -> results, all [B, ...]; an input [B] holds the rows' starts."""
 Replay = Callable[[], tuple[Tensor, ...]]
 Capture = Callable[[Callable[..., tuple[Tensor, ...]], Sequence[Tensor]], Replay]
-"""Captures a function of these buffers, which stay where they are."""
+"""Captures a function of these buffers, whose addresses stay fixed."""
 
 
 def bucket_of(num_places: int) -> int:
     """Return the next multiple of BUCKET, or above 8 * BUCKET of an eighth of the next power of two.
 
-    A cache's capacity must be one of these, so that every bucket fits into it.
+    A cache's capacity must be a bucket, so that every bucket fits into it.
     """
     size = max(BUCKET, (1 << (num_places - 1).bit_length()) // 8)
     return -(-num_places // size) * size
@@ -51,7 +51,7 @@ def bucket_of(num_places: int) -> int:
 class _Pass:
     """A pass that has been run; `examples` are its inputs at that time.
 
-    One that does not read the KV cache is the same for any number of places.
+    A pass that does not read the KV cache is the same for any number of places.
     """
 
     function: Function
@@ -62,7 +62,7 @@ class _Pass:
 class _CapturedPass:
     def __init__(self, capture: Capture, known: _Pass, num_rows: int, num_places: int) -> None:
         self.inputs = tuple(example.new_zeros((num_rows, *example.shape[1:])) for example in known.examples)
-        # A new cache allocates its buffers when it is first written to, which no replay must do.
+        # A new cache allocates its buffers at the first write, which must not be captured.
         known.function(num_places, *self.inputs)
         self.replay = capture(partial(known.function, num_places), self.inputs)
         # Other values than at the capture, so that an input that was baked in as a number shows.
@@ -81,9 +81,9 @@ class _CapturedPass:
 class GraphCache:
     """The captured passes over one KV cache.
 
-    With `is_whole` the whole cache is the only bucket, where capturing takes long. A pass that cannot be captured is
-    computed as usual, or with `must` raises UserError. One that reads the cache takes all others with it, as the device
-    or the network is to blame; what lies around such passes stays out by itself.
+    With `is_whole` the whole cache is the only bucket, for captures that take long. A pass that cannot be captured is
+    computed as usual, or with `must` raises UserError. If that pass reads the cache, nothing is captured any more, as
+    the device or the network is to blame; a short pass that does not is left out alone.
     """
 
     def __init__(self, capture: Capture, is_whole: bool = False, must: bool = False) -> None:
@@ -99,7 +99,7 @@ class GraphCache:
 
     @property
     def captures_small(self) -> bool:
-        """Return True if short passes are captured, too, of which launching is most: what lies around the long ones."""
+        """Return True if the short passes around the long ones are captured, too: launch overhead dominates them."""
         return not self.is_whole
 
     def replay(
@@ -120,7 +120,7 @@ class GraphCache:
         return None
 
     def reset(self, capacity: int) -> None:
-        """Drop what was captured: the KV cache has new buffers, of so many places."""
+        """Drop all captures: the KV cache has new buffers, of `capacity` places."""
         self._captured.clear()
         self._capacity = capacity
 
@@ -131,7 +131,7 @@ class GraphCache:
 
     @torch.inference_mode()
     def capture(self, num_rows: int, shortest: int, longest: int, wanted: Callable[[Hashable], bool]) -> bool:
-        """Capture known passes whose key is wanted, over so many places; return True if any was missing.
+        """Capture known passes with wanted keys over `shortest` to `longest` places; return True if any was missing.
 
         This overwrites the beginning of the KV cache. Raises UserError if `must` and a pass cannot be captured.
         """
@@ -189,7 +189,7 @@ def _refuse_unlike(usual: Tensor, replayed: Tensor) -> None:
         raise ValueError(f"replayed results differ by {difference:.1e}")
 
 
-# The ways to capture a pass over buffers that stay where they are.
+# The ways to capture a pass over buffers at fixed addresses.
 
 
 NUM_WARM_UPS = 2
@@ -197,7 +197,7 @@ NUM_WARM_UPS = 2
 
 
 def cuda_graph(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
-    """Capture by a CUDA graph. All graphs share one pool of memory, so a result must be used before the next replay."""
+    """Capture as a CUDA graph. All graphs share one memory pool, so a result must be used before the next replay."""
     with torch.cuda.device(inputs[0].device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -218,10 +218,10 @@ def cuda_graph(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Ten
 
 @cache
 def _pool(device: int) -> Any:
-    """Return the pool of memory that all graphs of a device share.
+    """Return the memory pool that all graphs of a device share.
 
-    A graph of one operation stays in it for good: torch gives a pool up with its last graph, and refuses to capture
-    into one that it has given up.
+    A graph of one operation stays in it for good: torch frees a pool with its last graph, and refuses to capture into a
+    freed pool.
     """
     with torch.cuda.device(device):
         kept, place, pool = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda"), torch.cuda.graph_pool_handle()
@@ -232,14 +232,14 @@ def _pool(device: int) -> Any:
 
 
 _KEPT: list[tuple[Any, Tensor]] = []
-"""The graphs that keep pools."""
+"""The graphs that keep their pools alive."""
 
 
 def inductor(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
-    """Capture by torch's inductor, as one piece; takes up to half a minute, or seconds if the code is cached."""
+    """Compile with torch's inductor, without graph breaks: up to half a minute, or seconds if the code is cached."""
     operations = _operations(function, inputs)
     options: dict[str, Any] = {"cpp_wrapper": True}
-    # Nothing that a guard could ask about ever changes: a replay is always of the same buffers.
+    # Nothing that a guard checks ever changes: replays always use the same buffers.
     if skip_guards := getattr(torch.compiler, "skip_all_guards_unsafe", None):
         options["guard_filter_fn"] = skip_guards
     compiled: Any = torch.compile(operations, dynamic=False, fullgraph=True, options=options)
@@ -250,12 +250,12 @@ def _operations(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
     """Return a module that repeats the function's operations, for inputs of these shapes."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # Tensors that are not inputs are constants to it, and single numbers are baked in.
+    # Tensors that are not inputs become constants, and scalars are baked in.
     return make_fx(function, {torch.ops.aten.addcmul.out: _addcmul_into})(*inputs)
 
 
 def _addcmul_into(x: Tensor, first: Tensor, second: Tensor, *, value: float = 1, out: Tensor) -> Tensor:
-    """Write into a part of a tensor by copying, the only way that compilers know."""
+    """Write into a part of a tensor by copying, the only way that compilers support."""
     return out.copy_(torch.addcmul(x, first, second, value=value))
 
 
@@ -270,18 +270,18 @@ def why_no_compiler(device: torch.device) -> str | None:
 
 
 MOST_BYTES = 2**30
-"""Of compiled code that is kept: some hundred passes."""
+"""Maximum size of the kept compiled code: some hundred passes."""
 
 
 def keep_compiled(folder: Path) -> None:
-    """Keep compiled code in this folder, so that the next run need not compile it again; too much of it is let go."""
+    """Keep compiled code in this folder for the next run, up to MOST_BYTES."""
     if os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder)) == str(folder) and folder.is_dir():
         with suppress(OSError):  # another process deletes it, or it cannot be written
             _forget_oldest(folder)
 
 
 def _forget_oldest(folder: Path) -> None:
-    """Delete what was used longest ago, until MOST_BYTES are left. Inductor compiles again what it does not find."""
+    """Delete the least recently used files, until MOST_BYTES are left. Inductor recompiles what is missing."""
     files = [(file.stat(), file) for file in folder.rglob("*") if file.is_file()]
     total = sum(found.st_size for found, _ in files)
     for found, file in sorted(files, key=lambda one: max(one[0].st_atime, one[0].st_mtime)):

@@ -1,8 +1,8 @@
-"""The judge: is an answer the published model's own? It asks transformers' code, and nothing of this engine.
+"""The judge: is an answer the published model's own? It runs transformers' code, and nothing of this engine.
 
 No cache, mask, tap, forward pass or penalty of ours is involved: the model reads tokens in one pass, or step by step
-with the cache that transformers makes for it. What the two forms say differently is rounding, and that is all that is
-ever excused: what is being judged has no say in it.
+with the cache that transformers makes for it. The difference between the two forms is rounding, the only deviation that
+is excused; it does not depend on the engine being judged.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from dflash_bench.core.types import Divergence
 
 CEILINGS = {getattr(torch, name): logits for name, logits in types.CEILINGS.items()}
 STEPS = 64
-"""So many places, the one in question last, are read in both forms to see how much rounding moves two tokens."""
+"""Number of places, the one in question last, that are read in both forms to measure how far rounding moves logits."""
 MARGIN = 3.0
-"""Two engines round in their own ways, and differ more at a few places than at most: a gap may be so many times what
-the judge's forms differ. Sound answers in bfloat16 need up to 1.5 (results/rounding.md)."""
+"""A gap may be this many times the difference between the judge's forms, as two engines round differently, and more so
+at a few places than at most. Sound answers in bfloat16 need up to 1.5 (results/rounding.md)."""
 
 
 class Judge:
-    """Asks `model`, a causal language model of transformers, what it would say by itself.
+    """Compares answers with the greedy choices of `model`, a causal language model of transformers.
 
     With `stop_ids` and `max_new_tokens` an answer must also end where it should: behind its first stop token, or full.
-    A repetition penalty, with which the answer was made, is part of what the model would say.
+    The model's choices include the repetition penalty with which the answer was made.
     """
 
     def __init__(self, model: Any, stop_ids: frozenset[int] = frozenset(), max_new_tokens: int | None = None) -> None:
@@ -56,7 +56,7 @@ class Judge:
         tokens = torch.tensor(answer, device=self.device)[:, None]
         best = logits.max(dim=-1)
         gaps = (best.values - logits.gather(1, tokens)[:, 0]).float()
-        # NaN is not 0 either, and the largest of all.
+        # argmax takes NaN for the largest value, so NaN counts as a gap.
         index = int(gaps.argmax())
         if not gaps[index]:
             return None
@@ -64,7 +64,7 @@ class Judge:
         return self._divergence(text, index, float(gaps[index]), pair, repetition_penalty)
 
     def _end(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
-        """Return how many tokens the answer should have; one more than it has, if it breaks off."""
+        """Return how many tokens the answer should have: one more than it has if it is cut short."""
         stops = [place for place, token in enumerate(answer) if token in self.stop_ids]
         if self.max_new_tokens is None:
             return len(answer)
@@ -74,7 +74,7 @@ class Judge:
     def divergence(
         self, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], repetition_penalty: float = 1.0
     ) -> Divergence:
-        """Judge the place where two answers part: are both tokens the model's choice, up to rounding?"""
+        """Judge the place where two answers diverge: are both tokens the model's choice, up to rounding?"""
         shorter = min(len(plain), len(other))
         index = next((i for i in range(shorter) if plain[i] != other[i]), shorter)
         if index == shorter:
@@ -92,10 +92,10 @@ class Judge:
         if not math.isfinite(gap):
             return Divergence(index)
         if gap > self.ceiling:
-            # More than is ever excused: rounding, which takes a pass for each of many places, need not be measured.
+            # Never excused, so rounding, which takes a pass for each of many places, need not be measured.
             return Divergence(index, gap, self.ceiling)
         rounding = self._rounding(text, pair, penalty)
-        # What rounds to NaN in one of the forms excuses nothing.
+        # NaN in one of the forms excuses nothing.
         return Divergence(index, gap, min(self.ceiling, MARGIN * rounding) if math.isfinite(rounding) else 0.0)
 
     def _rounding(self, text: Sequence[int], pair: tuple[int, int], penalty: float) -> float:
@@ -133,7 +133,7 @@ class Judge:
 
 
 def _penalised(logits: Tensor, text: Sequence[int], penalty: float) -> Tensor:
-    """Logits [N, V] after each of the text's last tokens, as transformers changes them before it takes the best."""
+    """Return logits [N, V] after each of the text's last tokens with the penalty, as transformers applies it."""
     if penalty == 1:
         return logits
     processor, ids = RepetitionPenaltyLogitsProcessor(float(penalty)), torch.tensor([text], device=logits.device)

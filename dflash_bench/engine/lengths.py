@@ -1,8 +1,8 @@
 """Attention by lengths: the tokens of a pass see as much of the cache as their row has, and no mask is built.
 
-For half precision on a GPU. Flash attention takes no mask; with one, torch falls back to slower kernels, and where the
-heads of a group are rows of one problem (`forward/native.py`), a single row keeps few multiprocessors busy. Trees do
-need a mask. The lengths may be tensors that a captured pass reads (`graphs.py`), so what they hide is never computed.
+For half precision on a GPU. Flash attention takes no mask; with a mask, torch falls back to slower kernels, and where
+the heads of a group are rows of one problem (`forward/native.py`), a single row keeps few multiprocessors busy. Trees
+do need a mask. The lengths may be tensors that a captured pass reads (`graphs.py`); hidden places are never computed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ varlen_attn: Any = _varlen_attn
 DTYPES = (torch.float16, torch.bfloat16)
 MOST_HEAD_DIM = 256
 OLDEST = (8, 0)
-"""The compute capability that flash attention needs at least (Ampere)."""
+"""The lowest compute capability with flash attention (Ampere)."""
 ALL, NONE = -1, 0
-"""Sides of a window: all places there, or none."""
+"""Sizes of a side of a window: all places on that side, or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What the tokens just placed see, B rows of `width`; used in place of a mask.
+    """The places visible to the tokens just placed, B rows of `width`; used in place of a mask.
 
-    The last token of a row stands at its last place, the others before it. `window` says how many places each sees to
-    its left and to its right, besides its own.
+    The last token of a row stands at its last place, the others before it. `window` is the number of places that each
+    token sees to its left and to its right, besides its own.
     """
 
     queries: Tensor
@@ -62,10 +62,7 @@ class Lengths:
         return attended
 
     def _row_begins(self, size: int) -> Tensor:
-        """Return [B + 1]: where each row of the cache begins among all places; a row takes `size` of them.
-
-        It is the same for all layers of a pass.
-        """
+        """Return [B + 1]: the begins of the cache's rows of `size` places each; the same for all layers of a pass."""
         if size not in self._begins:
             num_rows, like = len(self.used), self.used
             self._begins[size] = torch.arange(0, num_rows * size + 1, size, dtype=like.dtype, device=like.device)
@@ -85,19 +82,19 @@ def _all_places(stored: Tensor) -> Tensor:
 
 
 def placed_lengths(cache: KVCache, window: int | None = None, whole_block: bool = False) -> Lengths:
-    """Return what the tokens just placed see; the arguments are those of `masks.causal_mask`."""
+    """Return the lengths for the tokens just placed; arguments as in `masks.causal_mask`."""
     num_rows, width = cache.positions.shape
     return Lengths(
         queries=torch.arange(0, num_rows * width + 1, width, dtype=torch.int32, device=cache.device),
         used=(cache.positions[:, -1] + 1).to(torch.int32),
         width=width,
-        # A window counts the token itself.
+        # A window includes the token itself.
         window=(ALL if window is None else window - 1, ALL if whole_block else NONE),
     )
 
 
 def pass_lengths(mask: PassMask) -> Mapping[str, Lengths]:
-    """Return what a pass without a tree sees in each kind of layer."""
+    """Return the lengths of a pass without a tree for each kind of layer."""
     lengths = placed_lengths(mask.masks.cache, None, mask.whole_block)
     return {
         kind: lengths if window is None else replace(lengths, window=(window - 1, lengths.window[1]))
@@ -106,11 +103,11 @@ def pass_lengths(mask: PassMask) -> Mapping[str, Lengths]:
 
 
 Seen = Tensor | Lengths | None
-"""What the tokens of a pass see in a layer: by a mask, by lengths, or all that is visible."""
+"""The places that the tokens of a pass see in a layer: by a mask, by lengths, or all visible places (None)."""
 
 
 def attends_by_lengths(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv: int) -> bool:
-    """Return True if attention by lengths is possible here, and right."""
+    """Return True if attention by lengths is possible here, and gives correct results."""
     if device.type != "cuda" or dtype not in DTYPES or head_dim > MOST_HEAD_DIM or head_dim % 8:
         return False
     return _is_new_enough(device) and is_right(device, dtype, head_dim, num_heads, num_kv)
@@ -123,13 +120,13 @@ def _is_new_enough(device: torch.device) -> bool:
 TRIED = ((1, None, False), (3, None, False), (3, 2, False), (3, None, True))
 """Width, window and whether each token sees the whole block."""
 TOLERANCE = 3e-2
-"""Of results that are near 1, in half precision."""
+"""Maximum difference of results near 1, in half precision."""
 
 
 @cache
 @torch.inference_mode()
 def is_right(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv: int) -> bool:
-    """Return True if attention by lengths says what attention with a mask says, on random numbers.
+    """Return True if attention by lengths agrees with attention with a mask, on random numbers.
 
     Two rows of different lengths read one token and several, with and without a window, and as a whole block.
     """
@@ -154,7 +151,7 @@ def is_right(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads:
             if not torch.allclose(said.float(), usual.float(), rtol=0, atol=TOLERANCE):
                 return False
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        # It is new in torch, and its arguments may change.
+        # The function is new in torch, and its arguments may change.
         return False
     return True
 

@@ -33,7 +33,7 @@ from dflash_bench.engine.verify import (
 )
 
 PART = 256
-"""How many prompt tokens are read between two rounds, so that slots that are decoding do not wait long."""
+"""Number of prompt tokens read between two rounds, so that decoding slots do not wait long."""
 
 
 @torch.inference_mode()
@@ -48,11 +48,11 @@ def decode(
     num_rows: int | None = None,
     listener: Listener = NOBODY,
 ) -> Iterator[Round]:
-    """Decode prompts together, round by round, until each has ended; yields the rounds, the prefills first.
+    """Decode prompts together, round by round, until all have ended; yield the rounds, the prefills first.
 
-    With `num_rows`, at most this many prompts are decoded at a time: the others wait, and each takes the slot of one
-    that has ended. `seeds` holds a seed per prompt, in place of the one in `sampling`, so that a prompt draws the same
-    numbers as it would alone. The listener hears of every token as soon as the host has it.
+    With `num_rows`, at most this many prompts are decoded at a time: the others wait for the slot of a finished prompt.
+    `seeds` holds a seed per prompt, in place of the seed in `sampling`, so that a prompt draws the same numbers as it
+    would alone. The listener receives every token as soon as the host has it.
 
     Raises DecodingError for an empty prompt, a prompt that leaves no room in the context, and NaN or infinite logits.
     """
@@ -70,7 +70,7 @@ def decode(
     try:
         target.begin(num_rows, capacity)
         if not isinstance(drafter, StandAlone):
-            # Whose passes are not reported, because each round takes several.
+            # A stand-alone drafter's passes are not reported, because each round takes several.
             target.listener = listener
         drafter.begin(num_rows, capacity)
         shortest = min(len(row.prompt) for row in rows) + 1
@@ -84,12 +84,12 @@ def decode(
         yield from _State(target, drafter, rows, num_rows, limits, sampler, clock, listener).rounds()
     finally:
         target.listener, target.rule = NOBODY, None
-        # The model may be shared: taps must not slow down, or hold memory for, whoever uses it next.
+        # The model may be shared: taps must not slow down its next user, or keep holding memory.
         target.tap(())
 
 
 def _spent_s(captures: Sequence[Captures]) -> float:
-    """Return the seconds that capturing took so far."""
+    """Return the seconds spent on capturing so far."""
     return sum(reader.graph_cache.spent_s for reader in captures if reader.graph_cache is not None)
 
 
@@ -142,7 +142,7 @@ class _State:
         for request in requests:
             self.listener.began(request)
         begin = self.clock.mark()
-        # An idle device may come to the mark late, if others use it, too.
+        # An idle device may reach the mark late if other processes use it.
         self.clock.settle()
         self.listener.marked()
         return begin
@@ -153,14 +153,14 @@ class _State:
                 self.listener.received(slot.request, tokens)
 
     def _admit(self) -> None:
-        """Give slots whose answers have ended to waiting prompts."""
+        """Give the slots of finished answers to waiting prompts."""
         for place, slot in enumerate(self.slots):
             if slot.finish and self.waiting:
                 self.slots[place], self.starts[place] = self.waiting.popleft(), 0
                 self.slots[place].began = self._begin([self.slots[place].request])
 
     def _fill(self) -> Iterator[Round]:
-        """Admit waiting prompts, and read about PART tokens of those that are not read yet; yields their prefills."""
+        """Admit waiting prompts, and read about PART tokens of unread prompts; yield their prefills."""
         self._admit()
         num_read = 0
         for place in range(len(self.slots)):
@@ -169,11 +169,11 @@ class _State:
                 before = slot.num_read
                 yield from self._read(place, [slot], PART if self.target.reads_in_parts else None)
                 num_read += slot.num_read - before
-                # Its first token may have been its last.
+                # A prompt's first token may have been its last.
                 self._admit()
 
     def _read(self, first: int, slots: Sequence[Slot], most: int | None = None) -> Iterator[Round]:
-        """Read the prompts of slots `first` ..., or up to `most` tokens of a single one; yields a round at the end."""
+        """Read the prompts of slots `first` ..., or up to `most` tokens of a single prompt; finally yield a round."""
         starts = [slot.num_read for slot in slots]
         parts = [slot.prompt[slot.num_read :][:most] for slot in slots]
         for slot, part in zip(slots, parts, strict=True):
@@ -198,7 +198,7 @@ class _State:
         yield Round(given, none, none, [[] for _ in none], None, marks, *self._whose())
 
     def _first_tokens(self, first: int, slots: Sequence[Slot], logits: Tensor) -> list[list[int]]:
-        """Choose and emit the first token of each of these slots, given logits [b, 1, V]."""
+        """Choose and emit the first token of each slot, given logits [b, 1, V]."""
         self.sampler.begin([slot.prompt for slot in slots], [slot.seed for slot in slots], logits.shape[-1], first)
         tokens = self.sampler.first_tokens(logits, first)
         self.anchor[first : first + len(slots)] = tokens
@@ -255,7 +255,7 @@ class _State:
         accepted = [count * live for count, live in zip(kept, alive, strict=True)]
         lasts = host.get("last", host["accepted"])
         moved = any(live and last > count for (last,), count, live in zip(lasts, kept, alive, strict=True))
-        # Rolling the target back to the accepted tokens belongs to verifying.
+        # Rolling the target back to the accepted tokens counts as verification time.
         self.target.commit([(count + 1) * live for count, live in zip(accepted, alive, strict=True)])
         verified = self.clock.mark()
         emitted = [
@@ -278,7 +278,7 @@ class _State:
         return Round(emitted, drafts, accepted, ids, parents, marks, *self._whose(), cut)
 
     def _rule(self, draft: Draft | None) -> Rule | None:
-        """Return the verify rule as a captured pass may apply it, or None if it needs more than the logits."""
+        """Return the verify rule in a form that can be captured, or None if it needs more than the logits."""
         if not self.sampler.greedy or self.sampler.penalises:
             return None
         if draft is not None and (draft.following is not None or draft.is_padded):
@@ -318,8 +318,8 @@ class _State:
     ) -> None:
         """Keep counts[b] tokens of row b in the target's cache and hand them to the drafter.
 
-        Rows that have ended or are reading their prompts stand still: their count is 0. What is computed for them is
-        thrown away and written to the same places again, so that they never move past the end of the cache.
+        Rows that have ended or are in prefill stand still: their count is 0. Their results are discarded and written to
+        the same places every round, so that they never move past the end of the cache.
         """
         longest = max(*counts, 1)
         if verdict.path is not None and moved:
@@ -346,7 +346,7 @@ def _refuse_broken(slots: Sequence[Slot], broken: Lists, accepted: list[int], fi
 
 
 def _parts(draft: Draft | None, outcome: Outcome) -> dict[str, Tensor]:
-    """Return what the host needs to know about a round, each [B, n]."""
+    """Return the parts of a round that the host needs, each [B, n], by name."""
     verdict = outcome.verdict
     parts = {"accepted": verdict.num_accepted[:, None], "tokens": outcome.tokens, "broken": outcome.broken}
     if verdict.path is not None:
@@ -371,12 +371,12 @@ def _first(rows: Lists, counts: list[int]) -> Lists:
     return [values[:count] for values, count in zip(rows, counts, strict=True)]
 
 
-# How much of a drafter's proposals a target accepts: prompts decoded together at temperature 0, without timing.
+# Acceptance of a drafter's proposals, measured without timing: prompts decoded together at temperature 0.
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptedAnswer:
-    """The tokens of an answer, and how many drafted tokens each of its rounds accepted."""
+    """The tokens of an answer, and the number of accepted drafted tokens per round."""
 
     token_ids: tuple[int, ...]
     counts: tuple[int, ...]
@@ -404,6 +404,6 @@ def al_pooled(answers: Sequence[AcceptedAnswer]) -> float:
 
 
 def by_position(answers: Sequence[AcceptedAnswer]) -> list[float]:
-    """Return the share of rounds that accepted at least 1, 2, ... drafted tokens, up to the most that any accepted."""
+    """Return the share of rounds that accepted at least 1, 2, ... drafted tokens, up to the maximum of any round."""
     counts = [count for answer in answers for count in answer.counts]
     return [sum(count > place for count in counts) / len(counts) for place in range(max(counts, default=0))]

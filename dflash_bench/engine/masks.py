@@ -1,8 +1,8 @@
-"""Attention masks of decoding: what each token that is being read may see.
+"""Attention masks of decoding: which places each token of a pass attends to.
 
 All masks are built here, for the target, for drafts and for both forwards. Additive masks hold 0 where a token is seen
 and the dtype's lowest number where it is not; boolean masks are true where it is seen. The columns of a mask are the
-places of the cache (`cache.py`), of which those beyond a row's own length hold stale tokens and are always hidden.
+places of the cache (`cache.py`); places beyond a row's own length hold stale tokens and are always hidden.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dflash_bench.models.nets.bodies import WHOLE, BlockView
 Masks = Tensor | Mapping[str, Tensor]
 """One mask for all layers, or one for each kind of layer."""
 READY_WIDTH = 64
-"""Passes of up to this many tokens per row take a slice of a mask that is built once."""
+"""Passes of up to this many tokens per row use a slice of a mask that is built once."""
 
 
 def ancestors(parents: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def ancestors(parents: Tensor) -> Tensor:
     num_rows, width = parents.shape
     reach = torch.eye(width + 1, device=parents.device).repeat(num_rows, 1, 1)
     reach[:, 1:].scatter_(2, parents[..., None] + 1, 1.0)
-    # The ancestors of my ancestors are mine too: each product doubles how many levels up we reach.
+    # Each product doubles the number of levels upwards that are covered.
     for _ in range(width.bit_length()):
         reach = torch.bmm(reach, reach).clamp_(max=1)
     return reach.bool()
@@ -51,13 +51,13 @@ def causal_mask(
 ) -> Tensor:
     """Return an additive mask [B, 1, width, visible] for the tokens just placed: each sees its row's past and itself.
 
-    With `whole_block` each token also sees those placed after it.
+    With `whole_block` each token also sees the tokens placed after it.
     With `parents` [B, width - 1] the tokens are an anchor and a tree, and each sees only its ancestors among them.
     With a `window` a token sees only that many tokens back, itself included; in a tree, depth is the distance.
-    Places before `first`, which no window reaches, are left out: [B, 1, width, visible - first].
+    Places before `first`, which no window reaches, are omitted: [B, 1, width, visible - first].
     """
     columns = torch.arange(first, cache.visible, device=cache.device)
-    # Rows that start together, and are no trees, have one mask between them.
+    # Chains that start at the same place share one mask.
     read_at = cache.positions if cache.is_ragged or parents is not None else cache.positions[:1]
     stored_at = columns[None]
     seen_to = read_at[:, -1:].expand_as(read_at) if whole_block else read_at
@@ -83,7 +83,7 @@ def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 class TargetMasks:
     """The masks of a target's passes over one cache.
 
-    `windows` says how many tokens each kind of layer sees, the current one included (None: all).
+    `windows` holds the number of tokens that each kind of layer sees, the current token included (None: all).
     """
 
     def __init__(self, windows: Mapping[str, int | None], cache: KVCache, dtype: torch.dtype):
@@ -93,7 +93,7 @@ class TargetMasks:
         self._ready = {window: self._ready_mask(window) for window in {*self.windows.values()}}
 
     def _ready_mask(self, window: int | None) -> Tensor:
-        """Return [1, 1, width, capacity + width]: if all rows start together, the mask of any pass is a slice of it."""
+        """Return [1, 1, width, capacity + width]; if all rows start together, the mask of any pass is a slice of it."""
         width = min(self.capacity, READY_WIDTH)
         steps = torch.arange(width, device=self.cache.device)[:, None]
         columns = torch.arange(-self.capacity, width, device=self.cache.device)
@@ -101,7 +101,7 @@ class TargetMasks:
         return _additive(hidden, self.dtype)[None, None]
 
     def build(self, described: PassMask) -> Masks:
-        """Return masks as `PassMask.build` does."""
+        """Return the masks of `PassMask.build`."""
         masks = {window: self._mask(described, window) for window in self._ready}
         if len(masks) == 1:
             return next(iter(masks.values()))
@@ -113,8 +113,8 @@ class TargetMasks:
         if described.is_plain and not self.cache.is_ragged and width <= ready.shape[2]:
             left = self.capacity - starts[0] + first
             mask = ready[:, :, :width, left : self.capacity + width]
-            # A GPU's attention reads 16 bytes at once, and torch does not look where a mask begins: a slice from
-            # between is a fault ("misaligned address"). A copy begins where it may.
+            # Attention on a GPU reads 16 bytes at once, and torch does not check a mask's alignment: a misaligned
+            # slice is a fault ("misaligned address"). A copy is aligned.
             mask = mask if mask.device.type == "cpu" else mask.clone(memory_format=torch.contiguous_format)
             return mask.expand(len(starts), -1, -1, -1)
         return causal_mask(self.cache, self.dtype, described.parents, window, described.whole_block, first)
@@ -122,29 +122,29 @@ class TargetMasks:
 
 @dataclass(frozen=True, slots=True)
 class PassMask:
-    """Which places of the cache the tokens of one pass see: described, so that only those who need a mask build one.
+    """A description of the places of the cache that the tokens of a pass see; a mask is built only on request.
 
-    Row b's `width` tokens have been placed from starts[b] on. Each sees its row's past, the tokens before it in this
-    pass and itself; in layers with a window only the last `windows[kind]` of these.
+    Row b's `width` tokens have been placed from starts[b] on. Each token sees its row's past, the tokens before it in
+    this pass and itself; in layers with a window only the last `windows[kind]` of these.
     """
 
     masks: TargetMasks
     starts: Sequence[int]
-    """Empty where only the device knows them (a captured pass)."""
+    """Empty if only the device holds the starts (a captured pass)."""
     width: int
     parents: Tensor | None = None
     """[B, width - 1]: the tokens are an anchor and a tree, and see only their ancestors among them."""
     whole_block: bool = False
-    """Each token also sees those placed after it."""
+    """Whether each token also sees the tokens placed after it."""
 
     @property
     def windows(self) -> Mapping[str, int | None]:
-        """Return how many tokens each kind of layer sees, the current one included (None: all)."""
+        """Return how many tokens each kind of layer sees, the current token included (None: all)."""
         return self.masks.windows
 
     @property
     def is_plain(self) -> bool:
-        """Return True if each token sees what was placed before it, and nothing after it."""
+        """Return True if each token sees all tokens placed before it, and none after it."""
         return self.parents is None and not self.whole_block
 
     @property
@@ -153,10 +153,10 @@ class PassMask:
         return self.width == 1 and not self.masks.cache.is_ragged and not any(self.windows.values())
 
     def build(self) -> Masks:
-        """Return additive masks [B, 1, width, seen], one, or one per kind if windows differ; call before the next pass.
+        """Return an additive mask [B, 1, width, seen], or one per kind if windows differ; call before the next pass.
 
-        The columns are the last `seen` of the visible places: with a window, those in front of all rows' windows are
-        left out (`seen_by`). A mask may be a view of one that is kept: it must not be changed.
+        The columns are the last `seen` of the visible places: with a window, places in front of all rows' windows are
+        omitted (`seen_by`). A mask may be a view of a kept mask: it must not be changed.
         """
         return self.masks.build(self)
 
@@ -168,7 +168,7 @@ def fold_heads(mask: Tensor | None, group: int) -> Tensor | None:
     """
     if mask is None or mask.shape[2] == 1 or group == 1:
         return mask
-    # Rows that share a mask still do.
+    # Rows that share a mask (stride 0) go on sharing it.
     own = mask[:1] if mask.stride(0) == 0 else mask
     return own.repeat(1, 1, group, 1).expand(len(mask), -1, -1, -1)
 
@@ -181,7 +181,7 @@ def fold_kinds(masks: Masks | None, kinds: Iterable[str], group: int) -> dict[st
 
 
 def seen_by(mask: Tensor | None, stored: Tensor) -> Tensor:
-    """Return those of the stored keys or values [..., visible, D] that the columns of a mask stand for."""
+    """Return the stored keys or values [..., visible, D] that belong to the columns of a mask."""
     return stored if mask is None or mask.shape[-1] == stored.shape[-2] else stored[..., -mask.shape[-1] :, :]
 
 
@@ -189,7 +189,7 @@ def block_mask(cache: KVCache, columns: Tensor, view: BlockView = WHOLE) -> Tens
     """Return the mask of a DFlash block just placed [B or 1, 1, N or 1, visible], or None if all rows see everything.
 
     By default every slot sees its row's whole context and the whole block (DFlash, section 4.1), so only rows of
-    different lengths need telling apart. `columns` are the places of the cache, 0, 1, 2, ... on its device.
+    different lengths need a mask. `columns` are the places of the cache, 0, 1, 2, ... on its device.
     """
     places, slots = columns[: cache.visible], cache.positions[..., None]
     if view == WHOLE:
@@ -207,9 +207,9 @@ def block_mask(cache: KVCache, columns: Tensor, view: BlockView = WHOLE) -> Tens
 
 
 def pairs_mask(cache: KVCache, dtype: torch.dtype, hidden_to: Tensor) -> Tensor:
-    """Return an additive mask [B, 1, N, visible] for the pairs just placed: each sees its row's past and itself.
+    """Return an additive mask [B, 1, N, visible] for the pairs just placed: each pair sees its row's past and itself.
 
-    Of the past, places up to `hidden_to` [B, N] are hidden.
+    Places up to `hidden_to` [B, N] are hidden.
     """
     columns = torch.arange(cache.visible, device=cache.device)
     seen = (columns <= cache.positions[..., None]) & (columns > hidden_to[..., None])
@@ -219,7 +219,7 @@ def pairs_mask(cache: KVCache, dtype: torch.dtype, hidden_to: Tensor) -> Tensor:
 class FrontierMask:
     """The mask of an EAGLE-3 tree that grows level by level: each node sees its row's past, its ancestors and itself.
 
-    Each level (the frontier) is `top_k` nodes per row. Level i is written to scratch places i * top_k ... behind the
+    Each level (the frontier) has `top_k` nodes per row. Level i is written to scratch places i * top_k ... behind the
     longest row, the same for all rows. Buffers are allocated once, in the dtype and on the device of `like`.
     """
 
@@ -232,9 +232,9 @@ class FrontierMask:
         self._columns = torch.arange(capacity, device=like.device)
 
     def open(self, starts: Sequence[int], start: Tensor, window: int | None = None) -> None:
-        """Begin a tree: show each row its past, and hide the places from its end up to where the longest row ends.
+        """Begin a tree: show each row its past, and hide the places from its end to the end of the longest row.
 
-        `start` [B, 1] are the starts on the device. With a `window` only so many places of the past are shown.
+        `start` [B, 1] are the starts on the device. With a `window` only the last `window` places are shown.
         """
         self._end, self._seen = max(starts), self._unseen
         past = self._mask[..., : self._end].zero_()
@@ -248,7 +248,7 @@ class FrontierMask:
     def grow(self, parent: Tensor, level: int, visible: int) -> Tensor:
         """Return the mask [B, 1, top_k, visible] of the frontier at this level.
 
-        `parent` [B, top_k, 1] is the number of each node's parent in the frontier above it.
+        `parent` [B, top_k, 1] is the index of each node's parent in the previous frontier.
         """
         first = level * self.top_k
         self._seen = self._seen.take_along_dim(parent, dim=1)

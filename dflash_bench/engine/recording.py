@@ -1,15 +1,15 @@
-"""What a draft would have done beside what it did: each finished answer is decoded once more, outside its clock.
+"""Records the drafts of every position, or ranks: each finished answer is decoded once more, outside its timing.
 
-Positions: the loop decodes the answer token by token; the drafter observes each as it would any committed ones and is
-asked for a draft at each, which is kept and never accepted. Where a draft depends on the committed text alone, that is
-the draft that a round would have begun with there, whatever the rounds before it were (`MethodSpec.is_recorded` says
-for which methods that holds). Other lengths, cuts and controllers replay exactly from it. What they cost is tried
-there, too: how long the first tokens of a draft take, and verifying with passes over 1, 2, ... N + 1 tokens in turn.
-There is one pass of the target a round, as ever: a second one would find its weights in the processor's caches.
+Positions: the loop decodes the answer token by token; the drafter observes each token like any committed token, and
+its draft there is recorded and never accepted. Where a draft depends on the committed text alone, a round at that
+position would have made the same draft, whatever the rounds before it (`MethodSpec.is_recorded` is true for such
+methods). Other lengths, cuts and controllers replay exactly from it. Costs are measured as well: the time to the first
+tokens of a draft, and verification with passes over 1, 2, ... N + 1 tokens in turn. Each round has one pass of the
+target, as in any run: a second pass would find the weights in the processor's caches.
 
-Ranks: the loop decodes the answer in the same rounds again, and the scores by which each token was chosen say how far
-down the right one was. For drafts made in one pass they are those that the place has, whatever is chosen before it;
-token by token they hold up to the first wrong one.
+Ranks: the loop decodes the answer in the same rounds again, and the scores from which each token was chosen give the
+rank of the right token. If a draft is made in one pass, a place's scores do not depend on the tokens chosen before it;
+token by token they are valid up to the first wrong token.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Recorded:
     """The drafts at the P positions of an answer of P + 1 tokens: position i follows token i, the anchor there."""
 
     ids: tuple[int, ...]
-    """[P * N], N drafted tokens at each."""
+    """[P * N], N drafted tokens per position."""
     accepted: tuple[int, ...]
-    """[P], how many of them in a row are the target's own choices, beyond the answer's end too."""
+    """[P], how many leading drafted tokens are the target's own choices, beyond the answer's end too."""
     scores: tuple[float, ...] | None
-    """[P * N], how likely the draft holds each to be accepted if all before it are: its confidence head's word, or else
-    the probability of the drafted token. None for drafts without probabilities."""
+    """[P * N], the draft's estimate that a token is accepted if all before it are: from its confidence head, or else
+    the token's probability. None for drafts without probabilities."""
     draft_s: tuple[float, ...] | None
     """[N], as `Generation.recorded_draft_s`; medians over positions."""
     verify_s: tuple[float, ...] | None
@@ -54,7 +54,7 @@ Span = tuple[object, object]
 
 
 class PositionRecorder:
-    """A drafter for the loop that asks another one for drafts of a single row, of which it has nothing accepted."""
+    """Wraps a drafter: records its drafts of a single row, and has none of them accepted."""
 
     def __init__(self, drafter: Any, clock: Clock) -> None:
         self.drafter, self.taps, self.clock = drafter, drafter.taps, clock
@@ -62,7 +62,7 @@ class PositionRecorder:
         self.tokens: list[Tensor] = []
         self.scores: list[Tensor] = []
         self.drafts: list[list[Span]] = []
-        """Of each draft: the whole, and then what this listener did when each token was to be chosen."""
+        """Spans of each draft: the whole draft, then this listener's own work at the choice of each token."""
 
     def begin(self, num_rows: int, capacity: int) -> None:
         self.drafter.begin(num_rows, capacity)
@@ -71,7 +71,7 @@ class PositionRecorder:
         self.drafter.observe(committed)
 
     def propose(self) -> Draft | None:
-        """Return as many tokens of the draft as the target is to read this time, all of them padding."""
+        """Return as many tokens of the draft as the target shall read at this position, all of them padding."""
         self.heard: list[Tensor] = []
         self.listening: list[Span] = []
         begin = self.clock.mark()
@@ -96,7 +96,7 @@ class PositionRecorder:
         self.heard = [confidence]
 
     def draft_s(self) -> tuple[float, ...] | None:
-        """Return the seconds until each token of a draft was there; None if it is not made token by token."""
+        """Return the seconds until each token of a draft was chosen; None if it is not made token by token."""
         if any(len(spans) != self.num_drafts + 1 for spans in self.drafts):
             return None
         times = []
@@ -107,7 +107,7 @@ class PositionRecorder:
         return (*np.median(times, axis=0).tolist(),)
 
     def verify_s(self, steps: Sequence[Round]) -> tuple[float, ...] | None:
-        """Return the seconds of verifying with a pass over each number of tokens; None if some were not tried."""
+        """Return the seconds of verifying with a pass over each number of tokens; None if any was not measured."""
         times: list[list[float]] = [[] for _ in range(self.num_drafts + 1)]
         for position, step in enumerate(steps):
             times[self.width_of(position)].append(self.clock.seconds(step.marks[1], step.marks[2]))
@@ -117,13 +117,13 @@ class PositionRecorder:
 def record_positions(
     target: Target, drafter: Drafter, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling
 ) -> Recorded | None:
-    """Draft at each position of a greedy answer to a prompt; None if it has none, or if it is not decoded again."""
+    """Draft at each position of a greedy answer; None if it has no position or if decoding does not reproduce it."""
     num, sampler = len(answer) - 1, getattr(drafter, "draft_sampler", None)
     clock = clock_for(target.device)
     recorder = PositionRecorder(drafter, clock)
     if num < 1:
         return None
-    # It goes on behind the answer's end, where the last drafts reach.
+    # Decoding continues beyond the answer's end, as far as the last drafts reach.
     limits = Limits(len(answer) + drafter.num_drafts)
     if sampler is not None:
         sampler.listener = recorder
@@ -152,7 +152,7 @@ def _num_right(draft: Sequence[int], following: Sequence[int]) -> int:
 
 
 class CandidateListener:
-    """Keeps the `num` likeliest target ids of each token that is drafted, for a single row; -1 where there are less."""
+    """Keeps the `num` likeliest target ids for each drafted token of a single row; -1 where there are fewer."""
 
     def __init__(self, sampler: Any, num: int) -> None:
         self.to_target, self.num = sampler.target_ids, num
@@ -160,7 +160,7 @@ class CandidateListener:
 
     def choosing(self, scores: Tensor, ids: Tensor | None) -> None:
         scores = scores[0].float().nan_to_num(nan=-torch.inf)
-        # Of equally good tokens the first is chosen, and `topk` may have another.
+        # Among equal scores the first token is chosen; `topk` may order them differently.
         scores = scores.scatter(-1, likeliest(scores)[:, None], torch.inf)
         best = scores.topk(min(self.num, scores.shape[-1])).indices
         found = self.to_target(best) if ids is None else ids[0].gather(-1, best)
@@ -175,11 +175,11 @@ def record_ranks(
 ) -> tuple[int, ...] | None:
     """Return `Generation.ranks` of a greedy answer among the `num` likeliest tokens of its draft in each place.
 
-    None where decoding again drafts or accepts anything else, or where the context ends before the last draft does.
+    None if decoding again drafts or accepts anything else, or if the context ends before the last draft does.
     """
     counts = answer.drafted or ()
     listener = CandidateListener(drafter.draft_sampler, num)
-    # It goes on behind the answer's end, where the last drafts reach.
+    # Decoding continues beyond the answer's end, as far as the last drafts reach.
     limits = Limits(len(answer.token_ids) + drafter.num_drafts)
     drafter.draft_sampler.listener = listener
     try:
@@ -202,7 +202,7 @@ def record_ranks(
         place += len(step.emitted[0] or ())
     if len(due) < len(ids):
         return None
-    # One call for each round, unless it is drafted token by token, or one pass sees what another fixed.
+    # One call per round, unless drafts are made token by token, or a pass depends on tokens that another fixed.
     by_token = len(listener.heard) > len(steps) - 1 or getattr(drafter, "steps", 1) > 1
     candidates = torch.cat(listener.heard)[: len(ids)] if ids else torch.zeros(0, num)
     return tuple(_ranks(candidates, ids, due, counts, by_token))
@@ -211,7 +211,7 @@ def record_ranks(
 def _ranks(
     candidates: Tensor, ids: Sequence[int], due: Sequence[int], counts: Sequence[int], by_token: bool
 ) -> Iterator[int]:
-    """Yield the rank of each token that was `due` among its candidates [D, num]; `counts` are of each round."""
+    """Yield the rank of each `due` token among its candidates [D, num]; `counts` are the drafted tokens per round."""
     found = candidates == torch.tensor(due, device=candidates.device)[:, None]
     ranks = torch.where(found.any(dim=1), found.int().argmax(dim=1) + 1, 0).tolist()
     at = 0

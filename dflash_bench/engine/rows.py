@@ -1,4 +1,4 @@
-"""The slots of a batch as the host sees them, the rounds they go through, and the clock that times rounds."""
+"""The host's view of a batch: its slots and rounds, and the clock that times rounds."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Limits:
 
 @dataclass(slots=True)
 class Slot:
-    """A decoding slot: one sequence being decoded, as the host sees it."""
+    """A decoding slot: one sequence being decoded, in the host's view."""
 
     prompt: Sequence[int]
     limit: int
     request: int = 0
-    """The index of its prompt among all that are decoded."""
+    """The index of its prompt among all prompts."""
     seed: int = 0
     num_read: int = 0
-    """How many of the prompt's tokens have been read."""
+    """Number of prompt tokens read so far."""
     began: object = None
-    """The mark of the clock at which its prompt began to be read."""
+    """The clock's mark at the begin of its prefill."""
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     text: list[int] = field(init=False)
@@ -53,7 +53,7 @@ class Slot:
         return self.num_read < len(self.prompt)
 
     def emit(self, new: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
-        """Append new tokens up to the first stop token or the limit, and return those appended."""
+        """Append new tokens up to the first stop token or the limit, and return the appended tokens."""
         kept = list(new[: self.limit - len(self.tokens)])
         for i, token in enumerate(kept):
             if token in stop_ids:
@@ -69,7 +69,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The outcome of one round for each row; None (and counts of 0) for rows that have ended or are reading prompts.
+    """The outcome of one round for each row; None (and counts of 0) for rows that have ended or are in prefill.
 
     `marks` are the clock's: begin, drafted (proposal made), verified (results on the host), observing (the host's
     bookkeeping done), end. The first round of every prompt is its prefill: it drafts nothing, begins when the prompt
@@ -80,7 +80,7 @@ class Round:
     drafted: list[int]
     accepted: list[int]
     drafted_ids: list[list[int]]
-    """The drafted tokens of each row, as many as `drafted` says."""
+    """The drafted tokens of each row, `drafted` many."""
     drafted_parents: list[list[int]] | None
     """For a tree, the index of each drafted token's parent, -1 for the anchor; None for a chain."""
     marks: tuple[object, object, object, object, object]
@@ -89,7 +89,7 @@ class Round:
     ended: tuple[bool, ...]
     """Whether each row's answer has ended."""
     verified: list[int] | None = None
-    """How many of the drafted tokens were verified, for drafts that are cut; None if all were."""
+    """Number of verified tokens of each row, for drafts that are cut; None if all drafted tokens were verified."""
 
 
 class DecodingError(UserError):
@@ -104,7 +104,7 @@ class Clock(Protocol):
     def seconds(self, start: object, end: object) -> float: ...
 
     def settle(self) -> None:
-        """Wait for the device's pending work, so that what begins now is not charged with it."""
+        """Wait for the device's pending work, so that it is not charged to the work that begins now."""
         ...
 
 
@@ -128,7 +128,7 @@ class CudaClock:
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        # On the target's device: if that is not the first GPU, the default stream would not see its work.
+        # The target may not be on the first GPU, whose stream would be the default.
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -149,9 +149,9 @@ Lists = list[list[int]]
 
 
 def to_host(parts: Mapping[str, Tensor]) -> dict[str, Lists]:
-    """Return tensors of integers or booleans, [B, n] with an n of their own, as B lists each under the same names.
+    """Return tensors of integers or booleans, [B, n] with different n, as B lists each under the same names.
 
-    From a GPU all are moved to the host in one tensor, so that it waits for the device only once per round.
+    All of them are copied from a GPU in one tensor, so that the host waits only once per round.
     """
     if all(part.device.type == "cpu" for part in parts.values()):
         return {name: part.tolist() for name, part in parts.items()}

@@ -1,4 +1,4 @@
-"""From logits to tokens: greedily, or by a random number that belongs to a request and a place in its answer.
+"""From logits to tokens: greedily, or with a random number that belongs to a request and a place in its answer.
 
 Place t of an answer always uses the same uniform number, so plain and speculative decoding with the same seed draw the
 same tokens at any temperature: sampling is as checkable as greedy decoding. The distribution is that of transformers'
@@ -27,16 +27,16 @@ PURPOSES: tuple[Purpose, ...] = ("draw", "accept", "draft")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen. The defaults leave the model's distribution as it is.
+    """Sampling settings. The defaults leave the model's distribution unchanged.
 
-    Up to a small temperature (`core.types.is_greedy`) the best token is taken, and of the other settings only the
-    repetition penalty has an effect. `seed` belongs to a request.
+    Up to a small temperature (`core.types.is_greedy`) the best token is taken, and only the repetition penalty among
+    the other settings has an effect. `seed` belongs to a request.
     """
 
     temperature: float = 0.0
     seed: int = 0
     top_k: int = 0
-    """How many of the likeliest tokens may be drawn; 0 is all."""
+    """Number of likeliest tokens that may be drawn; 0 means all."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -52,9 +52,9 @@ class Sampling:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """Return the best token [...] of logits [..., V], the first of equally good ones."""
+    """Return the best token [...] of logits [..., V], the first among equal logits."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32 and not is_in_torch_dispatch_mode():
-        # numpy's takes a tenth of the time of torch's. A capture records torch's operations only.
+        # numpy's argmax takes a tenth of the time of torch's. A capture records torch's operations only.
         return torch.from_numpy(np.asarray(logits.detach().numpy().argmax(axis=-1)))
     return logits.max(dim=-1).indices
 
@@ -80,7 +80,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Drop the least likely tokens that together hold no more than 1 - top_p; the likeliest always stays."""
+    """Drop the least likely tokens whose total probability is at most 1 - top_p; the likeliest always stays."""
     ascending, order = scores.sort(dim=-1, stable=True)
     tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
     tail[..., -1] = False
@@ -89,7 +89,7 @@ def _nucleus(scores: Tensor, top_p: float) -> Tensor:
 
 def inverse_cdf(p: Tensor, uniform: Tensor) -> Tensor:
     """Return where the cumulative sum of p [..., V] passes uniform [...]: a draw from p without a device sync."""
-    # In float64: the parallel sum of a GPU may fall by a rounding, which must not open a gap for a token of p 0.
+    # In float64: a GPU's parallel sum may decrease by rounding, which must not open a gap for a token with p = 0.
     cumulative = p.cumsum(dim=-1, dtype=torch.float64)
     # Scaling by the sum keeps rounding from ever pointing past the last token.
     threshold = (uniform * cumulative[..., -1]).unsqueeze(-1)
@@ -97,7 +97,7 @@ def inverse_cdf(p: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Chooses tokens for places of B rows, by how many tokens each row has emitted and which ones it has seen.
+    """Chooses tokens for places of B rows, given the number of tokens that each row has emitted and the seen tokens.
 
     Random numbers [B, num_places] belong to a row's seed and a place. If a round emits nothing at a place, the next
     round uses its numbers again, so draws stay independent of each other.
@@ -122,7 +122,7 @@ class Sampler:
         return self.sampling.repetition_penalty != 1
 
     def begin(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], vocab_size: int, first: int = 0) -> None:
-        """Begin the answers to these prompts in rows `first` ...: nothing has been emitted there."""
+        """Begin the answers to these prompts in rows `first` ..., with nothing emitted yet."""
         self.vocab_size = vocab_size
         rows = slice(first, first + len(prompts))
         if not self.greedy:
@@ -158,7 +158,7 @@ class Sampler:
             self._seen.scatter_(1, torch.where(kept, tokens, last), True)
 
     def emitted(self, counts: Sequence[int]) -> None:
-        """Set how many tokens each row has emitted so far."""
+        """Set the number of tokens that each row has emitted so far."""
         if not self.greedy:
             self._emitted = to_device(counts, self.device)[:, None]
 
@@ -175,7 +175,7 @@ class Sampler:
             width = block.shape[1]
             above = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
             above = above.expand(len(block), -1, -1) if parents is None else ancestors(parents)
-            # The anchor has been seen already, so it can stand in for tokens that have not.
+            # The anchor has been seen already, so it can replace tokens that have not.
             tokens = torch.where(above, block[:, None], block[:, :1, None])
             seen = seen.repeat(1, width, 1).scatter_(2, tokens, True)
         return penalised(logits, seen, self.sampling.repetition_penalty)
@@ -184,7 +184,7 @@ class Sampler:
         return probabilities(logits, self.sampling)
 
     def choose(self, logits: Tensor, places: Tensor | None) -> Tensor:
-        """Return tokens [B, N] for penalised logits [B, N, V] at places [B, N]; None as places means greedily."""
+        """Return tokens [B, N] for penalised logits [B, N, V] at places [B, N], chosen greedily if places is None."""
         if places is None:
             return likeliest(logits)
         return inverse_cdf(self.probabilities(logits), self.numbers("draw", places))
@@ -192,7 +192,7 @@ class Sampler:
     def places(self, width: int, parents: Tensor | None = None) -> Tensor | None:
         """Return the place [B, width] in its answer that each row's next token would have after each token of a block.
 
-        None where nothing is drawn; `parents` [B, width - 1] if the block is a tree.
+        Return None at temperature 0; `parents` [B, width - 1] if the block is a tree.
         """
         if self.greedy:
             return None
@@ -206,7 +206,7 @@ class Sampler:
 
 
 def uniform(seed: int, purpose: Purpose, num_places: int) -> Tensor:
-    """Return a request's uniform numbers [num_places]; asking for more of them leaves the first ones as they are."""
-    # In this order: a large seed takes two words, which must not spill over into the purpose.
+    """Return a request's uniform numbers [num_places]; a larger num_places does not change the first numbers."""
+    # The purpose comes first: a large seed takes two words, which must not run into it.
     generator = np.random.default_rng([PURPOSES.index(purpose), seed % 2**64])
     return torch.from_numpy(generator.random(num_places, dtype=np.float32))

@@ -1,4 +1,4 @@
-"""Chooses the code that computes the target: its publisher's in transformers, or our own, by torch or by numba."""
+"""Chooses the code that computes the target: its publisher's in transformers, or our own, with torch or numba."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dflash_bench.engine.graphs import TOLERANCES
 from dflash_bench.engine.target import Target
 
 PROBED = 24
-"""Tokens on which both must agree before our own code is used."""
+"""Number of tokens on which both must agree before our own code is used."""
 SPARE = 2
-"""What stays in memory twice may take one part in so many of what is free."""
+"""Weights kept in two layouts may take up to 1 / SPARE of the free memory."""
 SMALL = 1 << 28
-"""Bytes of weights for which there is always room."""
+"""Weights up to this many bytes are always assumed to fit."""
 
 
 def target_of(model: Any, engine: str | None = None, kernels: str | None = None, lets_go: bool = False) -> Target:
     """Return the target, computed by `engine`: "native", "transformers", or None for native if it covers the target.
 
     `kernels` of the native forward are "numba", "torch", or None for numba on a CPU if it covers the target. Either is
-    used only if it agrees with transformers on a probe. With `lets_go`, weights that numba's kernels hold in a layout
-    of their own are dropped from the model. Raises UserError for a choice that does not cover the target, or disagrees.
+    used only if it agrees with transformers on a probe. With `lets_go`, weights that numba's kernels hold in their own
+    layout are dropped from the model. Raises UserError for a choice that does not cover the target, or disagrees.
     """
     if engine == "transformers":
         return Target(model)
@@ -72,7 +72,7 @@ def _compiled(model: Any, native: NativeForward, published: Tensor, lets_go: boo
 
 
 def _no_room(model: nn.Module, lets_go: bool) -> str | None:
-    """Return a reason if there is no memory for weights in a second layout, which stays unless the first is let go."""
+    """Return a reason if memory is too small for a second layout of the weights; `lets_go` drops the first one."""
     free, needed = environment.free_bytes(), sum(weight.nbytes for weight in model.parameters())
     if free is None or needed * (1 if lets_go else SPARE) <= free or needed <= SMALL:
         return None
@@ -99,7 +99,7 @@ def name_of(target: Target) -> str:
 
 
 def compile_like(target: Target, drafters: Iterable[Drafter]) -> None:
-    """Let numba's kernels compute the drafts, too, if they compute the target."""
+    """Compute the drafts with numba's kernels, too, if the target uses them."""
     if is_compiled(target):
         for drafter in drafters:
             if isinstance(drafter, Compiles):
@@ -128,7 +128,7 @@ def _probe(target: Target) -> Tensor:
 
 
 def _disagreement(published: Tensor, target: Target) -> str | None:
-    """Return by how much a target's logits differ from these, or None if they agree."""
+    """Return the difference of a target's logits from `published` as text, or None if they agree."""
     difference = float((published - _probe(target)).abs().max() / published.abs().max())
     if difference <= TOLERANCES.get(target.model.dtype, TOLERANCES[torch.float32]):
         return None

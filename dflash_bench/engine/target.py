@@ -1,9 +1,9 @@
 """The target: a causal language model over our KV cache, with taps on its layers.
 
-Its network is computed by the publisher's code (`forward/hf.py`) or, for the architectures that it covers, by ours
-(`forward/native.py`); cache, positions and masks (`masks.py`) are ours. So rows of different lengths share one forward
-pass, and dropping rejected tokens costs nothing. Layers with a sliding window also cache the full length, and their
-mask limits them to the window; layers with a recurrent state roll it back (`forward/hf.py`).
+Its network is computed by the publisher's code (`forward/hf.py`) or by our own (`forward/native.py`), for supported
+architectures; cache, positions and masks (`masks.py`) are ours. So rows of different lengths share one forward pass,
+and dropping rejected tokens costs nothing. Layers with a sliding window also cache the full length, and their mask
+limits them to the window; layers with a recurrent state roll it back (`forward/hf.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dflash_bench.models.architecture import (
 ALL = 0
 """`keep_logits` of a pass that needs the logits of all its places."""
 PART, PART_ON_GPU = 256, 2048
-"""Tokens of a prompt that one pass reads: enough to keep the processor busy for each weight that it loads."""
+"""Number of prompt tokens per pass: enough to keep the processor busy for each weight that it loads."""
 
 
 def part_size(device: torch.device) -> int:
@@ -44,7 +44,7 @@ def part_size(device: torch.device) -> int:
 class Output:
     """`logits` [B, N, V] (prefill: [B, 1, V], at each prompt's end), and the K taps' outputs `hidden` [B, N, K * H].
 
-    `ruled` [B, n] is what a rule made of the logits, where it was captured with the head.
+    `ruled` [B, n] is the result of a rule on the logits, if it was captured with the head.
     """
 
     logits: Tensor
@@ -60,7 +60,7 @@ class Network(Protocol):
     """A forward pass: reads tokens, and writes their keys and values into a cache."""
 
     keeps_some_logits: bool
-    """Can it skip the head at places whose logits are not needed?"""
+    """Whether it can skip the head at places whose logits are not needed."""
     head: Callable[[Tensor], Tensor]
 
     def tap(self, taps: Sequence[int]) -> None: ...
@@ -76,10 +76,10 @@ class Network(Protocol):
 
 @runtime_checkable
 class Steady(Network, Protocol):
-    """A network whose passes can be captured: `through` asks the host for nothing but shapes."""
+    """A network whose passes can be captured: `through` needs nothing but shapes from the host."""
 
     has_experts: bool
-    """Then it does ask the host, for the expert of each token, and a capture would not notice."""
+    """Whether it has experts: the host then chooses the expert of each token, which a capture would not notice."""
 
     def through(self, tokens: Tensor, positions: Tensor, mask: PassMask) -> tuple[Tensor, list[Tensor]]: ...
 
@@ -89,7 +89,7 @@ class Steady(Network, Protocol):
 class Target:
     """Runs one forward pass at a time over B rows; call `begin` once per batch of prompts.
 
-    `network` computes `model` in place of its publisher's code. Raises UserError for an unsupported architecture.
+    `network` computes `model` instead of its publisher's code. Raises UserError for an unsupported architecture.
     """
 
     def __init__(self, model: Any, network: Network | None = None) -> None:
@@ -107,23 +107,23 @@ class Target:
         self.fallback: str | None = None
         """Why our own forward does not compute this target, as a phrase that begins with a verb; None if it does."""
         self.why_torch: str | None = None
-        """Why torch and not numba's kernels computes it on a CPU; None if they do, or if that was chosen."""
+        """Why torch and not numba's kernels computes it on a CPU; None if numba does, or if torch was chosen."""
         self.rule: Rule | None = None
-        """What captured passes also make of their logits."""
+        """The rule that captured passes also apply to their logits."""
         self.listener: Listener = NOBODY
-        """Hears of every pass."""
+        """Notified of every pass."""
 
     def tap(self, taps: Sequence[int]) -> None:
         """Record the outputs of these layers (0-based) from now on.
 
-        The number of layers stands for the last one's output behind the final norm: so transformers counts states.
+        The number of layers means the last layer's output behind the final norm, as in transformers' `hidden_states`.
         """
         self.taps, last = tuple(taps), self.config.num_hidden_layers - 1
         self.network.tap([min(tap, last) for tap in taps])
 
     @property
     def reads_trees(self) -> bool:
-        """Return True if it can verify trees: a recurrent state cannot, as it has a single past without branches."""
+        """Return True if the target can verify trees; a recurrent state has a single past without branches."""
         return not recurrent_layers(self.config)
 
     @property
@@ -147,13 +147,13 @@ class Target:
 
     @torch.inference_mode()
     def begin(self, num_rows: int, capacity: int) -> None:
-        """Make room for `capacity` tokens in each of `num_rows` rows; buffers that are large enough are reused."""
+        """Allocate `capacity` tokens in each of `num_rows` rows; buffers that are large enough are reused."""
         capacity = capacity if self.graph_cache is None else bucket_of(capacity)
         if self._cache is not None and self._cache.serves(num_rows, capacity):
             self.network.clear()
             return
         if self._cache is None:
-            # Only a layer knows the shape of what it stores: one token shows it, and then all buffers can be stacked.
+            # Only a layer determines the shape of its keys: one token reveals it, and then all buffers can be stacked.
             self._allocate(1, 1)
             self.forward(torch.zeros(1, 1, dtype=torch.long, device=self.device), [0], counts=[1])
         self._allocate(num_rows, capacity)
@@ -168,7 +168,7 @@ class Target:
         return isinstance(key, tuple) and key[-1] == self.taps
 
     def release(self) -> None:
-        """Free the buffers: the next `begin` allocates its own, no larger than it needs."""
+        """Free the buffers: the next `begin` allocates new ones, no larger than necessary."""
         self._cache = None
         if self.graph_cache is not None:
             self.graph_cache.clear()
@@ -187,11 +187,11 @@ class Target:
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], starts: Sequence[int] | None = None, first: int = 0) -> Output:
-        """Read prompts into rows `first` ...; returns logits [b, 1, V] at each end.
+        """Read prompts into rows `first` ...; return logits [b, 1, V] at each end.
 
-        A pass reads about `part` tokens of each, so that no mask is larger than [b, part + 1, visible]. They are padded
-        on the right; the padding lies beyond each row's length, so it is overwritten. With `starts` they are the rest
-        of prompts of which starts[i] tokens have been read.
+        A pass reads about `part` tokens of each prompt, so that no mask is larger than [b, part + 1, visible]. They are
+        padded on the right; the padding lies beyond each row's length, so it is overwritten. With `starts`, `prompts`
+        are the rest of prompts of which starts[i] tokens have been read.
         """
         begins = list(starts or [0] * len(prompts))
         if len(prompts) == self.cache.num_rows and not any(begins):
@@ -212,14 +212,14 @@ class Target:
     def _read_part(
         self, parts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], starts: Sequence[int], first: int
     ) -> tuple[dict[int, Tensor], Tensor | None]:
-        """Read a part of each prompt; returns the logits [V] at the end of each, by row, and the taps' outputs.
+        """Read a part of each prompt; return the logits [V] at the end of each part, by row, and the taps' outputs.
 
-        A part is empty if its prompt has ended before; the logits that count are those of its last part.
+        A part is empty if its prompt has ended before; only the logits of a prompt's last part count.
         """
         width = max(len(part) for part in parts)
         rows = [[*part, *[prompt[-1]] * (width - len(part))] for part, prompt in zip(parts, prompts, strict=True)]
         last = {row: len(part) - 1 for row, part in enumerate(parts) if part}
-        # If the model allows it, the head runs only where some row ends, not over whole prompts.
+        # If the model allows it, the head runs only at the ends of rows, not over whole prompts.
         places = sorted({*last.values()}) if self.network.keeps_some_logits else list(range(width))
         output = self.forward(
             torch.tensor(rows, device=self.device),
@@ -246,9 +246,9 @@ class Target:
 
         If these are fewer rows than the cache has, they are rows `first` ..., and the others stand still.
 
-        Row b keeps the first counts[b] tokens. If that is not known yet, call `commit` before the next pass; otherwise
-        all tokens are kept. With `whole_block` every token sees all tokens of its row, not only those before it, as
-        block diffusion needs.
+        Row b keeps the first counts[b] tokens. If counts are not known yet, call `commit` before the next pass;
+        otherwise all tokens are kept. With `whole_block` every token sees all tokens of its row, not only the tokens
+        before it, as block diffusion needs.
         """
         assert parents is None or self.reads_trees, "open_backend refuses these"
         self.listener.passed()
@@ -281,14 +281,14 @@ class Target:
             inputs = [results[0], tokens, *([] if parents is None else [parents])]
             ruled = graphs.replay((rule, *key), partial(self._ruled, rule), None, *inputs)
             if ruled is not None:
-                # A copy: another replay may write over it before the next round reads its anchor.
+                # A copy: another replay may overwrite it before the next round reads its anchor.
                 return Output(ruled[0], hidden, ruled[1].clone())
         return Output(self.network.logits(results[0]), hidden)
 
     def _ruled(
         self, rule: Rule, _num_places: int, x: Tensor, tokens: Tensor, parents: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Return logits [B, N, V] for outputs x [B, N, H] of the last layer, and what the rule makes of them."""
+        """Return logits [B, N, V] for outputs x [B, N, H] of the last layer, and the rule's result on them."""
         assert isinstance(self.network, Steady)
         logits = self.network.logits(x)
         return logits, rule(logits, tokens, *([] if parents is None else [parents]))
@@ -296,7 +296,7 @@ class Target:
     def _steady(
         self, num_places: int, tokens: Tensor, starts: Tensor, parents: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Read tokens [B, N] from starts [B] on; returns outputs [B, N, H] of the last layer and of each tapped one."""
+        """Read tokens [B, N] from starts [B] on; return outputs [B, N, H] of the last and of each tapped layer."""
         assert isinstance(self.network, Steady)
         self.cache.place_at(starts, tokens.shape[1], num_places)
         positions = self._positions(parents)
@@ -305,7 +305,7 @@ class Target:
         return hidden, *tapped
 
     def _features(self, tapped: Sequence[Tensor]) -> Tensor | None:
-        """Return what was tapped [B, N, H] side by side [B, N, K * H], or None if nothing was."""
+        """Return K tapped outputs [B, N, H] side by side [B, N, K * H], or None without taps."""
         hidden, last = concat_taps(tapped, self.device), self.config.num_hidden_layers
         if hidden is None or last not in self.taps:
             return hidden
@@ -315,7 +315,7 @@ class Target:
         return concat_taps([norm(x.to(place)) if tap == last else x for x, tap in parts], self.device)
 
     def _positions(self, parents: Tensor | None) -> Tensor:
-        """Return the positions [B, N] of the tokens just placed; in a tree they follow from its depths.
+        """Return the positions [B, N] of the tokens just placed, in a tree by depth.
 
         Tokens beyond the context are cut off later and seen by no other token, but their position must exist.
         """

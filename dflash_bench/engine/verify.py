@@ -26,12 +26,12 @@ class Draft:
     `parents` [B, N] holds each node's parent index, -1 for the anchor; parents come before children. None is a chain.
     `probs` [B, N, V] are the distributions that the tokens were drawn from; None means they were chosen, not drawn. A
     tree's node may be drawn given its elder siblings (without replacement, say); its probs are then conditional, too.
-    `lengths` says how many leading tokens of each row are real; padding is never accepted. A drafter with nothing for
-    any row proposes None in place of a draft. Lengths [B] that the device decides reach the host with the round's
-    outcome.
-    `drafted` [B, M] are all tokens that were drafted, where only the first of them, `tokens`, are to be verified.
+    `lengths` is the number of leading tokens of each row that are real; padding is never accepted. A drafter with
+    nothing for any row proposes None instead of a draft. Lengths [B] that the device decides reach the host with the
+    round's outcome.
+    `drafted` [B, M] are all drafted tokens, if only the first of them, `tokens`, are to be verified.
     `following` [B] is the token after a draft that is the answer itself: both are committed without being verified.
-    `wants_choices` asks for the target's choice after each place (`Committed.choices`).
+    `wants_choices` requests the target's choice after each place (`Committed.choices`).
     """
 
     tokens: Tensor
@@ -48,11 +48,11 @@ class Draft:
 
     @property
     def all_drafted(self) -> Tensor:
-        """Return the tokens [B, M] that were drafted, whether or not they are to be verified."""
+        """Return all drafted tokens [B, M], whether or not they are to be verified."""
         return self.tokens if self.drafted is None else self.drafted
 
     def num_verified(self) -> list[int]:
-        """Return how many tokens of each row are to be verified; the host must know it."""
+        """Return how many tokens of each row are to be verified; `lengths` must be on the host."""
         assert not isinstance(self.lengths, Tensor)
         return [self.width] * len(self.tokens) if self.lengths is None else list(self.lengths)
 
@@ -83,7 +83,7 @@ class Verdict:
 
     `path` [B, N + 1] lists the places of the block that are kept, anchor first; num_accepted [B] + 1 of them are valid.
     None is a chain, whose first places are kept. `next_token` [B] is the target's own token after them, and `choices`
-    [B, N + 1] its choices after every place of the block, where the rule made them.
+    [B, N + 1] its choices after every place of the block, if the rule computes them.
     """
 
     path: Tensor | None
@@ -99,7 +99,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a round of a block [B, N + 1] came to.
+    """The outcome of a round with a block [B, N + 1].
 
     `tokens` [B, N + 1] follow each place of the accepted path, the last of them being the next token; `broken`
     [B, N + 1] is true where the logits at a place of the path are NaN or infinite.
@@ -116,7 +116,7 @@ class Outcome:
 
     @classmethod
     def opened(cls, packed: Tensor, width: int) -> Outcome:
-        """Return the outcome that `greedy_outcome` packed, for a block [B, width]."""
+        """Unpack the result of `greedy_outcome` for a block [B, width]."""
         accepted, following, choices, tokens, broken, *path = packed.split(
             [1, 1, width, width, width, *[width] * (packed.shape[1] > 2 + 3 * width)], dim=1
         )
@@ -137,7 +137,7 @@ def greedy_outcome(logits: Tensor, block: Tensor, parents: Tensor | None = None)
 
 
 def following_tokens(block: Tensor, verdict: Verdict) -> Tensor:
-    """Return [B, N + 1]: the token that follows each place of the accepted path, the last being the next token."""
+    """Return [B, N + 1], the token after each place of the accepted path; the last is the next token."""
     path, last = verdict.path, verdict.next_token[:, None]
     if block.shape[1] == 1:
         return last
@@ -163,12 +163,12 @@ def verify_chain(tokens: Tensor, choices: Tensor, padding: Tensor | None = None)
 
 
 def take_unverified(tokens: Tensor, following: Tensor) -> Verdict:
-    """Accept all tokens [B, N] and the one that follows [B]: the output is the drafter's, and no target's."""
+    """Accept all tokens [B, N] and the following token [B]: the output is the drafter's own."""
     return Verdict(None, torch.full_like(following, tokens.shape[1]), following)
 
 
 def verify_tree(tokens: Tensor, parents: Tensor, choices: Tensor, padding: Tensor | None = None) -> Verdict:
-    """Accept the longest path down a tree [B, N] that equals the target's choices; of equally long ones the first.
+    """Accept the longest path down a tree [B, N] that equals the target's choices, the first among equal lengths.
 
     Node i of the tree is place i + 1 of the block; choices [B, N + 1] are the target's after each place. Where choices
     are sampled, child c is followed with probability p(c), as when children are tried one by one and a rejected one is
@@ -192,11 +192,11 @@ def _in_order(kept: Tensor) -> Tensor:
 def verify_sampled(
     tokens: Tensor, p: Tensor, q: Tensor, accept: Tensor, draw: Tensor, padding: Tensor | None = None
 ) -> Verdict:
-    """Rejection sampling of tokens [B, N] drawn from q [B, N, V] against the target's p [B, N + 1, V].
+    """Verify tokens [B, N] drawn from q [B, N, V] against the target's p [B, N + 1, V] by rejection sampling.
 
     A token is accepted with probability min(1, p / q); the first rejected one is replaced by a draw from max(p - q, 0),
     normalised, and if all are accepted the next token is a draw from p (Leviathan et al., algorithm 1). `accept` [B, N]
-    and `draw` [B, N + 1] are uniform in [0, 1); a draw uses the number of the place that it is made for.
+    and `draw` [B, N + 1] are uniform in [0, 1); a draw uses its own place's number.
     """
     p_token = p[:, :-1].gather(2, tokens[..., None])[..., 0]
     q_token = q.gather(2, tokens[..., None])[..., 0]
@@ -254,5 +254,5 @@ def verify_children(
 def _residual(p: Tensor, q: Tensor) -> Tensor:
     """Return max(p - q, 0) [B, V], not normalised: the distribution of the next token after a rejection."""
     residual = (p - q).clamp_(min=0)
-    # Where p equals q up to rounding, nothing is left to draw from, and p is right.
+    # Where p equals q up to rounding, the residual is empty, and p is the right distribution.
     return torch.where(residual.sum(dim=-1, keepdim=True) > 1e-8, residual, p)

@@ -1,9 +1,9 @@
-"""The judge's own view of a target: weights, tokenizer, template and stop ids, read straight from the files.
+"""The judge's own copy of a target: weights, tokenizer, template and stop ids, read directly from the files.
 
-The fault may be in the code that loads, lays out and computes the engine's target, so the judge shares none of it: it
-has modules of its own, never touched by our hooks. Its weights are read again: all at once if memory allows, else layer
-by layer in each of its passes. If neither is possible, it shares the weights of the engine's forward pass; checksums
-taken before they were laid out, afterwards and at the end show whether they are still those that were loaded.
+A fault may be in the code that loads, lays out and computes the engine's target, so the judge shares none of it: it has
+its own modules, without our hooks. Its weights are read again: all at once if memory allows, else layer by layer in
+each of its passes. If neither is possible, it shares the weights of the engine's forward pass; checksums taken before
+they are laid out, afterwards and at the end detect any change since loading.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ OTHER_PROMPT = "the prompt is not what the template and tokenizer in the target'
 ALWAYS = 1 << 30
 """Weights up to this many bytes are always read twice."""
 MARGIN = 8
-"""One part in this many of the free memory is left for activations."""
+"""1 / MARGIN of the free memory is left for activations."""
 BLOCK = 1024
-"""Columns of the matrix as which a checksum reads the bytes of a tensor."""
+"""Number of columns of the matrix as which a checksum reads the bytes of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Tokenizer and stop ids. `tokenizer` is None if there are no files to read it from; then prompts are trusted."""
+    """Tokenizer and stop ids. `tokenizer` is None without files to read it from; prompts are then trusted."""
 
     tokenizer: Any
     stop_ids: frozenset[int]
@@ -65,10 +65,10 @@ class Witness:
         shared: nn.Module | None = None,
         weights: str = OWN_WEIGHTS,
     ) -> None:
-        """`model` and `words` are read when first needed; `shared` is the model whose weights the engine reads, too."""
+        """`model` and `words` are read on first use; `shared` is the model whose weights the engine reads, too."""
         self.max_new_tokens, self.weights = max_new_tokens, weights if shared is None else SHARED_WEIGHTS
         self.objections: dict[str, int] = {}
-        """What was wrong beyond tokens, and for how many answers."""
+        """Faults other than wrong tokens, with the number of answers affected."""
         self._model, self._words, self._shared = model, words, shared
         self._sums = {} if shared is None else checksums(shared)
 
@@ -78,7 +78,7 @@ class Witness:
         return Judge(self._model(), self.words.stop_ids, self.max_new_tokens)
 
     def read(self) -> None:
-        """Read everything that it needs now."""
+        """Read weights, tokenizer and stop ids now."""
         assert self.judge is not None
 
     @cached_property
@@ -86,7 +86,7 @@ class Witness:
         return self._words()
 
     def encode(self, messages: Sequence[Message], settings: Settings) -> list[int]:
-        """Return the chat's token ids as transformers itself renders and tokenises it, by the template in the files."""
+        """Return the chat's token ids, rendered and tokenised by transformers itself with the template in the files."""
         tokenizer = self.words.tokenizer
         if tokenizer.chat_template is None:
             ids: list[int] = tokenizer("\n".join(message.content for message in messages))["input_ids"]
@@ -101,7 +101,7 @@ class Witness:
     def audit(
         self, messages: Sequence[Message], settings: Settings, prompt: Sequence[int], answer: Sequence[int]
     ) -> Divergence | None:
-        """As `Judge.audit`; `prompt` is the engine's for these messages, and must equal the judge's own."""
+        """Run `Judge.audit`; `prompt`, the engine's own for these messages, must equal the judge's."""
         if (own := self._own(messages, settings, prompt)) is None:
             return Divergence(0)
         return self.judge.audit(own, answer, settings.repetition_penalty)
@@ -114,7 +114,7 @@ class Witness:
         plain: Sequence[int],
         other: Sequence[int],
     ) -> Divergence:
-        """As `Judge.divergence`; `prompt` as for `audit`."""
+        """Run `Judge.divergence`; `prompt` as in `audit`."""
         if (own := self._own(messages, settings, prompt)) is None:
             return Divergence(0)
         return self.judge.divergence(own, plain, other, settings.repetition_penalty)
@@ -135,7 +135,7 @@ class Witness:
         return next((name for name, was in self._sums.items() if now[name] != was), None)
 
     def require_unchanged(self) -> None:
-        """Raises UserError if laying out the engine's network changed the weights that the judge reads."""
+        """Raise UserError if laying out the engine's network changed the weights that the judge reads."""
         if name := self.changed():
             raise UserError(
                 f"{name} was changed when the engine laid out its weights, which the judge shares; this is a bug: "
@@ -144,7 +144,7 @@ class Witness:
 
 
 def witness_of_model(model: Any, stop_ids: Callable[[], frozenset[int]], max_new_tokens: int) -> Witness:
-    """Return the witness of a model that was not loaded from files: the model itself, as nothing else is known."""
+    """Return the witness of a model that was not loaded from files: the model itself, for lack of anything else."""
     own = _bare(twin(model))
     return Witness(lambda: own, lambda: Words(None, stop_ids()), max_new_tokens, own)
 
@@ -180,9 +180,9 @@ def has_room(models: Models, source: Source, other_bytes: int) -> bool:
 
 
 def has_room_for_layers(models: Models, source: Source, other_bytes: int) -> bool:
-    """Is there memory for one layer at a time, with the embedding and everything else outside the layers?
+    """Return True if one layer at a time fits into memory, with the embedding and all else outside the layers.
 
-    If the free memory is unknown, yes: this is a small part of what was loaded already.
+    True if the free memory is unknown: this is a small part of the weights loaded already.
     """
     dtype, how = models.target.dtype, source.placement
     if how.spread or how.quantize is not None:
@@ -196,7 +196,7 @@ def has_room_for_layers(models: Models, source: Source, other_bytes: int) -> boo
 
 
 def _fits(models: Models, source: Source, target: memory.Footprint, more_bytes: int) -> bool:
-    """Return whether there is room for this beside target and drafts."""
+    """Return True if `more_bytes` fit beside target and drafts."""
     assert source.free_bytes is not None
     drafts = sum(map(_bytes_of, models.drafts.values()))
     left = source.free_bytes - target.weights_bytes - drafts - more_bytes
@@ -214,7 +214,7 @@ def _layers(model: Any) -> dict[str, nn.Module]:
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """Return the model without the hooks that came with it."""
+    """Return the model with its hooks removed."""
     for module in model.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
@@ -240,7 +240,7 @@ def weights_in(source: Source) -> Any:
 
 
 def streamed_from(source: Source, loaded: nn.Module) -> Any | None:
-    """Like `weights_in`, but each layer is read from the files when a forward pass reaches it, and then dropped.
+    """Return the module of `weights_in`, but with layers read when a forward pass reaches them, and then dropped.
 
     Returns None if the modules cannot read the files directly (pickles, or experts stored one by one): transformers
     would have to write a second copy of the weights to disk. `loaded` is another model of the same class.
@@ -288,7 +288,7 @@ def words_in(source: Source) -> Words:
 
 
 def configured_stop(folder: Path) -> int | list[int] | None:
-    """Return the stop ids in the files, beside the tokenizer's own."""
+    """Return the stop ids in the files, other than the tokenizer's."""
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             config: Mapping[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -298,14 +298,14 @@ def configured_stop(folder: Path) -> int | list[int] | None:
 
 
 def checksums(model: nn.Module) -> dict[str, bytes]:
-    """Return a checksum of each parameter and buffer by name: of its values in row order, however they are stored."""
+    """Return a checksum of each parameter and buffer by name, over its values in row order, however stored."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: _checksum(tensor) for name, tensor in named}
 
 
 @torch.no_grad()
 def _checksum(tensor: Tensor) -> bytes:
-    """Hash row sums and column sums of its bytes as a matrix: reordered rows would leave column sums the same."""
+    """Hash the row and column sums of a tensor's bytes as a matrix: column sums alone would miss reordered rows."""
     total = hashlib.blake2b(digest_size=16)
     for part in _plain(tensor):
         flat = part.detach().contiguous().flatten()
@@ -319,7 +319,7 @@ def _checksum(tensor: Tensor) -> bytes:
 
 
 def _plain(tensor: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors that a weight consists of: a quantised one has scales, too."""
+    """Yield the plain tensors that a weight consists of: a quantised weight has scales, too."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _plain(getattr(tensor, name))
