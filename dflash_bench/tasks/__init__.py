@@ -1,4 +1,4 @@
-"""Which prompts are there, and is an answer right?
+"""Prompts, and scoring of answers.
 
-This is the only room that runs code written by a model, and it does so in a sandbox.
+The only package that runs code written by a model, in a sandbox.
 """

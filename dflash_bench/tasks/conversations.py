@@ -1,7 +1,7 @@
-"""Conversations as others write them: OpenAI's messages with tool calls, ShareGPT's turns, and JSON text of either.
+"""Conversations in common formats: OpenAI's messages with tool calls, ShareGPT's turns, and JSON text of either.
 
-The last answer is what will be generated again; everything before it is sent as it was recorded. A session is divided
-into its answers, each with what stood before it.
+The last answer is generated again; everything before it is sent as it was recorded. A session is divided into its
+answers, each with the messages before it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dflash_bench.core.labels import shortened, visible
 from dflash_bench.core.types import SESSION, TOOLS, Message
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""OpenAI's roles, and those of chat templates."""
+"""OpenAI's roles, and their equivalents in chat templates."""
 SPEAKERS = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
     "bard": "assistant", "bing": "assistant", "bot": "assistant", "assistant": "assistant",
 }  # fmt: skip
-"""ShareGPT's names in `from`, and the roles that they stand for."""
+"""ShareGPT's names in `from`, and their roles."""
 MESSAGES = f"a list of {{role, content}} with a message of the user; roles: {', '.join(ROLES)}"
 AS_OPENAI = "write it as OpenAI's API has it"
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -37,19 +37,19 @@ _PLACEHOLDER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class RecordedChat:
-    """What is asked: the user's `turns`, with `opening` before and `closing` after them."""
+    """A conversation to send: the user's `turns`, with `opening` before and `closing` after them."""
 
     turns: tuple[str, ...]
     opening: tuple[Message, ...] = ()
     closing: tuple[Message, ...] = ()
     answer: str | None = None
-    """The recorded answer: its text, or if it has none its tool calls as JSON."""
+    """The recorded answer: its text, or without text its tool calls as JSON."""
 
 
 def of_messages(where: str, key: str, value: Any, tools: Any = None) -> RecordedChat | None:
-    """Return the conversation in a list of messages; None if the user says nothing in it.
+    """Return the conversation in a list of messages; None without a user message.
 
-    Raises UserError, which begins with `where`, for a list that holds anything else.
+    Raises UserError, which begins with `where`, for a list with other content.
     """
     if isinstance(value, str):
         value = files.parse_json(f"{where}: {key}", value)
@@ -71,7 +71,7 @@ def of_messages(where: str, key: str, value: Any, tools: Any = None) -> Recorded
 
 
 def said(message: Message) -> str | None:
-    """Return the text of an answer, or if it has none its tool calls as JSON."""
+    """Return the text of an answer, or without text its tool calls as JSON."""
     if message.content.strip():
         return message.content
     calls = json.loads(message.more).get("tool_calls") if message.more else None
@@ -79,7 +79,7 @@ def said(message: Message) -> str | None:
 
 
 def in_text(text: str) -> tuple[Any, bool]:
-    """Return the list or object that a text is as JSON, or None; and whether that is a list of messages."""
+    """Return the list or object encoded in a JSON text, or None; and whether it is a list of messages."""
     if text.lstrip()[:1] not in ("[", "{"):
         return None, False
     try:
@@ -90,7 +90,7 @@ def in_text(text: str) -> tuple[Any, bool]:
 
 
 def is_talk(value: Any) -> bool:
-    """Return True for a list in which something looks like a message."""
+    """Return whether any item of a list looks like a message."""
     return isinstance(value, list) and any(
         isinstance(one, Mapping) and ({"role", "content"} <= one.keys() or {"from", "value"} <= one.keys())
         for one in value
@@ -110,7 +110,7 @@ def _message(where: str, value: Any) -> Message:
 
 
 def _text(where: str, content: Any, has_calls: bool) -> str:
-    """Return the text of a message. Raises UserError for images and whatever else is no text."""
+    """Return the text of a message. Raises UserError for images and other content."""
     match content:
         case str():
             return content
@@ -133,7 +133,7 @@ def _part(where: str, part: Any) -> str:
 
 
 def _more(where: str, role: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a template reads besides role and content."""
+    """Return the fields that a template reads besides role and content."""
     more: dict[str, Any] = {}
     if role == "assistant":
         if calls := _calls(where, value.get("tool_calls") or value.get("tool_calls_json")):
@@ -161,7 +161,7 @@ def _calls(where: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _call(where: str, value: Any) -> dict[str, Any]:
-    """Return a tool call as templates take it: with arguments as an object, where they are one."""
+    """Return a tool call as templates take it: with arguments as an object, if possible."""
     match value:
         case {"function": {"name": str(name), **rest}}:
             arguments = rest.get("arguments") or {}
@@ -171,7 +171,7 @@ def _call(where: str, value: Any) -> dict[str, Any]:
     if not _is_id(value.get("id")):
         raise UserError(f"{where}: its call of {called} has no id, by which tools answer; {AS_OPENAI}")
     if isinstance(arguments, str):
-        # What a model wrote may be no JSON, and is then sent as it was written.
+        # A model's arguments may be invalid JSON, and are then sent unchanged.
         parsed, _ = in_text(arguments)
         arguments = parsed if isinstance(parsed, dict) else arguments
     if not isinstance(arguments, str | dict):
@@ -184,7 +184,7 @@ def _is_id(value: Any) -> bool:
 
 
 def tools_of(where: str, value: Any) -> tuple[Message, ...]:
-    """Return the message that says which tools there are; none if there are none."""
+    """Return the message that lists the available tools; empty without tools."""
     if isinstance(value, str):
         value = files.parse_json(f"{where}: tools", value) if value.strip() else None
     if not value:
@@ -202,7 +202,7 @@ def _is_tool(value: Any) -> bool:
 
 
 def refuse_placeholder(where: str, text: str) -> None:
-    """Raise UserError for a placeholder, which would be answered and measured as if it were a prompt."""
+    """Raise UserError for a placeholder, which would be answered and measured like a prompt."""
     if match := _PLACEHOLDER.search(text):
         raise UserError(
             f"{where}: its text is a placeholder ('{shortened(visible(match[0].strip()), 60)}'), not a prompt; prepare "
@@ -211,9 +211,9 @@ def refuse_placeholder(where: str, text: str) -> None:
 
 
 def answers_in(session: str, messages: list[Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """Yield each recorded answer behind a message of the user: its columns, and the messages up to it.
+    """Yield each recorded answer to a user message: its columns, and the messages before it.
 
-    Its id is that of the session and its number there.
+    Its id is the session's and its number there.
     """
     number, has_asked = 0, False
     for end, message in enumerate(messages, start=1):

@@ -1,7 +1,7 @@
-"""Rows of the Berkeley Function Calling Leaderboard (BFCL): turns of messages, and functions that may be called.
+"""Rows of the Berkeley Function Calling Leaderboard (BFCL): turns of messages, and callable functions.
 
-Its schemas of parameters have types of Python, Java and JavaScript. Here they become those of JSON Schema, and its
-functions the tools of OpenAI's API and of chat templates, as its own code (model_handler/utils.py) makes them.
+Its parameter schemas have types of Python, Java and JavaScript. They are converted to JSON Schema, and its functions to
+the tools of OpenAI's API and of chat templates, as its own code (model_handler/utils.py) does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dflash_bench.tasks.conversations import RecordedChat, of_messages
 from dflash_bench.tasks.rows import Row, json_lines
 
 TURNS, FUNCTIONS, CLASSES = "question", "function", "involved_classes"
-"""The columns of BFCL's rows; several turns have classes in place of functions."""
+"""The columns of BFCL's rows; multi-turn rows have classes in place of functions."""
 TYPES = {
     **dict.fromkeys(("string", "String", "char", "any", "Any", ""), "string"),
     **dict.fromkeys(("integer", "int", "long", "short", "byte", "Bigint"), "integer"),
@@ -27,27 +27,27 @@ TYPES = {
     **dict.fromkeys(("array", "list", "tuple", "Array", "ArrayList", "Queue", "Set", "Stack"), "array"),
     **dict.fromkeys(("object", "dict", "HashMap", "Hashtable"), "object"),
 }
-"""BFCL's types of parameters, and JSON Schema's."""
+"""BFCL's parameter types, and those of JSON Schema."""
 DOCUMENTS = "multi_turn_func_doc"
-"""The folder beside its files of several turns that holds the functions of each class."""
+"""The folder beside its multi-turn files that holds the functions of each class."""
 DOCUMENT_OF = {
     "GorillaFileSystem": "gorilla_file_system", "MathAPI": "math_api", "MessageAPI": "message_api",
     "TicketAPI": "ticket_api", "TradingBot": "trading_bot", "TravelAPI": "travel_booking", "TwitterAPI": "posting_api",
     "VehicleControlAPI": "vehicle_control",
 }  # fmt: skip
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]")
-"""What OpenAI's API refuses in the name of a function; BFCL has dots."""
+"""Characters that OpenAI's API rejects in function names; BFCL has dots."""
 
 
 def is_in_turns(row: Row) -> bool:
-    """Return True for a row that holds a conversation as BFCL has it."""
+    """Return whether a row holds a conversation in BFCL's format."""
     return isinstance(row.get(TURNS), list)
 
 
 def chat_of(where: str, turns: str, functions: str, row: Row) -> RecordedChat:
     """Return the conversation and the tools in these columns of a row; each turn after the first is one message.
 
-    Raises UserError, which begins with `where`, for a row that holds anything else.
+    Raises UserError, which begins with `where`, for a row with other content.
     """
     value = _parsed(where, turns, row.get(turns))
     if not isinstance(value, list) or not value or not all(isinstance(turn, list) for turn in value):
@@ -83,7 +83,7 @@ def _parsed(where: str, column: str, value: Any) -> Any:
 
 
 def tools_of(where: str, column: str, value: Any) -> list[dict[str, Any]]:
-    """Return functions as OpenAI's tools. Raises UserError for what is none, and for types that are not known."""
+    """Return functions as OpenAI's tools. Raises UserError for anything else, and for unknown types."""
     value = _parsed(where, column, value)
     if not isinstance(value, list):
         raise UserError(f"{where}: {column} must be a list of functions")

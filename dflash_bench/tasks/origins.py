@@ -1,7 +1,7 @@
-"""Which revision a user's own copy of a data set is, where that can be known.
+"""The revision of a user's own copy of a data set, if it can be determined.
 
-The hub's cache names it: `datasets--OWNER--NAME/snapshots/REVISION/...`. Rows that were prepared from there have it
-beside them, together with the hash of the file that it holds for: rows that have changed since have no revision.
+The hub's cache names it: `datasets--OWNER--NAME/snapshots/REVISION/...`. Rows prepared from there have it beside them,
+together with the hash of the file that it applies to: rows changed since then have no revision.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _IN_CACHE = re.compile(r"/datasets--([\w.-]+)/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
 def in_cache(paths: Iterable[Path]) -> str | None:
-    """Return "OWNER/NAME@REVISION" if all paths are of one snapshot in a cache of the hub's, else None."""
+    """Return "OWNER/NAME@REVISION" if all paths belong to one snapshot in a hub cache, else None."""
     found = {_in_cache(path) for path in paths}
     return found.pop() if len(found) == 1 else None
 
 
 def _in_cache(path: Path) -> str | None:
-    # A snapshot's files are links to where the cache keeps contents: links to folders alone lead to its name.
+    # A snapshot's files are links to the cache's contents, so only links to folders are followed.
     folder = path if path.is_dir() else path.parent
     for place in (os.path.abspath(path), os.path.realpath(folder)):
         if match := _IN_CACHE.search(place.replace(os.sep, "/")):
@@ -33,9 +33,9 @@ def _in_cache(path: Path) -> str | None:
 
 
 def of_rows(path: Path) -> str | None:
-    """Return the revision of a file of rows, "OWNER/NAME@REVISION", or None if it is not known.
+    """Return the revision of a file of rows, "OWNER/NAME@REVISION", or None if unknown.
 
-    Raises UserError if what stands beside the file cannot be read.
+    Raises UserError if the record beside the file cannot be read.
     """
     beside = _beside(path)
     if not beside.exists():
@@ -45,7 +45,7 @@ def of_rows(path: Path) -> str | None:
 
 
 def write(path: Path, revision: str) -> None:
-    """Write beside a file of rows which revision it was made of. Raises UserError if that fails."""
+    """Write the revision of a file of rows beside it. Raises UserError if that fails."""
     files.write_text(_beside(path), f'revision = "{revision}"\nsha256   = "{_sha256(path)}"\n')
 
 

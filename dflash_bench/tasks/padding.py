@@ -1,7 +1,7 @@
-"""`--context`: prompts padded to a given number of the target's tokens, with other prompts of their source.
+"""`--context`: prompts padded to a given number of target tokens, with other prompts of their source.
 
-Padding is text of a prompt's own kind: other prompts, with their answers if the rows have any. They are drawn at random
-for each prompt, and a longer context only adds to a shorter one, at its beginning.
+The padding is other prompts of the same source, with their answers if the rows have any. They are drawn at random for
+each prompt, and a longer context only extends a shorter one at its beginning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dflash_bench.tasks.suites import Loaded, Suite, chats, without
 BETWEEN = "\n\n---\n\n"
 """Separates examples from each other and from the prompt."""
 LETTERS = 3
-"""Letters per token, fewer than in most texts, so that the first try is hardly ever too short."""
+"""Characters per token, fewer than in most texts, so that the first attempt is rarely too short."""
 MOST_GUESSES = 12
 Paddings = Mapping[tuple[str, str, int | None], str]
 """Padding before the prompt's first turn, by suite, prompt and context."""
@@ -33,17 +33,17 @@ Count = Callable[[str], int]
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Padding of one prompt: `text` ends in `BETWEEN`, or is empty if there was no room."""
+    """Padding of one prompt: `text` ends with `BETWEEN`, or is empty if nothing fits."""
 
     text: str
     num_tokens: int
     """Tokens of the prompt including the padding."""
     is_repeated: bool = False
-    """Were there so few other prompts that some had to be repeated?"""
+    """Whether there were so few other prompts that some had to be repeated."""
 
 
 def pad(loaded: Loaded, prompt: Prompt, wanted: int, counted: Count) -> Padding:
-    """Return as many words as keep the prompt within `wanted` tokens; none if it is longer anyway.
+    """Return as many words as fit within `wanted` tokens with the prompt; none if it is longer anyway.
 
     The first example may lose its beginning. Raises UserError if there is no other prompt.
     """
@@ -57,7 +57,7 @@ def pad(loaded: Loaded, prompt: Prompt, wanted: int, counted: Count) -> Padding:
     while True:
         while sum(map(len, chosen)) < letters:
             chosen += islice(examples, 1)
-        # The first one drawn is the nearest to the prompt.
+        # The first prompt drawn is nearest to the prompt.
         words = re.findall(r"\s*\S+", BETWEEN.join(reversed(chosen)))
         size = counted(_end(words, len(words)))
         if size > wanted:
@@ -70,15 +70,15 @@ def pad(loaded: Loaded, prompt: Prompt, wanted: int, counted: Count) -> Padding:
 
 
 def _end(words: Sequence[str], number: int) -> str:
-    """Return the last words as padding; it never begins with a separator."""
+    """Return the last words as padding, which never begins with a separator."""
     text = "".join(words[len(words) - number :]).lstrip().removeprefix(BETWEEN.strip()).lstrip() if number else ""
     return text and text + BETWEEN
 
 
 def _most_words(words: Sequence[str], wanted: int, counted: Count, bare: int, size: int) -> tuple[int, int]:
-    """Return how many of the last words fit, and the tokens of the prompt then; `bare` with none, `size` with all.
+    """Return how many of the last words fit, and the prompt's tokens then; `bare` with none, `size` with all.
 
-    Tokens grow almost evenly with words, so that interpolation from the nearer side needs few tries.
+    Tokens grow almost linearly with words, so that interpolation from the nearer side needs few attempts.
     """
     low, high, fits, exceeds = 0, len(words), bare, size
     per_word = (size - bare) / len(words)
@@ -101,7 +101,7 @@ def _most_words(words: Sequence[str], wanted: int, counted: Count, bare: int, si
 
 
 def _examples(loaded: Loaded, prompt: Prompt) -> Iterator[str]:
-    """Yield examples in a random order, each once, then all again in a new order, without end."""
+    """Yield examples in random order, each once, then all again in a new order, without end."""
     others = _others(loaded, prompt)
     if not others:
         raise UserError(
@@ -148,19 +148,19 @@ Size = Callable[[Sequence[Message]], int]
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """The paddings of a run; the other mappings are by suite, then by context as a user writes it."""
+    """The paddings of a run; the other mappings are by suite, then by context as users write it."""
 
     longest: int
     """Tokens of the longest conversation, including all turns and answers."""
     rest: int
-    """The most tokens of a conversation that follow its first turn."""
+    """The largest number of tokens after the first turn of a conversation."""
     paddings: Paddings = field(default_factory=dict)
     sha256: dict[str, dict[str, str]] = field(default_factory=dict)
     about: dict[str, dict[str, dict[str, list[str]]]] = field(default_factory=dict)
-    """Prompts that were `longer` already and are not padded, and prompts with `repeated` padding."""
+    """Prompts that were already `longer` and are not padded, and prompts with `repeated` padding."""
     notes: tuple[str, ...] = ()
     left_out: dict[str, list[str]] = field(default_factory=dict)
-    """By suite the ids of prompts that are longer than the target's context, and are not asked."""
+    """Ids of prompts longer than the target's context, by suite; they are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class _Sized:
     bare: int
     """Tokens up to and including its first turn."""
     rest: int
-    """Tokens of its later turns, and of all answers at most."""
+    """Tokens of its later turns, plus the most that all answers can have."""
 
 
 def padded(
@@ -178,8 +178,8 @@ def padded(
 ) -> Contexts:
     """Pad the prompts that the target's context can hold.
 
-    Raises UserError if it holds none of them, and for a context that leaves no room for answers, naming the largest
-    that does.
+    Raises UserError if it can hold none of them, and for a context without space for answers, naming the largest
+    context with it.
     """
     wanted = [context for context in contexts if context is not None]
     everything = [
@@ -237,7 +237,7 @@ def _named(ids: Mapping[str, Sequence[str]], what: str) -> Iterator[str]:
 
 
 def _sized(loaded: Loaded, prompt: Prompt, whole: Sequence[Message], size: Size, max_new_tokens: int) -> _Sized:
-    """Measure a prompt; `whole` has all its turns, with a word in place of each answer."""
+    """Return a prompt's sizes; `whole` has all its turns, with a word in place of each answer."""
     bare = size(prompt.chat())
     later = size(whole) - bare if len(prompt.turns) > 1 else 0
     return _Sized(loaded, prompt, bare, later + max_new_tokens * len(prompt.turns))

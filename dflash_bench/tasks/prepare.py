@@ -1,4 +1,4 @@
-"""Lays out a user's own copy of a data set as its suite reads it. Nothing is fetched, and nothing passed on."""
+"""Converts a user's own copy of a data set to the layout its suite reads, without downloading anything."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class PreparedRows:
     num_prompts: int
     by_category: Mapping[str, int]
     revision: str | None
-    """OWNER/NAME@REVISION, where the files say it."""
+    """OWNER/NAME@REVISION, if the files contain it."""
 
 
 def prepare(name: str, source: Path, out: Path, tell: Callable[[str], None] = lambda _: None) -> PreparedRows:
     """Write OUT/NAME/SPLIT.jsonl from the publisher's files in a folder, or from a file.
 
-    Rows are checked and written one by one; the file is there once all of them are. `tell` gets lines of progress.
+    Rows are checked and written one by one; the file appears when all are written. `tell` gets progress.
     Raises UserError for a suite that needs no preparation, for none or too many files, and for a row that does not fit.
     """
     known = {suite.name: suite for suite in suites.known_suites().values() if suite.home == "folder"}
@@ -58,7 +58,7 @@ def prepare(name: str, source: Path, out: Path, tell: Callable[[str], None] = la
 
 
 def _written(rows: Rows, file: IO[bytes], tell: Callable[[str], None]) -> Rows:
-    """Write each row to the file, and pass it on."""
+    """Write each row to the file, and yield it."""
     told_s = time.monotonic()
     for number, (where, row) in enumerate(rows, start=1):
         file.write(f"{json.dumps(dict(row), default=str)}\n".encode())
@@ -90,7 +90,7 @@ def _files_of(suite: Suite, source: Path) -> list[Path]:
         raise UserError(f"{source} is neither a folder nor a file; give the one that holds {suite.source}")
     readable = sorted(path for path in source.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     found = [path for path in readable if _is_named_so(suite, f"{source.resolve().name}/{path.relative_to(source)}")]
-    # Prepared as lines and as Parquet, one would be there twice.
+    # The same rows, prepared as lines and as Parquet, would count twice.
     kinds = {path.suffix for path in found}
     if len(kinds) == 1:
         return found

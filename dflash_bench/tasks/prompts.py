@@ -1,7 +1,7 @@
-"""A user's own prompts: whatever people have, from files of benchmarks to logs of requests (see docs/suites.md).
+"""A user's own prompts, from benchmark files to request logs (see docs/suites.md).
 
-A row holds what is asked in one of the `FORMS`, and may hold an id, a category, a reference and tools; its other
-columns become slices where they hold names.
+A row holds the question in one of the `FORMS`, and may hold an id, a category, a reference and tools; its other
+columns become slices if they hold names.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from dflash_bench.tasks.suites import (
 
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
-"""The files that are read from a folder; apart from CSV, one that is named itself is recognised by its content."""
+"""The files read from a folder; a file that is named itself is recognised by its content, except CSV."""
 PARQUET = b"PAR1"
 MOST_WHOLE = 1 << 30
-"""Bytes of a JSON file that is one object, and is read as a whole."""
+"""Largest size in bytes of a JSON file that is one object, which is read as a whole."""
 
 
 def rows_in(path: Path) -> Rows:
-    """Read rows from a file, or from all files in a folder and below it, by name; of a trace, its requests.
+    """Yield rows from a file, or from all files in a folder and below it, by name; from a trace, its requests.
 
-    Raises UserError for a folder without such files, and for what cannot be read.
+    Raises UserError for a folder without such files, and for unreadable content.
     """
     for file in _files_in(path) if os.path.isdir(path) else [path]:
         for where, row in _rows(file):
@@ -93,7 +93,7 @@ def _start(path: Path) -> bytes:
 
 
 def _is_in_lines(path: Path) -> bool:
-    """Return True if the first line that is not blank is an object by itself."""
+    """Return whether the first line that is not blank is a complete object."""
     line = next((line for line in files.lines_of(path, LONGEST_LINE) if line.strip()), "")
     try:
         return isinstance(files.parse_json("", line), dict)
@@ -110,7 +110,7 @@ def _row_of_whole(path: Path) -> Rows:
 
 
 def _is_trace(row: Row) -> bool:
-    """Return True for agents' sessions in one row: {"conversations": [[{"messages": [...]}, ...], ...]}."""
+    """Return whether a row holds agents' sessions: {"conversations": [[{"messages": [...]}, ...], ...]}."""
     conversations = row.get("conversations")
     return isinstance(conversations, list) and any(isinstance(one, list) for one in conversations)
 
@@ -135,13 +135,13 @@ FORMS = {
     functions.TURNS: f"a list of turns, each {MESSAGES}, with {functions.FUNCTIONS} beside it, as in BFCL",
 }
 IDS = ("id", "question_id", "task_id", "prompt_id", "custom_id")
-"""Keys that may hold a prompt's id; the first one present counts."""
+"""Keys that may hold a prompt's id; the first one present is used."""
 REFERENCES = ("reference", "answer")
 OPTIONAL = (*IDS, "category", *REFERENCES, "tools")
-"""Keys that a row may have; a mistyped one would go unnoticed."""
+"""Keys that a row may have; without this list a mistyped key would go unnoticed."""
 KNOWN = (*FORMS, *OPTIONAL)
 LIKE_A_KNOWN_KEY = 0.85
-"""Similarity (difflib's ratio) from which on an unknown key is taken for a mistyped one."""
+"""Similarity (difflib's ratio) above which an unknown key is reported as mistyped."""
 MOST_NAMED = 3
 REQUEST = "request"
 """The column that numbers the requests of a session."""
@@ -149,12 +149,12 @@ REQUEST = "request"
 
 @dataclass(slots=True)
 class _Remarks:
-    """Rows that a note names, by their places."""
+    """Rows mentioned in notes, by their places."""
 
     empty: list[str] = field(default_factory=list)
-    """Logs in which the user says nothing."""
+    """Logs without a user message."""
     as_json: list[str] = field(default_factory=list)
-    """Prompts that are JSON, and asked as they are."""
+    """Prompts that are JSON, and are sent unchanged."""
 
     def notes(self) -> list[str]:
         left_out = "conversations hold no message of the user, and are left out"
@@ -174,11 +174,11 @@ def load(
     every_answer: bool = False,
     padded: bool = True,
 ) -> Loaded:
-    """Load the prompts of a file or folder; `columns` are those that its scorer reads besides the reference.
+    """Load the prompts of a file or folder; `columns` are those that the scorer reads besides the reference.
 
-    With `every_answer`, each answer that was recorded in a conversation is a prompt, not only the last. `limit` and
-    `balance` are for `suites.draw`; unless prompts are `padded` with others, only those that are drawn are made. The
-    notes name rows that are left out and keys that are ignored. Raises UserError for a row that holds no prompt.
+    With `every_answer`, each answer recorded in a conversation is a prompt, not only the last. `suites.draw` uses
+    `limit` and `balance`; unless prompts are `padded` with others, only those drawn are made. The notes list rows left
+    out and ignored keys. Raises UserError for a row without a prompt.
     """
     suite = Suite(name="prompts", version=1, title="your prompts", source=str(path), scorer=scorer)
     source = f"{'folder' if os.path.isdir(path) else 'file'} {path}"
@@ -207,7 +207,7 @@ def load(
 def _of_parquet(
     suite: Suite, path: Path, source: str, limit: int, made: Callable[[str, int, Row], Prompt | None]
 ) -> tuple[list[Prompt], int] | None:
-    """Return what `first_drawn` does, after reading ids alone; None where rows may hold several prompts, or none."""
+    """Return the result of `first_drawn`, reading only ids first; None if rows may hold several prompts, or none."""
     numbers, num_rows = first_drawn(suite, parquet_rows(path, IDS), source, limit, _id, lambda _, index, row: index)
     rows = zip(numbers, parquet_rows(path, chosen=numbers), strict=True)
     prompts = [None if _is_trace(row) else made(where, index, row) for index, (where, row) in rows]
@@ -216,10 +216,10 @@ def _of_parquet(
 
 
 def _answers_of(rows: Rows) -> Rows:
-    """Yield a row for each recorded answer of each conversation: what stood before it, and the answer.
+    """Yield a row for each recorded answer of each conversation, with the messages before it.
 
-    Its id is that of the conversation, which is its `session`, and its number there. The requests of a trace are such
-    rows already.
+    Its id is the conversation's, which is its `session`, and its number there. The requests of a trace are such rows
+    already.
     """
     for index, (where, row) in enumerate(rows):
         if SESSION in row and REQUEST in row:
@@ -233,7 +233,7 @@ def _answers_of(rows: Rows) -> Rows:
 
 
 def _messages_of(where: str, row: Row) -> tuple[str, list[Any], Any]:
-    """Return the form of a conversation, its messages and tools. Raises UserError for a row that is none."""
+    """Return the form of a conversation, its messages and tools. Raises UserError if the row holds none."""
     form = next(iter(_forms(row)), "")
     value: Any = row.get(form)
     tools = row.get("tools")
@@ -247,7 +247,7 @@ def _messages_of(where: str, row: Row) -> tuple[str, list[Any], Any]:
 
 
 def _prompt(where: str, index: int, row: Row, is_scored: bool, remarks: _Remarks) -> Prompt | None:
-    """Make a prompt of a row; None for one that is left out."""
+    """Return the prompt of a row; None if it is left out."""
     forms = _forms(row)
     if len(forms) != 1:
         told = f"needs one of {', '.join(FORMS)}; has {' and '.join(forms) or _none(row)}"
@@ -280,13 +280,13 @@ def _id(where: str, index: int, row: Row) -> str:
 
 
 def _forms(row: Row) -> list[str]:
-    """Return the forms that a row has; many data sets have a question that is a text, and part of a prompt."""
+    """Return the forms of a row; many data sets have a text column `question` that is part of a prompt."""
     given = [form for form in FORMS if row.get(form) is not None]
     return given if functions.is_in_turns(row) else [form for form in given if form != functions.TURNS]
 
 
 def _none(row: Row) -> str:
-    """Say why none of the forms that a row's columns are named after counts, or whose rows they are."""
+    """Return why no column named after a form counts, or which suite the row belongs to."""
     if row.get(functions.TURNS) is not None:
         return f"{functions.TURNS}, which is read as {FORMS[functions.TURNS]}; call the column of a text prompt"
     null = [form for form in FORMS if form in row]
@@ -294,7 +294,7 @@ def _none(row: Row) -> str:
 
 
 def _suite_of(row: Row) -> str:
-    """Say which suite has rows of these columns, if one has."""
+    """Return a hint at the suite whose columns these are, or ""."""
     names = (one.name for one in known_suites().values() if one.home == "folder" and row.keys() >= {*one.columns})
     name = next(names, None)
     return f" (rows of the suite {name}: dflash-bench suites prepare {name} --from FILE)" if name else ""
@@ -306,7 +306,7 @@ def _is_given(row: Row, key: str) -> bool:
 
 
 def _conversation(where: str, form: str, row: Row, remarks: _Remarks) -> RecordedChat | None:
-    """Return what is asked; None for a log in which the user says nothing. Raises UserError for anything else."""
+    """Return the conversation to send; None for a log without a user message. Raises UserError for anything else."""
     value, tools = row[form], row.get("tools")
     match form, value:
         case functions.TURNS, _:
@@ -337,10 +337,10 @@ def _conversation(where: str, form: str, row: Row, remarks: _Remarks) -> Recorde
 
 
 def _references(where: str, row: Row, num_turns: int, is_scored: bool) -> tuple[str, ...]:
-    """Return the right answers to the last turn; none of a value of another kind, where nothing is scored.
+    """Return the correct answers to the last turn; empty for a value of another type, if answers are not scored.
 
-    A text or a number is one, a list holds alternatives of one turn or one answer for each of several, which may be a
-    list of alternatives itself. Raises UserError for anything else if answers are scored.
+    A text or a number is one answer, a list holds alternatives of one turn or one answer for each of several turns,
+    which may itself be a list of alternatives. Raises UserError for anything else if answers are scored.
     """
     key = next((key for key in REFERENCES if _is_given(row, key)), None)
     if key is None:

@@ -17,12 +17,12 @@ from dflash_bench.core.files import MOST_NESTED
 
 HUB_TIMEOUT_S = 10.0
 LONGEST_LINE = 1 << 26
-"""Bytes of a row, several times what the longest contexts hold."""
+"""Bytes of a row, several times the size of the longest contexts."""
 ROWS_AT_A_TIME = 1000
 BYTES_AT_A_TIME = 1 << 24
-"""Of a Parquet file as it is decoded: sessions of agents may have gigabytes in one row group."""
+"""Decoded bytes of a Parquet file: agents' sessions may have gigabytes in one row group."""
 BYTES_PER_VALUE = 8
-"""Of a number, or of a reference to a text, however often the file stores it once."""
+"""Bytes of a number, or of a reference to a text, even if the file stores it only once."""
 BUFFER_BYTES = 1 << 20
 
 Row = Mapping[str, Any]
@@ -48,7 +48,7 @@ def from_folder(data: DataSet, folder: Path) -> Rows:
 
 
 def rows_file(data: DataSet, folder: Path) -> Path:
-    """Find NAME/SPLIT.jsonl, .parquet or .json, an array. Raises UserError if there is no such file."""
+    """Return NAME/SPLIT.jsonl, .parquet or .json, an array. Raises UserError if there is no such file."""
     paths = [folder / data.name / f"{data.split}.{kind}" for kind in ("jsonl", "parquet", "json")]
     found = next((path for path in paths if os.path.exists(path)), None)
     if found is None:
@@ -57,7 +57,7 @@ def rows_file(data: DataSet, folder: Path) -> Path:
 
 
 def json_lines(path: Path) -> Rows:
-    """Read rows from a file of JSON lines. Raises UserError for a line that is not a JSON object."""
+    """Yield rows from a JSON Lines file. Raises UserError for a line that is not a JSON object."""
     for number, line in enumerate(files.lines_of(path, LONGEST_LINE), start=1):
         if line.strip():
             where = f"{path} line {number}"
@@ -71,14 +71,14 @@ def _as_row(where: str, row: Any) -> Row:
 
 
 def json_rows(path: Path) -> Rows:
-    """Read rows from a JSON array. Raises UserError for anything else."""
+    """Yield rows from a JSON array. Raises UserError for anything else."""
     return files.rows_of(path, LONGEST_LINE)
 
 
 def csv_rows(path: Path) -> Rows:
-    """Read rows from a CSV file whose first line names its columns; a cell that is empty holds None.
+    """Yield rows from a CSV file whose first line names its columns; an empty cell becomes None.
 
-    Raises UserError for a line with more cells than columns, and for one that is no CSV.
+    Raises UserError for a line with more cells than columns, and for invalid CSV.
     """
     csv.field_size_limit(LONGEST_LINE)
     lines = csv.DictReader((f"{line}\n" for line in files.lines_of(path, LONGEST_LINE)), strict=True)
@@ -95,7 +95,7 @@ def csv_rows(path: Path) -> Rows:
 
 
 def parquet_rows(path: Path, columns: Sequence[str] | None = None, chosen: Sequence[int] | None = None) -> Rows:
-    """Read rows from a Parquet file, of which only a few are held; only these columns, and these rows, from 0 on.
+    """Yield rows from a Parquet file, holding only a few; only these columns, and these rows, from 0 on.
 
     Raises UserError if that fails, and for a row of more than `LONGEST_LINE` bytes.
     """
@@ -118,9 +118,9 @@ def parquet_rows(path: Path, columns: Sequence[str] | None = None, chosen: Seque
 
 
 def _batches(path: Path, columns: Sequence[str] | None, left: deque[int] | None) -> Iterator[tuple[int, Any]]:
-    """Yield batches of rows, each with the number of its first; groups of rows in which none is `left` are not read.
+    """Yield batches of rows, each with the number of its first; row groups without rows in `left` are not read.
 
-    Texts stay as the file's dictionaries have them, where each may be the value of any number of rows.
+    Texts stay dictionary-encoded as in the file, where each may be the value of any number of rows.
     """
     from pyarrow import parquet
 
@@ -146,7 +146,7 @@ def _batches(path: Path, columns: Sequence[str] | None, left: deque[int] | None)
 
 
 def _pieces(begin: int, batch: Any) -> Iterator[tuple[int, Any]]:
-    """Cut a batch until the texts of each piece take no more than `BYTES_AT_A_TIME`, each with its first row's number.
+    """Yield pieces of a batch whose texts take at most `BYTES_AT_A_TIME`, each with its first row's number.
 
     Raises ValueError for a row of more than `LONGEST_LINE` bytes.
     """
@@ -162,7 +162,7 @@ def _pieces(begin: int, batch: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _num_bytes(values: Any) -> int:
-    """Return how many bytes the values of an Arrow array take where each is written out."""
+    """Return the bytes of an Arrow array's values when written out."""
     import pyarrow as pa
     from pyarrow import compute, types
 
@@ -181,7 +181,7 @@ def _num_bytes(values: Any) -> int:
 
 
 def _plain(piece: Any) -> Any:
-    """Write the texts of a piece out where a whole column is of them, which is faster to read than a dictionary."""
+    """Decode the texts of a piece if they fill whole columns, which is faster to read than a dictionary."""
     from pyarrow import types
 
     for index, column in enumerate(piece.columns):
@@ -191,7 +191,7 @@ def _plain(piece: Any) -> Any:
 
 
 def _without_nulls(where: str, value: Any, depth: int = 0) -> Any:
-    """Return a value without the nulls inside its objects: Parquet gives all objects of a column the same keys."""
+    """Return a value without the nulls inside its objects: Parquet has the same keys in all objects of a column."""
     if depth > MOST_NESTED:
         raise UserError(f"{where}: nested more than {MOST_NESTED} levels deep")
     if isinstance(value, dict):
@@ -203,7 +203,7 @@ def _without_nulls(where: str, value: Any, depth: int = 0) -> Any:
 
 
 def from_hub(data: DataSet) -> tuple[Rows, str]:
-    """Return rows and their origin, "hub SOURCE@COMMIT". Raises UserError if the hub cannot be reached."""
+    """Return rows and their origin, "hub SOURCE@COMMIT". Raises UserError if the hub is unreachable."""
     remedy = f"use --data PATH with a folder that holds {data.name}/{data.split}.jsonl or .parquet"
     try:
         import datasets
@@ -213,7 +213,7 @@ def from_hub(data: DataSet) -> tuple[Rows, str]:
         raise UserError(f"the hub needs 'pip install datasets' ({error}); or, without the hub, {remedy}") from error
     constants.HF_HUB_DISABLE_TELEMETRY = True
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    # The HTTP client's errors are not OSErrors; the hub's module names their base class, whichever client it uses.
+    # The HTTP client's errors are not OSErrors; the hub's module has their base class, whichever client it uses.
     failures = (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError)
     try:
         commit = data.revision if constants.HF_HUB_OFFLINE else _commit(constants.ENDPOINT, data)
@@ -226,7 +226,7 @@ def from_hub(data: DataSet) -> tuple[Rows, str]:
 
 
 def _commit(endpoint: str, data: DataSet) -> str:
-    """Return the commit of the revision. We ask first because `datasets` retries for 20 s without a network."""
+    """Return the commit of the revision, requested first because `datasets` retries for 20 s without a network."""
     from huggingface_hub import utils
 
     url = f"{endpoint}/api/datasets/{data.source}/revision/{data.revision}"

@@ -1,14 +1,14 @@
-"""Runs model-written Python in a sandbox, and its tests in another.
+"""Runs model-written Python in a sandbox, and its tests in another sandbox.
 
 The answer's program and the tests are two processes. The tests call the answer's functions through a pipe and get plain
-values back, rebuilt from exact built-in types (`isolation.protocol`), so that the verdict is reached where nothing of
-the answer's program is. A returned value that cannot be passed this way is refused, and the answer has not passed.
+values back, rebuilt from exact built-in types (`isolation.protocol`), so that the verdict is reached in a process
+without the answer's program. A returned value that cannot be passed this way is rejected, and the answer fails.
 
-Each of the two has a *supervisor* (`isolation.supervisor`), which builds a sandbox and watches the clock, and a
+Each of the two has a *supervisor* (`isolation.supervisor`), which builds a sandbox and enforces time limits, and a
 *runner* forked from it (`isolation.child`), which executes the program. The kernel enforces the sandbox; where it
-cannot, nothing is run. The walls:
+cannot, nothing is run. The layers:
 
-- a filter of system calls (seccomp), always: no second process, no other program, no socket, no signal to others;
+- a system call filter (seccomp), always: no second process, no other program, no socket, no signal to others;
 - namespaces, if granted: an empty network, no other processes, no files except read-only libraries and a small
   temporary folder in memory;
 - Landlock, from Linux 5.13: no files except the libraries, to read, and that temporary folder, to write. Without
@@ -16,12 +16,12 @@ cannot, nothing is run. The walls:
 
 A sandbox has namespaces or Landlock or both, so it needs Linux on x86-64 or 64-bit ARM. It does not prevent
 
-- answers that know the tests' inputs by heart, or that are right for the tests and wrong elsewhere;
+- answers that know the tests' inputs by heart, or that are correct only for the tests;
 - keeping the processor busy up to the limits, and exploiting bugs of the kernel itself;
 - reading any file in the library folders, including packages installed beside the standard library;
 - without namespaces: seeing that a file or process exists, a file's size, owner and times, and where a link leads.
 
-The number of threads is checked every 50 ms. Without any sandbox (`--unsafe-code`) none of this holds: such a program
+The number of threads is checked every 50 ms. Without any sandbox (`--unsafe-code`) none of this holds: the program
 can do whatever its user can, including reading the tests and writing the verdict.
 """
 
@@ -49,11 +49,11 @@ from dflash_bench.tasks.isolation.testing import ENDED, FAILED, PASSED, REFUSED,
 # -P keeps the current folder off the path, -S the installed packages.
 _START = "import sys; sys.path.append(sys.argv[1]); from dflash_bench.tasks.isolation.supervisor import main; main()"
 _SUPERVISOR: tuple[str, ...] = (sys.executable, "-P", "-s", "-S", "-c", _START, str(Path(__file__).parents[2]))
-# A fixed hash seed repeats verdicts that depend on the order of sets. With an arena for each thread, the C library
-# would reserve more memory than the limit allows to be addressed.
+# A fixed hash seed makes verdicts that depend on the order of sets repeatable. With an arena per thread, the C library
+# would reserve more address space than the limit allows.
 _SUPERVISOR_ENV = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
 _GRACE_S = 10.0  # for building the sandbox, on top of the program's wall clock
-_PATIENCE_S = 2.0  # for the tests, on top of the program's wall clock, so that it is the program that times out
+_PATIENCE_S = 2.0  # for the tests, on top of the program's wall clock, so that the program times out first
 _ANSWER = re.compile(rf"(\d+)\n({'|'.join(VERDICTS)})(?: (.*))?\n", re.DOTALL)
 _MIB = 2**20
 NO_SANDBOX = "this system does not offer seccomp together with namespaces or Landlock"
@@ -77,15 +77,15 @@ class ProgramLimits:
 @dataclass(frozen=True, slots=True)
 class ProgramOutcome:
     passed: bool | None
-    """None if the tests cannot be run here, because they pass an argument that is not a plain value."""
+    """None if the tests cannot run here, because they pass an argument that is not a plain value."""
     reason: str
     by_value: bool = True
-    """False if a returned value or an argument is not a plain value; `reason` says which."""
+    """False if a returned value or an argument is not a plain value; `reason` names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """The walls of a sandbox, and whether root becomes the user `nobody` inside."""
+    """The layers of a sandbox, and whether root becomes the user `nobody` inside."""
 
     namespaces: bool = False
     landlock: bool = False
@@ -106,7 +106,7 @@ UNSAFE = Isolation(seccomp=False)
 
 
 def isolations() -> list[Isolation]:
-    """Return all possible ones, strongest first. The last is for an interpreter in root's home, closed to `nobody`."""
+    """Return all sandboxes, strongest first. The last is for an interpreter in root's home, closed to `nobody`."""
     is_root = os.geteuid() == 0
     walls = (True, True, is_root), (True, False, is_root), (False, True, is_root), (False, True, False)
     return [Isolation(spaces, files, as_nobody=nobody) for spaces, files, nobody in dict.fromkeys(walls)]
@@ -114,12 +114,12 @@ def isolations() -> list[Isolation]:
 
 @functools.cache
 def strongest() -> Isolation | None:
-    """Return the best sandbox that this system offers and that holds when tried; None if there is none."""
+    """Return the strongest sandbox that works on this system; None without any."""
     return next(filter(holds, isolations()), None) if sys.platform == "linux" else None
 
 
 def describe(isolation: Isolation | None) -> str:
-    """Describe the sandbox for records and results: its walls, and who can still cheat."""
+    """Describe the sandbox for records and results: its layers, and who can still cheat."""
     if isolation is None:
         return f"none: not run ({NO_SANDBOX})"
     return f"{isolation}; {'it can forge its verdict' if isolation == UNSAFE else _JUDGED}"
@@ -131,7 +131,7 @@ def how_run(isolation: Isolation | None) -> str:
 
 
 def holds(isolation: Isolation) -> bool:
-    """Does a harmless program pass in it, and are the most common ways out all blocked?"""
+    """Return whether a harmless program passes in it, and the most common escapes are all blocked."""
     with tempfile.NamedTemporaryFile(prefix="dflash-bench-") as secret:
         os.chmod(secret.name, 0o666)
         program = _PROBE.format(private=_private_file(), secret=secret.name, has_folder=isolation.namespaces)
@@ -139,7 +139,7 @@ def holds(isolation: Isolation) -> bool:
 
 
 def _private_file() -> str:
-    """Return a file in the home folder, if we can see one."""
+    """Return a file in the home folder, if one is visible."""
     with suppress(OSError, RuntimeError):  # no home
         files = (path for path in sorted(Path.home().iterdir()) if path.is_file() and not path.is_symlink())
         return str(next(files, "/etc/hosts"))
@@ -174,7 +174,7 @@ def run_tests(
 ) -> ProgramOutcome:
     """Run an answer's program to its end, then `tests`, which may call the answer's `functions`, given by name.
 
-    None of the processes is alive when this returns. If a supervisor itself fails, the program has failed.
+    All processes have ended when this returns. If a supervisor itself fails, the program has failed.
     """
     folder = tempfile.mkdtemp(prefix="dflash-bench-")
     terms = {"parent": os.getpid(), **asdict(isolation), **asdict(limits)}
@@ -195,7 +195,7 @@ _PASSED = {PASSED: True, FAILED: False, REFUSED: False, UNTESTABLE: None}
 
 @contextmanager
 def _start_both(requests: Sequence[dict[str, Any]], folder: str) -> Iterator[list[_Supervisor]]:
-    """Start two supervisors whose runners are connected by pipes. All processes are dead when the context ends."""
+    """Start two supervisors whose runners are connected by pipes. All processes have ended when the context exits."""
     with ExitStack() as stack:
         pipes = [os.pipe(), os.pipe()]
         try:
@@ -231,21 +231,21 @@ class _Supervisor:
         self.answer: str | None = None
 
     def verdict(self, timeout_s: float) -> tuple[str, str]:
-        """Return the verdict and its reason, after ending the supervisor if it takes too long."""
+        """Return the verdict and its reason, ending the supervisor if it takes too long."""
         match = _ANSWER.fullmatch(self.end(timeout_s))
         if match is None:
             return FAILED, f"the sandbox broke down: {last_line(self.errors) or 'its supervisor was killed'}"
         return match[2], match[3] or ""
 
     def end(self, timeout_s: float) -> str:
-        """Return its answer, complete or not. It and its runner are dead when this returns."""
+        """Return its reply, complete or not. The supervisor and its runner are dead when this returns."""
         if self.answer is not None:
             return self.answer
         try:
             with suppress(subprocess.TimeoutExpired):
                 self.process.communicate(timeout=timeout_s)
         finally:
-            if self.process.returncode is None:  # it is no longer needed, it hangs, or we are interrupted
+            if self.process.returncode is None:  # it is no longer needed, hangs, or we are interrupted
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.answer = self.process.communicate()[0].decode(errors="replace")
         if runner := re.match(r"(\d{1,9})\n", self.answer):
@@ -254,7 +254,7 @@ class _Supervisor:
 
 
 def _wait_for_end(runner: int) -> None:
-    """Wait for a runner, which the kernel kills together with its supervisor, but not at once."""
+    """Wait for a runner, which the kernel kills with its supervisor, but not immediately."""
     if hasattr(os, "pidfd_open"):
         with suppress(OSError):  # it is gone already
             runner_fd = os.pidfd_open(runner)
@@ -263,7 +263,7 @@ def _wait_for_end(runner: int) -> None:
 
 
 def _remove(folder: str) -> None:
-    """Delete a folder, however deeply the program nested it: inner folders are moved to the top, then emptied."""
+    """Delete a folder, however deeply nested: inner folders are moved to the top, then emptied."""
     waiting = [folder]
     while waiting:
         path = waiting.pop()

@@ -1,4 +1,4 @@
-"""Suites: their TOML files, and the rows of their prompts: embedded, from the hub, or from a folder."""
+"""Suites: their TOML files, and the rows of their prompts, embedded, from the hub, or from a folder."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from dflash_bench.tasks import functions, origins
 from dflash_bench.tasks.conversations import RecordedChat, answers_in, in_text, of_messages, refuse_placeholder
 from dflash_bench.tasks.rows import DataSet, Row, Rows, from_folder, from_hub, json_lines, rows_file
 
-# A suite is a TOML file that says how a row becomes a prompt. Runs show and record where its rows come from, and
+# A suite is a TOML file that defines how a row becomes a prompt. Runs show and record where its rows come from, and
 # `--limit` draws by id, so that every machine draws the same prompts.
 
 
 T = TypeVar("T")
 LONGEST_NAME = 200
 LETTERS = "ABCDEFGH"
-"""Names of answers to choose from."""
+"""Names of the options of a multiple-choice question."""
 HOMES = ("hub", "shipped", "folder")
-"""A suite's rows are on the hub, and a sample of our own is embedded; or all of them are shipped with this project; or
-users have them in a folder of their own."""
+"""A suite's rows are on the hub, with an embedded sample of our own; all shipped with this project; or in a user's own
+folder."""
 STYLES = ("paper", "verbatim")
-"""Wordings of prompts: with the instructions of the paper's harness, or the publisher's text alone, as AIPerf asks."""
+"""Wordings of prompts: with the instructions of the paper's harness, or only the publisher's text, as in AIPerf."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,13 @@ class Suite:
     split: str = "test"
     revision: str = "main"
     columns: tuple[str, ...] = ()
-    """Columns that every row must have: texts, or lists of texts if they are in `list_columns`."""
+    """Columns that every row must have: texts, or lists of texts if in `list_columns`."""
     list_columns: tuple[str, ...] = ()
     optional_columns: tuple[str, ...] = ()
-    """Those of them that may be missing or null, and are then empty; turns lose empty lines around them."""
+    """The subset that may be missing or null, and is then empty; turns are stripped of empty lines around them."""
     options: tuple[str, ...] = ()
-    """Columns of answers to choose from, the right one first. Templates have them as {A}, {B}, ... in an order that the
-    prompt's id decides; the letter of the right one is the reference."""
+    """Columns of the options, the correct one first. Templates get them as {A}, {B}, ... in an order determined by the
+    prompt's id; the letter of the correct option is the reference."""
     seed: int = 0
     id: str | None = None
     category: str | None = None
@@ -74,21 +74,21 @@ class Suite:
     conversation: str | None = None
     """Column that holds turns, each a list of messages; the later ones are asked after the model's answers."""
     functions: str | None = None
-    """Column that holds the functions that may be called in `conversation`, as BFCL has them."""
+    """Column that holds the functions available in `conversation`, in BFCL's format."""
     session: str | None = None
     """Column that names a conversation of which every recorded answer is a prompt, not only the last."""
     verbatim: tuple[str, ...] = ()
-    """Templates that hold the publisher's text and nothing else, where `turns` add words to it."""
+    """Templates with only the publisher's text, where `turns` add words to it."""
     style: str = STYLES[0]
-    """Which of them prompts are made of: one of `STYLES`. Chosen by the user, and so in no TOML file."""
+    """The style of the prompts, one of `STYLES`. Chosen by the user, so it is in no TOML file."""
     files: str = ""
-    """Names of the publisher's files, as a pattern (`*qualitative*`), for suites whose rows are in a user's folder."""
+    """Pattern of the publisher's file names (`*qualitative*`), for suites whose rows are in a user's folder."""
     file_columns: str = ""
-    """A regular expression for the names of those files, whose named groups are columns of their rows."""
+    """A regular expression for the names of those files, whose named groups become columns of their rows."""
     home: str = "hub"
     """Where its rows are: one of `HOMES`."""
     worked: str | None = None
-    """Template of a worked answer, of columns that not every source has; used to pad prompts with examples."""
+    """Template of a worked answer, from columns that not every source has; used to pad prompts with examples."""
 
     @property
     def data(self) -> DataSet:
@@ -111,11 +111,11 @@ class Loaded:
     unscored: tuple[str, ...] = ()
     """The ids of prompts whose answers the suite's scorer cannot score."""
     pool: tuple[Prompt, ...] = field(default=(), repr=False)
-    """All prompts of the source that were read, which others can be padded with."""
+    """All prompts read from the source, which others can be padded with."""
     order: tuple[str, ...] = field(default=(), repr=False)
-    """The ids of `prompts` in the order in which they were drawn."""
+    """The ids of `prompts` in the order they were drawn."""
     revision: str | None = None
-    """Of a user's own copy, "OWNER/NAME@REVISION" where that is known; see `origins`."""
+    """For a user's own copy, "OWNER/NAME@REVISION" if known; see `origins`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def _columns_in(*templates: str) -> set[str]:
 
 
 def expand(names: Sequence[str]) -> list[Suite]:
-    """Resolve names of suites and groups to suites, each once, in the order given. Raises UserError if unknown."""
+    """Return the suites named by suites and groups, each once, in the order given. Raises UserError if unknown."""
     suites, groups = known_suites(), known_groups()
     chosen: dict[str, Suite] = {}
     for name in names:
@@ -209,7 +209,7 @@ def expand(names: Sequence[str]) -> list[Suite]:
 
 
 def in_style(several: Sequence[Suite], style: str) -> list[Suite]:
-    """Return suites with prompts in one of `STYLES`. Raises UserError if none of them has another wording."""
+    """Return suites with prompts in one of `STYLES`. Raises UserError if no suite has another wording."""
     if style == STYLES[0] or not several:
         return list(several)
     if not any(suite.verbatim for suite in several):
@@ -238,7 +238,7 @@ def load_prompts(
 ) -> Loaded:
     """Load prompts from `data`: `embedded`, `hub`, or a folder of NAME/SPLIT.jsonl or .parquet in the hub's columns.
 
-    `limit` and `balance` are for `draw`. Unless prompts are `padded` with others, only those that are drawn are held.
+    `limit` and `balance` are passed to `draw`. Unless prompts are `padded` with others, only those drawn are held.
     """
     if suite.home == "folder" and data in ("embedded", "hub"):
         raise UserError(
@@ -265,7 +265,7 @@ def load_prompts(
 
 
 def each_prompt(suite: Suite, rows: Rows) -> Iterator[Prompt]:
-    """Make prompts of rows, as yet without slices. Raises UserError for a row that does not fit the suite."""
+    """Yield prompts made of rows, without slices. Raises UserError for a row that does not fit the suite."""
     for index, (where, row) in enumerate(_each_row(suite, rows)):
         yield to_prompt(suite, where, index, row)
 
@@ -275,7 +275,7 @@ def _each_row(suite: Suite, rows: Rows) -> Rows:
 
 
 def _answers_of(suite: Suite, rows: Rows) -> Rows:
-    """Yield a row for each answer that was recorded in each conversation."""
+    """Yield a row for each recorded answer of each conversation."""
     assert suite.session is not None and suite.messages is not None
     for where, row in rows:
         _require_columns(suite, where, row)
@@ -296,7 +296,7 @@ def chats(loaded: Loaded) -> Iterator[tuple[str, list[Message]]]:
 
 
 def prompt_hash(prompt: Prompt) -> str:
-    """Return a hash that two prompts share exactly if they send the model the same messages."""
+    """Return a hash that is equal for two prompts exactly if they send the same messages."""
     opening, closing = (
         [[message.role, message.content, *filter(None, [message.more])] for message in several]
         for several in (prompt.opening, prompt.closing)
@@ -318,11 +318,11 @@ def draw(
     read: Collection[str | None] = (),
     balance: str | None = None,
 ) -> Loaded:
-    """Take the `limit` prompts whose hashed ids come first, in file order; a larger limit only adds prompts.
+    """Return the `limit` prompts whose hashed ids come first, in file order; a larger limit only adds prompts.
 
     With `balance`, which is `category` or a column in their slices, take equally many of each of its values, as far as
-    there are so many. `read` are the columns that are no slices. Raises UserError if there are no prompts, if two share
-    an id, and if none has that column.
+    available. `read` are columns that are no slices. Raises UserError if there are no prompts, if two share an id, or
+    if none has that column.
     """
     if limit is not None and limit < 1:
         raise UserError(f"--limit must be at least 1, not {limit}")
@@ -343,9 +343,9 @@ def first_drawn(
     id_of: Callable[[str, int, Row], str],
     made: Callable[[str, int, Row], T | None],
 ) -> tuple[list[T], int]:
-    """Make only what `draw` takes of these rows, where it is not None; return it with the number of rows.
+    """Make only the prompts that `draw` takes of these rows, skipping None; return them with the number of rows.
 
-    Any other row is read no further than its id, and eight bytes of it are held: a file may have more than memory.
+    Of other rows only the id is read and eight bytes are held: a file may be larger than memory.
     Raises UserError if two rows share an id.
     """
     ranks, first, kept = array("Q"), list[tuple[int, int]](), dict[int, T]()
@@ -369,7 +369,7 @@ def first_drawn(
 
 
 def numbers_by_id(suite: Suite, prompts: Iterable[Prompt], source: str) -> dict[str, int]:
-    """Number prompts, from 1 on. Raises UserError if there are none, and if two share an id."""
+    """Return the numbers of prompts, from 1 on, by id. Raises UserError if there are none, and if two share an id."""
     numbers: dict[str, int] = {}
     for number, prompt in enumerate(prompts, start=1):
         first = numbers.setdefault(prompt.prompt_id, number)
@@ -385,7 +385,7 @@ def _rank(suite: Suite, prompt_id: str) -> bytes:
 
 
 def _in_turns(suite: Suite, order: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Return the ids so that each value, in an order drawn like prompts, has its turn in every round."""
+    """Return the ids so that each value, in an order drawn like prompts, occurs once per round."""
     groups: dict[str, list[str]] = {}
     for prompt_id in order:
         groups.setdefault(values[prompt_id], []).append(prompt_id)
@@ -410,29 +410,29 @@ def _values_of(suite: Suite, prompts: Sequence[Prompt], column: str) -> dict[str
 
 
 def as_drawn(loaded: Loaded) -> Loaded:
-    """Sort prompts so that those that a smaller limit would draw come first."""
+    """Sort prompts so that those drawn with a smaller limit come first."""
     places = {prompt_id: place for place, prompt_id in enumerate(loaded.order)}
     return replace(loaded, prompts=tuple(sorted(loaded.prompts, key=lambda prompt: places[prompt.prompt_id])))
 
 
 def with_scorer(loaded: Loaded, scorer: str, column: Mapping[str, Any]) -> Loaded:
-    """Score the answers otherwise than the suite says, by a column that is added to every row."""
+    """Replace a suite's scorer, with a column that is added to every row."""
     prompts = tuple(replace(prompt, row={**prompt.row, **column}) for prompt in loaded.prompts)
     suite = replace(loaded.suite, scorer=scorer)
     return replace(loaded, suite=suite, prompts=prompts, sha256=_sha256([prompt.row for prompt in prompts]))
 
 
 def without(loaded: Loaded, prompt_ids: Collection[str]) -> Loaded:
-    """Leave prompts out, as if they had not been drawn."""
+    """Remove prompts, as if they had not been drawn."""
     kept = tuple(prompt for prompt in loaded.prompts if prompt.prompt_id not in prompt_ids)
     order = tuple(prompt_id for prompt_id in loaded.order if prompt_id not in prompt_ids)
     return replace(loaded, prompts=kept, sha256=_sha256([prompt.row for prompt in kept]), order=order)
 
 
 def without_first(several: Sequence[Loaded], number: int) -> list[Loaded]:
-    """Leave out the first `number` prompts drawn of each suite, and suites of which none is left.
+    """Remove the first `number` prompts drawn of each suite, and suites without any left.
 
-    Raises UserError if that leaves nothing.
+    Raises UserError if nothing is left.
     """
     kept = [without(loaded, loaded.order[:number]) for loaded in several]
     if not any(loaded.prompts for loaded in kept):
@@ -444,7 +444,7 @@ def without_first(several: Sequence[Loaded], number: int) -> list[Loaded]:
 
 
 def with_slices(prompts: Sequence[Prompt], read: Collection[str | None]) -> list[Prompt]:
-    """Add the slices of prompts: the columns of their rows, apart from those in `read`, whose values are all names."""
+    """Add the slices of prompts: their rows' columns that hold only names, except those in `read`."""
     columns = dict.fromkeys(name for prompt in prompts for name in prompt.row if name not in read and is_name(name))
     for column in list(columns):
         values = (prompt.row.get(column) for prompt in prompts)
@@ -462,7 +462,7 @@ def with_slices(prompts: Sequence[Prompt], read: Collection[str | None]) -> list
 
 
 def is_name(value: object) -> bool:
-    """Return True for a text, number or truth value that tables, files and terminals can show."""
+    """Return whether it is a text, number or boolean that tables, files and terminals can show."""
     if not isinstance(value, str | int):
         return False
     text = str(value)
@@ -476,7 +476,7 @@ def _require_columns(suite: Suite, where: str, row: Row) -> None:
 
 
 def to_prompt(suite: Suite, where: str, index: int, row: Row) -> Prompt:
-    """Make a prompt of a row. Raises UserError, which begins with `where`, for a row that does not fit the suite."""
+    """Return a row's prompt. Raises UserError, which begins with `where`, for a row that does not fit the suite."""
     id_column = suite.id if suite.id and not suite.session else "id"
     prompt_id = name_of(where, id_column, _id_of(suite, where, index, row))
     empty = dict.fromkeys((column for column in suite.optional_columns if row.get(column) is None), "")
@@ -527,7 +527,7 @@ def _chat_of(suite: Suite, where: str, row: Row) -> RecordedChat | None:
 
 
 def _choices(suite: Suite, where: str, prompt_id: str, texts: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the answers to choose from by their letters, and the letters of the right one (several if it recurs)."""
+    """Return the options by their letters, and the letters of the correct one (several if it recurs)."""
     order = sorted(suite.options, key=lambda column: _rank(suite, f"{prompt_id}:{column}"))
     by_letter = {letter: texts[column].strip() for letter, column in zip(LETTERS, order, strict=False)}
     for column in order:
@@ -548,7 +548,7 @@ def text_of(where: str, column: str, row: Row, is_list: bool = False) -> str:
 
 
 def as_text(value: object) -> str | None:
-    """Return a text, or a number as a text; None for anything else. In Parquet, whole numbers with a gap are floats."""
+    """Return a text, or a number as text; else None. In Parquet, integer columns with nulls are floats."""
     if isinstance(value, float) and value.is_integer() and abs(value) < _WHOLE:
         return str(int(value))
     is_number = isinstance(value, int | float | Decimal) and math.isfinite(value)
@@ -556,11 +556,11 @@ def as_text(value: object) -> str | None:
 
 
 _WHOLE = 2.0**53
-"""Above, a float does not hold every whole number."""
+"""Every integer up to this is exact as a float."""
 
 
 def name_of(where: str, column: str, text: str) -> str:
-    """Return an id or a category. Raises UserError for one that tables, files and terminals could not show."""
+    """Return an id or a category. Raises UserError if tables, files and terminals could not show it."""
     if not is_name(text):
         expected = f"a name of 1 to {LONGEST_NAME} visible characters"
         raise UserError(f"{where}: '{column}' must be {expected}, not '{shortened(visible(text), 40)}'")

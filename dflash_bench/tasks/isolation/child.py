@@ -1,4 +1,4 @@
-"""The runner: gives up every right that the program must not have, then runs it: an answer's program, or the tests.
+"""The runner: drops every right that the program must not have, then runs an answer's program, or the tests.
 
 An answer's program does not report its own success: its results are judged by the tests, in another runner under
 another supervisor. So no output or exit status of this process can make a wrong answer pass.
@@ -77,7 +77,7 @@ def _set_rlimits(request: SandboxRequest) -> None:
         resource.RLIMIT_FSIZE: request.file_bytes,
         resource.RLIMIT_NOFILE: request.num_open_files,
     }
-    if not request.seccomp:  # the limit counts all processes and threads of the user, not only the program's
+    if not request.seccomp:  # the limit covers all processes and threads of the user
         limits[resource.RLIMIT_NPROC] = request.num_threads
     for which, value in limits.items():
         hard = resource.getrlimit(which)[1]

@@ -1,7 +1,7 @@
 """The protocol between an answer's program and its tests: plain values over pipes, checked on arrival.
 
 A value is a tag, a number, and that many bytes (`s`, 2, "ab") or values (`l`, 3, and three values). Values are rebuilt
-from exact built-in types, whoever wrote the bytes, so that none of their methods are the writer's.
+from exact built-in types, whoever sent the bytes, so that none of their methods are the sender's.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class NotPlainError(Exception):
 
 
 class TooMuchError(Exception):
-    """Too many bytes, or values nested too deep."""
+    """Too many bytes, or values nested too deeply."""
 
 
 class MalformedError(Exception):
@@ -160,7 +160,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class ClosedError(Exception):
-    """The other end is closed."""
+    """The other end of a pipe is closed."""
 
 
 class Link:
@@ -195,10 +195,10 @@ class Link:
         return bytes(data)
 
 
-# The answer's side calls functions of the answer's program at the tests' request, and sends back the results.
+# The answer's side calls functions of the answer's program at the tests' request, and returns the results.
 #
-# The program shares this process and may change anything in it. All it gains is to send other values than it would
-# return; they are still plain values, and the tests, which run in another process, decide about them.
+# The program shares this process and may change anything in it, but can only send other plain values than it would
+# return; the tests, which run in another process, judge them.
 
 
 READY, RETURNED, RAISED, REFUSED = "ready", "returned", "raised", "refused"
@@ -208,7 +208,7 @@ MESSAGE_CHARS = 200
 def serve(link: Link, names: Mapping[str, object], process: int) -> None:
     """Answer calls until the tests have ended; SystemExit and the like end this process.
 
-    A copy of `process` that the program has forked, if it can, answers none.
+    A copy of `process` that the program has forked, if it can, answers no calls.
     """
     reply = to_bytes((READY,))
     try:

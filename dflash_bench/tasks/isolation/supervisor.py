@@ -1,6 +1,6 @@
 """The supervisor: builds the sandbox, forks the runner into it, watches it, and reports how it ended.
 
-Its answer is two lines: the runner's process id, then the verdict. At the end it kills its process group and itself.
+Its reply is two lines: the runner's process id, then the verdict. At the end it kills its process group and itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dflash_bench.tasks.isolation.testing import REASON_CHARS
 from dflash_bench.tasks.isolation.walls import SandboxRequest
 
 TICK_S = 0.05
-"""Interval of checks that the kernel has no limit for."""
+"""Interval of checks for which the kernel has no limit."""
 _REPORT_BYTES = 4096
 
 
@@ -51,7 +51,7 @@ def _watch(request: SandboxRequest) -> str:
                 os.close(fd)
         isolation_child.run(request, folder, report_in)
     os.write(sys.stdout.fileno(), f"{child}\n".encode())
-    # The ends of the link are closed here so that the other side sees when the runner is gone.
+    # The ends of the link are closed here so that the other side notices when the runner is gone.
     for fd in (known_out, known_in, report_in, request.receiving, request.sending):
         os.close(fd)
     failure = Watch(request, child, tasks).wait()
@@ -65,7 +65,7 @@ def _watch(request: SandboxRequest) -> str:
 
 
 class Watch:
-    """Watches one runner, from its start to its end."""
+    """Watches one runner from start to end."""
 
     def __init__(self, request: SandboxRequest, child: int, proc: int) -> None:
         self.request, self.child, self.proc = request, child, proc
@@ -73,7 +73,7 @@ class Watch:
         self.excess: str | None = None
 
     def wait(self) -> str | None:
-        """Wait until it is dead with all its threads. Return why it failed, or None."""
+        """Wait until the runner and all its threads are dead. Return why it failed, or None."""
         signal.signal(signal.SIGALRM, self._look)
         signal.setitimer(signal.ITIMER_REAL, TICK_S)
         _, status, usage = os.wait4(self.child, 0)
@@ -88,7 +88,7 @@ class Watch:
     def _look(self, *_: object) -> None:
         self.excess = self._excess()
         if self.excess:
-            with suppress(ProcessLookupError):  # it has just ended by itself
+            with suppress(ProcessLookupError):  # it has just ended
                 os.kill(self.child, signal.SIGKILL)
             return
         signal.setitimer(signal.ITIMER_REAL, max(TICK_S / 10, min(TICK_S, self.deadline - time.monotonic())))
@@ -103,12 +103,12 @@ class Watch:
     def _num_threads(self) -> int:
         try:
             return os.stat(f"{self.child}/task", dir_fd=self.proc).st_nlink - 2
-        except (FileNotFoundError, NotADirectoryError):  # it has just ended; or a system without /proc
+        except (FileNotFoundError, NotADirectoryError):  # it has just ended, or the system has no /proc
             return 0
 
 
 def last_line(file: int) -> str:
-    """Return the last line that a process wrote to this file descriptor, cut to what fits into the answer."""
+    """Return the last line that a process wrote to this file descriptor, truncated to fit the reply."""
     tail = os.pread(file, 4096, max(0, os.fstat(file).st_size - 4096)).decode(errors="replace")
     lines = tail.strip().splitlines() or [""]
     return lines[-1].strip()[:REASON_CHARS]

@@ -1,7 +1,7 @@
-"""The tests' side: the suite's own code, in a process that holds nothing of the answer's program.
+"""The tests' side: the suite's own code, in a process without any of the answer's program.
 
-The tests call functions by name; each is a stand-in that calls the other process. If that process breaks the rules or
-is gone, the verdict is given at once, so that no `except` in a test can hide it.
+The tests call functions by name; each is a proxy that calls the other process. If that process violates the protocol
+or ends, the verdict is reported at once, so that no `except` in a test can hide it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 VERDICTS = PASSED, FAILED, REFUSED, UNTESTABLE = "passed", "failed", "refused", "untestable"
 ENDED = "its program ended"
-"""The reason if the answer's program is gone; its own supervisor knows why."""
+"""The reason if the answer's program has ended; its own supervisor reports why."""
 MOST_CALLS = 100_000
 REASON_CHARS = 200
 
 
 class Tests:
-    """Stand-ins for the answer's functions, and the verdict."""
+    """Proxies for the answer's functions, and the verdict."""
 
     def __init__(self, link: Link, report: int) -> None:
         self.link, self.report, self.num_calls = link, report, 0
 
     def leave(self, verdict: str, reason: str = "") -> NoReturn:
-        """End with this verdict. The reason may come from the answer's program, and is made one printable line."""
+        """Exit with this verdict. The reason may come from the answer's program, and is made one printable line."""
         text = f"{verdict} {' '.join(reason.split())[:REASON_CHARS]}".strip()
         os.write(self.report, "".join(letter if letter.isprintable() else "?" for letter in text).encode())
         os._exit(0)
@@ -78,7 +78,7 @@ class Tests:
 
 
 def _error(kind: str, message: str) -> Exception:
-    """Return the same built-in error, or one that names it: if it is unknown, or would quietly end a loop."""
+    """Return the same built-in error, or one that names it if it is unknown, or would silently end a loop."""
     known = getattr(builtins, kind, None)
     if isinstance(known, type) and issubclass(known, Exception) and known not in (StopIteration, StopAsyncIteration):
         try:

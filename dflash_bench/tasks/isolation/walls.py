@@ -1,4 +1,4 @@
-"""The walls around a program under test: seccomp, Landlock and namespaces, by plain system calls."""
+"""Confinement of a program under test: seccomp, Landlock and namespaces, by plain system calls."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 # System calls that a Python program needs, by name and number; all others are refused.
 #
-# Left out on purpose, besides what is obviously dangerous: changing mode, owner, times or attributes of a file or
+# Omitted on purpose, besides what is obviously dangerous: changing mode, owner, times or attributes of a file or
 # truncating it by name (Landlock covers none of these), links and special files, anything that affects another process
-# (signals, limits, priorities), sessions, sockets (except a connected pair), and `execve`. So is `fallocate`, which
-# reserves space beyond the end of a file, where the limit on its size does not count (ext4, standard error on the
-# disk).
+# (signals, limits, priorities), sessions, sockets (except a connected pair), `execve`, and `fallocate`, which reserves
+# space beyond the end of a file, where the limit on its size does not apply (ext4, standard error on disk).
 
 
 # fmt: off
@@ -36,13 +35,13 @@ X86_64: Mapping[str, int] = {
     "ppoll": 271, "epoll_pwait": 281, "eventfd2": 290, "epoll_create1": 291, "pipe2": 293, "epoll_pwait2": 441,
     # memory
     "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12, "mremap": 25, "madvise": 28,
-    # threads, and this process's end
+    # threads, and process exit
     "sched_yield": 24, "clone": 56, "exit": 60, "prctl": 157, "gettid": 186, "futex": 202, "sched_getaffinity": 204,
     "set_tid_address": 218, "exit_group": 231, "set_robust_list": 273, "membarrier": 324, "rseq": 334,
     # signals
     "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "pause": 34, "kill": 62, "rt_sigpending": 127,
     "rt_sigtimedwait": 128, "rt_sigsuspend": 130, "sigaltstack": 131, "restart_syscall": 219, "tgkill": 234,
-    # time, chance, and who and where it is
+    # time, randomness, and process identity
     "nanosleep": 35, "getitimer": 36, "alarm": 37, "setitimer": 38, "getpid": 39, "uname": 63, "gettimeofday": 96,
     "getrlimit": 97, "getrusage": 98, "sysinfo": 99, "times": 100, "getuid": 102, "getgid": 104, "geteuid": 107,
     "getegid": 108, "getppid": 110, "getpgrp": 111, "getgroups": 115, "getresuid": 118, "getresgid": 120,
@@ -63,13 +62,13 @@ AARCH64: Mapping[str, int] = {
     "epoll_pwait2": 441,
     # memory
     "mmap": 222, "mprotect": 226, "munmap": 215, "brk": 214, "mremap": 216, "madvise": 233,
-    # threads, and this process's end
+    # threads, and process exit
     "sched_yield": 124, "clone": 220, "exit": 93, "prctl": 167, "gettid": 178, "futex": 98, "sched_getaffinity": 123,
     "set_tid_address": 96, "exit_group": 94, "set_robust_list": 99, "membarrier": 283, "rseq": 293,
     # signals
     "rt_sigaction": 134, "rt_sigprocmask": 135, "rt_sigreturn": 139, "kill": 129, "rt_sigpending": 136,
     "rt_sigtimedwait": 137, "rt_sigsuspend": 133, "sigaltstack": 132, "restart_syscall": 128, "tgkill": 131,
-    # time, chance, and who and where it is
+    # time, randomness, and process identity
     "nanosleep": 101, "getitimer": 102, "setitimer": 103, "getpid": 172, "uname": 160, "gettimeofday": 169,
     "getrlimit": 163, "getrusage": 165, "sysinfo": 179, "times": 153, "getuid": 174, "getgid": 176, "geteuid": 175,
     "getegid": 177, "getppid": 173, "getgroups": 158, "getresuid": 148, "getresgid": 150, "getpgid": 155,
@@ -98,7 +97,7 @@ def call(name: str, *args: object) -> int:
 
 
 def system_call(number: int, *args: int | bytes | None) -> int:
-    """Make a system call by number. Integers are passed as longs: the C library cannot know how wide they are."""
+    """Make a system call by number. Integers are passed as longs: the C library cannot know their width."""
     words = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
     return call("syscall", ctypes.c_long(number), *words)
 
@@ -109,7 +108,7 @@ def prctl(option: int, *args: int | bytes) -> int:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; a change of user or capabilities undoes this."""
+    """Have the kernel kill this process when its parent ends; a change of user or capabilities reverts this."""
     prctl(_PDEATHSIG, signal.SIGKILL)
 
 
@@ -121,7 +120,7 @@ def renounce_privileges() -> None:
 
 # A seccomp filter of system calls, which needs no privilege: a short list is allowed, everything else refused.
 #
-# So the program cannot start a process, execute another program, open a socket (except a connected pair), signal any
+# The program cannot start a process, execute another program, open a socket (except a connected pair), signal any
 # process but itself, or reach rarely used parts of the kernel. Threads are allowed: correct answers use them, and they
 # end with their process.
 
@@ -139,18 +138,18 @@ _THREAD, _NEW_NAMESPACES, _OF_CLONE = 0x00010900, 0x7E020000, 0x00012900
 _PLAIN_OPENS = (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC, os.O_RDWR | os.O_TRUNC)
 _ANY = 0xFFFFFFFF
 Condition = tuple[int, int, Sequence[int]]
-"""Number of an argument, a mask, and the values allowed for the masked argument. Such arguments have 32 bits."""
+"""Index of an argument, a mask, and the values allowed for the masked argument. Such arguments have 32 bits."""
 
 
 def _conditions(pid: int) -> Mapping[str, Sequence[Condition]]:
-    """Return the system calls that process `pid` may make with some arguments only."""
+    """Return the system calls that process `pid` may make only with certain arguments."""
     opens = os.O_ACCMODE | os.O_TRUNC
     return {
         "clone": [(0, _OF_CLONE | _NEW_NAMESPACES, [_THREAD])],
         "kill": [(0, _ANY, [pid])],
         "tgkill": [(0, _ANY, [pid])],
         "prlimit64": [(0, _ANY, [0, pid])],
-        # Before Landlock 3, opening a file for reading with O_TRUNC would empty it, even if it may only be read.
+        # Before Landlock 3, opening a file for reading with O_TRUNC would empty it, even if it is read-only.
         "open": [(1, opens, _PLAIN_OPENS)],
         "openat": [(2, opens, _PLAIN_OPENS)],
         "renameat2": [(4, _ANY, [0, 1])],  # none or RENAME_NOREPLACE; RENAME_WHITEOUT would make a device
@@ -189,8 +188,8 @@ def program(machine: str, pid: int) -> bytes:
     for name, number in numbers.items():
         body = [*_checks(conditions.get(name, ())), (_RETURN, 0, 0, _ALLOW)]
         instructions += [(_JUMP_EQUAL, 0, len(body), number), *body]
-    # Calls newer than this list get "no such call", which C libraries are prepared for. So does `clone3`, whose
-    # arguments a filter cannot see: C libraries then use `clone`. The numbers of x32 are above the newest, too.
+    # Calls newer than this list return "no such call", which C libraries handle. So does `clone3`, whose arguments a
+    # filter cannot see: C libraries then use `clone`. The numbers of x32 are above the newest, too.
     instructions += [(_JUMP_EQUAL, 1, 0, _CLONE3), (_JUMP_GREATER, 0, 1, _NEWEST), absent, refuse]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
 
@@ -206,9 +205,9 @@ def _checks(conditions: Iterable[Condition]) -> list[tuple[int, int, int, int]]:
 
 
 class SandboxRequest:
-    """What the caller sends to a supervisor: one program, and the sandbox and limits to run it under.
+    """A caller's request to a supervisor: one program, and the sandbox and limits to run it under.
 
-    A plain class: importing `dataclasses` would make the supervisor's start a third longer.
+    A plain class: importing `dataclasses` would make the supervisor's start a third slower.
     """
 
     parent: int
@@ -230,14 +229,14 @@ class SandboxRequest:
     """The functions that the tests call; None in the request of the answer's program."""
     receiving: int
     sending: int
-    """Ends of two pipes; the supervisor of the other program has the other ends."""
+    """Ends of two pipes, whose other ends the other program's supervisor has."""
 
     def __init__(self, terms: Mapping[str, object]) -> None:
         vars(self).update(terms)
 
 
 def readable() -> list[str]:
-    """Return the folders that the program may read: the standard library and those of interpreter and system."""
+    """Return the folders that the program may read: the standard library, the interpreter's and the system's."""
     libraries = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
     folders = (os.path.dirname(os.__file__), os.path.join(sys.base_prefix, "lib"), *libraries)
     return [folder for folder in dict.fromkeys(folders) if os.path.isdir(folder)]
@@ -245,11 +244,11 @@ def readable() -> list[str]:
 
 # File access limited by Landlock, which needs no privilege: read the libraries, write nothing, execute nothing.
 #
-# Where namespaces give the program a folder in memory, of limited size, it may write there. It may not write on a disk:
-# no right of Landlock limits how much, and what is held open or mapped without a name is in no folder to be counted.
+# Where namespaces provide a size-limited folder in memory, the program may write there. It may not write to disk: no
+# Landlock right limits the amount, and space held by open or mapped unnamed files is in no folder to be counted.
 #
-# It does not hide that a file exists, nor its size, owner and times; and it does not protect owner, mode, times and
-# attributes of files, nor (before version 3) their length. The filter of system calls refuses to change those.
+# Landlock does not hide that a file exists, nor its size, owner and times; and it does not protect owner, mode, times
+# and attributes of files, nor (before version 3) their length. The system call filter refuses to change those.
 
 
 # The same on every architecture. <linux/landlock.h>
@@ -260,7 +259,7 @@ _VERSION, _PATH_BENEATH = 1, 1
     _MAKE_SOCK, _MAKE_FIFO, _MAKE_BLOCK, _MAKE_SYM, _REFER, _TRUNCATE, _IOCTL_DEV,
 ) = (1 << bit for bit in range(16))  # fmt: skip
 _NUM_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""Number of rights by version of Landlock; later versions have no new rights over files."""
+"""Number of rights by version of Landlock; later versions have no new file rights."""
 _TCP_BIND_AND_CONNECT, _ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
 
 _READ = _READ_FILE | _READ_DIR
@@ -273,7 +272,7 @@ def restrict_files(folder: str, writable: bool) -> None:
     """Restrict this process for good; it must have renounced privileges. Raises OSError where there is no Landlock."""
     version = system_call(_CREATE_RULESET, None, 0, _VERSION)
     handled = (1 << _NUM_RIGHTS.get(version, 16)) - 1
-    # Later versions take a longer structure: files, then TCP from 4 on, then signals and abstract sockets from 6 on.
+    # Later versions take a longer structure: files, from 4 on TCP, from 6 on signals and abstract sockets.
     words = (handled, _TCP_BIND_AND_CONNECT, _ABSTRACT_SOCKETS_AND_SIGNALS)[: 1 + (version >= 4) + (version >= 6)]
     attributes = struct.pack(f"={len(words)}Q", *words)
     ruleset = system_call(_CREATE_RULESET, attributes, len(attributes), 0)
@@ -291,7 +290,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     os.close(place)
 
 
-# The first wall, where the kernel allows it: no network, no other processes, and only a new temporary file tree.
+# Namespaces, where the kernel allows them: no network, no other processes, and only a new temporary file tree.
 
 
 # <sched.h> and <sys/mount.h>
@@ -301,7 +300,7 @@ _WORK = "/cage"  # not /tmp or /home, which may lead to the interpreter
 
 
 def enter(request: SandboxRequest, folder: str) -> str:
-    """Move this process, and all that it forks later, into new namespaces. Returns the folder the program may write."""
+    """Move this process and its future children into new namespaces. Return the folder the program may write to."""
     _unshare()
     _mount(None, "/", None, _REC | _PRIVATE)
     size = f"size={request.folder_bytes},nr_inodes={request.num_files},mode=755"
@@ -325,7 +324,7 @@ def _unshare() -> None:
         call("unshare", flags)
         return
     call("unshare", flags | _NEWUSER)
-    # The kernel wants "deny" before a gid_map.
+    # The kernel requires "deny" before a gid_map.
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -333,7 +332,7 @@ def _unshare() -> None:
 
 def _mount_read_only(source: str, target: str) -> None:
     _mount(source, target, None, _BIND | _REC)
-    # A user namespace may add restrictions, but must repeat those that the source is mounted with.
+    # A user namespace may add restrictions, but must repeat those of the source mount.
     inherited = os.statvfs(target).f_flag & (_NOSUID | _NODEV | _NOEXEC)
     _mount(None, target, None, _REMOUNT | _BIND | _RDONLY | inherited)
 

@@ -1,4 +1,4 @@
-"""Is an answer right? `SCORERS` maps the name of a scorer to a function of prompt and text (and, for code, sandbox).
+"""Scorers of answers: `SCORERS` maps names to functions of prompt and text (and, for code, sandbox).
 
 Numbers and formulas are compared by value, code by running its tests in the sandbox. Only this package handles the text
 around an answer: prose, code fences, units, several boxes.
@@ -33,7 +33,7 @@ Scorer = Callable[[Prompt, str], Score]
 
 
 def check_name(name: str) -> None:
-    """Raise UserError for a name that is neither a scorer's nor a metric's of evaluate."""
+    """Raise UserError for a name that is neither a scorer nor a metric of evaluate."""
     if name not in SCORERS and not evaluated.is_evaluated(name):
         raise unknown("scorer", name, [*SCORERS, f"{evaluated.PREFIX}FOLDER"])
 
@@ -54,7 +54,7 @@ def require(names: Collection[str], is_trusted: bool = False) -> None:
 
 
 def check_references(name: str, prompts: Iterable[Prompt]) -> None:
-    """Raise UserError for a prompt without a reference, or with one that no answer can equal."""
+    """Raise UserError for a prompt without a reference, or whose reference no answer can equal."""
     for prompt in prompts:
         if name in NUMBER_SCORERS:
             for one in (prompt, *_otherwise_right(prompt)):
@@ -70,7 +70,7 @@ def check_references(name: str, prompts: Iterable[Prompt]) -> None:
 
 
 def unscored(name: str, prompts: Iterable[Prompt]) -> dict[str, str]:
-    """Return why the answers to prompts cannot be scored, by their ids."""
+    """Return the reasons why answers to prompts cannot be scored, by prompt id."""
     why = UNSCORED.get(name)
     return {prompt.prompt_id: text for prompt in prompts if (text := why(prompt))} if why else {}
 
@@ -78,10 +78,10 @@ def unscored(name: str, prompts: Iterable[Prompt]) -> dict[str, str]:
 def score(
     name: str, prompt: Prompt, text: str, isolation: Isolation | None = None, num_thinking: int | None = None
 ) -> Score:
-    """Score an answer by its prompt's reference and alternatives, any of which makes it right.
+    """Score an answer by its prompt's reference and alternatives; a match with any of them is correct.
 
     The first `num_thinking` characters of the text are not part of it; None: those up to the end of marked thinking.
-    Code runs in `isolation`; without one it is not run and stays unscored.
+    Code runs in `isolation`; without it, code is not run and stays unscored.
     """
     check_name(name)
     text = answer_of(text, num_thinking)
@@ -112,7 +112,7 @@ _TEXT_SCORERS: dict[str, Scorer] = {
 
 
 def _of_plugin(name: str, found: object) -> Scorer:
-    """Raise TypeError for a plug-in that is not a function."""
+    """Return a plug-in's scorer. Raises TypeError if it is not a function."""
     if not callable(found):
         raise TypeError("it must be a function of a prompt and a text, which returns a Score")
     return found
@@ -144,23 +144,23 @@ COLUMNS: dict[str, dict[str, type]] = {
 CHECKS: Mapping[str, Callable[[Prompt], object]] = {
     "choice": choices.right_letter, instructions.NAME: instructions.check, "livecodebench": contests.contest_of,
 }  # fmt: skip
-"""What raises UserError for a prompt whose columns or reference a scorer cannot use."""
+"""Functions that raise UserError if a scorer cannot use a prompt's columns or reference."""
 UNSCORED: Mapping[str, Callable[[Prompt], str]] = {
     instructions.NAME: instructions.unscored, "livecodebench": contests.unscored,
 }  # fmt: skip
-"""What says why the answers to a prompt cannot be scored; empty if they can."""
+"""Functions that return why the answers to a prompt cannot be scored; empty if they can."""
 METRIC = str(Path(__file__).parent / "evaluate_metric.py")
-"""The path to give `evaluate.load`, along with the name of a text scorer."""
+"""The path for `evaluate.load`, along with the name of a text scorer."""
 NUMBER_SCORERS = frozenset(("aime_integer", "gsm8k_number"))
 """Scorers whose reference must hold a number."""
 
 
 def require_text_scorer(name: str) -> None:
-    """Raise UserError unless this scorer needs nothing but an answer and a reference."""
+    """Raise UserError unless this scorer needs only an answer and a reference."""
     if name not in _TEXT_SCORERS:
         raise unknown("metric", name, list(_TEXT_SCORERS))
 
 
 def origin(name: str) -> Mapping[str, str]:
-    """Return what decides the scores of a metric of evaluate; nothing for scorers of this package."""
+    """Return what determines the scores of a metric of evaluate; empty for scorers of this package."""
     return evaluated.metric(name, True).origin if evaluated.is_evaluated(name) else {}

@@ -1,4 +1,4 @@
-"""The result of a scorer, and helpers that several scorers share."""
+"""The result of a scorer, and helpers shared by several scorers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _IN_A_SENTENCE = re.compile(
     r"(?:\b(?:in|into|inside|within|with|using|use|by|the|an?|as|to|of)\s+[$`'\"]*|`)$", re.IGNORECASE
 )
 MENTION = re.compile(rf"\\(?:boxed|fbox)\s*\{{{_UNFILLED.pattern}\}}", re.IGNORECASE)
-"""A box without an answer in it, which a text may name when it speaks of its own format."""
+"""A box without an answer in it, as in a text that describes its own format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The part of a text that was taken as the answer, and whether it is right; `passed` is None if not scored."""
+    """The part of a text taken as the answer, and whether it is correct; `passed` is None if not scored."""
 
     answer: str | None
     passed: bool | None
     value: float | None = None
-    """How good the answer is, by a metric that finds none right or wrong."""
+    """The value of a metric that does not judge answers right or wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class _Box:
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last \boxed{} with an answer in it, which may contain braces.
+    r"""Return the content of the last \boxed{} that holds an answer, which may contain braces.
 
-    Boxes of one list, as in "\boxed{1} and \boxed{2}", are joined by commas. The result is empty if the last box was
-    never closed or no box is filled, and None without a box or where a sentence only mentions an empty one.
+    Boxes of one list, as in "\boxed{1} and \boxed{2}", are joined by commas. The result is empty if the last box is
+    never closed or no box is filled, and None without a box or if a sentence only mentions an empty one.
     """
     boxes = sorted(_boxes(text), key=lambda box: box.start)
     filled = [box for box in boxes if box.is_filled]
@@ -75,7 +75,7 @@ def last_box(text: str) -> str | None:
 
 
 def _boxes(text: str) -> Iterator[_Box]:
-    """Yield all boxes, inner ones before outer ones and those that were never closed at the end."""
+    """Yield all boxes, inner ones before outer ones and unclosed ones last."""
     opened: list[re.Match[str]] = []
     for token in _TOKEN.finditer(text):
         if token[0] == "}" and opened:
@@ -88,7 +88,7 @@ def _boxes(text: str) -> Iterator[_Box]:
 
 
 def reference(prompt: Prompt) -> str:
-    """Return a prompt's reference. Raises UserError if it has none."""
+    """Return a prompt's reference. Raises UserError if it is missing."""
     if prompt.reference is None:
         where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
         raise UserError(f"{where} has no reference to compare with; add one, or omit --score")

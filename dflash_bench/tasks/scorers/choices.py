@@ -1,4 +1,4 @@
-"""Questions with four answers to choose from: the letter that an answer ends with."""
+"""Multiple-choice questions with four options: the letter given at the end of an answer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SAID = (
     re.compile(r"(?:(?i:choice|option)(?i:\s+is)?|选[项择]?)\W{0,8}([A-D])(?![A-Za-z0-9_'])"),
     re.compile(r"(?<![\w'])([A-D])(?![\w'])(?! [a-z])"),
 )
-"""How a letter is said to be the answer, surest first; alone, "A" before a word in small letters is an article."""
+"""Patterns of a letter given as the answer, surest first; "A" before a lower-case word is an article."""
 _LETTER = re.compile(r"\W*([A-D])\W*")
 
 
 def choice(prompt: Prompt, text: str) -> Score:
-    """The answer is the last letter in a box, or else the last that is said to be the answer, or that stands alone."""
+    """Score the last letter in a box, or else the last that is stated as the answer, or that stands alone."""
     boxed = _LETTER.fullmatch(last_box(text) or "")
     letters = next(filter(None, (said.findall(text) for said in _SAID)), [])
     letter = boxed[1] if boxed else letters[-1] if letters else None
@@ -27,7 +27,7 @@ def choice(prompt: Prompt, text: str) -> Score:
 
 
 def right_letter(prompt: Prompt) -> str:
-    """Return the letter that is right. Raises UserError for a reference that is none of the four."""
+    """Return the correct letter. Raises UserError for a reference other than A to D."""
     match = _LETTER.fullmatch(reference(prompt).upper())
     if match is None:
         where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"

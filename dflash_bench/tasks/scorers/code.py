@@ -29,16 +29,16 @@ _FIRST_CODE = re.compile(
 )
 _TABS = re.compile(r"^\t+", re.MULTILINE)
 _MOST_TRIES = 50
-"""How often a text is parsed in search of where its code begins or ends."""
+"""How many times a text is parsed to find where its code begins or ends."""
 _MOST_CHARS = 200_000
-"""The length up to which a text is parsed here; longer ones are run unchanged."""
+"""The longest text that is parsed here; longer texts are run unchanged."""
 _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 
 LIMITS = ProgramLimits(cpu_s=20, wall_s=30.0)  # several times what the slowest correct solution takes
 
 
 def humaneval(prompt: Prompt, text: str, isolation: Isolation | None) -> Score:
-    """Run HumanEval's tests, with whatever the prompt defines before the function taken from the prompt."""
+    """Run HumanEval's tests; definitions before the function are taken from the prompt."""
     stub, name = prompt.row["prompt"], prompt.row["entry_point"]
     code = code_in(text, {name})
     given = stub.partition(f"def {name}(")[0]
@@ -66,19 +66,19 @@ def _undefined_names(tests: str) -> set[str]:
     """Return the names that tests use but neither they nor Python define: functions of the answer."""
     try:
         top = symtable.symtable(tests, "<tests>", "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # which running them will report
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # running them reports these
         return set()
     defined = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     return _used(top) - defined - vars(builtins).keys()
 
 
 def _solution_names(prompt: Prompt) -> set[str]:
-    """Return the functions of the task's own solution, which may have the name of a built-in one."""
+    """Return the functions of the task's own solution, whose names may be those of built-ins."""
     return set(re.findall(r"^def (\w+)", str(prompt.row.get("code")), re.MULTILINE))
 
 
 def _used(table: symtable.SymbolTable) -> set[str]:
-    """Return the global names that are read in a scope and the scopes within it."""
+    """Return the global names read in a scope and its inner scopes."""
     used = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
     return used.union(*map(_used, table.get_children()))
 
@@ -110,10 +110,10 @@ class _Block:
 
 
 def _blocks(text: str) -> Iterator[_Block]:
-    """Yield what stands between fences, or marks such as [PYTHON]; where it is never closed, as far as it parses.
+    """Yield the text between fences, or marks such as [PYTHON]; if never closed, as far as it parses.
 
-    A fence closes at the beginning or the end of a line; of several, the first with Python before it, as some stand in
-    docstrings. A mark around a fence, or before prose, is skipped.
+    A fence closes at the beginning or the end of a line; of several, at the first with valid Python before it, as some
+    are in docstrings. A mark around a fence, or before prose, is skipped.
     """
     end = 0
     for tries in chain(repeat(_MOST_TRIES, _MOST_TRIES), repeat(1)):
@@ -144,11 +144,11 @@ def _defines(code: str, names: Collection[str]) -> bool:
 
 
 def _parsed(code: str) -> list[ast.stmt] | None:
-    """Return the statements of a program, which is not run; None if it is none, or too long or too deep to tell."""
+    """Return the statements of a program without running it; None if it does not parse, or is too long or too deep."""
     if len(code) > _MOST_CHARS:
         return None
     try:
-        with warnings.catch_warnings(action="ignore"):  # about escapes that the model wrote
+        with warnings.catch_warnings(action="ignore"):  # about escapes in the model's code
             return ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
@@ -159,14 +159,14 @@ def _parses(code: str) -> bool:
 
 
 def _only_defines(code: str) -> bool:
-    """Does this code only define names, so that it can safely be put before other code?"""
+    """Return whether code only defines names, so that it can safely precede other code."""
     definitions = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
     statements = _parsed(code)
     return statements is not None and all(isinstance(statement, definitions) for statement in statements)
 
 
 def _is_sketch(code: str, names: Collection[str]) -> bool:
-    """Has every function of these names nothing in it but a text, `...`, `pass`, a comment or NotImplementedError?"""
+    """Return whether functions of these names contain only text, `...`, `pass`, a comment or NotImplementedError."""
     statements = _parsed(code) or _parsed(f"{code}\n    pass") or []
     functions = [one for one in statements if isinstance(one, ast.FunctionDef) and one.name in names]
     return bool(functions) and all(map(_does_nothing, (statement for one in functions for statement in one.body)))
@@ -181,7 +181,7 @@ def _does_nothing(statement: ast.stmt) -> bool:
 
 
 def _longest_prefix(code: str) -> str:
-    """Return as many whole statements from the beginning of a text as parse; empty without any."""
+    """Return the longest prefix of whole statements that parses; empty without any."""
     lines = code.split("\n")
     for _ in range(_MOST_TRIES):
         wrong = _wrong_line(lines)
@@ -192,7 +192,7 @@ def _longest_prefix(code: str) -> str:
 
 
 def _wrong_line(lines: list[str]) -> int | None:
-    """Return which line, from 1 on, does not parse; None if all do."""
+    """Return the first line, from 1 on, that does not parse; None if all do."""
     try:
         with warnings.catch_warnings(action="ignore"):
             ast.parse("\n".join(lines)[:_MOST_CHARS])
@@ -204,7 +204,7 @@ def _wrong_line(lines: list[str]) -> int | None:
 
 
 def _without_prose(text: str, names: Collection[str]) -> str:
-    """Return the code in a text without fences: from a line from which it parses and defines one of `names`."""
+    """Return the code in a text without fences, from a line from which it parses and defines one of `names`."""
     for first in islice(_FIRST_CODE.finditer(text), _MOST_TRIES):
         code = _longest_prefix(text[first.start() :])
         if _defines(code, names) if names else code.strip():
@@ -213,7 +213,7 @@ def _without_prose(text: str, names: Collection[str]) -> str:
 
 
 def _without_words(code: str) -> str:
-    """Drop statements at both ends that are words of prose and happen to parse: "Done", "Complexity: O(n)"."""
+    """Drop statements at both ends that are prose and happen to parse: "Done", "Complexity: O(n)"."""
     statements = _parsed(code) or []
     before = [*takewhile(_is_prose, statements)]
     after = [*takewhile(_is_prose, reversed(statements[len(before) :]))]
@@ -229,7 +229,7 @@ def _is_prose(statement: ast.stmt) -> bool:
 
 
 def _completed(stub: str, code: str) -> str:
-    """Return a stub with its body, whose first line may have lost its indent, up to what is no code."""
+    """Return a stub with its body, whose first line may have lost its indent, up to the end of the code."""
     code = _TABS.sub(lambda tabs: "    " * len(tabs[0]), code).lstrip("\n")
     indents = [len(line) - len(line.lstrip()) for line in code.split("\n")[1:] if line[:1].isspace() and line.strip()]
     indented = code if code[:1].isspace() else textwrap.indent(code, "    ")

@@ -1,7 +1,7 @@
-"""LiveCodeBench: programs that read an input and print, or complete a class, held to public and private test cases.
+"""LiveCodeBench: programs that read input and print, or complete a class, run against public and private test cases.
 
-Inputs and outputs are texts, which pass between the answer's process and the tests in pieces. Private test cases are
-published as a pickle, of which only the text inside is taken: nothing is unpickled.
+Inputs and outputs are texts, which pass between the answer's process and the tests in chunks. Private test cases are
+published as a pickle, of which only the contained text is read: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from dflash_bench.tasks.scorers.base import Score
 from dflash_bench.tasks.scorers.code import code_in
 
 PUBLIC, PRIVATE, ABOUT = "public_test_cases", "private_test_cases", "metadata"
-"""The columns: two lists of test cases, as JSON, and an object that names the function to call, if it is one."""
+"""The columns: two lists of test cases, as JSON, and an object that may name the function to call."""
 FUNCTION, STDIN, CALLED = "func_name", "stdin", "functional"
 KEYS = ("input", "output", "testtype")
 MOST_BYTES = 256 << 20
-"""Of the private test cases of one problem, unpacked."""
+"""Largest unpacked size of one problem's private test cases."""
 MOST_AT_ONCE = 8 << 20
-"""Characters of test cases that run in one process; more are divided."""
+"""Characters of test cases that run in one process; larger sets are divided."""
 MOST_IN_CASE = 48 << 20
-"""Characters of a test case that the sandbox's memory still holds."""
+"""Characters of the largest test case that fits the sandbox's memory."""
 FRAMING = frozenset(("PROTO", "FRAME", "MEMOIZE", "BINPUT", "PUT", "STOP"))
 TEXTS = frozenset(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"))
 PIECE = 1 << 17
 CASE_S = 6.0
-"""Seconds for a test case, as LiveCodeBench allows; kept in the tests' process, out of the answer's reach."""
+"""Seconds per test case, as in LiveCodeBench; enforced in the tests' process, which the answer cannot change."""
 LIMITS = ProgramLimits(memory_bytes=1 << 30)
 MOST_S = 120
 
@@ -47,7 +47,7 @@ class ContestCase:
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """The test cases of a problem; `function` is what they call, None for a program that reads and prints."""
+    """The test cases of a problem; `function` is the function they call, None for a program that reads and prints."""
 
     cases: tuple[ContestCase, ...]
     function: str | None
@@ -58,12 +58,12 @@ class Contest:
 
 
 def unscored(prompt: Prompt) -> str:
-    """Return why a prompt's answers are not scored: one of its test cases is more than a sandbox holds."""
+    """Return why a prompt's answers are not scored: a test case too large for a sandbox."""
     return f"a test case has more than {MOST_IN_CASE >> 20} MiB" if contest_of(prompt).is_too_large else ""
 
 
 def contest_of(prompt: Prompt) -> Contest:
-    """Return the test cases of a prompt. Raises UserError for columns that do not hold them."""
+    """Return the test cases of a prompt. Raises UserError if the columns do not hold test cases."""
     where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
     cases = [*_cases(f"{where}: {PUBLIC}", prompt.row[PUBLIC]), *_cases(f"{where}: {PRIVATE}", prompt.row[PRIVATE])]
     if not cases:
@@ -92,7 +92,7 @@ def _is_case(case: Any) -> bool:
 
 
 def _unpacked(where: str, text: str) -> str:
-    """Return the one text in a pickle, in zlib's compression, in base64. No other pickle is read, and none is run."""
+    """Return the one text in a base64, zlib-compressed pickle. Other pickles are rejected, and none is executed."""
     what = f"{where} is not a text as LiveCodeBench packs it: base64 of zlib of a pickle"
     try:
         unpacking = zlib.decompressobj()
@@ -127,7 +127,7 @@ def livecodebench(prompt: Prompt, text: str, isolation: Isolation | None) -> Sco
 
 
 def _divided(cases: Sequence[ContestCase]) -> Iterator[list[ContestCase]]:
-    """Yield the cases in groups that are small enough for one process."""
+    """Yield the cases in groups small enough for one process."""
     group: list[ContestCase] = []
     size = 0
     for case in cases:

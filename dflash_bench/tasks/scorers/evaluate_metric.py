@@ -3,8 +3,8 @@
     metric = evaluate.load(dflash_bench.tasks.scorers.METRIC, "gsm8k_number")
     metric.compute(predictions=["so it is 7"], references=["#### 7"])    # {"accuracy": 1.0}
 
-evaluate copies this file elsewhere and reads its imports line by line. So there is one import per line, and they name
-the package in full.
+evaluate copies this file elsewhere and reads its imports line by line. So there is one import per line, with the full
+package name.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Any metric of the evaluate library as a scorer: `--score evaluate:FOLDER`, where an answer is more or less right.
+"""Metrics of the evaluate library as scorers with graded results: `--score evaluate:FOLDER`.
 
-Each answer is scored alone, and figures are means over answers. So metrics of whole corpora, such as BLEU, come out
-otherwise than over all answers at once. A metric is code: one of the hub needs --trust-remote-code.
+Each answer is scored alone, and figures are means over answers, so corpus metrics such as BLEU differ from their value
+over all answers at once. A metric is code: metrics from the hub need --trust-remote-code.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dflash_bench.tasks.scorers.base import Score, reference, require_module
 
 PREFIX = "evaluate:"
 SEPARATOR = "#"
-"""Before the name of a figure, for metrics that compute several."""
+"""Separates the name of a figure, for metrics that compute several."""
 HUB_FOLDER = "evaluate-metric"
-"""Whose metrics are named without an owner."""
+"""The owner on the hub of metrics named without an owner."""
 FAILURES = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError)
-"""What a metric's own code may raise; it is the user's, and so is the fault."""
+"""Exceptions that a metric's own code may raise; they are reported as errors of the user's metric."""
 
 
 def is_evaluated(name: str) -> bool:
@@ -35,18 +35,18 @@ def is_evaluated(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedMetric:
-    """A loaded metric, by the name that a user types; `figure` is the one that counts, None if it has only one."""
+    """A loaded metric, by the name that a user types; `figure` is the figure to use, None if it has only one."""
 
     name: str
     figure: str | None
     module: Any
     takes_lists: bool
-    """Whether it takes all alternatives of an answer; otherwise it gets one at a time, and the best counts."""
+    """Whether it takes all alternatives of an answer; otherwise it gets one at a time, and the best result counts."""
     origin: Mapping[str, str]
-    """What decides its scores: the hash of its code, or its revision on the hub."""
+    """What determines its scores: the hash of its code, or its revision on the hub."""
 
     def score(self, prompt: Prompt, text: str) -> Score:
-        """Raises UserError if the metric fails, or computes no number, or several without a `figure`."""
+        """Score an answer. Raises UserError if the metric fails, returns no number, or several without a `figure`."""
         right = [reference(prompt), *prompt.alternatives]
         tries: Sequence[Any] = [right] if self.takes_lists else right
         return Score(None, None, max(self._value(text, one) for one in tries))
@@ -66,7 +66,7 @@ class EvaluatedMetric:
 
 
 def _is_number(value: Any) -> bool:
-    # Figures come as Python's numbers and as NumPy's.
+    # Figures are Python or NumPy numbers.
     return isinstance(value, int | float | _numpy_number()) and math.isfinite(value)
 
 
@@ -81,7 +81,7 @@ def _numpy_number() -> Any:
 def metric(name: str, is_trusted: bool = False) -> EvaluatedMetric:
     """Load `evaluate:FOLDER`, `evaluate:FILE.py` or, if trusted, `evaluate:NAME` from the hub, each with `#FIGURE`.
 
-    Raises UserError for what is not there, for what may not be run, and for packages that it needs.
+    Raises UserError for a missing metric, for code that is not trusted, and for missing packages.
     """
     require_module("evaluate")
     import evaluate
@@ -112,7 +112,7 @@ def metric(name: str, is_trusted: bool = False) -> EvaluatedMetric:
 
 
 def _code(place: str) -> Path | None:
-    """Return the file of a local metric: itself, or NAME.py in the folder NAME."""
+    """Return the file of a local metric: the file itself, or NAME.py in the folder NAME."""
     path = Path(place)
     for one in (path, path / f"{path.absolute().name}.py"):
         if one.suffix == ".py" and os.path.isfile(one):

@@ -1,4 +1,4 @@
-"""Answers that are formulas: equal as text, or equal by math-verify, which runs in a process that can be killed."""
+"""Answers that are formulas: equal as text, or by math-verify, which runs in a killable process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _IN_BRACKETS = re.compile(r"(?:.*(?:=|\\in(?![a-z])))?[(\[][^()\[\]]*,[^()\[\]]*
 _TOLERANCE = 1e-4
 """Relative tolerance of decimal fractions: four digits, besides the six decimals that math-verify compares."""
 _DIGITS = 1000
-"""How many digits are computed to tell two formulas apart that have no decimal fractions."""
+"""Number of digits computed to distinguish two formulas without decimal fractions."""
 
 
 def math(prompt: Prompt, text: str) -> Score:
@@ -51,7 +51,7 @@ def math(prompt: Prompt, text: str) -> Score:
 
 
 def _same_in_prose(right: str, paragraph: str) -> bool:
-    """Compare a paragraph: a reference of one word must be its last word; anything else is left to math-verify."""
+    """Compare a paragraph: its last word with a one-word reference; anything else by math-verify."""
     word = _TEXT.sub(r"\1", right).strip()
     if word.isalpha() and len(word) > 1:
         return re.search(rf"(?<!\w){word}$", paragraph.rstrip(_EMPHASIS), re.IGNORECASE) is not None
@@ -62,7 +62,7 @@ def _same_in_prose(right: str, paragraph: str) -> bool:
 
 
 def _may_equal(right: str, answer: str) -> bool:
-    """Compare by math-verify, except for what it takes for something else: ratios for quotients, sets for intervals."""
+    """Compare by math-verify, except what it misreads: ratios as quotients, sets as intervals."""
     ratios = _ratio(right), _ratio(answer)
     if any(ratios):
         return all(ratios) and _same_ratio(*ratios)
@@ -95,7 +95,7 @@ def _is_balanced(part: str) -> bool:
 
 
 def _same_ratio(right: list[str], answer: list[str]) -> bool:
-    """Compare ratios by value and, if one of them may be a time, part by part."""
+    """Compare ratios by value and, if one may be a time, part by part."""
     if len(right) != len(answer):
         return False
     if any(_TIME.fullmatch(":".join(parts)) for parts in (right, answer)):
@@ -109,7 +109,7 @@ def _same_ratio(right: list[str], answer: list[str]) -> bool:
 
 
 def _readable(formula: str) -> str:
-    """Return a formula with what math-verify drops in a form that it reads: dots in lists, repeating decimals."""
+    """Rewrite what math-verify would drop into a form that it reads: dots in lists, repeating decimals."""
     return _REPEATING.sub(_as_fraction, _DOTS.sub(r"\1\\Xi ", formula))
 
 
@@ -126,7 +126,7 @@ def _plain_formula(formula: str) -> str:
 
 
 def _same_formula(right: str, answer: str) -> bool:
-    """Ask the worker process: comparing formulas can take forever, and importing math-verify takes a second."""
+    """Ask the worker process: comparing formulas may never end, and importing math-verify takes a second."""
     with _math_lock:
         worker = _math_worker()
         assert worker.stdin is not None
@@ -155,7 +155,7 @@ def _math_worker() -> subprocess.Popen[bytes]:
 
 
 def serve_math() -> None:
-    """Run the worker: read JSON lists, one per line, and write a byte for each. SIGALRM ends it if one takes long."""
+    """Run the worker: read JSON lists, one per line, and write a byte for each. SIGALRM ends it if one is too slow."""
     import logging
 
     from math_verify import grader, parse, verify
@@ -178,9 +178,9 @@ def serve_math() -> None:
 
 
 def _is_close(a: Any, b: Any) -> bool:
-    """Tell apart two expressions of sympy that math-verify takes for equal because both are small, or both large.
+    """Distinguish two sympy expressions that math-verify considers equal because both are small, or both large.
 
-    Decimal fractions are held to a relative tolerance, other numbers must agree in all digits, and variables are given
+    Decimal fractions must agree within a relative tolerance, other numbers in all digits; variables are replaced by
     values.
     """
     from math_verify.grader import get_pct_val, safe_sympy_doit

@@ -1,8 +1,8 @@
-"""IFEval: does an answer follow instructions that a program can check? Strictly: all of a prompt's, as they stand.
+"""IFEval: whether an answer follows all of a prompt's checkable instructions (the strict metric).
 
-The kinds, their parameters and rules are those of google/IFEval, written anew without the packages that it needs. So
-sentences are told apart by their marks (there: NLTK's Punkt), and what is to be in English capitals or lower case may
-be in any language. What language an answer is in is not decided here: prompts that ask for one are not scored.
+The kinds, parameters and rules are those of google/IFEval, reimplemented without its dependencies. So sentences are
+split by their marks (there: NLTK's Punkt), and text required to be English capitals or lower case may be in any
+language. The language of an answer is not detected: prompts that require one are not scored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dflash_bench.core.types import Prompt
 from dflash_bench.tasks.scorers.base import Score
 
 NAME, IDS, PARAMETERS = "ifeval", "instruction_id_list", "kwargs"
-"""The scorer, and the columns that it reads: a prompt's kinds of instructions, and the parameters of each."""
+"""The scorer, and its columns: a prompt's kinds of instructions, and the parameters of each."""
 RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
     "at least": lambda number, bound: number >= bound,
     "less than": lambda number, bound: number < bound,
@@ -29,7 +29,7 @@ _FENCE = re.compile(r"\A```(?:json)?(.*?)(?:```)?\Z", re.DOTALL | re.IGNORECASE)
 
 
 def ifeval(prompt: Prompt, text: str) -> Score:
-    """The answer is right if it follows every instruction; of one that does not, `answer` lists what it breaks."""
+    """Score whether the answer follows every instruction; otherwise `answer` lists the violations."""
     if unscored(prompt):
         return Score(None, None)
     broken = [
@@ -39,13 +39,13 @@ def ifeval(prompt: Prompt, text: str) -> Score:
 
 
 def unscored(prompt: Prompt) -> str:
-    """Return why a prompt's answers are not scored: which of its kinds of instructions is not checked here."""
+    """Return why a prompt's answers are not scored: the instructions that are not implemented here."""
     kinds = [kind for kind in prompt.row[IDS] if kind in UNCHECKED]
     return f"{', '.join(kinds)} is not checked here" if kinds else ""
 
 
 def check(prompt: Prompt) -> None:
-    """Raise UserError for instructions of an unknown kind, or with other parameters than theirs."""
+    """Raise UserError for instructions of an unknown kind, or with wrong parameters."""
     where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
     if len(prompt.row[IDS]) != len(prompt.row[PARAMETERS]):
         raise UserError(f"{where} has {len(prompt.row[IDS])} {IDS} and {len(prompt.row[PARAMETERS])} {PARAMETERS}")
@@ -88,7 +88,7 @@ def _has_word(word: str, text: str) -> bool:
 
 
 def _num_sentences(text: str) -> int:
-    """Count sentences: up to their marks, but not after an abbreviation or within a number."""
+    """Count sentences by their marks, except after an abbreviation or within a number."""
     number, start = 0, 0
     for end in _SENTENCE_END.finditer(text):
         sentence = text[start : end.end()]
@@ -104,7 +104,7 @@ def _num_sentences(text: str) -> int:
 
 
 def _pieces(text: str, mark: str) -> list[str] | None:
-    """Return the pieces between marks, of which the first and the last may be empty; None if another is."""
+    """Return the texts between marks, of which the first and last may be empty; None if another is."""
     pieces = [piece.strip() for piece in re.split(mark, text)]
     inner = pieces[1:-1]
     return [piece for piece in pieces if piece] if all(inner) else None
@@ -220,5 +220,5 @@ CHECKS: Mapping[str, tuple[Callable[..., bool], Mapping[str, Any]]] = {
     "change_case:english_lowercase": (lambda text: text.islower(), {}),
     "punctuation:no_comma": (lambda text: "," not in text, {}),
 }  # fmt: skip
-"""Each kind of instruction: whether a text follows it, and the parameters that it has with their types."""
+"""For each kind of instruction, its check of a text, and its parameters with their types."""
 UNCHECKED = ("language:response_language",)

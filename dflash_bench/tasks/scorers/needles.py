@@ -1,4 +1,4 @@
-"""MRCR: one of several alike texts, word for word, after a random string that shows which was meant."""
+"""MRCR: repeat one of several similar texts verbatim, after a random string that identifies it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dflash_bench.core.types import Prompt
 from dflash_bench.tasks.scorers.base import Score, reference
 
 PREFIX = "random_string_to_prepend"
-"""The column with what the answer must begin with."""
+"""The column of the string that the answer must begin with."""
 
 
 def mrcr(prompt: Prompt, text: str) -> Score:
-    """Score from 0 to 1 how alike answer and reference are behind the prefix, by difflib; 0 without the prefix.
+    """Return difflib's similarity of answer and reference after the prefix, from 0 to 1; 0 without the prefix.
 
-    The rule is that of the data set's card (openai/mrcr).
+    The rule is that of the data set card (openai/mrcr).
     """
     prefix, right = str(prompt.row[PREFIX]), reference(prompt)
     if not text.startswith(prefix):

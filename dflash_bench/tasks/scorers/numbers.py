@@ -1,6 +1,6 @@
 """Answers that are numbers, compared by value: GSM8K's last number and AIME's integer.
 
-Numbers are read the way models write them: with separators and units, as a fraction, a mixed number or a power of ten,
+Numbers are read as models write them: with separators and units, as a fraction, a mixed number or a power of ten,
 with or without LaTeX. A box must contain one number: a formula or two candidates do not count as an answer.
 """
 
@@ -21,14 +21,14 @@ _MINUS = r"(?:(?<![\w)}])-)?"  # not the minus of a difference
 _NUMBER = re.compile(rf"{_MINUS}(?<![A-Za-z\d.])(?:\d+/0*[1-9]\d*|\d+(?:\.\d+)?|\.\d+)", re.ASCII)
 _MARKED = re.compile(rf"####[\s*]*({_NUMBER.pattern})", re.ASCII)
 _IN_A_RATIO = re.compile(r"\d:$", re.ASCII)
-"""Before the second number of a ratio or a time, neither of which is a number."""
+"""Precedes the second part of a ratio or a time, whose parts are not read as numbers."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _EQUALS = re.compile(r"=|≈|≡|→|\\(?:approx|equiv|to|rightarrow|Rightarrow|implies)(?![A-Za-z])")
 _FORMULA = re.compile(
     r"\\(?:sqrt|pi|binom|frac|log|ln|exp|sin|cos|tan|infty|sum|prod|times|cdot|div|pm|mp|[lc]?dots)(?![A-Za-z])"
     r"|[!*+^√π×·±]|[\d)]\s*-\s*\d",
 )
-"""Signs that a box still contains an expression, after powers, fractions and signs have been rewritten."""
+"""Signs that a box still contains an expression, after powers, fractions and signs were rewritten."""
 
 
 def number(prompt: Prompt, text: str) -> Score:
@@ -39,7 +39,7 @@ def number(prompt: Prompt, text: str) -> Score:
 
 
 def right_number(prompt: Prompt) -> str:
-    """Return the number of a prompt's reference. Raises UserError if there is none."""
+    """Return the number of a prompt's reference. Raises UserError if it contains no number."""
     text = reference(prompt)
     right = _last_number(text)
     if right is None or len(right) > _MAX_NUMBER_CHARS:
@@ -64,7 +64,7 @@ def _last_number(text: str) -> str | None:
 
 
 def _only_number(box: str) -> str | None:
-    """Return the number after the last equals sign with a number after it; None for a formula or several numbers."""
+    """Return the number after the last equals sign that a number follows; None for a formula or several numbers."""
     plain = _plain(re.sub(r"(?<!\d)\d{1,3}(?: \d{3})+(?!\d)", lambda match: match[0].replace(" ", ""), box))
     parts = [part for part in _EQUALS.split(plain) if _NUMBER.search(part)]
     if not parts:
@@ -78,7 +78,7 @@ def _only_number(box: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Rewrite all numbers in LaTeX or typographic form so that `_NUMBER` can read them."""
+    """Rewrite numbers in LaTeX or typographic form so that `_NUMBER` matches them."""
     text = text.translate(_FULL_WIDTH)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -86,7 +86,7 @@ def _plain(text: str) -> str:
 
 
 def _fraction(match: re.Match[str]) -> str:
-    """Rewrite a fraction, or a mixed number if a whole number precedes it; unchanged if it can be neither."""
+    """Rewrite a fraction, or a mixed number if an integer precedes it; return it unchanged if it is neither."""
     minus, whole = match["minus"] or "", match["whole"]
     top, bottom = (Fraction(match[name] or match[f"{name}_digit"]) for name in ("top", "bottom"))
     if not bottom or (whole and not 0 < top < bottom):
@@ -103,7 +103,7 @@ def _power(match: re.Match[str]) -> str:
 
 
 _FULL_WIDTH = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
-"""Digits and signs as East Asian typography has them, and ASCII's."""
+"""East Asian full-width digits and signs, and their ASCII equivalents."""
 _TEX_ARGUMENT = r"\s*(?:\{{\s*(?P<{0}>-?\d+(?:\.\d+)?)\s*\}}|(?P<{0}_digit>\d))"
 _WHOLE = rf"(?:(?P<minus>{_MINUS})(?<![\d.^{{])(?P<whole>\d{{1,50}})\s*)?"
 _MIXED = (

@@ -1,4 +1,4 @@
-"""Is an answer what a JSON Schema allows? For servers that constrain their output, with and without drafting."""
+"""Scores whether an answer conforms to a JSON Schema, for servers that constrain their output."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dflash_bench.core.types import Prompt
 from dflash_bench.tasks.scorers.base import Score, require_module
 
 NAME = "json_schema"
-"""Of the scorer, and of the column that holds the schema."""
+"""The name of the scorer, and of the column that holds the schema."""
 
 
 def read(path: Path) -> Mapping[str, Any]:
-    """Read a schema. Raises UserError for a file that holds none, and where the package that checks it is missing."""
+    """Read a schema. Raises UserError if the file holds none, or if the package that checks it is missing."""
     require_module("jsonschema")
     from jsonschema import SchemaError, validators
 
@@ -33,12 +33,12 @@ def read(path: Path) -> Mapping[str, Any]:
 
 
 def fingerprint(schema: Mapping[str, Any]) -> str:
-    """Return a hash that tells schemas apart."""
+    """Return a hash that identifies a schema."""
     return hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def json_schema(prompt: Prompt, text: str) -> Score:
-    """The answer is right if it is JSON that the schema allows; one that the token limit cut is not."""
+    """Score whether the answer is JSON that conforms to the schema; truncated answers do not."""
     require_module("jsonschema")
     from jsonschema import validators
 
