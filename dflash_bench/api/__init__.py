@@ -1,9 +1,9 @@
 """The public Python API, which the command line also uses.
 
-What `dflash_bench.__all__` names stays as documented within a major version: arguments, attributes, columns and units.
+The names in `dflash_bench.__all__` stay as documented within a major version: arguments, attributes, columns and units.
 Everything else in the package may change with any release. Errors that a user can correct are `UserError`, one line
-with the problem and its remedy. Nothing is printed; a notebook shows the progress of a run. Names are imported when
-they are first used.
+with the problem and its remedy. Nothing is printed; a notebook shows the progress of a run. Names are imported on first
+use.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ class ReplyRound:
     """One round of drafting and verification. Times are in seconds, and None until the reply has ended."""
 
     drafted: tuple[int, ...]
-    """The ids of the draft tokens, for a tree those of all its nodes. Empty in plain decoding."""
+    """The ids of the draft tokens, all nodes for a tree; empty in plain decoding."""
     verified: int
-    """The number of draft tokens that the target read: all, unless the draft was cut before."""
+    """The number of draft tokens that the target read: all, unless the draft was cut first."""
     accepted: int
     """The number of draft tokens that were accepted."""
     token_ids: tuple[int, ...]
@@ -43,7 +43,7 @@ class ReplyRound:
     draft_s: float | None = None
     verify_s: float | None = None
     seconds: float | None = None
-    """From the end of the round before to the end of this one."""
+    """From the end of the previous round to the end of this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Reply:
     """A complete answer. Its first token comes from prefill, all others from `rounds`."""
 
     text: str
-    """Without special tokens; empty for a target without a tokenizer."""
+    """Decoded text without special tokens; empty for a target without a tokenizer."""
     token_ids: tuple[int, ...]
     """The token ids [T], including a stop token at the end."""
     rounds: tuple[ReplyRound, ...]
@@ -66,7 +66,7 @@ class Reply:
 
     @property
     def acceptance_length(self) -> float | None:
-        """The mean of accepted + 1 over rounds, al.pooled of this answer; None without a round."""
+        """The mean of accepted + 1 over rounds (al.pooled of this answer); None without rounds."""
         return sum(step.accepted + 1 for step in self.rounds) / len(self.rounds) if self.rounds else None
 
 
@@ -82,7 +82,7 @@ class Piece:
 class ReplyStream(Iterator[Piece]):
     """The pieces of an answer, one per round; joined, their texts are the reply's but for an incomplete last character.
 
-    Once read to its end it has the `reply`. It ends early when its engine begins another answer.
+    `reply` is set once the stream is read to its end. It ends early when its engine begins another answer.
     """
 
     def __init__(self, pieces: Iterator[Piece | Reply]) -> None:
@@ -195,7 +195,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Return the token ids [P] of a prompt: text is a user's message, and the chat template renders messages.
 
         Messages have a role (system, user or assistant) and content. `thinking` is for templates with such a switch.
-        Raises UserError for text without a tokenizer, for an empty prompt and for an id that is no token.
+        Raises UserError for text without a tokenizer, for an empty prompt and for an invalid id.
         """
         from dflash_bench.models import chat
 
@@ -269,7 +269,7 @@ class Engine(AbstractContextManager["Engine"]):
         return answer.reply
 
     def close(self) -> None:
-        """Free the weights, as the end of `with` does. The engine cannot answer any more."""
+        """Free the weights, as leaving `with` does. The engine then cannot answer any more."""
         if self._open is not None:
             self._open.close()  # type: ignore[attr-defined]
         self._drafters.clear()

@@ -23,7 +23,7 @@ class Compared:
     text: str
     data: dict[str, Any]
     found: ComparisonText = field(repr=False)
-    """For the page; not part of what is promised."""
+    """For the page; not part of the public API."""
 
     def report(self, path: str | Path) -> Path:
         """Write the comparison as an HTML page, all in one file, and return its path.
@@ -37,7 +37,7 @@ class Compared:
 
     @property
     def notes(self) -> list[str]:
-        """Caveats for whoever reads the numbers, one sentence each."""
+        """Caveats on the numbers, one sentence each."""
         return list(self.data["notes"])
 
     @cached_property
@@ -69,11 +69,11 @@ class Compared:
 
 
 def compare(*runs: Run | str | Path, by: str = "suite", allow: Sequence[str] = ()) -> Compared:
-    """Compare the first run with each other one, or the methods of a single run.
+    """Compare the first run with each other run, or the methods of a single run.
 
     Runs are `Run`s or folders. `by` splits metrics by suite, category, turn, prompt-length, output-position,
     context-position, part, text-kind, or a column of the prompts. Raises UserError for runs that differ in model,
-    settings, machine or other things that metrics depend on, unless `allow` names the difference, as `dflash-bench
+    settings, machine or other properties that metrics depend on, unless `allow` names the difference, as `dflash-bench
     compare --allow` does.
     """
     return comparison(runs, by=by, allow=allow)
@@ -101,11 +101,11 @@ class CheckResult:
     """Result of `check`. `str` is the text of `dflash-bench check`."""
 
     found: GateResult
-    """For the command line; not part of what is promised."""
+    """For the command line; not part of the public API."""
 
     @property
     def passed(self) -> bool:
-        """Whether nothing fell short."""
+        """Whether no check failed."""
         return not self.failures
 
     @property
@@ -115,7 +115,7 @@ class CheckResult:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was allowed, could not be tried, or limits the result, one sentence each."""
+        """Notes on what was allowed, could not be checked, or limits the result, one sentence each."""
         return self.found.outcome.notes
 
     @cached_property
@@ -150,13 +150,13 @@ def check(
     rescore: bool | None = None,
     require_speed: bool = False,
 ) -> CheckResult:
-    """Check whether runs fall short of a baseline, or of what every run must reach.
+    """Check runs against a baseline, or against the minimum that every run must reach.
 
     `baseline` is a file of `dflash-bench baseline`; without one only the checks of every run are made. `limits` is a
     TOML file of limits, `rescore` as `--rescore` and `--no-rescore`, `require_speed` as `--require-speed`.
 
-    Raises UserError for a run that cannot be read, a baseline of other prompts, and if nothing can be judged. A run
-    that falls short raises nothing: `passed` is False.
+    Raises UserError for a run that cannot be read, a baseline of other prompts, and if nothing can be judged. A failed
+    check raises nothing: `passed` is False.
     """
     from dflash_bench.analysis.gate.checks import check_runs
     from dflash_bench.diagnose.reread import reread

@@ -115,9 +115,9 @@ def run(
 
     `suite`: a suite, a group or several, as `dflash-bench suites` lists them. `methods`: as `dflash-bench methods`
     writes them, such as "dflash:8" (default: dflash). `model`: a name that `dflash-bench models` lists, or a folder
-    (default: nano, the included model). `limit`: at most this many prompts per suite. `out`: the folder to write, which
-    must not exist (default: results/runs/TIME-MODEL); with `resume` the run to continue. `tell` receives notes, which
-    are also in `Run.notes`. `options` are those of `Options`. `config` is a whole request, in place of everything
+    (default: nano, the included model). `limit`: most prompts per suite. `out`: the folder to write, which must not
+    exist (default: results/runs/TIME-MODEL); with `resume` the run to continue. `tell` is called with notes, which are
+    also in `Run.notes`. `options` are the fields of `Options`. `config` is a whole request, in place of everything
     except `out`, `resume` and `tell`.
 
     Raises UserError for options that contradict each other or have no effect, for models and prompts that cannot be
@@ -141,7 +141,7 @@ def run(
 
 
 def measure(request: RunRequest, out: Path | None, resume: bool, tell: Callable[[str], object], **shown: Any) -> Path:
-    """Run or continue a request, as both `db.run` and the command do, and return its folder.
+    """Run or continue a request, for `db.run` and the command, and return its folder.
 
     `shown` are fields of `session.Caller`; without them only a notebook shows progress.
     """
@@ -149,7 +149,7 @@ def measure(request: RunRequest, out: Path | None, resume: bool, tell: Callable[
 
     if resume and out is None:
         raise UserError("--resume needs --out FOLDER, the run to continue")
-    # tqdm warns of missing widgets in a notebook, although none of its bars is shown.
+    # tqdm warns of missing widgets in a notebook, although no bar of it is shown.
     warnings.filterwarnings("ignore", message="IProgress not found")
     folder = out or default_folder(request)
     session.perform(request, folder, resume, session.Caller(tell, **{"progress": progress_display(), **shown}))
@@ -174,7 +174,7 @@ def request_of(**options: Any) -> RunRequest:
 def typed_options(
     request: type[Any], options: Mapping[str, Any], kind: str, aliases: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Return the options that are not None by the fields of a request, in the types of these.
+    """Return the options that are not None, in the types of the request's fields.
 
     Raises UserError, which calls them a `kind`, for a name that is no field.
     """
@@ -214,21 +214,21 @@ def _text(value: Any) -> Any:
 
 
 def _listed(values: Any) -> str:
-    """Join the values of a sweep by commas; leave a place as it is."""
+    """Join the values of a sweep by commas; return other values unchanged."""
     if isinstance(values, str | Path) or not isinstance(values, Iterable):
         return str(values)
     return ",".join(map(str, values))
 
 
 def _call(request: RunRequest, options: Mapping[str, Any]) -> str:
-    """Return the call as text for run.json; it contains the name of a key's variable, never the key."""
+    """Return the call as text for run.json, with the name of a key's variable, never the key."""
     given = {name: getattr(request, ALIASES.get(name, name)) for name in options}
     shown = (f"{name}={str(value) if name == 'launch_args' else _plain(value)!r}" for name, value in given.items())
     return f"db.run({', '.join(shown) or 'config'})"
 
 
 def _plain(value: Any) -> Any:
-    """Turn a path into text, a tuple into a list, and a tuple of one value into the value."""
+    """Convert a path to text, a tuple to a list, and a tuple of one value to the value."""
     if isinstance(value, tuple):
         return _plain(value[0]) if len(value) == 1 else list(map(_plain, value))
     return str(value) if isinstance(value, Path) else value
@@ -243,14 +243,14 @@ def progress_display() -> Callable[..., Progress]:
 
 
 def in_notebook() -> bool:
-    """Return whether a kernel that shows HTML runs this, without importing IPython: a notebook has imported it."""
+    """Return whether this runs in a notebook kernel, without importing IPython: a notebook has imported it."""
     python = sys.modules.get("IPython")
     shell = python.get_ipython() if python is not None else None
     return shell is not None and getattr(shell, "kernel", None) is not None
 
 
 class Silent(Progress):
-    """Counts and shows nothing."""
+    """Progress that shows nothing."""
 
     def __init__(self, total: int, num_stored: int, **options: Any) -> None:
         super().__init__(total, num_stored, stream=StringIO(), **options)
@@ -260,7 +260,7 @@ class Silent(Progress):
 
 
 class InNotebook(Silent):
-    """A line of HTML below the cell, updated at most twice a second so that drawing does not slow the measurement."""
+    """Progress as HTML below the cell, updated at most twice a second so that drawing does not slow the measurement."""
 
     EVERY_S = 0.5
 

@@ -1,7 +1,7 @@
-"""`recommend`: races methods under the loads that a user has, and says which to serve with.
+"""`recommend`: races methods under a user's loads, and recommends which to serve with.
 
-The races' runs lie in one folder, beside `race.json`, which holds the request and the time spent. The same call goes on
-where an earlier one was stopped: stored rounds are read, and the one that was begun is finished.
+The races' runs lie in one folder, beside `race.json`, which holds the request and the time spent. The same call resumes
+an earlier one that was stopped: stored rounds are read, and an unfinished round is completed.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from dflash_bench.runner.race import Course
 
 STATE = "race.json"
-"""In the folder of a recommendation: its request, and the seconds spent by the processes that worked on it."""
+"""File in the folder of a recommendation: its request, and the seconds spent by the processes that worked on it."""
 
 
 def default_folder(request: RunRequest) -> Path:
-    """Return the folder of a recommendation without `out`: the same for the same request, so that it is found again."""
+    """Return the folder of a recommendation without `out`: the same for the same request, so that it resumes."""
     from dflash_bench.models import presets
 
     digest = hashlib.sha256(_canonical(request).encode()).hexdigest()[:8]
@@ -57,16 +57,16 @@ def default_folder(request: RunRequest) -> Path:
 
 
 def _canonical(request: RunRequest) -> str:
-    """Return the request as text, without its time limit: with more time the same race goes on."""
+    """Return the request as text, without its time limit: with more time the same race continues."""
     return json.dumps(to_json(replace(request, budget=None)), sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Recommended:
-    """What to serve a model with, load by load. `str` is the text of `dflash-bench recommend`, `data` its JSON."""
+    """Methods to serve a model with, load by load. `str` is the text of `dflash-bench recommend`, `data` its JSON."""
 
     found: Recommendation = field(repr=False)
-    """For the command line; not part of what is promised."""
+    """For the command line; not part of the public API."""
 
     @property
     def folder(self) -> Path:
@@ -81,23 +81,23 @@ class Recommended:
 
     @property
     def flags(self) -> dict[str, dict[str, list[str]]]:
-        """By method that was chosen and by program, the arguments that tell a server to draft so."""
+        """The server arguments by chosen method and by program."""
         return dict(self.data["flags"])
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        """Everything as codes and numbers, as `--json` prints it; intervals are [value, low, high]."""
+        """The recommendation as codes and numbers, as `--json` prints it; intervals are [value, low, high]."""
         from dflash_bench.report import recommend as shown
 
         return shown.as_json(self.found)
 
     @cached_property
     def table(self) -> Any:
-        """A tidy pandas DataFrame with a row per load and method that was tried, plain decoding ("ar") first.
+        """A tidy pandas DataFrame with a row per load and measured method, plain decoding ("ar") first.
 
         Columns: concurrency, context (tokens; 0: prompts as they are), method, verdict (leads, level, slower, ...),
         prompts, speedup, low, high (its 95 % interval, or NaN), al_pooled, tokens_per_s (of all answers together),
-        ms_per_token (of one).
+        ms_per_token (of a single answer).
         """
         import pandas as pd
 
@@ -133,15 +133,16 @@ def recommend(
     tell: Callable[[str], object] = lambda _: None,
     **options: Unpack[Options],
 ) -> Recommended:
-    """Race methods under your loads, and say which to serve with.
+    """Race methods under your loads, and recommend which to serve with.
 
     The loads are `concurrency` and `context`, each a number or several; `budget` limits the time, such as "30m".
-    `methods` are tried with several lengths unless they name one (default: all that have what they need). Other
-    options are those of `dflash-bench recommend`. `out` is the folder (default: one in results/runs, the same for the
-    same options); called again, it goes on where it was stopped. `tell` receives notes and each round's end.
+    `methods` are tried with several lengths unless they name one (default: all whose requirements are met). Other
+    options are those of `dflash-bench recommend`. `out` is the folder (default: a folder in results/runs, the same for
+    the same options); called again, it resumes where it was stopped. `tell` is called with notes and at each round's
+    end.
 
-    Raises UserError for options that a race has no use for, for another one's folder, and if plain decoding fails. A
-    method with wrong answers raises nothing: its verdict is wrong.
+    Raises UserError for options that a race does not support, for another request's folder, and if plain decoding
+    fails. A method with wrong answers raises nothing: its verdict is wrong.
     """
     given = {"suite": suite, "methods": methods, "model": model, "limit": limit, **options}
     request = request_of(**{name: value for name, value in given.items() if value not in (None, ())})
@@ -154,7 +155,7 @@ def decide(
     tell: Callable[[str], object],
     progress: Callable[..., Any] | None = None,
 ) -> Recommended:
-    """Recommend for a request, as both `db.recommend` and the command do, and write the result beside the runs."""
+    """Recommend for a request, for `db.recommend` and the command, and write the result beside the runs."""
     from dflash_bench.report import plots
     from dflash_bench.report import recommend as shown
 
@@ -203,7 +204,7 @@ def _race(
 
 
 def _model_of(request: RunRequest, table: RunTable) -> str:
-    """Return the name of the model for people: of servers that run already, as they name it."""
+    """Return the model's name for people: for servers that run already, the name they report."""
     names = [entry.model for entry in table.info.identity.servers.values() if entry.model]
     return Path(names[0]).name if request.name == "server" and names else request.name
 
@@ -215,7 +216,7 @@ def _loads(request: RunRequest) -> list[Load]:
 
 @dataclass(slots=True)
 class _Clock:
-    """The time that is spent, and that is left."""
+    """The time spent, and the time left."""
 
     path: Path
     request: str
@@ -235,7 +236,7 @@ class _Clock:
 
 @contextmanager
 def _clock(out: Path, request: RunRequest, budget_s: float | None) -> Iterator[_Clock]:
-    """Raises UserError for a folder that holds something else."""
+    """Yield the clock, and store its time. Raises UserError for a folder that holds something else."""
     path, wanted = out / STATE, _canonical(request)
     known = json_of(path) if path.exists() else None
     if known is None and out.exists() and any(out.iterdir()):
@@ -253,9 +254,9 @@ def _clock(out: Path, request: RunRequest, budget_s: float | None) -> Iterator[_
 
 
 def _hold(course: Course, races: Sequence[Race], sizes: Sequence[int], clock: _Clock) -> list[RunTable]:
-    """Hold the rounds of all races, each round under every load before the next. Return the runs.
+    """Measure the rounds of all races, each round under every load before the next, and return the runs.
 
-    `sizes` are the prompts of each suite.
+    `sizes` are the numbers of prompts per suite.
     """
     num_prompts, num_suites = max(sizes), len(sizes)
     held: list[RunTable] = []
@@ -279,7 +280,7 @@ def _hold(course: Course, races: Sequence[Race], sizes: Sequence[int], clock: _C
             tables, failed = _round(course, name, labels, where)
             race.add(tables, failed)
             held += tables
-            # What an earlier process measured took its answers' time, at least.
+            # Answers measured by an earlier process took at least their own time.
             took_s = max(clock.spent_s() - begun_s, sum(own_s(table.rows, is_open=False) for table in tables))
             costs[race.load] = took_s / max(race.num_prompts - before, 1) / (1 + len(labels))
             clock.store()
@@ -288,15 +289,14 @@ def _hold(course: Course, races: Sequence[Race], sizes: Sequence[int], clock: _C
 
 
 def _expected_s(costs: Mapping[Load, float], load: Load) -> float:
-    """Return the seconds of one method on one prompt as they were last time, or at fewer answers at a time, where they
-    are not less; 0 if nothing is known."""
+    """Return the last seconds of one method on one prompt, at this or a lower concurrency; 0 if unknown."""
     return next(
         (costs[known] for known in sorted(costs, reverse=True) if known <= load and known.context == load.context), 0.0
     )
 
 
 def _under(load: Load, left_s: float) -> dict[str, Any]:
-    """Return the options of a run under a load. One answer at a time, the run itself ends when the time is up."""
+    """Return the options of a run under a load. At a concurrency of 1 the run itself ends when the time is up."""
     where: dict[str, Any] = {"concurrency": (load.concurrency,), "context": (load.context,) if load.context else ()}
     if load.concurrency == 1 and left_s < float("inf"):
         where["budget"] = f"{max(left_s, 0.001):.3f}s"
@@ -314,9 +314,9 @@ def _earlier_s(folder: Path) -> float:
 
 
 def _makes_room(race: Race, per_method_s: float, left_s: float, is_any_held: bool) -> bool:
-    """Leave out the slowest methods that there is no time for; return whether there is time for a round at all.
+    """Drop the slowest methods that no time is left for; return whether there is time for a round at all.
 
-    `per_method_s` is what one method is expected to take, 0 if nothing is known. The very first round is always held.
+    `per_method_s` is the expected time of one method, 0 if unknown. The very first round is always measured.
     """
     if left_s <= 0 and is_any_held:
         race.has_time = False
@@ -331,7 +331,7 @@ def _makes_room(race: Race, per_method_s: float, left_s: float, is_any_held: boo
 def _round(
     course: Course, name: str, labels: Sequence[str], where: Mapping[str, Any]
 ) -> tuple[list[RunTable], dict[str, str]]:
-    """Measure a round; if servers for all methods cannot be had together, each method by itself. Return what failed."""
+    """Measure a round and return the failures; methods whose servers do not fit together are measured one by one."""
     if not course.request.asks_servers:
         return [_steady(course, name, labels, where)], {}
     tables, failed = [], {}
@@ -353,7 +353,7 @@ def _round(
 
 
 def _steady(course: Course, name: str, labels: Sequence[str], where: Mapping[str, Any]) -> RunTable:
-    """Measure a run, and once more if a speed-up is impossible because the machine's speed drifted."""
+    """Measure a run, and repeat it if a speed-up is impossible because the machine's speed drifted."""
     table = _sound(course.run(name, labels, where))
     if found := drifted(table):
         course.tell(
@@ -365,7 +365,7 @@ def _steady(course: Course, name: str, labels: Sequence[str], where: Mapping[str
 
 
 def _sound(table: RunTable) -> RunTable:
-    """Raises UserError if plain decoding, by which all methods are judged, failed in every answer or is no baseline."""
+    """Return the table. Raises UserError if plain decoding failed in every answer or is no baseline."""
     plain = table.rows[table.rows["method"] == BASELINE]
     if not len(plain) or plain["error"].notna().all():
         errors = plain["error"].dropna()

@@ -52,7 +52,7 @@ class Run:
         self.folder = Path(folder)
         self.notes = tuple(notes)
         self.document: Document = read_document(self.folder, tuple(allow), with_sound_scores)
-        """For the command line and for reports; not part of what is promised."""
+        """For the command line and for reports; not part of the public API."""
 
     def __repr__(self) -> str:
         return f"<dflash_bench.Run {self.folder.name!r}>"
@@ -79,14 +79,14 @@ class Run:
 
     @cached_property
     def answers(self) -> Any:
-        """A pandas DataFrame with a row per answer, in the order in which they were measured.
+        """A pandas DataFrame with a row per answer, in the order of measurement.
 
         Columns: suite, prompt_id, category, turn (from 0), repeat (from 0), method, settings (in words), order, text,
         token_ids (an array [T]; empty if a server reports none), finish_reason (stop, length or error), error (why it
         failed, else None), answer (as the scorer extracted it), passed (True, False, or None if it was not scored),
         exactness (against the baseline: exact, near_tie, mismatch or differs), audit (against the published model),
-        num_prompt_tokens, prefill_s, decode_s, draft_prefill_s (seconds), energy_j (joules of the
-        machine, if measured), peak_memory_bytes, prompt_hash.
+        num_prompt_tokens, prefill_s, decode_s, draft_prefill_s (seconds), energy_j (joules of the machine, if
+        measured), peak_memory_bytes, prompt_hash.
 
         It includes failed answers, which no metric counts.
         """
@@ -100,15 +100,15 @@ class Run:
 
     @cached_property
     def rounds(self) -> Any:
-        """A pandas DataFrame with a row per round, in order within each answer, without those of failed answers.
+        """A pandas DataFrame with a row per round, in order within each answer, without rounds of failed answers.
 
         Columns: suite, prompt_id, turn, repeat, method, settings (as in `answers`), round (from 0), position (tokens of
         the answer before this round; the first token comes from prefill), drafted (number of draft tokens, for a tree
-        all its nodes), drafted_ids (an array of them, or None if they were not stored), ranks (an array of where the
-        right token of each place is among the draft's likeliest: from 1 on, 0 if not among those recorded, -1 if not
-        known; or None), verified (number of draft tokens up to where a draft is cut), accepted (number of draft tokens
-        accepted), emitted (tokens that the round added), draft_s, verify_s, round_s (seconds). Empty for
-        servers, which hide their rounds.
+        all its nodes), drafted_ids (an array, or None if they were not stored), ranks (an array: for each position the
+        right token's rank among the draft's likeliest, from 1 on, 0 if not among those recorded, -1 if unknown; or
+        None), verified (number of draft tokens up to where a draft is cut), accepted (number of draft tokens accepted),
+        emitted (tokens that the round added), draft_s, verify_s, round_s (seconds). Empty for servers, which hide their
+        rounds.
         """
         import pandas as pd
 
@@ -124,8 +124,8 @@ class Run:
 
         Columns: suite, method, settings (in words), metric (an id such as al.pooled or speedup.decode, a key of
         `dflash_bench.analysis.metrics.METRICS`, which has its formula and unit), value, low, high (the 95 % interval
-        over prompts, NaN if there are too few prompts for one), n (prompts). Ids that end in _ms are in milliseconds. A
-        metric that cannot be computed has no row.
+        over prompts, NaN for too few prompts), n (prompts). Ids that end in _ms are in milliseconds. A metric that
+        cannot be computed has no row.
         """
         import pandas as pd
 
@@ -168,12 +168,12 @@ class Run:
         cut: Sequence[float] = (), nodes: Sequence[int] = (), controller: Sequence[str] = (),
         concurrency: Sequence[int] = (1,),
     ) -> list[Replayed]:  # fmt: skip
-        """Return what other draft lengths, blocks, cuts, trees, controllers or loads would have given, without a model.
+        """Replay the run with other draft lengths, blocks, cuts, trees, controllers or loads, without a model.
 
-        Of one method or of all, the run as measured first. `controller` holds "ours", "average", "fixed:N" or the path
-        of a Python file. Each result has change, is_exact (are its counts those that a measured run would have?),
+        For one method or all, the run as measured first. `controller` holds "ours", "average", "fixed:N" or the path of
+        a Python file. Each result has change, is_exact (whether its counts are those that a measured run would have),
         length (al.pooled), verified, speedup and tokens_per_s; times are always estimates. Raises UserError for a
-        change that the run's rounds say nothing about, and for a controller that raises, loops or returns no length.
+        change that the run's rounds cannot answer, and for a controller that raises, loops or returns no length.
         """
         from dflash_bench.analysis.replay import changes_of, replay_all
         from dflash_bench.report import require_answers
@@ -186,7 +186,7 @@ class Run:
         """Return a matplotlib Figure of one of the plots: speedup, acceptance, positions, output, rounds, prompts, ...
 
         With `ax`, axes of a grid (`plt.subplots`), it is drawn in their place and a SubFigure is returned. Raises
-        UserError for an unknown plot, one that this run has no rows for, and axes outside of a grid.
+        UserError for an unknown plot, a plot that this run has no rows for, and axes outside of a grid.
         """
         from dflash_bench.report import plots
 
@@ -245,7 +245,7 @@ def load(path: str | Path, allow: Sequence[str] = ()) -> Run:
 
 
 def _rounds_of(batch: Any, words: list[str]) -> Any:
-    """Return a row per round, for answers that did not fail and whose rounds are shown."""
+    """Return a row per round, for answers that did not fail and that report their rounds."""
     import numpy as np
 
     answers = batch.to_pandas().assign(settings=words)

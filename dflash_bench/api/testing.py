@@ -24,7 +24,7 @@ REPORTED = "dflash_bench_runs"
 
 
 class Bench:
-    """Measures and gates for one test; runs are kept in its temporary folder."""
+    """Measures and checks for one test; runs are kept in its temporary folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -33,8 +33,8 @@ class Bench:
     def run(self, **options: Any) -> Run:
         """Measure as `dflash_bench.run` does and return the run.
 
-        Fails the test if an answer failed, or is not the target's own by more than rounding explains, or if another
-        finding forbids a speed-up; raises UserError as `dflash_bench.run`.
+        Fails the test if an answer failed or differs from the target's own by more than rounding explains, or if
+        another finding forbids a speed-up; raises UserError as `dflash_bench.run`.
         """
         import dflash_bench as db
 
@@ -50,7 +50,7 @@ class Bench:
         self, *runs: Run | str | Path, baseline: str | Path | None = None, limits: str | Path | None = None,
         allow: Sequence[str] = (), require_speed: bool = False,
     ) -> CheckResult:  # fmt: skip
-        """Fail the test with what fell short, as `dflash-bench check` says it; returns the result otherwise."""
+        """Fail the test with the failed checks, as `dflash-bench check` lists them; return the result otherwise."""
         import dflash_bench as db
 
         result = db.check(runs or self.runs, baseline=baseline, limits=limits, allow=allow, require_speed=require_speed)
@@ -69,7 +69,7 @@ def dflash_bench(tmp_path: Path, request: pytest.FixtureRequest) -> Bench:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
-    """Say below a failure which command shows the run."""
+    """Report below a failure the command that shows the run."""
     outcome = yield
     report, runs = outcome.get_result(), getattr(item, REPORTED, [])
     if report.when == "call" and report.failed and runs:

@@ -1,6 +1,6 @@
 """Drafts examined, trained and measured: the commands `inspect`, `doctor`, `crosscheck`, `train` and `profile`.
 
-Each returns as data what the command shows.
+Each returns its command's output as data.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _ignore(_: str) -> None:
 def inspect(checkpoint: str | Path, target: str | Path | None = None) -> Inspection:
     """Read a draft's properties from its files' headers: format, method, block, taps, sizes (parameters and bytes).
 
-    `checkpoint` is a folder or a hub id. With a `target` (nano, another known model, or a folder), `problems` also say
-    whether the draft fits it; they are empty for a draft that can be run. Raises UserError for files of no draft.
+    `checkpoint` is a folder or a hub id. With a `target` (nano, another known model, or a folder), `problems` also list
+    where the draft does not fit it; they are empty for a usable draft. Raises UserError for files of no draft.
     """
     from dflash_bench.models import inspect
 
@@ -58,7 +58,7 @@ def doctor(
 
 
 def examine(request: RunRequest, tell: Tell) -> Diagnosis:
-    """Do the same for a request."""
+    """Diagnose the draft of a request."""
     from dflash_bench.diagnose import doctor
 
     return doctor.diagnose(request, tell)
@@ -122,10 +122,10 @@ def profile(
     tell: Tell = _ignore,
     **options: Any,
 ) -> Profiled:
-    """Measure forward passes on this machine, and derive from which acceptance on drafting pays.
+    """Measure forward passes on this machine, and derive the acceptance length from which on drafting pays.
 
     `batch`: sequences side by side; `context`: tokens already in the cache; `width`: tokens that a pass verifies;
-    `acceptance`: tokens per round that speed-ups are predicted for. With `random_weights` nothing is downloaded, and
+    `acceptance`: acceptance lengths that speed-ups are predicted for. With `random_weights` nothing is downloaded, and
     the first `layers` of the target are enough. Other options: target, drafts, device, dtype, attention, engine, graph,
     threads. Returns times in seconds with the device's lower bounds. Raises UserError for models that do not fit into
     memory.

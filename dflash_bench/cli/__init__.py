@@ -1,6 +1,6 @@
 """The command line: options become dataclasses, the library works, text comes out.
 
-The only room that prints and exits.
+The only package that prints and exits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Root(TyperGroup):
     def get_help_option(self, ctx: Context) -> Any:  # type: ignore[override]
         option = super().get_help_option(ctx)
         if option is not None:
-            # With typer's default, None, it loads pydantic to find that --help was not typed: a third of `run --help`.
+            # With typer's default, None, it loads pydantic to see that --help was not given: a third of `run --help`.
             option.default = False
         return option
 
@@ -42,7 +42,7 @@ class Root(TyperGroup):
         except KeyboardInterrupt:
             note("stopped")
             raise typer.Exit(net.stopped_status()) from None
-        except BrokenPipeError as error:  # of which typer would make exit status 1, without a word
+        except BrokenPipeError as error:  # typer would silently exit with status 1
             raise UserError(f"a process or server that was written to has ended ({error})") from error
 
 
@@ -50,7 +50,7 @@ app = typer.Typer(
     cls=Root,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # Rich takes as long to load as all the rest of --help
+    rich_markup_mode=None,  # Rich loads as long as all the rest of --help
     help="Measure speculative decoding honestly: acceptance, speed and token-for-token exactness.\n\n"
     "To begin, with the small model that is included: dflash-bench run --suite gsm8k --limit 4",
 )

@@ -91,7 +91,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 LONGEST_NAME = 255
-"""Bytes that file systems allow for one name; a whole path may have sixteen times as many."""
+"""Bytes that file systems allow for a name; a whole path may have sixteen times as many."""
 
 
 class Command(TyperCommand):
@@ -114,13 +114,13 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def _typed(self, ctx: Context, args: list[str]) -> tuple[dict[str, Any], list[Any]]:
-        """Return values by parameter, and the parameters in the order in which they were given."""
+        """Return values by parameter, and the parameters in the order given."""
         typed, _, typed_params = self.make_parser(ctx).parse_args(args=list(args))
         return dict(typed), list(typed_params)
 
 
 def in_shell(line: str, width: int) -> list[str]:
-    """Return a command on several lines, if it needs them, as a shell reads it: each begins with an option."""
+    """Return a command as lines for a shell; if it is too long, each line begins with an option."""
     first, *options = line.split(" --")
     parts = [first]
     for option in options:
@@ -132,9 +132,9 @@ def in_shell(line: str, width: int) -> list[str]:
 
 
 def config_words(path: Path, params: Sequence[Any], typed: Sequence[Any]) -> list[str]:
-    """Return the options of a TOML file as they would be typed, except those that were typed.
+    """Return the options of a TOML file as command-line words, except those given on the command line.
 
-    Raises UserError for a key that is not an option of the command, and for a value that its option cannot have.
+    Raises UserError for a key that is not an option of the command, and for an invalid value.
     """
     from dflash_bench.core.files import toml_of
 
@@ -153,11 +153,11 @@ def config_words(path: Path, params: Sequence[Any], typed: Sequence[Any]) -> lis
 
 
 NOT_SAVED = ("config", "save_config", "out", "resume", "as_json")
-"""Parameters that say where a run goes and not what it is."""
+"""Parameters on where a run is stored, which do not define it."""
 
 
 def config_text(ctx: Context) -> str:
-    """Return the options that a command was given, as TOML that `config_words` reads."""
+    """Return the given options of a command as TOML that `config_words` reads."""
     lines = []
     for param in ctx.command.params:
         value = ctx.params.get(str(param.name))
@@ -168,7 +168,7 @@ def config_text(ctx: Context) -> str:
 
 
 def _in_toml(value: object) -> str:
-    """A text of JSON is one of TOML."""
+    """Return a value as TOML; a JSON string is a TOML string."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_in_toml, value))}]"
     return json.dumps(value if isinstance(value, bool | int | float) else str(value), ensure_ascii=True)
@@ -185,7 +185,7 @@ def _words(where: str, flag: str, param: TyperOption, value: object) -> list[str
     texts = [one if isinstance(one, str) else repr(one) for one in values]
     if param.multiple:
         return [f"{flag}={text}" for text in texts]
-    # As its help shows it, N[,N...].
+    # As in help, N[,N...].
     if len(texts) > 1 and "[," not in (param.metavar or ""):
         raise UserError(f"{where} takes one value, not {len(texts)}")
     return [f"{flag}={','.join(texts)}"]

@@ -1,4 +1,4 @@
-"""The command demo: one prompt answered by plain decoding and with a draft, and both shown side by side."""
+"""The command demo: one prompt answered by plain decoding and with a draft, side by side."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 LENGTH_S = 5.0
-"""How long the slower answer takes on the screen."""
+"""Seconds that the slower answer takes on the screen."""
 FRAME_S = 0.05
 NARROW = 50
-"""Columns of a terminal below which the answers stand one above the other."""
+"""Terminal width below which the answers are stacked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """Text that appeared at once: accepted draft tokens, or a token of the target's own."""
+    """Text that appeared at once: accepted draft tokens, or one of the target's own tokens."""
 
     at_s: float
-    """Since the answer's first token."""
+    """Seconds since the answer's first token."""
     text: str
     is_drafted: bool
 
@@ -118,7 +118,7 @@ def _answered(engine: Engine, prompt: str, method: str, max_new_tokens: int) -> 
 
 
 def _parts(reply: Any) -> Iterator[tuple[Sequence[int], float, bool]]:
-    """Yield the tokens of each round, those of the draft and the target's own, and when the round ended."""
+    """Yield each round's draft tokens and the target's own token, with the end of the round."""
     now_s = 0.0
     for step in reply.rounds:
         now_s += step.seconds or 0.0
@@ -127,7 +127,7 @@ def _parts(reply: Any) -> Iterator[tuple[Sequence[int], float, bool]]:
 
 
 def _shown(one: Answered, until_s: float = float("inf")) -> Text:
-    """Return what has been typed by then; brackets stand around drafted text where there are no colours."""
+    """Return the text typed so far; without colours, brackets stand around drafted text."""
     from rich.text import Text
 
     text, in_colour = Text(), sys.stdout.isatty()
@@ -149,7 +149,7 @@ def _name(one: Answered) -> str:
 
 
 def _play(plain: Answered, drafted: Answered) -> None:
-    """Type both answers at their measured times, times a factor that is said."""
+    """Type both answers at their measured times, slowed by a factor that the title states."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.panel import Panel

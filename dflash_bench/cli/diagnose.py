@@ -189,7 +189,7 @@ def doctor(request: RunRequest, as_json: options.AsJson = False) -> None:
 
 
 def _require_folder(out: Path | None) -> None:
-    """Raise UserError before anything slow, if a page could not be written there."""
+    """Raise UserError, before any slow work, if a page could not be written there."""
     if out is not None and not out.parent.is_dir():
         raise UserError(f"the folder {out.parent} for {out.name} does not exist; create it, or give another --out")
 

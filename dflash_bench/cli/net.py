@@ -1,7 +1,7 @@
-"""The last resort for errors of files, disks and memory: they become one line, while our own bugs keep a traceback.
+"""The last resort for errors of files, disks and memory: they become one line, while bugs keep a traceback.
 
-Readers report errors in what they read themselves. The errors that get here are those that no reader can foresee: a
-full disk, memory that the system refuses, a file that disappears while it is read.
+Readers report errors in their own input. These are the errors that no reader can foresee: a full disk, memory that the
+system refuses, a file that disappears while it is read.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ PACKAGE = Path(__file__).resolve().parent.parent
 LEAST_ADDRESSES = 12 * 10**8
 """Bytes of address space that numpy, torch and numba need to load; with less, some end the process silently."""
 REFUSED = ("failed to map segment", "cannot allocate memory", "cannot apply additional memory protection")
-"""Messages of the dynamic loader if there is no memory for a library."""
+"""Messages of the dynamic loader when a library does not fit in memory."""
 NOT_ENOUGH = (
     "not enough memory", "out of memory", "defaultcpuallocator", "bad_alloc", "std::bad_alloc", "unable to allocate",
     "can't start new thread", "cannot allocate memory", "failed to allocate", "unable to mmap", "alloc_cpu",
 )  # fmt: skip
 """Messages of torch, numpy and Python if memory, or a thread, is refused."""
 FROM_OUTSIDE = (OSError, MemoryError, ImportError, RuntimeError, SystemError)
-"""Types of errors that files, disks and memory raise; each may still be a bug, which `explain` decides."""
+"""Types of errors of files, disks and memory; each may still be a bug, which `explain` decides."""
 REMEDY = "close other programs, allow more memory (ulimit -v, -u), or use a smaller model, --limit or --concurrency"
 
 
@@ -36,7 +36,7 @@ _stopped_by = signal.SIGINT
 
 @contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a command as Ctrl-C does. One that is ignored, as by nohup, stays ignored."""
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does. An ignored signal, as by nohup, stays ignored."""
     global _stopped_by
     _stopped_by = signal.SIGINT
     usual = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
@@ -52,13 +52,13 @@ def stopping_on_signals() -> Iterator[None]:
 def _interrupt(number: int, _: object) -> None:
     global _stopped_by
     _stopped_by = signal.Signals(number)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts a command behind which stands &
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's background command (&)
         raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
 
 
 def stopped_status() -> int:
-    """Return the exit status of a command that a signal ended, as a shell has it: 130 after Ctrl-C."""
+    """Return the exit status of a command that a signal ended, by the shell's convention: 130 after Ctrl-C."""
     return 128 + _stopped_by
 
 
@@ -73,7 +73,7 @@ def require_addresses() -> None:
 
 
 def explain(error: Exception) -> str | None:
-    """Return the message for an error that is not our bug; None for one that may be."""
+    """Return the message for an error that is not our bug; None if it may be."""
     for one in _with_causes(error):
         if _is_of_memory(one):
             return f"out of memory ({_reason(one)}); {REMEDY}"
@@ -108,7 +108,7 @@ def _reason(error: BaseException) -> str:
 def _of_the_system(error: OSError) -> str | None:
     """Return the message for an error of the operating system.
 
-    A file of this package that cannot be read is a bug or a broken installation, which its traceback shows.
+    An unreadable file of this package is a bug or a broken installation, which the traceback shows.
     """
     if error.errno is None or error.strerror is None:
         return None

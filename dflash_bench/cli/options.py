@@ -30,11 +30,11 @@ Config = Annotated[
         "command line take precedence.",
     ),
 ]
-"""`Command` reads the file and passes its options to the command as if they had been typed."""
+"""`Command` reads the file and treats its options as if given on the command line."""
 
 
 def with_options(*order: str, helps: Mapping[str, str] | None = None) -> Callable[[Callable[..., None]], Any]:
-    """Replace those parameters of a command that are groups of options by the groups' options.
+    """Replace a command's parameters that are groups of options by the groups' options.
 
     `order` selects options and places the command's own parameters among them; by default all are taken where their
     group stands. `helps` overrides help texts for this command.
@@ -66,7 +66,7 @@ _types = cache(get_type_hints)
 
 
 def _parameter(group: type, spec: OptionSpec, help: str | None) -> Parameter:  # noqa: A002
-    """Return the parameter for typer: text that the option parses itself, several texts, or the field's own type."""
+    """Return typer's parameter: text if the option parses itself, a list of texts, or the field's own type."""
     default, kind = spec.default, _types(group)[spec.name]
     if spec.required:
         default = Parameter.empty

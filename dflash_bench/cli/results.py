@@ -25,13 +25,13 @@ app = typer.Typer()
 ENDINGS = {
     ".html": "page", ".md": "markdown", ".json": "json", ".csv": "csv", ".tex": "latex", ".txt": "table",
 }  # fmt: skip
-"""What `report` writes, by how the file's name ends."""
+"""Formats of `report`, by the ending of the file's name."""
 LAYOUTS = ("rows", "paper")
-"""Of the LaTeX table."""
+"""Layouts of the LaTeX table."""
 
 
 def found(names: Sequence[Path] | None) -> list[Path]:
-    """Return the folders of runs by what was typed, and say which run is meant if none was."""
+    """Return the folders of the named runs; without names the newest run, with a note."""
     from dflash_bench.results import store
 
     folders = store.find_all(names or [])
@@ -41,9 +41,9 @@ def found(names: Sequence[Path] | None) -> list[Path]:
 
 
 def _kind_of(out: Path | None, kinds: Mapping[str, str]) -> str | None:
-    """Return what the file is to be, by its ending; None if nothing is written.
+    """Return the kind of file by its ending; None if nothing is written.
 
-    Raises UserError for an ending that none of the kinds has.
+    Raises UserError for an ending that no kind has.
     """
     if out is None:
         return None

@@ -135,7 +135,7 @@ def recommend(
 
 
 def next_commands(folder: Path) -> str:
-    """Return what to do with a run that has ended. Commands take it by default if it is in results/runs."""
+    """Return commands for a run that has ended. They take it by default if it is in results/runs."""
     from dflash_bench.results.store import RUNS
 
     run = "" if folder.parent == RUNS else f" {folder}"

@@ -65,7 +65,7 @@ def train(
 
 
 def _draw(folder: Path, method: str) -> str:
-    """Plot how acceptance grew beside the card, and return a line that says where, or why there is no plot."""
+    """Plot the growth of acceptance beside the card, and return a line with its path, or why there is no plot."""
     from dflash_bench.core import files
     from dflash_bench.report import plots
     from dflash_bench.training.cards import HISTORY
