@@ -29,9 +29,9 @@ def pytest_collection_finish() -> None:
     # Typer makes its tree of options from the functions anew for each command line.
     typer.main.get_command = cache(typer.main.get_command)
     if "torch" in sys.modules:
-        import quick
+        from helpers import shared_models
 
-        quick.apply()
+        shared_models.apply()
     gc.collect()
     gc.freeze()
 
@@ -41,8 +41,8 @@ def shared_models_stay_what_they_are() -> Iterator[None]:
     """And fixtures of a file draw the same random numbers whatever ran before."""
     seed()
     yield
-    if "shared" in sys.modules:
-        sys.modules["shared"].require_unchanged()
+    if "helpers.shared" in sys.modules:
+        sys.modules["helpers.shared"].require_unchanged()
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def seed() -> None:
 
 @pytest.fixture
 def measured_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undoes what `quick.apply` does to it."""
+    """Undoes what `shared_models.apply` does to it."""
     from dflash_bench.perf import measure
 
     for name in ("forward_curve", "least_s"):

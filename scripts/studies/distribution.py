@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from wrong_rules import FAINT, MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
 
 from dflash_bench.core import methods
 from dflash_bench.core.environment import describe, one_line
@@ -24,6 +23,7 @@ from dflash_bench.diagnose.distribution import LENGTH, NUM_DRAWS, QUESTIONS, sco
 from dflash_bench.diagnose.goodness_of_fit import COLUMNS, LEVEL, SCORED, Draws, FitTest, count_decisions, run_tests
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.runner.config import RunRequest
+from helpers.faults.wrong_rules import FAINT, MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
 from studies._study import Made, Work, tell
 
 TAKES = "twenty minutes of one core"
@@ -57,11 +57,11 @@ would (standard error {loose_error:.1%}). Drawn by the engine, of {num_halves} r
 
 ## Wrong rules
 
-Each is a mistake in the engine, planted for the length of the measurement (`tests/wrong_rules.py`). "kept" is the share
-of drafted tokens that are kept, those not counted that the draft was made to know; "impossible" how many tokens were
-drawn that the published model never draws; "clearest" the test with the smallest p of all answers, and "found" the
-share of {num_halves} random halves of the answers of which a test fails. The whole, which the command tests, finds
-more.
+Each is a mistake in the engine, planted for the length of the measurement (`tests/helpers/faults/wrong_rules.py`).
+"kept" is the share of drafted tokens that are kept, those not counted that the draft was made to know; "impossible"
+how many tokens were drawn that the published model never draws; "clearest" the test with the smallest p of all
+answers, and "found" the share of {num_halves} random halves of the answers of which a test fails. The whole, which the
+command tests, finds more.
 
 {wrong}
 

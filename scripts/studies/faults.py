@@ -10,14 +10,12 @@ from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import around
-import matrix
-from around import AROUND, Around, Told
-from faults import FAULTS, Fault
-from matrix import WAYS, Way
-
 from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import Answer
+from helpers.faults import matrix, outside_engine
+from helpers.faults.in_engine import FAULTS, Fault
+from helpers.faults.matrix import WAYS, Way
+from helpers.faults.outside_engine import AROUND, Around, Told
 from studies._study import Made, Work, tell
 
 TAKES = "three quarters of an hour of one core"
@@ -83,7 +81,7 @@ def make(work: Work, options: Namespace) -> Made:
         command=work.command, machine=one_line(describe()), methods=", ".join(matrix.METHODS),
         suites=" and ".join(matrix.SUITES), most=matrix.MOST, rounding=matrix.MORE_THAN_ROUNDING,
     )  # fmt: skip
-    text = "\n".join([head, *lines, AROUND_HEAD.format(together=around.TOGETHER), *outside])
+    text = "\n".join([head, *lines, AROUND_HEAD.format(together=outside_engine.TOGETHER), *outside])
     return Made({PAGES[0]: f"{text}\n"}, [f"missed: {one}" for one in missed])
 
 
@@ -112,7 +110,11 @@ def tried_around(work: Path) -> tuple[list[str], list[str]]:
     """The table of mistakes around the engine, and those that nobody found."""
     file, missed = work / "around.json", list[str]()
     done = {key: Told(*one) for key, one in json.loads(file.read_text()).items()} if file.exists() else {}
-    heads = [str(Way(engine, concurrency=number)) for engine in around.ENGINES for number in (1, around.TOGETHER)]
+    heads = [
+        str(Way(engine, concurrency=number))
+        for engine in outside_engine.ENGINES
+        for number in (1, outside_engine.TOGETHER)
+    ]
     lines = [f"| where | mistake | {' | '.join(heads)} |", "|---|---|" + "---|" * len(heads)]
     for one in (None, *AROUND):
         name, cells = one.name if one else "none", dict.fromkeys(heads, "")
@@ -121,7 +123,7 @@ def tried_around(work: Path) -> tuple[list[str], list[str]]:
             if key not in done:
                 tell(key)
                 with TemporaryDirectory() as folder:
-                    done[key] = around.outcome(one, way, Path(folder) / "run")
+                    done[key] = outside_engine.outcome(one, way, Path(folder) / "run")
                 file.write_text(json.dumps({each: astuple(told) for each, told in done.items()}))
             cells[str(way)] = str(done[key])
             missed += [key] * (done[key].is_missed == (one is not None))

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from assistant import assistant
 
 from dflash_bench.core import methods
 from dflash_bench.core.environment import describe, one_line
@@ -25,6 +24,7 @@ from dflash_bench.engine.backend import LocalBackend, open_backend
 from dflash_bench.engine.graphs import why_no_compiler
 from dflash_bench.models import loading, presets
 from dflash_bench.tasks import suites
+from helpers.assistant import assistant
 from studies._study import Made, Work
 
 TAKES = "five minutes of one core"

@@ -17,13 +17,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from fake_server import FakeServer
-
 from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import GREEDY, Message, TimedGeneration
 from dflash_bench.report.tables import markdown, number
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
+from helpers.servers.fake_server import FakeServer
 from studies._study import Made, Work, tell
 
 TAKES = "a minute of two free cores"

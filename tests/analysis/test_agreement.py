@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import runs
-from rows import pair
-from runs import stored
 
 from dflash_bench.analysis.compare import agreements, first_difference
 from dflash_bench.core.types import Answer, Settings
 from dflash_bench.results import table
 from dflash_bench.results.identity import settings_to_json
+from helpers import runs
+from helpers.rows import pair
+from helpers.runs import stored
 
 Main = Callable[..., tuple[int, str, str]]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rows import pair
-from runs import stored
 
 from dflash_bench.analysis import speculation
 from dflash_bench.analysis.peers import benches
 from dflash_bench.core.errors import UserError
 from dflash_bench.results.table import read_run
+from helpers.rows import pair
+from helpers.runs import stored
 
 Main = Callable[..., tuple[int, str, str]]
 

@@ -11,8 +11,6 @@ from math import atan, exp, hypot, inf, log, pi
 from typing import Any
 
 import pytest
-from rows import drafted, failed, plain
-from runs import frame_of, in_time, known
 
 from dflash_bench.analysis import noise
 from dflash_bench.analysis.compare import Comparison, compare_runs, over_runs, over_suites, verdict
@@ -25,6 +23,8 @@ from dflash_bench.report import data
 from dflash_bench.report.changes import change_sections, points
 from dflash_bench.report.compare import _run_noise
 from dflash_bench.results.run_info import RunIdentity
+from helpers.rows import drafted, failed, plain
+from helpers.runs import frame_of, in_time, known
 
 T_2 = 4.302653
 """The 97.5 % quantile of Student's t with two degrees of freedom."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from runs import known
 
 from dflash_bench.analysis.concurrency import concurrency_curves, crossing_of, paying, points_of
 from dflash_bench.analysis.concurrency import frontier as best_of
@@ -22,6 +21,7 @@ from dflash_bench.report.plots import series
 from dflash_bench.report.plots.series import load
 from dflash_bench.report.plots.style import NothingToPlotError, scope_of
 from dflash_bench.results.identity import settings_to_json
+from helpers.runs import known
 
 SETTINGS = [Settings(concurrency=number) for number in (1, 4, 16)]
 SPEEDUPS = {1: Interval(3.0, 2.8, 3.2), 4: Interval(1.5, 1.2, 1.8), 16: Interval(0.75, 0.6, 0.9)}

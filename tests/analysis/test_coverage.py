@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from rows import pair
-from runs import answers, asked, frame_of, known
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.stats import STORED, covered
 from dflash_bench.report import columns
+from helpers.rows import pair
+from helpers.runs import answers, asked, frame_of, known
 
 PAGE = Path(__file__).parents[2] / "results" / "intervals.md"
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from rows import record
-from runs import about, frame_of, known
 
 from dflash_bench.analysis.compare import compare_methods, compare_runs, verdict
 from dflash_bench.analysis.concurrency import concurrency_curves, context_curves, points_of
@@ -23,6 +21,8 @@ from dflash_bench.report import data, sections
 from dflash_bench.results import parts
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import _weights_s
+from helpers.rows import record
+from helpers.runs import about, frame_of, known
 
 
 def answered(method: str, prompt: str, accepted: tuple[int, ...], emitted: tuple[int, ...], **place: Any) -> Answer:

@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 
 import pytest
 import xmlschema
-from golden import assert_golden
-from runs import answers, bare, changed, failing, slower, stored
 
 from dflash_bench.core.types import Answer
 from dflash_bench.results import store
+from helpers.golden import assert_golden
+from helpers.runs import answers, bare, changed, failing, slower, stored
 
 Main = Callable[..., tuple[int, str, str]]
 

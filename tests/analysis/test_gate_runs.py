@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import xmlschema
-from golden import assert_golden
-from runs import answers, changed, failing, frame_of, known, slower, stored
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.gate import checks
 from dflash_bench.analysis.gate.baselines import Limit
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import Answer
+from helpers.golden import assert_golden
+from helpers.runs import answers, changed, failing, frame_of, known, slower, stored
 
 Main = Callable[..., tuple[int, str, str]]
 

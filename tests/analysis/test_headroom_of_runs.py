@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tiny
 
 import dflash_bench as db
 from dflash_bench.analysis.draft_quality import headroom_of
@@ -15,6 +14,7 @@ from dflash_bench.core.methods import METHODS, parse, require_ranked
 from dflash_bench.engine import backend
 from dflash_bench.report import plots
 from dflash_bench.report.replay import headroom
+from helpers import tiny
 
 TEXTS = ("What is 2+2?", "Name a colour.", "Count to five.", "Say it again.", "Why is that so?")
 METHODS_RUN = ("dflash", "eagle3:3")

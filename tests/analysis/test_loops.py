@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rows import pair
-from runs import frame_of, known, stored
 
 from dflash_bench.analysis.metrics import summarise
 from dflash_bench.core.types import Answer
 from dflash_bench.report.findings import Finding, beside, findings
 from dflash_bench.report.tables import marks
 from dflash_bench.results import table
+from helpers.rows import pair
+from helpers.runs import frame_of, known, stored
 
 POEM = """\
 The boat went out at break of day,

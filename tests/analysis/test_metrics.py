@@ -10,14 +10,14 @@ import pandas.testing
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import drafted, failed, generation, pair, plain, record
-from runs import ENVIRONMENT, GREEDILY, clocked, frame_of, histogram_of, known, planned, stored
 
 from dflash_bench.analysis import metrics
 from dflash_bench.analysis.metrics import Cell
 from dflash_bench.core.types import Answer, Divergence
 from dflash_bench.results import rounds, run_info, store, table
 from dflash_bench.results.rounds import AcceptAt
+from helpers.rows import drafted, failed, generation, pair, plain, record
+from helpers.runs import ENVIRONMENT, GREEDILY, clocked, frame_of, histogram_of, known, planned, stored
 
 # Prompt a: 2 rounds, 5 + 5 tokens. Prompt b: 4 rounds, 1 + 1 + 2 + 2 tokens.
 UNEVEN = [*pair("a", [4, 4]), *pair("b", [0, 0, 1, 1])]

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rows import drafted, plain
-from runs import about, changed, failing, frame_of, in_time
 
 from dflash_bench.analysis import race as races
 from dflash_bench.analysis.concurrency import SpeedPoint, frontier
@@ -17,6 +15,8 @@ from dflash_bench.analysis.race import Decision, Load, Race, decisions, slices
 from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import RunTable
+from helpers.rows import drafted, plain
+from helpers.runs import about, changed, failing, frame_of, in_time
 
 STEPS = 20
 

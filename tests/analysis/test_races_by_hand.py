@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rows import drafted, plain
-from runs import about, frame_of, in_time
 
 from dflash_bench.analysis import race as races
 from dflash_bench.analysis.race import Decision, Load, Race, Standing
@@ -18,6 +16,8 @@ from dflash_bench.core.types import Answer, Settings
 from dflash_bench.report import recommend
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import RunTable
+from helpers.rows import drafted, plain
+from helpers.runs import about, frame_of, in_time
 
 DRAFTS = {"ar": 0, "dflash": 4, "eagle3": 3}
 

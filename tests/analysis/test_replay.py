@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
-from rows import drafted, generation, plain, record
-from runs import about
 
 import dflash_bench as db
 from dflash_bench.analysis import controllers
@@ -36,6 +33,9 @@ from dflash_bench.report import plots
 from dflash_bench.report.replay import confidence
 from dflash_bench.results import laws, parts
 from dflash_bench.results.row_arrays import Facts
+from helpers import tiny
+from helpers.rows import drafted, generation, plain, record
+from helpers.runs import about
 
 TEXTS = (
     "What is 2+2?", "Name a colour.", "Count to five.", "Say it again.", "Why is that so?", "And then?", "Who?",

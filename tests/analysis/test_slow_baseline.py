@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import about, answers, stored
 
 from dflash_bench.analysis import roofline
 from dflash_bench.analysis.metrics import summarise
@@ -20,6 +19,7 @@ from dflash_bench.core.types import Answer
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.report.findings import findings
 from dflash_bench.results import table
+from helpers.runs import about, answers, stored
 
 pytestmark = pytest.mark.usefixtures("measured_in_full")
 Main = Callable[..., tuple[int, str, str]]

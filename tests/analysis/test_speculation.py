@@ -10,10 +10,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from lookups import PROMPTS, accepted, table
-from rows import failed, pair
-from runs import IDENTITY, answers, stored
-from toy import plain, run
 
 from dflash_bench.analysis import speculation
 from dflash_bench.core import methods
@@ -22,6 +18,10 @@ from dflash_bench.engine.drafters.synthetic import SyntheticDrafter, rates_of
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.results.table import read_run
+from helpers.repeating_targets import PROMPTS, accepted, table
+from helpers.rows import failed, pair
+from helpers.runs import IDENTITY, answers, stored
+from helpers.toy import plain, run
 
 Main = Callable[..., tuple[int, str, str]]
 SCHEMA = Path(__file__).parents[2] / "docs" / "speculation_profile.schema.json"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
-from runs import about
 
 from dflash_bench.analysis.roofline import curve, regime, stored
 from dflash_bench.core.forwards import ForwardTiming, LinearCost, Rates, Size, fit
+from helpers.runs import about
 
 SIZE = Size(weight_bytes=1000, matrix_elements=250)
 RATES = Rates(bandwidth=1000.0, products=1e9)

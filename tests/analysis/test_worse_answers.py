@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import answers, frame_of, known, stored
 
 from dflash_bench.analysis.metrics import summarise
 from dflash_bench.core.types import Answer
 from dflash_bench.report.findings import findings
+from helpers.runs import answers, frame_of, known, stored
 
 Main = Callable[..., tuple[int, str, str]]
 NUM = 60

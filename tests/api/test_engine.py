@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 
 from dflash_bench import api as db
 from dflash_bench.core.types import Message
+from helpers import tiny
 
 PROMPT = [5, 9, 200, 33, 7, 9]
 

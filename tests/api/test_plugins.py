@@ -13,10 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-import tiny
-from fake_server import FakeServer
 from pyarrow import parquet
-from runs import listed
 
 from dflash_bench import api as db
 from dflash_bench.core import plugins
@@ -25,6 +22,9 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import METHODS, parse
 from dflash_bench.results import parts
 from dflash_bench.tasks.scorers import SCORERS
+from helpers import tiny
+from helpers.runs import listed
+from helpers.servers.fake_server import FakeServer
 
 Main = Callable[..., tuple[int, str, str]]
 Install = Callable[[str, str, dict[str, str]], None]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import answers, slower, stored
 
 from dflash_bench import api as db
 from dflash_bench.analysis import metrics
 from dflash_bench.results import store
+from helpers.runs import answers, slower, stored
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake import FakeBackend, install, main, other_tokens
-from runs import Stop, in_time, stop_after
 
 import dflash_bench as db
 from dflash_bench.core import methods
@@ -22,6 +20,8 @@ from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import launch
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.race import checked
+from helpers.fake_backend import FakeBackend, install, main, other_tokens
+from helpers.runs import Stop, in_time, stop_after
 
 WORDS = ("recommend", "--suite", "gsm8k", "--limit", "16", "--method", "dflash:7,eagle3:3", "--out", "out")
 

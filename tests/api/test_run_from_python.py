@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny
 
 from dflash_bench import api as db
 from dflash_bench.api.measuring import InNotebook, Silent, in_notebook, request_of
+from helpers import tiny
 
 
 @pytest.fixture(scope="module")

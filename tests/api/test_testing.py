@@ -56,9 +56,9 @@ sys.path.append({str(Path(__file__).parents[1])!r})
 @pytest.fixture
 def dflash_bench(dflash_bench):
     \"\"\"This machine is measured once.\"\"\"
-    import quick
+    from helpers import shared_models
 
-    quick.apply()
+    shared_models.apply()
     return dflash_bench
 """
 

@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
-from fake import FakeBackend, install, main, other_tokens
-from golden import assert_golden
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import METHODS, WEIGHTS
@@ -28,6 +25,9 @@ from dflash_bench.results import store
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import session
 from dflash_bench.tasks import sandbox, scorers
+from helpers import tiny
+from helpers.fake_backend import FakeBackend, install, main, other_tokens
+from helpers.golden import assert_golden
 
 ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]

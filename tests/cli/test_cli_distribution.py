@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
-from draws import draws
-from fake import main
 
 from dflash_bench.core.types import Settings
 from dflash_bench.diagnose import distribution
 from dflash_bench.diagnose import show as report
 from dflash_bench.diagnose.goodness_of_fit import Draws, judge_methods, run_tests
 from dflash_bench.runner.config import RunRequest
+from helpers import tiny
+from helpers.fake_backend import main
+from helpers.sampled_draws import draws
 
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
-import shown
-
 from dflash_bench.cli.command import EXAMPLES
 from dflash_bench.core import methods
 from dflash_bench.core.option import split_at_commas
 from dflash_bench.models import presets
 from dflash_bench.tasks import suites
+from helpers import shown
 
 ALL = [(name, line) for name, lines in EXAMPLES.items() for line in lines]
 

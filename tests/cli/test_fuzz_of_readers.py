@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import readers
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+
+from helpers import readers
 
 MOST_TAKEN = 10**9
 """Bytes above what the process had before."""

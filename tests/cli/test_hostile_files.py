@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 
 from dflash_bench.models import chat
+from helpers import tiny
 
 Main = Callable[..., tuple[int, str, str]]
 Damage = Callable[[Path], Any]

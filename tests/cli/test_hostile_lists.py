@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import readers
-import runs
+
+from helpers import readers, runs
 
 Main = Callable[..., tuple[int, str, str]]
 LISTS = Path(__file__).resolve().parent.parent / "data/hostile"

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import readers
-import runs
-import tiny
-from fake import FakeBackend, install
+
+from helpers import readers, runs, tiny
+from helpers.fake_backend import FakeBackend, install
 
 Main = Callable[..., tuple[int, str, str]]
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {

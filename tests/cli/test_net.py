@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import readers
-import runs
-import tiny
 import torch
 
 from dflash_bench import cli
@@ -29,6 +26,7 @@ from dflash_bench.core import terminal
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import catalogue
 from dflash_bench.training import prompts
+from helpers import readers, runs, tiny
 
 Main = Callable[..., tuple[int, str, str]]
 

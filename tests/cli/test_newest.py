@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import runs
-from fake import FakeBackend, install
 
 from dflash_bench.core.option import split_at_commas
 from dflash_bench.results import store
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner.config import RunRequest
+from helpers import runs
+from helpers.fake_backend import FakeBackend, install
 
 Main = Callable[..., tuple[int, str, str]]
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
-from fake import main
 
 from dflash_bench.core import environment
 from dflash_bench.models import mtp_heads, targets
 from dflash_bench.models.nets.dflash import initialise
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
+from helpers import tiny
+from helpers.fake_backend import main
 
 SMALL = ("--context", "16", "--width", "1,2,4")
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import answers, asked, stored
 
 from dflash_bench.core import labels
+from helpers.runs import answers, asked, stored
 
 Main = Callable[..., tuple[int, str, str]]
 COMMIT = "740312add88f781978c0658806c59bc2815b9866"

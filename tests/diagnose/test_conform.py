@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import Count, FakeServer
 
 from dflash_bench.core.dialects import WHOLE, AcceptanceCounts, Conversion, rule_of
 from dflash_bench.diagnose import compare_rounds, conform, conform_server, golden_cases, show_conform
@@ -26,6 +25,7 @@ from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.selection import target_of
 from dflash_bench.engine.target import Target
 from dflash_bench.runner.config import RunRequest
+from helpers.servers.fake_server import Count, FakeServer
 
 Main = Callable[..., tuple[int, str, str]]
 DOMINO, CUT, XPRESS = "specforge-domino-in-place", "deepspec-dspark-rnn-cut", "speculators-xpress"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import FakeServer
-from serving import LENGTH, PROMPTS, Said, decoded, engine, server
 
 from dflash_bench.core.dialects import UNMEASURED, Conversion, rule_of
+from helpers.servers.fake_server import FakeServer
+from helpers.serving import LENGTH, PROMPTS, Said, decoded, engine, server
 
 LLAMACPP_COUNTERS = rule_of("llamacpp.counters")
 assert LLAMACPP_COUNTERS is not None

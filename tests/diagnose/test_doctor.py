@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import planted
 import pytest
-import recalled
-import tiny
 import torch
 
 from dflash_bench.cli import main
@@ -27,6 +24,8 @@ from dflash_bench.models import loading
 from dflash_bench.models.presets import NANO
 from dflash_bench.results import table
 from dflash_bench.runner.config import RunRequest
+from helpers import cached_target, tiny
+from helpers.faults import planted
 
 
 def examined(method: str, draft: Path | None = None, **changes: Any) -> Diagnosis:
@@ -40,13 +39,13 @@ def examined(method: str, draft: Path | None = None, **changes: Any) -> Diagnosi
 def nothing_kept() -> Iterator[None]:
     """Of what the target said: no other file asks the same."""
     yield
-    recalled.KNOWN.clear()
+    cached_target.KNOWN.clear()
 
 
 @pytest.fixture
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the target, what it says is kept, and not computed again for every draft that is tried."""
-    monkeypatch.setattr(doctor, "measure_acceptance", recalled.accepted)
+    monkeypatch.setattr(doctor, "measure_acceptance", cached_target.accepted)
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
@@ -57,7 +56,7 @@ def test_a_target_that_is_read_once_accepts_as_the_real_one(method: str, monkeyp
 
     def both(*asked: Any) -> list[AcceptedAnswer]:
         answers = real(*asked)
-        seen.append(answers == recalled.accepted(*asked))
+        seen.append(answers == cached_target.accepted(*asked))
         return answers
 
     monkeypatch.setattr(doctor, "measure_acceptance", both)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draws import DEEPEST, draws
 from scipy.stats import binom, kstest
 
 from dflash_bench.diagnose.goodness_of_fit import (
@@ -21,6 +20,7 @@ from dflash_bench.diagnose.goodness_of_fit import (
     uniformity,
     views,
 )
+from helpers.sampled_draws import DEEPEST, draws
 
 
 def everywhere(columns: dict[str, Any]) -> Any:

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from heads import HEADS, draft_of
 from test_drafters import PROMPTS
-from toy import plain, run, tiny
 
 from dflash_bench.diagnose.causes import _about_blocks
 from dflash_bench.diagnose.probes import DraftUnderTest, _correction, _labels, _positions
 from dflash_bench.engine.target import Target
+from helpers.heads import HEADS, draft_of
+from helpers.toy import plain, run, tiny
 
 
 def causes(kind: str, target: Target, num_drafts: int) -> dict[str, Any]:

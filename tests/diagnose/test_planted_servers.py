@@ -15,12 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import planted
 import pytest
-import recalled
 import torch
 from safetensors.torch import load_file, save_file
-from serving import Said, chats, checked, decoded, engine, names, server, shared_engine
 from torch import Tensor
 
 from dflash_bench.core.types import Settings
@@ -36,6 +33,9 @@ from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.presets import NANO
 from dflash_bench.runner.plan import RunPlan
+from helpers import cached_target
+from helpers.faults import planted
+from helpers.serving import Said, chats, checked, decoded, engine, names, server, shared_engine
 
 Emulated = tuple[int, list[Any]] | None
 EMULATED: dict[tuple[str, str, str], Emulated] = {}
@@ -99,7 +99,7 @@ def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         if not any(target is backend.target for backend in OPENED.values()):
             return MEASURE(target, *asked)
         target.__dict__["_weights"] = id(target)  # Its own are laid out anew, and it stays open.
-        return recalled.accepted(target, *asked)
+        return cached_target.accepted(target, *asked)
 
     monkeypatch.setattr(crosscheck, "measure_acceptance", remembered)
 
@@ -114,7 +114,7 @@ def test_a_target_that_is_read_once_accepts_under_these_causes_as_the_real_one()
         target, drafter = one.build()
         real = MEASURE(target, drafter, prompts, backend.limits)
         target.__dict__["_weights"] = id(target)
-        assert recalled.accepted(target, drafter, prompts, backend.limits) == real, one.cause
+        assert cached_target.accepted(target, drafter, prompts, backend.limits) == real, one.cause
         found.append(one.cause.name)
     assert found == [
         "no anchor", "the first layer's norm for all", "labels moved by one", "a block of 9", "a block of 16",

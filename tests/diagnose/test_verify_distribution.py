@@ -12,8 +12,6 @@ import pandas as pd
 import pytest
 import torch
 from scipy.stats import kstest
-from toy import NUM_STATES, Scripted, TableTarget, _weight, tiny
-from wrong_rules import FAINT, MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
 
 from dflash_bench.core import methods
 from dflash_bench.core.types import Message, Settings
@@ -39,6 +37,8 @@ from dflash_bench.engine.selection import network_name
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.runner.config import RunRequest
+from helpers.faults.wrong_rules import FAINT, MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
+from helpers.toy import NUM_STATES, Scripted, TableTarget, _weight, tiny
 
 VOCAB = 12
 SETTINGS = Settings(temperature=1.4, top_p=0.9)

@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import shown
+
+from helpers import shown
 
 FIRST = "scripts/run --suite math --method dflash,eagle3"
 PROGRAM = shown.ROOT / ".venv" / "bin" / "dflash-bench"

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shown
 
 from dflash_bench import cli
 from dflash_bench.core import methods
 from dflash_bench.core.option import split_at_commas
 from dflash_bench.models import presets
 from dflash_bench.tasks import suites
+from helpers import shown
 
 Main = Callable[..., tuple[int, str, str]]
 

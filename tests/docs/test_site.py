@@ -12,7 +12,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-import shown
+
+from helpers import shown
 
 DOCS = shown.ROOT / "docs"
 README = (shown.ROOT / "README.md").read_text(encoding="utf-8")

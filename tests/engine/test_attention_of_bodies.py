@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from golden_drafts import CASES, golden
 from safetensors.torch import load_file, save_file
 from test_drafters import DFLASH, PROMPTS, enlarged
 from test_variants import randomised
 from torch import Tensor
-from toy import plain, run, tiny
-from traced import traced
 
 from dflash_bench.engine.cache import KVCache, rotations
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
@@ -29,6 +26,9 @@ from dflash_bench.models.formats import TargetShape, bodies, load_draft
 from dflash_bench.models.nets.bodies import BlockView, DraftBody
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.layers import Rotary, rotate
+from helpers.golden_drafts import CASES, golden
+from helpers.pretended_gpu.traced import traced
+from helpers.toy import plain, run, tiny
 
 CPU = torch.device("cpu")
 VIEWS = (BlockView(window=4, is_causal=True), BlockView())

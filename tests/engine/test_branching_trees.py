@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from heads import draft_of
-from plain_answers import plain_answers
 from test_corrections import without_head
 from test_drafters import PROMPTS
-from toy import run, tiny
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
@@ -24,6 +21,9 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.corrections.base import BranchingHead
+from helpers.heads import draft_of
+from helpers.plain_answers import plain_answers
+from helpers.toy import run, tiny
 
 KINDS = ("selector", "vanilla", "gated", "rnn")
 

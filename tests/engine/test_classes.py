@@ -9,9 +9,7 @@ from functools import cache
 
 import pytest
 import torch
-from classes import ATTENTION, HYBRID, made
 from torch import Tensor
-from toy import Scripted, Tree, Watching, changes, generated, run, sometimes_wrong
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
@@ -22,6 +20,8 @@ from dflash_bench.engine.forward.hf import HFForward, KeptTokens, advance
 from dflash_bench.engine.target import Target
 from dflash_bench.models.loading import Models
 from dflash_bench.models.presets import Preset
+from helpers.tiny_architectures import ATTENTION, HYBRID, made
+from helpers.toy import Scripted, Tree, Watching, changes, generated, run, sometimes_wrong
 
 KINDS = [*ATTENTION, *HYBRID]
 VOCAB, NEW = 97, 14

@@ -15,7 +15,6 @@ import pytest
 import torch
 from test_lean import KINDS, passes
 from torch import nn
-from toy import tiny
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
@@ -30,6 +29,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models import loading, presets
 from dflash_bench.models.quantization import Int8Linear
 from dflash_bench.models.targets import Placement
+from helpers.toy import tiny
 
 LABELS = ("ar", "dflash", "ddtree:nodes=20", "dflash+ngram", "eagle3", "eagle3-tree:nodes=15", "draft-model")
 PROMPTS = [[5, 17, 100, 9], [*range(30, 70)], [7, 7, 8, 300, 12, 90, 91]]
@@ -138,7 +138,7 @@ def test_broken_weights_end_an_answer_with_an_error() -> None:
     network = CompiledForward(NativeForward(model))
     weights = network.layers.decoder.weights
     weights[len(weights) // 2 :] = np.nan
-    from toy import plain
+    from helpers.toy import plain
 
     with pytest.raises(DecodingError, match="NaN or infinite logits"):
         plain(Target(model, network=network), [[5, 6, 7]], 4)

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from heads import HEADS, draft_of, drafter_of
 from scipy.stats import chisquare
 from test_drafters import PROMPTS
 from torch import Tensor
-from toy import plain, run, tiny
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
@@ -27,6 +25,8 @@ from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.dflash import DFlashDraft
+from helpers.heads import HEADS, draft_of, drafter_of
+from helpers.toy import plain, run, tiny
 
 CONFIDENT = ("vanilla", "gated", "rnn")
 

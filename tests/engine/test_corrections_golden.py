@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from golden_drafts import CASES, assert_drafts_as_published, golden
 
 import dflash_bench as db
 from dflash_bench.engine.drafters import dflash
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.models.nets.corrections import markov
+from helpers.golden_drafts import CASES, assert_drafts_as_published, golden
 
 METHODS = {
     "deepspec-dspark-vanilla": "dflash",

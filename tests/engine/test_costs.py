@@ -14,12 +14,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_answers import plain_answers
 from test_ddtree import ddtree_drafter, noisy_ddtree
 from test_decoding import PROMPTS as RAGGED
 from test_decoding import STOP, answers, table, texts
 from test_drafters import DFLASH, PROMPTS, enlarged
-from toy import plain, run, tiny
 
 from dflash_bench.engine.adaptive import WIDTHS, AdaptiveLength, WidthCosts, best_width, expected_tokens
 from dflash_bench.engine.drafter import NoDrafter
@@ -28,6 +26,8 @@ from dflash_bench.engine.drafters.dflash import AutoDFlashDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashDraft
+from helpers.plain_answers import plain_answers
+from helpers.toy import plain, run, tiny
 
 probability = st.floats(0.001, 1)
 

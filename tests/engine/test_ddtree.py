@@ -12,18 +12,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_answers import plain_answers
 from test_decoding import PROMPTS as RAGGED
 from test_decoding import STOP, answers, table, texts
 from test_drafters import DFLASH, PROMPTS, dflash_drafter, enlarged
 from torch import Tensor
-from toy import Scripted, run, tiny
 
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.ddtree import DDTreeDrafter, Levels, Nodes, best_nodes
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashDraft
+from helpers.plain_answers import plain_answers
+from helpers.toy import Scripted, run, tiny
 
 CPU = torch.device("cpu")
 Way = tuple[int, ...]

@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy import (
+
+from dflash_bench.engine import loop
+from dflash_bench.engine.cache import KVCache
+from dflash_bench.engine.drafter import Committed, Drafter, NoDrafter
+from dflash_bench.engine.loop import decode
+from dflash_bench.engine.rows import DecodingError, HostClock, Limits, to_host
+from dflash_bench.engine.sampling import Sampling
+from dflash_bench.engine.target import Target
+from dflash_bench.engine.verify import Draft
+from helpers.toy import (
     Change,
     Decoded,
     RandomTree,
@@ -29,15 +38,6 @@ from toy import (
     sometimes_wrong,
     tiny,
 )
-
-from dflash_bench.engine import loop
-from dflash_bench.engine.cache import KVCache
-from dflash_bench.engine.drafter import Committed, Drafter, NoDrafter
-from dflash_bench.engine.loop import decode
-from dflash_bench.engine.rows import DecodingError, HostClock, Limits, to_host
-from dflash_bench.engine.sampling import Sampling
-from dflash_bench.engine.target import Target
-from dflash_bench.engine.verify import Draft
 
 VOCAB = 23
 STOP = 4

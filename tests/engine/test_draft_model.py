@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from classes import HYBRID, made
-from plain_answers import plain_answers
-from toy import generated, plain, run, tiny
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
@@ -19,6 +16,9 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
+from helpers.plain_answers import plain_answers
+from helpers.tiny_architectures import HYBRID, made
+from helpers.toy import generated, plain, run, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 NEW = 24

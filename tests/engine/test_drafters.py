@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_answers import plain_answers
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from toy import Decoded, Scripted, Watching, run, sometimes_wrong, tiny
 
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
@@ -25,6 +23,8 @@ from dflash_bench.models import loading, presets
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft, vocabulary_map
 from dflash_bench.models.nets.layers import Rotary
+from helpers.plain_answers import plain_answers
+from helpers.toy import Decoded, Scripted, Watching, run, sometimes_wrong, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 BODY: dict[str, Any] = {

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from plain_answers import plain_answers
 from test_decoding import PROMPTS as RAGGED
 from test_drafters import (
     EAGLE3,
@@ -20,7 +19,6 @@ from test_drafters import (
 )
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from toy import Scripted, Watching, run, sometimes_wrong, tiny
 
 from dflash_bench.engine.drafter import Committed, NoDrafter
 from dflash_bench.engine.drafters.eagle3 import Eagle3Drafter
@@ -30,6 +28,8 @@ from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
+from helpers.plain_answers import plain_answers
+from helpers.toy import Scripted, Watching, run, sometimes_wrong, tiny
 
 Way = tuple[int, ...]
 """The tokens from below the anchor down to a node."""

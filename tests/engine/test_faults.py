@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import matrix
 import pytest
 import torch
-from classes import ATTENTION, HYBRID, made
-from faults import ASKED, FAULTS, RAGGED, STATES, WINDOWS, Fault
-from matrix import Part, Way
 from test_local import Letters
-from toy import Scripted, sometimes_wrong
 
 from dflash_bench.core.types import Answer, Generation
 from dflash_bench.engine.backend import LocalBackend
@@ -20,6 +15,11 @@ from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
+from helpers.faults import matrix
+from helpers.faults.in_engine import ASKED, FAULTS, RAGGED, STATES, WINDOWS, Fault
+from helpers.faults.matrix import Part, Way
+from helpers.tiny_architectures import ATTENTION, HYBRID, made
+from helpers.toy import Scripted, sometimes_wrong
 
 Sound = Callable[[Way], Sequence[Answer]]
 SUITE = matrix.SUITES[:1]

@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_drafts import CASES as FOLDER
-from golden_drafts import assert_drafts_as_published, golden
-from toy import run
-from traced import traced
 
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.forward.compiled import CompiledDFlash
@@ -23,6 +19,10 @@ from dflash_bench.models.nets.bodies import PLAIN
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.presets import Preset
 from dflash_bench.models.weights import write_checkpoint
+from helpers.golden_drafts import CASES as FOLDER
+from helpers.golden_drafts import assert_drafts_as_published, golden
+from helpers.pretended_gpu.traced import traced
+from helpers.toy import run
 
 CASES = (
     "zlab-sliding-default", "zlab-sliding-noncausal", "zlab-causal-full", "zlab-embedding-scale", "jetspec-causal-head",

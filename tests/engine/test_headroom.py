@@ -12,11 +12,8 @@ import test_medusa
 import test_mtp
 import test_p_eagle
 import torch
-from heads import HEADS, draft_of, drafter_of
-from rows import record
 from test_drafters import DFLASH, PROMPTS
 from torch import Tensor
-from toy import tiny
 
 from dflash_bench.core.types import Generation
 from dflash_bench.engine.backend import RequestTrace
@@ -29,6 +26,9 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.results import laws, parts
 from dflash_bench.results.row_arrays import Facts, leads
+from helpers.heads import HEADS, draft_of, drafter_of
+from helpers.rows import record
+from helpers.toy import tiny
 
 LENGTH, NUM = 24, 16
 GREEDY = Sampling()

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from classes import ATTENTION, HYBRID, made
-from toy import generated, tiny
 
 from dflash_bench.core.types import Divergence
 from dflash_bench.engine import judge as judging
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.masks import TargetMasks
 from dflash_bench.engine.target import Target
+from helpers.tiny_architectures import ATTENTION, HYBRID, made
+from helpers.toy import generated, tiny
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
 

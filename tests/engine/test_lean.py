@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from classes import EXPERTS, SHAPE
-from toy import Scripted, generated, plain, run, sometimes_wrong, tiny
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.engine import selection
@@ -19,6 +17,8 @@ from dflash_bench.engine.forward.compiled import CompiledForward
 from dflash_bench.engine.forward.native import NativeForward, why_not
 from dflash_bench.engine.selection import name_of, target_of
 from dflash_bench.engine.target import Output, Target
+from helpers.tiny_architectures import EXPERTS, SHAPE
+from helpers.toy import Scripted, generated, plain, run, sometimes_wrong, tiny
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 24}
 LLAMA3 = {

@@ -14,9 +14,6 @@ from test_lean import KINDS, passes
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen as torchs
-from toy import Decoded, Scripted, run, sometimes_wrong, tiny
-from traced import traced
-from varlen import varlen_attn
 
 from dflash_bench.engine import lengths
 from dflash_bench.engine.cache import KVCache
@@ -30,6 +27,9 @@ from dflash_bench.engine.lengths import DTYPES, attends_by_lengths, is_right, pl
 from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
+from helpers.pretended_gpu.traced import traced
+from helpers.pretended_gpu.varlen import varlen_attn
+from helpers.toy import Decoded, Scripted, run, sometimes_wrong, tiny
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 HEADS = [(8, 4, 2), (16, 4, 4), (8, 6, 1)]

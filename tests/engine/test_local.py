@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from toy import Scripted, plain, sometimes_wrong, tiny
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import METHODS, Method, parse
@@ -24,6 +23,7 @@ from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.presets import Preset
+from helpers.toy import Scripted, plain, sometimes_wrong, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lookups import CPU, PROMPTS, STOP, VOCAB, accepted, chains_of, drafted_after, sampled, table, tell
-from toy import plain, run
 
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.drafters.base import Trie, chains, trees
@@ -25,6 +23,19 @@ from dflash_bench.engine.drafters.synthetic import SyntheticDrafter
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.models import datastore
+from helpers.repeating_targets import (
+    CPU,
+    PROMPTS,
+    STOP,
+    VOCAB,
+    accepted,
+    chains_of,
+    drafted_after,
+    sampled,
+    table,
+    tell,
+)
+from helpers.toy import plain, run
 
 
 def ngram(num_drafts: int = 5, longest: int = 3, shortest: int = 1) -> NGramDrafter:

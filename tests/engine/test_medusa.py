@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_answers import plain_answers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from toy import plain, run, tiny
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
@@ -24,6 +22,8 @@ from dflash_bench.engine.verify import Draft
 from dflash_bench.models.formats import TargetShape, medusa
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
+from helpers.plain_answers import plain_answers
+from helpers.toy import plain, run, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 NEW = 24

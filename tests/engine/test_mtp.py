@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from classes import made
-from golden_drafts import CASES, assert_drafts_as_published
 from test_drafters import PROMPTS
 from torch import Tensor
 from torch.nn.functional import linear, silu
-from toy import Scripted, Watching, follows, plain, run, sometimes_wrong, tiny
 
 import dflash_bench as db
 from dflash_bench.core.errors import UserError
@@ -30,6 +27,9 @@ from dflash_bench.engine.selection import compile_like, target_of
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
+from helpers.golden_drafts import CASES, assert_drafts_as_published
+from helpers.tiny_architectures import made
+from helpers.toy import Scripted, Watching, follows, plain, run, sometimes_wrong, tiny
 
 TARGETS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: tiny("qwen3", head_dim=8),

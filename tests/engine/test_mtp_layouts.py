@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from classes import LATENT, ROUTED, SHAPE
 from safetensors.torch import load_file, save_file
-from tiny import NANO, TOKENIZER
 from torch import Tensor
 from torch.nn.functional import linear
-from toy import Scripted, Watching, plain, run, sometimes_wrong
 
 import dflash_bench as db
 from dflash_bench.core.errors import UserError
@@ -31,6 +28,9 @@ from dflash_bench.models.formats import TargetShape
 from dflash_bench.models.inspect import inspect, text
 from dflash_bench.models.memory import demand_of
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
+from helpers.tiny import NANO, TOKENIZER
+from helpers.tiny_architectures import LATENT, ROUTED, SHAPE
+from helpers.toy import Scripted, Watching, plain, run, sometimes_wrong
 
 DEPTH, VOCABULARY = 4, 1024
 BODY = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from golden_drafts import golden
-from own_cases import DFLASH, KINDS, golden_of
+
+from helpers.golden_drafts import golden
+from helpers.own_cases import DFLASH, KINDS, golden_of
 
 
 @pytest.mark.parametrize("name", KINDS)

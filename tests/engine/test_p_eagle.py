@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from golden_drafts import assert_drafts_as_published
 from test_drafters import BODY, PROMPTS, propose, record
 from test_variants import randomised
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
-from toy import follows, plain, run, tiny
 
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafter import Committed, NoDrafter
@@ -24,6 +22,8 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.eagle3 import vocabulary_map
 from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
+from helpers.golden_drafts import assert_drafts_as_published
+from helpers.toy import follows, plain, run, tiny
 
 CONFIG = PEagleConfig(
     **BODY, draft_vocab_size=97, target_layer_ids=(1, 2, 4), mask_token_id=96, num_layers=2, own_embedding=True

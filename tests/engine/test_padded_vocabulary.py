@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from fake import main
-from golden_drafts import CASES, assert_drafts_as_published, golden
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -24,6 +21,9 @@ from dflash_bench.models.convert import convert
 from dflash_bench.models.formats import TargetShape, fit, load_draft, medusa
 from dflash_bench.models.inspect import inspect
 from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
+from helpers import tiny
+from helpers.fake_backend import main
+from helpers.golden_drafts import CASES, assert_drafts_as_published, golden
 
 NANO = presets.NANO
 PROMPTS = [[5, 7, 100], list(range(200, 224)), [31, 4, 60, 6, 77, 8, 90]]

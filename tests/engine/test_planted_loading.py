@@ -11,11 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import matrix
 import pytest
 import torch
-from faults import Fault, Plant
-from matrix import Part, Way
 from torch import Tensor
 
 from dflash_bench.engine import backend, selection
@@ -25,6 +22,9 @@ from dflash_bench.models import chat, loading
 from dflash_bench.models.weights import twin
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner.loop import Conversation
+from helpers.faults import matrix
+from helpers.faults.in_engine import Fault, Plant
+from helpers.faults.matrix import Part, Way
 
 
 def in_loading(change: Callable[[Any], None]) -> Plant:

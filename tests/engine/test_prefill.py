@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from classes import ATTENTION, HYBRID, made
 from test_drafters import EAGLE3, eagle3_drafter, enlarged
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy import generated, run, tiny
 
 from dflash_bench.engine import target as target_module
 from dflash_bench.engine.drafter import Committed, NoDrafter
@@ -22,6 +20,8 @@ from dflash_bench.engine.forward import native
 from dflash_bench.engine.selection import name_of, target_of
 from dflash_bench.engine.target import Output, Target
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
+from helpers.tiny_architectures import ATTENTION, HYBRID, made
+from helpers.toy import generated, run, tiny
 
 PROMPTS = [list(range(2, 24)), [5], [3, 4, 5, 6, 7, 8, 9, 10], [i * 7 % 97 for i in range(17)]]
 WAYS: dict[str, Callable[[], Target]] = {

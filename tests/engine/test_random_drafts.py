@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from by_the_book import Book, states_of
-from random_drafts import KINDS, Made
-from toy import run, tiny
 
 from dflash_bench.core.methods import parse
 from dflash_bench.engine.drafters import dflash as dflash_drafter
@@ -31,6 +28,9 @@ from dflash_bench.models.nets.bodies import mixed_features
 from dflash_bench.models.nets.corrections import domino, lilicorr, markov, selector, xpress
 from dflash_bench.models.nets.corrections.base import BlockPass
 from dflash_bench.models.nets.dflash import DFlashConfig
+from helpers.by_the_book import Book, states_of
+from helpers.random_drafts import KINDS, Made
+from helpers.toy import run, tiny
 
 HIDDEN, VOCABULARY, LAYERS = 32, 97, 6
 CUT = "dflash:cut=0.5"

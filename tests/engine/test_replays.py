@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from traced import traced
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
@@ -21,6 +20,7 @@ from dflash_bench.engine.backend import LocalBackend, capture_passes, open_backe
 from dflash_bench.engine.graphs import BUCKET, GraphCache, bucket_of
 from dflash_bench.models import loading, presets
 from dflash_bench.runner.config import RunRequest
+from helpers.pretended_gpu.traced import traced
 
 LABELS = (
     "ar", "dflash", "dflash:steps=2", "dflash:block=auto", "ddtree:nodes=16", "eagle3", "eagle3-tree:nodes=15", "ngram",

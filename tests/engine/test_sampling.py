@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import kstest
-from toy import follows
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -20,6 +19,7 @@ from transformers.generation import GenerationConfig, GenerationMixin
 
 from dflash_bench.core.types import Settings
 from dflash_bench.engine.sampling import PURPOSES, Sampler, Sampling, inverse_cdf, penalised, probabilities, uniform
+from helpers.toy import follows
 
 CPU = torch.device("cpu")
 VOCAB = 60

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from classes import HYBRID, made
 from test_lookup_nano import encoded, models
-from toy import Scripted, TableTarget, Tree, generated, plain, sometimes_wrong
 
 from dflash_bench.core.methods import parse
 from dflash_bench.core.types import Generation
@@ -24,6 +22,8 @@ from dflash_bench.engine.rows import HostClock, Limits, Round
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models import presets
+from helpers.tiny_architectures import HYBRID, made
+from helpers.toy import Scripted, TableTarget, Tree, generated, plain, sometimes_wrong
 
 VOCAB, STOPS = 23, frozenset({3})
 PROMPTS: list[list[int]] = [

@@ -1,6 +1,6 @@
 """A round makes the host wait for the device once, in `to_host`, and copies to it only what need not be waited for.
 
-Decoding runs on a pretended device (`tests/pretend.py`), and gives the tokens that it gives on the CPU.
+Decoding runs on a pretended device (`helpers/pretended_gpu`), and gives the tokens that it gives on the CPU.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from heads import HEADS, draft_of
-from pretend import Device, DeviceTensor, WaitError, moved
 from test_drafters import DFLASH, EAGLE3, PROMPTS, enlarged
 from test_lean import KINDS
 from test_medusa import heads
 from test_mtp import heads as mtp_heads
 from test_p_eagle import made
 from torch import Tensor
-from toy import Decoded, Scripted, run, sometimes_wrong, tiny
-from varlen import varlen_attn
 
 from dflash_bench.core.methods import METHODS as TABLE
 from dflash_bench.engine import backend, cache, lengths, loop
@@ -68,6 +64,10 @@ from dflash_bench.models.nets.bodies import BlockView, DraftBody, Mixing
 from dflash_bench.models.nets.corrections.base import CorrectionConfig
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
+from helpers.heads import HEADS, draft_of
+from helpers.pretended_gpu.pretend import Device, DeviceTensor, WaitError, moved
+from helpers.pretended_gpu.varlen import varlen_attn
+from helpers.toy import Decoded, Scripted, run, sometimes_wrong, tiny
 
 NEW = 12
 SAMPLED = Sampling(temperature=0.8, seed=3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1)

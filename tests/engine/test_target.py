@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from toy import Scripted, generated, plain, run, sometimes_wrong, tiny
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.rows import DecodingError
 from dflash_bench.engine.target import Target, concat_taps
+from helpers.toy import Scripted, generated, plain, run, sometimes_wrong, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], list(range(2, 40)), [90, 1, 90]]
 KINDS: dict[str, Any] = {

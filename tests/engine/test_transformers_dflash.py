@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from assistant import assistant
-from toy import Watching, run
 from transformers.generation import candidate_generator
 
 from dflash_bench.core.types import Message
@@ -26,6 +24,8 @@ from dflash_bench.engine.verify import Draft
 from dflash_bench.models import loading
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.tasks import suites
+from helpers.assistant import assistant
+from helpers.toy import Watching, run
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "MuseGlimmerAssistantModel"),

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from plain_answers import plain_answers
 from test_drafters import DFLASH, EAGLE3, PROMPTS, eagle3_from_scratch, enlarged, record
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
-from toy import run, tiny
 
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
@@ -21,6 +19,8 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft, vocabulary_map
 from dflash_bench.models.nets.layers import Rotary
+from helpers.plain_answers import plain_answers
+from helpers.toy import run, tiny
 
 CPU = torch.device("cpu")
 

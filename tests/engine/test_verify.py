@@ -8,7 +8,6 @@ from fractions import Fraction
 import pytest
 import torch
 from torch import Tensor
-from toy import follows
 
 from dflash_bench.engine.sampling import inverse_cdf, likeliest
 from dflash_bench.engine.verify import (
@@ -20,6 +19,7 @@ from dflash_bench.engine.verify import (
     verify_sampled,
     verify_tree,
 )
+from helpers.toy import follows
 
 NUM_DRAWS = 20_000
 P = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05, 0.0])

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from golden_drafts import CASES, golden
 from test_drafters import DFLASH, PROMPTS, enlarged
 from test_variants import randomised
-from toy import plain, run, tiny
 
 import dflash_bench as db
 from dflash_bench.core.errors import UserError
@@ -25,6 +23,8 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.bodies import WHOLE, BlockView, DraftBody, Mixing
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.layers import Rotary
+from helpers.golden_drafts import CASES, golden
+from helpers.toy import plain, run, tiny
 
 CPU, CAPACITY, WIDTH = torch.device("cpu"), 20, 6
 VIEWS = tuple(

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from classes import made
 from test_local import Letters
 from torch import nn
-from toy import tiny
 
 from dflash_bench.core.methods import parse
 from dflash_bench.engine.backend import open_backend
@@ -26,6 +24,8 @@ from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
 from dflash_bench.models.presets import Preset
 from dflash_bench.models.weights import is_large
+from helpers.tiny_architectures import made
+from helpers.toy import tiny
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10]
 

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import build
 from torch import nn
-from toy import tiny
 
 from dflash_bench.core.methods import parse
 from dflash_bench.core.types import Divergence, Message, Settings
@@ -23,6 +21,8 @@ from dflash_bench.engine.backend import LocalBackend, open_backend, stop_ids
 from dflash_bench.engine.witness import checksums, has_room, words_in
 from dflash_bench.models import loading, memory
 from dflash_bench.models.presets import Preset, preset
+from helpers.tiny import build
+from helpers.toy import tiny
 
 CHAT = (Message("user", "What is 6 times 7?"),)
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from processes import descendants, is_alive
 
 from dflash_bench.analysis.metrics import Cell, summarise
 from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import Answer
 from dflash_bench.results import parts, store, table
+from helpers.processes import descendants, is_alive
 
 pytestmark = pytest.mark.ray
 PER_SUITE, WITH_WORKERS = 12, ("two", "killed", "stopped")

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from fake import main
 
 from dflash_bench.core import environment
 from dflash_bench.models import catalogue, presets
 from dflash_bench.models.catalogue import Machine, fits
 from dflash_bench.models.presets import Preset
+from helpers.fake_backend import main
 
 EIGHT = Preset("a/b", {}, billions=8.2)
 GB = 10**9

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from classes import ATTENTION, made
-from toy import run
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.engine.drafter import NoDrafter
@@ -18,6 +16,8 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models import loading, presets, random_weights, targets
 from dflash_bench.models.configs import Heads, keeps_keys, layer_configs, optional, varying
 from dflash_bench.models.memory import demand_of, size_of, target_attention, token_bytes
+from helpers.tiny_architectures import ATTENTION, made
+from helpers.toy import run
 
 GEMMA4 = [kind for kind in ATTENTION if kind.startswith("gemma 4")]
 

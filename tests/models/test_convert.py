@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file
-from toy import plain, run
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.diagnose import golden_cases
@@ -25,6 +23,8 @@ from dflash_bench.models.formats import TargetShape, load_draft, save_draft
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.presets import NANO
 from dflash_bench.tasks import suites
+from helpers import tiny
+from helpers.toy import plain, run
 
 LENGTH = 48
 

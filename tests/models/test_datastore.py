@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from runs import answers, changed, failing, stored
 from safetensors.torch import save_file
 
 from dflash_bench.cli import app
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import datastore, presets, targets
 from dflash_bench.runner import datastore as runner_datastore
+from helpers.runs import answers, changed, failing, stored
 
 TEXTS = ["The answer is 4.", "The answer is 5.", "So the answer is 4."]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -21,6 +20,7 @@ from dflash_bench.diagnose.golden_cases import CASES
 from dflash_bench.models import weights
 from dflash_bench.models.inspect import as_json, inspect, text
 from dflash_bench.models.presets import NANO
+from helpers import tiny
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.constants import MODEL_ARCH, MODEL_TENSORS, TENSOR_NAMES
@@ -30,6 +29,7 @@ from dflash_bench.models.nets.bodies import WHOLE as WHOLE_BLOCK
 from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.presets import NANO
+from helpers import tiny
 
 CASES_OF_KINDS = Path(dflash_bench.__file__).parent / "conformance"
 KINDS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from toy import tiny
 from transformers import PreTrainedTokenizerFast
 
 from dflash_bench.core.errors import UserError
@@ -23,6 +22,7 @@ from dflash_bench.models import chat, loading, presets, targets
 from dflash_bench.models.formats import save_draft
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
+from helpers.toy import tiny
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
 from dflash_bench.core import methods
@@ -29,6 +28,7 @@ from dflash_bench.models.memory import (
     token_bytes,
     what_fits,
 )
+from helpers import tiny
 
 NANO = presets.preset("nano")
 SIZE = Size(

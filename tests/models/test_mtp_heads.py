@@ -9,11 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from classes import made
-from fake import main
-from golden_drafts import CASES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,6 +21,10 @@ from dflash_bench.models.formats import TargetShape
 from dflash_bench.models.inspect import inspect, text
 from dflash_bench.models.memory import demand_of
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
+from helpers import tiny
+from helpers.fake_backend import main
+from helpers.golden_drafts import CASES
+from helpers.tiny_architectures import made
 
 GOLDEN = CASES / "mtp-qwen3.5-hybrid/target"
 SHAPE = TargetShape(48, 320, 4)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -19,6 +18,7 @@ from dflash_bench.engine.backend import open_backend
 from dflash_bench.models import loading, presets
 from dflash_bench.models.formats import medusa
 from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
+from helpers import tiny
 
 BLOCKS = {"block_size": 4, "mask_token_id": 1000}
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from golden_drafts import CASES
 from safetensors.torch import load_file, save_file
 
 from dflash_bench.core.errors import UserError
@@ -20,6 +19,7 @@ from dflash_bench.models.formats import TargetShape, load_draft, read_checkpoint
 from dflash_bench.models.inspect import inspect, text
 from dflash_bench.models.memory import demand_of, round_of
 from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
+from helpers.golden_drafts import CASES
 
 TARGET = TargetShape(32, 97, 6)
 CONFIG = PEagleConfig(

@@ -11,11 +11,11 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import tiny
 from huggingface_hub import constants
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import hub, presets
+from helpers import tiny
 
 Main = Callable[..., tuple[int, str, str]]
 OLD, NEW = "0" * 40, "1" * 40

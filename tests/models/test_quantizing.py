@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -25,6 +24,7 @@ from dflash_bench.models.memory import demand_of, size_of
 from dflash_bench.models.targets import Placement
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.setup import device_and_dtype
+from helpers import tiny
 
 QUESTION = [Message("user", "Tom has 7 apples and buys 5 more. How many apples does he have?")]
 LABELS = ("dflash", "dflash:block=4", "eagle3", "eagle3-tree:nodes=15", "ddtree:nodes=15", "ngram", "lookahead")

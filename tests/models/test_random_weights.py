@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-import toy
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.engine.target import Target
 from dflash_bench.models import presets, random_weights
 from dflash_bench.models.memory import size_of
 from dflash_bench.models.nets.dflash import DFlashDraft
+from helpers import tiny, toy
 
 KNOWN = [name for name, preset in presets.table().items() if preset.target in random_weights.table()]
 PATTERN = 4

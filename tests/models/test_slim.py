@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +19,7 @@ from dflash_bench.models.formats import TargetShape, load_draft, save_draft
 from dflash_bench.models.presets import Preset
 from dflash_bench.models.targets import load as load_target
 from dflash_bench.training import drafts
+from helpers import tiny
 
 SHAPE = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 KINDS = ["dflash", "eagle3"]

@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fake import main
 from safetensors.torch import load_file, save_file
 
 from dflash_bench.models.presets import NANO
 from dflash_bench.report.words import facts as words_of
 from dflash_bench.results import store
+from helpers.fake_backend import main
 
 Captured = pytest.CaptureFixture[str]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.models.formats import TargetShape, read_checkpoint, variants, zlab
 from dflash_bench.models.formats import bodies as formats_bodies
+from helpers import tiny
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 
 from dflash_bench.core.errors import UserError
@@ -17,6 +16,7 @@ from dflash_bench.models.nets.bodies import WHOLE, BlockView, DraftBody, Mixing
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.models.nets.layers import Rotary
 from dflash_bench.models.weights import write_checkpoint
+from helpers import tiny
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from toy import tiny
 
 from dflash_bench.engine.target import Target
 from dflash_bench.training import drafts
@@ -15,6 +14,7 @@ from dflash_bench.training.data import Batch
 from dflash_bench.training.masks import is_answer_after
 from dflash_bench.training.medusa import MedusaObjective
 from dflash_bench.training.trainer import DraftRecipe, Objective, train
+from helpers.toy import tiny
 from nano import block_diffusion, draft_model
 from nano.answers import Rows
 from nano.block_diffusion import BlockDiffusionObjective, Noise

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import toy
 import transformers
-from classes import made
 
 from dflash_bench.core.forwards import AttentionCost
 from dflash_bench.models.memory import size_of
@@ -18,6 +16,8 @@ from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
 from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
 from dflash_bench.perf.measure import draft_passes
+from helpers import toy
+from helpers.tiny_architectures import made
 
 # Of `toy.tiny`: 97 tokens, hidden 32, feed-forward 48, 6 layers, 4 heads of 8, 2 of keys and values.
 TABLE = 97 * 32

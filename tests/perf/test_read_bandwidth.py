@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from runs import answers, stored
 
 from dflash_bench.analysis.metrics import Cell, summarise
 from dflash_bench.core import environment
 from dflash_bench.perf import measure
 from dflash_bench.results import table
+from helpers.runs import answers, stored
 
 MIB = 2**20
 Main = Callable[..., tuple[int, str, str]]

@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import FakeServer
-from rows import drafted
-from runs import answers, listed, stored
 from test_page import data
 
 from dflash_bench.analysis.compare import Difference
@@ -24,6 +21,9 @@ from dflash_bench.report.plots.style import Material
 from dflash_bench.results import store
 from dflash_bench.results import table as results_table
 from dflash_bench.results.identity import full_names, settings_of, settings_to_json, short_names
+from helpers.rows import drafted
+from helpers.runs import answers, listed, stored
+from helpers.servers.fake_server import FakeServer
 
 Main = Callable[..., tuple[int, str, str]]
 ONE, OTHER = Settings(0.7), Settings(0.7000001)

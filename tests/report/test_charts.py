@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rows import pair
-from runs import answers, stored
 
 from dflash_bench.core.types import Answer
 from dflash_bench.report import charts, read_document
 from dflash_bench.results.rounds import read_rounds
+from helpers.rows import pair
+from helpers.runs import answers, stored
 
 
 def test_the_steps_lead_from_the_tokens_of_a_round_to_the_speedup(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rows import pair
-from runs import answers, changed, frame_of, known, stored
 
 import dflash_bench
 from dflash_bench.analysis.compare import Difference, differences, require_comparable
@@ -24,6 +22,8 @@ from dflash_bench.diagnose.doctor import _misfit
 from dflash_bench.report import RESULTS, ROUNDS
 from dflash_bench.report.findings import WORDS, fields_of, findings
 from dflash_bench.results import table
+from helpers.rows import pair
+from helpers.runs import answers, changed, frame_of, known, stored
 
 PACKAGE = Path(dflash_bench.__file__).parent
 Main = Callable[..., tuple[int, str, str]]

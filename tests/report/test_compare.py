@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden import assert_golden
-from rows import drafted, pair, plain
-from runs import SUITES, answers, asked, changed, frame_of, in_time, slower, stored
 
 from dflash_bench.analysis.peers import paper, zlab
 from dflash_bench.core.types import SCHEMA_VERSION
 from dflash_bench.results import parts, run_info, store
+from helpers.golden import assert_golden
+from helpers.rows import drafted, pair, plain
+from helpers.runs import SUITES, answers, asked, changed, frame_of, in_time, slower, stored
 
 Main = Callable[..., tuple[int, str, str]]
 

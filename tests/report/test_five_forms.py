@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs import answers, changed, stored
 
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import GREEDY
 from dflash_bench.report import columns, read_document, render, sections
 from dflash_bench.report.tables import Column, Entry, ReportTable, Section, TableRow
 from dflash_bench.results.identity import settings_to_json
+from helpers.runs import answers, changed, stored
 
 Cells = list[list[str]]
 

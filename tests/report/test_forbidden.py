@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import FakeServer
-from runs import answers, changed, failing, stored
 
 import dflash_bench as db
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Answer
 from dflash_bench.report import read_document, screen
+from helpers.runs import answers, changed, failing, stored
+from helpers.servers.fake_server import FakeServer
 
 Main = Callable[..., tuple[int, str, str]]
 DRAFTING: dict[str, Any] = {"accepts": (2, 0, 4), "block": 5}

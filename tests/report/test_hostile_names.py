@@ -13,10 +13,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import runs
 
 from dflash_bench.core.labels import shortened, visible
 from dflash_bench.report.tables import in_markdown
+from helpers import runs
 
 Main = Callable[..., tuple[int, str, str]]
 NAMES = (

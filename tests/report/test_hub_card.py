@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 from huggingface_hub import parse_eval_result_entries
-from runs import SUITES, answers, changed, stored
 
 from dflash_bench.report import read_document
+from helpers.runs import SUITES, answers, changed, stored
 
 Main = Callable[..., tuple[int, str, str]]
 PUBLIC = {"gsm8k": SUITES["gsm8k"] | {"source": "hub openai/gsm8k@" + "a" * 40, "scorer": "gsm8k_number"}}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from runs import about
-
 from dflash_bench.report import words
 from dflash_bench.results.identity import columns_of_method
+from helpers.runs import about
 
 METHODS = {"dflash": {"name": "dflash", "num_drafts": 7, "draft": "dflash"}}
 

@@ -10,7 +10,8 @@ from importlib import import_module
 from pathlib import Path
 
 import numpy as np
-from runs import answers, changed, listed, stored
+
+from helpers.runs import answers, changed, listed, stored
 
 Main = Callable[..., tuple[int, str, str]]
 SCREENS = (

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rows import failed, generation, record
-from runs import SUITES, about, answers, changed, stored
 from tokenizers import Tokenizer
 
 from dflash_bench.core.types import Answer
 from dflash_bench.report import answers as report_answers
 from dflash_bench.report import html, read_document
 from dflash_bench.results import parts, run_info
+from helpers.rows import failed, generation, record
+from helpers.runs import SUITES, about, answers, changed, stored
 
 Main = Callable[..., tuple[int, str, str]]
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>"

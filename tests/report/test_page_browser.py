@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import answers, stored
 from test_page import HOSTILE, SAID, TEXT, told
 
 import dflash_bench as db
 from dflash_bench.report import html, read_document, write_page
 from dflash_bench.report.answers import page_answers
 from dflash_bench.report.site import write_site
+from helpers.runs import answers, stored
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs pip install 'dflash-bench[browser]'")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

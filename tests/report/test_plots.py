@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rows import generation, pair, record
-from runs import IDENTITY, SUITES, answers, asked, in_time, known, slower, stored
 
 from dflash_bench.analysis import metrics
 from dflash_bench.core.types import Answer, Settings
@@ -21,6 +19,8 @@ from dflash_bench.report.plots import acceptance, speed, style
 from dflash_bench.report.plots.curves import training, trend
 from dflash_bench.report.plots.style import Material
 from dflash_bench.results import table
+from helpers.rows import generation, pair, record
+from helpers.runs import IDENTITY, SUITES, answers, asked, in_time, known, slower, stored
 
 NO_THINKING = Settings(thinking=False).id
 Main = Callable[..., tuple[int, str, str]]

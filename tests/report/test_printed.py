@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from dflash_bench.core.errors import UserError
@@ -18,6 +17,7 @@ from dflash_bench.report import plots, printed, read_document
 from dflash_bench.report.document import Document
 from dflash_bench.report.plots import style
 from dflash_bench.report.printed import printed as in_print
+from helpers import runs
 
 Main = Callable[..., tuple[int, str, str]]
 

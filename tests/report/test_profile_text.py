@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import about, answers, stored
 
 from dflash_bench import report
 from dflash_bench.analysis.roofline import curve
@@ -27,6 +26,7 @@ from dflash_bench.perf.verdict import RoundCost, RoundVerdict, at_full_depth, pl
 from dflash_bench.report import perf as words
 from dflash_bench.report import plots
 from dflash_bench.report.perf import Profiled, as_json, estimate_note, sentence, text
+from helpers.runs import about, answers, stored
 
 SIZE = Size(weight_bytes=1000, matrix_elements=250, num_layers=2, attention=(AttentionCost(2, None, 8, 16),))
 RATES = Rates(1000.0, 1e9)

@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden import assert_golden
-from rows import drafted, failed, generation, pair, plain, record
-from runs import about, frame_of, known
 
 from dflash_bench import report
 from dflash_bench.analysis import metrics
@@ -28,6 +25,9 @@ from dflash_bench.report.findings import Finding
 from dflash_bench.report.findings import findings as find
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import RunTable
+from helpers.golden import assert_golden
+from helpers.rows import drafted, failed, generation, pair, plain, record
+from helpers.runs import about, frame_of, known
 
 ENVIRONMENT: dict[str, Any] = {
     "platform": "Linux",

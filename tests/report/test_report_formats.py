@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from golden import assert_golden
-from rows import failed, plain
-from runs import answers, bare, changed, stored
 
 from dflash_bench.report import read_document, screen
 from dflash_bench.report.render import latex_escaped
 from dflash_bench.results import store
+from helpers.golden import assert_golden
+from helpers.rows import failed, plain
+from helpers.runs import answers, bare, changed, stored
 
 Main = Callable[..., tuple[int, str, str]]
 

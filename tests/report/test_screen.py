@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rows import generation, pair, record
 from test_report import document, findings, summarise
 
 from dflash_bench.core.types import Answer, Settings
 from dflash_bench.report.screen import WIDTH, screen
+from helpers.rows import generation, pair, record
 
 
 def of(rows: Sequence[Answer], width: int = WIDTH) -> str:

@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden import assert_golden
-from rows import generation, plain, record
-from runs import in_time, stored
 
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.compare import ratio_of
@@ -23,6 +20,9 @@ from dflash_bench.report import FORMATS, Document, plots, read_document
 from dflash_bench.report.plots.series import sweep as drawn
 from dflash_bench.report.plots.style import Material, scope_of
 from dflash_bench.results.identity import settings_to_json
+from helpers.golden import assert_golden
+from helpers.rows import generation, plain, record
+from helpers.runs import in_time, stored
 
 SPEEDS = {"dflash:block=4": 1.5, "dflash:block=8": 2.0, "dflash:block=16": 2.01}
 """How many times as fast as plain decoding, were there no noise."""

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import runs
-
 from dflash_bench.analysis.compare import Comparison
 from dflash_bench.core.types import Answer, CellKey
 from dflash_bench.report.changes import verdicts
+from helpers import runs
 
 Main = Callable[..., tuple[int, str, str]]
 

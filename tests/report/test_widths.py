@@ -9,12 +9,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import runs
 
 from dflash_bench import cli
 from dflash_bench.cli.command import in_shell
 from dflash_bench.report import render
 from dflash_bench.report.tables import Column, ReportTable, Section, TableRow
+from helpers import runs
 
 READING = [
     "report --full", "report --by category", "compare @2 @1", "compare @1 --compat zlab", "runs", "card",

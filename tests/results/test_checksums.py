@@ -6,11 +6,11 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from rows import pair
-from runs import bare
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.results import parts, store
+from helpers.rows import pair
+from helpers.runs import bare
 
 
 def test_a_line_that_a_crash_cut_short_is_passed_over_and_the_next_one_stands_alone(tmp_path: Path) -> None:

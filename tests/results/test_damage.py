@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,6 +17,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.models import formats
 from dflash_bench.models.formats import TargetShape, load_draft
 from dflash_bench.models.inspect import inspect, text
+from helpers import tiny
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import answers, stored
 
 from dflash_bench import report
 from dflash_bench.analysis.gate.checks import check_runs
@@ -17,6 +16,7 @@ from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.results import parts
 from dflash_bench.results.run_info import read_info
+from helpers.runs import answers, stored
 
 Main = Callable[..., tuple[int, str, str]]
 ODD: tuple[Any, ...] = (None, True, -1, 10**300, 1e300, float("nan"), "", "\x1b[31m", [], [[]], {}, {"": None})

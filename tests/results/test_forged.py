@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from runs import answers, listed, stored
+
+from helpers.runs import answers, listed, stored
 
 Main = Callable[..., tuple[int, str, str]]
 SIZE = {"weight_bytes": 1.0, "matrix_elements": 1, "attention": []}

@@ -14,9 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import fake
 import pytest
-from runs import known, listed
 
 import dflash_bench as db
 from dflash_bench.core.types import CEILINGS, Generation
@@ -25,6 +23,8 @@ from dflash_bench.results import laws, parts, store
 from dflash_bench.runner import stopwatch
 from dflash_bench.tasks import sandbox, scorers
 from dflash_bench.tasks.scorers.base import Score
+from helpers import fake_backend
+from helpers.runs import known, listed
 
 Main = Callable[..., tuple[int, str, str]]
 Row = dict[str, Any]
@@ -38,7 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
-        assert fake.main(patched, *WORDS, *BOTH) == 0
+        assert fake_backend.main(patched, *WORDS, *BOTH) == 0
     return folder / "run"
 
 
@@ -251,7 +251,7 @@ def test_a_row_that_was_edited_is_measured_again(run: Path, monkeypatch: pytest.
     monkeypatch.chdir(run.parent)
     before = {store.key(row): row for row in store.load(run)[1]}
     assert edited(run, lambda row: {"decode_s": row["decode_s"] / 2}, once("dflash")) == 1
-    assert fake.main(monkeypatch, *WORDS, *BOTH, "--resume") == 0
+    assert fake_backend.main(monkeypatch, *WORDS, *BOTH, "--resume") == 0
     after = {store.key(row): row for row in store.load(run)[1]}
     assert after.keys() == before.keys()
     assert len([place for place in before if before[place] != after[place]]) == 1
@@ -349,7 +349,7 @@ def test_bookkeeping_that_is_broken_gives_failed_rows(
     monkeypatch.setattr(stopwatch, "objection", lambda *_, **__: None)
     monkeypatch.setattr(stopwatch.Stopwatch, "columns", lambda *_, **__: {"clock_s": 1e6})
     monkeypatch.setattr(RequestTrace, "generation", broken(RequestTrace.generation))
-    assert fake.main(monkeypatch, *WORDS) == 1
+    assert fake_backend.main(monkeypatch, *WORDS) == 1
     rows = [row for row in store.load(Path("run"))[1] if row.method in methods]
     errors = {row.generation.error for row in rows}
     assert rows and all(told in str(error) for error in errors), errors
@@ -360,7 +360,7 @@ def test_texts_that_the_engine_turns_around_give_failed_rows(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     decode = LocalBackend.decode
     monkeypatch.setattr(LocalBackend, "decode", lambda self, ids: decode(self, ids)[::-1])
-    assert fake.main(monkeypatch, *WORDS) == 1
+    assert fake_backend.main(monkeypatch, *WORDS) == 1
     rows = store.load(Path("run"))[1]
     assert all("its text is not what its tokens say" in str(row.generation.error) for row in rows)
 
@@ -371,7 +371,7 @@ def test_a_scorer_that_is_always_right_is_found_by_a_sound_process(
     monkeypatch.chdir(tmp_path)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(scorers.SCORERS.own, "gsm8k_number", lambda prompt, text: Score(prompt.reference, True))
-        assert fake.main(patched, *WORDS) == 0
+        assert fake_backend.main(patched, *WORDS) == 0
     code, out, _ = main("check", "run")
     assert code == 1 and "gsm8k_number" in out
 

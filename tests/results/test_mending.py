@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake import FakeBackend, install, main
-from runs import listed
 from test_whole import rewritten, without
 
 from dflash_bench.core.types import Answer
 from dflash_bench.results import store
 from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.run_info import read_info
+from helpers.fake_backend import FakeBackend, install, main
+from helpers.runs import listed
 
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

@@ -15,17 +15,17 @@ from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import pytest
-from forked import forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rows import generation, pair, plain, record
-from runs import ENVIRONMENT, bare
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, Answer, Divergence, Exactness, Generation, Settings
 from dflash_bench.results import parts as stored_parts
 from dflash_bench.results import store
 from dflash_bench.results.identity import OF_RUN
+from helpers.forked import forked
+from helpers.rows import generation, pair, plain, record
+from helpers.runs import ENVIRONMENT, bare
 
 PLAN: dict[str, Any] = {
     "methods": ["ar", "dflash"],

@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from rows import generation, record
-from runs import listed
 
 import dflash_bench as db
 from dflash_bench.core.types import Answer
@@ -22,6 +19,9 @@ from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
 from dflash_bench.results import laws, parts
 from dflash_bench.results.row_arrays import Facts
+from helpers import tiny
+from helpers.rows import generation, record
+from helpers.runs import listed
 
 METHODS = ["dflash", "dflash:cut=0.5"]
 

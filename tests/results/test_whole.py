@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rows import generation, pair, plain, record
-from runs import SUITES, answers, changed, failing, listed, stored
 
 from dflash_bench.analysis.gate.checks import check_runs
 from dflash_bench.results import parts
 from dflash_bench.results import table as results_table
+from helpers.rows import generation, pair, plain, record
+from helpers.runs import SUITES, answers, changed, failing, listed, stored
 
 Main = Callable[..., tuple[int, str, str]]
 READERS = (["compare"], ["report"], ["card"], ["plot", "-o", "plots"], ["baseline", "-o", "base.json"])

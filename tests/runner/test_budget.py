@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake import FakeBackend, install, main
-from runs import Stop, in_time
 from test_runner import loaded, prompts
 
 from dflash_bench.core.errors import UserError
@@ -24,6 +22,8 @@ from dflash_bench.runner import budget
 from dflash_bench.runner.budget import Spent
 from dflash_bench.runner.work import WorkPlan
 from dflash_bench.tasks import suites
+from helpers.fake_backend import FakeBackend, install, main
+from helpers.runs import Stop, in_time
 
 Captured = pytest.CaptureFixture[str]
 

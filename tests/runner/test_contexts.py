@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake import FakeBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import answers, bare, stored
 from test_runner import Runs, loaded, prompts
 
 from dflash_bench.analysis import metrics
@@ -32,6 +30,8 @@ from dflash_bench.runner.plan import settings_of as settings_of_request
 from dflash_bench.runner.work import WorkPlan, prompt_rows
 from dflash_bench.tasks import padding
 from dflash_bench.tasks.suites import Loaded
+from helpers.fake_backend import FakeBackend
+from helpers.runs import answers, bare, stored
 
 Main = Callable[..., tuple[int, str, str]]
 NONE, SHORT, LONG = (Settings(thinking=False, context=context) for context in (None, 256, 4096))

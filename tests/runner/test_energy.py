@@ -10,14 +10,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import tiny
-from fake import FakeBackend, install, main
 
 import dflash_bench as db
 from dflash_bench.core.types import Generation
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import energy
 from dflash_bench.runner.stopwatch import Stopwatch
+from helpers import tiny
+from helpers.fake_backend import FakeBackend, install, main
 
 ASKED = ("run", "--suite", "gsm8k", "--limit", "4", "--method", "dflash", "--out", "out")
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import matrix
 import pytest
 import torch
 import transformers
-from runs import known
-from tiny import TOKENIZER, VOCABULARY
-from toy import tiny
 
 from dflash_bench.engine import selection
 from dflash_bench.models.presets import NANO
 from dflash_bench.report import words as report_words
 from dflash_bench.results.run_info import read_info
+from helpers.faults import matrix
+from helpers.runs import known
+from helpers.tiny import TOKENIZER, VOCABULARY
+from helpers.toy import tiny
 
 REASON = "does not cover this target: gpt2 is not among gemma, gemma3_text, llama, mistral, qwen2, qwen3, qwen3_moe"
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny
 
 from dflash_bench.analysis import roofline
 from dflash_bench.analysis.metrics import Cell, summarise
@@ -14,6 +13,7 @@ from dflash_bench.results.run_info import read_info
 from dflash_bench.results.table import read_run
 from dflash_bench.runner import session
 from dflash_bench.runner.config import RunRequest
+from helpers import tiny
 
 pytestmark = pytest.mark.usefixtures("measured_in_full")
 

@@ -13,9 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny
 import transformers.utils.chat_template_utils as clock
-from fake import FakeBackend, metrics_kept_in
 from test_runner import Runs, loaded
 
 from dflash_bench.core import methods
@@ -34,6 +32,8 @@ from dflash_bench.tasks import padding, prompts
 from dflash_bench.tasks.padding import example
 from dflash_bench.tasks.suites import chats
 from dflash_bench.training import prompts as training_prompts
+from helpers import tiny
+from helpers.fake_backend import FakeBackend, metrics_kept_in
 
 Main = Callable[..., tuple[int, str, str]]
 TEMPLATE = (

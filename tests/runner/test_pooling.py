@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
-from fake import FakeBackend, other_tokens
-from fake_pool import FakePool, as_opened
 from test_runner import loaded, planned_info, prompts
 
 from dflash_bench.analysis.metrics import summarise
@@ -27,6 +24,9 @@ from dflash_bench.runner import workers as runner_workers
 from dflash_bench.runner.session import Progress
 from dflash_bench.runner.work import WorkPlan
 from dflash_bench.runner.workers import Job
+from helpers import tiny
+from helpers.fake_backend import FakeBackend, other_tokens
+from helpers.fake_pool import FakePool, as_opened
 
 Main = Callable[..., tuple[int, str, str]]
 PLAN = WorkPlan(
@@ -274,7 +274,7 @@ def test_suffix_decoding_over_earlier_answers_is_for_one_process(main: Main, mon
 
 
 def test_findings_say_how_many_shared_a_machine_and_which_kinds_there_were(tmp_path: Path) -> None:
-    from runs import answers, stored
+    from helpers.runs import answers, stored
 
     workers = {"number": 4, "on_one_machine": 2, "kinds": ["a processor", "another"]}
     results = table.read_run(stored(tmp_path / "run", answers(), workers=workers))

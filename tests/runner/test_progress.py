@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 
 import pytest
-from rows import drafted, failed, plain
 
 from dflash_bench.runner import session
 from dflash_bench.runner.session import Progress
+from helpers.rows import drafted, failed, plain
 
 
 @pytest.fixture(autouse=True)

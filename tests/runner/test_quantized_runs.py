@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.option import check_options
@@ -17,6 +16,7 @@ from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import session
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_and_model
+from helpers import tiny
 
 Main = Callable[..., tuple[int, str, str]]
 ASKED = RunRequest(suites=("gsm8k",), methods=("dflash",), limit=2, max_new_tokens=8)

@@ -14,9 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import processes
 import pytest
-import tiny
 from test_pooling import WORDS, rows_of
 
 from dflash_bench.core import environment
@@ -24,6 +22,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.results import parts, store
 from dflash_bench.runner import ray_workers
 from dflash_bench.runner.work import Witnessed
+from helpers import processes, tiny
 
 ROOT = Path(__file__).parents[2]
 NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'dflash-bench[ray]'")

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import tiny
-from fake import main
-from forked import forked
 
 from dflash_bench import cli
 from dflash_bench.core.types import Answer
 from dflash_bench.results import store
+from helpers import tiny
+from helpers.fake_backend import main
+from helpers.forked import forked
 
 Captured = pytest.CaptureFixture[str]
 WORDS = (

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake import FakeBackend, other_tokens
-from runs import Stop, bare
 
 from dflash_bench.core.dialects import ServerRequest
 from dflash_bench.core.types import GREEDY, Answer, Divergence, Generation, Message, Prompt, Settings
@@ -21,6 +19,8 @@ from dflash_bench.runner.work import ProgressListener, WorkPlan
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.sandbox import Isolation
 from dflash_bench.tasks.suites import Loaded, Suite
+from helpers.fake_backend import FakeBackend, other_tokens
+from helpers.runs import Stop, bare
 
 METHODS = ("ar", "dflash", "eagle3")
 

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
-from runs import known
 
 from dflash_bench.analysis import metrics
 from dflash_bench.core.errors import UserError
@@ -21,6 +19,8 @@ from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
 from dflash_bench.runner.setup import device_and_dtype
 from dflash_bench.tasks import sandbox
+from helpers import tiny
+from helpers.runs import known
 
 
 @pytest.fixture(scope="module")

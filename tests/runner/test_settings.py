@@ -10,9 +10,6 @@ from typing import Any
 
 import pyarrow.dataset
 import pytest
-from fake import FakeBackend, other_tokens
-from rows import drafted, generation, pair, plain
-from runs import answers, bare, frame_of, listed, slower, stored
 from test_runner import Runs, Watch, loaded, prompts
 
 from dflash_bench.analysis import metrics
@@ -29,6 +26,9 @@ from dflash_bench.results import table as results_table
 from dflash_bench.results.identity import full_names, settings_to_json, short_names
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner.work import WorkPlan
+from helpers.fake_backend import FakeBackend, other_tokens
+from helpers.rows import drafted, generation, pair, plain
+from helpers.runs import answers, bare, frame_of, listed, slower, stored
 
 Main = Callable[..., tuple[int, str, str]]
 GREEDY, SAMPLED = Settings(0.0, thinking=False), Settings(1.0, top_p=0.9, thinking=False)

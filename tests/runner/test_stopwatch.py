@@ -11,8 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from rows import generation
-from runs import listed
 
 from dflash_bench.core.types import Answer, Generation, TimedGeneration
 from dflash_bench.engine import loop
@@ -25,6 +23,8 @@ from dflash_bench.engine.target import Target
 from dflash_bench.results import store
 from dflash_bench.runner import session, stopwatch
 from dflash_bench.runner.stopwatch import Objection, Span, Stopwatch
+from helpers.rows import generation
+from helpers.runs import listed
 
 Main = Callable[..., tuple[int, str, str]]
 Change = Callable[[Generation], Generation]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake import main
-from runs import Stop, stop_after
 
 from dflash_bench.results import store
+from helpers.fake_backend import main
+from helpers.runs import Stop, stop_after
 
 WORDS = ("sweep --suite gsm8k --limit 2 --max-new-tokens 12 --over block=4,8 --over temperature=0,1 --out out").split()
 

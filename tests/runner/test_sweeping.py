@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake import FakeBackend, install, main
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
@@ -15,6 +14,7 @@ from dflash_bench.core.types import Settings
 from dflash_bench.runner import plan
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import settings_of
+from helpers.fake_backend import FakeBackend, install, main
 
 
 def laid_out(typed: str, *over: str, one_at_a_time: bool = False) -> list[str]:

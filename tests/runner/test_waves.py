@@ -12,9 +12,9 @@ import pandas as pd
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from runs import listed
 
 from dflash_bench.results import parts
+from helpers.runs import listed
 
 Main = Callable[..., tuple[int, str, str]]
 ASKED = "--suite mt_bench --suite gsm8k --method dflash --method ngram --limit 5 --max-new-tokens 12".split()

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-import plainly
+from helpers.servers import plainly
 
 plainly.apply()

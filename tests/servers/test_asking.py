@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_server import END, FAULTS, FakeServer, tokens_of
-from one_server import CHAT, backend, one
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.servers.stream import StreamState
+from helpers.servers.fake_server import END, FAULTS, FakeServer, tokens_of
+from helpers.servers.one_server import CHAT, backend, one
 
 DIALECTS = ("vllm", "sglang", "llamacpp", "tensorrt_llm", "lmdeploy", "mlx", "openai")
 OF_TEXTS = ("mlx", "openai")

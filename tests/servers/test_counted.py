@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_server import Count, FakeServer
-from one_server import CHAT, backend, one
 
 from dflash_bench.core.dialects import rule_of
+from helpers.servers.fake_server import Count, FakeServer
+from helpers.servers.one_server import CHAT, backend, one
 
 COUNTED_BY = [
     ({"dialect": "vllm"}, "vllm.counters"),

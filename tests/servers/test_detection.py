@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_server import FakeServer
 
 from dflash_bench.core.dialects import DIALECTS, AcceptanceCounts
 from dflash_bench.core.errors import UserError
@@ -17,6 +16,7 @@ from dflash_bench.servers import prometheus
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
 from dflash_bench.servers.prometheus import CounterPage
+from helpers.servers.fake_server import FakeServer
 
 CHAT = (Message("user", "What is 6 times 7?"),)
 SECRET = "sk-very-secret"

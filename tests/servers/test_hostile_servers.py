@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import FakeServer
-from one_server import CHAT, backend
 
 from dflash_bench.core.dialects import AcceptanceCounts, contradiction
 from dflash_bench.core.errors import UserError
@@ -28,6 +26,8 @@ from dflash_bench.runner.config import RunRequest
 from dflash_bench.servers import client
 from dflash_bench.servers.address import key_of, parse
 from dflash_bench.servers.backend import ServerBackend
+from helpers.servers.fake_server import FakeServer
+from helpers.servers.one_server import CHAT, backend
 
 INPUTS: dict[str, list[Any]] = json.loads((Path(__file__).parents[1] / "data/hostile/servers.json").read_text())
 SECRET = "hunter2secret"
@@ -285,10 +285,10 @@ PAGE_S, ANSWER_S = 2.0, 3.0
 MOST_BYTES = 1 << 30
 CLIENT = f"""
 import asyncio, json, resource, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from dflash_bench.core.errors import UserError
 from dflash_bench.servers import client
-from one_server import CHAT, Tokenizer
+from helpers.servers.one_server import CHAT, Tokenizer
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
 client.WAITS_S, client.PAGE_TIMEOUT_S, client.ERROR_TIMEOUT_S = (), {PAGE_S}, 1.0

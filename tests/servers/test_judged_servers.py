@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from fake_server import FakeServer
-from matrix import command
-from nano_words import nano_text
 
 from dflash_bench.core.types import Message
 from dflash_bench.models import chat, targets
 from dflash_bench.models.presets import NANO
 from dflash_bench.results import run_info, store
 from dflash_bench.servers.backend import is_same_text
+from helpers.faults.matrix import command
+from helpers.servers.fake_server import FakeServer
+from helpers.servers.nano_words import nano_text
 
 Main = Callable[..., tuple[int, str, str]]
 ASKED = "--suite gsm8k --model nano --limit 3 --max-new-tokens 24".split()

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nano_words import nano_text
-from processes import is_alive
 
 from dflash_bench.core import methods
 from dflash_bench.core.dialects import LaunchSpec
@@ -28,9 +26,11 @@ from dflash_bench.results import store, table
 from dflash_bench.runner import launch
 from dflash_bench.servers import supervisor
 from dflash_bench.servers.launch import LaunchedServers, added_by_draft, program_named
+from helpers.processes import is_alive
+from helpers.servers.nano_words import nano_text
 
 Main = Callable[..., tuple[int, str, str]]
-PROGRAM = Path(__file__).parent / "fake_program.py"
+PROGRAM = Path(__file__).parents[1] / "helpers/servers/fake_program.py"
 ASKED = "run --suite gsm8k --model nano --limit 2 --max-new-tokens 24".split()
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

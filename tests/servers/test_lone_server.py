@@ -7,9 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fake_server import FakeServer
-from nano_words import nano_text
-from runs import listed
 
 from dflash_bench.analysis import metrics
 from dflash_bench.core.types import Message, Prompt
@@ -18,6 +15,9 @@ from dflash_bench.models.presets import NANO
 from dflash_bench.results import run_info, store
 from dflash_bench.results import table as results_table
 from dflash_bench.tasks import scorers
+from helpers.runs import listed
+from helpers.servers.fake_server import FakeServer
+from helpers.servers.nano_words import nano_text
 
 Main = Callable[..., tuple[int, str, str]]
 PROMPTS = 4

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from fake_server import FakeServer, tokens_of
-from one_server import Tokenizer, backend
 
 from dflash_bench.core.types import GREEDY, Message
+from helpers.servers.fake_server import FakeServer, tokens_of
+from helpers.servers.one_server import Tokenizer, backend
 
 MANY = 1000
 FILES = 3 * MANY

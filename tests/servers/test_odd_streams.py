@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_server import FakeServer
-from one_server import CHAT, backend
 
 from dflash_bench.core.dialects import AnswerError
 from dflash_bench.core.types import Generation
@@ -20,6 +18,8 @@ from dflash_bench.servers import client
 from dflash_bench.servers.client import Bounds
 from dflash_bench.servers.dialects import openai
 from dflash_bench.servers.stream import StreamState
+from helpers.servers.fake_server import FakeServer
+from helpers.servers.one_server import CHAT, backend
 
 TTFT_S, STEP_S, NUM = 0.3, 0.05, 8
 Timed = list[tuple[float, Any]]

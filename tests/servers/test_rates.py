@@ -13,8 +13,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from fake_server import FakeServer
-from runs import known
 
 from dflash_bench.analysis.concurrency import concurrency_curves
 from dflash_bench.analysis.metrics import Cell
@@ -27,6 +25,8 @@ from dflash_bench.runner.rules import objectives
 from dflash_bench.runner.setup import late
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend, arrivals
+from helpers.runs import known
+from helpers.servers.fake_server import FakeServer
 
 Main = Callable[..., tuple[int, str, str]]
 

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import FakeServer
-from fake_words import text_of
 
 from dflash_bench.core.secrets import Arguments, Secret, command, hidden, of_environment
 from dflash_bench.servers import launch, supervisor
+from helpers.servers.fake_server import FakeServer
+from helpers.servers.fake_words import text_of
 
 Main = Callable[..., tuple[int, str, str]]
 SECRET = "hunter2-very-secret"
-PROGRAM = Path(__file__).parent / "fake_program.py"
+PROGRAM = Path(__file__).parents[1] / "helpers/servers/fake_program.py"
 
 
 def test_a_secret_prints_as_stars_and_is_stored_nowhere() -> None:

@@ -13,15 +13,15 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from fake_server import MODEL, FakeServer, tokens_of
-from matrix import command
 from pyarrow import parquet
-from runs import listed
 
 from dflash_bench.analysis import metrics
 from dflash_bench.core.dialects import UNKNOWN_RULE
 from dflash_bench.results import parts, store, table
 from dflash_bench.servers import dialects
+from helpers.faults.matrix import command
+from helpers.runs import listed
+from helpers.servers.fake_server import MODEL, FakeServer, tokens_of
 
 Main = Callable[..., tuple[int, str, str]]
 PROMPTS = 4

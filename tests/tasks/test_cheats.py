@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import warm
-from cages import ASKED_BY_US, BOXES, MARKER, Box, num_processes
 
 from dflash_bench.core.types import Prompt
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import ProgramLimits, ProgramOutcome
 from dflash_bench.tasks.scorers import score
+from helpers import forked_supervisors
+from helpers.cages import ASKED_BY_US, BOXES, MARKER, Box, num_processes
 
 LIMITS = ProgramLimits(cpu_s=3, wall_s=5.0)
 ENDLESS = ProgramLimits(cpu_s=1, wall_s=2.0)
@@ -58,7 +58,7 @@ def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """Nothing of a program is alive afterwards. In the strongest cage they start as in a run, in the others warm."""
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
     if request.param not in ASKED_BY_US[:1]:
-        monkeypatch.setattr(sandbox, "subprocess", warm.SUBPROCESS)
+        monkeypatch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
     yield request.param
     assert num_processes() == 0
 

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 
 import pytest
-import warm
-from cages import BOXES, MARKER, Box, num_processes
 
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import ProgramLimits
+from helpers import forked_supervisors
+from helpers.cages import BOXES, MARKER, Box, num_processes
 
 LIMITS = ProgramLimits(folder_bytes=2**24, num_files=500)
 MOST_TAKEN = 2**24 + LIMITS.file_bytes
@@ -73,7 +73,7 @@ PIECES = {
 @pytest.fixture(params=BOXES)
 def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
-    monkeypatch.setattr(sandbox, "subprocess", warm.SUBPROCESS)
+    monkeypatch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
     yield request.param
     assert num_processes() == 0
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import warm
-from cages import BOXES, MARKER, RIGHT, Box, num_processes
 
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.isolation import walls
 from dflash_bench.tasks.sandbox import ProgramLimits
+from helpers import forked_supervisors
+from helpers.cages import BOXES, MARKER, RIGHT, Box, num_processes
 
 BRIEF = ProgramLimits(cpu_s=1, wall_s=0.5)
 NUMBERS = walls.X86_64 if os.uname().machine == "x86_64" else walls.AARCH64
@@ -38,7 +38,7 @@ def call(number, *args):
 def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
     """Nothing of a program is alive afterwards."""
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
-    monkeypatch.setattr(sandbox, "subprocess", warm.SUBPROCESS)
+    monkeypatch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
     yield request.param
     assert num_processes() == 0
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake import metrics_kept_in
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Prompt
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.scorers.base import Score
+from helpers.fake_backend import metrics_kept_in
 
 evaluate: Any = pytest.importorskip("evaluate")
 

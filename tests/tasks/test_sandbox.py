@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import warm
-from cages import ASKED_BY_US, BOXES, MARKER, RIGHT, SHORT, Box, num_processes, wait_until
 
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import Isolation, ProgramLimits, ProgramOutcome
+from helpers import forked_supervisors
+from helpers.cages import ASKED_BY_US, BOXES, MARKER, RIGHT, SHORT, Box, num_processes, wait_until
 
 Patch = pytest.MonkeyPatch
 needs_a_cage = pytest.mark.skipif(not ASKED_BY_US, reason="no cage is granted here")
@@ -27,7 +27,7 @@ needs_a_cage = pytest.mark.skipif(not ASKED_BY_US, reason="no cage is granted he
 def box(request: pytest.FixtureRequest, monkeypatch: Patch) -> Iterator[Box]:
     """Nothing of a program is alive afterwards."""
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
-    monkeypatch.setattr(sandbox, "subprocess", warm.SUBPROCESS)
+    monkeypatch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
     yield request.param
     assert num_processes() == 0
 
@@ -59,7 +59,7 @@ raise ValueError(" ".join(f"{name[:6]}={digest.hexdigest()[:5]}" for name, diges
 def test_a_warm_start_is_as_a_cold_one(box: Box, monkeypatch: Patch) -> None:
     """In all that a program finds, apart from names that are new each time."""
     said = []
-    for how in (warm.SUBPROCESS, subprocess):
+    for how in (forked_supervisors.SUBPROCESS, subprocess):
         monkeypatch.setattr(sandbox, "subprocess", how)
         said.append(box.fails(STATE))
     assert said[0] == said[1] and re.fullmatch(r"exit status 1: ValueError: (\w+=\w{5} ?){15}", said[0])
@@ -268,7 +268,10 @@ def test_a_runner_dies_with_its_supervisor_before_the_verdict(cage: Isolation, m
         wait_until(lambda: num_processes() == 4)  # two supervisors and their runners
         children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
         for pid in " ".join(path.read_text() for path in children).split():
-            if int(pid) not in warm.waiting() and MARKER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if (
+                int(pid) not in forked_supervisors.waiting()
+                and MARKER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ):
                 os.kill(int(pid), signal.SIGKILL)
 
     killer = threading.Thread(target=kill_supervisor)

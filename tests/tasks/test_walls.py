@@ -6,11 +6,11 @@ import socket
 from collections.abc import Callable
 
 import pytest
-from cages import ASKED_BY_US, MARKER, SHORT, num_processes
 
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.isolation import walls
 from dflash_bench.tasks.sandbox import Isolation, ProgramOutcome
+from helpers.cages import ASKED_BY_US, MARKER, SHORT, num_processes
 
 Run = Callable[[str], ProgramOutcome]
 

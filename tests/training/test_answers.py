@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from toy import tiny
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.engine.drafter import NoDrafter
@@ -21,6 +20,7 @@ from dflash_bench.training import prompts as training_prompts
 from dflash_bench.training.answers import AnswerPlan, AnswerRequest
 from dflash_bench.training.config import TrainRequest
 from dflash_bench.training.data import PackedRows, stored
+from helpers.toy import tiny
 
 LAYERS = (0, 2, 3)
 PLAN = AnswerPlan("tiny", LAYERS, max_new_tokens=9, batch_size=3)

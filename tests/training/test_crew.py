@@ -13,12 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-import tiny
 import torch
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.training import distributed, trainer
 from dflash_bench.training.distributed import ProcessGroup
+from helpers import tiny
 
 Launch = Callable[[str, Sequence[str], int], list[tuple[int, str]]]
 TOY = """

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -21,6 +20,7 @@ from dflash_bench.training.eagle3 import Eagle3Objective
 from dflash_bench.training.medusa import MedusaObjective
 from dflash_bench.training.prepare import device_of
 from dflash_bench.training.trainer import Objective
+from helpers import tiny
 
 FACTORIES = (torch.arange, torch.full, torch.zeros, torch.ones, torch.empty, torch.tensor, torch.eye)
 LENGTH = 24

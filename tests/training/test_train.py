@@ -6,7 +6,6 @@ from itertools import islice
 
 import pytest
 import torch
-from toy import tiny
 
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
@@ -32,6 +31,7 @@ from dflash_bench.training.trainer import (
     set_rate,
     train,
 )
+from helpers.toy import tiny
 from nano.answers import Rows
 
 V, H = 40, 32

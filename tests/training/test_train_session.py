@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
@@ -27,6 +26,7 @@ from dflash_bench.training.answers import ComputedStates
 from dflash_bench.training.cards import Acceptance, acceptance_of
 from dflash_bench.training.config import BLOCKS, TrainRequest, check
 from dflash_bench.training.data import stored
+from helpers import tiny
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from faults import Fault
-from traced import traced
 
 from dflash_bench import cli
 from dflash_bench.core.methods import parse
@@ -33,6 +31,8 @@ from dflash_bench.runner import loop
 from dflash_bench.runner.loop import WarmUp
 from dflash_bench.runner.work import WorkItem
 from dflash_bench.tasks import suites
+from helpers.faults.in_engine import Fault
+from helpers.pretended_gpu.traced import traced
 
 SUITES = ("gsm8k", "humaneval")
 MOST = 48

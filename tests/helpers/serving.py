@@ -10,10 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import plainly
-from fake_server import Count, FakeServer
-from nano_words import nano_text
-
 from dflash_bench.core.dialects import WHOLE, AcceptanceCounts, Conversion, DecodedAnswer
 from dflash_bench.core.methods import parse
 from dflash_bench.core.types import GREEDY, Message, Settings
@@ -25,6 +21,9 @@ from dflash_bench.models import presets
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.setup import open_engine
 from dflash_bench.tasks import suites
+from helpers.servers import plainly
+from helpers.servers.fake_server import Count, FakeServer
+from helpers.servers.nano_words import nano_text
 
 plainly.apply()
 PROMPTS, LENGTH = 8, 24

@@ -17,9 +17,6 @@ from typing import Any
 
 import torch
 import transformers
-from by_the_book import Book, states_of
-from classes import made
-from golden_drafts import CASES
 from safetensors.torch import load_file, save_file
 from test_mtp import Formula
 from torch import Tensor
@@ -32,6 +29,9 @@ from dflash_bench.training.data import Batch
 from dflash_bench.training.dflash import DFlashObjective
 from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.mtp import MTPObjective
+from helpers.by_the_book import Book, states_of
+from helpers.golden_drafts import CASES
+from helpers.tiny_architectures import made
 from nano.answers import Rows
 
 DFLASH, MTP = "book-dflash-experts", "book-mtp-experts"
@@ -160,7 +160,7 @@ def golden_of(name: str, asked: Prompts) -> dict[str, Any]:
     return {
         "format": 1, "kind": "dflash" if name == DFLASH else "mtp",
         "target": "../_targets/experts" if name == DFLASH else "target", "what": WHAT[name],
-        "source": {"repository": BOOKS, "file": "tests/engine/own_cases.py", "entry": "`golden_of`"},
+        "source": {"repository": BOOKS, "file": "tests/helpers/own_cases.py", "entry": "`golden_of`"},
         "settings": {"temperature": 0, "block_size": BLOCK if name == DFLASH else None, "drafts_per_round": num},
         "accepted_per_round": float(f"{sum(counts['right']) / len(counts['right']):.4g}"),
         "accepted_seen": sorted({*counts["right"]}), "least_gap": min(gaps), "wrong_readings": readings, "cases": cases,
@@ -252,7 +252,7 @@ def main() -> None:
 def _readme(name: str, golden: dict[str, Any]) -> str:
     accepted, seen = golden["accepted_per_round"], golden["accepted_seen"]
     lines = [
-        f"# {name}", "", golden["what"], "", f"Source: {BOOKS}, `tests/engine/own_cases.py`, which makes it anew.",
+        f"# {name}", "", golden["what"], "", f"Source: {BOOKS}, `tests/helpers/own_cases.py`, which makes it anew.",
         f"{NUM_PROMPTS} prompts, greedy. Accepted drafts per round: {accepted} on average, values seen {seen}.", "",
         "What a reader that computes something else would give:",
         *(

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fake_server import FakeServer
+from helpers.servers.fake_server import FakeServer
 
 GOLDEN = (5**0.5 - 1) / 2
 

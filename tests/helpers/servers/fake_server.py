@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from itertools import accumulate
 from typing import Any
 
-from fake_words import END, FAULTS, MODEL, Behaviour, Count, Said, text_of, tokens_of
+from helpers.servers.fake_words import END, FAULTS, MODEL, Behaviour, Count, Said, text_of, tokens_of
 
 __all__ = ["END", "FAULTS", "MODEL", "Behaviour", "Count", "FakeServer", "text_of", "tokens_of"]
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import transformers
 from scipy.stats import chisquare
-from shared import kept
 from torch import Tensor
 
 from dflash_bench.engine.cache import KVCache
@@ -27,6 +26,7 @@ from dflash_bench.engine.rows import HostClock, Limits, Round
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Output, Target
 from dflash_bench.engine.verify import Draft
+from helpers.shared import kept
 
 NUM_STATES = 251
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fake_server import FakeServer
-from fake_words import text_of
-
 from dflash_bench.core.types import GREEDY, Divergence, Generation, Message, Settings
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
+from helpers.servers.fake_server import FakeServer
+from helpers.servers.fake_words import text_of
 
 CHAT = (Message("user", "What is 6 times 7?"),)
 

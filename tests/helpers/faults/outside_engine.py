@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matrix
 import test_planted_loading as loaded
 import test_stopwatch as told
-from faults import Fault, Plant
-from matrix import Part, Way
 
 from dflash_bench.engine.backend import LocalBackend, RequestTrace
 from dflash_bench.engine.drafter import NoDrafter
@@ -22,6 +19,9 @@ from dflash_bench.engine.target import Target
 from dflash_bench.results import store
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.scorers.base import Score
+from helpers.faults import matrix
+from helpers.faults.in_engine import Fault, Plant
+from helpers.faults.matrix import Part, Way
 
 ENGINES = ("native", "transformers")
 TOGETHER = 3

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm
 
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import Isolation, ProgramLimits, ProgramOutcome
+from helpers import forked_supervisors
 
 USUAL = ProgramLimits()
 SHORT = ProgramLimits(cpu_s=1, wall_s=2.0)
@@ -32,17 +32,17 @@ MARKER = uuid.uuid4().hex
 NOBODY = 65534
 _SERVER = """
 import json, subprocess, sys
-import warm
+import forked_supervisors
 from dflash_bench.tasks import sandbox
 sandbox._SUPERVISOR += (json.loads(sys.stdin.readline()),)
 for line in sys.stdin:
     cage, limits, program, tests, asked, is_warm = json.loads(line)
-    sandbox.subprocess = warm.SUBPROCESS if is_warm else subprocess
+    sandbox.subprocess = forked_supervisors.SUBPROCESS if is_warm else subprocess
     if program is None: said = [sandbox.holds(sandbox.Isolation(**cage)), "", True]
     else:
         outcome = sandbox.run_tests(program, sandbox.Isolation(**cage), sandbox.ProgramLimits(**limits), tests, asked)
         said = [outcome.passed, outcome.reason, outcome.by_value]
-    print(json.dumps([said, [*warm.waiting()]]), flush=True)
+    print(json.dumps([said, [*forked_supervisors.waiting()]]), flush=True)
 """
 _WAITING: set[int] = set()
 """What nobody's supervisors are forked from."""
@@ -89,7 +89,7 @@ def _ask(
     assert isinstance(server, subprocess.Popen)
     assert server.stdin
     assert server.stdout
-    is_warm = sandbox.subprocess is warm.SUBPROCESS
+    is_warm = sandbox.subprocess is forked_supervisors.SUBPROCESS
     server.stdin.write(json.dumps([asdict(cage), asdict(limits), program, tests, asked, is_warm]) + "\n")
     server.stdin.flush()
     (passed, reason, by_value), waiting = json.loads(server.stdout.readline())
@@ -111,7 +111,7 @@ def _server() -> Any:
     shutil.copy(package.parent / "__init__.py", copy.parent)
     for name in ("__init__.py", "sandbox.py"):
         shutil.copy(package / name, copy)
-    shutil.copy(warm.__file__, home)
+    shutil.copy(forked_supervisors.__file__, home)
     for python in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
         with suppress(OSError, subprocess.CalledProcessError):
             _as_nobody(subprocess.check_call, [python, "-c", "import sys; assert sys.version_info >= (3, 11)"], home)
@@ -154,7 +154,7 @@ def num_processes(marker: str = MARKER) -> int:
     """Without those that supervisors are forked from."""
     count = 0
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        if int(path.parent.name) not in (*warm.waiting(), *_WAITING):
+        if int(path.parent.name) not in (*forked_supervisors.waiting(), *_WAITING):
             with suppress(FileNotFoundError, ProcessLookupError):
                 count += marker.encode() in path.read_bytes()
     return count

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rows import pair
 
 from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, Answer, CellKey, Divergence, Generation, Settings
 from dflash_bench.results import parts, rounds, store
 from dflash_bench.results import table as results_table
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.run_info import RunIdentity, RunInfo, as_json
+from helpers.rows import pair
 
 SUITES: dict[str, Any] = {
     "gsm8k": {"version": 1, "source": "embedded", "sha256": "s", "prompts": 24, "scorer": "gsm8k_number"}

@@ -14,8 +14,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import runs
-import tiny
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -34,6 +32,7 @@ from dflash_bench.report import answers
 from dflash_bench.results import run_info, table
 from dflash_bench.tasks import prompts, rows, suites
 from dflash_bench.training.trainer import check_same_options
+from helpers import runs, tiny
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 MOST_CPU_S = 10

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from toy import plain
-
 from dflash_bench.engine.target import Target
+from helpers.toy import plain
 
 _DECODED: WeakKeyDictionary[Any, dict[tuple[Any, ...], list[int]]] = WeakKeyDictionary()
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rows import generation
 
 from dflash_bench import cli
 from dflash_bench.core.types import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Settings
 from dflash_bench.results import store
 from dflash_bench.runner import stopwatch, workers
 from dflash_bench.runner.plan import RunPlan
+from helpers.rows import generation
 
 Fault = Callable[[Generation], Generation]
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from toy import Decoded, TableTarget, run
 
 from dflash_bench.engine.drafter import Committed
 from dflash_bench.engine.masks import causal_mask
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Output
 from dflash_bench.engine.verify import Draft
+from helpers.toy import Decoded, TableTarget, run
 
 CPU = torch.device("cpu")
 VOCAB = 23

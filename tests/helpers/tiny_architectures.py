@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import transformers
-from shared import kept
+
+from helpers.shared import kept
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from faults import READ, Pair, around_writes, stale
 from torch import Tensor
 
 from dflash_bench.engine import loop, verify
@@ -19,6 +18,7 @@ from dflash_bench.engine.forward.hf import PassInputs
 from dflash_bench.engine.masks import ancestors
 from dflash_bench.engine.sampling import Sampler, probabilities
 from dflash_bench.engine.verify import Draft, Verdict, verify_chain, verify_sampled, verify_tree
+from helpers.faults.in_engine import READ, Pair, around_writes, stale
 
 REJECTION, MATCH, TREE = "dflash:rule=rejection", "dflash", "eagle3-tree:nodes=8"
 SERIOUS = 4

@@ -1,0 +1,1 @@
+"""A GPU without a card: its memory and streams, traced passes, and attention by lengths."""
