@@ -1,3 +1,3 @@
-"""Why is acceptance low? Is it the weights or the engine? Are tokens drawn as the model would draw them?"""
+"""Diagnose low acceptance (the weights or the engine?), and test whether tokens are sampled as the model would."""
 
 from __future__ import annotations

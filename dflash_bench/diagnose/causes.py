@@ -1,8 +1,8 @@
-"""Known causes why a server accepts other tokens than our engine does, each emulated in our engine.
+"""Known causes of different acceptance on a server, emulated in our engine.
 
-A server may do to a sound draft what `doctor` tries in order to undo a fault, so its probes are tried here, too. The
-other causes are what servers are known for: the number of drafted tokens, the anchor, labels, one norm for all layers,
-the target's dtype and quantisation and, where they render prompts themselves, how they do it.
+`doctor` changes a draft to undo a fault; a server may apply the same change to a sound draft, so the same probes are
+tried here. The other causes are known from servers: the number of drafted tokens, the anchor, labels, the same norm for
+all layers, the target's dtype and quantisation and, where servers render prompts themselves, the rendering.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.quantization import linear_layers
 from dflash_bench.runner.config import RunRequest
 
-# Drafters of servers with a known fault, which a change to the draft cannot express.
+# Drafters with a known fault of servers that a change to the draft cannot express.
 
 
 class FirstOf(DFlashDrafter):
@@ -73,7 +73,7 @@ class OneNorm(DFlashDrafter):
 
 
 class SelectingAtOnce(DFlashDrafter):
-    """Chooses the tokens of all slots by the anchor, and not each by the token that was chosen before it."""
+    """Chooses the tokens of all slots by the anchor, instead of by the previous slot's token."""
 
     def __init__(self, *options: Any) -> None:
         super().__init__(*options)
@@ -82,7 +82,7 @@ class SelectingAtOnce(DFlashDrafter):
 
 
 class AnchoredHead:
-    """A head that corrects each slot as if it were the first one."""
+    """A head that corrects every slot as if it were the first."""
 
     def __init__(self, head: CorrectionHead) -> None:
         self.head = head
@@ -96,7 +96,7 @@ class AnchoredHead:
         return Corrected(torch.cat(tokens, dim=1))
 
 
-# A target with weights rounded to few bits.
+# Targets with weights rounded to few bits.
 
 
 GROUP = 32
@@ -121,7 +121,7 @@ def round_to_bits(weight: Tensor, bits: int) -> Tensor:
     return near.flatten(1).to(weight.dtype)
 
 
-# Hypotheses: a cause, and how to decode with it.
+# Hypotheses: causes, and how to decode with them.
 
 
 EFFECTS = {
@@ -135,7 +135,7 @@ EFFECTS = {
     "network": "it takes the draft for another variant of its network",
     "correction": "it leaves out the draft's head, or computes it in another order",
 }
-"""What a server does, by the kind of the doctor's change. Labels are moved below, keeping the number of tokens."""
+"""The server's fault by the kind of the doctor's change. Labels are moved below, keeping the number of tokens."""
 DTYPES = ("float32", "bfloat16", "float16")
 BITS = (8, 4)
 ROWS = 8
@@ -145,20 +145,20 @@ Tokens = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A cause, and what decodes these prompts as a server with this cause would."""
+    """A cause, and the target and drafter that decode these prompts as a server with this cause would."""
 
     cause: Cause
     build: Callable[[], tuple[Target, Drafter]]
     prompts: Sequence[Tokens]
     is_enough: bool = False
-    """If it fits, nothing else needs an explanation."""
+    """If it fits, no other cause is tried."""
     rows: int = ROWS
     """Prompts decoded together."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSide:
-    """Our side of a comparison. `num_drafts` is how many tokens the server drafts per round, if it reports that."""
+    """Our side of a comparison. `num_drafts` is the server's number of drafted tokens per round, if reported."""
 
     backend: LocalBackend
     method: Method
@@ -168,13 +168,13 @@ class ReferenceSide:
     settings: Settings
     wanted: RunRequest
     reopen: Callable[[RunRequest], LocalBackend]
-    """Load the same models again, in another way."""
+    """Load the same models again, with other options."""
     server_renders: bool
-    """The server gets chats, and renders them itself."""
+    """Whether the server gets chats, and renders them itself."""
 
     @property
     def has_draft(self) -> bool:
-        """It has a draft that can be changed."""
+        """Whether it has a draft that can be changed."""
         return self.method.name in EXAMINED and not self.method.options.keys() - {"n", "block"}
 
     @property
@@ -191,7 +191,7 @@ class ReferenceSide:
 
 
 def hypotheses(side: ReferenceSide) -> Iterator[Hypothesis]:
-    """Yield the cheap ones first; those that load the target again come last."""
+    """Yield cheap hypotheses first; those that load the target again come last."""
     if side.has_draft:
         yield from _about_drafts(side)
     if side.server_renders:
@@ -240,7 +240,7 @@ def _about_blocks(side: ReferenceSide, draft: DFlashDraft) -> Iterator[Hypothesi
     if not config.has_fixed_slots:
         moved = change_draft(draft, shifted_labels=not config.shifted_labels)
         assert isinstance(moved, DFlashDraft)
-        # As many tokens as it drafts: the block is one wider where a slot is left out.
+        # Keep the number of drafted tokens: widen the block by one where a slot is left out.
         enough = block if moved.config.num_drafts(block) >= count else block + 1
         effect = f"it takes a slot of the block for the token {'at' if config.shifted_labels else 'after'} its place"
         yield _hypothesis(side, "labels moved by one", effect, partial(first_of, moved, enough))
@@ -282,7 +282,7 @@ def _about_targets(side: ReferenceSide) -> Iterator[Hypothesis]:
         if dtype != own:
             cause = Cause(f"all in {dtype}", f"it computes target and draft in {dtype}, and our engine in {own}")
             build = partial(_reopen, side, replace(side.wanted, dtype=dtype))
-            # In low precision the rows of a pass change each other's rounding, and the server was asked one by one.
+            # In low precision batched rows change each other's rounding, and the server had one request at a time.
             yield Hypothesis(cause, build, side.prompts, rows=1)
     if side.wanted.quantize is not None:
         cause = Cause("the unquantised target", f"its target is not quantised, as ours is ({side.wanted.quantize})")

@@ -1,8 +1,8 @@
-"""Compares a server's answers and counts with our engine's, and known causes with both.
+"""Compare a server's answers and counts with our engine's, and known causes with both.
 
-Answers are compared token for token. Acceptance is compared on equal answers: answer by answer, where two engines that
-do the same differ only by rounding; as a whole, by the ratio of both al.pooled over the same prompts; and by position
-in the draft, by two-proportion intervals.
+Answers are compared token for token. Acceptance is compared on equal answers: per answer, where equivalent engines
+differ only by rounding; in total, by the ratio of the acceptance lengths (al.pooled) over the same prompts; and by
+position in the draft, by two-proportion intervals.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from dflash_bench.core.types import Divergence
 
 LEVEL = 0.95
 SAME = 0.9
-"""The least share of equal answers with identical counts; rounding decides a draft in few answers."""
+"""The least share of equal answers with identical counts; rounding changes drafts in few answers."""
 EXPLAINED = 0.95
-"""The same share under a cause, for it to be named."""
+"""The same share required under a cause to report it."""
 GAINED = 3
-"""Answers that must have identical counts under such a cause but not without it: one or two may be luck."""
+"""Answers that must have identical counts only under the cause: one or two may be chance."""
 
 State = Literal["same", "alike", "differ", "unknown"]
-"""Counts are the same in (almost) every answer; alike within chance; different; or unknown, where none are reported."""
+"""Counts are the same in (almost) every answer; alike within chance; different; or unknown, if not reported."""
 How = Literal["same counts", "within chance", "same answers"]
-"""How a cause fits; the last one where the server hides its counts."""
+"""How a cause fits; "same answers" if the server hides its counts."""
 
 Verdict = Literal["agree", "differ", "cannot tell"]
 
 
 @dataclass(frozen=True, slots=True)
 class CountedAnswer:
-    """An answer with its counts, if known. `tokens` is empty where a server hides them; then texts are compared."""
+    """An answer with its counts, if known. `tokens` is empty if the server hides them; then texts are compared."""
 
     tokens: tuple[int, ...]
     text: str
@@ -49,10 +49,10 @@ class CountedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The answers to one prompt by the reference, our engine, and by the server.
+    """The answers to a prompt by the reference (our engine) and by the server.
 
-    The reference's counts are converted to the server's way of counting. `divergence` is where the server's answer
-    leaves the reference's, as judged.
+    The reference's counts are converted to the server's counting rule. `divergence` is the judged point where the
+    server's answer leaves the reference's.
     """
 
     reference: CountedAnswer
@@ -65,22 +65,22 @@ class Pair:
 
     @property
     def counts(self) -> tuple[AcceptanceCounts, AcceptanceCounts] | None:
-        """The reference's and the server's, if the answers are equal and both counts are known."""
+        """The counts of the reference and the server, if the answers are equal and both counts are known."""
         if self.reference.counts is None or self.server.counts is None or not self.is_equal:
             return None
         return self.reference.counts, self.server.counts
 
     @property
     def is_identical(self) -> bool:
-        """The answers are equal, and so are their counts."""
+        """Whether the answers and their counts are equal."""
         return self.counts is not None and self.counts[0].same_as(self.counts[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The share of rounds that accepts the draft at this place, from 1, by each side; chance allows `allowed` between.
+    """Both sides' shares of rounds that accept the draft at this position, from 1, and the difference due to chance.
 
-    In 95 % of comparisons of engines that do the same, the differences at all places stay within it together.
+    In 95 % of comparisons of equivalent engines, the differences at all positions stay within `allowed`.
     """
 
     place: int
@@ -109,7 +109,7 @@ class CountComparison:
 
     @property
     def counted(self) -> list[tuple[AcceptanceCounts, AcceptanceCounts]]:
-        """The counts of equal answers, the reference's and the server's."""
+        """The counts of the reference and the server, for equal answers."""
         return [pair.counts for pair in self.pairs if pair.counts is not None]
 
     @property
@@ -123,14 +123,14 @@ class CountComparison:
 
     @property
     def nearness(self) -> tuple[int, int, int]:
-        """Sorts comparisons, the nearest first: by equal answers, then identical counts, then distance."""
+        """Sort key of comparisons, nearest first: equal answers, then identical counts, then distance."""
         return -self.num_equal, -self.num_identical, self.distance
 
     @property
     def server_drafts_nothing(self) -> bool:
-        """The server reports zero drafts for every answer where the reference drafted. One answer is enough for that.
+        """Whether the server reports zero drafts for every answer where the reference drafted, at least one.
 
-        Only equal answers count: a drafter that looks text up may find nothing in another one.
+        Only equal answers count: a drafter that looks up text may find nothing in a different answer.
         """
         drafting = [server for reference, server in self.counted if reference.drafted]
         return bool(drafting) and all(server.drafted == 0 or server.rounds == 0 for server in drafting)
@@ -144,7 +144,7 @@ class CountComparison:
             return "same"
         if self.server_drafts_nothing:
             return "differ"
-        # An interval over a few prompts means nothing.
+        # An interval over few prompts is meaningless.
         if len(counted) < stats.FEWEST:
             return "unknown"
         return "alike" if self.is_within_chance else "differ"
@@ -157,7 +157,7 @@ class CountComparison:
         return ratio.low <= 1 <= ratio.high and not any(one.is_far for one in self.positions())
 
     def ratio(self) -> stats.Interval | None:
-        """Return the server's al.pooled over the reference's; None where one of them has no rounds."""
+        """Return the server's acceptance length over the reference's (al.pooled); None if either has no rounds."""
         columns = [
             [float(n) for c in (server, reference) for n in (c.rounds + c.accepted, c.rounds)]
             for reference, server in self.counted
@@ -167,7 +167,7 @@ class CountComparison:
         return stats.intervals(np.array(columns), [stats.ratio([0, 3], [1, 2])])[0]
 
     def positions(self) -> list[Position]:
-        """Compare both by position in the draft; empty where a server does not report positions."""
+        """Compare both by position in the draft; empty if the server does not report positions."""
         counted = [pair for pair in self.counted if pair[0].at is not None and pair[1].at is not None]
         n, m = (sum(counts[side].rounds for counts in counted) for side in (0, 1))
         if not n or not m:
@@ -186,9 +186,9 @@ class CountComparison:
 
 
 def drafts_per_round(comparison: CountComparison) -> tuple[int | None, int | None]:
-    """Return how many tokens the reference and the server draft per round; None where the server does not report it.
+    """Return the drafted tokens per round of the reference and the server; None if the server does not report it.
 
-    A server may cut the draft of an answer's last round, so on both sides the answer with the most per round counts.
+    A server may cut the draft of an answer's last round, so the maximum over answers is used on both sides.
     """
     pairs = comparison.pairs
     counts = [(p.reference.counts, p.server.counts) for p in pairs if p.reference.counts and p.server.counts]
@@ -201,7 +201,7 @@ def drafts_per_round(comparison: CountComparison) -> tuple[int | None, int | Non
 
 
 def has_other_drafts(comparison: CountComparison) -> bool:
-    """Whether the server reports another number of drafted tokens per round."""
+    """Return whether the server reports another number of drafted tokens per round."""
     reference, server = drafts_per_round(comparison)
     return server is not None and reference != server
 
@@ -213,7 +213,7 @@ def _most(counts: Sequence[AcceptanceCounts]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """`name` says what was changed in our engine, `effect` what the server then does."""
+    """`name` is the change to our engine, `effect` the corresponding behaviour of the server."""
 
     name: str
     effect: str
@@ -221,7 +221,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class CauseTrial:
-    """The server compared with our engine that has a cause; `how` it fits, or None."""
+    """The server compared with our engine under a cause; `how` it fits, or None."""
 
     cause: Cause
     comparison: CountComparison
@@ -231,7 +231,7 @@ class CauseTrial:
 def fit(base: CountComparison, other: CountComparison) -> How | None:
     """Return how a cause fits, by comparisons without and with it.
 
-    It must explain the answers that are not the model's, keep all that were equal, and give the server's counts.
+    It must explain the answers that are not the model's, keep all equal answers, and reproduce the server's counts.
     """
     mismatches = base.mismatches
     explained = sum(other.pairs[number].is_equal for number in mismatches)
@@ -242,7 +242,7 @@ def fit(base: CountComparison, other: CountComparison) -> How | None:
         return "same answers" if mismatches and other.num_equal >= EXPLAINED * len(other.pairs) else None
     gained = sum(now.is_identical > was.is_identical for was, now in zip(base.pairs, other.pairs, strict=True))
     if other.num_identical >= EXPLAINED * num_counted:
-        # A wrong answer that comes out token for token is no luck.
+        # A wrong answer reproduced token for token is no coincidence.
         return "same counts" if gained >= (1 if mismatches else GAINED) else None
     if base.state == "alike" or num_counted < 3:
         return None
@@ -251,7 +251,7 @@ def fit(base: CountComparison, other: CountComparison) -> How | None:
 
 
 def fitting_causes(trials: Sequence[CauseTrial]) -> list[CauseTrial]:
-    """Return the causes that give the same counts or, if there are none, fit within chance; the nearest first."""
+    """Return the causes that give the same counts or, if there are none, fit within chance; nearest first."""
     for how in ("same counts", "same answers", "within chance"):
         if fitting := [one for one in trials if one.how == how]:
             return sorted(fitting, key=lambda one: one.comparison.distance)
@@ -260,19 +260,19 @@ def fitting_causes(trials: Sequence[CauseTrial]) -> list[CauseTrial]:
 
 @dataclass(frozen=True, slots=True)
 class CrosscheckResult:
-    """What was found about one server. `about` describes what was compared; `failed` are the errors of answers."""
+    """The result for a server. `about` describes the comparison; `failed` holds the errors of answers."""
 
     method: str
     about: Mapping[str, str]
     base: CountComparison
     counted_by: str | None
     conversion: Conversion | None
-    """How the reference's counts were converted to the server's way of counting."""
+    """How the reference's counts were converted to the server's counting rule."""
     uncounted: str | None
-    """Why the server's counts are not known."""
+    """Why the server's counts are unknown."""
     failed: tuple[str, ...] = ()
     num_prompt_tokens: tuple[int, int] | None = None
-    """In all prompts, as rendered by us and by the server; None where it got our token ids."""
+    """Total prompt tokens as rendered by us and by the server; None if it got our token ids."""
     trials: tuple[CauseTrial, ...] = ()
 
     @property

@@ -1,7 +1,7 @@
-"""Compares decoded rounds with those of a golden case: the first difference, and the misreadings that would explain it.
+"""Compare decoded rounds with a golden case: the first difference, and the misreadings that would explain it.
 
-The publishers' loops differ at the limit: some draft no more than may still be emitted there, and our engine cuts the
-answer afterwards. So a round's drafts are compared as far as the publisher's go, and so are its accepted ones.
+Loops differ at the limit: some publishers' draft no more than may still be emitted, while our engine cuts the answer
+afterwards. So a round's drafts and accepted drafts are compared as far as the publisher's go.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ How = Literal["rounds", "counts", "totals"]
 
 @dataclass(frozen=True, slots=True)
 class DecodedPrompt:
-    """An answer as something else than the publisher's code decoded it."""
+    """An answer decoded by other code than the publisher's."""
 
     tokens: tuple[int, ...]
     rounds: tuple[CaseRound, ...]
@@ -38,26 +38,26 @@ class DecodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class RoundDifference:
-    """The first difference of a case. `expected` and `found` are tokens, or one number, or rounds and accepted."""
+    """The first difference of a case. `expected` and `found` are tokens, a number, or rounds and accepted drafts."""
 
     prompt: int
-    """Counted from 1, as `round` is."""
+    """Number of the prompt, from 1, as for `round`."""
     round: int | None
-    """None where a server tells totals alone."""
+    """None if a server reports only totals."""
     anchor_at: int | None
     part: Part
     expected: tuple[int, ...]
     found: tuple[int, ...]
     together: bool = False
-    """Only seen where several prompts are decoded together."""
+    """Whether it occurs only when several prompts are decoded together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A misreading that gives what was found.
+    """A misreading that reproduces the decoded rounds.
 
-    `how`: "rounds" are the same in our engine with the misreading; "counts" are, by prompt; or as many prompts differ
-    and as much is accepted per round as in the publisher's code with the misreading ("totals").
+    `how`: our engine with the misreading has the same "rounds", or the same "counts" by prompt; or the publisher's code
+    with the misreading has as many differing prompts and as many accepted drafts per round ("totals").
     """
 
     reading: str
@@ -65,13 +65,13 @@ class Explanation:
 
 
 def room_of(case: GoldenCase, prompt: GoldenPrompt, one: CaseRound) -> int:
-    """Return how many accepted drafts the publisher's loop can count in a round that begins at this anchor."""
+    """Return the most accepted drafts that the publisher's loop can count in a round from this anchor."""
     done = one.anchor_at - len(prompt.prompt) + 1
     return min(case.num_drafts, prompt.max_new_tokens - done) if case.shrinks else case.num_drafts
 
 
 def _is_same(case: GoldenCase, prompt: GoldenPrompt, theirs: CaseRound, ours: CaseRound) -> Part | None:
-    """Return the part in which a round differs, or None."""
+    """Return the differing part of a round, or None."""
     if ours.anchor_at != theirs.anchor_at:
         return "rounds"
     if ours.drafted[: len(theirs.drafted)] != theirs.drafted:
@@ -82,7 +82,7 @@ def _is_same(case: GoldenCase, prompt: GoldenPrompt, theirs: CaseRound, ours: Ca
 
 
 def difference_of(case: GoldenCase, number: int, decoded: DecodedPrompt) -> RoundDifference | None:
-    """Return where the prompt of this number, from 1, first differs; None if it is the same in every round."""
+    """Return the first difference of the prompt with this number, from 1; None if every round is the same."""
     prompt = case.prompts[number - 1]
     for place, (theirs, ours) in enumerate(zip(prompt.rounds, decoded.rounds, strict=False), start=1):
         part = _is_same(case, prompt, theirs, ours)
@@ -105,14 +105,14 @@ def _known(count: int | None) -> tuple[int, ...]:
 
 
 def differences_of(case: GoldenCase, decoded: Sequence[DecodedPrompt]) -> Iterator[RoundDifference]:
-    """Yield the first difference of each prompt that has one."""
+    """Yield the first difference of every prompt that differs."""
     for number, one in enumerate(decoded, start=1):
         if (difference := difference_of(case, number, one)) is not None:
             yield difference
 
 
 def num_equal_rounds(case: GoldenCase, decoded: Sequence[DecodedPrompt]) -> int:
-    """Return how many of the publisher's rounds are also ours, whatever came before them."""
+    """Return the number of the publisher's rounds that are also ours, regardless of earlier rounds."""
     equal = 0
     for prompt, one in zip(case.prompts, decoded, strict=True):
         by_anchor = {ours.anchor_at: ours for ours in one.rounds}
@@ -123,7 +123,7 @@ def num_equal_rounds(case: GoldenCase, decoded: Sequence[DecodedPrompt]) -> int:
 
 
 def accepted_per_round(case: GoldenCase, decoded: Sequence[DecodedPrompt]) -> float | None:
-    """Return the mean of accepted drafts over all rounds, as the publisher's loop counts; None without a round."""
+    """Return the mean number of accepted drafts per round, as the publisher's loop counts; None without rounds."""
     counts = [
         min(ours.accepted, room_of(case, prompt, ours))
         for prompt, one in zip(case.prompts, decoded, strict=True)
@@ -133,14 +133,14 @@ def accepted_per_round(case: GoldenCase, decoded: Sequence[DecodedPrompt]) -> fl
 
 
 def published_figure(case: GoldenCase, decoded: Sequence[DecodedPrompt]) -> float | None:
-    """Return accepted drafts per round as the figures of misreadings count: over the prompts that no stop ends."""
+    """Return accepted drafts per round over prompts without stop tokens, as in the figures of misreadings."""
     kept = [at for at, prompt in enumerate(case.prompts) if not prompt.stop_ids]
     part = replace(case, prompts=tuple(case.prompts[at] for at in kept))
     return accepted_per_round(part, [decoded[at] for at in kept])
 
 
 def same_figure(accepted: float | None, reading: WrongReading) -> bool:
-    """Compare to the four digits that a case gives."""
+    """Compare to a case's precision of four significant digits."""
     return accepted is not None and f"{accepted:.4g}" == f"{reading.accepted_per_round:.4g}"
 
 
@@ -150,13 +150,13 @@ def explanations(
     accepted: float | None,
     under: Callable[[WrongReading], Sequence[DecodedPrompt] | None],
 ) -> tuple[Explanation, ...]:
-    """Return the misreadings that give these rounds, which accept so much as the publisher's loop counts.
+    """Return the misreadings that explain these rounds; `accepted` drafts per round, as the publisher's loop counts.
 
-    `under` decodes the case with a misreading, or returns None if it cannot. One that both our engine and the
-    publisher's figures confirm is named alone.
+    `under` decodes the case with a misreading, or returns None if it cannot. Misreadings confirmed by both our engine
+    and the publisher's figures exclude all others.
     """
     num_prompts = sum(1 for _ in differences_of(case, decoded))
-    # One that changes no round of the case explains none.
+    # A misreading that changes no round of the case explains nothing.
     readings = [reading for reading in case.readings if reading.num_prompts]
     alike = [one for one in readings if one.num_prompts == num_prompts and same_figure(accepted, one)]
     tried = [one for one in readings if one.can_be_tried and (other := under(one)) and list(other) == list(decoded)]
@@ -165,15 +165,15 @@ def explanations(
     return tuple(Explanation(one.name, "rounds" if one in tried else "totals") for one in chosen)
 
 
-# What a golden case says beside its greedy rounds: trees, of a kind that has them, and drawn tokens' probabilities.
+# Details of a golden case beyond its greedy rounds: trees, for kinds that have them, and probabilities of drawn tokens.
 #
-# A drawn block is compared without drawing: the draft is given the case's own tokens, one after another, and must say
-# how likely each was (q); the target reads them, and must say the same (p), both behind temperature and filters.
+# A drawn block is compared without drawing: draft and target are fed the case's tokens and must reproduce their
+# probabilities (q and p), after temperature and filters.
 
 
 Detail = Literal["tree", "tree_rounds", "q", "p"]
 WITHIN = 2e-4
-"""Relative; a case gives six digits, and float32 rounds logits."""
+"""Relative tolerance; a case has six digits, and float32 rounds logits."""
 LEAST = 1e-7
 
 
@@ -181,13 +181,13 @@ LEAST = 1e-7
 class DetailDifference:
     """The first difference of a case's trees, or of its drawn blocks.
 
-    Of a tree, `expected` and `found` are a path that only one of the two has (empty: none), or numbers of rounds; of a
-    drawn block, the probabilities of `token`, or how many tokens are allowed if that is None.
+    For a tree, `expected` and `found` are paths that only one side has (empty: none), or numbers of rounds; for a drawn
+    block, the probabilities of `token`, or the number of allowed tokens if that is None.
     """
 
     part: Detail
     number: int
-    """Of the prompt or of the block, from 1."""
+    """Number of the prompt or block, from 1."""
     slot: int | None
     token: int | None
     expected: tuple[float, ...]
@@ -195,7 +195,7 @@ class DetailDifference:
 
 
 def tree_difference(case: GoldenCase, target: Target, drafter: Drafter) -> DetailDifference | None:
-    """Return where a case's trees first differ from those that this drafter grows. Raises DecodingError as `decode`."""
+    """Return the first difference between a case's trees and this drafter's. Raises DecodingError as `decode` does."""
     for tree in case.trees:
         prompt, number = case.prompts[tree.prompt], tree.prompt + 1
         limits, clock = Limits(prompt.max_new_tokens, prompt.stop_ids), clock_for(target.device)
@@ -212,7 +212,7 @@ def tree_difference(case: GoldenCase, target: Target, drafter: Drafter) -> Detai
 
 
 class ForcedPick(SamplingPick):
-    """Computes what it would draw from, and takes the given tokens."""
+    """Computes the distributions, but picks the given tokens."""
 
     def __init__(self, sampler: DraftSampler, tokens: Sequence[int]) -> None:
         super().__init__(sampler)
@@ -229,7 +229,7 @@ class ForcedPick(SamplingPick):
 
 @torch.inference_mode()
 def drawn_difference(case: GoldenCase, target: Target, drafter: DFlashDrafter) -> DetailDifference | None:
-    """Return where the probabilities of a case's drawn blocks first differ; the drafter's rule is `rejection`."""
+    """Return the first difference in probabilities of a case's drawn blocks; the drafter's rule is `rejection`."""
     for number, block in enumerate(case.drawn, start=1):
         ours = dict(zip("qp", _probabilities(block, target, drafter), strict=True))
         if (difference := next(_differences(number, block, ours), None)) is not None:

@@ -1,7 +1,7 @@
-"""`conform`: the golden cases, decoded by our own engine under each of its forwards, or by a live server.
+"""`conform`: decode the golden cases with our engine, by every forward pass, or with a live server.
 
-Ours must draft what the publisher's code drafts, token for token in every round. A server names the tokens of its
-answer, and counts: its totals are compared, and its rounds where the pieces of its stream are those.
+Our engine must draft the same tokens as the publisher's code in every round. A server reports its answer's tokens and
+counts: its totals are compared, and its rounds where the pieces of its stream match them.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from dflash_bench.runner.setup import configure_torch
 
 Tell = Callable[[str], object]
 State = Literal["equal", "differs", "unread", "failed", "inapplicable", "untold"]
-"""`inapplicable`: this forward computes no such target. `untold`: a server does not say what it accepts."""
+"""`inapplicable`: the forward does not support the target. `untold`: a server does not report acceptance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The code that computes target and draft, as `--engine` and `--kernels` name it."""
+    """The code that computes target and draft, by its values of `--engine` and `--kernels`."""
 
     name: str
     engine: str
@@ -72,30 +72,30 @@ FORWARDS = {
 
 @dataclass(frozen=True, slots=True)
 class Conformance:
-    """A case, as a forward of ours or a server decodes it."""
+    """The result of a case decoded by one of our forwards or by a server."""
 
     case: GoldenCase
     reader: str
     """The forward, or the server's dialect and version."""
     state: State
     why: str = ""
-    """Why it was not decoded, or not compared."""
+    """Why the case was not decoded, or not compared."""
     num_equal: int | None = None
-    """Rounds that are as the publisher's; None where they are not known."""
+    """Rounds equal to the publisher's; None if unknown."""
     num_rounds: int = 0
     accepted: float | None = None
-    """Accepted drafts per round, beside `expected`."""
+    """Accepted drafts per round, as in `expected`."""
     expected: float | None = None
     difference: RoundDifference | DetailDifference | None = None
     explanations: tuple[Explanation, ...] = ()
     compared: tuple[str, ...] = ()
-    """Of a server, what it tells: rounds, counts, tokens."""
+    """What a server reports: rounds, counts, tokens."""
     details: tuple[Literal["trees", "drawn"], ...] = ()
-    """What else is as the publisher's: a case's trees, its drawn blocks."""
+    """Details equal to the publisher's: a case's trees, its drawn blocks."""
 
 
 def forwards_named(names: Sequence[str]) -> list[Forward]:
-    """Return these forwards, by default all. Raises UserError for an unknown one."""
+    """Return these forwards, by default all. Raises UserError for an unknown name."""
     for name in names:
         if name not in FORWARDS:
             raise unknown("forward", name, list(FORWARDS))
@@ -103,7 +103,7 @@ def forwards_named(names: Sequence[str]) -> list[Forward]:
 
 
 def exit_status(found: Sequence[Conformance]) -> int:
-    """Return 0 if all cases conform, 1 if one differs or is read by no forward, 2 if a server does not tell."""
+    """Return 0 if all cases conform, 1 if a case differs or no forward reads it, 2 if a server does not report it."""
     equal = {one.case.name for one in found if one.state == "equal"}
     if any(one.state in ("differs", "unread", "failed") for one in found):
         return 1
@@ -112,12 +112,12 @@ def exit_status(found: Sequence[Conformance]) -> int:
     return 0 if all(one.case.name in equal for one in found) else 1
 
 
-# Our own engine.
+# Our engine.
 
 
 @dataclass(slots=True)
 class CaseSubject:
-    """A case's target, loaded, and the drafts that were read for it. Close it for its copies of drafts."""
+    """A case's loaded target, and its drafts. Close it to delete edited copies of drafts."""
 
     case: GoldenCase
     models: Models
@@ -125,7 +125,7 @@ class CaseSubject:
 
     @classmethod
     def load(cls, case: GoldenCase, device: str) -> CaseSubject:
-        """Raises UserError for a target that cannot be read."""
+        """Load the target. Raises UserError if it cannot be read."""
         models = load(Preset(str(case.target), {}), [], device, torch.float32, needs_tokenizer=False)
         return cls(case, models)
 
@@ -135,7 +135,7 @@ class CaseSubject:
     def drafter(
         self, target: Target, reading: WrongReading | None = None, block: int | None = None, method: str | None = None
     ) -> Drafter:
-        """Build the case's drafter, by another method, or one that reads its draft wrongly.
+        """Build the case's drafter, optionally for another method or under a misreading.
 
         Raises UserError for a refused draft.
         """
@@ -147,7 +147,7 @@ class CaseSubject:
         models, draft = self.models, self._draft(reading)
         preset = Preset(str(self.case.target), {})
         if method.draft is not None:
-            # Without a folder of its own it is in the target's checkpoint.
+            # Without its own folder the draft is in the target's checkpoint.
             preset = replace(preset, drafts={} if draft is None else {method.draft: str(draft)})
             models = with_draft(models, preset, method.draft)
         drafter = build_drafter(models, target, method, preset)
@@ -165,7 +165,7 @@ class CaseSubject:
 def decode_prompts(
     target: Target, drafter: Drafter, prompts: Sequence[GoldenPrompt], together: bool = False
 ) -> list[DecodedPrompt]:
-    """Decode prompts one by one, or those with the same limit together. Raises DecodingError as `decode`."""
+    """Decode prompts one by one, or in batches of equal limits. Raises DecodingError as `decode` does."""
     found: dict[int, DecodedPrompt] = {}
     for limits, places in _groups(prompts, together):
         traces = [RequestTrace(prompts[place].prompt) for place in places]
@@ -180,9 +180,9 @@ def decode_prompts(
 def shrunk(
     subject: CaseSubject, target: Target, reading: WrongReading | None, decoded: Sequence[DecodedPrompt]
 ) -> list[DecodedPrompt]:
-    """Return the rounds as a loop drafts them whose last blocks are as narrow as the limit leaves room for.
+    """Return the rounds of a loop that narrows its last blocks to the tokens that the limit still allows.
 
-    In such a block other tokens may be drafted, where slots see those behind them.
+    A narrow block may draft other tokens, where slots attend to later slots.
     """
     case = subject.case
     if not case.shrinks:
@@ -192,7 +192,7 @@ def shrunk(
     for prompt, one in zip(case.prompts, decoded, strict=True):
         rounds = [step for step in one.rounds if room_of(case, prompt, step) == case.num_drafts]
         at = one.rounds[len(rounds)].anchor_at if len(rounds) < len(one.rounds) else None
-        # What a narrow block accepts decides where the next one begins.
+        # The acceptance of a narrow block decides where the next block begins.
         while at is not None and at < len(prompt.prompt) + len(one.tokens) - 1:
             room = room_of(case, prompt, CaseRound(at, (), 0))
             if room not in drafters:
@@ -217,7 +217,7 @@ def _groups(prompts: Sequence[GoldenPrompt], together: bool) -> Iterator[tuple[L
 
 
 def _of_trace(trace: RequestTrace) -> DecodedPrompt:
-    """Return an answer's tokens and rounds; the first of the trace is its prefill."""
+    """Return an answer's tokens and rounds; the trace's first round is its prefill."""
     done, found = 1, []
     for row, step in trace.rounds[1:]:
         anchor_at = len(trace.prompt) + done - 1
@@ -230,7 +230,7 @@ def _of_trace(trace: RequestTrace) -> DecodedPrompt:
 def check_engine(
     cases: Sequence[GoldenCase], forwards: Sequence[Forward], request: RunRequest, tell: Tell
 ) -> list[Conformance]:
-    """Decode cases under each forward, prompt by prompt and then together. Raises UserError for an unknown device."""
+    """Decode cases by every forward, prompt by prompt and then batched. Raises UserError for an unknown device."""
     check_options(request)
     wanted = replace(request, device=request.device or "cpu", dtype="float32")
     device, _, _ = configure_torch(wanted)
@@ -279,7 +279,7 @@ class _Checked:
         decoded = shrunk(self.subject, target, None, whole)
         difference = next(differences_of(case, decoded), None)
         if difference is None:
-            # Rows of a batch share passes, whose masks, windows and states differ by row.
+            # Batched rows share passes but have different masks, windows and states.
             several = decode_prompts(target, drafter, case.prompts, together=True)
             together = [kept if one == other else one for one, other, kept in zip(several, whole, decoded, strict=True)]
             if (difference := next(differences_of(case, together), None)) is not None:
@@ -298,7 +298,7 @@ class _Checked:
         return replace(found, explanations=named)
 
     def _with_details(self, target: Target, found: Conformance) -> Conformance:
-        """Compare what the case says beside its rounds, which are equal."""
+        """Compare the details of a case with equal rounds."""
         case, subject = self.subject.case, self.subject
         if case.tree_method is not None:
             if (tree := tree_difference(case, target, subject.drafter(target, method=case.tree_method))) is not None:
@@ -312,7 +312,7 @@ class _Checked:
         return found
 
     def _accepted(self, target: Target, drafter: Drafter, decoded: Sequence[DecodedPrompt]) -> float | None:
-        """Return accepted drafts per round, with the round behind the last token that some publishers' loops make."""
+        """Return accepted drafts per round, including some publishers' additional round after the last token."""
         case = self.subject.case
         if not case.overruns:
             return published_figure(case, decoded)
@@ -338,7 +338,7 @@ class _Checked:
 
 
 def why_inapplicable(model: Any, forward: Forward) -> str | None:
-    """Return why a forward is not made for a target, or None: some shapes are left to another one."""
+    """Return why a forward does not support a target, or None: some shapes are left to other forwards."""
     if forward.engine != "native":
         return None
     reason = why_not(model)
@@ -346,7 +346,7 @@ def why_inapplicable(model: Any, forward: Forward) -> str | None:
 
 
 def _reason(case: GoldenCase, error: UserError) -> str:
-    """Return an error's text without the folder of the case, which is known, in one line."""
+    """Return an error's text in a single line, without the case's folder, which is known."""
     text = " ".join(str(error).split())
     for folder in (case.draft, case.target):
         text = text.removeprefix(f"{folder}/config.json: ").removeprefix(f"{folder}: ").replace(f"{folder} is", "it is")

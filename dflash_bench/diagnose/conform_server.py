@@ -1,7 +1,7 @@
-"""A golden case asked of a live server that has loaded its target and draft: tokens, counts and, where told, rounds.
+"""Compare a golden case with a live server that has loaded its target and draft: tokens, counts and reported rounds.
 
-A server is asked only as far as the publisher's loop is not cut by a limit or a stop, where engines count in their own
-ways. Where pieces of its stream are as many as its rounds, they are its rounds, and are compared one by one.
+Requests end before the publisher's loop is cut by a limit or a stop, where engines count differently. If a stream has
+as many pieces as rounds, the pieces are the rounds, and are compared one by one.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from dflash_bench.servers.backend import ServerBackend
 
 @dataclass(frozen=True, slots=True)
 class AskedPrompt:
-    """A prompt, and the part of the publisher's answer that a server is asked for."""
+    """A prompt, and the requested part of the publisher's answer."""
 
     number: int
-    """Counted from 1 in the case."""
+    """Number in the case, from 1."""
     prompt: GoldenPrompt
-    """With as many rounds and tokens as are asked for; the limit is that of the request."""
+    """The prompt with only the requested rounds and tokens, and the limit of the request."""
 
     def decoded(self, num_drafts: int) -> DecodedAnswer:
         return answer_of(self.prompt.tokens, [one.accepted for one in self.prompt.rounds], num_drafts, self.limit)
@@ -54,7 +54,7 @@ class AskedPrompt:
 
     @property
     def emitted(self) -> list[int]:
-        """Tokens that each round adds."""
+        """The number of tokens added by every round."""
         done, emitted = 1, []
         for one in self.prompt.rounds:
             emitted.append(min(one.accepted + 1, self.limit - done))
@@ -67,7 +67,7 @@ def answer_of(tokens: Sequence[int], accepted: Sequence[int], num_drafts: int, l
 
 
 def asked_prompts(case: GoldenCase) -> Iterator[AskedPrompt]:
-    """Yield what to ask for: whole answers, or up to the last round that drafts in full and is not cut."""
+    """Yield the requests: whole answers, or up to the last round that drafts in full and is not cut."""
     for number, prompt in enumerate(case.prompts, start=1):
         if not case.shrinks and not prompt.stop_ids:
             yield AskedPrompt(number, prompt)
@@ -86,7 +86,7 @@ def asked_prompts(case: GoldenCase) -> Iterator[AskedPrompt]:
 
 
 def check_server(case: GoldenCase, request: RunRequest, url: str, tell: Tell) -> Conformance:
-    """Ask a server for a case. Raises UserError for one that cannot be asked."""
+    """Compare a server with a case. Raises UserError for a server that cannot be queried."""
     method = methods.parse(case.method)
     check_options(replace(request, servers=(url,)))
     addresses = address.parse([f"{method.name}={url}"], needs_plain=False)
@@ -147,13 +147,13 @@ class Served:
         return replace(counts, drafted=None) if cuts else counts
 
     def _conversion(self, counts: Sequence[AcceptanceCounts | None]) -> Conversion:
-        """Return the way of counting that fits best, of those that the server's rule may follow."""
+        """Return the best-fitting conversion of those that the server's counting rule allows."""
         rule = next((rule for one in counts if one is not None and (rule := rule_of(one.by))), None)
         several = (WHOLE,) if rule is None else rule.conversions
         return max(several, key=lambda one: self._num_equal(counts, one))
 
     def _num_equal(self, counts: Sequence[AcceptanceCounts | None], conversion: Conversion) -> int:
-        """Return the rounds of all prompts whose counts are the publisher's."""
+        """Return the number of rounds of all prompts whose counts equal the publisher's."""
         return sum(
             len(one.prompt.rounds)
             for one, theirs in zip(self.asked, counts, strict=True)
@@ -167,7 +167,7 @@ class Served:
     def _differences(
         self, counts: Sequence[AcceptanceCounts | None], conversion: Conversion
     ) -> Iterator[RoundDifference]:
-        """Yield the first difference of each prompt: in its tokens, its rounds or its counts."""
+        """Yield the first difference of every prompt: in its tokens, its rounds or its counts."""
         for one, answer, theirs in zip(self.asked, self.answers, counts, strict=True):
             tokens = answer.generation.token_ids
             if not answer.generation.hides_tokens and tokens != one.prompt.tokens:
@@ -203,7 +203,7 @@ class Served:
             yield from (Explanation(one.name, "totals") for one in alike if one.name not in named)
 
     def _misread(self) -> Iterator[tuple[str, list[DecodedPrompt]]]:
-        """Yield what our engine decodes of what was asked for, under each misreading and fault that it computes."""
+        """Yield our engine's answers to the requests under every misreading and fault that it can emulate."""
         try:
             subject = CaseSubject.load(self.case, "cpu")
         except UserError:
@@ -236,7 +236,7 @@ class Served:
     def _are_counted(
         self, decoded: Sequence[DecodedPrompt], counts: Sequence[AcceptanceCounts | None], conversion: Conversion
     ) -> bool:
-        """Return whether these rounds are those that the server counts, in every answer that it counts."""
+        """Return whether these rounds have the server's counts, in every answer with counts."""
         for one, ours, theirs in zip(self.asked, decoded, counts, strict=True):
             accepted = [step.accepted for step in ours.rounds]
             converted = conversion.convert(answer_of(ours.tokens, accepted, self.case.num_drafts, one.limit))
@@ -259,7 +259,7 @@ def _mean(rounds: Sequence[int], accepted: Sequence[int]) -> float | None:
 
 
 def _first_other(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """Return the first place at which two lists differ, or None."""
+    """Return the first index at which two lists differ, or None."""
     differing = (place for place, pair in enumerate(zip(expected, found, strict=False)) if pair[0] != pair[1])
     shorter = None if len(expected) <= len(found) else len(found)
     return next(differing, shorter)

@@ -1,4 +1,4 @@
-"""`crosscheck`: ask servers, decode the same prompts with our engine, compare counts, and try causes."""
+"""`crosscheck`: query servers, decode the same prompts with our engine, compare counts, and try causes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from dflash_bench.servers.backend import ServerBackend
 EXAMPLE = "--server dflash=http://127.0.0.1:8000"
 Tell = Callable[[str], object]
 Texts = Sequence[tuple[tuple[int, ...], str]]
-"""The token ids and text of each answer."""
+"""Token ids and text by answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class CrosscheckRequest:
 
 @dataclass(frozen=True, slots=True)
 class ServerMethod:
-    """A server, and the method of our engine that should do the same."""
+    """A server, and the equivalent method of our engine."""
 
     address: Address
     method: Method
 
 
 def pair_methods(request: CrosscheckRequest) -> list[ServerMethod]:
-    """Raises UserError where a server has no method of ours, or a method no server."""
+    """Pair servers with our methods. Raises UserError for a server without a method, or a method without a server."""
     config.check_access(request.server)
     addresses = address.parse(request.server.servers, needs_plain=False)
     if not addresses:
@@ -89,7 +89,7 @@ def _check_method(method: Method) -> None:
 
 
 def crosscheck(request: CrosscheckRequest, tell: Tell) -> list[CrosscheckResult]:
-    """Return one result per server. Raises UserError, before anything is loaded if the options make no sense."""
+    """Return a result per server. Raises UserError; for contradictory options, before anything is loaded."""
     pairs = pair_methods(request)
     labels = tuple(pair.method.label for pair in pairs)
     reference, chosen, model = methods_and_model(replace(request.reference, methods=labels))
@@ -104,9 +104,9 @@ def crosscheck(request: CrosscheckRequest, tell: Tell) -> list[CrosscheckResult]
         servers.sends_chats = request.sends_chats
         settings = Settings(thinking=modes_of(reference, model, local.has_thinking)[0])
         prompts = list(chain.from_iterable(loaded.prompts for loaded in resolved.suites))
-        # Only the first of several turns: later ones depend on answers that two engines need not share.
+        # Only the first turn: later turns depend on answers, which may differ between engines.
         named_chats = [(f"{one.prompt_id} of suite {one.suite}", one.chat()) for one in prompts]
-        # A server that renders chats is told a mode of thinking only if the user chose one.
+        # A server that renders chats gets a mode of thinking only if the user chose it.
         chat_settings = settings if reference.thinking is not None else Settings()
         servers.check_chats(named_chats, [chat_settings])
         chats = [tuple(chat) for _, chat in named_chats]
@@ -116,7 +116,7 @@ def crosscheck(request: CrosscheckRequest, tell: Tell) -> list[CrosscheckResult]
 
 @dataclass(frozen=True, slots=True)
 class CrossCheck:
-    """Both sides, opened, with the prompts for them."""
+    """Both sides, opened, with their prompts."""
 
     resolved: RunPlan
     model: Preset
@@ -129,7 +129,7 @@ class CrossCheck:
     tell: Tell
 
     def check(self, pair: ServerMethod) -> CrosscheckResult:
-        """Compare one server. Raises UserError if all its answers fail, or one of ours does."""
+        """Compare a server. Raises UserError if all its answers fail, or any of ours."""
         server, method = pair.address.method.label, pair.method
         settings = self.settings if self.servers.sends_ids(server) else self.chat_settings
         answers = [self.servers.answer(server, chat, settings) for chat in self._progress(f"asking {server}")]
@@ -219,7 +219,7 @@ class CrossCheck:
                 return
 
     def _emulate(self, hypothesis: Hypothesis) -> tuple[int, list[AcceptedAnswer]] | None:
-        """Decode with a cause. None if that fails, as in a dtype whose range the target's numbers exceed."""
+        """Decode under a cause; None if that fails, for example if the target's values exceed the dtype's range."""
         target, drafter = hypothesis.build()
         prompts, rows = hypothesis.prompts, hypothesis.rows
         batches = [prompts[first : first + rows] for first in range(0, len(prompts), rows)]
@@ -232,21 +232,21 @@ class CrossCheck:
         return drafter.num_drafts, answers
 
     def _text(self, tokens: Sequence[int], counted: Sequence[CountedAnswer]) -> str:
-        """Return the text of an answer, which is needed only where a server hides its tokens."""
+        """Return the text of an answer, needed only if a server hides its tokens."""
         if all(answer.tokens for answer in counted):
             return ""
         return str(self.local.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def needs_causes(base: CountComparison) -> bool:
-    """Whether there is something that a cause could explain."""
+    """Return whether a cause could explain anything."""
     if base.server_drafts_nothing and not base.mismatches:
         return False
     return bool(base.mismatches) or base.state in ("alike", "differ") or has_other_drafts(base)
 
 
 def _counted(answer: TimedGeneration, counted_by: str | None) -> CountedAnswer:
-    """Leave out counts that follow another rule than those of the other answers."""
+    """Return an answer without its counts if they follow another rule than the other answers'."""
     one, counts = answer.generation, None
     if one.counted_by == counted_by and one.total_rounds is not None and one.total_accepted is not None:
         counts = AcceptanceCounts(one.total_rounds, one.total_accepted, one.total_drafted, answer.accepted_at)
@@ -260,7 +260,7 @@ def _best(
     counted_by: str | None,
     divergences: Sequence[Divergence | None],
 ) -> tuple[CountComparison, Conversion]:
-    """Convert our counts to the server's way of counting; where that is not known, to the way that fits best."""
+    """Convert our counts to the server's counting rule; if unknown, to the rule that fits best."""
     rule = rule_of(counted_by or "")
     conversions = (WHOLE,) if rule is None else rule.conversions
     every = [(_compare(decoded, texts, counted, one, divergences), one) for one in conversions]

@@ -1,7 +1,7 @@
 """`verify-distribution`: continue a few prompts many times with each method, to test the draws against the model.
 
-By itself a method seldom reaches the far places of its drafts. So plain decoding draws the answers first, and drafts
-are cut short, or begin with what the target is about to draw (`diagnose/forcing.py`).
+Unmodified drafts are seldom accepted up to their far places. So plain decoding draws the answers first, and drafts are
+cut short, or begin with the tokens that the target will draw (`diagnose/forcing.py`).
 """
 
 from __future__ import annotations
@@ -39,41 +39,38 @@ from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import model_of
 from dflash_bench.runner.setup import open_engine
 
-# Continues prompts, and computes the published model's probability of each token that was drawn.
-
-
 # Continuations by the decoding loop, and what was known about each token before it was drawn.
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A token's place in the draft of its round. All but `is_kept` is known before the target draws it."""
+    """A token's place in the draft of its round. Everything but `is_kept` is known before the target draws it."""
 
     depth: int = 0
-    """The draft's tokens down to this one, inclusive; 0 where nothing was drafted."""
+    """The number of draft tokens up to and including this token; 0 if nothing was drafted."""
     is_bonus: bool = False
-    """The draft ended before it."""
+    """Whether the draft ended before it."""
     is_forced: bool = False
-    """The draft knew the token."""
+    """Whether the token was forced into the draft."""
     favourites: Mapping[int, float] | None = None
-    """The tokens that the draft favours here, with their probability; None where that cannot be tested."""
+    """The draft's likeliest tokens at this place, with their probability; None if they cannot be tested."""
     is_kept: bool = False
-    """The drafted token was kept."""
+    """Whether the drafted token was accepted."""
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the token stands in place of one that was drafted, not known, and refused."""
+        """Whether the token replaces a drafted, unforced token that was rejected."""
         return self.depth > 0 and not (self.is_bonus or self.is_forced or self.is_kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """One answer of the loop, each token with its spot."""
+    """An answer of the loop, with a spot for every token."""
 
     tokens: tuple[int, ...]
     spots: tuple[Spot, ...]
     refused: Mapping[int, Tensor] = field(default_factory=dict)
-    """The distribution [V] that a refused token was drawn from, by the index of the token in its place."""
+    """The distribution [V] that a rejected token was drawn from, by the index of its replacement."""
 
 
 def continue_prompts(
@@ -85,7 +82,7 @@ def continue_prompts(
     seeds: Sequence[int],
     guide: Guide | None = None,
 ) -> list[Continuation]:
-    """Decode one continuation of `length` tokens for each prompt and its seed, together; nothing ends one early.
+    """Decode continuations of `length` tokens in a batch, for prompts with a seed each; no token ends them early.
 
     With a guide, drafts are changed (`forcing.py`).
     """
@@ -123,7 +120,7 @@ def _spots(new: Sequence[int], step: Round, proposal: Proposal, row: int) -> Ite
         yield from (Spot() for _ in new)
         return
     parents = range(-1, len(drafted) - 1) if step.drafted_parents is None else step.drafted_parents[row]
-    # The nodes that stand for the tokens so far; two siblings may be the same token.
+    # The nodes of the tokens so far; siblings may hold the same token.
     here = {-1}
     for depth, token in enumerate(new, start=1):
         below = [node for node, parent in enumerate(parents) if parent in here]
@@ -143,19 +140,18 @@ def _favourites_at(children: Sequence[int], proposal: Proposal, row: int, depth:
     return proposal.favourites[row][depth - 1]
 
 
-# The published model's probabilities, through transformers' code alone: a forward pass without a cache, and its own
-# logits processors. It reads each answer as it was drawn, so every place has its own right distribution, and nothing
-# that is being tested influences it.
+# The published model's probabilities, by transformers' code alone: a forward pass without a cache, and its logits
+# processors. It reads the drawn answers, so every place has its exact distribution, independent of the tested code.
 
 
 EDGES = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-"""Probabilities closer than this share may be ordered differently by another forward pass."""
+"""Relative differences of probabilities below which another forward pass may order them differently."""
 LOGITS = 2**24
-"""Logits processed at a time."""
+"""The number of logits processed at a time."""
 LEAST_LEFT = 10
-"""The least residual of a refusal that is tested, as a multiple of what rounding may shift."""
+"""The least residual of a tested rejection, as a multiple of the largest shift by rounding."""
 CERTAIN = 0.98
-"""Where one token is at least this likely, the drawn token says little."""
+"""If a token is at least this likely, the draw carries little information."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +161,7 @@ class Odds:
     log_p: Tensor
     """[B, L, V] in float32, -inf for tokens that the filters leave out."""
     on_edge: Tensor
-    """[B, L], true where rounding decides which tokens they leave out."""
+    """[B, L], true where rounding decides which tokens the filters leave out."""
     edge: float = EDGES[torch.float32]
     """Like `EDGES`, for the model's logits."""
 
@@ -192,9 +188,9 @@ def odds_of(model: Any, prompt: Sequence[int], answers: Sequence[Sequence[int]],
 
 @torch.inference_mode()
 def score_answers(answers: Sequence[Continuation], odds: Odds, seed: int) -> Columns:
-    """Return the columns of `Draws`, a row per token, one answer after the other.
+    """Return the columns of `Draws`, a row per token, answer by answer.
 
-    `seed` fixes the random numbers that place a token within its own share of [0, 1).
+    `seed` fixes the random numbers that place a token within its share of [0, 1).
     """
     random, (_, length, size) = torch.Generator().manual_seed(seed), odds.log_p.shape
     step, parts = max(1, LOGITS // (length * size)), []
@@ -212,9 +208,9 @@ def score_answers(answers: Sequence[Continuation], odds: Odds, seed: int) -> Col
 
 @torch.inference_mode()
 def score_replacements(answers: Sequence[Continuation], odds: Odds, seed: int) -> Columns:
-    """Return the columns of `Draws.replaced`: of each token in place of a refused one, which had been drawn from q.
+    """Return the columns of `Draws.replaced`, of the replacements of rejected tokens drawn from q.
 
-    Rejection sampling draws it from max(p - q, 0), normalised.
+    Rejection sampling draws a replacement from max(p - q, 0), normalised.
     """
     generator, size = torch.Generator().manual_seed(seed), odds.log_p.shape[-1]
     places = [(row, at, q) for row, answer in enumerate(answers) for at, q in answer.refused.items()]
@@ -228,7 +224,7 @@ def score_replacements(answers: Sequence[Continuation], odds: Odds, seed: int) -
         tokens = torch.tensor([answers[row].tokens[at] for row, at in zip(rows, ats, strict=True)], device=p.device)
         left = (p - q).clamp(min=0)
         rest = left.sum(dim=1, keepdim=True)
-        # Where little is left, or p is close to q, rounding decides what is.
+        # If the residual is small, or p is close to q, rounding decides it.
         is_close = ((p - q).abs() <= odds.edge * p).gather(1, tokens[:, None])[:, 0]
         on_edge = odds.on_edge[rows, ats] | is_close | (rest[:, 0] < LEAST_LEFT * odds.edge)
         favour, ids = q.topk(min(FAVOURITES, size), dim=-1)
@@ -249,7 +245,7 @@ def score_tokens(
     """
     p, drawn = log_p.exp(), tokens[:, None]
     p_drawn, possible = p.gather(1, drawn), p > 0
-    # The mass before the token, by rank and by id: it was drawn from its own share of [0, 1), which begins there.
+    # The mass before the token, by rank and by id, where the token's share of [0, 1) begins.
     by_id = torch.arange(p.shape[1], device=p.device) < drawn
     ranks = (p * ((p > p_drawn) | ((p == p_drawn) & by_id))).sum(dim=1)
     before = (p * by_id).sum(dim=1)
@@ -264,7 +260,7 @@ def score_tokens(
     scores = log_p.masked_fill(~possible, 0)
     columns |= _moments("likelihood", p, scores, scores.gather(1, drawn)[:, 0])
     p_liked = p.gather(1, ids) * (favour > 0)
-    # Many mistakes in a verify rule make this grow with the draft's share. It never exceeds 1.
+    # Many errors of a verify rule make this grow with the draft's share. It never exceeds 1.
     leaning = torch.where(favour > 0, favour / (favour + p_liked), 0)
     columns |= _moments("leaning", p_liked, leaning, (leaning * (ids == drawn)).sum(dim=1))
     for name, column in columns.items():
@@ -311,9 +307,9 @@ def _spot_columns(answers: Sequence[Continuation]) -> dict[str, Any]:
 
 
 def _logits(model: Any, texts: Tensor, length: int, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Return logits [B * length, V] for the last tokens of texts [B, T], and the tokens read before each [..., T].
+    """Return logits [B * length, V] of the last tokens of texts [B, T], and the tokens before each of them [..., T].
 
-    Later tokens are replaced by the first token of the text: a penalty depends only on which tokens occur.
+    Later tokens are masked by the text's first token: a penalty depends only on which tokens occur.
     """
     options = {"logits_to_keep": length} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     logits = model(texts[:, :-1], use_cache=False, **options).logits[:, -length:].flatten(0, 1)
@@ -325,10 +321,10 @@ def _logits(model: Any, texts: Tensor, length: int, settings: Settings) -> tuple
 
 
 def _on_edge(texts: Tensor, logits: Tensor, settings: Settings, edge: float) -> Tensor:
-    """Return a mask [N] of where filters that are stricter or laxer by `edge` would leave other tokens."""
+    """Return a mask [N] of places where filters stricter or laxer by `edge` would keep other tokens."""
     differ = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     if settings.top_p < 1:
-        # The mass of all tokens no likelier than this one: tokens are dropped while it is at most 1 - top_p.
+        # The mass of all tokens no likelier than the given token: tokens are dropped while it is at most 1 - top_p.
         before = _scores(texts, logits, replace(settings, top_p=1.0, min_p=0.0)).sort(dim=-1).values
         differ |= ((before.softmax(dim=-1).cumsum(dim=-1) - (1 - settings.top_p)).abs() < edge).any(dim=-1)
     if settings.min_p > 0:
@@ -361,21 +357,21 @@ def _scores(texts: Tensor, logits: Tensor, settings: Settings) -> Tensor:
 
 METHODS = ("dflash", "dflash:rule=rejection")
 NUM_DRAWS = 128
-"""Answers to each prompt by each method. `results/distribution.md` says what so many find."""
+"""Answers per prompt and method. `results/distribution.md` shows their power."""
 QUESTIONS = ("Add 3 and 4.", "Write a Python function.", "Tell me a story.", "Who is older?")
 """Short, because every draw reads them again."""
 LENGTH = 31
-"""Tokens drawn per answer; more where a method drafts more, so that a whole draft fits in."""
+"""Tokens drawn per answer; more for longer drafts, so that a whole draft fits."""
 ROWS = 32
 """Continuations decoded together."""
 DTYPES = ("float32", "bfloat16", "float16")
 ENTRIES = 2**27
-"""The most probabilities held at a time for one draft or answer of all rows; beyond it fewer are decoded together."""
+"""The most probabilities held for a draft or answer of all rows; it limits the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawRequest:
-    """`of_run` holds the options that `run` has, too: methods, model, device and dtype."""
+    """`of_run` holds the options shared with `run`: methods, model, device and dtype."""
 
     of_run: RunRequest
     settings: Settings
@@ -386,7 +382,7 @@ class DrawRequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptDraws:
-    """Continuations of one prompt, one for each of these seeds, decoded together."""
+    """A batch of continuations of the same prompt, one per seed."""
 
     prompt: tuple[int, ...]
     seeds: range
@@ -397,7 +393,7 @@ Tell = Callable[[str], None]
 
 
 def draw(request: DrawRequest, tell: Tell) -> list[Draws]:
-    """Draw with all methods of a request. Raises UserError for what cannot be measured."""
+    """Draw with all methods of a request. Raises UserError for a request that cannot be measured."""
     settings, chosen = request.settings, [methods.parse(text) for text in request.of_run.methods]
     if settings.greedy:
         raise UserError("at temperature 0 nothing is drawn: 'run' checks answers token for token; give --temperature")
@@ -407,7 +403,7 @@ def draw(request: DrawRequest, tell: Tell) -> list[Draws]:
     tell("loading the models")
     backend = open_backend(request.of_run, chosen, request.seed)
     prompts = [tuple(backend.encode([Message("user", question)])) for question in QUESTIONS]
-    # A first token, the longest chain that is drafted, and the token after it.
+    # A first token, the longest drafted chain, and the token after it.
     chains = [backend.drafters[method.label].num_drafts + 2 for method in chosen if method.kind.shape == "chain"]
     length = request.length or max(LENGTH, *chains, 0)
     labels = [method.label for method in chosen]
@@ -448,7 +444,7 @@ def measure(
 
 
 def _draw_guide(backend: LocalBackend, job: PromptDraws, settings: Settings, length: int) -> tuple[Guide, Odds]:
-    """Draw with plain decoding, which guides the drafts of every method; return it with its odds."""
+    """Draw with plain decoding; return its answers as the guide for all methods' drafts, with their odds."""
     prompts = [job.prompt] * len(job.seeds)
     answers = continue_prompts(backend.target, NoDrafter(), prompts, length, Sampling.of(settings), job.seeds)
     tokens = [answer.tokens for answer in answers]
@@ -459,10 +455,10 @@ def _draw_guide(backend: LocalBackend, job: PromptDraws, settings: Settings, len
 def _draw_guided(
     backend: LocalBackend, label: str, job: PromptDraws, guide: Guide, odds: Odds, settings: Settings, length: int
 ) -> tuple[Columns, Columns]:
-    """Return the columns of `Draws`: of all tokens, and of those in place of refused ones."""
+    """Return the columns of `Draws`: of all tokens, and of replacements."""
     prompts, drafter, sampling = [job.prompt] * len(job.seeds), backend.drafters[label], Sampling.of(settings)
     answers = continue_prompts(backend.target, drafter, prompts, length, sampling, job.seeds, guide)
-    # With the same seed most methods draw what plain decoding draws, whose odds are known.
+    # With the same seed most methods draw the same tokens as plain decoding, whose odds are known.
     other = [row for row, answer in enumerate(answers) if answer.tokens != guide.answers[row]]
     if other:
         tokens = [answers[row].tokens for row in other]
@@ -471,7 +467,7 @@ def _draw_guided(
 
 
 def _jobs(prompts: Sequence[Sequence[int]], num_draws: int, seed: int, rows: int) -> Iterator[PromptDraws]:
-    """Yield the answers to draw, each with a seed of its own that is the same for all methods."""
+    """Yield batches of answers to draw, with a seed per answer that all methods share."""
     for number, prompt in enumerate(prompts):
         first = (seed * len(prompts) + number) * num_draws
         for start in range(0, num_draws, rows):

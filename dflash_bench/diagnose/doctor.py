@@ -1,4 +1,4 @@
-"""`doctor`: why is acceptance low? The draft is tried as it is and with changes, and findings name the causes."""
+"""`doctor`: find the causes of low acceptance by decoding with the draft unchanged and with changes."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from dflash_bench.tasks import suites
 from dflash_bench.training import cards
 from dflash_bench.training import prompts as training_prompts
 
-# Trials of a draft: decoded with as it is and with one thing changed at a time, and how likely a gain is chance.
+# Trials of a draft, unchanged and with a single change at a time, and the probability of a gain by chance.
 
 
 LEAST_GAIN = 1.1
 """A change that raises acceptance by a smaller factor is not a cause of low acceptance."""
 CHANCE = 0.05
-"""The probability of taking any of the tried changes for a cause by chance (Holm)."""
+"""The probability of reporting any change as a cause by chance (Holm)."""
 SYMPTOM = 0.5
-"""Gains below this share of the largest (in logarithms) are symptoms of that fault, not causes."""
+"""Gains below this share of the largest (in logarithms) are symptoms of the same fault, not causes."""
 ONE_PROMPT_GAIN = 1.5
-"""The least gain of a cause where a single prompt gives no probability."""
+"""The least gain of a cause for a single prompt, which gives no probability."""
 
 Tokens = Sequence[int]
 
@@ -68,7 +68,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class ChangeTrial:
-    """One change: acceptance length with it, its ratio to that without on the same prompts, and the p of chance."""
+    """A change: its acceptance length, the ratio to the unchanged draft's on the same prompts, and the p-value."""
 
     change: DraftChange
     al: float
@@ -96,7 +96,7 @@ def try_probes(
 def judge(
     before: Sequence[AcceptedAnswer], outcomes: Sequence[tuple[DraftChange, Sequence[AcceptedAnswer]]]
 ) -> list[ChangeTrial]:
-    """Compare each change with the draft as it is; causes first, then by gain. p is corrected for their number."""
+    """Compare changes with the unchanged draft; causes first, then by gain. p is corrected for multiple tests."""
     al, ps = al_pooled(before), stats.holm_where_tested([p_of_gain(before, after) for _, after in outcomes])
     trials = [
         ChangeTrial(change, al_pooled(after), al_pooled(after) / al, p)
@@ -106,7 +106,7 @@ def judge(
 
 
 def causes(trials: Sequence[ChangeTrial]) -> list[ChangeTrial]:
-    """Return the best trial of each kind, the largest gain first, without symptoms, which gain far less."""
+    """Return the best trial of each kind, largest gain first, without symptoms, which gain far less."""
     best: dict[str, ChangeTrial] = {}
     for one in sorted((one for one in trials if one.is_cause), key=lambda one: -one.gain):
         best.setdefault(one.change.kind, one)
@@ -115,9 +115,9 @@ def causes(trials: Sequence[ChangeTrial]) -> list[ChangeTrial]:
 
 
 def p_of_gain(before: Sequence[AcceptedAnswer], after: Sequence[AcceptedAnswer]) -> float | None:
-    """Return the probability of so large a gain by chance; None for a single prompt.
+    """Return the probability of a gain this large by chance; None for a single prompt.
 
-    One-sided, by Student's t over each prompt's log ratio, so prompts that are hard to draft weigh as much as others.
+    One-sided, by Student's t over log ratios per prompt, so that prompts that are hard to draft have equal weight.
     """
     pairs = [(was, now) for was, now in zip(before, after, strict=True) if was.counts and now.counts]
     logs = np.log([al_pooled([now]) / al_pooled([was]) for was, now in pairs])
@@ -128,7 +128,7 @@ def p_of_gain(before: Sequence[AcceptedAnswer], after: Sequence[AcceptedAnswer])
 
 
 def p_of_difference(one: Sequence[AcceptedAnswer], other: Sequence[AcceptedAnswer]) -> float | None:
-    """Return the two-sided probability of so large a difference between two sets of prompts by chance."""
+    """Return the two-sided probability of a difference this large between two sets of prompts by chance."""
     if not (_columns(one).sum() and _columns(other).sum()):
         return 1.0
     return stats.p_of_geometric_mean([(_columns(one), ((0,), (1,))), (_columns(other), ((1,), (0,)))])
@@ -141,28 +141,28 @@ def interval(sample: Sample) -> stats.Interval | None:
 
 
 def _columns(answers: Sequence[AcceptedAnswer]) -> stats.Floats:
-    """Return tokens and rounds of each answer that has rounds, [answers, 2]."""
+    """Return tokens and rounds of answers, [answers, 2]."""
     return np.array([[sum(one.counts) + len(one.counts), len(one.counts)] for one in answers], dtype=np.float64)
 
 
 EXAMINED = ("dflash", "eagle3")
 """Methods whose drafts can be examined."""
 OUR_SUITES, NUM_OURS = ("gsm8k", "humaneval", "mt_bench"), 4
-"""Embedded suites, and how many prompts of each; or of each kind that a training starts with."""
+"""Embedded suites, and the number of prompts per suite, or per kind of training prompts."""
 MAX_NEW_TOKENS = 96
 LEAST_LOOPS = 0.25
-"""From this share of answers that end in a loop on, acceptance says little."""
+"""With at least this share of answers ending in a loop, acceptance means little."""
 FAR_BELOW = 0.8
-"""Acceptance below this share of what the draft's card says is a finding."""
+"""Acceptance below this share of the model card's is a finding."""
 WEAK = 1.5
-"""Tokens per round; a draft below this that no change helps has learnt too little."""
+"""Acceptance length below which a draft that no change improves is undertrained."""
 
 Tell = Callable[[str], object]
 Chats = Sequence[Sequence[Message]]
 
 
 def check(request: RunRequest) -> None:
-    """Raises UserError for what `run` would refuse, too, and for a method without a draft that can be examined."""
+    """Raise UserError for options that `run` would refuse, and for methods whose draft cannot be examined."""
     if len(request.methods) > 1:
         raise UserError("doctor examines one method at a time; give --method once")
     for text in request.methods:
@@ -175,7 +175,7 @@ def check(request: RunRequest) -> None:
 
 
 def check_thinking(command: str, request: RunRequest) -> None:
-    """Raises UserError for both modes of thinking."""
+    """Raise UserError for both modes of thinking."""
     if request.thinking == "both":
         raise UserError(f"{command} asks in one mode of thinking; give --thinking on or off")
 
@@ -192,7 +192,7 @@ class DraftFinding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """`samples` begins with the draft as it is, on the user's prompts or else on ours; empty if it does not fit."""
+    """`samples` begins with the unchanged draft, on the user's or else our prompts; empty if the draft does not fit."""
 
     method: str
     target: str
@@ -208,9 +208,9 @@ class Diagnosis:
 
 
 def diagnose(request: RunRequest, tell: Tell) -> Diagnosis:
-    """Return the findings, the likeliest cause first; a draft that does not fit is one of them.
+    """Return the findings, likeliest cause first; a draft that does not fit is a finding.
 
-    Raises UserError for what cannot be loaded at all.
+    Raises UserError for models that cannot be loaded at all.
     """
     check(request)
     chosen = methods_of(request)
@@ -229,12 +229,12 @@ def _misfit(problem: DraftProblem) -> DraftFinding:
 
 
 class _Examiner:
-    """Everything that is loaded once."""
+    """The loaded models and prompts of an examination."""
 
     def __init__(self, request: RunRequest, method: Method, model: Preset, base: Diagnosis, tell: Tell) -> None:
         self.request, self.method, self.model, self.base, self.tell = request, method, model, base, tell
         self.card = cards.acceptance_of(hub.fetch(base.draft).folder)
-        # Without prompts of the user's own, the draft is examined on ours.
+        # Without the user's prompts, the draft is examined on ours.
         own = prompts_of(request, model) if request.suites or request.prompts else []
         self.own = [list(chat) for one in own for _, chat in suites.chats(one)]
         tell("loading the models")
@@ -282,7 +282,7 @@ class _Examiner:
         return Sample(name, tuple(measure_acceptance(subject.target, drafter, prompts, backend.limits)))
 
     def _other_conditions(self, chats: Chats) -> Iterator[tuple[DraftChange, Sample]]:
-        """Try the same chats, rendered or computed in another way."""
+        """Try the same chats with other rendering or other options of the engine."""
         prompts = self._encode(chats, self.settings)
         if self.backend.has_thinking and self.settings.thinking is not None:
             other = replace(self.settings, thinking=not self.settings.thinking)
@@ -321,7 +321,7 @@ class _Examiner:
 
 
 def _our_chats(model: Preset, number: int) -> Iterator[Sequence[Message]]:
-    """Yield prompts that the model should know: its embedded suites, or else those that trainings start with."""
+    """Yield prompts that the model should know: its embedded suites, or else the initial prompts of trainings."""
     if model.data == "embedded":
         for suite in suites.expand(OUR_SUITES):
             yield from (chat for _, chat in suites.chats(suites.load_prompts(suite, "embedded", number)))
@@ -331,7 +331,7 @@ def _our_chats(model: Preset, number: int) -> Iterator[Sequence[Message]]:
 
 
 def without_loops(others: Iterable[tuple[DraftChange, Sample]], as_it_is: Sample) -> list[tuple[DraftChange, Sample]]:
-    """Drop conditions under which the target falls into more loops: they are easy to draft, which is no gain."""
+    """Drop conditions with more loops of the target: loops are easy to draft, which is no gain."""
     return [(change, one) for change, one in others if one.num_loops <= as_it_is.num_loops]
 
 
@@ -341,7 +341,7 @@ def _trial_finding(one: ChangeTrial, as_it_is: Sample) -> DraftFinding:
 
 
 def _perhaps(tried: Sequence[ChangeTrial], as_it_is: Sample) -> Iterator[DraftFinding]:
-    """Name the largest gain, if the prompts are too few to tell whether it is one."""
+    """Yield the largest gain if there are too few prompts to tell whether it is real."""
     best = max(tried, key=lambda one: one.gain, default=None)
     if best is not None and best.gain >= LEAST_GAIN:
         finding, chance = _trial_finding(best, as_it_is), "" if best.p is None else f" (p {best.p:.2f})"
@@ -352,7 +352,7 @@ def _perhaps(tried: Sequence[ChangeTrial], as_it_is: Sample) -> Iterator[DraftFi
 
 
 def _domain(samples: Sequence[Sample], card: cards.Acceptance | None, is_explained: bool) -> Iterator[DraftFinding]:
-    """Look for a draft that does well on other text, and so has not learnt this kind."""
+    """Find out whether the draft does well on other text, and so has not learnt this kind."""
     if is_explained:
         return
     own, *rest = samples

@@ -1,9 +1,9 @@
-"""Cuts drafts short, and lets them begin with what the target is about to draw, so that every place is reached.
+"""Cut drafts short, or make them begin with the tokens that the target will draw, so that every place is reached.
 
-By itself a block is seldom accepted to its end where the model hesitates, and a mistake at its far end, or in the bonus
-token after it, is never seen. Any draft leaves the target's distribution unchanged as long as it depends only on what
-is known before the tested token is drawn: cuts are decided by random numbers of their own, and a token that was forced
-by knowing the target's random number is never tested for its place in the draft.
+Where the model hesitates, a block is seldom accepted to its end, so an error at its far end, or in the bonus token,
+stays hidden. Any draft leaves the target's distribution unchanged as long as it depends only on what is known before
+the tested token is drawn: cuts use separate random numbers, and a token forced by knowledge of the target's random
+number is never tested for its place in the draft.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from dflash_bench.engine.drafter import Committed, Drafter
 from dflash_bench.engine.verify import Draft
 
 WHOLE = 0.5
-"""The share of rounds whose drafts are not cut, if they are forced."""
+"""The share of rounds with forced drafts that are not cut."""
 NARROW, SELDOM = 3, 0.1
-"""Drafts that are not forced are seldom kept far: they are cut to at most NARROW tokens, except for this share."""
+"""Unforced drafts are seldom accepted far: they are cut to at most NARROW tokens, except for the share SELDOM."""
 FREE = 0.25
 """The share of rows in which a round forces nothing."""
 DOUBTFUL = 0.05
-"""A rule has something to decide where the draft's favourites have between this probability and 1 minus it."""
+"""A rule is undecided where the draft's favourites have between this probability and 1 minus it."""
 FAVOURITES = 16
-"""How many of the likeliest tokens of a draft's distribution are kept."""
+"""The number of likeliest tokens to keep of a draft's distribution."""
 
 Favourites = dict[int, float]
-"""The tokens that a draft favours, with their probability by the draft; 1 where they were chosen."""
+"""A draft's likeliest tokens with the draft's probability; 1 for chosen tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """Answers [B] that plain decoding draws with the rows' own seeds, and the distribution of each token, [B, L, V].
+    """Answers [B] drawn by plain decoding with the rows' seeds, and the distribution of each token, [B, L, V].
 
-    Drafts with probabilities are forced only in the first round: the token that replaces a refused one is no longer the
-    guide's.
+    Drafts with probabilities are forced only in the first round: after a rejection the answer leaves the guide.
     """
 
     answers: Sequence[Sequence[int]]
@@ -50,7 +49,7 @@ class Guide:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """One round's drafts: how deep each row's was forced, and the favourites at each place [B][N].
+    """The drafts of a round: the forced depth of each row, and the favourites at each place [B][N].
 
     Without favourites the draft has no probabilities, and the drafted tokens are the favourites.
     """
@@ -58,14 +57,14 @@ class Proposal:
     forced: Sequence[int]
     favourites: Sequence[Sequence[Favourites]] | None
     is_drawn_tree: bool = False
-    """Siblings were drawn at random, so which tokens they are is not known beforehand."""
+    """Whether siblings were drawn at random, so that their tokens are not known beforehand."""
     probs: Tensor | None = None
-    """[B, N, V], the distributions that a chain was drawn from, while its round lasts."""
+    """[B, N, V], the distributions that a chain was drawn from, during its round."""
     refused: Tensor | None = None
-    """[B, V], after the round: the distribution that each row's first refused token was drawn from."""
+    """[B, V], after the round: the distribution that each row's first rejected token was drawn from."""
 
     def settled(self, accepted: Sequence[int]) -> Proposal:
-        """Return the proposal once the round has `accepted` [B] tokens; it holds one distribution of each row."""
+        """Return the proposal after a round that `accepted` [B] tokens; it keeps a single distribution per row."""
         if self.probs is None:
             return self
         at = self.probs.new_tensor(accepted, dtype=torch.long).clamp(max=self.probs.shape[1] - 1)
@@ -74,9 +73,9 @@ class Proposal:
 
 @contextmanager
 def forced(drafter: Drafter, guide: Guide) -> Iterator[list[Proposal]]:
-    """While it lasts, the drafter proposes changed drafts; yields a list that gets one Proposal per round."""
+    """Make the drafter propose changed drafts; yields a list that grows by one Proposal per round."""
     changing = _ForcedDrafter(drafter, guide)
-    # On the instance: the loop asks what else a drafter can do, and a wrapper would hide it.
+    # Patch the instance: a wrapper would hide the drafter's other abilities from the loop.
     own = vars(drafter)
     own |= {"propose": changing.propose, "observe": changing.observe}
     try:
@@ -101,7 +100,7 @@ class _ForcedDrafter:
 
     def observe(self, committed: Committed) -> None:
         if committed.is_prompt:
-            # The loop's own lists, which grow; each prompt is followed by one token so far.
+            # The loop's lists, which grow; prompts are followed by a single token so far.
             self.texts = committed.texts
             self.prompt_lengths = [len(text) - 1 for text in self.texts]
         self.own[1](committed)
@@ -110,10 +109,10 @@ class _ForcedDrafter:
         draft: Draft | None = self.own[0]()
         depths = [0] * len(self.texts)
         if draft is not None and draft.wants_choices:
-            # Guesses drawn with the target's random numbers for these places: none of them tests a draft.
+            # These guesses use the target's random numbers for their places, so none of them tests a draft.
             depths = [draft.width + 1] * len(self.texts)
         elif draft is not None and draft.following is None:
-            # Of a draft that is cut, only what is verified is of interest here.
+            # Only the verified part of a cut draft matters here.
             lengths = draft.lengths.tolist() if isinstance(draft.lengths, Tensor) else draft.lengths
             draft = replace(draft, drafted=None, lengths=lengths)
             forces = draft.probs is None or (draft.parents is None and not self.proposals)
@@ -139,7 +138,7 @@ class _ForcedDrafter:
         )  # fmt: skip
 
     def _forced(self, draft: Draft) -> tuple[Draft, list[int]]:
-        """Put tokens that the target is going to draw along a path from the anchor down, in some rows."""
+        """Replace tokens along a path from the anchor by those that the target will draw, in some rows."""
         tokens, depths = draft.tokens.tolist(), []
         favoured = draft.tokens if draft.probs is None else draft.probs.argmax(dim=-1)
         parents = None if draft.parents is None else draft.parents.tolist()
@@ -169,9 +168,9 @@ class _ForcedDrafter:
     def _depth(
         self, row: int, start: int, path: Sequence[int], parents: Sequence[int], favourites: Sequence[int]
     ) -> int:
-        """Return how many nodes of the path to force: up to where the rule next has something to decide, or all.
+        """Return the number of nodes of the path to force: up to the next place where the rule is undecided, or all.
 
-        Nothing in the guide beyond that place may influence it.
+        The guide beyond that place must not influence the result.
         """
         if not path:
             return 0
@@ -184,7 +183,7 @@ class _ForcedDrafter:
         return len(path)
 
     def _upcoming(self, row: int) -> tuple[int, Sequence[int]]:
-        """Return the row's number of tokens, and those the target is going to draw, if it has followed its guide."""
+        """Return the row's number of tokens, and the tokens the target will draw, if it has followed its guide."""
         answer = self.texts[row][self.prompt_lengths[row] :]
         guide = self.guide.answers[row]
         return len(answer), guide[len(answer) :] if list(guide[: len(answer)]) == list(answer) else ()

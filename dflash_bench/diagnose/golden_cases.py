@@ -1,7 +1,7 @@
-"""The golden cases: small drafts in publishers' formats, and what the publishers' own code drafts with them.
+"""The golden cases: small drafts in publishers' formats, and the drafted tokens of the publishers' code.
 
-They lie in `conformance/`, whose README describes every key. Here they are read, and a wrong reading that is an edit of
-the draft's config.json is applied to a copy.
+They are stored in `conformance/`, whose README describes every key. This module reads them, and applies misreadings
+that are edits of the draft's config.json to a copy.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from dflash_bench.core.errors import unknown
 CASES = Path(__file__).parents[1] / "conformance"
 GOLDEN = "golden.json"
 CHAINS = ("mtp", "p-eagle")
-"""Kinds that are methods of their own, which take the number of drafted tokens; all others are kinds of dflash."""
+"""Kinds that are separate methods with a number of drafted tokens; all others are kinds of dflash."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaseRound:
-    """A round, the publisher's or ours; some publishers' loops draft no more than the limit leaves room for."""
+    """A round, the publisher's or ours; some publishers' loops draft no more than the limit still allows."""
 
     anchor_at: int
-    """Place of the anchor in prompt and answer together."""
+    """Index of the anchor in the concatenated prompt and answer."""
     drafted: tuple[int, ...]
     accepted: int
-    """Leading drafts that are the target's own choice, also beyond the end of the answer."""
+    """Leading drafts that equal the target's choice, also beyond the end of the answer."""
     verified: int | None = None
-    """Drafts left after a cut by confidence, where there is one."""
+    """Drafts left after a cut by confidence, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class GoldenPrompt:
-    """A prompt, its answer (which is plain greedy decoding's) and the rounds after the first token."""
+    """A prompt, its answer (equal to plain greedy decoding's) and the rounds after the first token."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int
@@ -44,15 +44,15 @@ class GoldenPrompt:
     tokens: tuple[int, ...]
     rounds: tuple[CaseRound, ...]
     overruns: bool = False
-    """The publisher's loop drafts once more behind the last token, which is not among the rounds here."""
+    """Whether the publisher's loop drafts once more after the last token; that round is not included here."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTree:
-    """The tree of a prompt's first round, as the publisher's code grows it, and the rounds that the answer takes."""
+    """The tree of a prompt's first round in the publisher's code, and the number of rounds of the answer."""
 
     prompt: int
-    """Its index among the case's prompts."""
+    """Index of the prompt in the case."""
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     """Indices of nodes; -1 is the anchor."""
@@ -65,18 +65,18 @@ class FirstTree:
 
 @dataclass(frozen=True, slots=True)
 class DrawnSlot:
-    """A slot's drawn token, and the largest probabilities of the draft (q) and of the target (p) given those before."""
+    """A slot's drawn token, and the largest probabilities of draft (q) and target (p) given the previous tokens."""
 
     token: int
     q: Mapping[int, float]
     p: Mapping[int, float]
     supports: Mapping[str, int]
-    """How many tokens "q" and "p" allow."""
+    """The number of tokens that "q" and "p" allow."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnBlock:
-    """A block drawn behind a prompt and an anchor, with the run's temperature and filters."""
+    """A block drawn after a prompt and an anchor, with the run's temperature and filters."""
 
     prompt: tuple[int, ...]
     anchor: int
@@ -88,15 +88,15 @@ class DrawnBlock:
 
 @dataclass(frozen=True, slots=True)
 class WrongReading:
-    """A misreading, and what the publisher's code gives under it.
+    """A misreading, and the results of the publisher's code under it.
 
-    `edit` maps keys of config.json ("dflash_config.causal_head") to other values (None: no such key), and `method` is
-    the method that drafts so with the checkpoint as it is; both are None where neither says it.
+    `edit` maps keys of config.json ("dflash_config.causal_head") to other values (None: no such key), and `method` is a
+    method that misreads the unchanged checkpoint in this way; both are None if neither can express it.
     """
 
     name: str
     num_prompts: int
-    """Prompts whose rounds differ from the right ones."""
+    """The number of prompts whose rounds differ from the correct rounds."""
     accepted_per_round: float
     """Four significant digits."""
     edit: Mapping[str, Any] | None = None
@@ -111,16 +111,16 @@ class WrongReading:
 class GoldenCase:
     name: str
     kind: str
-    """As `golden.json` names it: dflash, dflash2, mtp, ..."""
+    """The name in `golden.json`: dflash, dflash2, mtp, ..."""
     what: str
-    """What it pins down, in words."""
+    """What the case pins down, in words."""
     source: str
-    """The repository of the code that drafted."""
+    """The repository of the publisher's code."""
     target: Path
     draft: Path | None
     """None if the draft is in the target's checkpoint."""
     method: str
-    """The method that drafts so, as a user types it."""
+    """The method of the case, as a user types it."""
     num_drafts: int
     prompts: tuple[GoldenPrompt, ...]
     readings: tuple[WrongReading, ...]
@@ -136,7 +136,7 @@ class GoldenCase:
 
     @property
     def overruns(self) -> bool:
-        """Whether the publisher's loop drafts once more behind the last token of an answer."""
+        """Whether the publisher's loop drafts once more after the last token of an answer."""
         return any(prompt.overruns for prompt in self.prompts)
 
     @property
@@ -154,7 +154,7 @@ def known_cases() -> list[str]:
 
 
 def read_cases(names: Sequence[str] = ()) -> list[GoldenCase]:
-    """Return the named cases, each once; by default all. Raises UserError for an unknown name."""
+    """Return the named cases without repetition; by default all. Raises UserError for an unknown name."""
     known = known_cases()
     for name in names:
         if name not in known:
@@ -176,7 +176,7 @@ def read_case(name: str) -> GoldenCase:
 
 
 def method_of(kind: str, settings: Mapping[str, Any]) -> str:
-    """Return the method that drafts as a case's settings say; 0 as a threshold cuts nothing."""
+    """Return the method of a case's settings; a threshold of 0 cuts nothing."""
     if kind in CHAINS:
         return f"{kind}:{settings['drafts_per_round']}"
     threshold, shifted = settings.get("confidence_threshold"), settings.get("draft_shift")
@@ -205,7 +205,7 @@ def paths(tokens: Sequence[int], parents: Sequence[int]) -> frozenset[tuple[int,
 
 
 def _trees(stored: Mapping[str, Any] | None) -> tuple[str | None, tuple[FirstTree, ...]]:
-    """Return a case's trees and their method. Node 0 of theirs is the anchor, which their budget counts."""
+    """Return a case's trees and their method. In stored trees node 0 is the anchor, which the budget includes."""
     if stored is None:
         return None, ()
     method = f"ddtree:nodes={stored['budget'] - 1},top_k={stored['tree_width']},tree=expanded"
@@ -239,7 +239,7 @@ def _reading(stored: Mapping[str, Any]) -> WrongReading:
 
 
 def edited_copy(draft: Path, edit: Mapping[str, Any], folder: Path) -> Path:
-    """Copy a draft to a folder that does not exist yet, with these keys of its config.json changed."""
+    """Copy a draft to a new folder, with these keys of its config.json changed."""
     shutil.copytree(draft, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

@@ -1,16 +1,16 @@
-"""Tests whether a method draws each token as the published model would.
+"""Test whether a method draws each token as the published model would.
 
-The right distribution of each token is known, given the tokens before it. If a method is right, a token's place in that
-distribution is uniform whatever came before, and any score of it deviates from its mean by chance alone. Tokens may
-therefore be grouped by anything known before they are drawn: their place in the answer, their depth in the draft,
-whether the draft was over, and what the draft favours there; but never by what became of them.
+The correct distribution of each token is known, given the tokens before it. If a method is correct, a token's place in
+that distribution is uniform whatever came before, and any score of it deviates from its mean by chance alone. Tokens
+may therefore be grouped by anything known before they are drawn: their place in the answer, their depth in the draft,
+whether the draft was over, and the draft's favourites there; but never by their outcome.
 
-The Kolmogorov-Smirnov test asks whether the places are uniform, and is exact. Two scores are summed: the token's
-log-probability, which shows distributions that are too sharp, too flat or another text's, and how much the draft
-favoured it, which shows rules that keep too much or too little. These sums are nearly normal; Pearson's type III takes
-their skewness into account. Where a method samples by rejection, what replaces a refused token is also tested against
-the residual distribution alone: among all tokens, most of which it leaves as they are, a mistake there is faint. Holm's
-correction keeps all tests together at the stated rate of false alarms.
+The Kolmogorov-Smirnov test of uniform places is exact. Two scores are summed: the token's log-probability, sensitive to
+distributions that are too sharp, too flat or another text's, and how much the draft favoured it, sensitive to rules
+that accept too much or too little. These sums are nearly normal; Pearson's type III accounts for their skewness. For
+rejection sampling, replacements of rejected tokens are also tested against the residual distribution alone: an error
+there is faint among all tokens, most of which it leaves unchanged. Holm's correction keeps all tests together at the
+stated rate of false alarms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from dflash_bench.analysis.stats import holm
 
 Columns = Mapping[str, Any]
-"""Arrays of one length, by name."""
+"""Arrays of equal length, by name."""
 SCORED = (
     "is_open", "is_impossible", "rank", "by_id",
     "likelihood", "likelihood_mean", "likelihood_variance", "likelihood_third",
@@ -37,20 +37,20 @@ COLUMNS = ("place", "depth", "is_bonus", "is_forced", "is_kept", *SCORED)
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The tokens that one method drew, one per row of `COLUMNS`, with what the published model expects of each.
+    """The tokens drawn by a method, a row of `COLUMNS` per token, with the published model's expectations.
 
-    `place` counts from 1 within an answer; answers follow one another. `depth` counts the draft's tokens down to this
-    one, 0 where nothing was drafted. `is_bonus`: after the end of the draft. `is_forced`: the draft knew the token.
-    `is_kept`: the drafted token was kept. `is_open`: no token was certain. `is_impossible`: the model never draws it.
+    `place` counts from 1 within an answer; answers are concatenated. `depth` counts the draft's tokens up to and
+    including this token, 0 if nothing was drafted. `is_bonus`: after the end of the draft. `is_forced`: the token was
+    forced into the draft. `is_kept`: the drafted token was accepted. `is_open`: no token was certain. `is_impossible`:
+    the model never draws it.
 
-    `rank` and `by_id` are uniform in [0, 1) if the method is right: the token's place in the model's distribution,
-    ordered by probability or by id, at random within its own share. `likelihood` is the log-probability of the drawn
-    token, `leaning` (0 to 1) how much the draft favoured it over the model; next to each are its mean, variance and
-    third central moment under the model. All of these are NaN where rounding decides what may be drawn, and for
-    impossible tokens.
+    `rank` and `by_id` are uniform in [0, 1) if the method is correct: the token's place in the model's distribution,
+    ordered by probability or by id, at random within its share. `likelihood` is the log-probability of the drawn token,
+    `leaning` (0 to 1) how much the draft favoured it over the model; both with their mean, variance and third central
+    moment under the model. All of these are NaN where rounding decides what may be drawn, and for impossible tokens.
 
-    `replaced` has the columns `SCORED` of the same tokens, NaN and false but for those in place of a refused one:
-    against the distribution that rejection sampling draws them from, max(p - q, 0) with the q of the refused token.
+    `replaced` has the columns `SCORED` of the same tokens, NaN and false except for replacements of rejected tokens:
+    against their distribution in rejection sampling, max(p - q, 0) with the q of the rejected token.
     """
 
     method: str
@@ -60,18 +60,18 @@ class Draws:
 
 
 LEVEL = 1e-3
-"""The probability that any test fails when every method is right."""
+"""The probability that any test fails when every method is correct."""
 POWER = 0.99
-"""With this probability the differences that a screen states are found."""
+"""The probability of finding the differences that are reported as detectable."""
 LEAST_TOKENS = 50
-"""A view with fewer tokens that were not certain is not tested."""
+"""A view with fewer uncertain tokens is not tested."""
 LEAST_DECISIONS = 20
-"""At least this many drafted tokens must be kept, and as many refused, or the verify rule was not tested."""
+"""The least number of accepted, and of rejected, drafted tokens for the verify rule to count as tested."""
 MEAN_OF_D = 0.8687
-"""The mean of Kolmogorov's distribution: of D times the square root of the number of tokens."""
+"""The mean of Kolmogorov's distribution, i.e. of D times the square root of the number of tokens."""
 
 REPLACED = "replacement token"
-"""The view of the tokens that stand in place of refused ones."""
+"""The view of the tokens that replace rejected tokens."""
 
 State = Literal["as the model", "differs", "not tested"]
 Kind = Literal["likelihood", "leaning", "rank", "by_id", "pairs"]
@@ -81,10 +81,10 @@ SCORES: tuple[Kind, ...] = ("likelihood", "leaning")
 
 @dataclass(frozen=True, slots=True)
 class FitTest:
-    """One test of one view of a method's tokens; `adjusted` is its p, corrected for the number of tests.
+    """A test of a view of a method's tokens; `adjusted` is its p, corrected for the number of tests.
 
-    For a score, `seen` is its mean and `due` the mean under the model. Otherwise they are D, the largest difference in
-    any share of tokens, and its mean by chance.
+    For a score, `seen` is its mean and `due` the mean under the model. Otherwise they are D, the largest difference of
+    the cumulative distributions, and its mean by chance.
     """
 
     method: str
@@ -96,10 +96,10 @@ class FitTest:
     due: float
     p: float
     error: float
-    """The standard error of a score's mean; 0 for the others."""
+    """The standard error of a score's mean; 0 for other tests."""
     adjusted: float = 1.0
     finds: float = 0.0
-    """The least difference, of the mean or of any share of tokens, that fails with a probability of `POWER`."""
+    """The least difference, of the mean or of any share of tokens, that the test finds with probability `POWER`."""
 
     @property
     def failed(self) -> bool:
@@ -108,7 +108,7 @@ class FitTest:
 
 @dataclass(frozen=True, slots=True)
 class FitVerdict:
-    """The result for one method. `why` names what went wrong, or what was not tested."""
+    """The result for a method. `why` names what failed, or what was not tested."""
 
     method: str
     state: State
@@ -118,17 +118,17 @@ class FitVerdict:
 
 
 def run_tests(draws: Sequence[Draws]) -> list[FitTest]:
-    """Test every view of every method, and correct for the number of tests."""
+    """Test every view of every method, corrected for the number of tests."""
     tests = [test for one in draws for test in _tests(one)]
     adjusted, level = holm([test.p for test in tests]), LEVEL / max(1, len(tests))
     return [replace(test, adjusted=p, finds=least_found(test, level)) for test, p in zip(tests, adjusted, strict=True)]
 
 
 def least_found(test: FitTest, level: float) -> float:
-    """Return the least difference that a test at this level finds with a probability of `POWER`.
+    """Return the least difference that a test at this level finds with probability `POWER`.
 
-    For a mean by the normal distribution, with the standard error under the model; for shares by Massart's bound of
-    the distance of an empirical distribution from its own, which holds whatever the difference looks like.
+    For a mean, by the normal distribution with the standard error under the model; for shares, by Massart's bound on
+    the distance of an empirical from its true distribution, which holds for any kind of difference.
     """
     from scipy.stats import norm
 
@@ -138,7 +138,7 @@ def least_found(test: FitTest, level: float) -> float:
 
 
 def judge_methods(draws: Sequence[Draws], tests: Sequence[FitTest]) -> list[FitVerdict]:
-    """Return one verdict per method, in the order of the draws."""
+    """Return a verdict per method, in the order of the draws."""
     return [_judge(one, [test for test in tests if test.method == one.method]) for one in draws]
 
 
@@ -172,7 +172,7 @@ def _describe(test: FitTest) -> str:
 
 
 def count_decisions(draws: Draws) -> tuple[int, int] | None:
-    """Count the drafted tokens that were kept and refused, without those the draft knew; None without a draft."""
+    """Count the accepted and rejected drafted tokens, without forced tokens; None without a draft."""
     columns = draws.columns
     drafted = _drafted(columns)
     if not drafted.any():
@@ -181,13 +181,13 @@ def count_decisions(draws: Draws) -> tuple[int, int] | None:
 
 
 def _drafted(columns: Columns) -> Mask:
-    """Return the mask of tokens that a draft guessed, and did not know."""
+    """Return the mask of drafted tokens that were not forced."""
     drafted: Mask = (columns["depth"] > 0) & ~columns["is_bonus"] & ~columns["is_forced"]
     return drafted
 
 
 def views(columns: Columns) -> Iterator[tuple[str, Mask]]:
-    """Yield the masks of all tokens, and of groups by what was known before they were drawn."""
+    """Yield the masks of all tokens, and of groups known before the tokens were drawn."""
     place, depth = columns["place"], columns["depth"]
     drafted, bonus = _drafted(columns), columns["is_bonus"]
     yield "all tokens", np.ones(len(place), dtype=bool)
@@ -201,7 +201,7 @@ def views(columns: Columns) -> Iterator[tuple[str, Mask]]:
 
 
 def _bands(most: int) -> Iterator[tuple[int, int]]:
-    """Yield 1, 2-3, 4-7 and so on, each twice as wide."""
+    """Yield 1, 2-3, 4-7 and so on, doubling the width."""
     first = 1
     while first <= most:
         yield first, min(2 * first - 1, most)
@@ -241,9 +241,9 @@ def _tests(draws: Draws) -> Iterator[FitTest]:
 
 
 def _score(columns: Columns, kind: Kind, chosen: Mask) -> tuple[float, float, float | None, float]:
-    """Return the means of a score, seen and due, the two-sided p of their difference, and its standard error.
+    """Return the observed and expected mean of a score, the two-sided p of their difference, and its standard error.
 
-    p is None if too little varies.
+    p is None if the variance is too small.
     """
     value, mean, variance, third = (columns[kind + part][chosen] for part in ("", "_mean", "_variance", "_third"))
     known = np.isfinite(value) & (variance > 0)
@@ -257,13 +257,13 @@ def _score(columns: Columns, kind: Kind, chosen: Mask) -> tuple[float, float, fl
 def p_of_sum(off: Any, variances: Any, thirds: Any) -> float:
     """Return the two-sided p of a sum of numbers with mean 0 and these variances and third central moments.
 
-    By the sum's first three moments: Pearson's type III, or the normal distribution where that is more careful.
+    From the sum's first three moments: Pearson's type III, or the normal distribution where it is more conservative.
     """
     from scipy.stats import norm, pearson3
 
     variance = float(variances.sum())
     z, skewness = float(off.sum()) / sqrt(variance), float(thirds.sum()) / variance**1.5
-    # The fitted distribution ends on its shorter side; there the normal one is more careful.
+    # The fitted distribution is bounded on its shorter side; there the normal distribution is more conservative.
     tail = max(float(pearson3.sf(abs(z), skewness if z > 0 else -skewness)), float(norm.sf(abs(z))))
     return min(1.0, 2 * tail)
 
@@ -279,7 +279,7 @@ def uniformity(numbers: Any) -> tuple[int, float, float, float] | None:
 
 
 def _steps(columns: Columns) -> NDArray[np.float64]:
-    """Return steps from each token to the next, modulo 1: uniform if each is drawn with a random number of its own."""
+    """Return the steps between successive tokens, modulo 1: uniform if their random numbers are independent."""
     both = columns["is_open"][:-1] & columns["is_open"][1:] & (columns["place"][1:] > 1)
     steps: NDArray[np.float64] = np.diff(columns["by_id"])[both] % 1
     return steps

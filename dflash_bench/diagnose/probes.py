@@ -1,9 +1,8 @@
-"""What may be wrong between a draft and its target, one thing at a time: each probe undoes one fault, if it is there.
+"""Probes for faults between a draft and its target; each probe undoes a single possible fault.
 
-A checkpoint that was written by other conventions than it is read by still loads, and drafts badly. Probes try the
-conventions that implementations disagree on: which outputs are tapped and in which order, what a slot stands for, which
-id is the mask, how the embedding is scaled, how norms and rotary angles are meant, and how ids of a reduced vocabulary
-are counted.
+A checkpoint read by other conventions than it was written by still loads, but drafts badly. Probes try the conventions
+that implementations disagree on: which outputs are tapped and in which order, which token a slot predicts, which id is
+the mask, the scaling of the embedding, the form of norms and rotary angles, and the mapping of reduced vocabularies.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from dflash_bench.models.nets.dflash import DFlashDraft, default_target_layers
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
 
-# A draft with one thing changed. The original stays as it is.
+# Changed copies of a draft. The original stays unchanged.
 
 
 Draft = DFlashDraft | Eagle3Draft
@@ -41,7 +40,7 @@ Draft = DFlashDraft | Eagle3Draft
 def change_draft(draft: Draft, tensors: Mapping[str, Tensor] | None = None, **config: Any) -> Draft:
     """Return a copy with these tensors (by their names in its state dict) and these config values.
 
-    If the config asks for a tensor that the draft does not have, `tensors` must hold it.
+    If the config requires a tensor that the draft lacks, `tensors` must hold it.
     """
     weight = draft.norm.weight
     with torch.device("meta"):
@@ -59,7 +58,7 @@ def build_drafter(
 ) -> Drafter:
     """Return a drafter of `num_drafts` tokens per round, with the given embedding or else the target's.
 
-    `offset` moves the positions of a block. A draft with an embedding of its own uses that.
+    `offset` moves the positions of a block. A draft with its own embedding uses that.
     """
     embedding = embedding or target.embedding
     drafter: Eagle3Drafter | DFlashDrafter
@@ -73,7 +72,7 @@ def build_drafter(
 
 
 def num_drafts_of(draft: Draft, method: Method) -> int:
-    """Return the drafted tokens per round, by the method's options or as the draft was trained."""
+    """Return the number of drafted tokens per round, by the method's options or else the draft's training."""
     if isinstance(draft, Eagle3Draft):
         return method.number("n")
     if method.option("block") == "auto":
@@ -82,7 +81,7 @@ def num_drafts_of(draft: Draft, method: Method) -> int:
 
 
 class MovedDFlashDrafter(DFlashDrafter):
-    """Puts its block `offset` places after where it should be; its context stays in place."""
+    """Moves its block by `offset` positions; its context stays in place."""
 
     def __init__(self, *options: Any, offset: int) -> None:
         super().__init__(*options)
@@ -100,7 +99,7 @@ class MovedDFlashDrafter(DFlashDrafter):
 
 
 class Moved:
-    """Rotary tables of positions `offset` further on, clamped at the first position."""
+    """Rotary tables with positions moved by `offset`, clamped at the first position."""
 
     def __init__(self, rotary: Rotary, offset: int) -> None:
         self.rotary, self.offset = rotary, offset
@@ -125,17 +124,17 @@ class Scaled(nn.Module):
         return rows * self.factor
 
 
-# The probes.
+# Probes.
 
 
 MOST_MASKS = 12
 THETAS = (10_000.0, 500_000.0, 1_000_000.0)
-"""Those of Llama 2, Llama 3 and Qwen, in this order."""
+"""The rotary bases of Llama 2, Llama 3 and Qwen, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftUnderTest:
-    """A draft with its target, tokenizer and number of drafted tokens per round."""
+    """A draft, its target and tokenizer, and the number of drafted tokens per round."""
 
     draft: Draft
     target: Target
@@ -145,9 +144,9 @@ class DraftUnderTest:
 
 @dataclass(frozen=True, slots=True)
 class DraftChange:
-    """`cause` is what is wrong if acceptance rises with the change, and `remedy` what to do then.
+    """A change to a draft; if it raises acceptance, `cause` is the fault and `remedy` the way to mend it.
 
-    At most one change of a `kind` is the fault; others may help, too, because they come close to it.
+    At most one change of a `kind` is the fault; similar changes may help, too.
     """
 
     kind: str
@@ -158,7 +157,7 @@ class DraftChange:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A change, and how to build a drafter with it."""
+    """A change, and the factory of a drafter with it."""
 
     change: DraftChange
     build: Callable[[], Drafter]
@@ -230,7 +229,7 @@ def _labels(subject: DraftUnderTest) -> Iterator[Probe]:
         remedy = f"give shift={'no' if shifted else 'yes'} with --method: its file does not say"
     other = change_draft(draft, shifted_labels=not shifted)
     assert isinstance(other, DFlashDraft)
-    # The block stays as wide as it was trained, so it drafts one token more, or one less.
+    # The block keeps its trained width, so the number of drafted tokens changes by one.
     count = max(1, other.config.num_drafts(draft.config.block_for(subject.num_drafts)))
     moved = DraftChange("labels", "labels moved by one", cause, remedy)
     yield Probe(moved, lambda: build_drafter(other, subject.target, count))
@@ -249,7 +248,7 @@ def _masks(subject: DraftUnderTest) -> Iterator[Probe]:
 
 
 def mask_candidates(subject: DraftUnderTest) -> Iterator[int]:
-    """Yield ids that a draft may have learnt as its mask: by name, after the vocabulary, special, or off by one."""
+    """Yield candidates for the draft's mask id: by name, after the vocabulary, special, or off by one."""
     tokenizer, current = subject.tokenizer, subject.draft.config.mask_token_id  # type: ignore[union-attr]
     special = sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1])
     named = [token_id for token, token_id in special if "mask" in token.lower()]
@@ -368,7 +367,7 @@ def _head(subject: DraftUnderTest) -> Iterator[Probe]:
 
 
 def _body(subject: DraftUnderTest) -> Iterator[Probe]:
-    """What slots see, and how embeddings are scaled: the tensors are the same, and a config may have lost the keys."""
+    """Yield probes of attention between slots and of embedding scales, which only a config's (lost) keys determine."""
     if not isinstance(subject.draft, DFlashDraft):
         return
     body, num_layers = subject.draft.config.body, subject.draft.config.num_layers
@@ -392,7 +391,7 @@ def _body(subject: DraftUnderTest) -> Iterator[Probe]:
 
 
 def _correction(subject: DraftUnderTest) -> Iterator[Probe]:
-    """The head that corrects a block: left out, or with its parts in another order."""
+    """Yield probes of the head that corrects a block: without it, or with its parts in another order."""
     draft = subject.draft
     if not isinstance(draft, DFlashDraft) or draft.config.correction is None:
         return
@@ -408,7 +407,7 @@ def _correction(subject: DraftUnderTest) -> Iterator[Probe]:
         swapped = {first: state[second], second: state[first]}
         cause = "its codebook of predecessors is that of successors: they are stored in the other order"
         yield _probe(subject, "correction", "codebooks swapped", cause, f"swap {first} and {second}", swapped)
-    # The selector adds its scores to logits that are scaled and capped, or its candidates come in another order.
+    # The selector adds its scores to scaled and capped logits, or its candidates come in another order.
     for name, key, plain in (
         ("logits not scaled", "output_multiplier", replace(body, output_multiplier=1.0)),
         ("logits not capped", "final_logit_softcapping", replace(body, logit_softcap=None)),
@@ -419,7 +418,7 @@ def _correction(subject: DraftUnderTest) -> Iterator[Probe]:
 
 
 def _variants(subject: DraftUnderTest) -> Iterator[Probe]:
-    """EAGLE-3 networks with the same tensors differ in these flags."""
+    """Yield probes of the flags in which EAGLE-3 networks with the same tensors differ."""
     if not isinstance(subject.draft, Eagle3Draft):
         return
     config = subject.draft.config

@@ -1,6 +1,6 @@
-"""`profile`: measures what a model's passes, drafts and rounds cost on this device.
+"""`profile`: measure the cost of a model's passes, drafts and rounds on this device.
 
-With random weights nothing is downloaded, and memory is predicted before any is allocated.
+With random weights nothing is downloaded, and the memory is predicted before it is allocated.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dflash_bench.runner.plan import drafts_of, model_of
 from dflash_bench.runner.setup import configure_torch
 
 WIDEST = 64
-"""The tokens of a pass that memory is predicted for; as wide as any block."""
+"""The width in tokens of the pass that memory is predicted for; no block is wider."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """`of_run` holds the options that `run` has, too: models, methods, device and dtype."""
+    """`of_run` holds the options shared with `run`: models, methods, device and dtype."""
 
     of_run: RunRequest
     random_weights: bool = False
@@ -41,12 +41,12 @@ class ProfileRequest:
     contexts: tuple[int, ...] = (512,)
     widths: tuple[int, ...] = (1, 2, 4, 8, 16)
     acceptance: float | None = None
-    """Tokens per round; None: as published, if it is."""
+    """Acceptance length; None: the published value, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """The models to be measured, before they have weights: `target` and `drafts` are on the `meta` device."""
+    """The models to measure, still without weights: `target` and `drafts` are on the `meta` device."""
 
     config: Any
     target: Any
@@ -57,7 +57,7 @@ class _Subject:
 
 
 def profile(request: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
-    """Measure. Raises UserError for options without effect, unknown shapes, and what does not fit into memory."""
+    """Measure. Raises UserError for options without effect, unknown shapes, and too little memory."""
     _check(request)
     of_run = request.of_run
     drafting = [method for method in methods.chosen(of_run.methods or ["dflash"]) if method.name != "ar"]
@@ -103,7 +103,7 @@ def profile(request: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
 
 
 def check_out(folder: Path | None) -> None:
-    """Raises UserError for a folder that cannot be written, before anything is measured."""
+    """Raise UserError for a folder that cannot be written, before anything is measured."""
     if folder is None:
         return
     try:
@@ -115,7 +115,7 @@ def check_out(folder: Path | None) -> None:
 def judged(
     about: dict[str, Any], measured: ProfileData, full: Size, acceptance: dict[str, tuple[float, str]]
 ) -> Profiled:
-    """Judge the measurements, and estimate those at full depth where layers were cut."""
+    """Judge the measurements, and extrapolate them to full depth if layers were cut."""
     notes = []
     if about["random_weights"]:
         notes.append("with random weights no answer means anything, and none is shown: times depend on shapes alone")
@@ -236,7 +236,7 @@ def _models(
 
 
 def _acceptance(request: ProfileRequest, preset: Preset, num_drafts: dict[str, int]) -> dict[str, tuple[float, str]]:
-    """Return al.pooled by method: as given, else as published for this target and number of drafted tokens."""
+    """Return the acceptance length by method: as given, else published for this target and number of drafts."""
     if request.acceptance is not None:
         for method, number in num_drafts.items():
             if request.acceptance > number + 1:

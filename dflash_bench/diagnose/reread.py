@@ -1,7 +1,7 @@
-"""Checks a stored run again: its texts with the target's tokenizer, its scores with the scorers of this process.
+"""Check a stored run again: its texts with the target's tokenizer, its scores with the installed scorers.
 
-Nothing is downloaded: without the target's tokenizer on this disk texts are not checked, and a note says so. Code that
-the model wrote is run only if the user asks for it, in a sandbox.
+Nothing is downloaded: without the target's tokenizer on this disk, texts are not checked, with a note. Code written by
+the model is run only on request, in a sandbox.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ COLUMNS = (
 
 class Reread(NamedTuple):
     flaws: tuple[Problem, ...]
-    """Their kind is "text" or "score"."""
+    """Problems of the kind "text" or "score"."""
     notes: tuple[str, ...]
-    """What could not be checked, and why."""
+    """The checks that were not possible, and why."""
 
 
 def with_sound_scores(results: RunTable) -> RunTable:
-    """Return the run without the scores of cells in which the scorers contradict one; its problems name these."""
+    """Return the run without the scores of cells that the scorers contradict; its problems name these cells."""
     try:
         flaws = reread(results, None, with_texts=False).flaws
     except UserError:  # a scorer's package is not installed
@@ -60,7 +60,7 @@ def with_sound_scores(results: RunTable) -> RunTable:
 
 
 def reread(results: RunTable, rescore: bool | None, with_texts: bool = True) -> Reread:
-    """Check all answers of a run. With `rescore` None, score everything again but code that the model wrote.
+    """Check all answers of a run. With `rescore` None, score everything again except code written by the model.
 
     Raises UserError if code should be run on a machine without a sandbox.
     """
@@ -114,7 +114,7 @@ class _Reader:
         if not (Path(self.results.name) / run_info.PROMPTS_FILE).exists():
             self.notes.append("scores were not tried: the run keeps no prompts")
             return {}
-        # A metric is code that whoever made the run has named.
+        # A metric is third-party code chosen by the run's author.
         if foreign := sorted({scorer for scorer in known.values() if is_evaluated(scorer)}):
             self.notes.append(f"scores were not tried by {' and '.join(foreign)}: a metric is code from elsewhere")
             known = {suite: scorer for suite, scorer in known.items() if scorer not in foreign}
@@ -134,7 +134,7 @@ class _Reader:
         return chosen
 
     def decode(self) -> Decode | None:
-        """Return the decoder of the run's tokenizer, if that is on this disk."""
+        """Return the decoder of the run's tokenizer, if it is on this disk."""
         self.tokenizer = next((path for path in self._tokenizers() if path.is_file()), None)
         if self.tokenizer is None:
             self.notes.append("texts were not tried: the target's tokenizer is not on this disk")
@@ -151,7 +151,7 @@ class _Reader:
                 yield path
 
     def rows(self, decode: Decode | None) -> Iterator[tuple[str, Prompt | None, str, str, Mapping[str, Any], bool]]:
-        """Yield each answer that did not fail: suite, prompt, method, settings, row, and whether its text is wrong."""
+        """Yield each successful answer: suite, prompt, method, settings, row, and whether its text is wrong."""
         folder = Path(self.results.name)
         several = settings_of(self.identity)
         names = list(short_names(several).values())
@@ -164,7 +164,7 @@ class _Reader:
                     yield row["suite"], prompt, row["method"], names[numbers[at]], row, at in other
 
     def _other(self, batch: Any, decode: Decode | None) -> list[int]:
-        """Return the rows whose text is wrong by the tokenizer's file and by transformers, which reads more files."""
+        """Return the rows whose text is wrong by both the tokenizer's file and transformers, which reads more files."""
         if decode is None or not (rows := laws.other(batch, decode)):
             return []
         assert self.tokenizer is not None
@@ -172,20 +172,20 @@ class _Reader:
             from dflash_bench.models.chat import decoder
 
             slow = decoder(self.tokenizer.parent)
-        except (ImportError, UserError):  # without torch no second opinion can be had, and the first one holds
+        except (ImportError, UserError):  # without torch there is no second opinion
             return rows
         wrong = laws.other(batch.take(rows), slow)
         self.num_other += len(wrong)
         return [rows[at] for at in wrong]
 
     def is_same_target(self) -> bool:
-        """Whether the weights next to the tokenizer are the run's. Reads them, so asked only where texts differ."""
+        """Return whether the weights next to the tokenizer are the run's. Slow, so used only where texts differ."""
         assert self.tokenizer is not None
         then = str(self.identity.revisions.get("target"))
         return "@" in then or then == hub.weights_sha256(self.tokenizer.parent)
 
     def score_again(self, scorer: str, prompt: Prompt | None, row: Mapping[str, Any]) -> str:
-        """Return how the score differs from the scorer's; empty if it does not."""
+        """Return the difference of the score from the scorer's; empty if there is none."""
         if prompt is None or row["turn"] != len(prompt.turns) - 1:
             return ""
         text = answer_of(row["text"], row["num_thinking_chars"] or 0)

@@ -1,4 +1,4 @@
-"""Renders the results of doctor, crosscheck and verify-distribution as text, Markdown and JSON."""
+"""Render the results of doctor, crosscheck and verify-distribution as text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from dflash_bench.report.tables import (
 )
 
 SHOWN = 5
-"""How many of the best trials are shown."""
+"""The number of best trials to show."""
 
 
 # `doctor`
 
 
 def diagnosis_text(diagnosis: Diagnosis) -> str:
-    """Render one page, the likeliest cause first."""
+    """Render a page, likeliest cause first."""
     return "\n".join(_lines(diagnosis))
 
 
@@ -88,7 +88,7 @@ def _sample_line(sample: Sample) -> str:
 
 
 def _by_position(shares: Sequence[float]) -> str:
-    """Render the share of rounds that accept each drafted token, with all before it."""
+    """Render the share of rounds that accept each drafted token and all before it."""
     if not shares:
         return "no drafted token was accepted"
     return "accepted by position: " + " ".join(f"{share:.0%}" for share in shares[:8])
@@ -114,7 +114,7 @@ def diagnosis_as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# `crosscheck`; `sentence` is its result in one sentence.
+# `crosscheck`
 
 
 def crosscheck_text(all_checked: Sequence[CrosscheckResult]) -> str:
@@ -214,7 +214,7 @@ def _cause(one: CauseTrial, fits: bool) -> list[str]:
 
 
 def sentence(checked: CrosscheckResult) -> str:
-    """State the verdict, and why."""
+    """State the verdict and its reason in a sentence."""
     base = checked.base
     if checked.verdict == "cannot tell":
         return f"Whether the server drafts as this engine does cannot be determined: {_why_not(checked)}."
@@ -343,7 +343,7 @@ def _numbers(comparison: CountComparison) -> dict[str, Any]:
 
 
 NAMES = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Settings that are shown unless they have these values, which have no effect."""
+"""Neutral values of settings, which are not shown."""
 SIZES: dict[Kind, str] = {
     "likelihood": "log p off by {:.3f}", "leaning": "draft off by {:.3f}", "rank": "shares off by {:.1%}",
 }  # fmt: skip
@@ -407,7 +407,7 @@ def distribution_as_json(
 
 
 def _power_lines(tests: Sequence[FitTest]) -> Iterator[str]:
-    """State for each method the least errors that its widest views would have shown."""
+    """Yield for each method the least errors that its widest views would have detected."""
     for method in dict.fromkeys(test.method for test in tests):
         for view in ("all tokens", REPLACED):
             found = {test.kind: test.finds for test in tests if test.method == method and test.view == view}
@@ -417,7 +417,7 @@ def _power_lines(tests: Sequence[FitTest]) -> Iterator[str]:
 
 
 def _rows(tests: Sequence[FitTest]) -> list[list[str]]:
-    """Return a row per view, with its two scores and its order; orders of a single view get a row of their own."""
+    """Return a row per view, with its two scores and its order; orders of a single view get separate rows."""
     by_row: dict[tuple[str, str], dict[Kind, FitTest]] = {}
     for test in tests:
         view = VIEWS.get(test.kind, "{}").format(test.view)

@@ -1,4 +1,4 @@
-"""Renders what `conform` found: a table, a sentence for each result that does not conform, a page and JSON."""
+"""Render the results of `conform`: a table, a sentence per result that does not conform, a page and JSON."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _verdict(one: Conformance) -> str:
 
 
 def sentences(found: Sequence[Conformance]) -> Iterator[str]:
-    """Yield why a result does not conform, or what a server tells of it; the same reason of several forwards once."""
+    """Yield why results do not conform, or what a server reports; a reason shared by several forwards comes once."""
     said: dict[str, list[str]] = {}
     for one in found:
         if (text := _sentence(one)) is not None:
@@ -95,7 +95,7 @@ def _sentence(one: Conformance) -> str | None:
 
 
 def detail_text(difference: DetailDifference) -> str:
-    """State where a case's trees or drawn blocks first differ."""
+    """State the first difference of a case's trees or drawn blocks."""
     own, due = difference.found, difference.expected
     if difference.part == "tree":
         return f"prompt {difference.number}: the first tree has the path {_path(own)}, and the publisher's {_path(due)}"
@@ -112,7 +112,7 @@ def _path(tokens: Sequence[float]) -> str:
 
 
 def difference_text(difference: RoundDifference) -> str:
-    """State where a case first differs."""
+    """State the first difference of a case."""
     place = f"prompt {difference.prompt}"
     if difference.round is not None:
         place += f", round {difference.round} (anchor at place {difference.anchor_at})"
@@ -150,7 +150,7 @@ def _explained(found: Sequence[Explanation], together: bool) -> str:
 
 
 def verdict(found: Sequence[Conformance]) -> str:
-    """State in one sentence how many cases conform."""
+    """State in a sentence how many cases conform."""
     cases = list(dict.fromkeys(one.case.name for one in found))
     wrong = {one.case.name for one in found if one.state not in ("equal", "inapplicable")}
     right = {one.case.name for one in found if one.state == "equal"} - wrong
