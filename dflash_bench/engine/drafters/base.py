@@ -1,4 +1,4 @@
-"""Bases of drafters: with a draft network and a KV cache, on the host; and how tokens are drawn from draft logits."""
+"""Base classes of drafters, with a draft network and a KV cache or on the host, and sampling from draft logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dflash_bench.models.nets.layers import Rotary
 
 
 class CachedDrafter:
-    """A drafter whose network keeps keys and values of its own, for each committed token.
+    """A drafter whose network has its own KV cache, with an entry for each committed token.
 
     A proposal writes to `num_scratch` places of the cache behind the committed ones.
     """
@@ -42,7 +42,7 @@ class CachedDrafter:
         if self.cache.serves(num_rows, capacity):
             return
         config = self.config
-        # Like the last cache, so that all layers share one buffer even if a captured pass writes first.
+        # `like` the last cache, so that all layers share one buffer even if a captured pass writes first.
         self.cache = KVCache(num_rows, capacity, self.device, like=self.cache)
         if self.graph_cache is not None:
             self.graph_cache.reset(capacity)
@@ -60,23 +60,23 @@ class CachedDrafter:
                 self.cache.clear()
 
     def replayed(self, function: Function, starts: Sequence[int], *inputs: Tensor) -> tuple[Tensor, ...] | None:
-        """Return the results of a captured `function` of inputs [B, ...] and starts, or None if it is not captured."""
+        """Return the results of a captured `function` of inputs [B, ...] and starts, or None if there is no capture."""
         if self.graph_cache is None or len(starts) != self.cache.num_rows:
             return None
         key, num_places = tuple(value.shape[1:] for value in inputs), max(starts) + inputs[0].shape[1]
         return self.graph_cache.replay(key, function, num_places, *inputs, on_host(starts, self.device))
 
     def rotary_of(self, length: int) -> Rotary:
-        """Return the rotary tables of so many positions."""
+        """Return the rotary tables of `length` positions."""
         config = self.config
         return Rotary(config.head_dim, config.rope_theta, length, self.device, self.weight.dtype, config.rope_scaling)
 
     def allocate(self, num_rows: int, capacity: int) -> None:
-        """Allocate the drafter's own tensors, for as many rows and places as the cache has."""
+        """Allocate the drafter's own tensors, for the cache's rows and places."""
         raise NotImplementedError
 
     def advance(self, committed: Committed) -> None:
-        """Move each row's start behind the tokens that were committed."""
+        """Move each row's start behind the committed tokens."""
         for row, start, count in zip(committed.rows, committed.starts, committed.counts, strict=True):
             self.starts[row] = start + count
 
@@ -105,7 +105,7 @@ class HostDrafter:
         if committed.is_prompt:
             for row, request in zip(committed.rows, committed.requests, strict=True):
                 self.requests[row] = request
-                # The text is the prompt and one token more, the anchor.
+                # The text is the prompt and the anchor.
                 self.start(row, self.texts[row][:-1])
         for row in committed.rows:
             if self.is_alive[row]:
@@ -115,7 +115,7 @@ class HostDrafter:
         return chains([self.continuation(row) if alive else () for row, alive in enumerate(self.is_alive)], self.device)
 
     def start(self, row: int, prompt: Text) -> None:
-        """Begin a generation in this row. The time taken counts as the draft's own prefill."""
+        """Begin a generation in this row. Its time counts as the draft's own prefill."""
 
     def read(self, row: int, text: Text) -> None:
         """Read the row's text, prompt, answer and anchor, which has grown since the last call."""
@@ -148,7 +148,7 @@ class Trie:
 
 
 def generator(seed: int, prompt: Text) -> Random:
-    """Return random numbers that belong to the prompt, whichever others are decoded before it or beside it."""
+    """Return a generator that depends on seed and prompt alone, not on prompts decoded before or beside it."""
     return Random(zlib.crc32(repr((seed, list(prompt))).encode()))
 
 
@@ -161,7 +161,7 @@ def chains(rows: Sequence[Text], device: torch.device) -> Draft | None:
 
 
 def trees(tries: Sequence[Trie], device: torch.device) -> Draft | None:
-    """Return a tree per row as a draft; trees of one branch become chains, which need no mask and no moving."""
+    """Return a tree per row as a draft; trees of one branch become chains, which need no mask and no cache moves."""
     if all(trie.parents == list(range(-1, len(trie.parents) - 1)) for trie in tries):
         return chains([trie.tokens for trie in tries], device)
     lengths = [len(trie.tokens) for trie in tries]
@@ -182,17 +182,17 @@ draft's own probabilities, at the run's temperature and with its filters, accept
 
 
 class DraftListener(Protocol):
-    """Hears what greedy drafts are chosen by, while it is set as a sampler's `listener`."""
+    """Receives the scores from which greedy drafts are chosen, while it is set as a sampler's `listener`."""
 
     def choosing(self, scores: Tensor, ids: Tensor | None) -> None:
-        """Hear the scores [B, n, C] of n tokens: of target ids [B, n, C], or of all ids of the draft if None."""
+        """Receive the scores [B, n, C] of n tokens, for target ids [B, n, C] or, if None, all ids of the draft."""
 
     def trusting(self, confidence: Tensor) -> None:
-        """Hear how likely [B, N] a draft's own head holds the N tokens of a round to be accepted."""
+        """Receive the acceptance probabilities [B, N] of a round's N tokens, from the draft's own head."""
 
 
 class DraftSampler:
-    """Chooses or draws the drafted tokens from a draft's logits, by the rule that will verify them.
+    """Chooses or draws the drafted tokens from a draft's logits, to suit the rule that will verify them.
 
     `target_ids` translates the draft's ids to the target's; `num_ids` is the size of a reduced draft vocabulary. Under
     the rule `rejection`, set `sampler` to each `Committed.sampler` first.
@@ -206,7 +206,7 @@ class DraftSampler:
 
     @property
     def draws(self) -> bool:
-        """Are tokens drawn, and not chosen?"""
+        """Return True if tokens are drawn, not chosen greedily."""
         return self.samples and not (self.sampler is not None and self.sampler.greedy)
 
     def sample(self, logits: Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
@@ -250,7 +250,7 @@ class DraftSampler:
         return self.sampler
 
     def _spread(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Return logits over the target's vocabulary: -inf for ids that the draft lacks; ids beyond it are dropped."""
+        """Return logits over the target's vocabulary: -inf for ids that the draft lacks; drop ids beyond it."""
         if self.num_ids is None and logits.shape[-1] == vocab_size:
             return logits
         ids = torch.arange(min(logits.shape[-1], vocab_size), device=logits.device)

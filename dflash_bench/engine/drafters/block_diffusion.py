@@ -32,7 +32,7 @@ def build(models: Models, _target: Target, method: Method) -> BlockDiffusionDraf
 
 
 class BlockDiffusionDrafter:
-    """`threshold` is the least probability at which a prediction is fixed.
+    """Fills blocks of masks; a prediction is fixed from the probability `threshold` on.
 
     Slot k of a block predicts token k + 1, as in any causal LM: a block of K slots reads the anchor and K - 1 tokens,
     and predicts K.
@@ -45,7 +45,7 @@ class BlockDiffusionDrafter:
         self.threshold = threshold
         self.num_drafts = block_size - 1
         self.num_passes = 0
-        """Over blocks, since the drafter was made; the passes that read finished blocks are not counted."""
+        """Number of passes over blocks, since the drafter was made, without the passes that read finished blocks."""
 
     def begin(self, num_rows: int, capacity: int) -> None:
         self.starts = [0] * num_rows
@@ -68,13 +68,13 @@ class BlockDiffusionDrafter:
             answer = guesses.where(kept, answer)
             missing &= ~kept
             self.block[:, 1:] = answer.masked_fill(missing, self.mask_token_id)[:, :-1]
-            # The number of passes depends on the tokens, so each pass asks the device whether it was the last.
+            # The number of passes depends on the tokens, so the host waits after each pass to check if it was the last.
             if not missing.any():
                 break
         return Draft(answer[:, :-1], following=answer[:, -1])
 
     def _guess(self) -> tuple[Tensor, Tensor]:
-        """Run one pass over the block; returns a token for each slot [B, K], and its probability [B, K]."""
+        """Run one pass over the block; return a token for each slot [B, K], and its probability [B, K]."""
         self.num_passes += 1
         logits = self.reader.forward(self.block, self.starts, whole_block=True).logits
         if self.sampler is None or self.sampler.greedy:

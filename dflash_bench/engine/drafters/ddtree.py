@@ -4,10 +4,10 @@ The slots of a block are predicted independently, so a node at depth d is a choi
 its score is the sum of their log-probabilities. The paper pops the best nodes from a heap; here they are sorted level
 by level on the device, which gives the same nodes in the same order, as no node scores above its parent.
 
-JetSpec's own tree (arXiv 2606.18394) is another one: in turn it expands the likeliest node that is not expanded yet,
-and takes in all of its `top_k` children.
+JetSpec's tree (arXiv 2606.18394) differs: it repeatedly expands the likeliest unexpanded node, and adds all of its
+`top_k` children.
 
-Where a head corrects a slot by the token before it, siblings have different children. PCTree (arXiv 2608.02123,
+If a head corrects a slot by the token before it, siblings have different children. PCTree (arXiv 2608.02123,
 algorithm 1) scores them under each of their parents: at each depth the `top_k` likeliest nodes get `top_k` children,
 and the best nodes of all depths make the tree. It was published for DSpark; DFlash 2's selector takes it as well.
 """
@@ -33,7 +33,7 @@ from dflash_bench.models.nets.dflash import DFlashDraft
 
 
 def build(models: Models, target: Target, method: Method) -> DDTreeDrafter:
-    """Raises UserError for a draft that offers no tree, and for more nodes than a tree can have."""
+    """Build the drafter. Raises UserError for a draft that offers no tree, and for more nodes than a tree can have."""
     draft = with_labels(models.draft_of(method), method)
     _refuse(draft, method)
     top_k, block_size = (None if method.option(name) is None else method.number(name) for name in ("top_k", "block"))
@@ -56,7 +56,7 @@ def build(models: Models, target: Target, method: Method) -> DDTreeDrafter:
 
 
 def _refuse(draft: DFlashDraft, method: Method) -> None:
-    """Raises UserError for a tree that nobody grows from this draft."""
+    """Raise UserError for a tree that this draft does not support."""
     head, where, is_expanded = draft.correction, f"method '{method.label}'", method.option("tree") == "expanded"
     if head is not None and not isinstance(head, BranchingHead):
         raise UserError(
@@ -73,10 +73,10 @@ def _refuse(draft: DFlashDraft, method: Method) -> None:
 
 
 class DDTreeDrafter(DFlashDrafter):
-    """`nodes` below the anchor, from at most `top_k` candidates per slot; with top_k 1 it is DFlash's own chain."""
+    """Drafts `nodes` nodes below the anchor, from at most `top_k` candidates per slot; top_k 1 gives DFlash's chain."""
 
     usual_top_k: int | None = None
-    """Candidates where nothing is said; None: as many as nodes."""
+    """Default number of candidates; None: as many as nodes."""
 
     def __init__(
         self,
@@ -97,13 +97,13 @@ class DDTreeDrafter(DFlashDrafter):
         return min(nodes, vocab_size)
 
     def _plan(self, nodes: int) -> int:
-        """Lay out trees of this block and `top_k`, and return how many of so many nodes they have."""
+        """Lay out trees for this block and `top_k`, and return how many of `nodes` nodes they have."""
         self.tree = Levels.of(self.num_predicted, nodes, self.top_k, self.device)
         return self.tree.num_nodes
 
     def propose(self) -> Draft:
         nodes, tokens = self.whole_tree()
-        # With one token per slot the tree is a chain, which needs no mask, and nothing is moved in the cache.
+        # With one token per slot the tree is a chain, which needs no mask and no cache moves.
         return Draft(tokens, None if self.top_k == 1 else nodes.parents)
 
     def whole_tree(self) -> tuple[Nodes, Tensor]:
@@ -124,20 +124,20 @@ class ExpandedTreeDrafter(DDTreeDrafter):
 
 
 class AutoDDTreeDrafter(AdaptiveDrafter, DDTreeDrafter):
-    """CaDDTree (arXiv 2606.01813): of the best `nodes`, submits as many, best first, as pay (`engine/adaptive.py`)."""
+    """CaDDTree (arXiv 2606.01813): submits as many of the best `nodes`, best first, as pay (`engine/adaptive.py`)."""
 
     def propose(self) -> Draft:
         self.adaptive.start()
         nodes, tokens = self.whole_tree()
         width = self.adaptive.choose(nodes.scores)
         tokens, parents = tokens[:, :width], nodes.parents[:, :width]
-        # Few nodes often form a chain. Only on a CPU can this be checked at no cost.
+        # Few nodes often form a chain, but only on a CPU is this check free.
         is_chain = self.top_k == 1 or (not self.adaptive.lags and bool((parents == self.chain[:width]).all()))
         return Draft(tokens, None if is_chain else parents)
 
 
 class BranchingTreeDrafter(DDTreeDrafter):
-    """PCTree: a head scores what follows each node; with top_k 1 it drafts its chain."""
+    """PCTree: a head scores the continuations of each node; with top_k 1 it drafts the head's chain."""
 
     usual_top_k = 4
 
@@ -157,31 +157,31 @@ class BranchingTreeDrafter(DDTreeDrafter):
 
 
 class AutoBranchingTreeDrafter(AutoDDTreeDrafter, BranchingTreeDrafter):
-    """As many of PCTree's nodes, best first, as pay."""
+    """Submits as many of PCTree's nodes, best first, as pay."""
 
 
 LEAST = -1e30
-"""A log-probability below any other: a broken one must not stop a tree from growing."""
+"""A log-probability below any other, in place of broken values, which must not stop a tree from growing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """The nodes that can be among the best `num_nodes` of a block, whatever the probabilities are.
+    """The nodes that can be among the best `num_nodes` of a block for any probabilities.
 
     At each depth a candidate is a pair (i, j): the i-th best node above, continued by the slot's j-th best token. Every
     pair (i' <= i, j' <= j) scores no less, so a pair with (i + 1) * (j + 1) > num_nodes is never needed.
     """
 
     above: tuple[Tensor, ...]
-    """For each depth, i of each pair."""
+    """Index i of each pair, per depth."""
     sizes: tuple[int, ...]
-    """How many candidates are kept at each depth."""
+    """Number of candidates kept at each depth."""
     firsts: tuple[int, ...]
-    """The index of each depth's first candidate among those of all depths."""
+    """The index of each depth's first candidate among the candidates of all depths."""
     parents: Tensor
-    """For each candidate, the index of its parent among all nodes that are kept; -1 is the anchor."""
+    """The index of each candidate's parent among all kept nodes; -1 is the anchor."""
     choices: Tensor
-    """For each candidate, slot * top_k + j."""
+    """slot * top_k + j of each candidate."""
     num_nodes: int
 
     @classmethod
@@ -219,15 +219,15 @@ def best_tree(logits: Tensor, top_k: int, levels: Levels) -> tuple[Nodes, Tensor
     logits = logits.float()
     best, ids = logits.topk(top_k)
     log_q = best - logits.logsumexp(dim=-1, keepdim=True)
-    # The order relies on no node scoring above its parent, whether by rounding or by a broken weight.
+    # The order requires that no node scores above its parent, whether by rounding or by a broken weight.
     nodes = best_nodes(log_q.clamp_(max=0).nan_to_num_(nan=-torch.inf), levels)
     return nodes, ids.flatten(1).gather(1, nodes.choices)
 
 
 def expanded_nodes(log_q: Tensor, num_nodes: int) -> Nodes:
-    """Return the nodes in the order in which they are taken in, given log_q [B, L, K] of each slot's K best tokens.
+    """Return the nodes in the order in which they are added, given log_q [B, L, K] of each slot's K best tokens.
 
-    There must be so many nodes: at most K + K^2 + ... + K^L.
+    `num_nodes` is at most K + K^2 + ... + K^L.
     """
     log_q = log_q.nan_to_num(nan=LEAST).clamp(LEAST, 0)
     num_rows, num_slots, width = log_q.shape
@@ -253,7 +253,7 @@ def expanded_nodes(log_q: Tensor, num_nodes: int) -> Nodes:
 def best_nodes(log_q: Tensor, levels: Levels) -> Nodes:
     """Return the best nodes, given log_q [B, L, K], the log-probabilities of each slot's K best tokens, best first.
 
-    Of equal scores the shallower node comes first, then the one with the better parent, then the better token.
+    Equal scores are ordered by depth, then by the parent's rank, then by the token's rank.
     """
     single = log_q.flatten(1).index_select(1, levels.choices).split([len(above) for above in levels.above], dim=1)
     score = log_q.new_zeros(len(log_q), 1)
@@ -274,7 +274,7 @@ def branching_nodes(
 ) -> tuple[Nodes, Tensor]:
     """Return the best nodes below an anchor [B] and their target ids [B, N], best first as in `best_nodes`.
 
-    `Nodes.choices` are the places of nodes in the order in which they are made.
+    `Nodes.choices` are the nodes' indices in order of creation.
     """
     last, state, score = anchor[:, None], branches.state, branches.state.new_zeros(len(anchor), 1).float()
     above = torch.full_like(last, -1)
@@ -301,7 +301,7 @@ def branching_nodes(
 
 
 def _best_first(scores: Tensor, parents: Tensor, num_nodes: int) -> Nodes:
-    """Return the best of nodes [B, M], given in order of depth; `parents` and `choices` are places in that order.
+    """Return the best of nodes [B, M], given in order of depth; `parents` and `choices` are indices in that order.
 
     A parent goes before its children: it scores no less, and is shallower.
     """

@@ -39,7 +39,7 @@ from dflash_bench.models.weights import lay_out
 
 
 def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
-    """Raises UserError for options that this kind of draft does not have."""
+    """Build the drafter. Raises UserError for options that this kind of draft does not have."""
     draft = with_labels(models.draft_of(method), method)
     steps, rule, cut = method.number("steps"), str(method.option("rule")), method.option("cut")
     _refuse(draft, method)
@@ -55,7 +55,7 @@ def build(models: Models, target: Target, method: Method) -> DFlashDrafter:
 
 
 def _refuse(draft: DFlashDraft, method: Method) -> None:
-    """Raises UserError for options that this kind of draft does not have, or that contradict each other."""
+    """Raise UserError for options that this kind of draft does not have, or that contradict each other."""
     correction, where = draft.config.correction, f"method '{method.label}'"
     if correction is not None and method.number("steps") > 1:
         raise UserError(f"{where}: the head of a {draft.config.kind} draft corrects a single pass; leave steps out")
@@ -73,7 +73,7 @@ def _refuse(draft: DFlashDraft, method: Method) -> None:
 
 
 def with_labels(draft: DFlashDraft, method: Method) -> DFlashDraft:
-    """Return the draft with the labels that the option `shift` names, for kinds whose files leave them open.
+    """Return the draft with the labels given by the option `shift`, for kinds whose files do not specify them.
 
     The copy shares the weights. Raises UserError for other kinds.
     """
@@ -90,9 +90,9 @@ def with_labels(draft: DFlashDraft, method: Method) -> DFlashDraft:
 
 
 def block_size(draft: DFlashDraft, method: Method) -> int:
-    """Return the block size by the options `n` or `block`, or the size that the draft was trained with.
+    """Return the block size from the options `n` or `block`, by default the draft's training size.
 
-    Raises UserError for a larger block than the weights of its head have room for.
+    Raises UserError for a larger block than the weights of its head support.
     """
     config = draft.config
     if method.option("n") is not None:
@@ -108,12 +108,12 @@ def block_size(draft: DFlashDraft, method: Method) -> int:
 class DFlashDrafter(CachedDrafter):
     """Drafts a chain of `num_predicted` tokens from one block.
 
-    `embedding` and `head` are the target's; a draft that includes its own uses those. A tree made from a block
-    (`ddtree.py`) may have more or fewer nodes than `num_predicted`.
+    `embedding` and `head` are the target's, unless the draft has its own. A tree made from a block (`ddtree.py`) may
+    have more or fewer nodes than `num_predicted`.
     """
 
     reads_confidence = False
-    """Does it cut by the confidences of the draft's head?"""
+    """Whether drafts are cut by the confidences of the draft's head."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class DFlashDrafter(CachedDrafter):
         self.columns = torch.arange(capacity, device=self.device)
         views = {view.name: view for view in map(self.config.body.view, range(self.config.num_layers))}
         self.views = views
-        # Without masks only what has been tried on this device is computed (`lengths.is_right`).
+        # Attention by lengths is limited to the cases tried on this device (`lengths.is_right`).
         self.by_lengths = self.by_lengths and {*views.values()} == {WHOLE} and not self.config.body.has_sinks
         if self.corrector is not None:
             self.corrector.begin(num_rows)
@@ -178,10 +178,10 @@ class DFlashDrafter(CachedDrafter):
         return context
 
     def _keep_captured(self, starts: Sequence[int], features: Tensor) -> bool:
-        """As `_keep`, by a captured pass; returns False if there is none.
+        """Run `_keep` as a captured pass; return False if there is none.
 
-        Its width is that of the longest round, so that one pass fits all: what is written behind a row's end is not
-        seen, and overwritten.
+        The pass has the width of the longest round, so that it fits all rounds: tokens behind a row's end are masked,
+        and overwritten later.
         """
         if self.graph_cache is None or not self.graph_cache.captures_small:
             return False
@@ -190,7 +190,7 @@ class DFlashDrafter(CachedDrafter):
         return self.graph_cache.replay(("keep", *whole.shape[1:]), self._steady_keep, None, *inputs) is not None
 
     def _steady_keep(self, _num_places: int, features: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
-        """As `_keep`, placed by tensors alone, so that it can be captured."""
+        """Run `_keep`, placed by tensors alone, so that it can be captured."""
         self.cache.place_at(starts, features.shape[1], self.cache.capacity)
         return (self._keep(features),)
 
@@ -201,7 +201,7 @@ class DFlashDrafter(CachedDrafter):
     def draft_tokens(self, logits: Tensor) -> tuple[Corrected, Tensor | None]:
         """Return the drafted tokens for logits [B, num_predicted, Vd], and their q [B, num_predicted, V] if drawn.
 
-        The logits are those of the last pass: a correction head reads its hidden states, too.
+        The logits must come from the last pass: a correction head reads its hidden states, too.
         """
         if self.corrector is None:
             tokens, probs = self.draft_sampler.sample(logits)
@@ -215,9 +215,9 @@ class DFlashDrafter(CachedDrafter):
         return corrected, probs
 
     def _chosen_captured(self, inputs: Sequence[Tensor]) -> Corrected | None:
-        """Return what the head chooses by a captured pass, or None if there is none; draws are not captured.
+        """Return the head's choices by a captured pass, or None if there is none; draws are not captured.
 
-        A head that goes from slot to slot has some ten short operations for each.
+        A head that runs slot by slot has some ten short operations per slot.
         """
         graphs, sampler = self.graph_cache, self.draft_sampler
         if graphs is None or not graphs.captures_small or sampler.draws or sampler.listener is not None:
@@ -238,11 +238,11 @@ class DFlashDrafter(CachedDrafter):
         return self._read_block() if self.steps == 1 else self._in_steps()
 
     def _in_steps(self) -> Tensor:
-        """As `block_logits`, in several denoising steps.
+        """Return the logits of `block_logits`, from several denoising steps.
 
         After each pass the most confident tokens are fixed, an equal share per step, and the others predicted again; a
         slot keeps the logits that it was fixed with. Drafts are trained for one step, on an anchor and masks alone
-        (paper, section 4.2); whether more steps help is a question that the paper leaves open.
+        (paper, section 4.2); the paper leaves open whether more steps help.
         """
         self.block[:, 1:] = self.config.mask_token_id
         logits = self._read_block()
@@ -261,7 +261,7 @@ class DFlashDrafter(CachedDrafter):
         if (results := self.replayed(self._steady, self.starts, self.block)) is not None:
             (hidden,) = results
         else:
-            # The block is written behind the context and covers whatever stale context lies there.
+            # The block is written behind the context, over any stale context there.
             self.cache.place(self.starts, self.block_size)
             hidden = self._through(self.block)
         self.hidden = hidden
@@ -269,18 +269,18 @@ class DFlashDrafter(CachedDrafter):
         return logits
 
     def _steady(self, num_places: int, block: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
-        """As `_through`, placed by tensors alone, so that it can be captured."""
+        """Run `_through`, placed by tensors alone, so that it can be captured."""
         self.cache.place_at(starts, self.block_size, num_places)
         return (self._through(block),)
 
     def _through(self, block: Tensor) -> Tensor:
-        """Read the block [B, N] where it was placed; returns the last layer's normed output [B, N, H]."""
+        """Read the block [B, N] where it was placed; return the last layer's normed output [B, N, H]."""
         tables = rotations(self.rotary, self.cache)
         embedded = self.draft.embed_block(block, self.embedding)
         return self.network.forward(embedded, tables, self._seen(), self.cache)
 
     def _seen(self) -> Mapping[str, Seen | BlockView]:
-        """Return what the slots of the block just placed see in each kind of layer, by the names of their views."""
+        """Return the view or mask of the block just placed for each kind of layer, by the names of their views."""
         if self.network.reads_views:
             return self.views
         if self.by_lengths:
@@ -289,7 +289,7 @@ class DFlashDrafter(CachedDrafter):
 
 
 def raw_rows(embedding: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return what looks up an embedding's rows as they are stored: some targets' own modules scale them (Gemma)."""
+    """Return a lookup of an embedding's rows as stored: some targets' own modules scale them (Gemma)."""
     if type(embedding) is nn.Embedding or not isinstance(getattr(embedding, "weight", None), Tensor):
         return embedding
     weight: Tensor = embedding.weight  # type: ignore[assignment]
@@ -297,16 +297,16 @@ def raw_rows(embedding: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 class AdaptiveDrafter(DFlashDrafter):
-    """A base of drafters that submit only as much of a draft as pays (`engine/adaptive.py`).
+    """Base of drafters that submit only as much of a draft as pays (`engine/adaptive.py`).
 
-    `adaptive` learns from how much each round accepted. All arguments go to the next base.
+    `adaptive` learns from the number of tokens that each round accepted. All arguments go to the next base.
     """
 
     margin = 0.0
-    """By which share a wider draft may seem slower than the best width and still be preferred."""
+    """Share by which a wider draft may seem slower than the best width and still be preferred."""
 
     may_be_none = False
-    """Is verifying nothing of a draft a choice, too?"""
+    """Whether a round may verify nothing of its draft."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -328,12 +328,12 @@ class AdaptiveDrafter(DFlashDrafter):
 class CutDFlashDrafter(DFlashDrafter):
     """Verifies a row's draft up to its first token whose own confidence is below the threshold, as DeepSpec does.
 
-    That may be none of it. A confidence is about the tokens before, and never about the token itself, so drawn tokens
+    That may be no token. A confidence depends on the tokens before, and never on the token itself, so drawn tokens
     still follow their q.
 
-    On a CPU the target reads no more than the longest row's part. A GPU would have to tell the host how wide that is,
-    and so be waited for twice a round, to make a pass shorter that takes hardly less time: there the target reads the
-    whole block, and nothing behind a row's cut is accepted.
+    On a CPU the target reads no more than the longest row's part. On a GPU the host would have to wait for this width,
+    a second time per round, for a shorter pass that takes hardly less time: there the target reads the whole block, and
+    nothing behind a row's cut is accepted.
     """
 
     reads_confidence = True
@@ -362,9 +362,9 @@ class CutDFlashDrafter(DFlashDrafter):
 
 
 class AutoCutDFlashDrafter(AdaptiveDrafter):
-    """Verifies as much of a draft as pays, by the product of the confidences, which may be none of it.
+    """Verifies as much of a draft as pays, by the product of the confidences; that may be no token.
 
-    Its width is that of all rows.
+    All rows share one width.
     """
 
     may_be_none = True
@@ -381,7 +381,7 @@ class AutoCutDFlashDrafter(AdaptiveDrafter):
 def verified_in_part(
     tokens: Tensor, probs: Tensor | None, width: int, lengths: Sequence[int] | Tensor | None = None
 ) -> Draft:
-    """Return a draft of tokens [B, N], with q [B, N, V], of which at most the first `width` are verified."""
+    """Return a draft of tokens [B, N], with q [B, N, V]; at most the first `width` tokens are verified."""
     probs = None if probs is None else probs[:, :width]
     return Draft(tokens[:, :width], probs=probs, lengths=lengths, drafted=tokens)
 
@@ -406,12 +406,12 @@ class AutoDFlashDrafter(AdaptiveDrafter):
         return Draft(corrected.tokens[:, :width], probs=None if probs is None else probs[:, :width])
 
 
-# How a block's drafts are corrected: what a head reads beside the block, and how it chooses or draws tokens.
+# Correction of a block's drafts: the inputs of a head beside the block, and its choice or draw of tokens.
 #
-# Above temperature 0, under the rule `match`, the tokens are the head's greedy ones. Under `rejection` every token is
-# drawn from a distribution q that the head computes from the context, the block and the tokens drafted before it, and
-# from nothing that was drawn later: so q is the token's own distribution given those before it, and
-# `verify.verify_sampled` is exact with it.
+# Above temperature 0, under the rule `match`, the head chooses tokens greedily. Under `rejection` every token is drawn
+# from a distribution q that the head computes from the context, the block and the tokens drafted before it, and from
+# nothing drawn later: so q is the token's own distribution given the tokens before it, and `verify.verify_sampled` is
+# exact with it.
 
 
 class SamplingPick:
@@ -445,7 +445,7 @@ class SamplingPick:
 
 
 class BlockCorrector:
-    """Runs a draft's correction head on its blocks, row by row as they are committed."""
+    """Runs a draft's correction head on its blocks."""
 
     def __init__(self, draft: DFlashDraft, head: CorrectionHead, sampler: DraftSampler, reads_confidence: bool) -> None:
         config: Any = draft.config.correction
@@ -457,9 +457,9 @@ class BlockCorrector:
 
     @classmethod
     def of(cls, draft: DFlashDraft, sampler: DraftSampler, reads_confidence: bool) -> BlockCorrector | None:
-        """Return the corrector of a draft, or None if it has no head for that.
+        """Return the corrector of a draft, or None if it has no correction head.
 
-        Confidences are computed in each round if they are read there; a listener hears them in any case.
+        Confidences are computed in each round if they are read there; a listener receives them in any case.
         """
         head = draft.correction
         return None if head is None else cls(draft, head, sampler, reads_confidence)
@@ -469,7 +469,7 @@ class BlockCorrector:
         self.context = self.weight.new_zeros(num_rows, self.draft.config.hidden_size)
 
     def observe(self, committed: Committed) -> None:
-        """Keep what stands before each row's new anchor; rows that stand still keep what they had."""
+        """Keep the tokens before each row's new anchor; rows that stand still keep theirs."""
         if self.reads_before and committed.anchor is not None:
             for row, text, count in zip(committed.rows, committed.texts, committed.counts, strict=True):
                 if count:
@@ -488,9 +488,9 @@ class BlockCorrector:
         self.context[rows] = torch.where(counts > 0, fused, self.context[rows])
 
     def inputs(self, hidden: Tensor, logits: Tensor, anchor: Tensor) -> tuple[Tensor, ...]:
-        """Return what `correct` reads; `hidden` [B, K, H] and `logits` [B, N, Vd] are of a pass behind `anchor` [B, 1].
+        """Return inputs of `correct` for a pass's `hidden` [B, K, H] and `logits` [B, N, Vd] behind `anchor` [B, 1].
 
-        What stands before the anchors [B] and their contexts [B, H] are among it for heads that read them.
+        For heads that read them, they include the tokens before the anchors [B] and their contexts [B, H].
         """
         before = [on_host(self.before, self.weight.device)] if self.reads_before else []
         return hidden, logits, anchor, *before, *([self.context] if self.reads_context else [])
@@ -504,7 +504,7 @@ class BlockCorrector:
         return corrected, pick.probs
 
     def block_pass(self, inputs: Sequence[Tensor], slots: slice, embed: Callable[[Tensor], Tensor]) -> BlockPass:
-        """Return what the head reads of such a pass."""
+        """Return the head's view of a pass."""
         hidden, logits, anchor, *read = inputs
         context = read.pop() if self.reads_context else None
         before = read.pop().to(self.weight.device, non_blocking=True) if self.reads_before else None

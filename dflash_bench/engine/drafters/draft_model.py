@@ -1,6 +1,6 @@
-"""A small causal LM drafts token by token, as in the first form of speculative decoding (arXiv 2211.17192, section 2).
+"""A small causal LM drafts token by token, as in the original speculative decoding (arXiv 2211.17192, section 2).
 
-It runs on the same engine as the target (`engine/target.py`): cache, positions and masks are computed in the same way.
+It runs on the same engine as the target (`engine/target.py`), with the same cache, positions and masks.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class ModelDrafter:
     def _last(self, committed: Committed) -> Tensor:
         """Return each row's anchor and the token before it [B, 2].
 
-        If the whole draft was accepted, the model has not read the token before the anchor yet; otherwise it reads it
-        again, which changes nothing.
+        After a fully accepted draft the model has not read the token before the anchor yet; otherwise reading it again
+        changes nothing.
         """
         flat = [token for text in committed.texts for token in (text[max(len(text) - 2, 0)], text[-1])]
         return to_device(flat, self.model.device).view(-1, 2)

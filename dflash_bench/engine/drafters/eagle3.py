@@ -34,7 +34,7 @@ def build(models: Models, target: Target, method: Method) -> Eagle3Drafter:
 class StepDrafter(CachedDrafter):
     """A drafter whose network reads pairs of a token and a feature, and steps on its own output.
 
-    Subclasses set `network` and `embedding`, and say how the target's features become the network's (`fuse`).
+    Subclasses set `network` and `embedding`, and define how the target's features become the network's (`fuse`).
     """
 
     network: StepNetwork
@@ -45,7 +45,7 @@ class StepDrafter(CachedDrafter):
         self.num_drafts = num_drafts
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return what the network reads [B, N, H] for the target's features [B, N, K * Ht]."""
+        """Return the network's features [B, N, H] for the target's features [B, N, K * Ht]."""
         raise NotImplementedError
 
     def allocate(self, num_rows: int, capacity: int) -> None:
@@ -68,7 +68,7 @@ class StepDrafter(CachedDrafter):
         self.advance(committed)
 
     def read_committed(self, committed: Committed) -> Tensor:
-        """Return the network's output [B, M, H] for all committed tokens, of which it reads a part at a time."""
+        """Return the network's output [B, M, H] for all committed tokens, read in parts."""
         assert committed.hidden is not None
         size = part_size(self.device)
         outputs = [
@@ -83,24 +83,24 @@ class StepDrafter(CachedDrafter):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def step(self, tokens: Tensor, hidden: Tensor, starts: list[int], first: int = 0) -> Tensor:
-        """Read tokens [B, N] and features [B, N, H], x_{t+1} with feature of t at position t; returns [B, N, H]."""
+        """Read tokens [B, N] and features [B, N, H], x_{t+1} with feature of t at position t; return [B, N, H]."""
         if tokens.shape[1] == 1 and (results := self.replayed(self.steady, starts, tokens, hidden)) is not None:
             return results[0]
         self.cache.place(starts, tokens.shape[1], first)
         return self._through(tokens, hidden)
 
     def steady(self, num_places: int, tokens: Tensor, hidden: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
-        """As `step`, placed by tensors alone, so that it can be captured."""
+        """Run `step`, placed by tensors alone, so that it can be captured."""
         self.cache.place_at(starts, tokens.shape[1], num_places)
         return (self._through(tokens, hidden),)
 
     def _through(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Read tokens [B, N] and features [B, N, H] where they were placed; returns the network's output [B, N, H]."""
+        """Read tokens [B, N] and features [B, N, H] where they were placed; return the network's output [B, N, H]."""
         tables = rotations(self.rotary, self.cache)
         return self.network.forward(self.embedding(tokens), hidden, tables, self._seen(), self.cache)
 
     def _seen(self) -> Seen:
-        """Return what the tokens just placed see: their row's past, those before them and themselves."""
+        """Return the view of the tokens just placed: each sees its row's past and itself."""
         if self.by_lengths:
             return placed_lengths(self.cache)
         alone = self.cache.positions.shape[1] == 1 and not self.cache.is_ragged
@@ -108,7 +108,7 @@ class StepDrafter(CachedDrafter):
 
 
 class Eagle3Drafter(StepDrafter):
-    """`embedding` is the target's, unless the draft brings one; the head is the draft's."""
+    """`embedding` is the target's, unless the draft has its own; the head is the draft's."""
 
     network: Eagle3Network
 
@@ -147,9 +147,9 @@ class Eagle3Drafter(StepDrafter):
         return pairs_mask(self.cache, self.weight.dtype, self.hidden_to(self.cache.positions, self.config.window))
 
     def hidden_to(self, read_at: Tensor, window: int) -> Tensor:
-        """Return the last place [B, N] that a window hides from what is read at these places [B, N].
+        """Return the last place [B, N] that a window hides from tokens read at these places [B, N].
 
-        As in training, the window of what is drafted ends at the newest pair, `newest` [B, 1].
+        As in training, the window of drafted tokens ends at the newest pair, `newest` [B, 1].
         """
         return (read_at if self.newest is None else read_at.minimum(self.newest)) - window
 

@@ -22,7 +22,7 @@ from dflash_bench.models.nets.eagle3 import Eagle3Draft
 
 
 def build(models: Models, target: Target, method: Method) -> Eagle3TreeDrafter:
-    """Raises UserError for more nodes than a tree of this width and depth can have."""
+    """Build the drafter. Raises UserError for more nodes than a tree of this width and depth can have."""
     nodes, top_k, depth = (method.number(name) for name in ("nodes", "top_k", "depth"))
     drafter = Eagle3TreeDrafter(models.draft_of(method), target.embedding, nodes, top_k, depth - 1)
     if "nodes" in method.options and drafter.num_drafts < nodes:
@@ -34,10 +34,10 @@ def build(models: Models, target: Target, method: Method) -> Eagle3TreeDrafter:
 
 
 class Eagle3TreeDrafter(Eagle3Drafter):
-    """`num_drafts` nodes below the anchor, from `steps` passes of the frontier: they lie up to steps + 1 deep.
+    """Drafts `num_drafts` nodes below the anchor, from `steps` passes of the frontier: up to steps + 1 deep.
 
-    With top_k 1 it is the chain of steps + 1 tokens. The frontier writes to the draft's cache behind the longest row,
-    at the same places for all rows, and is seen by its own descendants only (`masks.FrontierMask`).
+    With top_k 1 the tree is a chain of steps + 1 tokens. The frontier writes to the draft's cache behind the longest
+    row, at the same places for all rows, and only its own descendants see it (`masks.FrontierMask`).
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Eagle3TreeDrafter(Eagle3Drafter):
         super().allocate(num_rows, capacity)
         self.mask = FrontierMask(num_rows, self.top_k, self.num_scratch, capacity, self.hidden)
         self.no_score = torch.zeros(num_rows, 1, device=self.device)
-        # All nodes found, in the order of finding, so that parents come before children; and which are the frontier.
+        # All nodes found, in the order of finding, so that parents come before children; and the frontier's indices.
         self.scores = torch.zeros(num_rows, self.num_found, device=self.device)
         self.found = torch.zeros(num_rows, self.num_found, dtype=torch.long, device=self.device)
         self.frontier = torch.zeros(num_rows, max(1, self.num_scratch), dtype=torch.long, device=self.device)
@@ -79,9 +79,9 @@ class Eagle3TreeDrafter(Eagle3Drafter):
         return self._best()
 
     def _read(self, tokens: Tensor, hidden: Tensor, parent: Tensor, step: int) -> Tensor:
-        """Read the frontier [B, k] with the outputs of its parents [B, k, H]; returns its own outputs [B, k, H].
+        """Read the frontier [B, k] with the outputs of its parents [B, k, H]; return its own outputs [B, k, H].
 
-        `parent` [B, k, 1] numbers the parents in the frontier before this one.
+        `parent` [B, k, 1] holds the parents' indices in the previous frontier.
         """
         place = self.end + step * self.top_k
         self.cache.place([place] * len(self.starts), self.top_k)
@@ -97,7 +97,7 @@ class Eagle3TreeDrafter(Eagle3Drafter):
         logits = self.network.logits(out).float()
         ids = logits.topk(self.top_k).indices
         log_probs = logits.log_softmax(dim=-1).gather(-1, ids)
-        # `_best` relies on no child scoring above its parent, whether by rounding or by a broken weight.
+        # `_best` requires that no child scores above its parent, whether by rounding or by a broken weight.
         log_probs = log_probs.clamp_(max=0).nan_to_num_(nan=-torch.inf)
         return (score[..., None] + log_probs).flatten(1), self.draft.target_ids(ids).flatten(1)
 

@@ -1,4 +1,4 @@
-"""Lookahead decoding (arXiv 2402.02057, section 3): the target predicts several places ahead by itself, as drafts.
+"""Lookahead decoding (arXiv 2402.02057, section 3): the target itself guesses several places ahead.
 
 Beside its next token, each pass works on a window of guesses: W columns, each one place further on than the last, and
 N - 1 levels, each a Jacobi step on the one before. A guess sees the first level up to its column and its own column up
@@ -27,7 +27,7 @@ from dflash_bench.models.loading import Models
 
 
 class NgramPool:
-    """The N-grams seen last, at most `size` for each first token."""
+    """The most recent N-grams, at most `size` for each first token."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -45,7 +45,7 @@ class NgramPool:
 
 
 class Window:
-    """The guesses of one row. `levels[0]` has no column for the anchor, which is known; the other levels have one.
+    """The guesses of one row. `levels[0]` has no column for the anchor, which is known; the other levels do.
 
     Each round adds a level until all exist; the first level begins longer, because each such round shortens it.
     """
@@ -56,7 +56,7 @@ class Window:
         self.ends: list[int] = []
 
     def hang_into(self, trie: Trie) -> None:
-        """Add the window to a tree, and remember the last node of each column."""
+        """Add the window to a tree, and record the last node of each column."""
         place, self.ends = -1, []
         for column in range(len(self.levels[0]) + 1):
             if column:
@@ -67,7 +67,7 @@ class Window:
             self.ends.append(node)
 
     def advance(self, anchor: int, choices: Text) -> None:
-        """Move the window, given the target's choices after the anchor it hung off and after each node of the tree."""
+        """Move the window, given the target's choices after its old anchor and after each node of the tree."""
         guesses = [choices[node + 1] for node in self.ends]
         if len(self.levels) < self.size - 1:
             self.levels = [level[1:] for level in (*self.levels, guesses)]
@@ -111,7 +111,7 @@ class LookaheadDrafter(HostDrafter):
 
 
 def max_nodes(width: int, size: int, num_guesses: int) -> int:
-    """Return the largest size of a tree: its N-grams and the window, which may be largest while it is being filled."""
+    """Return the largest size of a tree: N-grams and window, which may be largest while it is being filled."""
     window = max(levels * (width + size - 1 - levels) - 1 for levels in range(1, size))
     return num_guesses * (size - 1) + window
 

@@ -40,7 +40,7 @@ Heads = Callable[[Tensor, int], Tensor]
 
 
 class MedusaDrafter:
-    """`nodes` below the anchor, from at most `top_k` tokens per head; with top_k 1 the tree is a chain.
+    """Drafts `nodes` nodes below the anchor, from at most `top_k` tokens per head; with top_k 1 the tree is a chain.
 
     The heads read the target's last states behind its final norm; `num_layers` is the target's.
     """
@@ -82,7 +82,7 @@ class MedusaDrafter:
         assert self.hidden is not None
         logits = self.heads(self.hidden, self.num_heads)
         if self.top_k == 1:
-            # A chain needs no mask of its own, and nothing has to be moved in the cache.
+            # A chain needs no mask of its own, and no cache moves.
             return Draft(self.draft_sampler.sample(logits[:, : self.num_drafts].float())[0])
         nodes, tokens = best_tree(logits, self.top_k, self.tree)
         return Draft(tokens, nodes.parents)

@@ -1,7 +1,7 @@
 """MTP drafting: one layer of the target's kind steps token by token, as multi-token prediction trained it.
 
-After each verification it first reads the committed tokens with the target's own states, taken after the target's final
-norm, which overwrites what it made of its own states; then it proposes `num_drafts` tokens with the target's head.
+After each verification it first reads the committed tokens with the target's states, taken after the target's final
+norm, which overwrites the entries of its own states; then it proposes `num_drafts` tokens with the target's head.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class MTPDrafter(StepDrafter):
         return super().replayed(function, starts, *inputs) if self.network.is_steady else None
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Return the target's states [B, N, H], which were tapped behind its final norm."""
+        """Return the target's states [B, N, H], tapped behind its final norm."""
         return features.to(self.device)
 
     def observe(self, committed: Committed) -> None:

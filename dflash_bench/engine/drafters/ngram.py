@@ -1,8 +1,8 @@
 """Prompt lookup: if the text's last tokens occurred in it before, draft the tokens that followed them there.
 
 After Saxena's prompt lookup decoding (2023) and vLLM's `ngram`: the longest suffix of prompt and answer, from `max`
-tokens down to `min`, at its latest earlier occurrence. There are no weights and no pass of a network; it pays where an
-answer repeats its prompt or itself.
+tokens down to `min`, at its latest earlier occurrence. It has no weights and no network; it pays where an answer
+repeats its prompt or itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NGramIndex:
         self._num_read = 0
 
     def read(self, text: Text) -> None:
-        """Add the new n-grams of a text, except those at its very end, which nothing follows yet."""
+        """Add the new n-grams of a text, except at its very end, where nothing follows yet."""
         for end in range(self._num_read + 1, len(text)):
             for size in self.sizes:
                 if size <= end:
@@ -33,7 +33,7 @@ class NGramIndex:
         self._num_read = len(text) - 1
 
     def continuation(self, text: Text, limit: int) -> Text:
-        """Return up to `limit` tokens that followed the longest suffix that occurred before, or none."""
+        """Return up to `limit` tokens that followed an earlier occurrence of the longest suffix, or none."""
         for size in self.sizes:
             end = self._ends.get(tuple(text[-size:]))
             if end is not None:
@@ -58,7 +58,7 @@ class NGramDrafter(HostDrafter):
 
 
 def build(models: Models, target: Target, method: Method) -> NGramDrafter:
-    """Raises UserError where the longest n-gram is shorter than the shortest."""
+    """Build the drafter. Raises UserError if the longest n-gram is shorter than the shortest."""
     num_drafts, longest, shortest = (method.number(name) for name in ("n", "max", "min"))
     if longest < shortest:
         raise UserError(f"method {method.label}: max={longest} is less than min={shortest}")

@@ -1,7 +1,7 @@
 """Drafts the baseline answer itself: the engine's speed with a draft that is always right.
 
-It measures the engine, not a draft. The backend lets it decode plainly first, untimed (`foresee`); above temperature 0
-with the same random numbers, so that the answer it knows is the one that will be drawn.
+It measures the engine, not a draft. The backend first has it run plain decoding, untimed (`foresee`); above temperature
+0 with the same random numbers, so that it drafts the answer that will be drawn.
 """
 
 from __future__ import annotations

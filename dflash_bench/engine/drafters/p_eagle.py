@@ -1,9 +1,9 @@
-"""P-EAGLE drafting: one pass reads what was committed and drafts all tokens of a round (parallel EAGLE).
+"""P-EAGLE drafting: one pass reads the committed pairs and drafts all tokens of a round (parallel EAGLE).
 
-A row's block is [pairs committed since the last round, masks]: the pairs bring tokens and the target's features, the
-masks a mask token and a learned feature. Positions run on from the pairs to the masks, and each row of the block sees
-what is before it, so one causal pass gives the state after the newest pair, and behind it one per mask. What the masks
-leave in the cache is overwritten by the pairs of the next round.
+A row's block is [pairs committed since the last round, masks]: pairs hold tokens and the target's features, masks a
+mask token and a learned feature. Positions continue from the pairs to the masks, and each place of the block sees the
+places before it, so one causal pass gives the state after the newest pair, and behind it one per mask. The masks'
+entries in the cache are overwritten by the pairs of the next round.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def build(models: Models, target: Target, method: Method) -> PEagleDrafter:
 
 
 class PEagleDrafter(Eagle3Drafter):
-    """Keeps the pairs that were committed, and reads them when it drafts. Prompts are read at once.
+    """Keeps the committed pairs, and reads them when it drafts. Prompts are read at once.
 
-    `pending` holds per row where its pairs begin, and how many there are: none for a row that stands still.
+    `pending` holds the begin and the number of each row's pairs: none for a row that stands still.
     """
 
     def __init__(self, draft: PEagleDraft, embedding: nn.Module, num_drafts: int, rule: str = "match") -> None:
@@ -51,7 +51,7 @@ class PEagleDrafter(Eagle3Drafter):
         self.mask = self.network.fuse(self.draft.mask_hidden.detach())
 
     def observe(self, committed: Committed) -> None:
-        """Keep the committed pairs until the next draft; of prompts, which are read here, only the last one."""
+        """Keep the committed pairs until the next draft; prompts are read here, except for their last pair."""
         assert committed.hidden is not None
         self.draft_sampler.sampler = committed.sampler
         tokens, features, starts, counts = committed.tokens, committed.hidden, committed.starts, committed.counts
@@ -74,7 +74,7 @@ class PEagleDrafter(Eagle3Drafter):
         return Draft(tokens, probs=probs)
 
     def hidden_to(self, read_at: Tensor, window: int) -> Tensor:
-        """As of EAGLE-3; but a mask's window ends at the mask itself, and hides no other of its round, nor its pair."""
+        """Return hidden places as in EAGLE-3, but end masks' windows at the mask: their round and pair stay visible."""
         hidden_to = read_at - window
         return hidden_to if self.newest is None else hidden_to.minimum(self.newest - 1)
 

@@ -1,4 +1,4 @@
-"""Drafts random tokens: the engine's speed with a draft that is always wrong. It measures the engine, not a draft."""
+"""Drafts random tokens: measures the engine's speed with a draft that is always wrong, not a draft."""
 
 from __future__ import annotations
 

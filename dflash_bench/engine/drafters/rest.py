@@ -4,8 +4,8 @@ The longest suffix of prompt and answer that occurs in the datastore, from `max`
 binary search in its suffix array. The most frequent continuations of its occurrences make the tree, as in the paper,
 each node before its children.
 
-A datastore that holds answers to the prompts it is measured with knows the tokens that it is to predict: acceptance
-then says nothing about other prompts. Build it from other texts.
+A datastore that holds answers to the measured prompts already contains the tokens to predict: the acceptance then does
+not carry over to other prompts. Build it from other texts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dflash_bench.models.datastore import END, Datastore, Places
 from dflash_bench.models.loading import Models
 
 MOST_OCCURRENCES = 4096
-"""The most occurrences that are counted; of more, this many, spread evenly."""
+"""Maximum number of counted occurrences; of more, this many are sampled evenly."""
 
 
 class RestDrafter(HostDrafter):
@@ -49,7 +49,7 @@ class RestDrafter(HostDrafter):
 
 
 def most_frequent(store: Datastore, ends: Places, num_nodes: int, depth: int) -> Trie:
-    """Return the continuations at these places as a tree, the most frequent first; of equals the shorter ones first."""
+    """Return the continuations at these places as a tree, the most frequent first; shorter ones first if equal."""
     trie, numbers = Trie(), count()
     # (-count, level, number, parent, token, places where its occurrences continue)
     heap: list[tuple[int, int, int, int, int, Places]] = []
@@ -68,7 +68,7 @@ def most_frequent(store: Datastore, ends: Places, num_nodes: int, depth: int) ->
 
 
 def _following(store: Datastore, places: Places) -> Iterator[tuple[int, int, Places]]:
-    """Yield each token that stands at these places, its count, and the places after it."""
+    """Yield each token at these places, its count, and the places after it."""
     there = store.tokens[places]
     for token, times in zip(*(values.tolist() for values in np.unique(there, return_counts=True)), strict=True):
         if token != END:
@@ -80,7 +80,7 @@ def _spread(places: Places) -> Places:
 
 
 def build(models: Models, target: Target, method: Method) -> RestDrafter:
-    """Raises UserError if there is no datastore, or one that does not fit the model."""
+    """Build the drafter. Raises UserError without a datastore, or if it does not fit the model."""
     if (path := method.option("datastore")) is None:
         raise UserError(
             f"method {method.label} needs a datastore; write rest:datastore=FILE, which build-datastore makes"

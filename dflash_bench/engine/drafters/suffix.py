@@ -38,7 +38,7 @@ Place: TypeAlias = Node | int
 class SuffixTree:
     """Pieces of at most `depth` tokens.
 
-    `suffixes[k]` is the last k tokens of the text being read, for every k for which these occurred before.
+    `suffixes[k]` is the last k tokens of the text being read, for every k for which they occurred before.
     """
 
     def __init__(self, depth: int) -> None:
@@ -64,7 +64,7 @@ class SuffixTree:
         self.suffixes = suffixes
 
     def _grown(self, at: int, length: int) -> Node:
-        """Return a node for a piece that occurs for the second time; the first time it ended `at` this place."""
+        """Return a node for a piece that occurs for the second time; its first occurrence ended at place `at`."""
         node = Node()
         node.count = 1
         if length < self.depth and self.tokens[at + 1] != END:
@@ -72,7 +72,7 @@ class SuffixTree:
         return node
 
     def add(self, text: Sequence[int]) -> range:
-        """Add a separate text; returns its places, by which it can be removed."""
+        """Add a separate text; return its places, for `remove`."""
         first = len(self.tokens)
         for token in text:
             self.append(token)
@@ -94,14 +94,14 @@ class SuffixTree:
                 node = child
 
     def after(self, place: Place, token: int) -> Place | None:
-        """Return the piece that is longer by this token, or None if it does not occur."""
+        """Return the piece extended by this token, or None if it does not occur."""
         if isinstance(place, Node):
             return place.children.get(token)
         following = place + 1
         return following if following < len(self.tokens) and self.tokens[following] == token else None
 
     def follow(self, suffixes: Sequence[Place], token: int) -> list[Place]:
-        """Return the `suffixes` of some other text after its next token."""
+        """Return the `suffixes` of another text after its next token."""
         longer: list[Place] = [self.root]
         for place in suffixes[: self.depth]:
             following = self.after(place, token)
@@ -112,9 +112,9 @@ class SuffixTree:
         return longer
 
     def likely(self, place: Place) -> Iterator[tuple[int, float]]:
-        """Yield the most frequent continuation, token by token, with each token's share of what follows there.
+        """Yield the most frequent continuation, token by token, with each token's share of the continuations there.
 
-        Of equally frequent tokens it takes the latest.
+        Among equally frequent tokens the latest wins.
         """
         while True:
             if isinstance(place, int):
@@ -159,7 +159,7 @@ class Earlier:
         self.answers[tuple(prompt)] = answer
 
     def prepare(self, prompts: Iterable[Text]) -> None:
-        """Make the tree hold every answer that all of these prompts may draw on, and no other."""
+        """Update the tree to hold exactly the answers that all of these prompts may draw on."""
         prompts = list(prompts)
         hidden = {known for known in self.answers for prompt in prompts if _alike(known, tuple(prompt))}
         for known in hidden:
@@ -201,7 +201,7 @@ class _Row:
                 self.matches = self.earlier.follow(self.matches, token)
 
     def candidates(self) -> Iterable[tuple[SuffixTree, int, Place]]:
-        """Yield every suffix that occurred before as (tree, length, piece), the longest of each tree first."""
+        """Yield every suffix that occurred before as (tree, length, piece), per tree in order of decreasing length."""
         for tree, suffixes in ((self.tree, self.tree.suffixes), (self.earlier, self.matches)):
             if tree is not None:
                 for length in range(len(suffixes) - 1, 0, -1):
@@ -209,7 +209,7 @@ class _Row:
 
 
 class SuffixDrafter(HostDrafter):
-    """`earlier`: draw on this run's answers to other prompts, too."""
+    """Drafts from a row's own text and, if `earlier`, from this run's answers to other prompts."""
 
     def __init__(
         self, num_drafts: int, threshold: float, depth: int, factor: float, earlier: bool, device: torch.device
@@ -256,7 +256,7 @@ class SuffixDrafter(HostDrafter):
         return best
 
     def _speculate(self, tree: SuffixTree, length: int, place: Place) -> tuple[list[int], float]:
-        """Return a continuation and the expected number of its tokens that are accepted."""
+        """Return a continuation and its expected number of accepted tokens."""
         tokens: list[int] = []
         probability, score = 1.0, 0.0
         limit = min(self.num_drafts, int(self.factor * length), self.depth - length)

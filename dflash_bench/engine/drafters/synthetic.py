@@ -1,7 +1,7 @@
-"""Drafts tokens that are right at given rates: the engine's speed with a draft of that quality.
+"""Drafts tokens that are right at given rates: measures the engine's speed with a draft of that quality.
 
 `rates=0.9/0.8/0.5` drafts three tokens per round: the first is right in 90 % of rounds, the second in 80 % of those in
-which the first is, and so on; `profile=FILE` takes them from a `speculation_profile.json`. Like the oracle it knows the
+which the first is, and so on; `profile=FILE` takes them from a `speculation_profile.json`. Like the oracle it has the
 baseline answer, and measures the engine, not a draft.
 """
 
@@ -37,7 +37,7 @@ class SyntheticDrafter(OracleDrafter):
     def foresee(
         self, prompts: Sequence[Text], limits: Limits, sampling: Sampling, seeds: Sequence[int] | None = None
     ) -> None:
-        """Decode plainly to a draft's length beyond each answer's end: the last round of a draft is as long as any."""
+        """Run plain decoding to a draft's length beyond each answer's end, so that the last round is not shorter."""
         self.known = [list(prompt) for prompt in prompts]
         ends = [len(prompt) + limits.max_new_tokens for prompt in prompts]
         beyond = Limits(limits.max_new_tokens + self.num_drafts)
@@ -86,7 +86,7 @@ def _are_rates(values: Sequence[float]) -> bool:
 def _profiled(path: Path, category: Any) -> list[float]:
     """Read the rates of a `speculation_profile.json`, ours or Model-Optimizer's, over all its prompts or a category's.
 
-    Of a profile at several temperatures, those of its first.
+    A profile with several temperatures gives the rates of its first.
     """
     profile = files.json_of(path)
     if not isinstance(profile, dict) or RATES not in profile or profile.get("measured") is False:
