@@ -1,8 +1,8 @@
-"""The arrays that compiled kernels share, how kernels are compiled, and the small functions that all of them use.
+"""The arrays that compiled kernels share, their compilation, and small functions that all of them use.
 
 Shapes: T tokens (B rows of N) of hidden size H, heads of size D, G query heads per key head. All numbers are float32
 but for weights, which are float32, bfloat16 (the bits, as uint16) or int8 with a scale for each output. An offset of
--1 says that a part is absent. `team` says which of how many threads this is; they meet at barriers.
+-1 marks an absent part. `team` identifies this thread among its team, which synchronises at barriers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
 def kernel(function: Kernel) -> Kernel:
-    """Compile a function when it is first called, and keep its code on the disk if there is a folder for it."""
-    # Sums may be taken in any order, but NaN must stay NaN: broken weights are noticed by their logits.
+    """Compile a function at its first call, and cache its code on disk if there is a folder for it."""
+    # Sums may be reordered, but NaN must stay NaN: broken weights are detected by their logits.
     compiled: Kernel = njit(
         error_model="numpy",
         boundscheck=False,
@@ -56,7 +56,7 @@ class Decoder(NamedTuple):
     width: int
     """H"""
     input_width: int
-    """Of what the first layer's attention reads: H, but 2 * H in EAGLE-3."""
+    """Input width of the first layer's attention: H, but 2 * H in EAGLE-3."""
     num_heads: int
     num_kv: int
     head_dim: int
@@ -64,18 +64,18 @@ class Decoder(NamedTuple):
     """Width of the feed-forward."""
     eps: np.float32
     scale: np.float32
-    """Of attention's scores."""
+    """Scale of attention scores."""
     activation: int
     final_norm: int
-    """Of the last layer's output; -1 if there is none."""
+    """Offset of the final norm's weights; -1 if there is none."""
     taps: int
-    """Of convolutions over a block's tokens (DFlash 2); 0 if there are none."""
+    """Number of taps of convolutions over a block's tokens (DFlash 2); 0 if there are none."""
     group_size: int
-    """Channels that share the part of a convolution's coefficients that depends on the token."""
+    """Number of channels that share the token-dependent part of a convolution's coefficients."""
 
 
 class Placed(NamedTuple):
-    """Where the tokens of a pass are written, and which places they see: a past, and some of a block of places.
+    """The places where the tokens of a pass are written, and those they see: a past, and some of a block of places.
 
     Row b's token n is written to place writes[b] + n. It sees the places from lows[kind, b, n] on up to before
     pasts[b], and of the M places from blocks[b] on those whose `seen` [kinds, 1 or B, N, M] is not 0.
@@ -90,7 +90,7 @@ class Placed(NamedTuple):
     lows: np.ndarray
     """[kinds of layers, B, N]"""
     first_row: int
-    """The first row of the cache that is read."""
+    """The first row of the cache that the pass reads."""
 
 
 class Store(NamedTuple):
@@ -101,11 +101,11 @@ class Store(NamedTuple):
     capacity: int
     cos: np.ndarray
     sin: np.ndarray
-    """Signed: with the minus of (left, right) -> (-right, left) in the first half."""
+    """Sines with the minus sign of (left, right) -> (-right, left) in the first half."""
 
 
 class Workspace(NamedTuple):
-    """Buffers for as many tokens as a pass may have, rounded up to whole tiles of 8; flat, each [T, ...]."""
+    """Buffers for the largest pass, with T rounded up to whole tiles of 8; flat, each [T, ...]."""
 
     normed: np.ndarray
     qkv: np.ndarray
@@ -131,7 +131,7 @@ class Team(NamedTuple):
 
 @kernel
 def meet(team: Team) -> None:
-    """Wait until all threads have come here."""
+    """Wait until all threads have arrived here."""
     if team.size > 1:
         arrived = arrive(team.arrived)
         last = (arrived + team.size - 1) // team.size * team.size
@@ -141,7 +141,7 @@ def meet(team: Team) -> None:
 
 @kernel
 def exp(x: np.float32) -> np.float32:
-    """Return e^x to about the last bit of a float32, in a form that compilers turn into vectors; below -87 it is 0."""
+    """Return e^x to about the last bit of a float32, in a form that compilers vectorise; below -87 it is 0."""
     bounded = min(max(x, np.float32(-87.0)), np.float32(88.0))
     whole = nearest(bounded * np.float32(1.4426950408889634))
     rest = bounded - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
@@ -157,13 +157,13 @@ def exp(x: np.float32) -> np.float32:
 
 @kernel
 def part(array: np.ndarray, at: int, size: int) -> np.ndarray:
-    """Return array[at : at + size]: loops over it become vectors, as its indices are surely not negative."""
+    """Return array[at : at + size], over which loops are vectorised, as its indices cannot be negative."""
     return array[at : at + size]
 
 
 @kernel
 def padded(width: int) -> int:
-    """Return the width of a product's results, whole blocks."""
+    """Return the width of a product's results, rounded up to whole blocks."""
     return (width + LANES - 1) // LANES * LANES
 
 

@@ -1,7 +1,7 @@
-"""Attention by compiled kernels: keys and values into the cache, and queries over what each token sees of it.
+"""Attention by compiled kernels: stores keys and values in the cache, and attends to each token's visible places.
 
-A head's keys lie behind one another, [places, D]. Many queries that read the same keys are the lanes of a vector, so
-that a key is read once for all of them; a few have a row of scores of their own. Shapes are those of `arrays.py`.
+A head's keys are contiguous, [places, D]. Many queries that read the same keys are the lanes of a vector, so that a key
+is read once for all of them; a few queries have a row of scores each. Shapes are those of `arrays.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dflash_bench.engine.forward.tiles import (
 HIDDEN = np.float32(-1e30)
 """The score of a place that a token must not see."""
 FEW = 4
-"""Up to so many queries that read the same keys have scores of their own, not side by side."""
+"""Up to this many queries that read the same keys have a row of scores each, instead of sharing lanes."""
 
 
 @kernel
 def turn(decoder: Decoder, kind: int, heads: np.ndarray, norm_at: int, tables: Store, position: int) -> None:
-    """Norm heads [heads * D], if `norm_at` is given, and rotate them by their position."""
+    """Normalise heads [heads * D], if `norm_at` is given, and rotate them by their position."""
     size, half = decoder.head_dim, decoder.head_dim // 2
     cos, sin = tables.cos[kind, position], tables.sin[kind, position]
     for head in range(len(heads) // size):
@@ -50,7 +50,7 @@ def keep(
     decoder: Decoder, layer: Any, index: int, num_rows: int, num: int, placed: Placed, store: Store, work: Workspace,
     team: Team,
 ) -> None:  # fmt: skip
-    """Turn queries and keys [T, heads + 2 * KV, D] in the workspace, and store keys and values where they belong."""
+    """Rotate queries and keys [T, heads + 2 * KV, D] in the workspace, and store keys and values at their places."""
     size, heads, groups = decoder.head_dim, decoder.num_heads, decoder.num_kv
     stride = padded((heads + 2 * groups) * size)
     for token in range(team.number, num_rows * num, team.size):
@@ -107,7 +107,7 @@ def score_few(
 
 @kernel
 def weigh(scores: np.ndarray, at: int, count: int, totals: np.ndarray) -> None:
-    """Turn scores [count, LANES] into exp(score - the column's top); their sums go to `totals` [LANES]."""
+    """Replace scores [count, LANES] by exp(score - column's maximum); write their sums to `totals` [LANES]."""
     tops = np.empty(LANES, np.float32)
     tops[:] = HIDDEN
     column_tops(scores, at, count, tops)
@@ -121,7 +121,7 @@ def weigh(scores: np.ndarray, at: int, count: int, totals: np.ndarray) -> None:
 
 @kernel
 def weigh_row(scores: np.ndarray) -> np.float32:
-    """Turn the scores of a single query into exp(score - top); returns their sum."""
+    """Replace the scores of a single query by exp(score - maximum); return their sum."""
     top, total = HIDDEN, np.float32(0.0)
     for i in range(len(scores)):
         top = max(top, scores[i])
@@ -154,10 +154,10 @@ def attend(
     decoder: Decoder, layer: Any, index: int, problem: int, num: int, placed: Placed, store: Store, work: Workspace,
     team: Team,
 ) -> None:  # fmt: skip
-    """Attend with up to LANES queries of one row and key head, of all G * N that `problem` counts through.
+    """Attend with up to LANES of the G * N queries of one row and key head; `problem` is the index of this group.
 
-    Lanes go through the tokens of one head after another. Their scores lie side by side [places, LANES], so that a key
-    is read once for all; a few queries each have a row of their own instead.
+    Lanes run through the tokens of one head after another. Their scores lie side by side [places, LANES], so that a key
+    is read once for all; a few queries have a row each instead.
     """
     scores, stored = work.scores, store.buffer
     size, share, groups = decoder.head_dim, decoder.num_heads // decoder.num_kv, decoder.num_kv
@@ -187,7 +187,7 @@ def attend(
     past, block, width = placed.pasts[row], placed.blocks[row], placed.seen.shape[3]
     low, high = min(low, past), min(high, past)
     seen = placed.seen[layer.kind, row if placed.seen.shape[1] > 1 else 0]
-    # What none of these tokens sees at the block's end needs no work: half of a prompt's part.
+    # Skip places at the block's end that none of these tokens sees: half of a prompt's part.
     while width > 1 and not any_sees(seen, first, used, num, width - 1):
         width -= 1
     keys = ((index * 2 * store.num_rows + placed.first_row + row) * groups + group) * store.capacity * size
@@ -237,7 +237,7 @@ def attend(
 
 @kernel
 def any_sees(seen: np.ndarray, first: int, used: int, num: int, place: int) -> bool:
-    """Return True if one of the tokens of `used` lanes sees this place of the block."""
+    """Return True if any token of `used` lanes sees this place of the block."""
     for lane in range(used):  # noqa: SIM110, as numba compiles no generators of several values
         if seen[(first + lane) % num, place] != 0:
             return True

@@ -1,4 +1,4 @@
-"""Can compiled kernels compute these layers, and where is their code kept? Imports numba only if it is needed."""
+"""Checks whether compiled kernels support given layers, and keeps their code. Imports numba only if it is needed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from dflash_bench.models.quantization import Int8Linear
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 SOURCES = ("arrays.py", "attention.py", "kernels.py", "tiles.py")
 MOST_FOLDERS = 3
-"""Folders of compiled code, of one version each, that are kept."""
+"""Number of kept folders of compiled code, one per version."""
 
 
 def why_not_compiled(native: NativeForward) -> str | None:
-    """Return why compiled kernels cannot compute a target that our own code covers, or None if they can."""
+    """Return why compiled kernels cannot compute a target that our own code supports, or None if they can."""
     head: Any = native.head
     if type(head) not in (nn.Linear, Int8Linear):
         return "its head is not a plain linear layer"
@@ -55,7 +55,7 @@ def why_not_layers(layers: Sequence[Layer]) -> str | None:
 
 
 def expects_kernels(config: Any, dtype: torch.dtype) -> bool:
-    """Return True if compiled kernels will compute a target of this config on a CPU, as far as that can be foretold."""
+    """Predict, from its config alone, whether compiled kernels will compute a target on a CPU."""
     heads = Heads.of_first(config)
     fits = heads.key_size % 8 == 0 and heads.num_heads * heads.key_size % 16 == 0
     experts = optional(config, "num_experts", "num_local_experts")
@@ -64,7 +64,7 @@ def expects_kernels(config: Any, dtype: torch.dtype) -> bool:
 
 @cache
 def has_numba() -> bool:
-    """Return True if numba can be loaded; it keeps its compiled code in our folder from now on."""
+    """Return True if numba can be loaded, and have it cache its compiled code in our folder from now on."""
     if find_spec("numba") is None:
         return False
     try:
@@ -79,7 +79,7 @@ def has_numba() -> bool:
 
 @cache
 def code_folder() -> Path | None:
-    """Return the folder of this version's compiled code, or None if it cannot be written: then nothing is kept."""
+    """Return the folder of this version's compiled code, or None if it is not writable: then nothing is cached."""
     versions = [__version__, metadata.version("numba"), platform.python_version(), platform.machine(), _sources()]
     folder = cache_folder() / "kernels" / "-".join(versions)
     try:
@@ -94,7 +94,7 @@ def code_folder() -> Path | None:
 
 
 def _sources() -> str:
-    """Return a mark of the kernels' sources: numba itself does not notice a change in a file that another one uses."""
+    """Return a hash of the kernels' sources: numba itself misses changes in a file that another file imports."""
     texts = [Path(__file__).with_name(name).read_bytes() for name in SOURCES]
     return sha256(b"".join(texts)).hexdigest()[:8]
 
@@ -112,7 +112,7 @@ def compile_note() -> str | None:
 
 
 def let_go(model: Any) -> None:
-    """Drop the weights of a model's decoder layers, which the kernels hold; to read them afterwards is an error."""
+    """Drop the weights of a model's decoder layers, which the kernels hold; reading them afterwards is an error."""
     for layer in decoder_layers(model):
         for module in layer.modules():
             if isinstance(module, nn.Linear | Int8Linear):

@@ -1,6 +1,6 @@
 """Forward passes on a CPU by compiled kernels (`kernels.py`): of targets, and of drafts (DFlash, EAGLE-3, MTP, Medusa).
 
-They read the layers that `native.py` lays out, but from one array of packed weights, and write to the same cache.
+They compute the layers of `native.py`, but from one array of packed weights, and write to the same cache.
 Activations are float32, whatever the weights are.
 """
 
@@ -50,10 +50,10 @@ from dflash_bench.models.nets.medusa import MedusaHeads
 from dflash_bench.models.quantization import Int8Linear
 
 TILE = 8
-"""Buffers have room for a multiple of so many tokens."""
+"""Buffers hold a multiple of this many tokens."""
 CODES = {ACTIVATIONS["silu"]: kernels.SILU, ACTIVATIONS["gelu_pytorch_tanh"]: kernels.GELU_TANH}
 STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}
-"""The types of weights that are read as they are; of bfloat16 the bits."""
+"""The types of weights that are read without conversion; bfloat16 as its bits."""
 
 
 def round_up(number: int, step: int) -> int:
@@ -61,7 +61,7 @@ def round_up(number: int, step: int) -> int:
 
 
 class Packing:
-    """Collects weights and other numbers, and then lays each kind out in one array."""
+    """Collects weights and other numbers, and lays out each kind in one array."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -70,14 +70,14 @@ class Packing:
         self._ends = [0, 0]
 
     def weight(self, linear: Linear) -> int:
-        """Return where the weights [in, out] of a layer will begin."""
+        """Add the weights [in, out] of a layer and return their offset."""
         size, outputs = linear.weight.shape
         self._weights.append(linear.weight)
         self._ends[0] += size * round_up(outputs, LANES)
         return self._ends[0] - size * round_up(outputs, LANES)
 
     def number(self, values: Tensor | None) -> int:
-        """Return where these numbers will begin, or -1 for None."""
+        """Add numbers and return their offset, or -1 for None."""
         if values is None:
             return -1
         self._numbers.append(values)
@@ -86,7 +86,7 @@ class Packing:
 
     def laid_out(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the weights, [blocks of LANES outputs, in, LANES] each, and the numbers, both flat."""
-        # numpy asks the system for huge pages, without which every few vectors wait for an address.
+        # numpy requests huge pages, without which every few vectors wait for an address translation.
         weights = np.empty(self._ends[0], STORED[self.dtype])
         place = 0
         for weight in self._weights:
@@ -126,7 +126,7 @@ class CompiledLinear:
         return self.project(inputs, len(rows)).view(*x.shape[:-1], self.outputs)
 
     def project(self, inputs: np.ndarray, num_tokens: int) -> Tensor:
-        """Return [num_tokens, out] for inputs [num_tokens or more, in], whose size is a multiple of TILE tokens."""
+        """Return [num_tokens, out] for inputs [num_tokens or more, in], padded to a multiple of TILE tokens."""
         out = np.empty((round_up(num_tokens, TILE), round_up(self.outputs, LANES)), np.float32)
         run(
             kernels.project, self.weights, self.numbers, 0, self.bias, self.scale, self.size, inputs.reshape(-1),
@@ -156,7 +156,7 @@ def _flat(x: Tensor) -> np.ndarray:
 
 
 def lookup_of(embedding: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return what looks up tokens as a module does. A plain table is read directly: calling the module costs more."""
+    """Return a token lookup equal to the module's. A plain table is read directly: calling the module costs more."""
     if type(embedding) is not nn.Embedding:
         return embedding
     weight = embedding.weight
@@ -173,7 +173,7 @@ def num_threads() -> int:
 
 
 def run(function: Callable[..., None], *arguments: Any) -> None:
-    """Call a kernel in as many threads as torch would use."""
+    """Call a kernel in torch's number of threads."""
     size, arrived = num_threads(), np.zeros(1, np.int64)
     if size == 1:
         function(*arguments, Team(0, 1, arrived))
@@ -185,12 +185,12 @@ def run(function: Callable[..., None], *arguments: Any) -> None:
 
 
 class CompiledLayers:
-    """Decoder layers over a cache; the first one's attention may read more than the stream (EAGLE-3's does)."""
+    """Decoder layers over a cache; the first layer's attention may read more than the stream (as in EAGLE-3)."""
 
     def __init__(
         self, layers: Sequence[Layer], final: Norm | None, convolutions: Sequence[Sequence[BlockConvolution]] = ()
     ) -> None:
-        """`convolutions` are those around each layer's attention and feed-forward, if it has them (DFlash 2)."""
+        """`convolutions` surround each layer's attention and feed-forward, if there are any (DFlash 2)."""
         packing = Packing(layers[0].attention.qkv.weight.dtype)
         kinds = dict.fromkeys(layer.kind for layer in layers)
         self.kinds = tuple(kinds)
@@ -236,7 +236,7 @@ class CompiledLayers:
             row[name] = packing.number(None if norm is None else norm.weight)
 
     def work(self, num_tokens: int, num_places: int) -> Workspace:
-        """Return buffers for a pass of so many tokens over so many places; they are reused if they are large enough."""
+        """Return buffers for a pass of `num_tokens` over `num_places`, reusing them if they are large enough."""
         threads = num_threads()
         if self._work is None or num_tokens > self._room[0] or num_places > self._room[1] or threads != self._room[2]:
             tokens, places = round_up(max(num_tokens, self._room[0]), TILE), max(num_places, self._room[1])
@@ -259,7 +259,7 @@ class CompiledLayers:
         return self._work
 
     def store(self, kv: KVCache, cos: np.ndarray, sin: np.ndarray) -> Store:
-        """Return the cache as kernels see it, with tables [kinds, positions, D]."""
+        """Return the cache in the kernels' form, with tables [kinds, positions, D]."""
         stack = kv.stack(len(self.decoder.layers), self.decoder.num_kv, self.decoder.head_dim, torch.float32)
         return Store(stack.view(-1).numpy(), kv.num_rows, kv.capacity, cos, sin)
 
@@ -274,9 +274,9 @@ class CompiledLayers:
     ) -> tuple[Workspace, np.ndarray]:
         """Send x [T, H], the stream of (B, N) tokens, through the layers, in place.
 
-        If `is_given`, the first layer's attention reads what is in the workspace's `normed` [T, input width], and not
-        the normed stream. Returns the workspace, whose `normed` holds the stream after the final norm, and the outputs
-        [T, K * H] of layers `taps`.
+        If `is_given`, the first layer's attention reads the workspace's `normed` [T, input width] instead of the normed
+        stream. Returns the workspace, whose `normed` holds the stream after the final norm, and the outputs [T, K * H]
+        of layers `taps`.
         """
         num_tokens = len(x)
         work = self.work(num_tokens, store.capacity + placed.seen.shape[3])
@@ -289,18 +289,18 @@ class CompiledLayers:
 
 
 def _causal(num: int, window: int | None, whole: bool) -> np.ndarray:
-    """Return [1, N, N], 1 where a token of a pass sees another one of it."""
+    """Return [1, N, N], 1 where a token of a pass sees another token of the pass."""
     seen = np.ones((1, num, num), np.uint8) if whole else np.tri(num, dtype=np.uint8)[None]
     return seen if window is None else seen * np.tri(num, k=window - 1, dtype=np.uint8).T[None]
 
 
 ALL_BACK = -(1 << 62)
-"""How far back a token sees that sees everything."""
+"""The lowest visible place of a token that sees everything, relative to the start."""
 
 
 @lru_cache(maxsize=256)
 def _plain(rows: int, num: int, windows: tuple[int | None, ...], whole: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return `Placed.seen` of a pass without a tree, and how far back each token sees, counted from the start."""
+    """Return `Placed.seen` of a pass without a tree, and each token's lowest visible place relative to the start."""
     seen = np.stack([_causal(num, window, whole) for window in windows])
     lows = [np.full(num, ALL_BACK) if window is None else np.arange(num) - window + 1 for window in windows]
     return seen, np.broadcast_to(np.stack(lows)[:, None], (len(windows), rows, num))
@@ -322,7 +322,7 @@ def _zeros(*shape: int) -> np.ndarray:
 
 
 def _tree(parents: Tensor, windows: tuple[int | None, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """As `_plain`, for an anchor and a tree: tokens see their ancestors, and depth is the distance."""
+    """Return `_plain`'s results for an anchor and a tree: tokens see their ancestors, and depth is the distance."""
     reach = ancestors(parents)
     depth = (reach.sum(dim=-1) - 1).numpy()
     tree, distance = reach.numpy().astype(np.uint8), depth[:, :, None] - depth[:, None]
@@ -332,7 +332,7 @@ def _tree(parents: Tensor, windows: tuple[int | None, ...]) -> tuple[np.ndarray,
 
 
 def placed_by(mask: PassMask, positions: Tensor, first_row: int, windows: tuple[int | None, ...]) -> Placed:
-    """Return what the tokens of a target's pass see, as kernels read it; `windows` are those of each kind of layer."""
+    """Return a target's pass in the kernels' form; `windows` holds the window of each kind of layer."""
     starts = np.array(mask.starts, np.int64)
     if mask.parents is None:
         seen, lows = _plain(len(starts), mask.width, windows, mask.whole_block)
@@ -343,7 +343,7 @@ def placed_by(mask: PassMask, positions: Tensor, first_row: int, windows: tuple[
 
 
 class CompiledForward:
-    """Computes a target that `native.why_not` does not refuse and that has no experts."""
+    """Computes a target that `native.why_not` accepts and that has no experts."""
 
     kernels = "numba"
     keeps_some_logits = True
@@ -361,7 +361,7 @@ class CompiledForward:
         self._taps = tuple(taps)
 
     def serve(self, kv: KVCache, device: torch.device) -> None:
-        """Write into this cache from now on; prepares rotary tables for all of its places."""
+        """Write into this cache from now on; prepare rotary tables for all of its places."""
         tables = rotary_tables(self.rotary, self.layers.kinds, kv.capacity, self.embedding.weight.dtype, device)
         cos, sin = (
             np.stack([tables[kind][i].float().numpy() for kind in self.layers.kinds]) for i in range(2)
@@ -375,13 +375,13 @@ class CompiledForward:
         """Do nothing: keys and values beyond a row's end are overwritten."""
 
     def _windows(self, mask: PassMask) -> tuple[int | None, ...]:
-        """Return how many tokens each of our kinds of layers sees; a single one may have another name."""
+        """Return how many tokens each of our kinds of layers sees; a single kind may have another name."""
         if len(mask.windows) == 1:
             return tuple(mask.windows.values()) * len(self.layers.kinds)
         return tuple(mask.windows[kind] for kind in self.layers.kinds)
 
     def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
-        """Return logits [B, N or fewer, V] and the outputs [B, N, K * H] of tapped layers; the cache knows the rows."""
+        """Return logits [B, N or fewer, V] and the outputs [B, N, K * H] of tapped layers; the cache holds the rows."""
         rows, num = inputs.tokens.shape
         x = self._look_up(inputs.tokens.reshape(-1)).float()
         first_row = 0 if inputs.rows is None else inputs.rows.start
@@ -399,7 +399,7 @@ class CompiledForward:
 
 
 def _seen_by(views: Sequence[Seen], kv: KVCache, shape: tuple[int, int]) -> Placed:
-    """Return what the tokens of a draft's pass see in each kind of layer: masks [B or 1, 1, N or 1, visible] or all."""
+    """Return a draft's pass in the kernels' form, given masks [B or 1, 1, N or 1, visible] or None by kind of layer."""
     rows, num = shape
     starts = np.array(kv.starts, np.int64)
     lows, steps = _zeros(len(views), rows, num), _steps(rows * num)
@@ -415,7 +415,7 @@ def _seen_by(views: Sequence[Seen], kv: KVCache, shape: tuple[int, int]) -> Plac
 
 
 def _blocks_by(views: Sequence[BlockView], kv: KVCache, shape: tuple[int, int]) -> Placed:
-    """Return what the slots of blocks see in each kind of layer; what lies before all windows is not even read."""
+    """Return a pass over blocks in the kernels' form; places before all windows are not even read."""
     rows, num = shape
     starts = np.array(kv.starts, np.int64)
     seen, lows = _blocks(rows, num, tuple(views))
@@ -425,7 +425,7 @@ def _blocks_by(views: Sequence[BlockView], kv: KVCache, shape: tuple[int, int]) 
 
 @lru_cache(maxsize=256)
 def _blocks(rows: int, num: int, views: tuple[BlockView, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return `Placed.seen` of blocks, and how far back each slot sees, counted from the anchor."""
+    """Return `Placed.seen` of blocks, and each slot's lowest visible place relative to the anchor."""
     slots = np.arange(num)
     distance = slots[:, None] - slots
     seen, lows = [], []
@@ -451,7 +451,7 @@ def _bools(mask: Seen, num: int, visible: int) -> np.ndarray:
 def _tables_of(tables: Tables, shape: tuple[int, int]) -> list[np.ndarray]:
     """Return cosines and sines [1, T, D] of the tokens, given [B or 1, N or 1, 1, D].
 
-    They are contiguous: for a view with a stride of 0, kernels would be compiled once more, while a clock runs.
+    They are contiguous: for a view with a stride of 0, kernels would be compiled again, in a timed pass.
     """
     rows, num = shape
     if tables[0].shape[:2] != shape:
@@ -464,9 +464,9 @@ _made: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 def compiled_once(draft: nn.Module, make: Callable[[], Made]) -> Made:
-    """Return the compiled network of a draft, which all methods that use the draft share, made if there is none.
+    """Return the compiled network of a draft, made once and shared by all methods that use the draft.
 
-    It has the weights of that time: later changes of the draft have no effect.
+    Its weights are copies: later changes of the draft have no effect.
     """
     if draft not in _made:
         _made[draft] = make()
@@ -475,7 +475,7 @@ def compiled_once(draft: nn.Module, make: Callable[[], Made]) -> Made:
 
 
 class CompiledDFlash:
-    """As `NativeDFlash`, by compiled kernels, which need no masks but the views of the layers."""
+    """Computes `NativeDFlash` by compiled kernels, which need the views of the layers instead of masks."""
 
     reads_views = True
 
@@ -489,7 +489,7 @@ class CompiledDFlash:
         )
 
     def context(self, features: Tensor, tables: Tables) -> Tensor:
-        """As `NativeDFlash.context`: features [B, N, K * Ht] -> [layers, 2, B, kv_heads, N, D]."""
+        """Compute `NativeDFlash.context`: features [B, N, K * Ht] -> [layers, 2, B, kv_heads, N, D]."""
         if not self.native.is_joined:
             return self.native.context(features, tables).float()
         rows, num = features.shape[:2]
@@ -508,7 +508,7 @@ class CompiledDFlash:
         return made if num_kinds == 1 else [np.repeat(table, num_kinds, axis=0) for table in made]
 
     def forward(self, embedded: Tensor, tables: Tables, seen: Views, cache: KVCache) -> Tensor:
-        """As `NativeDFlash.forward`, [B, N, H] -> [B, N, H]."""
+        """Compute `NativeDFlash.forward`, [B, N, H] -> [B, N, H]."""
         shape, kinds = (embedded.shape[0], embedded.shape[1]), self.layers.kinds
         x = embedded.flatten(0, 1).to(torch.float32, copy=True)
         store = self.layers.store(cache, *self._tables(tables, shape))
@@ -525,7 +525,7 @@ class CompiledDFlash:
 
 
 class CompiledEagle3:
-    """As `NativeEagle3`, by compiled kernels."""
+    """Computes `NativeEagle3` by compiled kernels."""
 
     def __init__(self, native: NativeEagle3) -> None:
         self.native, self.config = native, native.config
@@ -537,11 +537,11 @@ class CompiledEagle3:
         self.head = CompiledLinear.of(head)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """As `NativeEagle3.fuse`: features [B, N, K * Ht] -> [B, N, H]."""
+        """Compute `NativeEagle3.fuse`: features [B, N, K * Ht] -> [B, N, H]."""
         return self.fc(self.native.normed_features(features.flatten(0, 1))).view(*features.shape[:2], -1)
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
-        """As `NativeEagle3.forward` [B, N, H] -> [B, N, H]."""
+        """Compute `NativeEagle3.forward`, [B, N, H] -> [B, N, H]."""
         shape = hidden.shape[0], hidden.shape[1]
         x = torch.empty(shape[0] * shape[1], self.layers.decoder.width)
         store, placed = self.layers.store(cache, *_tables_of(tables, shape)), _seen_by([seen], cache, shape)
@@ -556,14 +556,14 @@ class CompiledEagle3:
         return x.view(hidden.shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `NativeEagle3.logits`: [..., H] -> [..., Vd]."""
+        """Compute `NativeEagle3.logits`: [..., H] -> [..., Vd]."""
         if self.config.norm_output:
             return self.head(hidden)
         return self.head.project(self.norm(hidden), hidden.numel() // self.head.size).view(*hidden.shape[:-1], -1)
 
 
 class CompiledMTP:
-    """As `NativeMTP`, by compiled kernels."""
+    """Computes `NativeMTP` by compiled kernels."""
 
     is_steady = True
 
@@ -576,7 +576,7 @@ class CompiledMTP:
         return self.native.tables(length, dtype, device)
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
-        """As `NativeMTP.forward` [B, N, H] -> [B, N, H]."""
+        """Compute `NativeMTP.forward`, [B, N, H] -> [B, N, H]."""
         shape = hidden.shape[0], hidden.shape[1]
         pair = np.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=1)
         x = self.fc.project(pair, shape[0] * shape[1]).contiguous()
@@ -586,7 +586,7 @@ class CompiledMTP:
 
 
 class CompiledMedusa:
-    """As `MedusaHeads`, its products by compiled kernels."""
+    """Computes `MedusaHeads`, with products by compiled kernels."""
 
     def __init__(self, heads: MedusaHeads) -> None:
         layers: list[list[Any]] = [[*head.children()] for head in heads]

@@ -1,9 +1,9 @@
-"""Fewer launches on a GPU: what lies between two matrix products of a layer is compiled into one, or two.
+"""Fewer launches on a GPU: the operations between two matrix products of a layer are fused into one kernel, or two.
 
-In a captured step of one token a small operation costs about what starting it does, and a layer has a dozen of them.
-Inductor makes one of norm, rotation and their product with the angles, and one of activation and product; the residual
-is added by the product itself, in place. They are compiled, and compared with the usual ones, when a run begins; where
-that fails, the usual ones stay.
+In a captured step of one token a small operation costs about as much as its launch, and a layer has a dozen of them.
+Inductor fuses norm, rotation and their product with the angles into one kernel, and activation and product into
+another; the residual is added by the product itself, in place. Kernels are compiled when a run begins, and compared
+with the usual operations, which stay in use if that fails.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dflash_bench.engine.graphs import TOLERANCES
 
 Compile = Callable[..., Any]
 TRIED = (1, 5)
-"""Numbers of tokens: code is compiled for one, and for any number above."""
+"""Numbers of tokens to test: code is compiled for one token, and for any larger number."""
 
 MOST_COMPILED = 64
-"""Shapes that a function may be compiled for."""
+"""Maximum number of shapes that a function is compiled for."""
 
 
 def turn_by_copying(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
-    """As `native.turn`, in operations that a compiler knows: it cannot write into a part of a tensor otherwise."""
+    """Compute `native.turn` by copying, the only way in which a compiler can write into a part of a tensor."""
     normed = heads if norm is None else norm(heads)
     heads.copy_(torch.addcmul(normed * tables[0], normed.roll(heads.shape[-1] // 2, -1), tables[1]))
 
@@ -43,7 +43,7 @@ def gate(wide: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FusedGated:
-    """As `native.Gated`: down(activation(gate(x)) * up(x)), whose sum with the stream is written over the stream."""
+    """Computes `native.Gated`, down(activation(gate(x)) * up(x)), and adds it to the stream in place."""
 
     usual: Gated
     gate: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
@@ -52,7 +52,7 @@ class FusedGated:
         return self.usual.down(self._wide(normed))
 
     def added_to(self, x: Tensor, normed: Tensor) -> Tensor:
-        """Return x [T, H] plus the feed-forward, in place: x is attention's output and the stream, and nobody's else.
+        """Return x [T, H] plus the feed-forward, in place: x, attention's output plus the stream, has no other user.
 
         Out of place, the product would begin with a copy of x.
         """
@@ -66,14 +66,14 @@ class FusedGated:
 
 
 class Fused:
-    """The compiled functions. `compile_function` is torch's, whose result may be called with any number of tokens."""
+    """The compiled functions. The results of `compile_function`, torch's, take any number of tokens."""
 
     def __init__(self, compile_function: Compile = torch.compile) -> None:
         self._turn = compile_function(turn_by_copying, dynamic=False)
         self._gate = compile_function(gate, dynamic=False)
 
     def turn(self, heads: Tensor, norm: Norm | None, tables: Tables) -> None:
-        """As `native.turn`, for heads [B, N, heads, D]; rows and tokens are one dimension to the compiler."""
+        """Compute `native.turn` for heads [B, N, heads, D], with rows and tokens as one dimension for the compiler."""
         rows, width = heads.shape[:2]
         cos, sin = (_any_number(table.expand(rows, width, -1, -1).flatten(0, 1)) for table in tables)
         self._turn(_any_number(heads.view(rows * width, *heads.shape[2:])), norm, (cos, sin))
@@ -83,7 +83,7 @@ class Fused:
         return gated
 
     def layer(self, usual: Layer) -> Layer:
-        """Return the layer with fused operations; mixtures of experts keep theirs."""
+        """Return the layer with fused operations; mixtures of experts stay unfused."""
         feed = usual.feed
         if isinstance(feed, Gated) and feed.down.scale is None:
             feed = FusedGated(feed, self.gate)
@@ -91,14 +91,14 @@ class Fused:
 
 
 def _any_number(x: Tensor) -> Tensor:
-    """Tell the compiler that the first size is one of many, unless it is 1, which has code of its own."""
+    """Mark the first dimension as dynamic, unless its size is 1, for which code is compiled separately."""
     if len(x) > 1:
         torch._dynamo.mark_dynamic(x, 0)
     return x
 
 
 def fuse(network: object, compile_function: Compile = torch.compile) -> list[Layer]:
-    """Fuse the operations of a target's or a draft's network, if it is ours; returns the layers that it had."""
+    """Fuse the operations of a target's or a draft's network, if it is ours; return its previous layers."""
     if isinstance(network, NativeEagle3):
         usual = [network.layer, *network.further]
         network.layer, *network.further = fused_layers(usual, compile_function)
@@ -118,14 +118,14 @@ def fuse(network: object, compile_function: Compile = torch.compile) -> list[Lay
 
 
 def unfuse(network: object, usual: list[Layer]) -> None:
-    """Give a target's network back the layers that it had."""
+    """Restore the previous layers of a target's network."""
     if isinstance(network, NativeForward):
         network.layers = usual
 
 
 @torch.inference_mode()
 def fused_layers(layers: list[Layer], compile_function: Compile = torch.compile) -> list[Layer]:
-    """Return the layers with fused operations, or as they are if these cannot be compiled here, or say otherwise."""
+    """Return the layers with fused operations, or unchanged if compiling fails here or the results differ."""
     fused = Fused(compile_function)
     made = [fused.layer(layer) for layer in layers]
     alike = {_kind(layer): (layer, new) for layer, new in zip(layers, made, strict=True)}
@@ -143,13 +143,13 @@ def fused_layers(layers: list[Layer], compile_function: Compile = torch.compile)
 
 
 def _kind(layer: Layer) -> tuple[object, ...]:
-    """Return what the compiled code of a layer depends on."""
+    """Return the properties that the compiled code of a layer depends on."""
     attention = layer.attention
     return attention.num_heads, attention.num_kv, attention.head_dim, attention.head_norm is None, type(layer.feed)
 
 
 def _refuse_unlike(usual: Layer, fused: Layer, num_tokens: int) -> None:
-    """Raises ValueError unless turned heads and the feed-forward agree, on random numbers."""
+    """Raise ValueError unless rotated heads and the feed-forward agree, on random numbers."""
     attention, weight = usual.attention, usual.attention.output.weight
     numbers = torch.Generator().manual_seed(num_tokens)
 

@@ -1,6 +1,6 @@
 """The target's forward pass by its publisher's code in transformers, over our cache.
 
-Any architecture that takes positions, a mask and a cache is read in this way; hooks on its layers are the taps.
+It supports any architecture that takes positions, a mask and a cache; taps are hooks on its layers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dflash_bench.models.weights import lay_out
 
 # Rolls back the states of gated delta net layers (Qwen3.5, Qwen3-Next), which cannot be shortened like a KV cache.
 #
-# Before a layer reads a block, its state S [B, heads, Dk, Dv] and the inputs of its convolution are kept. If only a
-# part of the block is accepted, we recompute the state from the old one and the keys, values and gates of those tokens:
+# Before a layer reads a block, its state S [B, heads, Dk, Dv] and the inputs of its convolution are kept. If only part
+# of the block is accepted, we recompute the state from the old one and the keys, values and gates of those tokens:
 #
 #     S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - exp(g_t) S_(t-1)^T k_t)^T
 #
@@ -44,7 +44,7 @@ Rule = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """How many of a block's tokens each row keeps: a tensor [B], or one number if all rows keep equally many."""
+    """The number of a block's tokens that each row keeps: a tensor [B], or an int if it is the same for all rows."""
 
     counts: Tensor | int
     longest: int
@@ -62,7 +62,7 @@ class KeptTokens:
         return gate.masked_fill(dropped[:, :, None], 0)
 
     def window(self, inputs: Tensor, size: int) -> Tensor:
-        """Return of inputs [B, C, size + N] the `size` ones that end with each row's last kept token."""
+        """Return the `size` inputs of [B, C, size + N] that end with each row's last kept token."""
         if isinstance(self.counts, int):
             return inputs[:, :, self.counts : self.counts + size].contiguous()
         places = self.counts.to(inputs.device)[:, None, None] + torch.arange(size, device=inputs.device)
@@ -92,9 +92,9 @@ class Recurrence:
     def reading(
         self, width: int, counts: Sequence[int] | None, rows: slice | None = None, begins: bool = True
     ) -> Iterator[None]:
-        """Wrap a pass over `width` tokens per row; `counts` says how many of them each row keeps, if that is known.
+        """Wrap a pass over `width` tokens per row, of which each row keeps `counts`, if that is known.
 
-        With `rows`, only these are read, and the others keep their states. If their prompts begin here, they begin
+        With `rows`, only these are read, and the others keep their states. With `begins`, their prompts begin here,
         without a state.
         """
         self.known = None if counts is None else KeptTokens.of(counts, self.device)
@@ -155,7 +155,7 @@ class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         self.inputs: Tensor | None = None
 
     def set_aside(self, kept: slice | None) -> tuple[Tensor, Tensor]:
-        """Return the states of all rows, and go on with those of the `kept` rows, or without a state."""
+        """Return the states of all rows, and continue with the states of the `kept` rows, or without a state."""
         conv, recurrent = whole = self.conv_states[0], self.recurrent_states[0]
         self.clear()
         if kept is not None:
@@ -164,7 +164,7 @@ class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         return whole
 
     def put_back(self, whole: tuple[Tensor, Tensor], rows: slice | None) -> None:
-        """Restore the states of all rows, but for these rows, which keep what was read since."""
+        """Restore the states of all rows except `rows`, which keep their new states."""
         for states, all_rows in zip((self.conv_states, self.recurrent_states), whole, strict=True):
             all_rows[rows] = states[0]
             states[0] = all_rows
@@ -173,7 +173,7 @@ class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         pass
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *, conv_kernel_size: int) -> Tensor:
-        """Take new inputs [B, C, N] of the convolution; returns the old ones followed by these [B, C, kernel + N]."""
+        """Append new inputs [B, C, N] of the convolution; return the old and new inputs [B, C, kernel + N]."""
         before = self.conv_states[0]
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size)
@@ -204,8 +204,8 @@ class State(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
 def advance(before: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalised: bool) -> Tensor:
     """Return the float32 state [B, heads, Dk, Dv] after tokens k, v [B, N, heads, D] with g, beta [B, N, heads].
 
-    Token t writes u_t = beta_t (v_t - S'_t^T k_t), where S'_t is the decayed state before it. Each u_t depends on the
-    earlier ones, so one triangular solve gives all of them; the state is then the sum of decayed products k_t u_t^T.
+    Token t writes u_t = beta_t (v_t - S'_t^T k_t), where S'_t is the decayed state before it. Each u_t depends on its
+    predecessors, so one triangular solve gives all u_t; the state is then the sum of decayed products k_t u_t^T.
     """
     repeats = v.shape[2] // k.shape[2]
     k, v, g, beta = (x.float().transpose(1, 2) for x in (k, v, g, beta))
@@ -227,7 +227,7 @@ def advance(before: Tensor | None, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 
 @dataclass(frozen=True, slots=True)
 class PassInputs:
-    """What a network reads in one pass, over B rows that have their places in the cache."""
+    """The inputs of a network's pass over B rows whose places in the cache are set."""
 
     tokens: Tensor
     """[B, N]"""
@@ -235,17 +235,17 @@ class PassInputs:
     """[B, N]"""
     mask: PassMask
     keep_logits: int | Tensor
-    """Which places' logits are needed: this many from the end (0: all), or an index."""
+    """The places whose logits are needed: this many from the end (0: all), or an index."""
     counts: Sequence[int] | None
-    """How many tokens each row keeps; None where `commit` will say."""
+    """Number of tokens that each row keeps; None if `commit` sets it later."""
     rows: slice | None
-    """The rows of the cache that are read, if not all."""
+    """The rows of the cache that the pass reads, if not all."""
 
 
 class HFForward:
     """Computes a model by its publisher's code; its layers may be spread over devices.
 
-    It uses modules of its own that share the model's parameters, so that no hook of ours is on the model.
+    Its own modules share the model's parameters, so that the model itself gets no hooks.
     """
 
     def __init__(self, model: Any) -> None:
@@ -315,7 +315,7 @@ class HFForward:
 class CachedLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of our cache in the form that transformers expects; it writes where the tokens were placed.
 
-    It returns as many places as the pass's mask for this kind of layer has columns.
+    It returns the places that the columns of the pass's mask for this kind of layer stand for.
     """
 
     def __init__(self, cache: KVCache, index: int, kind: str) -> None:

@@ -38,8 +38,8 @@ def multiply(
 ) -> None:  # fmt: skip
     """Write blocks `first` to `last` of the product of x [T, width] with weights from `at` on to out [T, out_width].
 
-    x and out have room for whole tiles: up to 7 tokens more. The number of tokens alone decides in which
-    order sums are taken, so that threads, which have different blocks, agree with one thread.
+    x and out are padded to whole tiles: up to 7 tokens more. The order of sums depends on the number of tokens alone,
+    so that threads, which have different blocks, agree with a single thread.
     """
     step = width * LANES
     block = first
@@ -113,7 +113,7 @@ def activate(decoder: Decoder, num_tokens: int, work: Workspace, team: Team) -> 
 def add(
     decoder: Decoder, x: np.ndarray, num_tokens: int, after: int, before_next: int, work: Workspace, team: Team
 ) -> None:
-    """Add work.update to x [T, H], normed by `after` if given; then norm x for the next part, if any."""
+    """Add work.update, normed by `after` if given, to x [T, H]; then norm x for the next part, if any."""
     width = decoder.width
     for token in range(team.number, num_tokens, team.size):
         stream, update = part(x, token * width, width), part(work.update, token * padded(width), width)
@@ -129,7 +129,7 @@ def add(
 
 @kernel
 def read_coefficients(decoder: Decoder, at: int, num_tokens: int, work: Workspace, team: Team) -> None:
-    """Write the coefficients of both sides of a sublayer's convolution, of the normed input that it reads."""
+    """Write the coefficients of both sides of a sublayer's convolution, computed from its normed input."""
     number = 2 * decoder.taps * (decoder.width // decoder.group_size)
     project(
         decoder.weights, decoder.numbers, at, -1, -1, decoder.width, work.normed, num_tokens, work.coefficients,
@@ -144,12 +144,12 @@ def filter_block(
 ) -> None:  # fmt: skip
     """Filter x [T, stride] over the `num` tokens of each row, in place, this thread its share of the channels.
 
-    Side 0 is of a sublayer's input, side 1 of its output. Tap t is the t-th token before, of which row 0 has none.
+    Side 0 is a sublayer's input, side 1 its output. Tap t is the t-th token before, within the row.
     """
     taps, size, width = decoder.taps, decoder.group_size, decoder.width
     groups = width // size
     first, last = groups * team.number // team.size, groups * (team.number + 1) // team.size
-    # Backwards, so that the tokens before are still what they were.
+    # Backwards, so that the tokens before are still unfiltered.
     for token in range(num_rows * num - 1, -1, -1):
         own = token * padded(2 * taps * groups) + side * taps * groups
         for group in range(first, last):
@@ -174,8 +174,8 @@ def run_layers(
 ) -> None:  # fmt: skip
     """Send tokens through all layers: x [T, H], flat, is the residual stream before and after.
 
-    Outputs of layers `taps` go to `tapped` [T, K * H]. With `is_normed` the first layer's attention reads what is
-    in work.normed [T, input_width]. The final norm's output, if there is one, is left in work.normed.
+    Outputs of layers `taps` go to `tapped` [T, K * H]. With `is_normed` the first layer's attention reads work.normed
+    [T, input_width] as given. The final norm's output, if there is one, is left in work.normed.
     """
     num_tokens, width = num_rows * num, decoder.width
     if not is_normed:
@@ -247,7 +247,7 @@ def run_layers(
 def run_context(
     decoder: Decoder, x: np.ndarray, num_tokens: int, cos: np.ndarray, sin: np.ndarray, out: np.ndarray, team: Team
 ) -> None:
-    """Write keys and values of x [T, H], flat, in all layers to out [layers, T, 2 * KV * D]; keys are turned."""
+    """Write keys and values of x [T, H], flat, in all layers to out [layers, T, 2 * KV * D]; keys are rotated."""
     size = decoder.head_dim
     keys, stride = decoder.num_kv * size, out.shape[2]
     tokens = out.shape[1] * stride
@@ -289,7 +289,7 @@ def join_inputs(
 ) -> None:  # fmt: skip
     """Write EAGLE-3's inputs: norms of embeddings and features [T, H] side by side to pair [T, 2 * H], and the stream.
 
-    `weights` are those of both norms. The stream is the features, or with `adds_normed` their norm.
+    `weights` holds the weights of both norms. The stream is the features, or with `adds_normed` their norm.
     """
     width = len(weights) // 2
     for token in range(team.number, len(hidden) // width, team.size):

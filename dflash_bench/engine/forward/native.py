@@ -41,15 +41,15 @@ Tables = tuple[Tensor, Tensor]
 class Norm:
     """RMS norm: x / sqrt(mean(x^2) + eps) * weight, for x [..., D] and `weight` [D] or [heads, D].
 
-    If the weight is of a wider type than x, the result is rounded once, after the weight, as Gemma does.
+    If the weight has a wider type than x, the result is rounded once, after the weight, as in Gemma.
     """
 
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
-        """`dtype` is that of x."""
+        """`dtype` is the type of x."""
         size = weight.shape[-1]
         self.weight, self.eps, self.is_wide = weight.detach(), eps, weight.dtype != dtype
         self.scaled = self.weight
-        # On a CPU torch's own takes six operations. In float32 three do: sqrt(D) * x / sqrt(|x|^2 + D * eps).
+        # On a CPU torch's own norm takes six operations. In float32 three do: sqrt(D) * x / sqrt(|x|^2 + D * eps).
         self.is_short = weight.device.type == "cpu" and dtype == torch.float32
         if self.is_short:
             self.scaled = self.weight * size**0.5
@@ -138,7 +138,7 @@ Turn = Callable[[Tensor, Norm | None, Tables], None]
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention up to its heads' results; `output` is applied by the caller, who adds it to the stream."""
+    """Attention up to its heads' results; the caller applies `output` and adds it to the stream."""
 
     qkv: Linear
     head_norm: Norm | None
@@ -150,7 +150,7 @@ class Attention:
     scale: float
     turn: Turn = turn
     sinks: Tensor | None = None
-    """[heads], scores that join the sum of each head's softmax, and stand for no value."""
+    """[heads], scores that join the sum of each head's softmax, without a value."""
     value_scale: float = 1.0
 
     def __call__(
@@ -187,7 +187,7 @@ class Attention:
 
     @property
     def group(self) -> int:
-        """How many query heads share a key head."""
+        """Number of query heads that share a key head."""
         return self.num_heads // self.num_kv
 
 
@@ -244,7 +244,7 @@ def layer_of(
     scale: float | None = None,
     qkv: Linear | None = None,
 ) -> Layer:
-    """Lay out a module's layer. `scale` is that of attention scores (default: D^-0.5); give `qkv` if it is joined."""
+    """Lay out a module's layer. `scale` applies to attention scores (default: D^-0.5); give `qkv` if it is joined."""
     attention, mlp = layer.self_attn, layer.mlp
     is_sandwich = hasattr(layer, "pre_feedforward_layernorm")
     feed: NativeFeedForward = Experts(mlp)
@@ -299,7 +299,7 @@ def _is_gemma(module: Any) -> bool:
 
 
 def _scale(module: Any) -> Tensor:
-    """Return the factor of a norm: Gemma stores its difference from 1, and adds that in float32."""
+    """Return the factor of a norm: Gemma stores its difference from 1, and adds 1 in float32."""
     weight: Tensor = module.weight.detach()
     return 1 + weight.float() if _is_gemma(module) else weight
 
@@ -347,7 +347,7 @@ def _rope_types(config: Any) -> set[str]:
 
 
 class NativeForward:
-    """Computes a `model` that `why_not` does not refuse. A token that sees the whole cache needs no mask."""
+    """Computes a `model` that `why_not` accepts. A token that sees the whole cache needs no mask."""
 
     keeps_some_logits = True
 
@@ -374,7 +374,7 @@ class NativeForward:
         self._order, self._taps = tuple(taps), frozenset(taps)
 
     def serve(self, cache: KVCache, device: torch.device) -> None:
-        """Write into this cache from now on; prepares rotary tables for all of its places."""
+        """Write into this cache from now on; prepare rotary tables for all of its places."""
         kinds = dict.fromkeys(layer.kind for layer in self.layers)
         self.cache, self._tables = (
             cache,
@@ -389,7 +389,7 @@ class NativeForward:
         """Do nothing: keys and values beyond a row's end are overwritten."""
 
     def read(self, inputs: PassInputs) -> tuple[Tensor, list[Tensor]]:
-        """Return logits [B, N or fewer, V] and the output of each tapped layer [B, N, H]; the cache knows the rows."""
+        """Return logits [B, N or fewer, V] and the output of each tapped layer [B, N, H]; the cache holds the rows."""
         x, tapped = self.through(inputs.tokens, inputs.positions, inputs.mask)
         keep = inputs.keep_logits
         return self.logits(x[:, -keep:] if isinstance(keep, int) else x[:, keep]), tapped
@@ -399,13 +399,13 @@ class NativeForward:
         return self.head(self.norm(x))
 
     def through(self, tokens: Tensor, positions: Tensor, mask: PassMask) -> tuple[Tensor, list[Tensor]]:
-        """Return outputs [B, N, H] of the last layer and of each tapped one; asks the host for nothing but shapes."""
+        """Return outputs [B, N, H] of the last and of each tapped layer; needs nothing but shapes from the host."""
         shape = tokens.shape
         tables = {
             kind: (cos[positions][:, :, None], sin[positions][:, :, None]) for kind, (cos, sin) in self._tables.items()
         }
         seen = self._seen(mask)
-        # All tokens of all rows below one another, [B * N, H]; only attention needs to know their rows.
+        # All tokens of all rows in one dimension, [B * N, H]; only attention needs their rows.
         x, tapped = self.embedding(tokens).flatten(0, 1), {}
         for index, layer in enumerate(self.layers):
             x = layer(index, x, shape, tables[layer.kind], seen[layer.kind], self.cache)
@@ -414,7 +414,7 @@ class NativeForward:
         return x.view(*shape, -1), [tapped[i] for i in self._order]
 
     def _seen(self, mask: PassMask) -> Mapping[str, Seen]:
-        """Return what the tokens of the pass see in each kind of layer."""
+        """Return the masks or lengths of the pass for each kind of layer."""
         if self._by_lengths and mask.parents is None:
             return pass_lengths(mask)
         masks = None if mask.sees_all else mask.build()

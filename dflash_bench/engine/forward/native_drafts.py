@@ -1,6 +1,6 @@
-"""The forward passes of DFlash and EAGLE-3 drafts by our own code, laid out as the target's is (`native.py`).
+"""The forward passes of DFlash and EAGLE-3 drafts by our own code, laid out like the target's (`native.py`).
 
-They give the same results as the networks they are made from (`models/nets`), up to rounding; those stay usable.
+Their results equal those of the networks in `models/nets` that they are made from, up to rounding; those stay usable.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from dflash_bench.models.nets.mtp import FULL, MTPDraft
 from dflash_bench.models.weights import join_weights, lay_out
 
 Views = Seen | Mapping[str, Seen | BlockView]
-"""What the tokens of a pass see in all layers, or in each kind of layer."""
+"""The view of the tokens of a pass in all layers, or in each kind of layer."""
 
 
 class DFlashNetwork(Protocol):
-    """A DFlash draft's passes, as `NativeDFlash` describes them."""
+    """A DFlash draft's passes, as documented in `NativeDFlash`."""
 
     reads_views: bool
-    """Does it take views for masks?"""
+    """Whether it takes views instead of masks."""
 
     def context(self, features: Tensor, tables: Tables) -> Tensor: ...
 
@@ -59,7 +59,7 @@ class StepNetwork(Protocol):
 
 
 class Eagle3Network(StepNetwork, Protocol):
-    """An EAGLE-3 draft's passes, as `NativeEagle3` describes them."""
+    """An EAGLE-3 draft's passes, as documented in `NativeEagle3`."""
 
     def fuse(self, features: Tensor) -> Tensor: ...
 
@@ -92,7 +92,7 @@ class FilteredLayer:
     def _through(
         conv: BlockConvolution, normed: Tensor, shape: torch.Size, sublayer: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Return what a sublayer adds [B * N, H], given its normed input."""
+        """Return a sublayer's update [B * N, H], given its normed input."""
         normed = normed.view(*shape, -1)
         before, after = conv.coefficients(normed)
         added = sublayer(filtered(normed, before).flatten(0, 1))
@@ -109,7 +109,7 @@ class NativeDFlash:
         self.draft = draft
         self.num_layers, self.head_dim = config.num_layers, config.head_dim
         attention = [layer.self_attn for layer in layers]
-        # Keys and values of the context are one product for all layers, so their weights lie behind one another.
+        # Keys and values of the context are one product for all layers, so their weights are contiguous.
         projections = [[a.q_proj, a.k_proj, a.v_proj] for a in attention]
         num_queries = config.num_heads * config.head_dim
         weights = join_weights([[linear.weight for linear in group] for group in projections])
@@ -134,7 +134,7 @@ class NativeDFlash:
         self.use(plain)
 
     def use(self, plain: list[Layer]) -> None:
-        """Compute with these layers, whose sublayers are filtered where the draft's are."""
+        """Compute with these layers, with sublayers filtered as in the draft."""
         self.plain_layers, self.layers = plain, list[Layer | FilteredLayer](plain)
         if self.draft.config.body.conv_kernel_size is not None:
             modules: list[Any] = [*self.draft.layers]
@@ -146,7 +146,7 @@ class NativeDFlash:
     def context(self, features: Tensor, tables: Tables) -> Tensor:
         """Return keys and values of features [B, N, K * Ht] as the cache stores them [layers, 2, B, kv_heads, N, D].
 
-        As `DFlashDraft.context`: c = norm(fc(features)), and per layer k = RoPE(norm(W_k c)), v = W_v c (paper, 4.1).
+        Equal to `DFlashDraft.context`: c = norm(fc(features)), per layer k = RoPE(norm(W_k c)), v = W_v c (paper, 4.1).
         """
         if not self.is_joined:
             cos, sin = tables
@@ -163,7 +163,7 @@ class NativeDFlash:
         return both.permute(0, 3, 1, 4, 2, 5)
 
     def forward(self, embedded: Tensor, tables: Tables, seen: Views, cache: KVCache) -> Tensor:
-        """As `DFlashDraft.forward`, [B, N, H] -> [B, N, H], over a cache; masks are [B or 1, 1, N or 1, visible]."""
+        """Compute `DFlashDraft.forward`, [B, N, H] -> [B, N, H], over a cache; masks: [B or 1, 1, N or 1, visible]."""
         shape, x = embedded.shape[:2], embedded.flatten(0, 1)
         views = views_by_kind(seen, (layer.kind for layer in self.layers))
         group = self.plain_layers[0].attention.group
@@ -186,14 +186,14 @@ def folded_mask(view: Seen | BlockView, group: int) -> Seen:
 
 
 def views_by_kind(seen: Views, kinds: Iterable[str]) -> Mapping[str, Seen | BlockView]:
-    """Return what is seen in each kind of layer, given that or what is seen in all of them."""
+    """Return the view in each kind of layer, given a mapping or one view for all kinds."""
     return seen if isinstance(seen, Mapping) else dict.fromkeys(kinds, seen)
 
 
 class NativeEagle3:
     """An EAGLE-3 draft: `fuse` for the target's features, `forward` for a step, `logits` for its head.
 
-    P-EAGLE's is one with `further` layers above the first.
+    P-EAGLE has `further` layers above the first.
     """
 
     def __init__(self, draft: Eagle3Draft) -> None:
@@ -208,7 +208,7 @@ class NativeEagle3:
         self.fc_norms = [norm_of(norm) for norm in draft.fc_norm] if config.fc_norm else []
 
     def fuse(self, features: Tensor) -> Tensor:
-        """As `Eagle3Draft.fuse`: features [B, N, K * Ht] -> [B, N, H]."""
+        """Compute `Eagle3Draft.fuse`: features [B, N, K * Ht] -> [B, N, H]."""
         return self.fc(self.normed_features(features.flatten(0, 1))).view(*features.shape[:2], -1)
 
     def normed_features(self, flat: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class NativeEagle3:
         return torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts, strict=True)], dim=-1)
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
-        """As `Eagle3Draft.forward` [B, N, H] -> [B, N, H], over a cache; a mask is [B, 1, N, visible]."""
+        """Compute `Eagle3Draft.forward`, [B, N, H] -> [B, N, H], over a cache; a mask is [B, 1, N, visible]."""
         layer, shape = self.layer, hidden.shape[:2]
         x, pair = self.inputs(embedded, hidden)
         if isinstance(seen, Tensor):
@@ -233,18 +233,18 @@ class NativeEagle3:
         return (self.norm(x) if self.config.norm_output else x).view(hidden.shape)
 
     def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual stream [B * N, H], and what attention reads [B * N, 2 * H]."""
+        """Return the residual stream [B * N, H], and attention's input [B * N, 2 * H]."""
         flat = hidden.flatten(0, 1)
         normed = self.hidden_norm(flat)
         pair = torch.cat([self.layer.input_norm(embedded.flatten(0, 1)), normed], dim=-1)
         return normed if self.config.norm_before_residual else flat, pair
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `Eagle3Draft.logits`: [..., H] -> [..., Vd]."""
+        """Compute `Eagle3Draft.logits`: [..., H] -> [..., Vd]."""
         return self.head(hidden if self.config.norm_output else self.norm(hidden))
 
 
-# The forward passes of MTP heads over our cache: by transformers' own layer, or by our code where that covers it.
+# The forward passes of MTP heads over our cache: by our own code if it supports the layer, else by transformers' layer.
 
 
 COVERED = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -252,16 +252,16 @@ COVERED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 class MTPNetwork(StepNetwork, Protocol):
-    """The passes of heads, as `PublishedMTP` describes them."""
+    """The passes of heads, as documented in `PublishedMTP`."""
 
     is_steady: bool
-    """Can its passes be captured?"""
+    """Whether its passes can be captured."""
 
     def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary: ...
 
 
 def network_of(draft: MTPDraft) -> PublishedMTP | NativeMTP:
-    """Return our own code for heads that it covers, else the code of transformers."""
+    """Return our own code for heads that it supports, else transformers' code."""
     text = draft.config.text
     turns_whole_heads = (text.rope_parameters or {}).get("partial_rotary_factor", 1.0) == 1.0
     covers = text.model_type in COVERED and text.hidden_act in ACTIVATIONS and turns_whole_heads
@@ -278,13 +278,13 @@ class PublishedMTP:
         self._kv: KVCache | None = None
 
     def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-        """Return cosines and sines of so many positions; without the signs that our own code wants."""
+        """Return cosines and sines of `length` positions, without the signs that our own code needs."""
         positions = torch.arange(length, device=device)[None]
         cos, sin = self.draft.rotary().to(device)(torch.empty(0, dtype=dtype, device=device), positions)
         return Rotary.of(cos[0], sin[0])
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
-        """As `MTPDraft.forward` [B, N, H] -> [B, N, H], over a cache; a mask is additive [B, 1, N, visible]."""
+        """Compute `MTPDraft.forward`, [B, N, H] -> [B, N, H], over a cache; a mask is additive [B, 1, N, visible]."""
         assert not isinstance(seen, Lengths), "transformers' layers take masks"
         if self._kv is not cache:
             self._kv, self._layers = cache, Cache(layers=[CachedLayer(cache, 0, FULL)])
@@ -294,7 +294,7 @@ class PublishedMTP:
 
 
 class NativeMTP:
-    """Computes heads by our own code, laid out as the target's layers are (`native.py`)."""
+    """Computes heads by our own code, laid out like the target's layers (`native.py`)."""
 
     def __init__(self, draft: MTPDraft) -> None:
         config = draft.config
@@ -302,15 +302,15 @@ class NativeMTP:
         self.layer = layer_of(draft.layer, FULL, config.num_heads, config.num_kv_heads, config.text.hidden_act)
         self.embedding_norm, self.hidden_norm = norm_of(draft.pre_fc_norm_embedding), norm_of(draft.pre_fc_norm_hidden)
         self.fc, self.norm = linear_of(draft.fc), norm_of(draft.norm)
-        # Experts ask the host which tokens they get.
+        # Experts need the host to route their tokens.
         self.is_steady = not draft.has_experts
 
     def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-        """Return cosines and signed sines of so many positions."""
+        """Return cosines and signed sines of `length` positions."""
         return Rotary.of(*rotary_tables(self.draft.rotary().to(device), [FULL], length, dtype, device)[FULL])
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
-        """As `MTPDraft.forward` [B, N, H] -> [B, N, H], over a cache; a mask is [B, 1, N, visible]."""
+        """Compute `MTPDraft.forward`, [B, N, H] -> [B, N, H], over a cache; a mask is [B, 1, N, visible]."""
         parts = [self.embedding_norm(embedded.flatten(0, 1)), self.hidden_norm(hidden.flatten(0, 1))]
         x = self.fc(torch.cat(parts, dim=-1))
         if isinstance(seen, Tensor):

@@ -1,6 +1,6 @@
-"""The vector loops that numba cannot express, in LLVM's terms: products, columns of scores, and what threads share.
+"""Vector loops that numba cannot express, in LLVM IR: products, columns of scores, and atomic counters.
 
-All are intrinsics of numba: functions that compiled code calls, and that only compiled code can call.
+All are numba intrinsics: functions that only compiled code can call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numba.extending import intrinsic
 
 HAS_512_BITS = bool(binding.get_host_cpu_features().get("avx512f"))
 LANES = 16 if HAS_512_BITS else 8
-"""The numbers in a vector."""
+"""Float32 values per vector."""
 LINE, AHEAD = 64, 4096
-"""Bytes that memory delivers at a time, and how many bytes ahead of their use weights are fetched.
+"""Bytes per cache line, and how many bytes ahead of their use weights are prefetched.
 
-For one or two tokens the processor does that better by itself: it sees a single stream.
+For one or two tokens the processor prefetches better by itself, as there is a single stream.
 """
 
 
@@ -50,9 +50,8 @@ def make_tile(num_tokens: int, num_blocks: int, unroll: int = 1) -> Any:
     def tile(_context, weights, inputs, count, out):  # type: ignore[no-untyped-def]
         """Compute out[t, r * LANES + lane] = sum over i of x[t, i] * weights[r, i, lane], for tokens t and blocks r.
 
-        There are `count` inputs. `weights` are (array, where they begin, how far away the next block is, and the next
-        input), `inputs` (array, where they begin, how far away the next token is, and the next input), and `out`
-        (array, where it begins, how far away the next token is); arrays are flat.
+        There are `count` inputs. `weights` are (array, offset, stride of blocks, stride of inputs), `inputs` (array,
+        offset, stride of tokens, stride of inputs), and `out` (array, offset, stride of tokens); arrays are flat.
         """
         signature = types.void(weights, inputs, types.int64, out)
         dtype = weights[0].dtype
@@ -120,10 +119,10 @@ def make_tile(num_tokens: int, num_blocks: int, unroll: int = 1) -> Any:
     return tile
 
 
-# One block at a time is one stream of weights. Eight tokens are arithmetic, and 24 of 32 registers hold sums.
+# One block at a time is one stream of weights. Eight tokens are compute-bound, with sums in 24 of 32 registers.
 WIDE = 3 if HAS_512_BITS else 1
 wide_8 = make_tile(8, WIDE)
-# For rows that are narrow and not packed: the values of a head.
+# For narrow rows that are not packed: the values of a head.
 wide_1 = make_tile(1, 4, 2)
 tile_8, tile_4, tile_2, tile_1 = make_tile(8, 1), make_tile(4, 1, 4), make_tile(2, 1, 4), make_tile(1, 1, 4)
 
@@ -131,7 +130,7 @@ tile_8, tile_4, tile_2, tile_1 = make_tile(8, 1), make_tile(4, 1, 4), make_tile(
 def make_columns(combine: Callable[[Any, Any, Any], Any], replaces: bool = False) -> Any:
     """Return a loop over rows of LANES numbers: rows [count, LANES] from `at` on, and a vector `columns` [LANES].
 
-    Each row is combined into the columns, or with `replaces` replaced by what it and the columns give.
+    Each row is combined into the columns, or with `replaces` replaced by its combination with the columns.
     """
     vector, index = ir.VectorType(ir.FloatType(), LANES), ir.IntType(64)
 
@@ -186,7 +185,7 @@ def power_of_two(_context, exponent):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def arrive(_context, counter):  # type: ignore[no-untyped-def]
-    """Add 1 to counter[0] (int64) for all threads to see; returns the sum."""
+    """Atomically add 1 to counter[0] (int64); return the sum."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -198,7 +197,7 @@ def arrive(_context, counter):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def look(_context, counter):  # type: ignore[no-untyped-def]
-    """Return counter[0] (int64) as other threads left it."""
+    """Return counter[0] (int64) by an atomic load."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
