@@ -1,1 +1,1 @@
-"""Analysis of finished runs: metrics, intervals, findings, comparisons and the gate, however the runs were made."""
+"""Analysis of finished runs: metrics, intervals, findings, comparisons and the gate."""

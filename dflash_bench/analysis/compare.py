@@ -80,9 +80,9 @@ class Comparison:
     key: CellKey
     """Key of the cell after; without a method where two methods are compared, which `before` and `after` then name."""
     setting: str
-    """What distinguishes the settings from the others of the run after; empty if there is only one."""
+    """Label of the settings among those of the run after; empty if there is only one."""
     sources: tuple[str, str]
-    """Where the prompts came from, before and after."""
+    """Sources of the prompts, before and after."""
     before: str
     after: str
     num_prompts: int
@@ -501,9 +501,9 @@ class Agreement:
     settings_id: str
     """Id of the settings of the run after."""
     setting: str
-    """What distinguishes the settings from the others of the run after; empty if there is only one."""
+    """Label of the settings among those of the run after; empty if there is only one."""
     sources: tuple[str, str]
-    """Where the prompts came from, before and after."""
+    """Sources of the prompts, before and after."""
     before: str
     after: str
     num_answers: int

@@ -44,7 +44,7 @@ class Level:
     tokens_per_s: float
     """Tokens per second of all answers together: `tps.total`."""
     over_plain: float | None
-    """`tokens_per_s` divided by that of plain decoding at this concurrency."""
+    """Throughput relative to plain decoding at this concurrency."""
     slowest: float
     median: float
     fastest: float
@@ -93,7 +93,7 @@ class ConcurrencyCurve:
     """Name and source."""
     method: str
     setting: str
-    """Label that tells the other settings from those of the run's other curves; mostly empty."""
+    """Label that distinguishes the other settings from those of the run's other curves; mostly empty."""
     levels: tuple[Level, ...]
     crossing: Crossing | None = None
     """None for plain decoding, and where a level has no interval."""

@@ -1,12 +1,11 @@
-"""Controllers: how many drafted tokens to verify in each round. Ours, a moving average, a fixed number and a cut, and
-anybody's own from a file.
+"""Controllers, which choose how many draft tokens to verify per round: ours, a moving average, fixed, a cut, or a file.
 
-A file holds a class `Controller` with three methods, which see one answer at a time:
+A file holds a class `Controller` with three methods, called for one answer at a time:
 
-    start(self, most): a new answer begins, in which rounds can draft up to `most` tokens
+    start(self, most): begin an answer whose rounds can draft up to `most` tokens
     choose(self, scores): return how many tokens to verify, from 0 to `most`; `scores` are the draft's probabilities
         of this round's tokens, or None where the run holds none
-    learn(self, verified, accepted): what became of them
+    learn(self, verified, accepted): take the round's outcome
 """
 
 from __future__ import annotations

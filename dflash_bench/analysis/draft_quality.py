@@ -128,8 +128,8 @@ class Headroom:
     cell: Cell
     num_candidates: int
     found: tuple[tuple[int, float], ...]
-    """By number of candidates up to `num_candidates`, the share of first wrong tokens whose right token is among that
-    many of the draft's likeliest; empty if no round of the cell was wrong."""
+    """The share of first wrong tokens whose right token is among the draft's likeliest, by number of candidates up to
+    `num_candidates`; empty if no round of the cell was wrong."""
     num_absent: int
     """Answers that drafted differently when decoded again, so that their ranks are unknown."""
     is_least: bool

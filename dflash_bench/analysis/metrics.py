@@ -203,7 +203,7 @@ class Shown:
     is_spare: bool = False
     """Whether a narrow screen leaves it out."""
     in_paper: bool = False
-    """Whether the LaTeX table, which has little room, shows it."""
+    """Whether the LaTeX table, which is narrow, shows it."""
     is_optional: bool = False
     """Whether the table leaves it out where no row has it."""
 
@@ -223,7 +223,7 @@ class Metric:
     bottom: tuple[str, ...]
     higher_is_better: bool = True
     is_timing: bool = False
-    """Whether it depends on the machine and on what else the machine is doing."""
+    """Whether it depends on the machine and its load."""
     of_logs: bool = False
     scale: float = 1.0
     at_least: float = 0.0
@@ -410,7 +410,7 @@ class Cell:
 
     suite: str
     source: str = ""
-    """Where the suite's prompts came from, as the run recorded it; empty if unknown."""
+    """Source of the suite's prompts, as the run recorded it; empty if unknown."""
     method: str
     settings: Settings = GREEDY
     setting: str = ""
@@ -422,7 +422,7 @@ class Cell:
     num_near_ties: int
     exact: Share | None
     as_text: int = 0
-    """How many of the answers that `exact` counts were compared as text, because a server reports no token ids."""
+    """Answers counted by `exact` that were compared as text, because a server reports no token ids."""
     audit: Share | None = None
     """Answers in which every token is the published model's own choice, out of the answers that the judge read."""
     passed: Share | None

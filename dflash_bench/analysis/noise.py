@@ -1,8 +1,8 @@
 """The difference of two sides and its certainty, when each side is several runs of the same prompts.
 
 Two variances add up. One comes from the choice of prompts: how much the difference varies from prompt to prompt. The
-other comes from the run: clocks, neighbours and heat affect all prompts of a run together, so that it can only be seen
-by running again.
+other comes from the run: clocks, neighbours and heat affect all prompts of a run together, so that only repeated runs
+show it.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ DRIFT = 0.1
 """A round takes at least as long as a step of plain decoding, within this tolerance. A speed-up above the acceptance
 length therefore shows that the machine's speed drifted between the two."""
 ENOUGH = 32
-"""With fewer prompts, at least two methods continue that no interval tells apart."""
+"""With fewer prompts, at least two methods continue whose intervals do not separate them."""
 
 Verdict = Literal[
     "leads", "level", "behind", "slower", "no_gain", "below_plain", "wrong", "failed", "drifted", "no_time", "waiting",
@@ -77,7 +77,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A method's result in a race; None for what could not be measured."""
+    """A method's result in a race; None for a figure that could not be measured."""
 
     method: str
     verdict: Verdict
@@ -90,9 +90,10 @@ class Standing:
     length: Interval | None = None
     break_even: float | None = None
     tokens_per_s: float | None = None
-    """Of all answers together: plain decoding's over the whole race, times the ratio to plain in the method's runs."""
+    """Throughput of all answers: plain decoding's over the whole race, times the ratio to plain in the method's
+    runs."""
     ms_per_token: float | None = None
-    """Of a single answer: plain decoding's over the whole race, divided by the speed-up."""
+    """Time of a single answer: plain decoding's over the whole race, divided by the speed-up."""
     error: str = ""
     """Error message if the method failed."""
     num_drafts: int | None = None
@@ -115,7 +116,7 @@ class Decision:
     more_prompts: int | None = None
     """If unclear: about how many more prompts should settle it."""
     slices: tuple[tuple[str, int, Interval], ...] = ()
-    """By category, if there are several: number of prompts, and speed-up of the choice."""
+    """Number of prompts and speed-up of the choice by category, if there are several."""
     loses_from: float | None = None
     """Concurrency from which the choice is no faster than plain decoding, if observed."""
 
@@ -186,12 +187,12 @@ class Recommendation:
     runs: tuple[Path, ...]
     spent_s: float
     flags: Mapping[str, Sequence[tuple[str, Sequence[str], Sequence[str]]]]
-    """By chosen method: each program that can draft with it, the program's arguments, and those of a dflash-bench
-    command that is needed before."""
+    """Server programs by chosen method, each with its arguments and those of a dflash-bench command that is needed
+    first."""
     rooms: Mapping[str, Room]
-    """By chosen method; empty for servers that run already, whose memory is unknown."""
+    """Context lengths by chosen method; empty for servers that run already, whose memory is unknown."""
     held: Mapping[str, ServerRoom]
-    """By chosen method and plain decoding's label: memory of servers launched on a CPU."""
+    """Memory of servers launched on a CPU, by chosen method and plain decoding's label."""
     served: tuple[str, ...] = ()
     """Methods of servers that run already."""
 

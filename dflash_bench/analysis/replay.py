@@ -125,7 +125,7 @@ class Alternative:
     """A change to replay; one of its fields is set."""
 
     name: str
-    """As requested: n=4, cut=0.5, controller=average."""
+    """The requested change: n=4, cut=0.5, controller=average."""
     n: int | None = None
     block: int | None = None
     nodes: int | None = None
@@ -148,7 +148,7 @@ class Replayed:
     """Draft tokens verified per round."""
     speedup: Interval | None
     tokens_per_s: float | None
-    """Of all concurrent answers; None if the run measured no width curve."""
+    """Throughput of all concurrent answers; None if the run measured no width curve."""
 
 
 def cells_of(run: RunTable) -> list[ReplayCell]:

@@ -168,12 +168,12 @@ class RoundPace:
         return self.round_s / self.pass_s
 
     def exceeds(self, limit: float) -> bool:
-        """Return whether the ratio is above a limit, or above twice that with too few answers to tell it from noise."""
+        """Return whether the ratio exceeds a limit, or twice the limit with too few answers to rule out noise."""
         return self.ratio > limit * (1 if self.num_answers >= FEWEST else 2)
 
 
 def pace_of(info: RunInfo | None, rows: Any) -> RoundPace | None:
-    """Return the pace of rows of the frame: those of plain decoding under one settings."""
+    """Return the pace of plain decoding's rows under one settings."""
     return pace(info, rows["quick_round_s"], rows["num_prompt_tokens"] + rows["num_tokens"] / 2, rows["pass_s"])
 
 

@@ -28,7 +28,7 @@ NORMAL = 1.959964
 """Standard errors of a normal distribution for this level."""
 NUM_DRAWS = 5_000
 """In the simulations of `results/intervals.md`, bounds with 8 other seeds are within 2.5 % of each other; all screens
-have one seed."""
+use the same seed."""
 SEED = 0
 APART = 997
 """The number of draws by which each suite's draws are shifted against the next suite's (`geometric_mean`)."""
@@ -283,7 +283,7 @@ def mcnemar(num_lost: int, num_gained: int) -> float:
 def paired_difference(num_lost: int, num_gained: int, num: int) -> Interval:
     """Return the change of a share when `num_lost` of `num` pairs get worse and `num_gained` get better.
 
-    The interval is that of Bonett and Price (2012), which also holds for few changes or none.
+    The interval follows Bonett and Price (2012), which also holds for few changes or none.
     """
     if num < FEWEST_TESTED:
         return Interval((num_gained - num_lost) / num, None, None, num)

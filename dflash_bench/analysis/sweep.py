@@ -1,7 +1,7 @@
 """Sweeps: acceptance and speed-up as a function of one option of a method, or of one setting.
 
-Sweeps are derived from the cells of a run, whatever command made it: methods that differ only in one option form a
-sweep, and so do settings that differ only in one.
+Sweeps are derived from the cells of any run: methods that differ only in one option form a sweep, and so do settings
+that differ in a single setting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NONE = context_name(None)
 """The context of unpadded prompts, which sorts first."""
 SPEEDUP, LENGTH = "speedup.decode", "al.pooled"
 Groups = dict[tuple[Any, ...], tuple[str, dict[Value, tuple[str, Settings]]]]
-"""For each group, keyed by what its members share: its name, and for each value the method and settings."""
+"""Groups by their shared properties: the group's name, and for each value the method and settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,16 @@ class SweepCurve:
     """The points of one method with everything else equal, on one suite or over all suites."""
 
     series: str
-    """What all points share: `dflash`, or `eagle3-tree:top_k=4 (temperature 1)`."""
+    """Label of the properties that all points share: `dflash`, or `eagle3-tree:top_k=4 (temperature 1)`."""
     suites: tuple[str, ...]
     """Suites with their sources. With several, metrics are geometric means in which each suite counts once."""
     points: tuple[Point, ...]
     best: int | None = None
     """The index of the point with the highest speed-up; None if no point has one."""
     over: Mapping[int, Change] = field(default_factory=dict)
-    """By index, the best point's speed-up divided by the point's, on common prompts; p is Holm's over all pairs."""
+    """The best point's speed-up over each other point's on common prompts, by index; p is Holm's over all pairs."""
     group: int = 0
-    """The index of the series among those of the sweep."""
+    """The index of the series in the sweep."""
 
     @property
     def rivals(self) -> list[int]:

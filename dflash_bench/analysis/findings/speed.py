@@ -1,4 +1,4 @@
-"""Findings about speed: the draft does not know the text, rounds cost too much, or there are too few prompts."""
+"""Findings about speed: text unknown to the draft, rounds that cost too much, or too few prompts."""
 
 from __future__ import annotations
 

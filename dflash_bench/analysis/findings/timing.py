@@ -46,7 +46,7 @@ def outliers(context: CellContext) -> Observation | None:
 
 
 def _seconds_per_step(good: Any) -> Any:
-    """Return seconds per round, since prompts differ in tokens per round; per token if the backend hides rounds."""
+    """Return seconds per round, since acceptance differs by prompt; per token if the backend hides rounds."""
     with np.errstate(divide="ignore", invalid="ignore"):
         by_round = (good["round_s"] / good["num_rounds"]).to_numpy(dtype=np.float64)
         by_token = (good["decode_s"] / good["decode_tokens"]).to_numpy(dtype=np.float64)
@@ -150,7 +150,7 @@ def hidden_time(context: CellContext) -> Observation | None:
 
 
 LEAST_SHARE = 0.02
-"""Share of a suite's tokens in such answers below which metrics are hardly affected."""
+"""Share of a suite's tokens in looping answers below which metrics are hardly affected."""
 SHOWN = ("al.pooled", "speedup.decode")
 QUESTION = ["prompt_id", "turn", "repeat"]
 

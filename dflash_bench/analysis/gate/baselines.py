@@ -1,4 +1,4 @@
-"""Baselines: what runs are expected to reach, as a file to commit.
+"""Baselines: figures that runs are expected to reach, as a file to commit.
 
 A baseline holds sums per run and prompt, so that later runs are compared prompt by prompt.
 """
@@ -70,7 +70,7 @@ class StoredCell(StoredModel):
     settings: SettingsEntry
     prompts: list[str]
     sums: dict[str, list[list[Number]]]
-    """By term, for each run and prompt."""
+    """Sums by term, for each run and prompt."""
     figures: dict[str, list[Number]] = Field(default_factory=dict)
 
 
@@ -84,7 +84,7 @@ class StoredBaseline(StoredModel):
 
 
 class StoredBaselines(StoredBaseline):
-    """A baseline's file: the last one written, and those of other machines."""
+    """A baseline's file: the latest baseline, and the baselines of other machines."""
 
     others: list[StoredBaseline] = Field(default_factory=list)
 
@@ -105,7 +105,7 @@ class Baseline:
         return len(next(iter(self.cells.values())))
 
     def as_results(self) -> RunTable:
-        """Return results with only what `compare.differences` reads."""
+        """Return results with only the parts that `compare.differences` reads."""
         import pandas as pd
 
         rows = [(suite, prompt, text) for suite, hashes in self.hashes.items() for prompt, text in hashes.items()]

@@ -41,7 +41,7 @@ class Check:
 
     suite: str
     source: str = ""
-    """Where the suite's prompts came from, as the run recorded it."""
+    """Source of the suite's prompts, as the run recorded it."""
     method: str
     settings_id: str = ""
     """Empty for checks of a whole run, and for rows whose settings are not the run's."""
@@ -371,7 +371,7 @@ def _why_ungated(runs: Sequence[RunTable], baseline: Baseline) -> str:
 
 
 def _speed_check(run: RunTable) -> Check:
-    """Return a failed check; a note says why speed was not judged."""
+    """Return a failed check; a note has the reason."""
     suite = next(iter(run.info.identity.suites))
     return Check(
         suite=suite, source=run.info.identity.source_of(suite), method="", kind="ungated", found=1, expected=0,
@@ -427,7 +427,7 @@ def cell_checks(
 ) -> Iterator[Check]:  # fmt: skip
     """Check one suite, settings and method, with a cell for each run on either side.
 
-    `fixed` says that nothing is random except times. Raises UserError if the two sides share no prompt.
+    With `fixed`, nothing is random except times. Raises UserError if the two sides share no prompt.
     """
     sums = np.array(compare.on_common_prompts(*before, *after))
     cell, then, now = after[0], sums[: len(before)], sums[len(before) :]

@@ -1,6 +1,6 @@
-"""Figures that were published, each with its source and formula.
+"""Published figures, each with its source and formula.
 
-Those of DFlash's authors are in results/published.csv, and those of its successors in successors.csv beside this file.
+Figures of DFlash's authors are in results/published.csv, figures of its successors in successors.csv beside this file.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ FORMULAS = {
 
 MODES: dict[bool | None, tuple[str, ...]] = {True: ("on", "not stated"), False: ("off", "not stated")}
 MODES[None] = MODES[False]
-"""By a run's thinking (None: the model has no switch), the `thinking` of comparable published figures."""
+"""The `thinking` of comparable published figures by a run's thinking (None: the model has no switch)."""
 LENGTHS = re.compile(r"(block|used|tree|chain of) (\d+)|(\d+) drafts")
-"""The tokens per round in a configuration; blocks and trees also count the anchor."""
+"""The block size or draft length in a configuration; blocks and trees also count the anchor."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaperFigure:
-    """A published figure; `method` has this package's name: the authors' EAGLE-3 is a tree unless they say chain."""
+    """A published figure; `method` has this package's name: the authors' EAGLE-3 is a tree unless called a chain."""
 
     formula: str
     value: float
@@ -93,7 +93,7 @@ class PaperComparison:
 
     @property
     def is_as_long(self) -> bool:
-        """Whether both draft equally many tokens per round; True if that is not published."""
+        """Whether both draft the same number of tokens per round; True if that is not published."""
         return self.published.num_drafts in (None, self.num_drafts)
 
 
@@ -128,7 +128,7 @@ def _parsed(row: Mapping[str, str]) -> PaperFigure:
 
 
 def model_of(identity: RunIdentity) -> str:
-    """Return the model that a run measured: its target, which may have replaced that of the preset."""
+    """Return the model that a run measured: its target, which may have replaced the preset's."""
     return str(identity.target or identity.model)
 
 
@@ -149,7 +149,7 @@ def is_target(model: str, target: str) -> bool:
 def beside(cells: Sequence[Official], target: str, identity: RunIdentity) -> list[PaperComparison]:
     """Return the figures published for the run's suites, methods, temperature and thinking, with any draft length.
 
-    Raises UserError if there are none, and for embedded prompts, which are not those of the public suites.
+    Raises UserError if there are none, and for embedded prompts, which differ from the public suites'.
     """
     embedded = [
         suite for suite in dict.fromkeys(cell.suite for cell in cells) if labels.is_embedded(identity.source_of(suite))
@@ -186,7 +186,7 @@ def beside(cells: Sequence[Official], target: str, identity: RunIdentity) -> lis
 
 
 def _kind_of(identity: RunIdentity, method: str) -> str:
-    """Return the kind of a method's draft; a run that names none has a DFlash draft, or a method of one kind."""
+    """Return the kind of a method's draft; without a recorded kind DFlash's, or that of a method with a single kind."""
     entry = identity.methods.get(method)
     draft = identity.drafts.get(entry.draft or "") if entry else None
     return (draft.kind if draft else None) or DFLASH

@@ -29,10 +29,10 @@ FORMULAS = {
 
 @dataclass(frozen=True, slots=True)
 class HarnessVersion:
-    """A version of the official harness: what it counts and times, and the formulas of its metrics."""
+    """A version of the official harness: its counting and timing, and the formulas of its metrics."""
 
     name: str
-    """As in `compare --compat NAME`, and at the end of its formulas' ids."""
+    """The NAME of `compare --compat NAME`, also the ending of its formulas' ids."""
     cuts: bool
     """Whether it counts the tokens that a round adds to the response, rather than all that the round accepts."""
     times_first_draft: bool
