@@ -113,7 +113,7 @@ def counted(cells: Sequence[Cell]) -> list[str]:
 
 
 def notes(cells: Sequence[Cell]) -> list[str]:
-    """Explain what applies to a whole table, in a sentence each: the source of prompts, the meaning of intervals."""
+    """Return notes on a whole table, one sentence each: the source of prompts, the meaning of intervals."""
     in_sessions = any(cell.num_units < cell.num_prompts for cell in cells)
     return [
         *(f"{note}." for note in labels.notes(cell.source for cell in cells)),
@@ -123,7 +123,7 @@ def notes(cells: Sequence[Cell]) -> list[str]:
 
 
 def intervals_note(num_prompts: Iterable[int]) -> str:
-    """Explain "95 %" for a run with so many prompts; for several runs, by the fewest that have an interval."""
+    """Explain "95 %" by the number of prompts; for several runs, by the fewest that have an interval."""
     known = [number for number in num_prompts if number >= FEWEST]
     held = covered(min(known)) if known else None
     if held is None:

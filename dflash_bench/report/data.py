@@ -21,7 +21,7 @@ from dflash_bench.report.findings import Finding
 from dflash_bench.results.run_info import RunIdentity
 
 IN_TABLES = tuple(metric.id for metric in METRICS.values() if metric.shown)
-"""The metrics at the top of a cell in JSON: those of the tables, with dots as underscores."""
+"""The tables' metrics, at the top of a cell in JSON, with dots as underscores."""
 
 
 def as_json(document: Document) -> dict[str, Any]:

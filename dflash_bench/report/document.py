@@ -82,7 +82,7 @@ class Document:
         return [(line, *over_all(self.cells, line)) for line in self.lines]
 
     def typical(self, line: MethodLine) -> Interval | None:
-        """Return a method's speed-up as the geometric mean over prompts (and suites), if it parts from the pooled one.
+        """Return a method's geometric mean speed-up over prompts (and suites), if it differs from the pooled speed-up.
 
         It is the headline then (`metrics.parts`), as its interval contains the truth as often as stated.
         """
@@ -94,7 +94,7 @@ class Document:
         return found if found and metrics.parts(pooled, found) else None
 
     def fastest(self) -> tuple[MethodLine, Interval]:
-        """The line with the highest speed-up. Raises UserError for a run without one."""
+        """Return the line with the highest speed-up. Raises UserError for a run without a speed-up."""
         known = [(line, speedup) for line, speedup, _ in require_answers(self).means() if speedup]
         if not known:
             raise UserError(f"{self.folder} has no speed-up: {self.why_no_speedup()}")

@@ -16,7 +16,7 @@ RESULTS = Path(".eval_results") / "dflash-bench.yaml"
 
 
 def write_hub_card(document: Document, folder: Path) -> Path | None:
-    """Write scores on public datasets, and return the file; None if no prompt is from one.
+    """Write scores on public datasets, and return the file; None without public prompts.
 
     Raises UserError for a run without a speed-up.
     """

@@ -1,7 +1,7 @@
-"""A looping picture of one answer, plain and drafted side by side, typed at their measured times: an SVG of one file.
+"""A looping picture of one answer, plain and drafted side by side, typed at their measured times, in one SVG file.
 
-It needs no script, so that a README or a talk can show it. The answer is the one whose speed-up is nearest to that of
-the whole run, and not the best.
+It needs no script, so that a README or a talk can show it. The default answer is not the fastest: its speed-up is
+nearest to the whole run's.
 """
 
 from __future__ import annotations

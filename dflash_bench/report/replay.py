@@ -109,7 +109,7 @@ LEAST = "≥: a draft made token by token is known up to its first wrong token; 
 
 
 def headroom(document: Document) -> list[Section]:
-    """Return the table that tells whether to train more or to rerank; empty for a run that recorded no ranks."""
+    """Return tables on whether to train more or to rerank; empty for a run that recorded no ranks."""
     found = headroom_of(document.results, document.cells)
     if not found:
         return []

@@ -1,4 +1,4 @@
-"""The result of a run on one screen: a line for each method, its meaning in a sentence, and what to do next."""
+"""The result of a run on one screen: a line for each method, its meaning in a sentence, and next steps."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def write_training(histories: Mapping[str, History], path: Path) -> Path:
 
 
 def write_profile(places: Sequence[ProfiledBatch], title: str, path: Path) -> Path:
-    """Draw the cost of forwards by width; `title` names the target, and says whether it is estimated."""
+    """Draw the cost of forwards by width; `title` names the target, with a note if it is estimated."""
     return _write(lambda places: profile(places, title), places, path)
 
 

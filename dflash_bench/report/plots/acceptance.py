@@ -1,4 +1,4 @@
-"""How many drafted tokens rounds accept, whether the right one was at hand, and how far confidence is right."""
+"""Plots of accepted draft tokens per round, headroom, and reliability of the draft's confidence."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MIN_ROUNDS = 10
 
 
 def histogram(material: Material) -> Any:
-    """The share of rounds that accept so many tokens, and its mean plus one, al.pooled."""
+    """Draw the share of rounds by number of accepted tokens, and its mean plus one, al.pooled."""
     groups, look = _groups_with_rounds(material), looks(material.methods)
     figure, axes_of = panels(groups, 2.3, material.label, sharex=True, sharey=True)
     methods = [m for m in material.drafting if any(key_of(group, m) in material.histograms for group in groups)]
@@ -55,7 +55,7 @@ def histogram(material: Material) -> Any:
 
 
 def positions(material: Material) -> Any:
-    """P(a >= k) and P(a >= k given a >= k-1), by position of a chain, by depth of a tree."""
+    """Draw P(a >= k) and P(a >= k given a >= k-1), by position of a chain, by depth of a tree."""
     groups, look = _groups_with_rounds(material), looks(material.methods)
     figure, axes_of = panels(groups, 2.4, material.label, sharex=True, sharey=True)
     for group, axes in axes_of.items():
@@ -75,7 +75,7 @@ def positions(material: Material) -> Any:
 
 
 def output(material: Material) -> Any:
-    """al.pooled by the number of tokens emitted before a round, with its interval."""
+    """Draw al.pooled by the number of tokens emitted before a round, with its interval."""
     intervals_of = {key: by for key, by in material.along.items() if key.method != BASELINE}
     if not intervals_of:
         raise NothingToPlotError("the backend does not report rounds")
@@ -115,7 +115,7 @@ def _groups_with_rounds(material: Material) -> list[Group]:
 
 
 def _reached(counts: Histogram, method: str) -> list[tuple[int, float, float | None]]:
-    """Up to the first position that is never reached: a tree has fewer levels than nodes."""
+    """Return acceptance up to the first position never reached, since a tree has fewer levels than nodes."""
     positions, total = accept_at(counts, method), sum(counts.values())
     longest = max((position.k for position in positions if position.unconditional), default=0)
     shares = [1.0, *(position.unconditional for position in positions)]
@@ -129,15 +129,15 @@ def _reached(counts: Histogram, method: str) -> list[tuple[int, float, float | N
     ]
 
 
-# What a draft could have had: the right token among its best, and how far its confidence can be trusted.
+# Quality of a draft: the right token among its best candidates, and the reliability of its confidence.
 
 
 PARTS = {"al.pooled": "", "headroom.4": "///", "headroom.16": "\\\\\\"}
-"""Each from the end of the one before, with its hatch."""
+"""Stacked parts of a bar, with their hatches."""
 
 
 def headroom(material: Material) -> Any:
-    """al.pooled, and what it would be with the right one of the best 4 and 16, up to the limit of the block."""
+    """Draw al.pooled, and its value with the right token of the best 4 and 16, up to the limit of the block."""
     found = {(*group_of(one.cell), one.cell.method): one for one in _known_headroom(material)}
     look, groups = looks(material.methods), [group for group in material.groups if any(group == k[:2] for k in found)]
     methods = [method for method in material.drafting if any(key[2] == method for key in found)]
@@ -175,7 +175,7 @@ def _known_headroom(material: Material) -> Any:
 
 
 def _neutral(axes_of: Any) -> list[Any]:
-    """The legend's entries: shades are of all methods, whatever their colours."""
+    """Return the legend's entries, whose shades hold for all methods' colours."""
     from matplotlib.patches import Patch
 
     shades = zip((1.0, 0.6, 0.35), PARTS.items(), strict=True)
@@ -184,7 +184,7 @@ def _neutral(axes_of: Any) -> list[Any]:
 
 
 def reliability(material: Material) -> Any:
-    """The share of drafted tokens that were right by what the draft said, and how many tokens each point is of."""
+    """Draw the share of draft tokens that were right by the draft's confidence, and the tokens of each point."""
     found = calibrations(material.document.results)
     if not found:
         raise NothingToPlotError("the run recorded no confidences: measure with --record every-position")

@@ -28,7 +28,7 @@ from dflash_bench.results.identity import name_without
 
 
 def profile(places: Sequence[ProfiledBatch], title: str) -> Any:
-    """A panel for each batch and context."""
+    """Draw a panel for each batch and context."""
     figure, axes_of = panels([(place.rows, place.context) for place in places], 2.4, _title)
     for place in places:
         axes = axes_of.get((place.rows, place.context))
@@ -62,7 +62,7 @@ MILLION = 1e6
 
 
 def training(histories: Mapping[str, History]) -> Any:
-    """al.pooled on held-out prompts over tokens read, a line for each draft by its name."""
+    """Draw al.pooled on held-out prompts over tokens read, a line for each draft by its name."""
     points = {
         name: [(entry["tokens"], entry["al_pooled"]) for entry in history if {"tokens", "al_pooled"} <= entry.keys()]
         for name, history in histories.items()
@@ -90,7 +90,7 @@ FIGURES = ("speedup.decode", "al.pooled")
 
 
 def trend(runs: Sequence[Material], unlike: Sequence[Difference] = ()) -> Any:
-    """speedup.decode and al.pooled with intervals, a panel for each suite and figure; `unlike` is how runs differ."""
+    """Draw speedup.decode and al.pooled with intervals, a panel per suite and figure; `unlike` is how runs differ."""
     over_time = sorted(runs, key=lambda run: str(run.info.started))
     groups = list(dict.fromkeys(group for run in over_time for group in run.groups))
     methods = list(dict.fromkeys(method for run in over_time for method in run.methods))

@@ -41,7 +41,7 @@ THROUGHPUT, SPEEDUP = "tps.total", "speedup.decode"
 
 
 def load(material: Material) -> Any:
-    """Both side by side, a row for each suite; throughput alone if there is nothing to compare with."""
+    """Draw both side by side, a row for each suite; throughput alone without a baseline."""
     loads = [one for one in material.document.loads if one.levels[-1].rate is None]
     if not loads:
         raise NothingToPlotError("this run has no levels of concurrency")
@@ -95,7 +95,7 @@ FIGURES = {LENGTH: lambda point: point.length, SWEEP_SPEEDUP: lambda point: poin
 
 
 def sweep(material: Material) -> Any:
-    """Both figures side by side, a row for each option and suite; the mean over suites comes first."""
+    """Draw both figures side by side, a row for each option and suite; the mean over suites comes first."""
     if not material.document.sweeps:
         raise NothingToPlotError("no option has several values in this run")
     rows = {
@@ -136,7 +136,7 @@ def _drawn(swept: Sweep, suites: Sequence[str], figure_id: str) -> list[Interval
 
 
 def _title(option: str, suites: Sequence[str], _figure_id: str) -> str:
-    """The suite; figure and option are labels of the axes."""
+    """Return the suite; figure and option are labels of the axes."""
     return suites[0] if len(suites) == 1 else f"mean over {len(suites)} suites"
 
 
@@ -196,7 +196,7 @@ NOTE = "dashed: where drafting breaks even (break_even_al), draft ms; grey: a pl
 
 
 def context(material: Material) -> Any:
-    """Four panels per suite, over the mean number of all prompt tokens."""
+    """Draw four panels per suite, over the mean number of all prompt tokens."""
     series = by_context(material.cells)
     if not series:
         raise NothingToPlotError("there is one context in this run; give several with --context")
@@ -244,7 +244,7 @@ def _place(cell: Any) -> float:
 
 
 def _name_axes(axes: Any, beside: str, series: Sequence[ContextCurve]) -> None:
-    """Lengths double from place to place, so that the shortest are not on top of each other."""
+    """Label axes, with a logarithmic length axis that keeps the shortest lengths apart."""
     places = {_place(cell): context_name(cell.settings.context) for one in series for cell in one.cells}
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(places), list(places.values()))
@@ -261,7 +261,7 @@ FRONTIER_TITLE = "Throughput against latency"
 
 
 def frontier(material: Material) -> Any:
-    """A panel for each suite, over all levels of concurrency. Raises NothingToPlotError for a run without any."""
+    """Draw a panel for each suite, over all levels of concurrency. Raises NothingToPlotError without levels."""
     loads = [one for one in material.document.loads if one.levels[-1].rate is None]
     if not loads:
         raise NothingToPlotError("this run has no levels of concurrency")
@@ -273,7 +273,7 @@ def frontier(material: Material) -> Any:
 
 
 def drawn_frontier(points_by_panel: Mapping[str, Sequence[SpeedPoint]], suites: Mapping[str, str] | None = None) -> Any:
-    """Draw points by the titles of their panels, one colour for all lengths of a method; `suites` are those of panels.
+    """Draw points by panel title, one colour for all lengths of a method; `suites` maps titles to suites.
 
     Every panel has a point. Raises NothingToPlotError without a panel.
     """
@@ -302,7 +302,7 @@ def drawn_frontier(points_by_panel: Mapping[str, Sequence[SpeedPoint]], suites: 
 
 
 def _draw_best(axes: Any, best: Sequence[SpeedPoint]) -> None:
-    """Draw the line through the frontier, and what each of its points is."""
+    """Draw the line through the frontier, and label its points."""
     axes.plot([point.ms_per_token for point in best], [point.tokens_per_s for point in best], color=INK, linewidth=1)
     for point in best:
         place = (point.ms_per_token, point.tokens_per_s)
@@ -312,7 +312,7 @@ def _draw_best(axes: Any, best: Sequence[SpeedPoint]) -> None:
 
 
 def _name_ticks(axes: Any, values: Sequence[float]) -> None:
-    """Powers of 2 between the values, as numbers."""
+    """Label powers of 2 between the values as numbers."""
     places = [2.0**power for power in range(-8, 14) if min(values) / 1.5 <= 2.0**power <= 1.5 * max(values)]
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.minorticks_off()

@@ -1,4 +1,4 @@
-"""Plots of the speed-up, of where a round spends its time, and of single prompts."""
+"""Plots of the speed-up, of the parts of a round's time, and of single prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from dflash_bench.report.plots.style import (
 MOST_POINTS = 400
 MOST_LABELS = 16
 MOST_UPRIGHT = 4
-"""How many names of suites with settings fit side by side."""
+"""Most names of suites with settings that fit side by side."""
 PUBLISHED_MARKERS = ("D", "s", "^", "v", "P")
 """Hollow, one for each published configuration."""
 BARS = 0.8
@@ -43,7 +43,7 @@ BARS = 0.8
 
 
 def speedup(material: Material) -> Any:
-    """Bars with intervals by suite and method; figures by the official formula, published and ours, as marks."""
+    """Draw bars with intervals by suite and method; figures by the official formula, published and ours, as marks."""
     methods, look = material.drafting, looks(material.methods)
     speedups = {
         _of(cell): cell.figures["speedup.decode"] for cell in material.cells if "speedup.decode" in cell.figures
@@ -86,7 +86,7 @@ def speedup(material: Material) -> Any:
 
 
 def _name_groups(axes: Any, labels: Sequence[str]) -> None:
-    """Suites below their bars, a line for each part of the name; many with settings stand at a slant."""
+    """Label suites below their bars, a line for each part of the name; many with settings are slanted."""
     if _are_slanted(labels):
         slanted = [label.replace("\n", ", ") for label in labels]
         axes.set_xticks(
@@ -120,7 +120,7 @@ def _one(height: float) -> tuple[Any, Any]:
 
 
 def _published_marks(axes: Any, material: Material, groups: list[Group]) -> list[Any]:
-    """Never one formula beside another, nor a longer draft: a published mark comes with ours by the same formula."""
+    """Draw published figures of the same draft length, each with ours by the same formula; return their handles."""
     figures = [
         figure
         for figure in material.published
@@ -147,7 +147,7 @@ def _published_marks(axes: Any, material: Material, groups: list[Group]) -> list
 
 
 def rounds(material: Material) -> Any:
-    """Milliseconds of a round: draft, verify and the rest, a bar for each suite and method."""
+    """Draw milliseconds of a round: draft, verify and the rest, a bar for each suite and method."""
     cells = [cell for cell in material.cells if all(cell.value(f"{name}_ms") is not None for name in PARTS)]
     if not cells:
         raise NothingToPlotError("the backend does not report where a round spends its time")
@@ -177,7 +177,7 @@ def rounds(material: Material) -> Any:
 
 
 def prompts(material: Material) -> Any:
-    """Each prompt once: plain milliseconds per token against the method's."""
+    """Draw a point per prompt: plain milliseconds per token against the method's."""
     look = looks(material.methods)
     points = {_of(cell): _per_token(cell) for cell in material.cells if cell.method != BASELINE}
     groups = [group for group in material.groups if any(len(points.get((*group, m), ())) for m in material.drafting)]
@@ -204,7 +204,7 @@ def prompts(material: Material) -> Any:
 
 
 def _per_token(cell: Cell) -> Any:
-    """Milliseconds per token, plain and own, [prompts, 2]; a seeded draw of very many prompts."""
+    """Return milliseconds per token, plain and own, [prompts, 2]; a seeded draw of very many prompts."""
     columns = [COLUMN[name] for name in ("plain_s", "plain_tokens", "own_s", "own_tokens")]
     sums = cell.sums[:, columns]
     sums = sums[(sums > 0).all(axis=1)]

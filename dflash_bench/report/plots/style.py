@@ -1,4 +1,4 @@
-"""What all plots share: style and colours, and the run that they draw."""
+"""Shared parts of all plots: style and colours, and the run that they draw."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from dflash_bench.results.run_info import RunInfo
 
 # One look for all plots: colours that colour-blind readers can tell apart, type that survives half width.
 #
-# Every method has its colour, marker and hatch, the same in all plots of a run; nothing is told by colour alone.
+# Every method has its colour, marker and hatch, the same in all plots of a run; nothing is shown by colour alone.
 
 
 INK, MUTED, GRID, PAPER = "#1b2530", "#5a6877", "#dde3ea", "#ffffff"
 PLAIN = "#7d8792"
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#a6549d", "#b58900", "#2f9fd0", "#6b4c2a")
-"""Okabe and Ito's, the lighter ones darkened to be seen on white."""
+"""Okabe and Ito's colours, the lighter darkened to stand out on white."""
 PARTS = {"draft": "#d99a00", "verify": "#0a7d8c", "other": "#a9b3bd"}
 NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", PLAIN: "plain"}
 NAMES |= {colour: f"series-{number}" for number, colour in enumerate(SERIES)}
@@ -116,10 +116,10 @@ _scopes: WeakKeyDictionary[Any, Mapping[str, str]] = WeakKeyDictionary()
 
 
 def mark(drawn: Any, **scope: str) -> None:
-    """Say which `suite`, `method` or `settings` (its id) something drawn shows, for the filters of a page.
+    """Record which `suite`, `method` or `settings` (its id) something drawn shows, for the filters of a page.
 
-    Empty is of several, so that no single one is chosen by it; what is not named does not matter. A `part` is named for
-    the page's script. `drawn` is an artist, a container of them, or what plotting functions return.
+    An empty value stands for several; a missing value matches any. A `part` is named for the page's script. `drawn` is
+    an artist, a container of artists, or the result of a plotting function.
     """
     if isinstance(drawn, list | tuple):
         for part in drawn:
@@ -129,7 +129,7 @@ def mark(drawn: Any, **scope: str) -> None:
 
 
 def scope_of(drawn: Any) -> Mapping[str, str]:
-    """Return what was marked, of a container that of its first part; empty if nothing was."""
+    """Return the scope of something drawn, or of the first marked part of a container; empty if nothing was marked."""
     if isinstance(drawn, list | tuple):
         return next((scope for part in drawn if (scope := scope_of(part))), {})
     return {} if drawn is None else _scopes.get(drawn, {})
@@ -142,11 +142,11 @@ def only(values: Iterable[str]) -> str:
 
 
 class NothingToPlotError(Exception):
-    """The run lacks the data of a plot; the message says which."""
+    """Raised if the run lacks the data of a plot, which the message names."""
 
 
 def looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and hatch of each method, plain decoding in grey."""
+    """Return colour, marker and hatch of each method, plain decoding in grey."""
     drafting = [method for method in methods if method != BASELINE]
     look_of = {
         method: {"color": SERIES[at % 7], "marker": MARKERS[at % 7], "hatch": HATCHES[at % 7]}
@@ -158,7 +158,7 @@ def looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
 def panels(
     names: Sequence[Panel], height: float, title: Callable[[Panel], str] = str, **shared: Any
 ) -> tuple[Any, dict[Panel, Any]]:
-    """Return a figure with one set of axes per panel, two in a row; those beyond `MOST_PANELS` are left out.
+    """Return a figure with one set of axes per panel, two in a row; panels beyond `MOST_PANELS` are left out.
 
     A single panel has a title, too: it names the source of the prompts.
     """
@@ -191,7 +191,7 @@ def name_axes(axes_of: Mapping[Any, Any], below: str, beside: str) -> None:
 
 
 def told(interval: Interval) -> Interval:
-    """Return an interval without its bounds if they are too far apart to tell anything: a plot leaves them out."""
+    """Return an interval, without bounds that are too far apart to be informative, which plots leave out."""
     return replace(interval, low=None, high=None) if interval.is_vague else interval
 
 
@@ -217,7 +217,7 @@ def draw_plain(axes: Any) -> None:
 
 
 def top_of(intervals: Sequence[Interval]) -> float | None:
-    """The end of an axis whose intervals, over a handful of prompts, would flatten their values; None if none does."""
+    """Return the end of an axis that intervals over a handful of prompts would flatten; None if none does."""
     intervals = list(map(told, intervals))
     values = [interval.value for interval in intervals]
     highest = max((interval.high for interval in intervals if interval.high is not None), default=0.0)
@@ -266,7 +266,7 @@ def finish(
 
 
 def _put_words(several: Iterable[Any]) -> list[str]:
-    """Put plain words in place of ids at axes, and return what each stands for."""
+    """Put plain words in place of ids at axes, and return the meaning of each."""
     found = {}
     for axes in several:
         for label, put in ((axes.get_xlabel(), axes.set_xlabel), (axes.get_ylabel(), axes.set_ylabel)):
@@ -277,7 +277,7 @@ def _put_words(several: Iterable[Any]) -> list[str]:
 
 
 def _mark_entries(legend: Any, handles: Iterable[Any]) -> None:
-    """Mark the legend as such, and each entry with the method of what it stands for."""
+    """Mark the legend, and each entry with the method that it stands for."""
     from matplotlib.offsetbox import DrawingArea
 
     mark(legend, part="legend")
@@ -303,7 +303,7 @@ NO_DATES = {
     "png": {"Software": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
-"""What matplotlib would write of the time and of itself; kinds without an entry have no such fields."""
+"""Fields in which matplotlib would record the time and itself; kinds without an entry have no such fields."""
 
 
 def encoded(figure: Any, kind: str) -> bytes:
@@ -319,8 +319,8 @@ def encoded(figure: Any, kind: str) -> bytes:
 def inline(figure: Any, name: str) -> str:
     """Return SVG for a page: no prolog, colours by the page's names, a transparent background, text as text.
 
-    What is marked has its scope as attributes, as rows of tables have it. Ids differ from those of drawings of another
-    name: nothing may be filled with a pattern of a drawing that is hidden.
+    Marked artists have their scope as attributes, like rows of tables. Ids are unique to the drawing's name, so that
+    nothing is filled with a pattern of a hidden drawing.
     """
     from matplotlib import rc_context
 
@@ -343,7 +343,7 @@ def inline(figure: Any, name: str) -> str:
 
 
 def _let_panels_stand_alone(panels: Sequence[Any]) -> None:
-    """Give each panel the labels that it has from the one beside or below, which a page may hide."""
+    """Give each panel its shared labels, whose panel beside or below a page may hide."""
     for axes in panels:
         axes.tick_params(labelleft=True)
         axes.set_ylabel(axes.get_ylabel() or panels[0].get_ylabel())
@@ -408,7 +408,7 @@ class Material:
         return list(dict.fromkeys(map(group_of, self.cells)))
 
     def label(self, group: Group) -> str:
-        """The suite, and on a second line what distinguishes its settings from the others of the run."""
+        """Return the suite, and on a second line the label of its settings among the run's."""
         cell = next(cell for cell in self.cells if group_of(cell) == group)
         return "\n".join(filter(None, [cell.label, cell.setting]))
 
