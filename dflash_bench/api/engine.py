@@ -43,7 +43,7 @@ class ReplyRound:
     draft_s: float | None = None
     verify_s: float | None = None
     seconds: float | None = None
-    """From the end of the previous round to the end of this one."""
+    """Seconds from the end of the previous round to the end of this round."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,7 +238,7 @@ def _plain(value: Any) -> Any:
 
 
 def progress_display() -> Callable[..., Progress]:
-    """Return the display of a run's progress: a bar in a notebook, else a silent one."""
+    """Return the display of a run's progress: a bar in a notebook, else a silent display."""
     return InNotebook if in_notebook() else Silent
 
 

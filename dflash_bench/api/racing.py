@@ -1,7 +1,7 @@
 """`recommend`: races methods under a user's loads, and recommends which to serve with.
 
 The races' runs lie in one folder, beside `race.json`, which holds the request and the time spent. The same call resumes
-an earlier one that was stopped: stored rounds are read, and an unfinished round is completed.
+an earlier call that was stopped: stored rounds are read, and an unfinished round is completed.
 """
 
 from __future__ import annotations
