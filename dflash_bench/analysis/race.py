@@ -156,7 +156,7 @@ class ServerRoom:
     """Free memory before any server was started."""
 
     def longest(self, limit: int) -> int | None:
-        """Return the tokens of context that would fit, at most `limit`; None with fewer than two sizes."""
+        """Return the tokens of context that would fit, at most `limit`; None unless two sizes show a token's memory."""
         (less, little), (more, much) = min(self.sizes.items()), max(self.sizes.items())
         if self.free_bytes is None or more == less or much <= little:
             return None

@@ -289,7 +289,7 @@ def _hold(course: Course, races: Sequence[Race], sizes: Sequence[int], clock: _C
 
 
 def _expected_s(costs: Mapping[Load, float], load: Load) -> float:
-    """Return the last seconds of one method on one prompt, at this or a lower concurrency; 0 if unknown."""
+    """Return the last seconds per method and prompt, or those at a lower concurrency (never less); 0 if unknown."""
     return next(
         (costs[known] for known in sorted(costs, reverse=True) if known <= load and known.context == load.context), 0.0
     )

@@ -120,7 +120,7 @@ class Command(TyperCommand):
 
 
 def in_shell(line: str, width: int) -> list[str]:
-    """Return a command as lines for a shell; if it is too long, each line begins with an option."""
+    """Return a command as lines for a shell; continuation lines begin with an option."""
     first, *options = line.split(" --")
     parts = [first]
     for option in options:

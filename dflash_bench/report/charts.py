@@ -106,7 +106,7 @@ def forest(document: Document, means: Sequence[Mean]) -> list[ForestRow]:
 
 
 def key_of(versus: Comparison) -> CellKey:
-    """Return the key of a comparison; for two methods, the key of the one after."""
+    """Return the key of a comparison; for two methods, the key of the method after."""
     return versus.key._replace(method=versus.key.method or versus.after)
 
 
@@ -158,7 +158,7 @@ def waterfalls(document: Document) -> list[Waterfall]:
 
 
 def _steps(cell: Cell) -> list[tuple[str, str, float]]:
-    """Return each part's name, its cost in words, and the speed-up if there were no other part."""
+    """Return each part's name, its cost in words, and the speed-up with the parts so far."""
     values = [cell.value(name) for name in ("al.pooled", "plain_ms", "verify_ms", "draft_ms", "other_ms")]
     if any(value is None for value in values) or not values[1]:
         return []

@@ -100,7 +100,7 @@ def fallback(context: CellContext) -> Observation | None:
 
 
 def is_uncovered(fallback: str) -> bool:
-    """Return whether the engine's own forward lacks the target, rather than disagrees with its publisher's."""
+    """Return whether our forward does not cover the target, rather than disagrees with its publisher's."""
     return fallback.startswith(NOT_COVERED)
 
 

@@ -343,7 +343,7 @@ def inline(figure: Any, name: str) -> str:
 
 
 def _let_panels_stand_alone(panels: Sequence[Any]) -> None:
-    """Give each panel its shared labels, whose panel beside or below a page may hide."""
+    """Give each panel axis labels of its own: a page may hide the neighbour that has them."""
     for axes in panels:
         axes.tick_params(labelleft=True)
         axes.set_ylabel(axes.get_ylabel() or panels[0].get_ylabel())
