@@ -116,8 +116,7 @@ def _cuts(cell: ReplayCell) -> Iterator[CutPoint]:
 
 # Rank of the right token where a draft was wrong: train more, or rerank the draft's candidates?
 #
-# Read from the ranks that `run --headroom` records. What acceptance would be is a metric (`headroom.4`); here is what a
-# reader needs beside it.
+# Read from the ranks that `run --headroom` records. Acceptance with reranking is a metric (`headroom.4`).
 
 
 COLUMNS = ("suite", "method", "error", "drafted", "verified", "accepted", "ranks")

@@ -172,9 +172,6 @@ def _profile(
     )
 
 
-# As a file.
-
-
 def as_json(run: RunTable, method: str) -> dict[str, Any]:
     """Return the content of `speculation_profile.json`: at the top the run's first settings over all prompts, and in
     `parts` all other profiles."""

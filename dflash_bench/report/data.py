@@ -65,7 +65,6 @@ def _json_cell(cell: Cell) -> dict[str, Any]:
 
 
 def _finding_json(finding: Finding) -> dict[str, Any]:
-    """Return a finding with the values that show it at each place."""
     values = finding.values or ({},) * len(finding.places)
     places = [
         place._asdict() | {"values": json_value(dict(own))} for place, own in zip(finding.places, values, strict=True)

@@ -115,7 +115,6 @@ class Document:
         return list(dict.fromkeys(cell.suite for cell in self.cells))
 
     def label(self, suite: str) -> str:
-        """Return the name of a suite for people, with the source of its prompts."""
         return next(cell.label for cell in self.cells if cell.suite == suite)
 
     def badges(self, line: MethodLine) -> list[Badge]:
@@ -145,7 +144,6 @@ def require_answers(document: Document) -> Document:
 
 
 def document_of(results: table.RunTable, allow: Sequence[str] = ()) -> Document:
-    """Summarise a run that was read."""
     info, rows = results.info, results.rows
     identity = info.identity
     cells = checked.cells_of(results)

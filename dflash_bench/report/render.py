@@ -104,9 +104,6 @@ def _item(item: ListItem, width: int | None) -> str:
     return f"{wrapped(item.text, width, '  ')}\n{wrapped(item.remedy, width, '    -> ', '    ')}"
 
 
-# As Markdown, to commit.
-
-
 def markdown(section: Section, level: int = 2) -> str:
     """Return the paragraphs of a section, whose title is a heading of this level."""
     items = (

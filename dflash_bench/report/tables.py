@@ -103,7 +103,6 @@ class Column:
     is_spare: bool = False
     """Whether narrow screens leave it out."""
     in_paper: bool = False
-    """Whether a paper has room for it."""
     is_optional: bool = False
     """Whether a table in which no row has a value leaves it out."""
 
