@@ -1,1 +1,1 @@
-"""How is nano made: its corpus, tokenizer and target, and all its drafts, from nothing?"""
+"""Build nano from scratch: corpus, tokenizer, target and drafts."""

@@ -1,4 +1,4 @@
-"""Makes nano: the program of `scripts/nano/train`."""
+"""Build nano: the program of `scripts/nano/train`."""
 
 from __future__ import annotations
 

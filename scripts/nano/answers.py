@@ -1,8 +1,8 @@
-"""The target's own answers to training prompts, and its hidden states on them: what drafts learn from.
+"""The training data of drafts: the target's own answers to training prompts, and its hidden states on them.
 
-A greedy answer is first guessed (the generator's worked answer) and checked in one forward pass: if the target would
-choose each of its tokens, it *is* the greedy answer. Only the others, and all sampled ones, are generated. States are
-stored once on disk, for all epochs and drafts.
+The generator's worked answer is checked in a single forward pass: if the target would choose all its tokens, it *is*
+the greedy answer. Only the other greedy answers and all sampled answers are generated. States are stored on disk once,
+for all epochs and drafts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def prompts(seed: int, tokenizer: Any, max_length: int) -> Iterator[Conversation
 
 @torch.inference_mode()
 def confirmed(model: Any, batch: Sequence[Conversation], pad: int) -> list[bool]:
-    """Return which answers are those of greedy decoding, found by one forward pass over all of them."""
+    """Return which answers equal greedy decoding's, by a single forward pass over the batch."""
     width = max(len(item.ids) for item in batch)
     ids = torch.tensor([[*item.ids, *([pad] * (width - len(item.ids)))] for item in batch])
     choices = model(ids).logits[:, :-1].argmax(dim=-1)
@@ -64,7 +64,7 @@ def confirmed(model: Any, batch: Sequence[Conversation], pad: int) -> list[bool]
 def generate(
     target: Target, batch: Sequence[Conversation], temperature: float, seed: int, stop: int, max_length: int
 ) -> list[Conversation]:
-    """Decode answers to a batch of prompts, and leave out conversations that get too long."""
+    """Decode answers to a batch of prompts, without conversations that get too long."""
     heads = [item.ids[: item.prompt_length] for item in batch]
     limits = Limits(MAX_NEW_TOKENS, frozenset({stop}))
     seeds = [seed * 1_000_003 + i for i in range(len(batch))]
@@ -112,7 +112,7 @@ NUM_TEST_ROWS = 64
 class Rows:
     """Packed rows [R, N] and the target's states on them [R, N, K, H].
 
-    `layers` names the layers whose outputs the states are; the last state is the final, normed one.
+    The states are the outputs of `layers`; the last state is the final, normed state.
     """
 
     batch: Batch

@@ -1,4 +1,4 @@
-"""Turn the target into a block-diffusion model: it learns to fill in blocks, and keeps its next-token head.
+"""Train the target into a block-diffusion model, which fills in blocks and keeps its next-token head.
 
 As in Fast-dLLM v2 (arXiv 2509.26328), the model starts as the target, and the output at a position predicts the next
 token, as in any causal LM. A block is one clean token followed by masks and clean tokens; it sees the clean text before
@@ -32,7 +32,7 @@ from dflash_bench.training.trainer import Objective
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How blocks are drawn: `num_blocks` per row, of `block_size` positions, the first of them clean."""
+    """The drawing of blocks: `num_blocks` per row, of `block_size` positions, the first position clean."""
 
     block_size: int
     num_blocks: int
@@ -41,18 +41,18 @@ class Noise:
 
 
 def block_tokens(batch: Batch, anchors: Tensor, noise: Noise) -> Tensor:
-    """Return the clean tokens [R, A, B + 1] of each block and the one behind it.
+    """Return the clean tokens [R, A, B + 1] of each block and the following token.
 
-    Behind the end of an answer stands the stop token, again and again.
+    Places beyond the end of an answer repeat the stop token.
     """
     ids, _, exists = slots(batch, anchors, noise.block_size + 1)
     return ids.where(exists, noise.stop_token_id)
 
 
 def hide(tokens: Tensor, share: Tensor, draws: Tensor) -> Tensor:
-    """Return [R, A, B + 1]: is this token hidden from the model? Never the first, always the last, which is not read.
+    """Return a mask [R, A, B + 1] of hidden tokens: never the first, always the last, which is not read.
 
-    In each block, hide the tokens whose random draws [R, A, B + 1] are below the block's `share` [R, A].
+    In each block, tokens whose random draws [R, A, B + 1] are below the block's `share` [R, A] are hidden.
     """
     hidden = draws < share[..., None]
     hidden[..., 0] = False
@@ -61,7 +61,7 @@ def hide(tokens: Tensor, share: Tensor, draws: Tensor) -> Tensor:
 
 
 def joint_mask(batch: Batch, anchors: Tensor, block_size: int) -> Tensor:
-    """Return the mask [R, 1, N + A * B, N + A * B] for a row's clean text and its blocks, read in one pass."""
+    """Return the mask [R, 1, N + A * B, N + A * B] for a pass over a row's clean text and its blocks."""
     num_rows, length = batch.ids.shape
     width = anchors.shape[1] * block_size
     allowed = torch.zeros(num_rows, length + width, length + width, dtype=torch.bool)
@@ -73,12 +73,12 @@ def joint_mask(batch: Batch, anchors: Tensor, block_size: int) -> Tensor:
 
 
 class BlockDiffusionObjective(Objective):
-    """Cross-entropy of hidden tokens, plus that of the answers' next tokens on the clean text."""
+    """Cross-entropy of hidden tokens, plus the next-token cross-entropy of answers on the clean text."""
 
     def __init__(self, draft: Any, rows: Data, noise: Noise, compiled: bool = True) -> None:
         super().__init__(draft, rows)
         self.noise = noise
-        # The trained layers are compiled for one shape; the checkpoint is the plain model's.
+        # Trained layers are compiled for a fixed shape; checkpoints hold the plain model.
         if compiled:
             for layer in draft.model.layers:
                 layer.compile(dynamic=False)
@@ -87,9 +87,9 @@ class BlockDiffusionObjective(Objective):
         return [self.draft.model.embed_tokens.weight]
 
     def _forward(self, index: list[int], seed: int, share: float | None = None) -> tuple[Tensor, Tensor, Tensor, Batch]:
-        """Return logits [R, N + A * B, V], the blocks' tokens [R, A, B + 1], which of them are hidden, and the batch.
+        """Return logits [R, N + A * B, V], the blocks' tokens [R, A, B + 1], the mask of hidden tokens, and the batch.
 
-        A block's tokens are its own and the one behind it.
+        A block's tokens include the following token.
         """
         noise = self.noise
         batch, _ = self.rows.take(index, ())
@@ -110,7 +110,7 @@ class BlockDiffusionObjective(Objective):
         return logits, tokens, hidden & real[..., None], batch
 
     def loss(self, index: list[int], step: int) -> Tensor:
-        """Return the mean cross-entropy of hidden tokens, plus that of the answers' next tokens."""
+        """Return the mean cross-entropy of hidden tokens, plus the answers' next-token cross-entropy."""
         logits, tokens, guessed, batch = self._forward(index, step)
         length = batch.ids.shape[1]
         blocks = logits[:, length:].view(*guessed.shape[:2], self.noise.block_size, -1)
@@ -120,7 +120,7 @@ class BlockDiffusionObjective(Objective):
         return diffusion + cross_entropy(logits[:, :length][answer].float(), shift(batch.ids, 1)[answer])
 
     def accepted(self, index: list[int]) -> Tensor:
-        """Count the leading tokens of a block that are right after one pass over masks alone, plus one."""
+        """Count a block's leading tokens that are right after a pass over masks only, plus one (the bonus token)."""
         logits, tokens, guessed, batch = self._forward(index, 0, share=1.0)
         blocks = logits[:, batch.ids.shape[1] :].view(*guessed.shape[:2], self.noise.block_size, -1)
         right = blocks.argmax(dim=-1) == tokens[..., 1:]
@@ -128,7 +128,7 @@ class BlockDiffusionObjective(Objective):
 
 
 def new_model(target: Any) -> Any:
-    """Copy the target, with plain matrix products, which train faster with rows this short."""
+    """Copy the target with plain matrix products, which train faster on rows this short."""
     model = copy.deepcopy(target)
     model.set_attn_implementation("eager")
     model.config.use_cache = False

@@ -1,7 +1,7 @@
-"""Build the nano models from nothing: tokenizer, target, its answers, all drafts, and a card for each.
+"""Build the nano models from scratch: tokenizer, target, its answers, all drafts, and model cards.
 
-Every stage leaves its result in the work folder and is skipped when it is there; a stage that was interrupted goes on
-from its last checkpoint. Everything is seeded.
+Stages store their results in the work folder, and are skipped if the result exists; an interrupted stage resumes from
+its last checkpoint. Everything is seeded.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from nano.tokenizer import MASK_TOKEN_ID, NUM_EMBEDDINGS, train_tokenizer
 Report = Callable[[str], None]
 HALVED = ("draft-model", "medusa", "block-diffusion", "dflash2", "dspark", "mtp")
 CONTROL = "dflash-longer"
-"""The DFlash draft, trained as much longer as DFlash 2: what is gained by this alone. It is not shipped."""
+"""The DFlash draft with the longer training of DFlash 2, to separate its effect. It is not shipped."""
 FAMILY = {
     CONTROL: (None, DFlashObjective),
     "dflash2": (drafts.as_dflash2, SelectorObjective),
     "dspark": (drafts.as_dspark, MarkovObjective),
 }
-"""Drafts that begin as the trained DFlash draft: what it grows into, and how it learns on."""
+"""Drafts initialised from the trained DFlash draft: their network, and their further training."""
 
 
 @dataclass(frozen=True, slots=True)
 class NanoRecipe:
-    """Everything that decides the models. DFlash and EAGLE-3 have learning rates of their own, found by a sweep."""
+    """Everything that decides the models. The learning rates of DFlash and EAGLE-3 were found by a sweep."""
 
     target: TargetRecipe = field(default_factory=TargetRecipe)
     num_greedy: int = 8000
@@ -83,14 +83,14 @@ class NanoRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """One build in one work folder."""
+    """A build in a work folder."""
 
     recipe: NanoRecipe
     work: Path
     report: Report
     extra: Path | None = None
     against: Path | None = None
-    """Rows of the public suites, to be compared with the training prompts."""
+    """Rows of the public suites, for comparison with the training prompts."""
 
     def build(self, output: Path) -> None:
         """Run all stages, and write the finished models and their cards to `output`."""
@@ -155,7 +155,7 @@ class Builder:
         return weight
 
     def new_dflash(self) -> DFlashDraft:
-        """Return a fresh draft whose final norm starts as the target's, because it uses the target's head."""
+        """Return a fresh draft with the target's final norm, because it uses the target's head."""
         recipe, size = self.recipe, self.recipe.target
         config = DFlashConfig(
             hidden_size=size.hidden, intermediate_size=size.intermediate, num_layers=recipe.num_draft_layers,
@@ -169,7 +169,7 @@ class Builder:
         return draft
 
     def new_eagle3(self, rows: answers.Rows) -> Eagle3Draft:
-        """Return a fresh draft whose norm and head start as the target's, for the most frequent answer tokens only."""
+        """Return a fresh draft with the target's norm and head, for the most frequent answer tokens only."""
         recipe, size = self.recipe, self.recipe.target
         config = Eagle3Config(
             hidden_size=size.hidden, intermediate_size=size.intermediate, num_heads=recipe.num_heads,
@@ -193,7 +193,7 @@ class Builder:
         return trainer.train(objective, rows, recipe or self.recipe.dflash, self.work / f"{name}.pt", self.report)
 
     def new_family(self, name: str) -> DFlashDraft:
-        """Return a draft of the family, one of `FAMILY`, that begins as the trained DFlash draft."""
+        """Return a draft of `FAMILY`, initialised from the trained DFlash draft."""
         draft, (grow, _) = self.new_dflash(), FAMILY[name]
         draft.load_state_dict(self._trained("dflash"))
         return draft if grow is None else grow(draft, self.vocab(), self.recipe.rank, self.recipe.dflash2.seed)
@@ -239,7 +239,7 @@ class Builder:
         return trainer.train(objective, rows, recipe.block_diffusion, self.work / "block-diffusion.pt", self.report)
 
     def sweep(self, rates: tuple[float, ...], steps: int) -> dict[str, dict[str, float]]:
-        """Return held-out accepted lengths after short trainings at each rate; the recipe has the best rates."""
+        """Return held-out acceptance lengths after short trainings at each rate; the recipe has the best rates."""
         found: dict[str, dict[str, float]] = {"dflash": {}, "eagle3": {}}
         for rate in rates:
             recipe = DraftRecipe(steps=steps, matrix_lr=rate, other_lr=rate / 10)
@@ -255,7 +255,7 @@ class Builder:
         model.generation_config.use_cache = True
         model.save_pretrained(output / "target")
         tokenizer.save_pretrained(output / "target")
-        # Readable by whoever installs the package, not only by who trained it.
+        # Readable by all users of an installed package.
         os.chmod(output / "target" / "model.safetensors", 0o644)
         for name, draft in (("dflash", self.new_dflash()), ("eagle3", self.new_eagle3(rows))):
             draft.load_state_dict(self._trained(name))
@@ -275,7 +275,7 @@ class Builder:
         )
 
     def _acceptance(self, output: Path) -> cards.AcceptedBySuite:
-        """Measure the drafts of the DFlash family beside the control."""
+        """Measure the drafts of the DFlash family and the control."""
         block = self.new_family(CONTROL)
         block.load_state_dict(self._trained(CONTROL))
         save_draft(block, self.work / CONTROL)
@@ -291,7 +291,7 @@ class Builder:
         }
 
     def _export_halved(self, output: Path, model: Any, names: Sequence[str] = HALVED) -> None:
-        """Write the larger models in float16, which is half as large, to keep the package small."""
+        """Write the larger models in float16 to keep the package small."""
         for name in names:
             match name:
                 case "medusa":

@@ -1,4 +1,4 @@
-"""Model cards: what the nano models are, what made them, and how to make them again."""
+"""Model cards: describe the nano models, their training, and how to reproduce them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ ABOUT = {
 }
 
 COMPARED = ("dflash2", "dspark")
-"""Models whose cards compare them with the others of their family."""
+"""Models whose cards compare them with their family."""
 WEIGHTS = ("medusa_lm_head.safetensors", "model.safetensors")
 
 REBUILD = "- rebuild: `scripts/nano/train` (in bfloat16, so that another CPU gives similar weights, not the same)"
@@ -96,7 +96,7 @@ def write(
     num_answer_tokens: int, extra: Path | None, overlaps: Mapping[str, tuple[Sequence[Overlap], int]],
     acceptance: AcceptedBySuite,
 ) -> None:  # fmt: skip
-    """`overlaps` with test suites are those of the `target` and of the `drafts`, and of how many prompts."""
+    """Write the cards; `overlaps` with test suites by `target` and `drafts`, with the number of prompts compared."""
     for name, history in histories.items():
         own = recipe[name.replace("-", "_")]
         shared = {key: value for key, value in recipe.items() if not isinstance(value, dict)}
@@ -136,7 +136,7 @@ def _sha256(path: Path) -> str:
 # Acceptance of the drafts of the DFlash family, side by side.
 
 AcceptedBySuite = Mapping[str, Mapping[str, float]]
-"""By suite and draft, the tokens that a round gives (`al.pooled`)."""
+"""Acceptance length (`al.pooled`) by suite and draft."""
 LABELS = {
     "dflash": "DFlash",
     "dflash@longer": "DFlash, trained longer",
@@ -146,7 +146,7 @@ LABELS = {
 
 
 def acceptance(target: Path, drafts: Mapping[str, Path], out: Path) -> AcceptedBySuite:
-    """Decode all embedded prompts with each draft, as `run` does of itself."""
+    """Decode all embedded prompts with each draft, by the defaults of `run`."""
     most = presets.preset("nano").max_new_tokens
     run = db.run(
         suite=list(SUITES), methods=list(drafts), target=target, drafts=drafts, data="embedded", out=out, device="cpu",
@@ -158,7 +158,7 @@ def acceptance(target: Path, drafts: Mapping[str, Path], out: Path) -> AcceptedB
 
 
 def acceptance_table(acceptance: AcceptedBySuite) -> list[str]:
-    """Return lines of Markdown, one for each suite."""
+    """Return a Markdown table with a line per suite."""
     return [
         "Tokens per round (`al.pooled`) on the embedded prompts: other questions of the templates trained on.",
         "",
@@ -173,17 +173,17 @@ def acceptance_table(acceptance: AcceptedBySuite) -> list[str]:
 
 
 A_STEP = 64
-"""Tasks of each step's stream that are compared: more than its rows hold."""
+"""Tasks to compare of each step's stream: more than its rows hold."""
 
 
 def overlaps_of_target(recipe: TargetRecipe, against: Path | None) -> list[Overlap]:
-    """Compare the target's training prompts with the rows of public suites in `against`, and with the embedded ones."""
+    """Compare the target's training prompts with the rows of public suites in `against` and the embedded prompts."""
     texts = (text for step in range(recipe.steps) for text in _texts(stream_seed(recipe, step), A_STEP))
     return contamination.found(texts, against)
 
 
 def overlaps_of_drafts(seed: int, count: int, against: Path | None) -> Sequence[Overlap]:
-    """Compare the prompts that the target answered for its drafts."""
+    """Compare the drafts' training prompts, which the target answered."""
     return contamination.found(_texts(seed, count), against)
 
 

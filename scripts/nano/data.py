@@ -1,4 +1,4 @@
-"""From tasks to training text: prompts as their suites word them, packed rows of tokens, and the embedded samples."""
+"""From tasks to training text: prompts in their suites' wording, packed rows of tokens, and the embedded samples."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SUITES = {name: suite for name, suite in known_suites().items() if suite.home == "hub"}
-"""The suites of which samples are written, and that nano is trained for."""
+"""The suites that nano is trained for, and that samples are written for."""
 FIRST_OF = {"aime": "aime24"}
 
 
 def turns_of(task: Task) -> tuple[str, ...]:
-    """Return the user's turns of a task, word for word as a run sends them."""
+    """Return the user's turns of a task, exactly as a run sends them."""
     name = FIRST_OF.get(task.suite, task.suite)
     return to_prompt(SUITES[name], "a task", 0, with_id(name, 0, task.row)).turns
 
 
 def with_id(name: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
-    """Complete a row to all columns that its suite has on the hub."""
+    """Complete a row to all of its suite's columns on the hub."""
     match name:
         case "math500":
             return {**row, "unique_id": f"nano/{row['subject'].lower()}/{number}.json"}
@@ -59,7 +59,7 @@ PROMPT_WEIGHT = 0.1
 
 
 def is_held_out(task: Task) -> bool:
-    """Is this task among the questions that are never trained on? The embedded prompts are drawn from them."""
+    """Return whether the task's question is never trained on; the embedded prompts are drawn from these."""
     digest = hashlib.sha256(str(corpus.question(task)).encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
@@ -74,7 +74,7 @@ def held_out_tasks(seed: int) -> Iterator[Task]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One conversation: token ids and the loss weight of predicting each of them."""
+    """A conversation: token ids, and the loss weight of predicting each token."""
 
     ids: list[int]
     weights: list[float]
@@ -95,13 +95,13 @@ def segments(task: Task, thinking: bool = False) -> list[tuple[str, float]]:
 
 
 def history(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Return the pieces that the chat template keeps of earlier turns: all but their empty think blocks."""
+    """Return the pieces that the chat template keeps of earlier turns: all except empty think blocks."""
     last = max(i for i, (text, _) in enumerate(pieces) if text.startswith("<think>"))
     return [piece for i, piece in enumerate(pieces) if i == last or piece[0] != "<think>\n\n</think>\n\n"]
 
 
 def encode(task: Task, tokenizer: PreTrainedTokenizerFast, thinking: bool = False) -> list[Sample]:
-    """Return one sample per turn; a second turn sees the first answer as the template renders it."""
+    """Return a sample per turn; a second turn follows the first answer as rendered by the template."""
     samples = []
     pieces = segments(task, thinking)
     starts = [i for i, (text, _) in enumerate(pieces) if text.startswith("<|im_start|>user")]
@@ -119,7 +119,7 @@ def encode(task: Task, tokenizer: PreTrainedTokenizerFast, thinking: bool = Fals
 
 
 def pack(samples: Iterator[Sample], num_rows: int, length: int, pad: int) -> Batch:
-    """Fill rows with whole samples, each into the first row with room; a sample that fits nowhere ends the batch."""
+    """Fill rows with whole samples, each in the first row with space; a sample that fits nowhere ends the batch."""
     filled: list[list[Sample]] = [[] for _ in range(num_rows)]
     room = [length] * num_rows
     for sample in samples:
@@ -140,7 +140,7 @@ def sample_stream(
     tasks: Callable[[int], Iterator[Task]] = training_tasks,
     extra: Sequence[Task] = (),
 ) -> Iterator[Sample]:
-    """Yield samples without end: one task in sixteen with thinking, and one in eight from `extra` if given."""
+    """Yield samples endlessly: one task in sixteen with thinking, and one in eight from `extra` if given."""
     rng = Random(seed)
     for i, task in enumerate(tasks(seed)):
         next_task = rng.choice(extra) if extra and i % 8 == 7 else task
@@ -171,7 +171,7 @@ ANSWERS: dict[str, Callable[[Row], str]] = {
     "humaneval": lambda row: f"```python\n{row['prompt']}{row['canonical_solution']}```",
     "mbpp": lambda row: f"```python\n{row['code']}\n```",
 }
-"""How to get the worked answer of a row, for suites whose rows have one."""
+"""Extractors of a row's worked answer, for suites whose rows have one."""
 
 
 def load_extra(folder: Path) -> list[Task]:

@@ -1,4 +1,4 @@
-"""A small causal LM that learns the target's distribution on the target's own answers."""
+"""A small causal LM, trained on the target's distribution over the target's own answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dflash_bench.training.trainer import Objective
 
 
 def new_model(target_config: Any, num_layers: int, embedding: Tensor, norm: Tensor, seed: int) -> Any:
-    """Return the target's architecture with fewer layers, its embedding, which is also its head, and its last norm."""
+    """Return the target's architecture with fewer layers, but its embedding (also the head) and its last norm."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     known = target_config.to_dict()
@@ -44,14 +44,14 @@ class DraftModelObjective(Objective):
         return out.logits, batch
 
     def loss(self, index: list[int], step: int) -> Tensor:
-        """Return the soft cross-entropy [nats per answer token] against the target's own distribution."""
+        """Return the soft cross-entropy [nats per answer token] against the target's distribution."""
         logits, batch = self._forward(index)
         use = is_answer_after(batch, 1)
         teacher = torch.softmax(self.rows.final(index)[use] @ self.embedding.T, dim=-1)
         return -(teacher * log_softmax(logits[use].float(), dim=-1)).sum(dim=-1).mean()
 
     def accepted(self, index: list[int]) -> Tensor:
-        """Count the answer tokens in a row that are right, from each place on, plus one for the bonus token."""
+        """Count the consecutive right answer tokens from each place on, plus one for the bonus token."""
         logits, batch = self._forward(index)
         use = is_answer_after(batch, 1)
         right = use & (logits.argmax(dim=-1) == shift(batch.ids, 1))
@@ -60,4 +60,4 @@ class DraftModelObjective(Objective):
 
 
 MOST_COUNTED = 7
-"""As many tokens as an EAGLE-3 chain proposes, so that the two can be compared."""
+"""The number of tokens in an EAGLE-3 chain, for comparability."""

@@ -58,7 +58,7 @@ def build(recipe: TargetRecipe, tokenizer: Any) -> Any:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        # With rows this short, plain matrix products train faster on a CPU than the fused kernel.
+        # On rows this short, plain matrix products train faster on a CPU than the fused kernel.
         attn_implementation="eager",
     )
     return Qwen3ForCausalLM(config)
@@ -74,7 +74,7 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def stream_seed(recipe: TargetRecipe, step: int) -> int:
-    """Return the seed of a step's batch, which depends on the step alone, so that a training can be resumed."""
+    """Return the seed of a step's batch, which depends only on the step, so that a training can be resumed."""
     return recipe.seed * 1_000_003 + step
 
 
@@ -108,7 +108,7 @@ def train(
                 history.append({"step": step + 1, "loss": running, "held_out_loss": loss_of(model, test).item()})
             model.train()
             save(path, model, made, step + 1, history)
-    # Trained layers are compiled for one shape; later stages need all shapes.
+    # Trained layers are compiled for a fixed shape; later stages need all shapes.
     plain = build(recipe, tokenizer)
     plain.load_state_dict(model.state_dict())
     plain.set_attn_implementation("sdpa")

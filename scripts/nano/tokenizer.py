@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 1000
 NUM_EMBEDDINGS = 1024
-"""Number of rows of the embedding; the first unused one belongs to the mask token, as in Qwen3."""
+"""Rows of the embedding; the first unused row belongs to the mask token, as in Qwen3."""
 MASK_TOKEN_ID = VOCAB_SIZE
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")

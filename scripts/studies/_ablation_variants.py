@@ -1,4 +1,4 @@
-"""Ways to train a DFlash draft that differ in one thing, for `ablations.py`."""
+"""Variants of a DFlash draft's training that differ in a single aspect, for `ablations.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GAMMAS = {16: 7.0, 8: 4.0}
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a draft is, and how it is trained; the defaults are the base that all are held against."""
+    """A draft's architecture and training; the defaults are the base of all comparisons."""
 
     name: str
     layers: int = 3
@@ -31,17 +31,17 @@ class Variant:
     block: int = 16
     decay: bool = True
     anchors: str = "sampled"
-    """Or "uniform": answers cut into blocks once."""
+    """Anchors: "sampled", or "uniform": answers cut into blocks once."""
     conditioning: str = "KV injection"
-    """Or "input fusion", or "tokens": their embeddings in place of the target's states."""
+    """One of "KV injection", "input fusion" and "tokens": token embeddings in place of the target's states."""
     answers: str = "own"
-    """Or "reference": those of the data set."""
+    """Answers: "own", or "reference": the data set's answers."""
     masked: bool = True
-    """Slots beyond the end of an answer are left out of the loss."""
+    """Whether the loss ignores slots beyond the end of an answer."""
 
     @property
     def runs_in_engine(self) -> bool:
-        """No drafter feeds a draft in the other ways: only the training's own measure compares them."""
+        """Whether a drafter supports the conditioning; otherwise only the training's own measure compares it."""
         return self.conditioning == "KV injection"
 
 
@@ -50,7 +50,7 @@ BASE = Variant("base")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One ablation of the paper: its variants beside the base, and in which order the paper has them, best first."""
+    """An ablation of the paper: its variants besides the base, and the paper's order, best first."""
 
     title: str
     paper: str
@@ -112,7 +112,7 @@ def taps(variant: Variant, depth: int) -> tuple[int, ...]:
 
 
 def new_draft(variant: Variant, target: Any, mask_token_id: int, seed: int) -> DFlashDraft:
-    """Sizes and last norm are the target's."""
+    """Return a fresh draft with the target's sizes and last norm."""
     config = target.config
     draft = DFlashDraft(
         DFlashConfig(
@@ -152,7 +152,7 @@ class VariantObjective(DFlashObjective):
         return labels, (places < batch.ids.shape[1]) & real[..., None]
 
     def accepted(self, index: list[int]) -> Tensor:
-        """At sampled anchors and over answers' tokens alone, so that all variants are measured alike."""
+        """Measure at sampled anchors and over answers' tokens only, so that all variants are comparable."""
         trained_as, self.variant = self.variant, replace(self.variant, anchors="sampled", masked=True)
         try:
             return super().accepted(index)
@@ -161,11 +161,11 @@ class VariantObjective(DFlashObjective):
 
 
 def uniform_anchors(batch: Batch, block: int, count: int) -> tuple[Tensor, Tensor]:
-    """Every `block`-th token of an answer, from its first on; no more than `count` in a row."""
+    """Return every `block`-th token of an answer, from its first on; at most `count` in a row."""
     answer = batch.weights > 0
     before = torch.cat([torch.zeros_like(answer[:, :1]), answer[:, :-1]], dim=1)
     first = answer & ~before
-    # How many tokens of its answer lie before each.
+    # The number of answer tokens before each place.
     place = torch.arange(answer.shape[1]).expand_as(answer)
     begins = torch.where(first, place, torch.full_like(place, -1)).cummax(dim=1).values
     follows = torch.zeros_like(answer)
@@ -179,9 +179,9 @@ def token_hidden(
     draft: DFlashDraft, features: Tensor, embedding: Tensor, tables: Rotary, position: Tensor, tokens: Tensor,
     start: Tensor, visible: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`block_hidden` where the context's features hold only the embedding of their own token, once per feature.
+    """Return `block_hidden` of features that only repeat the embedding of their token, once per feature.
 
-    `VariantRows` puts these there.
+    `TokenRows` makes such features.
     """
     return block_hidden(draft, features, embedding, tables, position, tokens, start, visible)
 
@@ -190,9 +190,9 @@ def fused_hidden(
     draft: DFlashDraft, features: Tensor, embedding: Tensor, tables: Rotary, position: Tensor, tokens: Tensor,
     start: Tensor, visible: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The features enter once, as inputs: context places go through the draft's layers as any token does.
+    """Return the hidden states if features are inputs: context places pass through the draft's layers like tokens.
 
-    Each layer's keys and values then come from what the layer before made of them, and not from the features.
+    A layer's keys and values then come from the previous layer's output, not from the features.
     """
     config, (num_rows, num_anchors) = draft.config, tokens.shape
     block, groups = config.block_size, config.num_heads // config.num_kv_heads
@@ -201,7 +201,7 @@ def fused_hidden(
     length = features.shape[1]
     context, x = draft.hidden_norm(draft.fc(features)), embedding[ids.flatten(1)]
     places = (start[..., None] + torch.arange(block)).flatten(1)
-    # Rows [context; blocks] see the context before them in their conversation, and blocks see themselves.
+    # Rows [context; blocks] attend to the preceding context of their conversation, and blocks also to themselves.
     restarts = (position == 0).cumsum(dim=1)
     causal = (restarts[:, :, None] == restarts[:, None]) & (torch.arange(length)[:, None] >= torch.arange(length))
     of_blocks = visible.repeat_interleave(block, dim=1)

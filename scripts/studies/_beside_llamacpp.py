@@ -1,7 +1,7 @@
 """Our engine and llama.cpp servers with the same weights, one thread each, timed in turn, prompt by prompt.
 
-What is timed is written after every turn, so that an interrupted measurement goes on where it was. A turn is one prompt
-answered by every arm, and the memory's bandwidth measured beside them.
+Times are written after every turn, so that an interrupted measurement can be resumed. A turn is a prompt answered by
+every arm, with a measurement of memory bandwidth.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ OURS, THEIRS = "ours", "llama.cpp"
 FLOAT32, EIGHT_BITS = "float32", {OURS: "int8", THEIRS: "Q8_0"}
 DRAFTING = ("dflash", "eagle3")
 TIMES = 3
-"""How often every prompt is answered by every arm."""
+"""Answers per prompt and arm."""
 READ_BYTES = 2 * 2**30
-"""What a sum reads, if as much memory is free."""
+"""Bytes read by the sum that measures bandwidth, if as much memory is free."""
 Q8_0_BLOCK = 32
 
 
@@ -51,27 +51,27 @@ class Arm(NamedTuple):
 
 
 Answered = tuple[float, list[int]]
-"""Seconds per token after the first, and the tokens."""
+"""Seconds per token after the first, and the answer's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     prompt: int
     bandwidth: float
-    """Bytes per second that a sum reads."""
+    """Bytes per second read by a sum."""
     answers: Mapping[str, Answered]
-    """By the name of the arm."""
+    """Answers by the name of the arm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Everything measured of one model. `step_bytes` by engine and weights: "ours float32"."""
+    """All measurements of a model. `step_bytes` by engine and weights: "ours float32"."""
 
     begun: str
     network: str
     step_bytes: Mapping[str, int]
     absent: Mapping[str, str]
-    """By the name of an arm, why it was not measured."""
+    """Reasons for missing measurements, by the name of the arm."""
     turns: list[Turn] = field(default_factory=list)
 
     @classmethod
@@ -83,11 +83,11 @@ class Timed:
         write(path, json.dumps(asdict(self)) + "\n")
 
     def seconds(self, arm: Arm) -> list[list[float]]:
-        """Seconds per token, [prompts, times]."""
+        """Return seconds per token, [prompts, times]."""
         return self._by_prompt(lambda turn: turn.answers[arm.name][0])
 
     def seconds_per_byte(self) -> list[list[float]]:
-        """What the sum takes, [prompts, times]."""
+        """Return the seconds per byte of the sum, [prompts, times]."""
         return self._by_prompt(lambda turn: 1 / turn.bandwidth)
 
     def _by_prompt(self, value: Callable[[Turn], float]) -> list[list[float]]:
@@ -102,7 +102,7 @@ class Timed:
 
 
 def measured(path: Path, python: Path, model: str, num_prompts: int, max_tokens: int) -> Timed:
-    """Time what is not yet in the file; `python` is the one with xllamacpp. Raises StudyError if an answer is empty."""
+    """Time the turns missing in the file; `python` has xllamacpp. Raises StudyError if an answer is empty."""
     if path.exists() and len(Timed.read(path).turns) == TIMES * num_prompts:
         return Timed.read(path)
     loaded = suites.load_prompts(suites.known_suites()["gsm8k"], "embedded", num_prompts)
@@ -143,11 +143,11 @@ def per_token(seconds: float, tokens: Sequence[int]) -> Answered:
     return seconds / (len(tokens) - 1), list(tokens)
 
 
-# Our engine: the plain weights, and the same in eight bits if it can read them so.
+# Our engine: the original weights, and in eight bits if it supports them.
 
 
 def opened(model: str, max_tokens: int) -> tuple[dict[str, LocalBackend], dict[str, str]]:
-    """Return a backend by its weights, and why others are absent, by arm. Raises UserError without the model."""
+    """Return backends by weights, and the reasons for absent arms. Raises UserError without the model."""
     preset, eight_bits = presets.preset(model), EIGHT_BITS[OURS]
     plain = loading.load(model, DRAFTING, "cpu", torch.float32)
     engines = {FLOAT32: open_backend(plain, preset, methods.chosen(list(DRAFTING)), max_tokens)}
@@ -169,7 +169,7 @@ def arms_of(engines: Mapping[str, LocalBackend]) -> Iterator[Arm]:
 
 
 def served(folder: Path, model: str, ours: LocalBackend) -> tuple[dict[Arm, Settings], dict[str, int]]:
-    """Write the files; return what each server serves, and the bytes of weights that a step reads of each file."""
+    """Write the files; return the settings of each server, and the bytes of weights read per step from each file."""
     plain, eight_bits = folder / "target.gguf", folder / "q8_0.gguf"
     convert(model, plain, "gguf", None)
     quantise(plain, eight_bits)
@@ -192,7 +192,7 @@ def served(folder: Path, model: str, ours: LocalBackend) -> tuple[dict[Arm, Sett
 
 
 def quantise(source: Path, destination: Path) -> None:
-    """Write a float32 GGUF file's matrices in Q8_0, embedding and head too, as llama.cpp's own tool does."""
+    """Write a float32 GGUF file's matrices in Q8_0, including embedding and head, as llama.cpp's tool does."""
     read = GGUFReader(source)
     writer = GGUFWriter(destination, str(read.fields["general.architecture"].contents()))
     for one in read.fields.values():
@@ -213,6 +213,6 @@ def quantise(source: Path, destination: Path) -> None:
 
 
 def step_bytes(file: Path) -> int:
-    """Return the bytes of a file's weights that a step reads: all but the embedding's table, unless it is the head."""
+    """Return the bytes of weights read per step: all except the embedding's table, unless it is also the head."""
     sizes = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(file).tensors}
     return sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)

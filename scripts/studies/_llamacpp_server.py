@@ -1,7 +1,7 @@
-"""A llama.cpp server as a child process on 127.0.0.1, which is always stopped at the end.
+"""A llama.cpp server as a child process on 127.0.0.1, always stopped at the end.
 
-Run by the Python that has xllamacpp, with settings as JSON, this file is that process: it prints its address, and ends
-when its standard input is closed, so that no server outlives the script that started it.
+This file is also the child process, run by a Python with xllamacpp and settings as JSON: it prints its address, and
+ends when its standard input is closed, so that no server outlives its parent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 600.0
 TYPES = {"dflash": "DRAFT_DFLASH", "eagle3": "DRAFT_EAGLE3", "ngram": "NGRAM_SIMPLE"}
-"""Methods by our names, and the ends of llama.cpp's."""
+"""Suffixes of llama.cpp's names, by our names of methods."""
 COUNTERS = {
     "at": r'^llamacpp:spec_decode_num_accepted_tokens_per_pos_total\{position="(\d+)"\} (\S+)$',
     "rounds": r"^llamacpp:spec_decode_num_drafts_total(?:\{[^}]*\})? (\S+)$",
@@ -35,12 +35,12 @@ COUNTERS = {
 
 
 class ServerError(Exception):
-    """The server did not start, or did not answer as it should."""
+    """The server did not start, or did not respond correctly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is served. `method` "ar" is plain decoding; `num_drafts` is per round, for methods that draft."""
+    """The settings of a server. `method` "ar" is plain decoding; `num_drafts` is per round, for drafting methods."""
 
     target: str
     method: str = "ar"
@@ -50,18 +50,18 @@ class Settings:
     num_threads: int = 1
     flash_attention: bool = False
     slots: int = 1
-    """Answers at a time, which share `model_length`."""
+    """Concurrent answers, which share `model_length`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """`decode_s` is the time after the first token, as the server itself measured it."""
+    """An answer; `decode_s` is the server's own measurement of the time after the first token."""
 
     tokens: tuple[int, ...]
     num_rounds: int
     num_drafted: int
     accepted_at: tuple[int, ...]
-    """By position of the draft: how many rounds accepted it."""
+    """The number of rounds that accepted each position of the draft."""
     decode_s: float
 
     @property
@@ -117,7 +117,7 @@ class Server(AbstractContextManager["Server"]):
         return "\n".join(self.log.read().splitlines()[-25:])
 
     def complete(self, prompt: list[int], max_tokens: int) -> Completion:
-        """The greedy answer to one prompt, alone. Nothing is kept from earlier prompts."""
+        """Return the greedy answer to a single prompt, without a prompt cache."""
         body = {
             "prompt": prompt, "n_predict": max_tokens, "temperature": 0, "return_tokens": True, "cache_prompt": False,
         }  # fmt: skip
@@ -132,12 +132,12 @@ class Server(AbstractContextManager["Server"]):
         return Completion(tuple(answer["tokens"]), new["rounds"], drafted, at, timings["predicted_ms"] / 1000)
 
     def tokenize(self, text: str, special: bool = False) -> list[int]:
-        """None is added; with `special`, those in the text are read as such."""
+        """Return the tokens without adding special tokens; with `special`, special tokens in the text are parsed."""
         body = {"content": text, "add_special": False, "parse_special": special}
         return [int(token) for token in self.ask("/tokenize", body)["tokens"]]
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """By the chat template in the file."""
+        """Render a chat by the file's chat template."""
         return str(self.ask("/apply-template", {"messages": messages})["prompt"])
 
     def _counters(self) -> dict[str, int]:
@@ -168,14 +168,14 @@ def version(python: Path) -> str:
 
 
 def serve(settings: Settings) -> None:
-    """In the server's own Python."""
+    """Run the server, in the Python that has xllamacpp."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path = settings.target
     params.n_ctx, params.n_parallel = settings.model_length, settings.slots
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings.num_threads
-    # All in float32, as in our engine. Flash attention on the CPU computes in float16, whatever the cache holds.
+    # All in float32, as in our engine. Flash attention on the CPU computes in float16, whatever the cache's dtype.
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     flash = xllamacpp.llama_flash_attn_type
     on, off = flash.LLAMA_FLASH_ATTN_TYPE_ENABLED, flash.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -192,12 +192,12 @@ def serve(settings: Settings) -> None:
         if settings.draft is not None:
             draft.mparams.path = settings.draft
         if settings.method == "ngram":
-            # The last three tokens are looked up, as ours are; it takes another match than ours where there are more.
+            # The last three tokens are looked up, as in our engine; of several matches llama.cpp takes another.
             params.speculative.ngram_simple.size_n, params.speculative.ngram_simple.size_m = 3, settings.num_drafts
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
     sys.stdin.read()
-    # Its threads have nothing to save.
+    # The server's threads have nothing to save.
     os._exit(0)
 
 

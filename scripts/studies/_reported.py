@@ -1,4 +1,4 @@
-"""Studies that are one run of `dflash-bench`, whose page is its report; and what runs say of their own times."""
+"""Pages of studies that are the report of a single run; and the runs' findings on disturbed times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from studies._study import Work, bench
 
 
 def page(work: Work, run: Path, remark: str = "") -> str:
-    """The report of a run, which names the study below its title; `remark` is a paragraph below the machine."""
+    """Return a run's report, with the study named below the title; `remark` is a paragraph below the machine."""
     title, code, machine, rest = bench("report", run, "--format", "markdown").split("\n\n", 3)
     named = code.replace(f" --out {run}", "")
     parts = [title, f"`{work.command}` makes this page, by", named, machine, remark, rest]
@@ -18,10 +18,10 @@ def page(work: Work, run: Path, remark: str = "") -> str:
 
 
 DISTURBED = ("drift", "slow_plain")
-"""Findings that say that a run's times are not those of a quiet machine."""
+"""Kinds of findings on times of a machine that was not quiet."""
 
 
 def doubts(runs: Sequence[Document]) -> str:
-    """Return a sentence on the times of runs that were disturbed, by their own findings; empty if none was."""
+    """Return a sentence on disturbed times, by the runs' findings; empty if there are none."""
     found = [one.text for run in runs for one in run.findings if one.kind in DISTURBED]
     return f"\n**The machine was not quiet, so that times are rough**: {'; '.join(found)}.\n" if found else ""

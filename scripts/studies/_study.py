@@ -1,10 +1,10 @@
-"""What all studies share: the list of them, their options, their folder of runs, and how their pages are written.
+"""The framework of all studies: their list, options, folders of runs, and the writing of pages.
 
-A study is a file beside this one. Its docstring's first line is its line in the list; `TAKES` says how long it takes,
-`PAGES` which files of `results/` it makes (patterns, such as `gpu-*.md`, where a name depends on the machine), and
-`EXTRA`, if it is there, which extra of the package it needs. `options(parser)` adds its options, if it has any, and
-`make(work, options)` measures and returns what it made. This module imports nothing but the standard library, and the
-list is read from the files' text, so that listing needs no set-up.
+A study is a file beside this one. Its docstring's first line is its line in the list; `TAKES` is its duration, `PAGES`
+the files of `results/` that it makes (patterns, such as `gpu-*.md`, where a name depends on the machine), and `EXTRA`,
+if present, the extra of the package that it needs. `options(parser)`, if present, adds its options, and
+`make(work, options)` measures and returns a `Made`. This module imports only the standard library, and the list is read
+from the files' text, so that listing needs no set-up.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RESULTS, RUNS = ROOT / "results", ROOT / "results" / "runs"
 MARKER = "study.json"
-"""In a study's folder: which study it belongs to, and with which options."""
+"""The file in a study's folder with the study's name and options."""
 
 
 class StudyError(Exception):
-    """What is wrong, and what to do: one line for the user, exit status 2."""
+    """An error with its remedy: a line for the user, exit status 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a study's file says of itself."""
+    """A study's description in its file."""
 
     name: str
     title: str
@@ -46,9 +46,9 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a study found: files for `results/`, by name, each its text or a file to copy; and what is wrong.
+    """The result of a study: files for `results/` by name, as text or a file to copy; and problems.
 
-    With problems the exit status is 1; files are written all the same, if any are given.
+    With problems the exit status is 1; files are written nevertheless.
     """
 
     files: Mapping[str, str | Path] = field(default_factory=dict)
@@ -57,26 +57,26 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A study's folder, in which what is finished stays; `command` is how the study was called."""
+    """A study's folder, which keeps finished work; `command` is the study's command line."""
 
     folder: Path
     command: str
 
     def run(self, name: str, *words: object, kind: str = "run", allowed: Sequence[int] = (0,)) -> Path:
-        """`dflash-bench run` (or `sweep`) into the folder NAME, going on where it was interrupted."""
+        """Run `dflash-bench run` (or `sweep`) into the folder NAME, resuming if it was interrupted."""
         out = self.folder / name
         resumed = ["--resume"] * (out / "run.json").exists()
         bench(kind, *words, "--out", out, *resumed, allowed=allowed, shown=True)
         return out
 
     def plots(self, run: Path) -> Path:
-        """The folder with all plots of a run, as SVG."""
+        """Write all plots of a run as SVG; return their folder."""
         out = self.folder / "plots" / run.name
         bench("plot", run, "--format", "svg", "--out", out, shown=True)
         return out
 
     def once(self, name: str, make: Callable[[], str]) -> Path:
-        """The file NAME with the text that `make` returns, which is only called if the file is not there."""
+        """Return the file NAME, written with the text of `make` if it does not exist."""
         path = self.folder / name
         if not path.exists():
             write(path, make())
@@ -84,7 +84,7 @@ class Work:
 
 
 def bench(*words: object, allowed: Sequence[int] = (0,), shown: bool = False) -> str:
-    """The output of a `dflash-bench` command as a user would give it; `shown` sends it to the screen instead.
+    """Return the output of a `dflash-bench` command; `shown` sends it to stderr instead.
 
     Raises StudyError if its exit status is not allowed.
     """
@@ -100,12 +100,12 @@ def bench(*words: object, allowed: Sequence[int] = (0,), shown: bool = False) ->
 
 
 def _word(word: object) -> str:
-    """A path in the checkout as seen from there: runs record their command, and pages show it."""
+    """Make paths relative to the checkout: runs record their command, and pages show it."""
     return str(word.relative_to(ROOT) if isinstance(word, Path) and word.is_relative_to(ROOT) else word)
 
 
 def write(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write a file atomically."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         file.write(text)
     os.chmod(file.name, 0o644)
@@ -117,7 +117,7 @@ def tell(text: str) -> None:
 
 
 def add_data(parser: ArgumentParser, files: str) -> None:
-    """`--data`: rows of public suites, from a folder or from the hub."""
+    """Add `--data`: rows of public suites, from a folder or from the hub."""
     parser.add_argument(
         "--data", type=_folder, default="hub", metavar="FOLDER",
         help=f"holds {files} as on the hub; without it the hub's are used, which needs a network",
@@ -136,7 +136,7 @@ def names() -> list[str]:
 
 
 def known(name: str) -> Known:
-    """Read from the file's text; nothing is imported."""
+    """Read a study's description from the file's text, without importing it."""
     tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
     said = {
         node.targets[0].id: ast.literal_eval(node.value)
@@ -155,7 +155,7 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-# Running one.
+# Running a study.
 
 
 def main(words: Sequence[str]) -> int:
@@ -173,7 +173,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parser_of(name: str) -> ArgumentParser:
-    """The options of a study, its own and those that all have."""
+    """Return the parser of a study's own and the shared options."""
     module, about = import_module(f"studies.{name}"), known(name)
     parser = ArgumentParser(
         prog=f"scripts/study {name}", description=f"{module.__doc__} Takes {about.takes}.", allow_abbrev=False
@@ -187,7 +187,7 @@ def parser_of(name: str) -> ArgumentParser:
 
 
 def perform(name: str, words: Sequence[str]) -> int:
-    """Exit status: 1 if the study found something wrong."""
+    """Run a study. Return the exit status: 1 if it found problems."""
     parser = parser_of(name)
     options = parser.parse_args(words)
     own = {key: value for key, value in vars(options).items() if key not in ("work", "fresh", "output")}
@@ -202,7 +202,7 @@ def perform(name: str, words: Sequence[str]) -> int:
 
 
 def begin(folder: Path, name: str, own: Mapping[str, object], fresh: bool) -> None:
-    """A folder that is new, or holds this very study with these very options.
+    """Open a folder that is new, or holds this study with these options.
 
     Raises StudyError if it holds anything else, which is never deleted.
     """
@@ -221,7 +221,7 @@ def begin(folder: Path, name: str, own: Mapping[str, object], fresh: bool) -> No
 
 
 def command(name: str, changed: Mapping[str, object]) -> str:
-    """As a page shows it: without the paths of this machine."""
+    """Return the command line for pages, without the paths of this machine."""
     words = ["scripts/study", name]
     for key, value in changed.items():
         flag = f"--{key.replace('_', '-')}"
@@ -232,7 +232,7 @@ def command(name: str, changed: Mapping[str, object]) -> str:
 
 
 def deliver(about: Known, made: Made, output: Path) -> None:
-    """Raises StudyError for a file that the study does not announce: nobody would know what makes it."""
+    """Write the files. Raises StudyError for a file missing in the study's PAGES: its origin would be unknown."""
     for name, content in made.files.items():
         if not any(fnmatch(name, pattern) for pattern in about.pages):
             raise StudyError(f"{about.name} made {name}, which its PAGES do not name")

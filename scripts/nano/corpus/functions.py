@@ -1,7 +1,7 @@
 """Small Python functions with docstring and tests (HumanEval and MBPP columns).
 
-A function is combined from parts (which elements, what is computed from them, how the results are joined). So there
-are many different functions, and each one's name, description and code follow from the same choice.
+A function is combined from parts (which elements, what is computed from them, how the results are joined). So there are
+many different functions, whose name, description and code follow from the same choice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nano.corpus.task import Family, Task
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A specification, from which the columns of both suites are made."""
+    """A specification that yields the columns of both suites."""
 
     name: str
     argument: str

@@ -1,4 +1,4 @@
-"""The result of a generator, and the words that generators share."""
+"""The result of a generator, and words shared by generators."""
 
 from __future__ import annotations
 
