@@ -1,1 +1,1 @@
-"""Profiling: times a backend's forward passes, and judges them by the machine's limits."""
+"""Profiling: times a backend's forward passes, and compares them with the machine's limits."""

@@ -43,9 +43,9 @@ from dflash_bench.models.nets.p_eagle import PEagleDraft
 
 
 COPIED = {"cpu": 64 * 2**20, "cuda": 2**30}
-"""Bytes that are copied, more than a processor's caches hold."""
+"""Bytes per copy, more than a processor's caches hold."""
 MULTIPLIED = {"cpu": 1024, "cuda": 8192}
-"""Rows and columns of the square matrices that are multiplied."""
+"""Size of the square matrices that are multiplied."""
 
 
 def medians_s(
@@ -55,11 +55,11 @@ def medians_s(
     least: int = 3,
     most: int = 7,
 ) -> list[float]:
-    """Return the median seconds of each call, after a first call of each that does not count.
+    """Return the median seconds of each call, after an uncounted warm-up call of each.
 
     The calls take turns, so that a machine that slows down slows all of them: at least `least` times, and until the
-    budget is spent. If one turn takes more than twice the budget, the first turn counts too and the second is the last:
-    the extra work of a first call is negligible then.
+    budget is spent. If a turn takes more than twice the budget, the warm-up turn counts too and the second turn is the
+    last: the extra work of a first call is negligible then.
     """
     clock, turns = clock_for(device), list[list[float]]()
     first = _turn(calls, clock)
@@ -81,7 +81,7 @@ def _turn(calls: Sequence[Callable[[], object]], clock: Clock) -> list[float]:
 
 
 def least_s(call: Callable[[], object], device: torch.device, budget_s: float = 0.1, most: int = 32) -> float:
-    """Return the seconds of the shortest of up to `most` calls, the one least disturbed by the rest of the machine."""
+    """Return the seconds of the shortest of up to `most` calls, the call least disturbed by other load."""
     clock, times = clock_for(device), list[float]()
     while not times or (len(times) < most and sum(times) < budget_s):
         times += _turn([call], clock)
@@ -89,13 +89,14 @@ def least_s(call: Callable[[], object], device: torch.device, budget_s: float = 
 
 
 WIDE = (5, 9, 16)
-"""Widths whose shortest passes a run keeps, those that begin a tile: a pass over as many tokens takes no less."""
+"""Widths whose shortest passes a run records. They begin a tile: a pass over as many tokens takes no less."""
 WIDE_CALLS, WIDE_BUDGET_S = 16, 2.0
 
 
 def shortest_wide_s(target: Target, context: int, pass_s: float) -> dict[str, float]:
-    """Return the seconds of the shortest of many passes of each width in `WIDE`; none where passes of `pass_s` are too
-    long for that: of a few passes on a busy machine all may have been interrupted."""
+    """Return the seconds of the shortest of many passes of each width in `WIDE`.
+
+    Empty if `pass_s` is too long for many passes: on a busy machine all of a few passes may be interrupted."""
     if pass_s * len(WIDE) * WIDE_CALLS > WIDE_BUDGET_S:
         return {}
     prepare(target, 1, context + max(WIDE))
@@ -107,9 +108,9 @@ def shortest_wide_s(target: Target, context: int, pass_s: float) -> dict[str, fl
 
 @torch.inference_mode()
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Measure a device's rates in this type; other types may have other rates."""
+    """Measure a device's rates for one dtype; other dtypes may have other rates."""
     kind = device.type if device.type in COPIED else "cpu"
-    # Filled, because memory that was never written is not there yet.
+    # Filled, because memory is allocated only when it is first written.
     source = torch.ones(COPIED[kind] // dtype.itemsize, dtype=dtype, device=device)
     copy = torch.zeros_like(source).fill_(2)
     copied_s = medians_s([lambda: copy.copy_(source)], device, 0.2)[0]
@@ -120,17 +121,17 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 READ_LEAST, READ_MOST, READ_SPARE = 256 * 2**20, 2 * 2**30, 8
-"""Bytes that are read, at least and at most, and the part of the free memory that they may take."""
+"""Bytes to read, at least and at most, and the divisor of the free memory that limits them."""
 READ_PIECE = 32 * 2**20
-"""Bytes of a piece: read in a few milliseconds, so that some of its turns are not interrupted on a busy machine."""
+"""Bytes per piece: read in a few milliseconds, so that some turns are not interrupted on a busy machine."""
 
 
 @torch.inference_mode()
 def read_bandwidth(device: torch.device, at_least: int = 0) -> float:
     """Return the bytes per second at which the device's memory is read, each piece at the best of several turns.
 
-    On a CPU this is what a float32 sum reads, by as many threads as torch has, from an array of twice the size of the
-    largest cache, and of `at_least` so many bytes, if there is room; on a GPU what a copy reads and writes.
+    On a CPU torch's threads sum a float32 array of twice the size of the largest cache, and of at least `at_least`
+    bytes, if memory allows; on a GPU a copy's reads and writes count.
     """
     if device.type != "cpu":
         source = torch.ones(COPIED["cuda"] // 4, device=device)
@@ -139,7 +140,7 @@ def read_bandwidth(device: torch.device, at_least: int = 0) -> float:
     wanted = max(READ_LEAST, 2 * (environment.cache_bytes() or 0), at_least)
     free = environment.free_bytes()
     num_bytes = min(wanted, READ_MOST, wanted if free is None else max(READ_LEAST, free // READ_SPARE))
-    # Of numpy, which asks for huge pages: filling small ones takes seconds.
+    # By numpy, which requests huge pages: filling small pages takes seconds.
     values = torch.from_numpy(np.ones(num_bytes // 4, dtype=np.float32))
     pieces = values.split(READ_PIECE // 4)
     return num_bytes / sum(_quickest_s([piece.sum for piece in pieces], device))
@@ -153,11 +154,11 @@ def _quickest_s(calls: Sequence[Callable[[], object]], device: torch.device, bud
     return [min(times) for times in zip(*turns, strict=True)]
 
 
-# What each pass of a draft reads and multiplies.
+# The bytes and operations of each pass of a draft.
 
 
 def draft_passes(draft: Any, target: Any, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
-    """Return the passes of drafting `num_drafts` tokens, and of reading `kept` tokens of the round before.
+    """Return the passes of drafting `num_drafts` tokens, and of reading `kept` tokens of the previous round.
 
     `draft` is a DFlash draft in one step, a P-EAGLE draft, MTP heads, or an EAGLE-3 draft that drafts a chain.
     """
@@ -235,7 +236,7 @@ def _mtp_passes(draft: MTPDraft, target: Any, num_drafts: int, kept: int) -> tup
 
 
 def _part_size(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) -> Size:
-    """Return the size of these modules of a draft, with so many layers of attention."""
+    """Return the size of these modules of a draft, with `num_layers` layers of attention."""
     itemsize = draft.norm.weight.element_size()
     weights = [weight for module in modules for weight in module.parameters()]
     attention: tuple[AttentionCost, ...] = ()
@@ -248,26 +249,26 @@ def _part_size(modules: Iterable[nn.Module], draft: Any, num_layers: int = 0) ->
 
 # The time of a pass of the target, by the number of tokens that it reads.
 #
-# Nothing is decoded: the tokens are arbitrary, and the context is that of an empty cache, which is read all the same.
+# Nothing is decoded: the tokens are arbitrary, and the context is an empty cache, which is read all the same.
 
 
 WIDTHS = (1, 2, 4, 5, 8, 9, 16)
-"""Kernels compute whole tiles, of 4, 8 or 16 tokens: one token more than a tile may cost as much as the next tile."""
+"""Timed widths. Kernels compute whole tiles, of 4, 8 or 16 tokens: a token more than a tile may cost a whole tile."""
 CONTEXT = 128
-"""The context at which a run measures its target, or as much as the target has room for."""
+"""The context at which a run measures its target, or the target's maximum if that is less."""
 
 
 def prepare(target: Target, rows: int, capacity: int) -> None:
-    """Allocate the cache, with a spare place after the last token, as decoding has.
+    """Allocate the cache, with a spare place after the last token, as in decoding.
 
-    It is done twice, because fresh zeros take no memory until they are overwritten, the second time.
+    `begin` runs twice, because fresh zeros take no memory until they are overwritten, by the second call.
     """
     target.begin(rows, capacity + 1)
     target.begin(rows, capacity + 1)
 
 
 def some_tokens(target: Target, rows: int, width: int) -> Tensor:
-    """Return different tokens [B, N], because equal ones would be sent to the same experts."""
+    """Return different tokens [B, N], because equal tokens would be routed to the same experts."""
     return (torch.arange(rows * width, device=target.device) * 7919 % target.vocab_size).view(rows, width)
 
 
@@ -327,7 +328,7 @@ def context_of(target: Target) -> int:
 
 
 def forward_curve(target: Target) -> dict[str, Any]:
-    """Return the timings of the target that a run keeps: a few widths, and the rates and sizes to judge them by."""
+    """Return the target's timings for a run's records: a few widths, with the rates and sizes for their rooflines."""
     context = context_of(target)
     try:
         reads: float | None = read_bandwidth(target.device)
@@ -350,7 +351,7 @@ def forward_curve(target: Target) -> dict[str, Any]:
     }
 
 
-# The costs of passes, drafts and the loop itself on this device, without meaningful prompts or answers.
+# Costs of passes, drafts and the loop itself on this device, without meaningful prompts or answers.
 
 
 BUILDERS: Mapping[str, Callable[[Models, Target, Method], Any]] = {
@@ -359,15 +360,15 @@ BUILDERS: Mapping[str, Callable[[Models, Target, Method], Any]] = {
 }  # fmt: skip
 """The methods whose drafts can be timed without a text."""
 KEPT = 4
-"""Tokens of the round before that a draft reads, or fewer if it cannot keep so many."""
+"""Number of tokens of the previous round that a draft reads, or fewer if it cannot keep so many."""
 PROMPT = 8
 ROUNDS, ROUNDS_S = 12, 0.5
-"""The most rounds that are timed, and the seconds after which no more are begun."""
+"""Maximum number of timed rounds, and the seconds after which no further round begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The workload to measure: every batch at every context, in passes of these widths and of whole rounds."""
+    """The workload to measure: every batch size at every context, in passes of these widths and in whole rounds."""
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -375,7 +376,7 @@ class Workload:
 
 
 def check(methods: Sequence[Method]) -> None:
-    """Raises UserError for a method that needs a text to draft from, or that chooses its draft length by itself."""
+    """Raise UserError for a method that needs a text to draft from, or that chooses its draft length by itself."""
     for method in methods:
         if method.name not in BUILDERS:
             raise unknown("method to profile", method.name, list(BUILDERS))
@@ -407,7 +408,7 @@ def measure(
     models: Models, target: Target, methods: Sequence[Method], workload: Workload, is_cut: bool,
     tell: Callable[[str], None], capture: str | None = None,
 ) -> tuple[ProfileData, str]:  # fmt: skip
-    """Return timings, and how passes are captured. If the target `is_cut` to fewer layers, its head is timed, too."""
+    """Return timings, and the mode of capture. If the target `is_cut` to fewer layers, its head is timed, too."""
     tell("measuring the device")
     rates = measure_rates(target.device, target.model.dtype)
     forwards: list[ForwardTiming] = []
@@ -440,7 +441,7 @@ def measure(
 def _single_token_drafters(models: Models, target: Target, method: Method, drafter: Any) -> list[Any]:
     """Return the method's drafter for a single token, if shorter drafts are cheaper.
 
-    They are not for DFlash and its trees: a block is drafted whole, even if only a part of it is verified, as with
+    For DFlash and its trees they are not: a block is drafted whole, even if only part of it is verified, as with
     `block=auto`.
     """
     if method.draft is None or method.draft.startswith("dflash") or drafter.num_drafts == 1:
@@ -469,14 +470,14 @@ def _time_draft(models: Models, target: Target, method: Method, drafter: Any, ro
         draft()
         drafter.capture(context + 1, capacity)
     (seconds,) = medians_s([draft], target.device)
-    # Of a tree, the slots of the block that it is made of.
+    # For a tree, the slots of the block that it is made of.
     predicted = getattr(drafter, "num_predicted", drafter.num_drafts)
     passes = draft_passes(drafter.draft, target.model, predicted, kept)
     return DraftTiming(method.label, drafter.num_drafts, rows, context, seconds, passes)
 
 
 class _Watched:
-    """Wraps a target or a drafter, and records when some of its methods were called."""
+    """Wraps a target or a drafter, and records the times of calls of the methods `names`."""
 
     def __init__(self, inner: Any, names: Sequence[str], calls: list[tuple[Any, Any]], clock: Any) -> None:
         self.inner, self.names, self.calls, self.clock = inner, names, calls, clock
@@ -496,7 +497,7 @@ class _Watched:
 
 
 def _outside_calls_s(target: Target, drafter: Any, rows: int) -> float:
-    """Return the median seconds per round of the loop that are spent neither in the target nor in the draft."""
+    """Return the loop's median seconds per round spent neither in the target nor in the draft."""
     clock, calls = clock_for(target.device), list[tuple[Any, Any]]()
     watched: Any = _Watched(target, ("forward", "commit"), calls, clock)
     drafting: Any = _Watched(drafter, ("propose", "observe"), calls, clock)
@@ -511,5 +512,5 @@ def _outside_calls_s(target: Target, drafter: Any, rows: int) -> float:
         calls.clear()
         if len(rounds) == ROUNDS or sum(rounds) > ROUNDS_S:
             break
-    # The first round is a warm-up, if there was time for others.
+    # The first round is a warm-up, if there are others.
     return median(outside[1:] or outside or [0.0])

@@ -1,4 +1,4 @@
-"""Judges a profile: the cost of a round in plain steps, the acceptance at which it breaks even, and its bottleneck."""
+"""Verdicts on a profile: a round's cost in steps of plain decoding, break-even acceptance length, and bottleneck."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class RoundCost:
     method: str
     width: int
     plain_s: float
-    """A step of plain decoding, including the loop around it."""
+    """Seconds of a step of plain decoding, including the loop around it."""
     draft_s: float
     verify_s: float
     host_s: float
     draft_roofline_s: float | None = None
-    """None unless the draft was timed at this width, and not interpolated."""
+    """None if the draft's time at this width is interpolated."""
     verify_roofline_s: float | None = None
 
     @property
@@ -48,19 +48,19 @@ class RoundCost:
 
     @property
     def break_even_al(self) -> float:
-        """(t_draft + t_verify) / t_ar per round."""
+        """Return the acceptance length at which a round breaks even, (t_draft + t_verify) / t_plain."""
         return (self.draft_s + self.verify_s) / self.plain_s
 
     def speedup(self, al: float) -> float:
         return al / self.cost
 
     def without(self, part: Binding, al: float) -> float:
-        """Return the speed-up if this part were free; verifying would then cost a plain step."""
+        """Return the speed-up if this part were free; verification would still cost a plain step."""
         shares = self.excess()
         return al / (self.cost - shares[part])
 
     def excess(self) -> dict[Binding, float]:
-        """Return what each part adds to the one plain step that a round always needs, in plain steps."""
+        """Return the cost of each part beyond the one plain step that a round always needs, in plain steps."""
         return {
             "draft": self.draft_s / self.plain_s,
             "verify": self.verify_s / self.plain_s - 1,
@@ -92,7 +92,7 @@ class ProfiledBatch:
 
 
 def places(measured: ProfileData, acceptance: dict[str, tuple[float, str]]) -> list[ProfiledBatch]:
-    """Judge every batch and context. `acceptance` holds, by method, tokens per round and their source."""
+    """Judge every batch and context. `acceptance` maps methods to acceptance lengths and their sources."""
     known = dict.fromkeys((forward.rows, forward.context) for forward in measured.forwards)
     return [_place(measured, *place, acceptance) for place in known]
 
@@ -120,7 +120,7 @@ def _reading(measured: ProfileData, forward: ForwardTiming) -> Reading:
 
 
 def _rounds(measured: ProfileData, forwards: Sequence[ForwardTiming], drafts: Sequence[DraftTiming]) -> list[RoundCost]:
-    """Return the cost of a method's rounds at every width up to its own."""
+    """Return the cost of a method's rounds at every width up to the method's width."""
     method, rows, context = drafts[0].method, drafts[0].rows, drafts[0].context
     hosts = {host.method: host.seconds for host in measured.hosts if host.rows == rows}
     seconds = {forward.width: forward.seconds for forward in forwards}
@@ -139,7 +139,7 @@ def _rounds(measured: ProfileData, forwards: Sequence[ForwardTiming], drafts: Se
 
 
 def _between(drafts: Sequence[DraftTiming]) -> LinearCost:
-    """Return the seconds of a draft by its tokens: the line through the shortest and the longest, or a constant."""
+    """Fit a draft's seconds by its number of tokens: a line through the shortest and the longest, or a constant."""
     return fit([draft.num_drafts for draft in drafts], [draft.seconds for draft in drafts])
 
 
@@ -151,11 +151,11 @@ def what_binds(whole: RoundCost, through: WidthCurve, al: float | None) -> Bindi
     """Return the bottleneck of a round, compared with the best case: all tokens accepted, at the cost of a plain step.
 
     The missing factor is the product of width / al, for acceptance, and the cost in plain steps; the larger one binds.
-    Within the cost it is the part that adds most. If that part is dominated by fixed costs, well above its roofline on
-    a target that is so too, the bottleneck is the overhead of launching work.
+    Within the cost the part that adds most binds. If that part is dominated by fixed costs, well above its roofline on
+    a target that also is, the bottleneck is the launch overhead.
 
-    Timings that deviate from their line by a share are known no better than that: if two candidates are closer, the
-    result is "unclear", because the next measurement may well name the other.
+    The relative deviation of timings from their line is their uncertainty: if two candidates differ by less, the result
+    is "unclear", because the next measurement may well give the other.
     """
     off = through.off
     if al is not None and abs(whole.width / al - whole.cost) < off * whole.cost:
@@ -196,7 +196,7 @@ def is_alike(part: Size, full: Size) -> bool:
 
 
 def published_acceptance(target: str, method: str, num_drafts: int) -> tuple[float, str] | None:
-    """Return the median over suites of the acceptance published for such a pair at temperature 0, and its source."""
+    """Return the median over suites of the pair's published acceptance at temperature 0, and its source, or None."""
     figures = [
         figure
         for figure in load_figures()
