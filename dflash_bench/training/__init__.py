@@ -1,4 +1,4 @@
-"""How are drafts trained: prompts, the target's answers, losses, and the loop.
+"""Training of drafts: prompts, the target's answers, losses, and the loop.
 
-Every stage is seeded and continues where it was interrupted.
+Every stage is seeded and resumes where it was interrupted.
 """

@@ -1,7 +1,7 @@
-"""The target's own answers to training prompts, and its hidden states on them: what drafts learn from (paper, 4.2).
+"""The target's own answers to training prompts, and its hidden states on them, the training data (paper, 4.2).
 
 Answers are decoded many at a time and stored batch by batch. A stored batch is never decoded again, so that an
-interrupted training continues where it was. Batches are drawn at random: the first few are a fair sample of all.
+interrupted training resumes there. Batches are drawn at random: the first few are a fair sample of all.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from dflash_bench.training.trainer import check_same_options
 
 PLAN = "answers.json"
 ENDS = 2
-"""Tokens at the end of an answer that the decoding loop reads in no round, or for no drafter."""
+"""Number of tokens at the end of an answer that the decoding loop reads in no round, or for no drafter."""
 GROUP = 16
-"""Batches that are cut from one sample of prompts, sorted by length: rows of a batch wait for each other."""
+"""Number of batches cut from one sample of prompts, sorted by length: rows of a batch wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """A chat's tokens, as the template renders them, and the temperature of the answer.
+    """A chat's tokens, as rendered by the template, and the temperature of the answer.
 
-    `first` holds the tokens of the chat's first turn if this is a later one.
+    `first` holds the tokens of the chat's first turn if this is a later turn.
     """
 
     ids: tuple[int, ...]
@@ -46,7 +46,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """What decides the answers. The outputs of `layers` are stored; without any, only tokens are."""
+    """The settings that determine the answers. The outputs of `layers` are stored; without layers, only tokens are."""
 
     revision: str
     layers: tuple[int, ...]
@@ -64,7 +64,7 @@ class Recorder:
         self.taps, self.hidden_size = tuple(taps), hidden_size
 
     def begin(self, num_rows: int, capacity: int) -> None:
-        """Make room for states [rows, capacity, K, H] of K layers."""
+        """Allocate states [rows, capacity, K, H] of K layers."""
         shape = (num_rows, capacity, len(self.taps), self.hidden_size)
         self.states = torch.zeros(shape, dtype=torch.bfloat16)
 
@@ -92,7 +92,7 @@ def collect(
 
     Raises UserError if the folder holds answers of another plan or to other requests.
     """
-    # First turns are written as they always were, so that stored answers stay valid.
+    # First turns are written as in earlier versions, so that stored answers stay valid.
     written = [{name: value for name, value in asdict(one).items() if value != ()} for one in requests]
     prompts = zlib.crc32(repr(written).encode())
     if group.is_first:
@@ -123,7 +123,7 @@ def write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def batches(requests: Sequence[AnswerRequest], size: int, seed: int) -> list[list[int]]:
-    """Return the numbers of requests by batch, the same for the same requests. A batch has one temperature."""
+    """Return the indices of requests by batch, deterministically. A batch has one temperature."""
     order = list(range(len(requests)))
     Random(seed).shuffle(order)
     by_batch: list[list[int]] = []
@@ -171,7 +171,7 @@ def decode_all(
 def joined(
     texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Concatenate whole conversations into the tensors that are stored; `states` [T, K, H] of each, or none at all."""
+    """Concatenate whole conversations into the stored tensors; `states` holds [T, K, H] for each, or is empty."""
     tensors = {
         "ids": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
         "ends": torch.tensor([len(text) for text in texts]).cumsum(0),
@@ -197,7 +197,7 @@ def _read_ends(target: Target, recorder: Recorder, texts: Sequence[Sequence[int]
 
 
 class ComputedStates:
-    """Computes the outputs of these layers when they are asked for, by one pass over each text, in place of storage."""
+    """Computes the outputs of these layers on demand, by one pass over each text, instead of storing them."""
 
     def __init__(self, target: Target, layers: Sequence[int]) -> None:
         self.target, self.layers = target, tuple(layers)

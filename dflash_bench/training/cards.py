@@ -19,9 +19,9 @@ from dflash_bench.training.trainer import History
 NAME = "README.md"
 ACCEPTANCE = "acceptance.json"
 LEARNT = 1.05
-"""Tokens per round below which a draft has learnt nothing; plain decoding has 1."""
+"""Acceptance length below which a draft has learnt nothing; plain decoding has 1."""
 HISTORY = "history.json"
-"""File of all measurements of the training, which the card shows as a table."""
+"""File of all measurements during training, which the card lists as a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Acceptance:
     num_prompts: int
     max_new_tokens: int
     al_before: float | None = None
-    """`al_pooled` of the draft as it was before the training; None in files from before this was measured."""
+    """`al_pooled` of the draft before the training; None in files of earlier versions."""
 
     @property
     def has_learnt(self) -> bool:
@@ -63,7 +63,7 @@ def write(
     folder: Path, request: TrainRequest, prompts: Sequence[Chat], overlaps: Sequence[Overlap], history: History,
     rate: float, num_answer_tokens: int, num_later: int, measured: Acceptance,
 ) -> None:  # fmt: skip
-    """Write the card, and beside it acceptance and history for programs."""
+    """Write the card, and beside it acceptance and history in machine-readable form."""
     name = presets.name(request.target)
     sources = Counter(Path(prompt.source).name for prompt in prompts)
     lines = [
@@ -93,17 +93,17 @@ def write(
 
 
 def _given(request: TrainRequest) -> str:
-    """Return the options that decide the draft and were given."""
+    """Return the given options among those that determine the draft."""
     chosen = request.values(*DECISIVE)
     if request.init is not None:
-        # A path is named by its end, which says which draft it is, and not whose machine it was on.
+        # Only the end of the path, which identifies the draft without revealing the machine.
         chosen["init"] = "/".join(Path(request.init).parts[-2:])
     given = [f"{name} {chosen[name]}" for name in DECISIVE if chosen[name] not in (None, False)]
     return ", ".join(given) or "all defaults"
 
 
 def overlap_table(overlaps: Sequence[Overlap], num_prompts: int) -> list[str]:
-    """Return lines of Markdown, one for each suite; of a source only its kind, not the path of a folder."""
+    """Return a Markdown table with a line per suite, with the kind of its source but no path of a folder."""
     return [
         f"Of {num_prompts:,} training prompts, the number that share {NUM_WORDS} words in a row with a test suite: as "
         "they are, and if all numbers count as equal (prompts made from one template). Lines that are part of a "
@@ -119,7 +119,7 @@ def overlap_table(overlaps: Sequence[Overlap], num_prompts: int) -> list[str]:
 
 
 def history_table(history: History) -> list[str]:
-    """Return lines of Markdown, one for each measurement."""
+    """Return a Markdown table with a line per measurement."""
     keys = list(history[0])
     rows = [" | ".join(_cell(entry[key]) for key in keys) for entry in history]
     return [f"| {' | '.join(keys)} |", f"|{'---:|' * len(keys)}", *(f"| {row} |" for row in rows)]

@@ -1,4 +1,4 @@
-"""The options of `train`: one field each, from which flag, help, range, config file and Python API follow."""
+"""The options of `train`: each field defines flag, help, range, config file entry and Python API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dflash_bench.core.option import Condition, Range, check_options, check_thre
 
 METHODS = ("dflash", "dflash2", "dspark", "eagle3", "medusa", "mtp")
 WRITTEN = 1_000
-"""Our own prompts of each kind, where a user gives none."""
+"""Number of our own prompts of each kind if a user gives none."""
 BLOCKS = ("dflash", "dflash2", "dspark")
 """Kinds of the DFlash family."""
 WITH_HEADS = ("dflash2", "dspark")
@@ -27,7 +27,7 @@ DECISIVE = (
     "init", "layers", "block_size", "rank", "depth", "draft_vocab", "mask_token", "epochs", "steps", "distil",
     "patience", "slim",
 )  # fmt: skip
-"""Options that decide the draft, besides its rate and seed."""
+"""Options that determine the draft, besides its rate and seed."""
 
 _options, _prompts, _answers = under("Options"), under("Prompts"), under("Answers")
 _draft, _training = under("Draft"), under("Training")
@@ -233,14 +233,14 @@ class TrainRequest:
     )
 
     def __post_init__(self) -> None:
-        """Python callers may give folders as text."""
+        """Convert folders that Python callers give as strings."""
         for name in ("out", "against"):
             if isinstance(folder := getattr(self, name), str):
                 object.__setattr__(self, name, Path(folder))
 
     @property
     def drafter(self) -> str:
-        """Return the method that runs what is trained: kinds of DFlash are one method."""
+        """Return the method that runs the trained draft: kinds of DFlash are one method."""
         return "dflash" if self.method in BLOCKS else self.method
 
     @property

@@ -1,7 +1,7 @@
-"""Contamination: do training prompts occur in a test suite? Found by sequences of thirteen words that both contain.
+"""Contamination: finds training prompts that share a sequence of thirteen words with a test suite.
 
-Lines that several prompts of a suite share are its template, and no leak: they are left out on both sides. A sequence
-that is the same except for its numbers comes from a common template: no leak, but such a test is easier than it looks.
+Lines that several prompts of a suite share are its template, and no leak: they are ignored on both sides. A sequence
+that is the same except for its numbers comes from a common template: no leak, but the test is easier than it looks.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.tasks import suites
 
 NUM_WORDS = 13
-"""Words of a piece; a shorter text is one piece."""
+"""Number of words per piece; a shorter text is one piece."""
 OF_TEMPLATE = 3
 """A line that this many prompts of a suite share is part of its template."""
 NUMBER = "0"
-"""Stands for every number, to find pieces that are the same except for these."""
+"""Replaces every number, to find pieces that are the same except for numbers."""
 LEAST_WORDS = 7
-"""Words other than numbers that such a piece needs: sequences of numbers are alike everywhere."""
+"""Minimum number of other words in a piece with numbers replaced: sequences of numbers are alike everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Training prompts that share a piece with a suite, and the number of those that do except for numbers."""
+    """Training prompts that share a piece with a suite, and the number of prompts that do if numbers are ignored."""
 
     suite: str
     source: str
@@ -51,14 +51,14 @@ def pieces(text: str, template: Collection[str] = ()) -> set[Piece]:
 
 
 def without_numbers(found: Iterable[Piece]) -> set[Piece]:
-    """Return the pieces with all numbers made equal, if enough other words are left."""
+    """Return the pieces with all numbers replaced, if enough other words are left."""
     alike = (tuple(NUMBER if word.isdecimal() else word for word in piece) for piece in found)
     return {piece for piece in alike if len(piece) - piece.count(NUMBER) >= LEAST_WORDS}
 
 
 @dataclass(slots=True)
 class _SuitePieces:
-    """A suite's pieces, as they are and except for numbers, and the training prompts found to share them."""
+    """A suite's pieces, unchanged and with numbers replaced, and the training prompts found to share them."""
 
     loaded: suites.Loaded
     template: set[str]
@@ -81,7 +81,7 @@ def found(texts: Iterable[str], against: Path | None) -> list[Overlap]:
     tested = [_SuitePieces.of(loaded) for loaded in _suites(against)]
     for text in texts:
         lines = _lines(text)
-        # Few suites share a line with the text, so that the same pieces serve for most of them.
+        # Few suites share a line with the text, so most of them use the same pieces.
         cut: dict[frozenset[str], tuple[set[Piece], set[Piece]]] = {}
         for one in tested:
             left_out = frozenset(lines & one.template)
@@ -103,7 +103,7 @@ def _lines(text: str) -> set[str]:
 
 
 def require_suites(folder: Path) -> None:
-    """Raise UserError unless the folder holds rows of known suites only: a mistyped name would guard nothing."""
+    """Raise UserError unless the folder holds rows of known suites only: a mistyped name would be ignored."""
     known = suites.known_suites()
     looked_for = f"known: {', '.join(f'{name}/{suite.split}' for name, suite in known.items())}.jsonl or .parquet"
     try:

@@ -1,4 +1,4 @@
-"""Rows to train on: stored answers packed to one length, batches of such rows, and their rotary tables."""
+"""Training rows: stored answers packed to one length, batches of rows, and their rotary tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Batch:
 
     @classmethod
     def filled(cls, rows: Sequence[Sequence[tuple[Tensor, Tensor]]], length: int, pad: int) -> Batch:
-        """Lay out the samples of each row one behind another; each sample is its ids [T] and weights [T]."""
+        """Concatenate the samples of each row; a sample is a pair of ids [T] and weights [T]."""
         shape = (len(rows), length)
         ids, weights = torch.full(shape, pad), torch.zeros(shape)
         document, position = torch.full(shape, -1), torch.arange(length).repeat(len(rows), 1)
@@ -67,7 +67,7 @@ class Data(Protocol):
 
     @property
     def num_held_out(self) -> int:
-        """Number of rows, the last ones, that are never trained on."""
+        """Number of rows at the end that are never trained on."""
         ...
 
     def take(self, index: Sequence[int], layers: Sequence[int]) -> tuple[Batch, Tensor]:
@@ -81,11 +81,11 @@ class Data(Protocol):
 
 CPU = torch.device("cpu")
 Compute = Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]
-"""Returns the target's states on texts, as `answers.ComputedStates`."""
+"""Returns the target's states on texts, like `answers.ComputedStates`."""
 FIRSTS = ("firsts", "first_ends")
-"""Additional tensors of a batch of later turns: how their chats began."""
+"""Additional tensors of a batch of later turns: the first turns of their chats."""
 OPEN_ROWS = 64
-"""Rows that may still be filled up: more would pack tighter, and take longer."""
+"""Maximum number of incomplete rows while packing: more would pack tighter, and take longer."""
 
 
 class Stored:
@@ -120,8 +120,8 @@ class Stored:
 class TrainingChat:
     """Tokens `begin` to `end` of a stored batch; the answer starts at `prompt_length`.
 
-    `prompt_number` is the number of its request, and `chat` holds the tokens of the chat's first turn, which all turns
-    and answers of a chat have in common.
+    `prompt_number` is the index of its request, and `chat` holds the tokens of the chat's first turn, which all turns
+    and answers of a chat share.
     """
 
     def __init__(
@@ -146,12 +146,12 @@ class TrainingChat:
 
     @property
     def sample(self) -> tuple[Tensor, Tensor]:
-        """Return its ids [T] and weights [T]: 1 for the answer, 0 for the prompt."""
+        """Return ids [T] and weights [T]: 1 for the answer, 0 for the prompt."""
         return self.ids, (torch.arange(len(self.ids)) >= self.prompt_length).float()
 
 
 def stored(folders: Sequence[Path]) -> list[TrainingChat]:
-    """Open all conversations in these folders, in the order of their batches. Raises UserError if there are none."""
+    """Open all conversations in these folders, ordered by batch. Raises UserError if there are none."""
     paths = [path for folder in folders for path in sorted(folder.glob("answers-*.safetensors"))]
     items = [item for path in paths for item in Stored(path).conversations()]
     if not items:
@@ -162,10 +162,9 @@ def stored(folders: Sequence[Path]) -> list[TrainingChat]:
 class PackedRows:
     """Conversations packed into rows of one length; the target's states are read from disk row by row.
 
-    `layers` names the layers whose outputs the stored states are; the last of them is the target's last layer, and
-    `norm` is the target's norm between that layer and its head. The last rows hold `held_out`, which is never trained
-    on. Rows stay on the host until they are taken to `device`, where the norm is. States that are not stored come from
-    `compute`.
+    The stored states are the outputs of `layers`, of which the last is the target's last layer; `norm` is the target's
+    norm between that layer and its head. The last rows hold `held_out`, which is never trained on. Rows stay on the
+    host until they are moved to `device`, where the norm is. States that are not stored come from `compute`.
     """
 
     def __init__(
@@ -202,7 +201,7 @@ class PackedRows:
         return normed
 
     def _states(self, index: Sequence[int], which: list[int]) -> Tensor:
-        # A step asks for features and for last states of the same rows: they are read from disk once.
+        # A step needs features and last states of the same rows: they are read from disk once.
         if self._latest is None or self._latest[0] != tuple(index):
             self._latest = (tuple(index), self._read(index))
         return self._latest[1][:, :, which].to(self.device, torch.float32)
@@ -226,7 +225,7 @@ class PackedRows:
 
 
 def packed(items: Sequence[TrainingChat], length: int, seed: int) -> list[list[TrainingChat]]:
-    """Shuffle, then put each conversation into the first of the last few rows that has room for it."""
+    """Shuffle, then put each conversation into the first incomplete row with enough space."""
     order = list(items)
     Random(seed).shuffle(order)
     rows: list[list[TrainingChat]] = []

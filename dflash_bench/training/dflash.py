@@ -27,7 +27,7 @@ def block_hidden(
     """Return the normed states [R, A, B, H] of all blocks of a batch at once; blocks never see each other.
 
     `features` [R, N, K * H] are the target's states, `tokens` [R, A] the anchors' ids, `start` [R, A] their positions,
-    and `visible` [R, A, N] says which context tokens each block may see.
+    and `visible` [R, A, N] marks the context tokens that each block may see.
     """
     config, (num_rows, num_anchors) = draft.config, tokens.shape
     block = config.block_size
@@ -48,7 +48,7 @@ def block_hidden(
         mixed = mixed + torch.einsum("rhabc,rhacd->rhabd", weights[..., -block:], v)
         return mixed.transpose(1, 2).flatten(0, 1)
 
-    # A block is a row of its own: convolutions end at its seams.
+    # Each block is a separate row: convolutions end at its borders.
     places = (start[..., None] + torch.arange(block, device=start.device)).flatten(0, 1)
     hidden: Tensor = draft(embedding[ids.flatten(0, 1)], tables.at(places), attend)
     return hidden.view(num_rows, num_anchors, block, -1)
@@ -62,19 +62,19 @@ def slot_weights(block: int, gamma: float) -> Tensor:
 
 
 def teacher_places(anchors: Tensor, block: int, length: int) -> Tensor:
-    """Return [R, A, B]: the token whose target state predicts slot k, the one before it; within rows of `length`."""
+    """Return [R, A, B], the index of the token before slot k, whose target state predicts it; within `length`."""
     return (anchors[..., None] + torch.arange(block, device=anchors.device) - 1).clamp(0, length - 1)
 
 
 Hidden = Callable[[DFlashDraft, Tensor, Tensor, Rotary, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""How a draft is conditioned on its context; arguments and result as in `block_hidden`."""
+"""Conditions a draft on its context; arguments and result as in `block_hidden`."""
 
 
 class DFlashObjective(Objective):
-    """Cross-entropy of the answers' tokens, weighted by slot, over the slots that have one (paper, section 4.2).
+    """Cross-entropy of the answers' tokens, weighted by slot, over the slots with a label (paper, section 4.2).
 
-    `distil` is the share of the loss that compares with the target's own probabilities instead. They say more about a
-    place than the one token that was chosen there, which counts where answers are few.
+    `distil` is the share of the loss that compares with the target's own probabilities instead. They hold more
+    information about a place than the one chosen token, which matters if answers are few.
     """
 
     draft: DFlashDraft
@@ -118,7 +118,7 @@ class DFlashObjective(Objective):
         if self.distil:
             teacher = self._teacher(index, teacher_places(anchors, labels.shape[-1], self.rows.ids.shape[1]), use)
             losses = losses - self.distil * (teacher * scores).sum(dim=-1)
-        # Rows without a slot to learn from teach nothing.
+        # Without a slot to learn from the loss is 0, not NaN.
         return (losses * weights[use]).sum() / weights[use].sum().clamp(min=torch.finfo(torch.float32).tiny)
 
     @torch.no_grad()
@@ -139,12 +139,12 @@ class DFlashObjective(Objective):
 
 # The training losses of blocks with a correction head: DFlash 2's candidate selector and DSpark's Markov head.
 #
-# The head reads the true tokens before a slot in place of drafted ones. A draft counts up to its first wrong token, so
-# the slots that decide read true tokens when decoding, too.
+# The head reads the true tokens before a slot instead of drafted ones. A draft counts up to its first wrong token, so
+# the slots that matter read true tokens when decoding, too.
 
 
 class CorrectedObjective(DFlashObjective):
-    """The DFlash loss over the slots that draft, with what the head adds; `corrected` and `extra_loss` are the head's.
+    """The DFlash loss over drafting slots, with the head's logits and loss (`corrected` and `extra_loss`).
 
     Shapes: n slots in use, of hidden states [n, H], with the tokens `before` them [n] and base logits [n, Vd].
     """
@@ -157,7 +157,7 @@ class CorrectedObjective(DFlashObjective):
         config = draft.config
         self.num_drafts, self.slots = config.num_drafts(config.block_size), config.slots(config.block_size)
         self.weights = slot_weights(self.num_drafts + 1, gamma)[1:].to(self.device)
-        # A head of the whole vocabulary has a row for each token, whatever it learns to distinguish.
+        # A head over the whole vocabulary has a row for each token, whichever tokens are drafted.
         self.of_head = vocab.token_ids if config.draft_vocab_size is None else torch.arange(len(vocab.token_ids))
 
     def labels(self, batch: Batch, anchors: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,7 +173,7 @@ class CorrectedObjective(DFlashObjective):
         raise NotImplementedError
 
     def losses(self, scores: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
-        """Return losses [n] of log-probabilities [n, C] at labels [n], mixed with those against a teacher's [n, C]."""
+        """Return losses [n] of log-probabilities [n, C] at labels [n], mixed with the loss against a teacher [n, C]."""
         hard = -scores.gather(1, labels[:, None])[:, 0]
         return hard if teacher is None else (1 - self.distil) * hard - self.distil * (teacher * scores).sum(dim=-1)
 
@@ -184,7 +184,7 @@ class CorrectedObjective(DFlashObjective):
         raise NotImplementedError
 
     def extra_loss(self, hidden: Tensor, before: Tensor, valid: Tensor, right: Tensor) -> Tensor | float:
-        """Return what is added to the loss, given all slots [R, A, N] and which are predicted right."""
+        """Return an additional loss, given all slots [R, A, N] and whether each is predicted right."""
         return 0.0
 
     def loss(self, index: list[int], step: int) -> Tensor:
@@ -215,7 +215,7 @@ class CorrectedObjective(DFlashObjective):
 
 
 class SelectorObjective(CorrectedObjective):
-    """DFlash 2: the block's own loss, and that of the selector among its candidates, where the right one is there."""
+    """DFlash 2: the block's own loss, and the selector's loss where the right token is among its candidates."""
 
     def _selector(self) -> CandidateSelector:
         selector = self.draft.candidate_selector
@@ -253,9 +253,9 @@ class SelectorObjective(CorrectedObjective):
 
 
 class MarkovObjective(CorrectedObjective):
-    """DSpark: the loss of the corrected logits, and that of the confidence head, which learns the draft's acceptance.
+    """DSpark: the loss of the corrected logits, and the loss of the confidence head, which learns the acceptance.
 
-    The confidence head only looks on: no gradient goes through it into the draft.
+    No gradient flows through the confidence head into the draft.
     """
 
     def _markov(self) -> MarkovHead:
@@ -289,7 +289,7 @@ class MarkovObjective(CorrectedObjective):
         confidence = self._confidence()
         if confidence is None:
             return 0.0
-        # As when decoding: a slot counts if all before it were accepted.
+        # As in decoding, a slot counts if all slots before it were accepted.
         reached = valid & torch.cat([torch.ones_like(right[..., :1]), right[..., :-1].cumprod(dim=-1).bool()], dim=-1)
         rows = self._markov().markov_w1(before)
         said = confidence(torch.cat([hidden, rows], dim=-1)[reached].detach())

@@ -1,4 +1,4 @@
-"""Data-parallel training: one process for each GPU, each with its share of the work and, in the end, the same draft.
+"""Data-parallel training: one process per GPU, with its share of the work; all end with the same draft.
 
 `accelerate launch --multi_gpu -m dflash_bench.cli train ...` or torchrun starts the processes. Gradients are averaged
 after each step rather than by DistributedDataParallel, because a step's forward pass has several parts.
@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroup:
-    """`size` processes, of which this is number `rank`; only the first one writes files and reports progress."""
+    """`size` processes, of which this is number `rank`; only the first writes files and reports progress."""
 
     rank: int = 0
     size: int = 1
@@ -36,7 +36,7 @@ class ProcessGroup:
         return list(items[self.rank :: self.size])
 
     def wait(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all processes arrive here."""
         if self.size > 1:
             distributed.barrier()
 
@@ -50,7 +50,7 @@ class ProcessGroup:
                 parameter.grad /= self.size
 
     def mean(self, value: float, device: torch.device) -> float:
-        """Return the mean of all processes' values: not a number if it is none in any of them."""
+        """Return the mean of all processes' values: NaN if any value is."""
         if self.size == 1:
             return value
         total = torch.tensor(value, device=device, dtype=torch.float64)
@@ -70,9 +70,9 @@ ALONE = ProcessGroup()
 
 
 def init_distributed(device: str) -> tuple[ProcessGroup, str]:
-    """Return the group of processes that were started together, and this one's device.
+    """Return the group of processes that were started together, and this process's device.
 
-    Without a launcher this process is alone. Raises UserError if there are several and accelerate is not installed.
+    Without a launcher this process is alone. Raises UserError for several processes if accelerate is not installed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE, device
@@ -86,6 +86,6 @@ def init_distributed(device: str) -> tuple[ProcessGroup, str]:
 
 
 def _leave() -> None:
-    """End the threads that talk to other processes: one that outlives the interpreter aborts this process."""
+    """End the threads that communicate with other processes: a thread that outlives the interpreter aborts it."""
     if distributed.is_initialized():
         distributed.destroy_process_group()

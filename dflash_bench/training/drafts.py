@@ -1,4 +1,4 @@
-"""Fresh drafts for a target of any architecture: sizes and rotary angles are the target's, and so is the vocabulary."""
+"""Fresh drafts for a target of any architecture, with the target's sizes, rotary angles and vocabulary."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class DraftVocab:
 
 
 def taps(num_layers: int) -> tuple[int, ...]:
-    """Return the target layers whose outputs are stored for all drafts: those of DFlash, and the last layer."""
+    """Return the target layers whose outputs are stored for all drafts: DFlash's layers, and the last layer."""
     return (*dflash.default_target_layers(num_layers, min(NUM_FEATURES, max(1, num_layers - 3))), num_layers - 1)
 
 
 def eagle3_taps(stored: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a low, a middle and a high one of the stored layers."""
+    """Return a low, a middle and a high layer among the stored layers."""
     *layers, _ = stored
     return (layers[0], layers[len(layers) // 2], layers[-1])
 
@@ -78,7 +78,7 @@ def eagle3_taps(stored: tuple[int, ...]) -> tuple[int, ...]:
 def mask_token(tokenizer: Any, num_embeddings: int, wanted: str | None) -> int:
     """Return the id of the token that stands for a masked position.
 
-    Raises UserError if the tokenizer does not know `wanted`, or, without one, if no id of the vocabulary is spare.
+    Raises UserError if the tokenizer lacks `wanted`, or, if that is None, if no id of the vocabulary is spare.
     """
     if wanted is not None:
         token_id = tokenizer.get_vocab().get(wanted)
@@ -101,7 +101,7 @@ def new_dflash(
 ) -> DFlashDraft:  # fmt: skip
     """Return a fresh DFlash draft whose last norm starts as the target's.
 
-    With `token_ids` [Vd], ascending, it drafts only these: its head holds the target's rows for them, untrained.
+    With `token_ids` [Vd], ascending, it drafts only these tokens: its head holds the target's rows for them, untrained.
     """
     reduced: dict[str, Any] = {} if token_ids is None else {"own_head": True, "draft_vocab_size": len(token_ids)}
     config = DFlashConfig(
@@ -123,7 +123,7 @@ def new_dflash(
 def new_eagle3(
     target: Any, layers: tuple[int, ...], counts: Tensor, vocab_size: int, seed: int, trains_head: bool = True
 ) -> Eagle3Draft:
-    """Return a fresh EAGLE-3 draft of the tokens most frequent by `counts` [V], whose head starts as the target's."""
+    """Return a fresh EAGLE-3 draft for the most frequent tokens by `counts` [V]; its head starts as the target's."""
     config = Eagle3Config(draft_vocab_size=vocab_size, target_layer_ids=layers, **_shape(target))
     draft = Eagle3Draft(config)
     dflash.initialise(draft, seed)
@@ -153,10 +153,10 @@ CANDIDATES = 16
 
 
 def as_dflash2(draft: DFlashDraft, vocab: DraftVocab, rank: int, seed: int) -> DFlashDraft:
-    """Return the draft with identity convolutions and a selector that adds nothing yet: it drafts what it did.
+    """Return the draft with identity convolutions and a selector that adds nothing yet: its output is unchanged.
 
-    Successors start as the head's rows, projected at random, so that like tokens are alike; predecessors at zero, so
-    that those that are never seen keep the block's own choice. Raises UserError for widths without whole groups.
+    Successors start as the head's rows, projected at random, so that similar tokens are close; predecessors at zero, so
+    that unseen predecessors keep the block's own choice. Raises UserError for widths without whole groups.
     """
     config = draft.config
     if config.hidden_size % CONV_GROUP:
@@ -191,7 +191,7 @@ def as_dspark(draft: DFlashDraft, vocab: DraftVocab, rank: int, seed: int) -> DF
 
 
 def _grown(draft: DFlashDraft, **changes: Any) -> DFlashDraft:
-    """Return a draft of a changed config with all weights of this one."""
+    """Return a draft with a changed config and all weights of `draft`."""
     made = DFlashDraft(replace(draft.config, **changes))
     made.load_state_dict({**made.state_dict(), **draft.state_dict()})
     if draft.config.own_head:
@@ -206,7 +206,7 @@ def _projected(rows: Tensor, rank: int, generator: torch.Generator) -> Tensor:
 
 
 def new_mtp(target: Any, seed: int) -> MTPDraft:
-    """Return MTP heads whose layer starts as the target's last one with full attention, reading its state alone."""
+    """Return MTP heads whose layer starts as the target's last layer with full attention, reading its state alone."""
     text = target.config.get_text_config()
     draft = MTPDraft(MTPConfig.of(text)).float().to_empty(device="cpu")
     kinds = optional(text, "layer_types") or [FULL] * text.num_hidden_layers
@@ -222,7 +222,7 @@ def new_mtp(target: Any, seed: int) -> MTPDraft:
 
 
 def new_medusa(target_head: Tensor, num_heads: int = NUM_HEADS) -> MedusaHeads:
-    """Return Medusa heads that all start as `target_head` [V, H]: residual blocks add nothing to begin with."""
+    """Return Medusa heads that all start as `target_head` [V, H]: residual blocks initially add nothing."""
     heads = MedusaHeads(MedusaConfig(target_head.shape[1], target_head.shape[0], num_heads))
     for head in heads:
         for part in head.children():

@@ -24,7 +24,7 @@ def step_states(
 ) -> list[Tensor]:
     """Return the draft's states [R, N, H] for each step; place t of step i predicts the token at t + 2 + i.
 
-    Place t attends to the first step's keys of its sample up to t, and to what it wrote itself in later steps.
+    Place t attends to the first step's keys of its sample up to t, and to its own keys from later steps.
     """
     config = draft.config
     groups = config.num_heads // config.num_kv_heads
@@ -57,8 +57,8 @@ def distillation_loss(
 ) -> Tensor:  # fmt: skip
     """Return the soft cross-entropy against the target's logits [n, V] at `places` [R, N], over the draft vocabulary.
 
-    `scores` turns states [m, H] into logits [m, Vd]; it is called only where something is learnt, since that takes most
-    of a step. Places where the target's best token is outside the draft vocabulary (`t2d` [V]) are left out.
+    `scores` maps states [m, H] to logits [m, Vd]; it is called only where something is learnt, since it takes most of a
+    step. Places where the target's best token is outside the draft vocabulary (`t2d` [V]) are ignored.
     """
     covered, indices = torch.zeros_like(places), torch.zeros_like(places, dtype=torch.int64)
     covered[places] = t2d[teacher.argmax(dim=-1)]
@@ -111,6 +111,6 @@ class Eagle3Objective(Objective):
 
 
 def right_steps(tokens: list[Tensor], ids: Tensor, masks: list[Tensor]) -> Tensor:
-    """Return [R, N, steps]: does step i, or head i of Medusa, predict the token of the answer at t + 2 + i?"""
+    """Return [R, N, steps], true where step i, or head i of Medusa, predicts the answer's token at t + 2 + i."""
     steps = enumerate(zip(tokens, masks, strict=True))
     return torch.stack([mask & (predicted == shift(ids, step + 2)) for step, (predicted, mask) in steps], dim=-1)

@@ -1,6 +1,6 @@
-"""Which tokens of packed rows may be seen, which ones teach, and how many drafted ones are right.
+"""Masks of packed rows: visible tokens, tokens with a loss, and the number of right drafted tokens.
 
-Shapes: R rows of N tokens; A anchors in each row, one for each block of B slots (the anchor is slot 0).
+Shapes: R rows of N tokens; A anchors in each row, one per block of B slots (the anchor is slot 0).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dflash_bench.training.data import Batch
 
 
 def causal(batch: Batch) -> Tensor:
-    """Return [R, N, N]: may token i see token j? Only earlier tokens of its own sample, and itself."""
+    """Return [R, N, N], true where token i may see token j: an earlier token of its own sample, or itself."""
     index = torch.arange(batch.ids.shape[1], device=batch.ids.device)
     return (batch.document[:, :, None] == batch.document[:, None, :]) & (index[:, None] >= index)
 
@@ -23,7 +23,7 @@ def additive(allowed: Tensor) -> Tensor:
     return mask.masked_fill_(~allowed, torch.finfo(torch.float32).min)[:, None]
 
 
-# Chains: the token a number of places further on, for each token of a row.
+# Chains: for each token of a row, the token at a distance.
 
 
 def shift(x: Tensor, by: int) -> Tensor:
@@ -32,12 +32,12 @@ def shift(x: Tensor, by: int) -> Tensor:
 
 
 def is_answer_after(batch: Batch, by: int) -> Tensor:
-    """Return [R, N]: does the token `by` places further on belong to an answer of the same sample?"""
+    """Return [R, N], true where the token `by` places further on belongs to an answer of the same sample."""
     return shift(batch.weights > 0, by) & (shift(batch.document + 1, by) == batch.document + 1)
 
 
 def step_masks(batch: Batch, steps: int) -> list[Tensor]:
-    """Return [R, N] for each step: step i predicts the token at t + 2 + i, if that is part of an answer."""
+    """Return [R, N] for each step, true where the token at t + 2 + i, which step i predicts, is part of an answer."""
     return [is_answer_after(batch, step + 2) for step in range(steps)]
 
 
@@ -47,7 +47,7 @@ def step_masks(batch: Batch, steps: int) -> list[Tensor]:
 def sample_anchors(batch: Batch, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw `count` tokens of answers per row, uniformly without replacement, whose next token is an answer's, too.
 
-    Return their indices [R, A] and which of them are real [R, A]: rows with fewer such tokens are filled up.
+    Return their indices [R, A] and whether each is real [R, A]: rows with fewer such tokens are padded.
     """
     eligible = (batch.weights > 0) & is_answer_after(batch, 1)
     # Drawn on the host, so that every device trains on the same places.
@@ -70,13 +70,13 @@ def slots(batch: Batch, anchors: Tensor, count: int) -> tuple[Tensor, Tensor, Te
 
 
 def block_labels(batch: Batch, anchors: Tensor, real: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return labels and their validity [R, A, B]: slot k stands for the token k places after the anchor."""
+    """Return labels and their validity [R, A, B]: slot k predicts the token k places after the anchor."""
     labels, answer, exists = slots(batch, anchors, block)
     return labels, exists & answer & real[..., None]
 
 
 def context_mask(batch: Batch, anchors: Tensor) -> Tensor:
-    """Return [R, A, N]: a block sees its own sample strictly before the anchor."""
+    """Return [R, A, N], true where a block sees a token: in its own sample, strictly before the anchor."""
     before = torch.arange(batch.ids.shape[1], device=anchors.device) < anchors[..., None]
     return before & (batch.document[:, None] == batch.document.gather(1, anchors)[..., None])
 

@@ -12,11 +12,11 @@ from dflash_bench.training.masks import accepted_lengths, shift, step_masks
 from dflash_bench.training.trainer import Objective
 
 HEAD_DECAY = 0.8
-"""Weight of a head over the weight of the head before it, as in the paper."""
+"""Ratio of a head's weight to the previous head's, as in the paper."""
 
 
 class MedusaObjective(Objective):
-    """Heads read the hidden states that the target's own head reads, after its last norm."""
+    """Loss of heads that read the inputs of the target's own head, after its last norm."""
 
     draft: MedusaHeads
 
@@ -24,7 +24,7 @@ class MedusaObjective(Objective):
         return [head[-1].weight for head in self.draft]  # type: ignore[index]
 
     def _forward(self, index: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return logits [R, N, heads, V], ids [R, N], and for each head where it has a label [R, N]."""
+        """Return logits [R, N, heads, V], ids [R, N], and each head's mask of labels [R, N]."""
         batch, _ = self.rows.take(index, ())
         with self.half():
             logits = self.draft(self.rows.final(index))

@@ -1,4 +1,4 @@
-"""The training loss of MTP heads: one layer, several steps on its own outputs (DeepSeek-V3, 2.2; EAGLE-3's way)."""
+"""The training loss of MTP heads: one layer, several steps on its own outputs (DeepSeek-V3, 2.2; as in EAGLE-3)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dflash_bench.training.trainer import Objective
 
 
 class MTPObjective(Objective):
-    """Step i at place t predicts the token at t + 2 + i, with the target's own head; `vocab` is the whole one.
+    """Step i at place t predicts the token at t + 2 + i, with the target's own head; `vocab` is the whole vocabulary.
 
-    The first step reads the target's final states, later ones the heads' own outputs, over the first step's keys of
-    their sample and over what their own place wrote since.
+    The first step reads the target's final states, later steps the heads' own outputs, over the first step's keys of
+    their sample and their own place's later keys.
     """
 
     draft: MTPDraft
@@ -32,7 +32,7 @@ class MTPObjective(Objective):
         self.covered = torch.ones(len(vocab.token_ids), dtype=torch.bool, device=self.device)
 
     def _forward(self, index: list[int]) -> tuple[list[Tensor], Batch, list[Tensor], Tensor]:
-        """Return the states [R, N, H] of each step, the batch, the mask [R, N] of each step, and the target's."""
+        """Return each step's states [R, N, H], the batch, each step's mask [R, N], and the target's states."""
         batch, _ = self.rows.take(index, ())
         final = self.rows.final(index)
         own = torch.eye(batch.ids.shape[1], dtype=torch.bool, device=self.device).expand_as(causal(batch))

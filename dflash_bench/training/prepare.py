@@ -32,17 +32,17 @@ Tell = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class PreparedTraining:
-    """Everything that is known before the first step."""
+    """All inputs of a training, complete before the first step."""
 
     request: TrainRequest
     models: Models
     target: Target
     chats: tuple[Chat, ...]
     requests: tuple[AnswerRequest, ...]
-    """First turns to be answered: every chat's, and again, at temperature 1, those of a share of them."""
+    """First turns to be answered: every chat's, and for a share of chats once more, at temperature 1."""
     overlaps: tuple[Overlap, ...]
     layers: tuple[int, ...]
-    """Target layers whose outputs are used; the last one is the target's last."""
+    """Target layers whose outputs are used, ending with the target's last layer."""
     plan: AnswerPlan
     group: ProcessGroup
 
@@ -57,7 +57,7 @@ class PreparedTraining:
 
     @property
     def num_later(self) -> int:
-        """Number of turns after the first ones, if none is left out."""
+        """Number of turns after the first turns, if none is skipped."""
         return sum(len(one.later) for one in self.chats)
 
     @property
@@ -87,7 +87,7 @@ def prepare(request: TrainRequest, tell: Tell) -> PreparedTraining:
     found += _invented(request)
     overlaps = contamination.found([one.text for one in found], request.against)
     if "overlap" not in request.allow:
-        # Prompts of our own, and those that the target made up, are left out here; others are for the user to correct.
+        # Our own prompts and the target's invented ones are dropped here; other prompts are for the user to correct.
         found, num_left_out = _without_leaks(found, overlaps)
         if num_left_out:
             tell(f"left out {num_left_out} prompts, our own or made up by the target, that occur in a test suite")
@@ -107,9 +107,9 @@ def prepare(request: TrainRequest, tell: Tell) -> PreparedTraining:
 
 
 def device_of(wanted: str | None) -> str:
-    """Return the device to train on: the wanted one, or else a GPU if there is one.
+    """Return the device to train on: `wanted`, or else a GPU if there is one.
 
-    Raises UserError for a device that this machine does not have.
+    Raises UserError for a device that this machine lacks.
     """
     count = torch.cuda.device_count()
     device = wanted or ("cuda" if count else "cpu")
@@ -123,7 +123,7 @@ def device_of(wanted: str | None) -> str:
 
 
 def _invent(request: TrainRequest, models: Models, target: Target, tell: Tell) -> None:
-    """Store prompts that the target makes up, unless an earlier start did: new ones would need new answers."""
+    """Store prompts that the target invents, unless they exist: new prompts would need new answers."""
     if not request.invented:
         return
     work = request.out / "work"
@@ -142,14 +142,14 @@ def _invented(request: TrainRequest) -> list[Chat]:
 
 
 def _without_leaks(found: Sequence[Chat], overlaps: Sequence[Overlap]) -> tuple[list[Chat], int]:
-    """Leave out our own and the target's own prompts that occur in a suite; also return how many these were."""
+    """Drop our own and the target's own prompts that occur in a suite; return the rest and the number dropped."""
     shared = {text for overlap in overlaps for text in overlap.shared}
     kept = [one for one in found if not one.source.startswith((MADE_UP, prompts.OWN)) or one.text not in shared]
     return kept, len(found) - len(kept)
 
 
 def _require_disk(prepared: PreparedTraining) -> None:
-    """Raise UserError if the states may take more disk space than --max-disk allows or than there is."""
+    """Raise UserError if the states may exceed --max-disk or the free disk space."""
     out, needed = prepared.request.out, disk_bytes(prepared) / 1e9
     room = os.statvfs(_existing(out))
     free = room.f_bavail * room.f_frsize / 1e9
@@ -161,7 +161,7 @@ def _require_disk(prepared: PreparedTraining) -> None:
 
 
 def disk_bytes(prepared: PreparedTraining) -> int:
-    """Return the bytes that the stored states take if every answer is as long as it may be."""
+    """Return the bytes of the stored states if every answer has the maximum length."""
     longest = prepared.plan.max_new_tokens
     tokens = sum(len(one.ids) + longest for one in prepared.requests)
     tokens += prepared.num_later * (round(prompts.LONGEST_SHARE * ROW_LENGTH) + longest)
@@ -173,6 +173,6 @@ def _existing(path: Path) -> Path:
 
 
 def pad_id(models: Models) -> int:
-    """Return the token that fills rows up: the padding token, or else the end token."""
+    """Return the token that pads rows: the padding token, or else the end token."""
     tokenizer = models.tokenizer
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)

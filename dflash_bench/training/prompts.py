@@ -1,4 +1,4 @@
-"""Prompts to train on: chats from files, prompts from our templates, and prompts that the target invents."""
+"""Training prompts: chats from files, prompts from our templates, and prompts that the target invents."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from dflash_bench.tasks import rows, suites
 from dflash_bench.training.answers import decode_all
 from dflash_bench.training.config import TrainRequest
 
-# Prompts written for this project, to train a draft where there are none at hand: chat, code and mathematics.
+# Prompts written for this project, for training a draft without other prompts: chat, code and mathematics.
 #
-# Each is a template with its gaps filled at random (`starter.toml`), so that a little text gives thousands of prompts.
+# Templates with gaps are filled at random (`starter.toml`), so that a little text gives thousands of prompts.
 
 
 OWN = "written for dflash-bench"
@@ -33,7 +33,7 @@ KINDS = ("chat", "code", "mathematics")
 ENDINGS = ("", "", " Show your work.", "\nPlease reason step by step, and put your final answer within \\boxed{}.")
 """Endings of mathematical prompts."""
 TRIES = 1000
-"""Draws in a row that give no new prompt: then nearly all of them have been drawn."""
+"""Number of consecutive draws without a new prompt after which nearly all prompts have been drawn."""
 NUMBERS = {"a": (4, 60), "b": (2, 9), "c": (3, 12)}
 
 
@@ -43,7 +43,7 @@ def _texts() -> dict[str, Any]:
 
 
 def from_templates(kind: str, count: int, seed: int = 0) -> Iterator[str]:
-    """Yield `count` different prompts of a kind, the same ones for the same seed.
+    """Yield `count` different prompts of a kind, the same for the same seed.
 
     Raises UserError if there are fewer.
     """
@@ -63,7 +63,7 @@ def _filled(form: str, rng: Random) -> str:
 
     def fill(gap: re.Match[str]) -> str:
         name = gap[1]
-        # A gap that occurs twice gets the same word, except for topics, which are to differ.
+        # A repeated gap gets the same word, except for topics, which must differ.
         if name not in words or name == "topic":
             words[name] = rng.choice([word for word in _texts()["gaps"][name] if word not in words.values()])
         return words[name]
@@ -75,7 +75,7 @@ def _filled(form: str, rng: Random) -> str:
 
 
 LONGEST_SHARE = 0.5
-"""Share of a row that a prompt may take; a longer one would leave too little room for the answer."""
+"""Maximum share of a row for a prompt; a longer prompt would leave too little space for the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def user_chat(source: str, text: str) -> Chat:
 
 
 def from_files(files: Sequence[str]) -> Iterator[Chat]:
-    """Yield the prompts of files, each written FILE or SUITE=FILE. Raises UserError if one cannot be read."""
+    """Yield the prompts of files, given as FILE or SUITE=FILE. Raises UserError if a file cannot be read."""
     known = suites.known_suites()
     for text in files:
         name, equals, path = text.partition("=")
@@ -131,7 +131,7 @@ def written(count: int, seed: int) -> Iterator[Chat]:
 
 
 def encoded(chats: Sequence[Chat], tokenizer: Any, row_length: int) -> list[tuple[Chat, tuple[int, ...]]]:
-    """Return the chats that `fitting` chooses, each with its tokens.
+    """Return the chats that `fitting` selects, with their tokens.
 
     Raises UserError if the target has no chat template, or if no chat is left.
     """
@@ -145,7 +145,7 @@ def encoded(chats: Sequence[Chat], tokenizer: Any, row_length: int) -> list[tupl
 
 
 def fitting(chats: Sequence[Chat], tokenizer: Any, row_length: int) -> dict[tuple[int, ...], int]:
-    """Return the tokens and the number of each chat that leaves room for an answer; equal chats count once."""
+    """Return the tokens and the index of each chat that leaves space for an answer; equal chats count once."""
     kept: dict[tuple[int, ...], int] = {}
     for number, one in enumerate(chats):
         text = chat.render(tokenizer, one.messages, thinking=False)
@@ -155,22 +155,22 @@ def fitting(chats: Sequence[Chat], tokenizer: Any, row_length: int) -> dict[tupl
     return kept
 
 
-# Prompts that the target makes up itself: it is given the user's turn to write (Magpie, arXiv 2406.08464).
+# Prompts that the target invents: it generates the user's turn (Magpie, arXiv 2406.08464).
 #
-# An instruction-tuned model has seen users' turns, and continues an empty one as users would. So a draft can be trained
-# where there are no prompts at all. An opening, such as "Write a Python function", decides which kind they are.
+# An instruction-tuned model was trained on users' turns, and continues an empty turn as users would. So a draft can be
+# trained without any prompts. An opening, such as "Write a Python function", determines their kind.
 
 
 TOP_P = 0.95
-"""At temperature 1: prompts should differ, and still make sense."""
+"""Used at temperature 1: prompts should differ, and still make sense."""
 MOST_TOKENS = 160
 SHORTEST = 16
-"""Characters of a prompt; shorter texts ask nothing."""
+"""Minimum number of characters of a prompt; shorter texts ask nothing."""
 _HERE = "\x02here\x02"
 
 
 def turn_start(tokenizer: Any) -> str:
-    """Return the chat up to where the user's text begins, as the template renders it.
+    """Return the chat up to the begin of the user's text, as rendered by the template.
 
     Raises UserError if there is no template, or if it changes the user's text.
     """

@@ -1,6 +1,6 @@
 """`train`, from a request to a draft: prompts, answers, rows, the fit, and a folder that `run` can load.
 
-Every stage leaves its result in the folder's `work`, and finds it there when the training is continued.
+Every stage stores its result in the folder's `work`, and reuses it when the training is resumed.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from dflash_bench.training.mtp import MTPObjective
 from dflash_bench.training.prepare import ROW_LENGTH, PreparedTraining, Tell, disk_bytes, pad_id, prepare
 from dflash_bench.training.trainer import DraftRecipe, History, Objective, check_same_options
 
-# Acceptance of a draft in training, measured by decoding with it, as `run` does.
+# Acceptance of a draft in training, measured by decoding with it, as in `run`.
 #
-# Accuracy in training is not acceptance in serving, where a draft reads accepted tokens rather than given ones.
+# Accuracy in training is not acceptance in serving, where a draft reads accepted tokens rather than given tokens.
 
 
 DRAFTERS: dict[str, Callable[[Models, Target, Method], Drafter]] = {
@@ -64,7 +64,7 @@ DRAFTERS: dict[str, Callable[[Models, Target, Method], Drafter]] = {
 def answered(
     target: Target, method: str, draft: nn.Module, prompts: Sequence[Sequence[int]], limits: Limits
 ) -> list[AcceptedAnswer]:
-    """Answer each prompt at temperature 0, and return what was accepted in each round."""
+    """Answer each prompt at temperature 0, and return the accepted tokens per round."""
     weights = copy.deepcopy(draft).to(target.model.dtype).eval()
     models = Models(target.model, None, {method: weights}, {})
     return loop.measure_acceptance(target, DRAFTERS[method](models, target, parse(method)), prompts, limits)
@@ -74,19 +74,19 @@ def answered(
 
 
 ROWS = 4
-"""Rows per step, in each process."""
+"""Rows per step and process."""
 NUM_ANCHORS = 48
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
 """Decay of the loss by block size (paper, A.1); for other block sizes in proportion."""
 NUM_STEPS = 4
-"""Training-time-test steps of EAGLE-3."""
+"""Number of training-time-test steps of EAGLE-3."""
 BLOCK_SIZE, DISTIL, EPOCHS, DRAFT_VOCAB, RANK, DEPTH = 16, 0.5, 6.0, 8192, 64, 3
 """Defaults of options."""
 MEASURED, MEASURED_TOKENS = 32, 96
-"""Held-out prompts that are decoded to measure acceptance, and tokens of each answer."""
+"""Number of held-out prompts that are decoded to measure acceptance, and of tokens per answer."""
 RATES = (0.005, 0.02, 0.08)
 SEARCH_SHARE = 20
-"""Each rate is tried for one twentieth of the steps."""
+"""Each rate is tried for 1 / SEARCH_SHARE of the steps."""
 OF_OTHERS = 0.1
 """Learning rate of parameters that are not matrices, as a share of the rate of matrices."""
 
@@ -123,7 +123,7 @@ def new_objective(prepared: PreparedTraining, rows: PackedRows) -> Objective:
 def block_objective(
     request: TrainRequest, draft: DFlashDraft, rows: PackedRows, vocab: DraftVocab, device: torch.device
 ) -> Objective:
-    """Return the objective of a kind of the DFlash family that begins as this DFlash draft."""
+    """Return the objective of the request's kind of DFlash, starting from this DFlash draft."""
     block, rank = draft.config.block_size, request.rank or RANK
     gamma, distil = GAMMAS.get(block, block * 0.45), DISTIL if request.distil is None else request.distil
     if request.method == "dflash2":
@@ -136,7 +136,7 @@ def block_objective(
 
 
 def _begun(prepared: PreparedTraining) -> DFlashDraft:
-    """Return the draft of --init with its weights as stored. Raises UserError for one that cannot be continued."""
+    """Return the draft of --init with its stored weights. Raises UserError if it cannot be trained further."""
     request, chosen = prepared.request, Preset(prepared.request.target, {"dflash": str(prepared.request.init)})
     named = f"--init {request.init}"
     try:
@@ -194,7 +194,7 @@ def searched_rate(prepared: PreparedTraining, rows: PackedRows, tell: Tell) -> f
 def fitted(
     prepared: PreparedTraining, rows: PackedRows, held_out: Sequence[TrainingChat], rate: float, tell: Tell
 ) -> tuple[Objective, History, float | None]:
-    """Return the trained objective, its history, and its acceptance before; the first process alone measures that."""
+    """Return the trained objective, its history, and its acceptance before, measured by the first process alone."""
     request = prepared.request
     objective = new_objective(prepared, rows)
     before = acceptance(prepared, objective, held_out).al_pooled if prepared.group.is_first else None
@@ -208,7 +208,7 @@ def fitted(
 
 
 def acceptance(prepared: PreparedTraining, objective: Objective, held_out: Sequence[TrainingChat]) -> Acceptance:
-    """Measure the draft as it is, by decoding held-out prompts with it."""
+    """Measure the current draft, by decoding held-out prompts with it."""
     # A prompt may have been answered twice.
     prompts = list(dict.fromkeys(tuple(item.ids[: item.prompt_length].tolist()) for item in held_out))[:MEASURED]
     limits = Limits(MEASURED_TOKENS, prepared.stops)
@@ -220,7 +220,7 @@ def acceptance(prepared: PreparedTraining, objective: Objective, held_out: Seque
 
 
 def collect(prepared: PreparedTraining, tell: Tell) -> list[Path]:
-    """Return a folder of answers for each turn; a chat ends early if there is no room for another answer."""
+    """Return a folder of answers for each turn; a chat ends early if there is no space for another answer."""
     tokenizer, folder, requests, chats = prepared.models.tokenizer, prepared.answers, prepared.requests, prepared.chats
     folders: list[Path] = []
     while requests:
@@ -253,7 +253,7 @@ def _answer_texts(folder: Path, tokenizer: Any) -> dict[int, str]:
 
 
 HELD_OUT_ONE_IN, MOST_HELD_OUT = 16, 96
-"""Chats that are never trained on: one in so many, and at most so many."""
+"""Chats that are never trained on: one in 16, and at most 96."""
 
 
 def perform(request: TrainRequest, tell: Tell) -> Path | None:
@@ -263,7 +263,7 @@ def perform(request: TrainRequest, tell: Tell) -> Path | None:
     """
     check(request)
     folder = request.out / request.method
-    # The card is written last: a draft without one was cut off, and is written again.
+    # The card is written last: a draft without a card was interrupted, and is written again.
     if (folder / cards.NAME).exists():
         raise UserError(f"{folder} holds a draft already; give another --out")
     prepared = prepare(request, tell)
@@ -309,7 +309,7 @@ def split(items: Sequence[TrainingChat], seed: int) -> tuple[list[TrainingChat],
 
 
 def export(prepared: PreparedTraining, draft: nn.Module, folder: Path) -> None:
-    """Save the draft in bfloat16, which is half as large; a target in float32 can use it, too."""
+    """Save the draft in bfloat16, at half the size; a target in float32 can use it, too."""
     request = prepared.request
     halved: Any = draft.to(torch.bfloat16)
     if request.method == "medusa":
@@ -321,14 +321,14 @@ def export(prepared: PreparedTraining, draft: nn.Module, folder: Path) -> None:
         save_draft(halved, folder, request.format or usual, request.slim)
 
 
-# An estimate of a training before it starts: time from trying a little of each stage, disk space from counting.
+# Estimates a training before it starts: time by running a little of each stage, disk space by counting.
 
 
 TRIED_TOKENS = 8
 TRIED_STEPS = 2
-"""Steps that are timed, after a first one, which is slower."""
+"""Number of timed steps, after a warm-up step."""
 LIKELY_SHARE = 0.75
-"""Mean length of answers as a share of the longest one allowed: a guess."""
+"""Mean length of answers as a share of the maximum length: a guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +353,7 @@ class Estimate:
 
 
 def estimate(request: TrainRequest, tell: Tell) -> Estimate:
-    """Try a little of each stage, and keep only prompts that the target makes up. Raises UserError as `perform`."""
+    """Run a little of each stage, and keep only prompts that the target invents. Raises UserError as in `perform`."""
     check(request)
     prepared = prepare(request, tell)
     with TemporaryDirectory() as folder:
@@ -374,7 +374,7 @@ def estimate(request: TrainRequest, tell: Tell) -> Estimate:
 
 
 def _try_answers(prepared: PreparedTraining, folder: Path) -> float:
-    """Return the seconds per token of answers that are decoded in batches, and leave these in `folder`."""
+    """Return the seconds per token of answers that are decoded in batches, and store the answers in `folder`."""
     short = replace(prepared.plan, max_new_tokens=TRIED_TOKENS)
     first: Sequence[AnswerRequest] = [
         prepared.requests[row] for row in answers.batches(prepared.requests, short.batch_size, short.seed)[0]

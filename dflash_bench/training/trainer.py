@@ -36,7 +36,7 @@ def optimisers(
 
 
 def set_rate(made: list[torch.optim.Optimizer], step: int, cycles: Sequence[int], warmup: int) -> None:
-    """Set the learning rates for a step: in each cycle of so many steps, linear warm-up, then cosine to zero."""
+    """Set the learning rates for a step: in cycles of these lengths, linear warm-up, then cosine to zero."""
     at = step
     for steps in cycles:
         if at < steps:
@@ -74,14 +74,14 @@ def save(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer], 
 
 
 def save_whole(path: Path, state: Any) -> None:
-    """Write what torch can store to `path`, or leave the file as it was."""
+    """Write `state` with torch to `path`, or leave the file unchanged on failure."""
     part = path.with_suffix(".part")
     torch.save(state, part)
     part.replace(path)
 
 
 def restore(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer]) -> tuple[int, History]:
-    """Load a checkpoint and return the step to go on from and the history; without one, 0 and an empty history."""
+    """Load a checkpoint and return the step to resume from and the history: 0 and an empty history without a file."""
     if not path.exists():
         return 0, []
     state = torch.load(path, map_location="cpu", weights_only=True)
@@ -95,7 +95,7 @@ def restore(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer
 
 
 SAVE_EVERY_S = 300.0
-"""Seconds of work that an interrupted training may lose at most; every measurement is saved at once."""
+"""Maximum seconds of work that an interruption may lose; every measurement is saved at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +109,13 @@ class DraftRecipe:
     warmup: int = 60
     seed: int = 602
     measurements: int = 8
-    """Number of measurements at least; there are also two in each epoch."""
+    """Minimum number of measurements; there are also two per epoch."""
     patience: int | None = None
-    """Measurements without a gain after which training ends, with the best weights; None trains all steps."""
+    """Number of measurements without a gain that ends training, with the best weights; None trains all steps."""
 
 
 class Objective(ABC):
-    """How a draft learns from batches of packed rows, and how many of its tokens would be accepted."""
+    """A draft's loss on batches of packed rows, and how many of its tokens would be accepted."""
 
     def __init__(self, draft: nn.Module, rows: Data) -> None:
         self.draft: Any = draft
@@ -123,7 +123,7 @@ class Objective(ABC):
         self.device = next(draft.parameters()).device
 
     def heads(self) -> list[nn.Parameter]:
-        """Return the output layers: matrices of one row per token, which AdamW trains and Muon does not."""
+        """Return the output layers: matrices with a row per token, which AdamW trains instead of Muon."""
         return []
 
     def half(self) -> torch.autocast:
@@ -132,15 +132,15 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, index: list[int], step: int) -> Tensor:
-        """Return the loss of the rows `index`; `step` seeds whatever it draws at random."""
+        """Return the loss of the rows `index`; `step` seeds its random draws."""
 
     @abstractmethod
     def accepted(self, index: list[int]) -> Tensor:
-        """Return the accepted length [n], bonus included, at the n places of the rows where a draft could begin."""
+        """Return the acceptance length [n], bonus included, at the n places of the rows where a draft could begin."""
 
 
 def batches(num_rows: int, size: int, seed: int) -> Iterator[list[int]]:
-    """Yield batches without end: every epoch visits each training row once, in an order of its own.
+    """Yield batches endlessly: every epoch visits each training row once, in a new order.
 
     Rows left over at the end of an epoch are skipped; with fewer rows than `size`, a batch holds all of them.
     """
@@ -152,7 +152,7 @@ def batches(num_rows: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 Measure = Callable[[], float]
-"""Returns the draft's present acceptance length, from decoding held-out prompts with it."""
+"""Returns the draft's current acceptance length, from decoding held-out prompts with it."""
 
 
 def train(
@@ -164,11 +164,11 @@ def train(
     measure: Measure | None = None,
     group: ProcessGroup = ALONE,
 ) -> History:
-    """Train in place, with checkpoints in `path`, and return the history of losses and held-out accepted lengths.
+    """Train in place, with checkpoints in `path`, and return the history of losses and held-out acceptance lengths.
 
-    Each process of a group takes `recipe.rows` rows per step. With `measure` the history also gets `al_pooled`, which
-    then decides which weights are the best. Raises UserError if there are too few rows, or if the loss is not a number;
-    the last good checkpoint is then left in `path`.
+    Each process of a group takes `recipe.rows` rows per step. With `measure` the history also has `al_pooled`, which
+    then determines the best weights. Raises UserError if there are too few rows, or if the loss is NaN or infinite; the
+    last good checkpoint then stays in `path`.
     """
     draft = objective.draft
     heads = {id(p) for p in objective.heads()}
@@ -222,7 +222,7 @@ def _step(
     objective: Objective, made: list[torch.optim.Optimizer], index: list[int], step: int, path: Path,
     group: ProcessGroup,
 ) -> float:  # fmt: skip
-    """Take one step and return the loss. Raises UserError if it is not a number."""
+    """Take one step and return the loss. Raises UserError if it is NaN or infinite."""
     loss = objective.loss(index, step)
     value = group.mean(loss.item(), loss.device)
     if not math.isfinite(value):
@@ -235,7 +235,7 @@ def _step(
 
 
 def _has_ended(history: History, recipe: DraftRecipe) -> bool:
-    """Have the last `patience` measurements brought no gain?"""
+    """Return True if the last `patience` measurements brought no gain."""
     if recipe.patience is None or len(history) <= recipe.patience:
         return False
     gains = _gains(history)
@@ -243,7 +243,7 @@ def _has_ended(history: History, recipe: DraftRecipe) -> bool:
 
 
 def _is_best(history: History) -> bool:
-    """Is the latest measurement above all before it?"""
+    """Return True if the latest measurement is above all previous ones."""
     *before, latest = _gains(history)
     return latest > max(before, default=0.0)
 
@@ -258,7 +258,7 @@ def _minutes(seconds: float) -> str:
 
 @torch.no_grad()
 def held_out(objective: Objective, rows: Data, size: int) -> float:
-    """Return the mean accepted length, bonus included, over the rows that are never trained on."""
+    """Return the mean acceptance length, bonus included, over the held-out rows."""
     first = len(rows.ids) - rows.num_held_out
     parts = [
         objective.accepted(list(range(i, min(i + size, len(rows.ids))))) for i in range(first, len(rows.ids), size)
@@ -267,7 +267,7 @@ def held_out(objective: Objective, rows: Data, size: int) -> float:
 
 
 def check_same_options(path: Path, options: Mapping[str, Any], what: str) -> None:
-    """Write the options that a folder of work was begun with to `path`, or compare them with those found there.
+    """Write the options of a folder of work to `path`, or compare them with the options found there.
 
     Raises UserError if any differs, so that the results of different options are never mixed.
     """
