@@ -47,7 +47,7 @@ STEPS, SEEDS = 400, 3
 MAX_NEW_TOKENS, BATCH = 96, 64
 NUM_MEASURED = 32
 USED = {"base": (16, 8), "trained 8": (8, 16)}
-"""Blocks to decode with, where they are not the one trained alone."""
+"""Block sizes to decode with, where they differ from the trained size alone."""
 
 
 def options(parser: ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def make(work: Work, options: Namespace) -> Made:
 
 
 class Ablations:
-    """One folder of answers, trainings and measurements."""
+    """A folder of answers, trainings and measurements."""
 
     def __init__(self, work: Path, steps: int) -> None:
         self.work, self.steps = work, steps
@@ -87,7 +87,7 @@ class Ablations:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def _reference(self) -> None:
-        """The same prompts with the data set's answers, and the target's states on them."""
+        """Store the same prompts with the data set's answers, and the target's states on them."""
         tokenizer = self.models.tokenizer
         for number, rows in enumerate(answers.batches(self.asked, BATCH, self.plan.seed)):
             path = answers.part(self.work / "reference", number)
@@ -104,7 +104,7 @@ class Ablations:
             tell(f"reference answers: batch {number + 1}")
 
     def rows(self, kind: str) -> tuple[PackedRows, Sequence[TrainingChat]]:
-        """Packed rows of one kind of answers; what is held out is always of the target's own."""
+        """Return packed rows of a kind of answers; held-out answers are always the target's own."""
         if kind not in self._rows:
             trained, _ = session.split(stored([self.work / kind]), 0)
             _, held_out = session.split(stored([self.work / "own"]), 0)
@@ -132,7 +132,7 @@ class Ablations:
         tell(f"{variant.name}, seed {seed}: {history[-1]['accepted']:.3f} on given text")
 
     def _decoded(self, draft: Any, block: int, held_out: Sequence[TrainingChat]) -> list[tuple[int, int]]:
-        """Tokens and rounds of each held-out prompt."""
+        """Return tokens and rounds of each held-out prompt."""
         prompts = [item.ids[: item.prompt_length].tolist() for item in held_out[:NUM_MEASURED]]
         drafter = DFlashDrafter(draft.eval(), self.target.embedding, self.target.head, block)
         limits = Limits(MAX_NEW_TOKENS, self.stops)
@@ -219,7 +219,7 @@ def _section(table: Table, results: dict[str, list[dict[str, Any]]]) -> Iterator
 
 
 def _columns(runs: Sequence[dict[str, Any]], block: int) -> stats.Floats:
-    """Tokens and rounds of each prompt, over all seeds."""
+    """Return tokens and rounds of each prompt, summed over seeds."""
     return np.asarray(np.sum([run["decoded"][str(block)] for run in runs], axis=0), dtype=np.float64)
 
 
@@ -228,7 +228,7 @@ def _interval(ratio: stats.Interval) -> str:
 
 
 def _verdict(table: Table, results: dict[str, list[dict[str, Any]]]) -> str:
-    """Does the paper's order hold, pair by pair?"""
+    """State whether the paper's order holds, pair by pair."""
     by_name = {variant.name: variant for variant in (BASE, *table.variants)}
     decoded = all(variant.runs_in_engine for variant in by_name.values())
     said = []
@@ -239,7 +239,7 @@ def _verdict(table: Table, results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def _by_decoding(better: Variant, worse: Variant, results: dict[str, list[dict[str, Any]]]) -> str:
-    """Each with the block that it was trained at; told apart where the 95 % interval leaves out 1."""
+    """Compare variants at their trained blocks; they differ if the 95 % interval excludes 1."""
     both = [_columns(results[variant.name], variant.block) for variant in (better, worse)]
     change = stats.changes(np.hstack(both), [((0, 3), (1, 2))])[0]
     if change is None or change.ratio.low is None or change.ratio.high is None:
@@ -250,7 +250,7 @@ def _by_decoding(better: Variant, worse: Variant, results: dict[str, list[dict[s
 
 
 def _by_given(better: Variant, worse: Variant, results: dict[str, list[dict[str, Any]]]) -> str:
-    """Told apart where every seed of one is above every seed of the other."""
+    """Compare variants; they differ if all seeds of the better variant exceed all seeds of the worse."""
     high, low = ([run["accepted"] for run in results[variant.name]] for variant in (better, worse))
     if min(high) > max(low):
         return "holds"

@@ -20,7 +20,7 @@ RUNS = {
     "smollm2": "--model smollm2 --engine native --suite gsm8k --context none,1k,2k --max-new-tokens 96",
     "nano": "--suite gsm8k --limit 8 --context none,256,1k,2k --max-new-tokens 128",
 }
-"""nano's prompts are the embedded ones."""
+"""nano uses embedded prompts."""
 HEAD = """# What a longer context does to drafts
 
 ```

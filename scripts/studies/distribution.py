@@ -31,13 +31,13 @@ PAGES = ("distribution.md",)
 EXTRA = "dev"
 
 SETTINGS = Settings(temperature=1.2, top_p=0.9)
-"""The command's own defaults."""
+"""The command's defaults."""
 PARTS = (("all", COLUMNS), ("replaced", SCORED))
-"""The names in a kept file: a part of `Draws`, and its columns."""
+"""The names in a stored file: a part of `Draws`, and its columns."""
 NUM_HALVES, NUM_SIMULATED = 200, 2000
 WANTED = 0.99
 VOCABULARY, DEEPEST = 24, 15
-"""Of simulated tokens."""
+"""Size of the vocabulary and largest depth of simulated tokens."""
 LOOSE = 0.05
 HEAD = """# How often verify-distribution is right
 
@@ -104,7 +104,7 @@ def make(work: Work, options: Namespace) -> Made:
 
 
 def drawn(kept: Path, backend: LocalBackend, rule: WrongRule | None, label: str) -> Draws:
-    """By the method with this mistake, or without any."""
+    """Draw by the method with this mistake, or without a mistake."""
     name = re.sub(r"\W+", "-", f"{rule.name if rule else 'right'} {label}")
     file = kept / f"{name}.npz"
     num_answers = NUM_DRAWS * len(QUESTIONS)
@@ -128,7 +128,7 @@ def drawn(kept: Path, backend: LocalBackend, rule: WrongRule | None, label: str)
 
 
 def power(draws: Draws) -> float:
-    """Share of random halves of the answers of which a test fails."""
+    """Return the share of random halves of the answers on which a test fails."""
     rng = np.random.default_rng(0)
     return float(np.mean([_fails(_half(draws, rng), LEVEL) for _ in range(NUM_HALVES)]))
 
@@ -141,14 +141,14 @@ def _half(draws: Draws, rng: np.random.Generator) -> Draws:
 
 
 def false_alarms() -> tuple[float, float]:
-    """Share of alarms where all tokens are drawn as they should be, at the command's level and at a loose one."""
+    """Return the shares of false alarms for correct draws, at the command's level and at a loose level."""
     draws = [simulated(seed) for seed in range(NUM_SIMULATED)]
     lowest = np.array([min(test.adjusted for test in run_tests([one])) for one in draws])
     return float(np.mean(lowest < LEVEL)), float(np.mean(lowest < LOOSE))
 
 
 def simulated(seed: int) -> Draws:
-    """As many tokens as half of one command draws where the model hesitates, each from a distribution of its own."""
+    """Simulate the uncertain tokens of half a command's draws, with a different distribution for each."""
     rng = torch.Generator().manual_seed(seed)
     num_answers = NUM_DRAWS * len(QUESTIONS) // 4
     number = num_answers * LENGTH
@@ -157,7 +157,7 @@ def simulated(seed: int) -> Draws:
     q = (logits + torch.randn(logits.shape, generator=rng)).softmax(dim=-1)
     tokens = torch.multinomial(log_p.exp(), 1, generator=rng)[:, 0]
     favour, ids = q.topk(8, dim=-1)
-    # Half of the drafts say what they drew from, half the likeliest token alone.
+    # Half of the drafts carry their distribution, half only the likeliest token.
     chosen = torch.rand(number, 1, generator=rng) < 0.5
     favour = torch.where(chosen, torch.tensor([1.0] + [0.0] * 7), favour)
     depth = torch.randint(0, DEEPEST + 1, (number,), generator=rng)
@@ -173,7 +173,7 @@ def simulated(seed: int) -> Draws:
 
 
 def _cut(logits: torch.Tensor) -> torch.Tensor:
-    """Without what is less likely than a twentieth of the likeliest."""
+    """Mask tokens less likely than a twentieth of the likeliest."""
     return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) - np.log(20), -torch.inf)
 
 

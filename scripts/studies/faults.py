@@ -51,7 +51,7 @@ and who objected: the judge, the second clock or counter, or one of the checks.
 
 @dataclass(frozen=True)
 class Found:
-    """What a run made of a mistake."""
+    """A run's findings on a planted mistake."""
 
     num_wrong: int
     num_found: int
@@ -59,7 +59,7 @@ class Found:
 
     @property
     def is_missed(self) -> bool:
-        """A run may also be called wrong for what might be rounding; a sound one must not."""
+        """Whether wrong answers were missed; rounding may be reported as wrong, too, but not in a sound run."""
         return self.num_found < self.num_wrong or (self.num_wrong > 0 and self.status != 1)
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ def make(work: Work, options: Namespace) -> Made:
 
 
 def tried(way: Way, work: Path) -> dict[str, Found]:
-    """Of each mistake, and of none."""
+    """Return the findings by mistake, and without a mistake."""
     file = work / f"{way}.json".replace(", ", "-").replace(" ", "-")
     done = {name: Found(**one) for name, one in json.loads(file.read_text()).items()} if file.exists() else {}
     names = ["none", *(fault.name for fault in FAULTS)]
@@ -107,7 +107,7 @@ def tried(way: Way, work: Path) -> dict[str, Found]:
 
 
 def tried_around(work: Path) -> tuple[list[str], list[str]]:
-    """The table of mistakes around the engine, and those that nobody found."""
+    """Return the table of mistakes around the engine, and the mistakes that were missed."""
     file, missed = work / "around.json", list[str]()
     done = {key: Told(*one) for key, one in json.loads(file.read_text()).items()} if file.exists() else {}
     heads = [

@@ -23,7 +23,7 @@ TAKES = "less than nine minutes on a GPU of 80 GB"
 PAGES = ("gpu-*.md",)
 
 BUDGET_S = 540.0
-"""For all of it."""
+"""Time limit of the study."""
 HEAD = """# Rounds on a GPU
 
 ```
@@ -87,7 +87,7 @@ def make(work: Work, options: Namespace) -> Made:
 
 
 def measured(model: str, size: Size, flags: Sequence[str], left_s: float) -> Any:
-    """The output of `profile`, or why there is none."""
+    """Return the output of `profile`, or why there is none."""
     command = [
         sys.executable, "-m", "dflash_bench.cli", "profile", "--json", "--model", model, "--random-weights",
         "--method", "dflash", "--batch", size.rows, "--context", size.contexts, "--width", "1,8,16",

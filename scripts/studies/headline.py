@@ -10,9 +10,9 @@ from studies._study import Made, StudyError, Work, bench
 
 TAKES = "ten minutes of one core"
 PAGES = ("math-nano-cpu.md", "math-nano-cpu-xeon.md", "example/*")
-"""The second is the first, of another machine."""
+"""The second page is the same study on another machine."""
 MOST_BYTES = 700_000
-"""Of the example, which is committed."""
+"""Size limit of the example, which is committed."""
 
 
 def options(parser: ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def make(work: Work, options: Namespace) -> Made:
 
 
 def example(run: Path, folder: Path) -> dict[str, Path]:
-    """The page, the report, the card and all plots of a run; raises StudyError if that is too much to commit."""
+    """Return the page, report, card and plots of a run. Raises StudyError if they are too large to commit."""
     folder.mkdir(exist_ok=True)
     bench("report", run, "--out", folder / "report.html", "--answers", 32, shown=True)
     (folder / "report.md").write_text(bench("report", run, "--format", "markdown"), encoding="utf-8")

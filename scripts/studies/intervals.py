@@ -30,9 +30,9 @@ PAGES = ("intervals.md",)
 
 NUM_COVERED, NUM_NOISY, NUM_REPEATED, NUM_VARIED, NUM_QUIET, NUM_LOST = 1_000, 400, 800, 200, 1_000, 500
 NUM_SEEDS, NUM_SEEDED = 8, 5
-"""Seeds that a bound is compared over, in so many runs of each kind and size."""
+"""Seeds over which a bound is compared, and runs of each kind and size."""
 RUN_NOISE, SEVERAL = 0.02, (3, 5)
-"""Noise between runs, of each method's seconds, that intervals are tried with; and runs that are then given."""
+"""The tested noise of each method's seconds between runs, and the numbers of runs with it."""
 SPEEDUP, ANSWER_NOISE, SLOW = 3.0, 0.05, 1.3
 SEED = 20_260_101
 COVERAGE = ROOT / "dflash_bench" / "analysis" / "coverage.json"
@@ -41,19 +41,19 @@ METHODS, RATIOS = ("dflash", "eagle3"), ("speedup.decode", "speedup.e2e")
 
 @dataclass(frozen=True)
 class World:
-    """What the simulation assumes about prompts and machine."""
+    """The simulation's assumptions about prompts and machine."""
 
     lengths: str = "skewed"
     """even, skewed or heavy"""
     helps: str = "alike"
-    """How much a draft speeds up a prompt: alike (at any length), longer or much longer (more on longer answers),
-    shorter (less on longer answers), or heavy (with rare extremes)."""
+    """The speed-up by prompt: alike (at any length), longer or much longer (more on longer answers), shorter (less on
+    longer answers), or heavy (with rare extremes)."""
     run_noise: float = 0.0
     """The standard deviation of the logarithm of each method's seconds from run to run, plain decoding included."""
     speeds: str = "one"
-    """Which part of a run is 30 % slower by chance. two: all of it; stretch: a part of it; answers: single answers."""
+    """The part of a run that is 30 % slower by chance. two: the whole run; stretch: a part; answers: single answers."""
     slower_machine: bool = False
-    """All runs to be judged are 30 % slower than those of the baseline, with every method."""
+    """Whether all runs under test are 30 % slower than the baseline's runs, with every method."""
 
 
 WORLDS = {
@@ -87,7 +87,7 @@ LOSSES, SHARED = (0.05, 0.10, 0.15, 0.20, 0.30), ((1, 1), (3, 1), (5, 1), (3, 3)
 
 
 def drawn_prompts(rng: np.random.Generator, world: World, size: int) -> tuple[Any, Any]:
-    """Tokens of each answer, and the ratio of a method's seconds to those of plain decoding."""
+    """Return the tokens of each answer, and the ratio of a method's seconds to plain decoding's."""
     z = rng.normal(size=size)
     tokens = {
         "even": 100 + 20 * np.clip(z, -4, 4),
@@ -106,7 +106,7 @@ def drawn_prompts(rng: np.random.Generator, world: World, size: int) -> tuple[An
 
 @lru_cache
 def truth(world: World) -> tuple[float, float]:
-    """The ratio of all plain seconds to all of the method's, over ten million prompts, and their geometric mean."""
+    """Return the ratio of total plain seconds to the method's, over ten million prompts, and the geometric mean."""
     rng, sums = np.random.default_rng(SEED), np.zeros(4)
     for _ in range(20):
         tokens, share = drawn_prompts(rng, world, 500_000)
@@ -115,7 +115,7 @@ def truth(world: World) -> tuple[float, float]:
 
 
 def run(rng: np.random.Generator, world: World, prompts: Any, num_methods: int, slowdown: float = 1.0) -> list[Any]:
-    """`SUMS` per prompt for each method of one run; the first method is slowed down by the factor `slowdown`."""
+    """Return `SUMS` per prompt for each method of a run; the first method is slowed down by the factor `slowdown`."""
     tokens, share = prompts
     size, width = len(tokens), num_methods + 1
     seconds = tokens[:, None] * 0.03 * np.exp(ANSWER_NOISE * rng.normal(size=(size, width)))
@@ -133,7 +133,7 @@ def speeds(rng: np.random.Generator, world: World, size: int, width: int) -> Any
         case "answers":
             return np.where(rng.random((size, width)) < 0.5, 1.0, SLOW)
         case "stretch":
-            # In the order of a run: prompt by prompt, all methods in turn.
+            # The order of a run: prompt by prompt, all methods in turn.
             first, last = np.sort(rng.integers(0, size * width + 1, 2))
             at = np.arange(size * width)
             return np.where((first <= at) & (at < last), SLOW, 1.0).reshape(size, width)
@@ -156,7 +156,7 @@ def sums_of(tokens: Any, plain_s: Any, method_s: Any) -> Any:
 
 @dataclass
 class Held:
-    """Intervals of a simulation: how many contain the truth, and how far each one's upper bound is above its value."""
+    """Intervals of a simulation: the number that contain the truth, and the relative reach of their upper bounds."""
 
     num_covered: int = 0
     reaches: list[float] = field(default_factory=list)
@@ -177,11 +177,11 @@ class Held:
 
 
 SPEEDUP_DECODE, GEOMETRIC = (METRICS[name].statistic for name in ("speedup.decode", "speedup.decode.geometric"))
-"""Over all tokens together, and over prompts."""
+"""Statistics over all tokens, and over prompts."""
 
 
 def simulated(world: World, num_prompts: int, num_simulations: int, num_runs: int = 1) -> tuple[Held, Held]:
-    """The 95 % intervals of speedup.decode over so many runs, and those of the rule before this one, over one."""
+    """Return the 95 % intervals of speedup.decode over `num_runs`, and by the previous rule over a single run."""
     rng, now, before = np.random.default_rng([SEED, num_prompts, num_runs]), Held(), Held()
     for _ in range(num_simulations):
         prompts = drawn_prompts(rng, world, num_prompts)
@@ -195,7 +195,7 @@ def simulated(world: World, num_prompts: int, num_simulations: int, num_runs: in
 
 
 def _as_before(sums: Any, value: float) -> stats.Interval:
-    """The interval without a floor of draws' errors: those below a tenth of the measured one were left out."""
+    """Return the interval without a floor of draws' errors: errors below a tenth of the measured were left out."""
     from scipy.special import stdtrit
 
     (spread,) = stats._spreads(sums, [SPEEDUP_DECODE], stats.SEED)
@@ -206,7 +206,7 @@ def _as_before(sums: Any, value: float) -> stats.Interval:
 
 
 def headlines(world: World, num_prompts: int, num_simulations: int = NUM_VARIED) -> list[float]:
-    """Shares of intervals that contain their truth: over all tokens, over prompts, and of the two the headline's."""
+    """Return the coverage of intervals over all tokens, over prompts, and of the headline's choice of the two."""
     rng, held = np.random.default_rng([SEED, num_prompts]), np.zeros(3)
     for _ in range(num_simulations):
         (sums,) = run(rng, world, drawn_prompts(rng, world, num_prompts), 1)
@@ -218,7 +218,7 @@ def headlines(world: World, num_prompts: int, num_simulations: int = NUM_VARIED)
 
 
 def moved() -> tuple[float, float]:
-    """By which share of its value the upper bound moves between seeds, in the median and at most."""
+    """Return the relative change of the upper bound between seeds, median and maximum."""
     found = []
     for world in PROMPTS.values():
         for size in SEED_SIZES:
@@ -234,9 +234,9 @@ def moved() -> tuple[float, float]:
 def alarms(
     world: World, num_prompts: int, num_runs: tuple[int, int], loss: float, num_simulations: int = NUM_QUIET
 ) -> float:
-    """Share of checks, of two methods and both speed-ups, that fail when one method loses `loss` of its speed.
+    """Return the share of checks, of two methods and both speed-ups, that fail if a method loses `loss` of its speed.
 
-    `num_runs` is the number of runs in the baseline, and of those to be judged.
+    `num_runs` is the number of runs in the baseline, and under test.
     """
     rng, num_alarms = np.random.default_rng([SEED, num_prompts, *num_runs]), 0
     slowdown = SLOW if world.slower_machine else 1.0
@@ -274,11 +274,11 @@ def table(heads: list[str], rows: Iterator[list[str]]) -> str:
 
 
 Shares = dict[str, list[float]]
-"""By kind of prompts, at each of `COVERED_SIZES`."""
+"""Shares by kind of prompts, at each of `COVERED_SIZES`."""
 
 
 def covered(run_noise: float, num_runs: int, number: int) -> dict[str, Shares]:
-    """Shares that contain the truth and 90th percentiles of the reach, each now and by the rule before."""
+    """Return coverage and 90th percentile of the reach, by the current and the previous rule."""
     found: dict[str, Shares] = {}
     for name, world in PROMPTS.items():
         for size in COVERED_SIZES:
@@ -324,8 +324,8 @@ def error(share: float, number: int) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """What was simulated of intervals: without noise between runs, with it in one run, over several runs that show it,
-    by the length of answers (three shares for each of `LENGTH_SIZES`), and between seeds."""
+    """Simulated intervals: without noise between runs, with noise in a single run, over several runs that show it, by
+    the length of answers (three shares for each of `LENGTH_SIZES`), and between seeds."""
 
     alone: dict[str, Shares]
     noisy: Shares

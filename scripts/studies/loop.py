@@ -46,7 +46,7 @@ LIMITS = {
     "share of a plain step outside the kernels": (0.35, "at most"),
     "share of a DFlash round outside the kernels": (0.35, "at most"),
 }
-"""Goals, not what was reached."""
+"""Goals, not measured values."""
 HEAD = """# Our own loop
 
 {machine}.
@@ -75,7 +75,7 @@ def make(work: Work, options: Namespace) -> Made:
         arms |= compiled_arms(models, kept)
     seconds = in_turn(arms, chats, kept)
     refuse_wrong(kept)
-    # Both are timed as rounds: a plain step is a round that drafts nothing.
+    # Both are timed as rounds: a plain step is a round without drafts.
     step, block, slow = (
         [statistics.median(generation.round_s or ()) for generation in kept[name]]
         for name in ("plain", "dflash", "published")
@@ -107,7 +107,7 @@ def opened(models: loading.Models, **how: Any) -> LocalBackend:
 
 
 def arms_of(models: loading.Models, ours: LocalBackend, kept: dict[str, list[Generation]]) -> dict[str, TimedArm]:
-    """Each answers a chat, and returns its seconds per token; answers of ours are kept."""
+    """Return functions that answer a chat and return seconds per token; our engine's answers are kept."""
     published, by_torch = opened(models, engine="transformers"), opened(models, kernels="torch")
     theirs = assistant(models.drafts["dflash"])
     return {
@@ -132,7 +132,7 @@ def compiled_arms(models: loading.Models, kept: dict[str, list[Generation]]) -> 
 def in_turn(
     arms: dict[str, TimedArm], chats: Sequence[list[Message]], kept: dict[str, list[Generation]]
 ) -> dict[str, list[float]]:
-    """Seconds per token by arm, of each chat; before anything is timed, passes of all lengths are compiled."""
+    """Return seconds per token by arm and chat; passes of all lengths are compiled before anything is timed."""
     for chat in chats:
         for arm in arms.values():
             arm(chat)
@@ -160,7 +160,7 @@ def line(what: str, figure: float | None, no_compiler: str | None) -> str:
 
 
 def seconds_in_kernels(backend: LocalBackend, method: str, chat: Sequence[Message]) -> float:
-    """Seconds of one round's compiled passes alone, the median of many: in the middle of an answer."""
+    """Return the median seconds of a round's compiled passes only, in the middle of an answer."""
     from dflash_bench.engine.forward import compiled
     from dflash_bench.engine.loop import decode
     from dflash_bench.engine.sampling import Sampling
@@ -191,7 +191,7 @@ def seconds_in_kernels(backend: LocalBackend, method: str, chat: Sequence[Messag
 
 
 def paired(times: Sequence[float], others: Sequence[float]) -> float:
-    """The median over prompts of each prompt's ratio, so that a hiccup of the machine spoils only one ratio."""
+    """Return the median of the prompts' ratios, so that a disturbance of the machine affects only a single ratio."""
     return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
@@ -205,7 +205,7 @@ def per_token(kept: list[Generation], generation: Generation) -> float:
 
 
 def generate(models: loading.Models, backend: LocalBackend, chat: list[Message], **options: Any) -> float:
-    """Seconds per token of `generate`, without prefill, which is measured by a one-token answer and subtracted."""
+    """Return seconds per token of `generate`, without prefill, which a one-token answer measures."""
     ids = torch.tensor([backend.encode(chat)])
     times = []
     for length in (1, MAX_NEW_TOKENS):

@@ -30,7 +30,7 @@ REJECTING = tuple(f"{name}:rule=rejection" for name in ("dflash", "dflash@2", "d
 RUNS = {"embedded": "--suite paper", "real": "--suite gsm8k --suite math500 --suite humaneval --suite mt_bench"}
 
 NUM_TEXTS = 4000
-"""Of the corpus that nano was trained on, none of them shipped as a prompt."""
+"""Texts of nano's training corpus, none of which ships as a prompt."""
 HEADS = ["method", "speedup.decode [95 %]", "al.pooled", "exact or drawn as the model", "passed"]
 HEAD = """# All methods on nano
 
@@ -80,7 +80,7 @@ def make(work: Work, options: Namespace) -> Made:
     runs = [work.run(name, *RUNS[name].split(), *more, *asked) for name, more in sources.items()]
     drawn = [*_each(*REJECTING), "--temperature", "1", "--threads", 1, "--limit", options.limit]
     rejecting = [work.run(f"{name}-rejecting", *RUNS[name].split(), *more, *drawn) for name, more in sources.items()]
-    # 1: a method does not draw as the model does, which the table then shows.
+    # Exit status 1: a method does not draw as the model does; the table shows it.
     verdicts = ("verify-distribution", *_each(*drafting, *REJECTING), "--json")
     tested = work.once("distribution.json", lambda: bench(*verdicts, allowed=(0, 1)))
     documents, drawn_by_q = ([document.read_document(run) for run in some] for some in (runs, rejecting))
@@ -93,7 +93,7 @@ def _each(*methods: str) -> list[str]:
 
 
 def datastore(work: Work) -> Path:
-    """The file that `rest` looks texts up in."""
+    """Return the file in which `rest` looks up texts."""
     store = work.folder / "corpus.store"
     if not store.exists():
         data = work.once("corpus.jsonl", corpus)
@@ -137,7 +137,7 @@ def _matching_and_rejection(
 
 
 def _acceptance(run: Document, names: Sequence[str]) -> list[str]:
-    """`al.pooled` of each method, over all rounds of all suites in which tokens were drawn."""
+    """Return `al.pooled` by method, over all rounds of all suites with sampling."""
     lines = {line.method: line for line in run.lines if not line.settings.greedy}
     return [number(over_all(lines[name].cells_of(run.cells), lines[name])[1]) for name in names]
 
@@ -171,7 +171,7 @@ def _row(line: MethodLine, cells: Sequence[Cell], verdicts: Mapping[str, str]) -
 
 
 def _name(line: MethodLine) -> str:
-    """The method without the path of its datastore, which says nothing elsewhere."""
+    """Return the method without the path of its datastore, which is meaningless elsewhere."""
     return line.method.partition(":datastore=")[0]
 
 

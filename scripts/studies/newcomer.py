@@ -64,9 +64,9 @@ def make(work: Work, options: Namespace) -> Made:
 
 
 def timed(folder: Path, command: str) -> float:
-    """Seconds of a command as a newcomer types it; raises StudyError if it fails."""
+    """Return the seconds of a command typed by a newcomer. Raises StudyError if it fails."""
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG") or name.startswith("PIP_")}
-    # The set-up of whoever runs this study must not be found.
+    # Hide the set-up of the user who runs this study.
     kept["PATH"] = os.pathsep.join(part for part in kept["PATH"].split(os.pathsep) if not part.startswith(str(ROOT)))
     env = {**kept, "HOME": str(folder), "PIP_NO_CACHE_DIR": "1"}
     start = time.perf_counter()

@@ -25,7 +25,7 @@ EXTRA = "dev"
 RUN = "--suite math --method dflash --method eagle3"
 SIZES = (1_000, 10_000)
 MOST_SECONDS, MOST_HEAP_MB, MOST_PAGE_MB = 2.0, 60.0, 2.0
-"""Goals: the first for every size, the last for a thousand answers."""
+"""Goals: the first applies to every size, the last to a thousand answers."""
 HEAD = """# A page with many answers
 
 `{command}` makes this page. {machine}; {browser}, headless, a window of 1,400 by 900 pixels.
@@ -74,7 +74,7 @@ def make(work: Work, options: Namespace) -> Made:
 
 
 def repeated(few: PageAnswers, size: int) -> PageAnswers:
-    """Return so many answers: copies of a run's, each with its tokens in another order and a prompt's id of its own."""
+    """Return `size` answers: copies of a run's, with shuffled tokens and unique prompt ids."""
     order = random.Random(0)
     rows: list[Any] = []
     texts: list[str] = []
@@ -94,7 +94,7 @@ def repeated(few: PageAnswers, size: int) -> PageAnswers:
 
 
 def measured(path: Path, times: int) -> tuple[float, int, int, str]:
-    """Return seconds until a page is ready, bytes of its heap, nodes of its document, and the browser's version."""
+    """Return seconds until a page is ready, its heap in bytes, its document's nodes, and the browser's version."""
     seconds = []
     for _ in range(times):
         with browser() as driver:
@@ -110,7 +110,7 @@ def measured(path: Path, times: int) -> tuple[float, int, int, str]:
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """A browser with a profile of its own. Raises StudyError if there is none on the machine."""
+    """Open a browser with a fresh profile. Raises StudyError if there is none on the machine."""
     from selenium import webdriver
 
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")

@@ -20,9 +20,9 @@ COPIED = (
 
 
 def entries(row: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """One entry for each number in a row. Serving figures have the server's formulas, not the harness's.
+    """Yield an entry for each number in a row. Serving figures have the server's formulas, not the harness's.
 
-    The harness has no EAGLE-3, and the authors do not say by which formula they computed its figures.
+    The harness has no EAGLE-3, and the authors do not state the formula of its figures.
     """
     served = any(engine in row["config"] for engine in ("SGLang", "vLLM"))
     by = "served" if served else "unstated" if row["method"] == "eagle3" else "zlab"

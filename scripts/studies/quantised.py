@@ -84,9 +84,9 @@ def make(work: Work, options: Namespace) -> Made:
 
 
 def measured(work: Work, model: str, source: str, limit: int, tokens: int) -> dict[Any, Document]:
-    """A run for each type and kind, and plain weights by our own forward pass for comparison.
+    """Run each dtype and quantisation, and plain weights by our forward pass for comparison.
 
-    A run whose answers are not all exact exits with 1, and the page says so.
+    A run with inexact answers exits with 1, which the page reports.
     """
     name, found = f"{model}-{'embedded' if source == 'embedded' else 'real'}", {}
     for dtype, kind in product(DTYPES, ("native", "none", *KINDS)):

@@ -66,7 +66,7 @@ def part(rng: np.random.Generator, start: int, size: int) -> pa.Table:
     method = at % len(METHODS)
     suite, repeat = at // 3 % SUITES, at // (3 * SUITES) % REPEATS
     drafts = np.array(list(METHODS.values()))[method]
-    # The same tokens by every method and in every repeat, the first of them from prefill.
+    # Every method and repeat has the same tokens, the first from prefill.
     prompt = at // (3 * SUITES * REPEATS)
     question = prompt * SUITES + suite
     num_decoded = 40 + question * 7919 % 80
@@ -106,7 +106,7 @@ def part(rng: np.random.Generator, start: int, size: int) -> pa.Table:
         "start_s": pa.array(at * 20.0),
         "end_s": pa.array(at * 20.0 + 19.0),
     }
-    # What was kept of a draft is what was said, and what came next is another token.
+    # The accepted part of a draft equals the answer, and the next token differs.
     drafted_offsets = pa.array(np.concatenate([[0], np.cumsum(np.add.reduceat(drafted, offsets.to_numpy()[:-1]))]))
     of_draft = np.repeat(np.arange(total), drafted)
     place = np.arange(len(of_draft)) - (np.cumsum(drafted) - drafted)[of_draft]
@@ -139,7 +139,7 @@ def make(work: Work, options: Namespace) -> Made:
             started = time.perf_counter()
             subprocess.run([sys.executable, "-c", code, str(folder)], check=True, stdout=subprocess.DEVNULL)
             seconds = time.perf_counter() - started
-            # The maximum over all children so far, so the second figure is never below the first.
+            # The maximum over all children so far, so the second figure is at least the first.
             peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
             good = seconds < LIMIT_S and peak_mb < LIMIT_MB
             missed += [f"{name}: {seconds:.1f} s, {peak_mb:,.0f} MB"] * (not good)

@@ -26,7 +26,7 @@ PAGES = ("real-smollm2-cpu.md", "real-smollm2-cpu-*.svg")
 NAME = "real-smollm2-cpu"
 SUITES, METHODS = ("gsm8k", "humaneval", "mt_bench"), ("dflash", "eagle3", "ngram")
 NUM_TOKENS = 128
-"""Of each answer at most."""
+"""The most tokens per answer."""
 PICTURES = {
     "speedup": "speed-up by suite",
     "positions": "acceptance by place in the draft",
@@ -96,7 +96,7 @@ def page(work: Work, run: Document, num: int) -> str:
 
 
 def measured(run: Document) -> str:
-    """The table, with acceptance and its interval as the cells have it."""
+    """Return the table, with the cells' acceptance and its interval."""
     known = {column.one_line: column for column in (*columns.ROUNDS, *columns.RESULTS)}
     known["al.pooled [95 %]"] = known.pop("al.pooled")
     shown = [known[head] for head in SHOWN]
@@ -110,7 +110,7 @@ def measured(run: Document) -> str:
 
 
 def widest(cells: Sequence[Cell]) -> float:
-    """How far an interval of a speed-up of a trained draft ends from it at most, in percent."""
+    """Return the largest distance of an interval's end from a trained draft's speed-up, in percent."""
     known = [cell.figures.get("speedup.decode") for cell in cells if cell.method in ("dflash", "eagle3")]
     return max(
         100 * max(one.value - one.low, one.high - one.value) / one.value
@@ -120,7 +120,7 @@ def widest(cells: Sequence[Cell]) -> float:
 
 
 def trained(picture: Path) -> None:
-    """Acceptance by what each shipped draft had read."""
+    """Plot acceptance by amount of training text, for each shipped draft."""
     drafts = presets.preset("smollm2").drafts
     histories = {name: files.json_of(Path(folder) / HISTORY) for name, folder in drafts.items()}
     plots.write_training(histories, picture)

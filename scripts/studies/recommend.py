@@ -26,16 +26,16 @@ TAKES = "half an hour of one core, of which nano takes ten minutes"
 PAGES = ("recommend.md",)
 SUITES = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench")
 LIMIT, AGAIN = 32, 32
-"""Prompts of each suite, and of all suites where something is measured again."""
+"""Prompts per suite, and in total for repeated measurements."""
 REPEATS, RIGHT = 10, 0.9
-"""Of a model, and the share of these in which the choice must be as good."""
+"""Repeats per model, and the share of them in which the choice must be as good."""
 SLOWER, SHARE = 0.95, 0.25
-"""The least speed beside the grid's best, and the most time beside the grid's."""
+"""The least speed relative to the grid's best, and the most time relative to the grid's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What is raced on a model, and on how much."""
+    """The candidates and workload of a model's races."""
 
     model: str
     methods: str
@@ -85,7 +85,7 @@ class Repeat:
     choice: str
     best: str
     beside: Interval | None
-    """The choice's speed divided by that of the grid's best; None where they are the same."""
+    """The choice's speed over that of the grid's best; None if they are the same."""
 
     @property
     def is_right(self) -> bool:
@@ -116,7 +116,7 @@ def make(work: Work, options: Namespace) -> Made:
 
 
 def _on_model(work: Work, field: Field, limit: int, again: int) -> tuple[str, list[str]]:
-    """The section on a model, and what it holds against what is claimed."""
+    """Return a model's section, and its contradictions to the claims."""
     prompts = work.once(f"{field.model}.jsonl", lambda: _rows(limit))
     given = (
         "--model", field.model, "--prompts", prompts, "--threads", 1, "--max-new-tokens", field.max_new_tokens,
@@ -166,7 +166,7 @@ def _on_model(work: Work, field: Field, limit: int, again: int) -> tuple[str, li
 
 
 def _rows(limit: int) -> str:
-    """The prompts of all suites as a user's own, one of each in turn."""
+    """Return the prompts of all suites as a user's file, alternating between suites."""
     known = suites.known_suites()
     loaded = [suites.load_prompts(known[name], "embedded", limit) for name in SUITES]
     rows = [
@@ -178,15 +178,15 @@ def _rows(limit: int) -> str:
 
 
 def _spent_s() -> float:
-    """Of a processor, by all commands so far: a neighbour on the machine would lengthen the one step or the other."""
+    """Return the processor seconds of all commands so far; other load on the machine would distort wall time."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _timed(work: Work, name: str, do: Callable[[], object]) -> float:
-    """Return the processor's seconds of a step, with imports and loading.
+    """Return the processor seconds of a step, with imports and loading.
 
-    Raises StudyError if it was interrupted: its time is then not known.
+    Raises StudyError if it was interrupted: its time is then unknown.
     """
     path = work.folder / f"{name}.seconds"
     if not path.exists():
@@ -199,7 +199,7 @@ def _timed(work: Work, name: str, do: Callable[[], object]) -> float:
 
 
 def _read(folder: Path, load: Load, labels: Sequence[str], repeat: int | None = None) -> Race:
-    """A run's part under one load, or one repeat of it, as a race that nobody leaves."""
+    """Return a run's part under a load, or a repeat of it, as a race without eliminations."""
     table = read_run(folder)
     wanted = [one.id for one in settings_of(table.info.identity) if one.concurrency == load.concurrency]
     rows = table.rows[table.rows["settings_id"].isin(wanted)]
@@ -222,7 +222,7 @@ def _again(work: Work, field: Field, given: Sequence[object], load: Load, choice
 
 
 def _beside(race: Race, choice: str, best: str) -> Interval | None:
-    """The speed of one beside the other's; plain decoding's is 1 over the other's speed-up."""
+    """Return the choice's speed over the best's; for plain decoding, 1 over the other's speed-up."""
     if choice != "ar":
         return race.beside(choice, best) if best != "ar" else race.speedup(choice)
     speedup = race.speedup(best)

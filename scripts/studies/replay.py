@@ -26,7 +26,7 @@ TAKES = "five minutes of one core"
 PAGES = ("replay.md",)
 SUITES = ("gsm8k", "humaneval", "mt_bench")
 LENGTHS = {"eagle3": (2, 3, 5), "mtp": (1, 2), "draft-model": (2, 4)}
-"""Of methods that draft token by token: the same draft, cut shorter."""
+"""Shorter lengths of the same draft, for methods that draft token by token."""
 LENGTH, SPEEDUP = "al.pooled", "speedup.decode"
 PAGE = """# Replay: estimates beside measurements
 
@@ -66,7 +66,7 @@ that looks better by no more than this has to be measured.
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A method on a suite at another length, replayed in two ways and measured."""
+    """A method on a suite at another length, replayed with and without recordings, and measured."""
 
     cell: Cell
     n: int
@@ -149,6 +149,6 @@ def _value(interval: Interval | None) -> float:
 
 
 def _spread(name: str, found: list[tuple[Replayed, Cell]]) -> dict[str, float]:
-    """Return the least, the middle and the most of replayed speed-ups over measured ones, by their places."""
+    """Return minimum, median and maximum of replayed over measured speed-ups, by column."""
     ratios = sorted(_value(one.speedup) / cell.figures[SPEEDUP].value for one, cell in found)
     return {f"least_{name}": ratios[0], f"mid_{name}": median(ratios), f"most_{name}": ratios[-1]}

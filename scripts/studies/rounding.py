@@ -56,7 +56,7 @@ from drafts of 3, 7 and 15 tokens of which every fifth is wrong. What the judge 
 
 
 class Known:
-    """A drafter that knows the text, but gets every fifth token wrong."""
+    """A drafter that drafts the known text with every fifth token wrong."""
 
     taps: tuple[int, ...] = ()
 
@@ -77,10 +77,10 @@ class Known:
 
 @dataclass
 class Measured:
-    """What was measured on all answers of one dtype."""
+    """The measurements on all answers of a dtype."""
 
     differences: list[float] = field(default_factory=list)
-    """How much the judge's two forms differ in the lead of the best token over the second."""
+    """Differences between the judge's two forms in the margin of the best token over the second."""
     num_answers: int = 0
     divergences: list[Divergence] = field(default_factory=list)
     departures: list[Divergence] = field(default_factory=list)
@@ -101,7 +101,7 @@ def options(parser: ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A target, what it is asked, and in which types."""
+    """A target with its prompts and dtypes."""
 
     title: str
     target: str

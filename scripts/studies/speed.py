@@ -29,7 +29,7 @@ EXTRA = "dev"
 
 LLAMACPP = Path(os.environ.get("LLAMACPP_VENV") or ROOT / ".nox" / "llamacpp")
 SIZES = {"nano": (12, 64), "smollm2": (6, 48)}
-"""Models, each with its number of prompts, and of tokens of an answer at most."""
+"""Models, with the number of prompts and the most tokens per answer."""
 KEPT = 3
 """Runs on the page."""
 MISSED = ", missed"
@@ -73,12 +73,12 @@ forbids: the sum is a measure, not the most that the memory can give.
 """
 By = Callable[[Sequence[float]], float]
 BOTH: tuple[By, By] = (min, statistics.median)
-"""Of a prompt's times: the quickest, and the median."""
+"""Statistics of a prompt's times: the fastest, and the median."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """`measure` returns the figure by the quickest and by the median answers; None if an arm is absent."""
+    """A goal; `measure` returns the figure by the fastest and by the median answers, None if an arm is absent."""
 
     what: str
     at_least: float
@@ -88,7 +88,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the page keeps of a run: the lower figure of each goal, None if it was not measured."""
+    """A run on the page: the lower figure of each goal, None if it was not measured."""
 
     begun: str
     machine: str
@@ -97,7 +97,7 @@ class Run:
 
 
 def make(work: Work, options: Namespace) -> Made:
-    """Raises StudyError if llama.cpp is not there."""
+    """Measure. Raises StudyError without llama.cpp."""
     python = LLAMACPP / "bin" / "python"
     if not python.exists():
         raise StudyError("llama.cpp is not there; `nox -s llamacpp` sets it up, or set LLAMACPP_VENV to its folder")
@@ -125,7 +125,7 @@ def over_prompts(times: Sequence[Sequence[float]], by: By) -> float:
 
 
 def ratio(slow: Sequence[Sequence[float]], fast: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return how many times as fast: the median over prompts of each prompt's ratio, by both."""
+    """Return the speed ratio, the median over prompts, by both statistics."""
     quickest, typical = (
         statistics.median(by(a) / by(b) for a, b in zip(slow, fast, strict=True)) for by in BOTH
     )  # fmt: skip
@@ -133,20 +133,20 @@ def ratio(slow: Sequence[Sequence[float]], fast: Sequence[Sequence[float]]) -> t
 
 
 def over(timed: Timed, arm: Arm, other: Arm) -> tuple[float, float] | None:
-    """Return the tokens per second of one arm over those of another; None if one is absent or wrong."""
+    """Return the tokens per second of an arm over another's; None if either is absent or wrong."""
     if not (timed.has(arm) and timed.has(other)) or is_wrong(timed, arm):
         return None
     return ratio(timed.seconds(other), timed.seconds(arm))
 
 
 def is_wrong(timed: Timed, arm: Arm) -> bool:
-    """Whether our engine has other tokens with a draft than without one; no speed of these counts."""
+    """Return whether our engine's tokens differ with a draft; such speeds do not count."""
     plain = Arm(OURS, FLOAT32, "ar")
     return (arm.engine, arm.weights) == plain[:2] and timed.tokens(arm) != timed.tokens(plain)
 
 
 def beside(weights: str, method: str) -> Callable[[Timed], tuple[float, float] | None]:
-    """Our arm over the faster of llama.cpp's two."""
+    """Return a function that compares our arm with the faster of llama.cpp's two."""
     other = EIGHT_BITS[THEIRS] if weights == EIGHT_BITS[OURS] else weights
     return lambda timed: over(timed, Arm(OURS, weights, method), faster(timed, other, method))
 
@@ -173,7 +173,7 @@ GOALS = {
 }
 
 
-# The runs that the page keeps.
+# The runs on the page.
 
 
 def run_of(timed: Mapping[str, Timed], machine: str) -> Run:
@@ -184,16 +184,16 @@ def run_of(timed: Mapping[str, Timed], machine: str) -> Run:
 
 
 def kept(path: Path, latest: Run) -> list[Run]:
-    """Return the latest runs on each machine, from those in the file and this one, the latest last."""
+    """Return the latest runs on each machine, of the file's and the current run, latest last."""
     stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    # The page of finished measurements is made again by the same command: they count once.
+    # The same command renders the page of finished measurements again: they count once.
     others = [run for one in stored if (run := Run(**one)).begun != latest.begun]
     runs = sorted([*others, latest], key=lambda run: run.begun)
     return [run for of_machine in by_machine(runs).values() for run in of_machine[-KEPT:]]
 
 
 def by_machine(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Return the runs of each machine, that of the last run last."""
+    """Return the runs by machine; the last run's machine comes last."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(run.machine, []).append(run)

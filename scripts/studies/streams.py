@@ -29,7 +29,7 @@ TAKES = "a minute of two free cores"
 PAGES = ("streams.md",)
 
 NUM_TOKENS, KEPT = 61, 2
-"""Of each answer: one, and 20 rounds of three."""
+"""Tokens per answer: the first, and 20 rounds of three."""
 INTERVALS_S = (1.0, 0.5, 0.3, 0.2)
 
 
@@ -50,7 +50,7 @@ def make(work: Work, options: Namespace) -> Made:
 
 
 def serve(interval_s: float, streams: int) -> None:
-    """In a process of its own: until its standard input ends."""
+    """Run the server in a separate process, until its standard input ends."""
     with FakeServer(
         accepts=(KEPT,), block=4, counts_by_request=True, has_metrics=False, waits_for=streams, round_s=interval_s,
         answer=lambda *_: range(10, 10 + NUM_TOKENS),
@@ -70,7 +70,7 @@ def served_at(interval_s: float, streams: int) -> Iterator[str]:
 
 
 def measured(streams: int, interval_s: float) -> tuple[list[str], list[str]]:
-    """A row of the table, and what went wrong."""
+    """Return a row of the table, and problems."""
     requests = [((Message("user", f"What is {number} times 7?"),), 0) for number in range(streams)]
     with (
         served_at(interval_s, streams) as url,

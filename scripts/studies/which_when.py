@@ -30,7 +30,7 @@ METHODS = {
 SUITES = "--suite gsm8k --suite humaneval --suite mt_bench --audit divergent --threads 1"
 TOGETHER = 4
 LITTLE, MUCH = 0.02, 0.05
-"""How many more rounds a cut may take, as a share, and how much it must save to be worth a sentence."""
+"""The largest share of additional rounds of a cut, and the least saving worth a sentence."""
 PAGE = """# MTP, DFlash, DFlash 2, DSpark: which, when
 
 ```
@@ -83,7 +83,7 @@ rounds that takes.
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of a method over all suites."""
+    """A method's figures over all suites."""
 
     name: str
     length: float
@@ -92,7 +92,7 @@ class Figures:
     """Tokens that the target reads in a round."""
     limit: float
     round_ms: float
-    """Draft and verification."""
+    """Time of draft and verification."""
     four: float
     sixteen: float
     """headroom.4 and headroom.16"""
@@ -173,7 +173,7 @@ def _by_suite(run: Document) -> str:
 
 
 def _calibrations(run: Document) -> dict[str, Calibration]:
-    """By the name of the method; without the one that is cut already."""
+    """Return calibrations by method, without the method that is already cut."""
     cells = [cell for cell in stored_cells(run.results) if cell.method in METHODS and cell.method != CUT]
     found = {}
     for method in dict.fromkeys(cell.method for cell in cells):
@@ -204,11 +204,11 @@ def _cuts(found: dict[str, Calibration]) -> str:
     return markdown(["method", *(f"{one:g}" for one in thresholds)], rows)
 
 
-# What to do, from the figures alone.
+# Advice, from the figures alone.
 
 
 def advice(found: Sequence[Figures], calibrated: dict[str, Calibration]) -> str:
-    """Return a paragraph; each sentence is one of a few, chosen and filled by what was measured."""
+    """Return a paragraph of template sentences, chosen and filled by the measurements."""
     return "\n".join([
         _fastest("One answer at a time", [(one.name, one.alone) for one in found]),
         _fastest(f"{TOGETHER} at a time", [(one.name, one.together) for one in found]),
@@ -278,7 +278,7 @@ def _cutting(found: Sequence[Figures], calibrated: dict[str, Calibration]) -> li
 
 
 def _free(of: Calibration) -> CutPoint | None:
-    """Return the threshold that saves most for hardly more rounds, if there is one."""
+    """Return the threshold with the largest saving for hardly more rounds, if any."""
     cuts = (one for one in of.cuts if one.threshold and one.saved >= MUCH and one.more_rounds <= LITTLE)
     return max(cuts, key=lambda one: one.saved, default=None)
 
