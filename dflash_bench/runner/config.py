@@ -136,7 +136,7 @@ class PromptOptions:
             rules.all_together("--rate", lambda options: bool(options.rate)),
         ),
     )
-    """How long to measure, such as 5m; all prompts if absent."""
+    """The time limit, such as 5m; all prompts if absent."""
     thinking: str | None = _prompts(
         "The chat template's thinking mode: on, off, or both in one run. Default: the model's own, else off.",
         metavar="MODE",
@@ -164,7 +164,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which weights, and how they draft."""
+    """The weights, and how they draft."""
 
     methods: tuple[str, ...] = _models(
         "How tokens are drafted, from 'dflash-bench methods', or several with commas; NAME:N drafts N tokens per "
@@ -311,7 +311,7 @@ class ServerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
-    """How answers are decoded, drafted and checked, and the settings that a sweep varies."""
+    """Decoding, drafting and checking of answers, and the settings that a sweep varies."""
 
     max_new_tokens: int | None = _answers(
         "Stop answers after N tokens. Default: 2048, and fewer for nano.", metavar="N", minimum=1, most=MOST_TOKENS

@@ -226,7 +226,7 @@ class Conversation:
 
 
 def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
-    """Generate one turn of all prompts of a suite by each method, several at a time.
+    """Generate a turn of all prompts of a suite with each method, several at a time.
 
     All answers are saved together, once judged. A run killed before that measures all of them again: the missing
     answers alone would be measured at a lower concurrency.

@@ -56,7 +56,7 @@ from dflash_bench.tasks.suites import STYLES, Loaded, chats
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over the answers of one cell."""
+    """Sums over the answers of a cell."""
 
     seconds: float = 0.0
     num_tokens: int = 0

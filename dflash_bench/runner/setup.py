@@ -238,7 +238,7 @@ def device_and_dtype(request: RunRequest, num_gpus: int) -> tuple[str, str]:
 class PreparedRun:
     contexts: Contexts
     memory: dict[str, int | None] | None
-    """As in `run.json`; None if nothing is loaded."""
+    """The memory as in `run.json`; None if nothing is loaded."""
     commits: Mapping[str, str] = field(default_factory=dict)
     """ID@COMMIT as fetched, for target and drafts from the hub."""
     limit: int = 0

@@ -71,7 +71,7 @@ class Moment:
 
 @dataclass(slots=True)
 class AnswerMoments:
-    """One answer as the runner observed it."""
+    """An answer as the runner observed it."""
 
     began: Moment
     first: Moment | None = None

@@ -66,7 +66,7 @@ class Backend(Described, Protocol):
     def generate(
         self, method: str, messages: Sequence[Message], settings: Settings, repeat: int, listener: Listener
     ) -> Generation:
-        """Generate one answer, decoded alone."""
+        """Generate an answer, decoded alone."""
         ...
 
     def serve(

@@ -90,7 +90,7 @@ class WorkerPool(Described, ABC):
 
     @abstractmethod
     def wait(self) -> Ready | JobDone | WorkerDied | None:
-        """Wait for the next event; None if nothing is in progress. Raises what a worker raises."""
+        """Wait for the next event; None if nothing is in progress. Raises the errors of workers."""
 
 
 class JobAnswers:
@@ -223,7 +223,7 @@ class _Driver:
 
 
 def _failed(job: Job, why: str) -> list[Answer]:
-    """Return a failed row for each missing answer, which says why it could not be measured."""
+    """Return a failed row, with the reason, for each missing answer."""
     error = f"{MOST_TRIES} workers died while they measured this prompt; the last: {why}"
     nothing = Generation((), "", "error", 0, 0.0, 0.0, error=error)
     return [

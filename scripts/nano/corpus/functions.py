@@ -34,7 +34,7 @@ class Function:
 
 
 def _filters(k: int) -> list[tuple[str, str, str]]:
-    """(name part, words, condition on x)"""
+    """Return tuples (name part, words, condition on x)."""
     return [
         ("even", "the even numbers", "x % 2 == 0"),
         ("odd", "the odd numbers", "x % 2 == 1"),
@@ -47,7 +47,7 @@ def _filters(k: int) -> list[tuple[str, str, str]]:
 
 
 def _maps(k: int) -> list[tuple[str, str, str]]:
-    """(name part, words, value of x)"""
+    """Return tuples (name part, words, value of x)."""
     return [
         ("", "", "x"),
         ("", "", "x"),

@@ -95,7 +95,7 @@ def sharing(rng: Random) -> Task:
 
 
 def comparison(rng: Random) -> Task:
-    """One has k times or k more than the other; how many together."""
+    """Two people, of whom one has k times or k more than the other; how many together."""
     name, other, items = *rng.sample(NAMES, 2), rng.choice(ITEMS)
     a, k = rng.randint(3, 12), rng.randint(2, 8)
     if rng.random() < 0.5:
