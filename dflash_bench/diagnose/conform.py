@@ -103,7 +103,7 @@ def forwards_named(names: Sequence[str]) -> list[Forward]:
 
 
 def exit_status(found: Sequence[Conformance]) -> int:
-    """Return 0 if all cases conform, 1 if a case differs or no forward reads it, 2 if a server does not report it."""
+    """Return 0 if all cases conform, 1 if one differs or no forward reads it, 2 if a server hides its acceptance."""
     equal = {one.case.name for one in found if one.state == "equal"}
     if any(one.state in ("differs", "unread", "failed") for one in found):
         return 1

@@ -367,7 +367,7 @@ def _head(subject: DraftUnderTest) -> Iterator[Probe]:
 
 
 def _body(subject: DraftUnderTest) -> Iterator[Probe]:
-    """Yield probes of attention between slots and of embedding scales, which only a config's (lost) keys determine."""
+    """Yield probes of attention between slots and of embedding scales: config keys set them, and may have been lost."""
     if not isinstance(subject.draft, DFlashDraft):
         return
     body, num_layers = subject.draft.config.body, subject.draft.config.num_layers

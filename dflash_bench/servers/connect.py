@@ -114,7 +114,7 @@ async def connect(address: Address, access: Access, dialect: Dialect | None, mod
 
 
 async def _connected(address: Address, client: Client, dialect: Dialect | None, model: str | None) -> Server:
-    # Plug-ins precede built-in dialects; general dialects come last.
+    # Plug-ins come first, as they are specific to their server; general dialects come last.
     several = [DIALECTS[name] for name in (*DIALECTS.added, *DIALECTS.own)] if dialect is None else [dialect]
     wanted = sorted(several, key=lambda one: one.is_general)
     paths = dict.fromkeys((MODELS, *(path for one in wanted for path in one.pages)))

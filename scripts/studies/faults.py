@@ -86,7 +86,7 @@ def make(work: Work, options: Namespace) -> Made:
 
 
 def tried(way: Way, work: Path) -> dict[str, Found]:
-    """Return the findings by mistake, and without a mistake."""
+    """Return the findings for each planted mistake, and for the sound engine."""
     file = work / f"{way}.json".replace(", ", "-").replace(" ", "-")
     done = {name: Found(**one) for name, one in json.loads(file.read_text()).items()} if file.exists() else {}
     names = ["none", *(fault.name for fault in FAULTS)]
