@@ -61,7 +61,7 @@ class WidthCosts:
         return costs
 
     def explore_first(self) -> int | None:
-        """Return the index of a width to measure before any is chosen, or None when that is done."""
+        """Return the index of a width to measure before any width is chosen, or None afterwards."""
         last = len(self.widths) - 1
         if self.num_rounds >= 2 * EXPLORED_FIRST:
             return None

@@ -51,7 +51,7 @@ class Committed:
 
     @property
     def row_slice(self) -> slice:
-        """`rows` as an index of tensors."""
+        """Return `rows` as an index of tensors."""
         return slice(self.first, self.first + len(self.starts))
 
 

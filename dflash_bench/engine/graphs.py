@@ -65,7 +65,7 @@ class _CapturedPass:
         # A new cache allocates its buffers at the first write, which must not be captured.
         known.function(num_places, *self.inputs)
         self.replay = capture(partial(known.function, num_places), self.inputs)
-        # Other values than at the capture, so that an input that was baked in as a number shows.
+        # Other values than at the capture, to detect an input that was baked in as a number.
         for buffer, example in zip(self.inputs, known.examples, strict=True):
             buffer.copy_(example[:1].expand_as(buffer) if example.ndim > 1 else torch.ones_like(buffer))
         usual = [result.clone() for result in known.function(num_places, *self.inputs)]
@@ -82,8 +82,8 @@ class GraphCache:
     """The captured passes over one KV cache.
 
     With `is_whole` the whole cache is the only bucket, for captures that take long. A pass that cannot be captured is
-    computed as usual, or with `must` raises UserError. If that pass reads the cache, nothing is captured any more, as
-    the device or the network is to blame; a short pass that does not is left out alone.
+    computed as usual, or with `must` raises UserError. If that pass reads the cache, all captures are dropped, as the
+    device or the network is to blame; otherwise only this pass stays uncaptured.
     """
 
     def __init__(self, capture: Capture, is_whole: bool = False, must: bool = False) -> None:
@@ -236,7 +236,7 @@ _KEPT: list[tuple[Any, Tensor]] = []
 
 
 def inductor(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
-    """Compile with torch's inductor, without graph breaks: up to half a minute, or seconds if the code is cached."""
+    """Compile with torch's inductor, as one graph: takes up to half a minute, or seconds if the code is cached."""
     operations = _operations(function, inputs)
     options: dict[str, Any] = {"cpp_wrapper": True}
     # Nothing that a guard checks ever changes: replays always use the same buffers.

@@ -1,4 +1,4 @@
-"""The judge: is an answer the published model's own? It runs transformers' code, and nothing of this engine.
+"""The judge checks that an answer is the published model's own, with transformers' code and nothing of this engine.
 
 No cache, mask, tap, forward pass or penalty of ours is involved: the model reads tokens in one pass, or step by step
 with the cache that transformers makes for it. The difference between the two forms is rounding, the only deviation that
@@ -74,7 +74,7 @@ class Judge:
     def divergence(
         self, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], repetition_penalty: float = 1.0
     ) -> Divergence:
-        """Judge the place where two answers diverge: are both tokens the model's choice, up to rounding?"""
+        """Judge whether, where two answers diverge, both tokens are the model's choice up to rounding."""
         shorter = min(len(plain), len(other))
         index = next((i for i in range(shorter) if plain[i] != other[i]), shorter)
         if index == shorter:

@@ -16,7 +16,7 @@ from dflash_bench.core.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When an answer ends: at a stop token, at this many tokens, or where the context is full."""
+    """Ends of an answer: at a stop token, at this many tokens, or where the context is full."""
 
     max_new_tokens: int
     stop_ids: frozenset[int] = frozenset()
@@ -93,7 +93,7 @@ class Round:
 
 
 class DecodingError(UserError):
-    """The generation is impossible (no room, broken logits): it is recorded with this error, never as a number."""
+    """The generation is impossible (context full, broken logits): recorded with this error, never as a number."""
 
 
 class Clock(Protocol):

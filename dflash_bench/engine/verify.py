@@ -1,7 +1,7 @@
 """The verify rule: how much of a draft is accepted, and which token comes next. Pure functions of tensors.
 
 A deterministic draft (greedy, at any temperature of the target) is accepted while it equals the target's own choices,
-which is exact for the target by construction, and what the DFlash authors do. A draft that brings probabilities goes
+which is exact for the target by construction, and the rule of the DFlash authors. A draft with probabilities goes
 through rejection sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; p is the target, q the draft).
 """
 

@@ -332,7 +332,7 @@ def forward_curve(target: Target) -> dict[str, Any]:
     context = context_of(target)
     try:
         reads: float | None = read_bandwidth(target.device)
-    except MemoryError:  # less than the caches hold: then nobody says which share is reached
+    except MemoryError:  # less memory than the caches hold: the share reached stays unknown
         reads = None
     forwards = time_forwards(target, 1, context)
     target.release()

@@ -67,7 +67,7 @@ class Data(Protocol):
 
     @property
     def num_held_out(self) -> int:
-        """Number of rows at the end that are never trained on."""
+        """Return the number of rows at the end that are never trained on."""
         ...
 
     def take(self, index: Sequence[int], layers: Sequence[int]) -> tuple[Batch, Tensor]:
@@ -85,7 +85,7 @@ Compute = Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]
 FIRSTS = ("firsts", "first_ends")
 """Additional tensors of a batch of later turns: the first turns of their chats."""
 OPEN_ROWS = 64
-"""Maximum number of incomplete rows while packing: more would pack tighter, and take longer."""
+"""Number of last rows that may still be filled: more would pack tighter, and take longer."""
 
 
 class Stored:
@@ -225,7 +225,7 @@ class PackedRows:
 
 
 def packed(items: Sequence[TrainingChat], length: int, seed: int) -> list[list[TrainingChat]]:
-    """Shuffle, then put each conversation into the first incomplete row with enough space."""
+    """Shuffle, then put each conversation into the first of the last OPEN_ROWS rows with enough space, or a new row."""
     order = list(items)
     Random(seed).shuffle(order)
     rows: list[list[TrainingChat]] = []

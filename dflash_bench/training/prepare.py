@@ -52,17 +52,17 @@ class PreparedTraining:
 
     @property
     def answers(self) -> Path:
-        """The folder of the answers to first turns."""
+        """Return the folder of the answers to first turns."""
         return self.request.out / "work" / ("tokens" if self.request.on_the_fly else "answers")
 
     @property
     def num_later(self) -> int:
-        """Number of turns after the first turns, if none is skipped."""
+        """Return the number of later turns, if none is skipped."""
         return sum(len(one.later) for one in self.chats)
 
     @property
     def compute(self) -> ComputedStates | None:
-        """The source of states if they are not stored."""
+        """Return the source of states if they are not stored."""
         return ComputedStates(self.target, self.layers) if self.request.on_the_fly else None
 
 

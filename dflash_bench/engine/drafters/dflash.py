@@ -469,7 +469,7 @@ class BlockCorrector:
         self.context = self.weight.new_zeros(num_rows, self.draft.config.hidden_size)
 
     def observe(self, committed: Committed) -> None:
-        """Keep the tokens before each row's new anchor; rows that stand still keep theirs."""
+        """Keep the token before each row's new anchor, and its context; rows that stand still keep theirs."""
         if self.reads_before and committed.anchor is not None:
             for row, text, count in zip(committed.rows, committed.texts, committed.counts, strict=True):
                 if count:
@@ -490,7 +490,7 @@ class BlockCorrector:
     def inputs(self, hidden: Tensor, logits: Tensor, anchor: Tensor) -> tuple[Tensor, ...]:
         """Return inputs of `correct` for a pass's `hidden` [B, K, H] and `logits` [B, N, Vd] behind `anchor` [B, 1].
 
-        For heads that read them, they include the tokens before the anchors [B] and their contexts [B, H].
+        For heads that read them, they include the tokens before the anchors [B] and the contexts [B, H].
         """
         before = [on_host(self.before, self.weight.device)] if self.reads_before else []
         return hidden, logits, anchor, *before, *([self.context] if self.reads_context else [])

@@ -52,7 +52,7 @@ class ModelDrafter:
 
     @property
     def graph_cache(self) -> GraphCache | None:
-        """The model's passes are captured as the target's are, if our own code computes it."""
+        """Return the model's own cache: its passes are captured like the target's, if our own code computes it."""
         return self.model.graph_cache
 
     @graph_cache.setter

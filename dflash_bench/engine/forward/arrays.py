@@ -44,7 +44,7 @@ LAYER = np.dtype(
         )
     ]
 )  # fmt: skip
-"""Where the parts of a layer begin: products in `Decoder.weights`, all others in `Decoder.numbers`."""
+"""Offsets of the parts of a layer: products in `Decoder.weights`, all others in `Decoder.numbers`."""
 
 
 class Decoder(NamedTuple):

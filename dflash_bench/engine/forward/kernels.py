@@ -1,9 +1,9 @@
 """Compiled kernels of a decoder's forward pass on a CPU, by numba (LLVM): no compiler is needed on the user's machine.
 
 Every matrix product, of weights and of attention (`attention.py`), is the same inner loop, `tile`: a few tokens times a
-few blocks of LANES outputs, whose sums stay in vector registers. Weights lie in the order in which it reads them, as
-one stream: [blocks of LANES outputs, inputs, LANES]. So one token costs what memory needs to deliver the weights, and
-some more tokens cost hardly more. Shapes are those of `arrays.py`.
+few blocks of LANES outputs, whose sums stay in vector registers. Weights are stored in the order in which it reads
+them, as one stream: [blocks of LANES outputs, inputs, LANES]. So one token costs the time to load the weights from
+memory, and a few more tokens cost hardly more. Shapes are those of `arrays.py`.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class Attention:
 
     @property
     def group(self) -> int:
-        """Number of query heads that share a key head."""
+        """Return the number of query heads that share a key head."""
         return self.num_heads // self.num_kv
 
 
