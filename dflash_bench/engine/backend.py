@@ -69,7 +69,7 @@ class RequestTrace:
         return self.rounds[0][1].marks[0]
 
     def span(self, clock: Clock, since: object) -> tuple[float, float]:
-        """Return the seconds from `since` to the request's begin and to its end; 0 and 0 if it never began."""
+        """Return the seconds from `since` to the request's start and to its end; 0 and 0 if it never started."""
         if not self.rounds:
             return 0.0, 0.0
         _, first = self.rounds[0]
@@ -470,7 +470,7 @@ class LocalBackend:
     ) -> list[Generation]:
         """Return a generation per prompt; a failure is recorded as its error, never as a number.
 
-        Prompts are decoded together, or `num_rows` at a time, each next prompt taking the slot of a finished one.
+        Prompts are decoded together, or `num_rows` at a time; waiting prompts take the slots of finished ones.
         `seeds` holds a seed per prompt, in place of the seed in `sampling`.
         """
         return self._generations(

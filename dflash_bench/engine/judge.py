@@ -23,8 +23,8 @@ CEILINGS = {getattr(torch, name): logits for name, logits in types.CEILINGS.item
 STEPS = 64
 """Number of places, the one in question last, that are read in both forms to measure how far rounding moves logits."""
 MARGIN = 3.0
-"""A gap may be this many times the difference between the judge's forms, as two engines round differently, and more so
-at a few places than at most. Sound answers in bfloat16 need up to 1.5 (results/rounding.md)."""
+"""A gap may be this many times the difference between the judge's forms, as two engines round differently, at a few
+places more than usual. Sound answers in bfloat16 need up to 1.5 (results/rounding.md)."""
 
 
 class Judge:

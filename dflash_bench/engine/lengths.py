@@ -62,7 +62,7 @@ class Lengths:
         return attended
 
     def _row_begins(self, size: int) -> Tensor:
-        """Return [B + 1]: the begins of the cache's rows of `size` places each; the same for all layers of a pass."""
+        """Return [B + 1], the offsets of the cache's rows of `size` places each; the same for all layers of a pass."""
         if size not in self._begins:
             num_rows, like = len(self.used), self.used
             self._begins[size] = torch.arange(0, num_rows * size + 1, size, dtype=like.dtype, device=like.device)

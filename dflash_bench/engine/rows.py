@@ -16,7 +16,7 @@ from dflash_bench.core.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Ends of an answer: at a stop token, at this many tokens, or where the context is full."""
+    """Limits of an answer: it ends at a stop token, at this many tokens, or where the context is full."""
 
     max_new_tokens: int
     stop_ids: frozenset[int] = frozenset()
@@ -34,7 +34,7 @@ class Slot:
     num_read: int = 0
     """Number of prompt tokens read so far."""
     began: object = None
-    """The clock's mark at the begin of its prefill."""
+    """The clock's mark at the start of its prefill."""
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     text: list[int] = field(init=False)

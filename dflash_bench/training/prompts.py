@@ -170,7 +170,7 @@ _HERE = "\x02here\x02"
 
 
 def turn_start(tokenizer: Any) -> str:
-    """Return the chat up to the begin of the user's text, as rendered by the template.
+    """Return the chat up to the start of the user's text, as rendered by the template.
 
     Raises UserError if there is no template, or if it changes the user's text.
     """

@@ -253,7 +253,7 @@ def _answer_texts(folder: Path, tokenizer: Any) -> dict[int, str]:
 
 
 HELD_OUT_ONE_IN, MOST_HELD_OUT = 16, 96
-"""Chats that are never trained on: one in 16, and at most 96."""
+"""Chats that are never trained on: one in HELD_OUT_ONE_IN, at most MOST_HELD_OUT."""
 
 
 def perform(request: TrainRequest, tell: Tell) -> Path | None:

@@ -32,7 +32,7 @@ def build(models: Models, target: Target, method: Method) -> PEagleDrafter:
 class PEagleDrafter(Eagle3Drafter):
     """Keeps the committed pairs, and reads them when it drafts. Prompts are read at once.
 
-    `pending` holds the begin and the number of each row's pairs: none for a row that stands still.
+    `pending` holds the start and the number of each row's pairs: none for a row that stands still.
     """
 
     def __init__(self, draft: PEagleDraft, embedding: nn.Module, num_drafts: int, rule: str = "match") -> None:

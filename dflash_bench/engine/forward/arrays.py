@@ -1,4 +1,4 @@
-"""The arrays that compiled kernels share, their compilation, and small functions that all of them use.
+"""The arrays that compiled kernels share, the compilation of kernels, and small functions that all of them use.
 
 Shapes: T tokens (B rows of N) of hidden size H, heads of size D, G query heads per key head. All numbers are float32
 but for weights, which are float32, bfloat16 (the bits, as uint16) or int8 with a scale for each output. An offset of

@@ -1,4 +1,4 @@
-"""Attention by compiled kernels: stores keys and values in the cache, and attends to each token's visible places.
+"""Attention by compiled kernels: keys and values are stored in the cache, and tokens attend to their visible places.
 
 A head's keys are contiguous, [places, D]. Many queries that read the same keys are the lanes of a vector, so that a key
 is read once for all of them; a few queries have a row of scores each. Shapes are those of `arrays.py`.

@@ -173,7 +173,7 @@ def num_threads() -> int:
 
 
 def run(function: Callable[..., None], *arguments: Any) -> None:
-    """Call a kernel in torch's number of threads."""
+    """Call a kernel in as many threads as torch uses."""
     size, arrived = num_threads(), np.zeros(1, np.int64)
     if size == 1:
         function(*arguments, Team(0, 1, arrived))

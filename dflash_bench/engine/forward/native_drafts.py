@@ -1,6 +1,6 @@
 """The forward passes of DFlash and EAGLE-3 drafts by our own code, laid out like the target's (`native.py`).
 
-Their results equal those of the networks in `models/nets` that they are made from, up to rounding; those stay usable.
+Up to rounding, they return the results of the networks in `models/nets` that they are made from, which stay usable.
 """
 
 from __future__ import annotations
