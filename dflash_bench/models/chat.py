@@ -1,4 +1,4 @@
-"""Chat templates, and the texts that a target's tokenizer gives for token ids."""
+"""Chat templates, and decoding of token ids by a target's tokenizer."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from dflash_bench.models import gguf, hub, targets
 
 # Rendering a chat by the model's own template.
 #
-# A template is a program that came with the checkpoint. transformers gives it no access to files or the network, but
-# does not limit its time or memory. So all prompts of a run are first rendered in a process that has both limits.
+# A template is a program from the checkpoint. transformers denies it access to files and network, but does not limit
+# its time or memory. So all prompts of a run are first rendered in a process with both limits.
 
 
 LIMIT_S = 20.0
-"""The limit for all prompts of a run together; one takes less than a millisecond."""
+"""The limit for all prompts of a run together; one prompt takes less than a millisecond."""
 LIMIT_BYTES = 1 << 30
 """The limit on top of the memory that this process uses. macOS does not enforce it."""
 LONGEST = 1 << 24
-"""The most characters of a prompt, more than fit into any context."""
+"""The longest prompt in characters, more than fits any context."""
 FAILURES = (
     TemplateError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError,
 )  # fmt: skip
-"""Every error that a template can raise, except running out of memory, which is handled separately."""
+"""All errors that a template can raise, except running out of memory, which is handled separately."""
 LONGEST_MARK = 32
-"""The most tokens of a mark that opens thinking, with white space behind it."""
+"""The most tokens of a mark that opens thinking, including white space after it."""
 CHARACTERS = 16
-"""Characters per token of the context that are encoded of a long text: several times what tokens have."""
+"""Characters of a long text encoded per token of the context: several times the length of tokens."""
 Chat = tuple[str, Sequence[Message]]
 """A prompt's name for error messages, and its messages."""
 
 
 def render(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> str:
-    """Return the text of a chat. Raises UserError if the template fails, or knows no tools and the chat has some."""
+    """Return the text of a chat. Raises UserError if the template fails, or lacks tools that the chat uses."""
     chat, tools = template_input(messages)
     _refuse_left_out(tokenizer, chat, tools)
     given = {"add_generation_prompt": True, "enable_thinking": thinking, **({"tools": tools} if tools else {})}
@@ -62,7 +62,7 @@ def render(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> str:
 
 
 def _refuse_left_out(tokenizer: Any, chat: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> None:
-    """Raise UserError for tools or their calls if the template would leave them out: the model would not be told."""
+    """Raise UserError for tools or calls that the template would leave out, so that the model would not see them."""
     template = str(tokenizer.chat_template)
     parts = {"tools": tools is not None, "tool_calls": any(message.get("tool_calls") for message in chat)}
     for name, is_there in parts.items():
@@ -74,17 +74,17 @@ def _refuse_left_out(tokenizer: Any, chat: Sequence[Mapping[str, Any]], tools: S
 
 
 def encode(tokenizer: Any, messages: Sequence[Message], thinking: bool, vocab_size: int | None = None) -> list[int]:
-    """Return a chat's token ids; without a template, those of its messages, a line each.
+    """Return a chat's token ids; without a template, those of its messages, one per line.
 
-    Raises UserError as `render`, for a tokenizer that crashes, and for an id of `num_tokens` or more.
+    Raises UserError like `render`, for a tokenizer that crashes, and for an id of `vocab_size` or more.
     """
     return _encoded(tokenizer, *_to_encode(tokenizer, messages, thinking), vocab_size)
 
 
 def length(tokenizer: Any, messages: Sequence[Message], thinking: bool, most: int, vocab_size: int) -> int:
-    """Return how many tokens a chat has; of one with far more than `most`, how many its beginning has.
+    """Return the number of tokens of a chat; if it has far more than `most`, the number in its beginning.
 
-    A text of megabytes takes long to encode. Raises UserError as `encode`.
+    Encoding megabytes of text takes long. Raises UserError like `encode`.
     """
     text, options = _to_encode(tokenizer, messages, thinking)
     beginning = text[: CHARACTERS * most]
@@ -96,7 +96,7 @@ def length(tokenizer: Any, messages: Sequence[Message], thinking: bool, most: in
 
 
 def _to_encode(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> tuple[str, dict[str, bool]]:
-    """Return a chat as text, and the options that it is encoded with."""
+    """Return a chat as text, and the options for encoding it."""
     if tokenizer.chat_template is None:
         _refuse_left_out(tokenizer, *template_input(messages))
         return "\n".join(message.content for message in messages), {}
@@ -119,25 +119,25 @@ def _encoded(tokenizer: Any, text: str, options: Mapping[str, bool], vocab_size:
 
 
 def names_date(tokenizer: Any) -> bool:
-    """Return True if its template asks for the date."""
+    """Return whether its template uses the date."""
     return "strftime_now" in str(tokenizer.chat_template)
 
 
 def rendered(tokenizer: Any, chats: Iterable[Chat], thinking: bool) -> str:
-    """Return the SHA-256 of the texts of these chats, whatever their order. Raises as `render`."""
+    """Return the SHA-256 of the texts of these chats, in any order. Raises UserError like `render`."""
     texts = (_to_encode(tokenizer, messages, thinking)[0].encode(errors="surrogatepass") for _, messages in chats)
     return sha256(b"".join(sorted(sha256(text).digest() for text in texts))).hexdigest()
 
 
 def has_thinking(tokenizer: Any) -> bool:
-    """Return True if its template has a switch for thinking."""
+    """Return whether its template has a switch for thinking."""
     return "enable_thinking" in (tokenizer.chat_template or "")
 
 
 def thinking_tokens(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]) -> int:
-    """Return how many tokens of an answer are thinking: up to and including the closing mark, or all without one.
+    """Return the number of thinking tokens of an answer: up to and including the closing mark, or all without one.
 
-    The count is 0 if thinking was never opened, neither by the answer nor at the end of its prompt.
+    It is 0 if thinking was never opened, neither by the answer nor at the end of its prompt.
     """
 
     def decoded(tokens: Sequence[int]) -> str:
@@ -145,7 +145,7 @@ def thinking_tokens(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]
 
     text = decoded(answer)
     begin = answer_start(text, _opening(tokenizer, prompt))
-    # Longer prefixes contain whatever shorter ones do.
+    # The text of a prefix contains that of shorter ones.
     num = bisect_left(range(len(answer)), begin, key=lambda num: len(decoded(answer[:num])))
     return len(answer) if begin == len(text) else num
 
@@ -155,9 +155,9 @@ def _opening(tokenizer: Any, prompt: Sequence[int]) -> str:
 
 
 def with_thinking(tokenizer: Any, prompt: Sequence[int], generation: Generation) -> Generation:
-    """Return an answer with how many of its tokens and of its text's characters are thinking.
+    """Return an answer with its numbers of thinking tokens and characters.
 
-    Without token ids the text has to show it, or that it was cut before thinking ended.
+    Without token ids the text has to show it, or that it was cut off before thinking ended.
     """
     if generation.hides_tokens:
         return replace(generation, num_thinking_chars=_shown_thinking(generation, _opening(tokenizer, prompt)))
@@ -165,14 +165,14 @@ def with_thinking(tokenizer: Any, prompt: Sequence[int], generation: Generation)
     num = thinking_tokens(tokenizer, prompt, ids)
     rest = str(tokenizer.decode(list(ids[num:]), skip_special_tokens=True)) if num else text
     if not text.endswith(rest):
-        # Half a character at the border is another text by itself.
+        # Half a character at the border decodes to other text alone.
         rest = text[len(str(tokenizer.decode(list(ids[:num]), skip_special_tokens=True))) :]
     count = num if num or has_thinking(tokenizer) else None
     return replace(generation, num_thinking_tokens=count, num_thinking_chars=len(text) - len(rest))
 
 
 def _shown_thinking(generation: Generation, opening: str) -> int:
-    """Return the characters of thinking of an answer without ids; a server may have sent them apart."""
+    """Return the characters of thinking in an answer without ids; servers may send them separately."""
     text, num = generation.text, generation.num_thinking_chars or 0
     if opening:
         return len(text) if generation.finish_reason == "length" and not num else num
@@ -180,7 +180,7 @@ def _shown_thinking(generation: Generation, opening: str) -> int:
 
 
 def check(tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> None:
-    """Raises UserError unless the template renders all chats within the limits; never waits longer than LIMIT_S."""
+    """Raise UserError unless the template renders all chats within the limits; never wait longer than LIMIT_S."""
     if tokenizer.chat_template is None:
         for name, messages in chats:
             try:
@@ -215,7 +215,7 @@ def _reply(pipe: int) -> str:
 
 
 def _render_all(pipe: int, tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> NoReturn:
-    """The child's work. It always exits here, so that it never flushes or closes what belongs to the parent."""
+    """Render all chats in the child process. It always exits here, and never flushes or closes the parent's files."""
     try:
         os.write(pipe, _outcome(tokenizer, chats, thinking).encode(errors="replace"))
     finally:
@@ -226,7 +226,7 @@ def _outcome(tokenizer: Any, chats: Sequence[Chat], thinking: bool) -> str:
     _limit_memory()
     for number, (name, messages) in enumerate(chats):
         try:
-            before = random.getstate()  # Jinja draws with Python's own generator
+            before = random.getstate()  # Jinja uses Python's own generator
             text = render(tokenizer, messages, thinking)
             is_fixed = random.getstate() == before and (number > 0 or text == render(tokenizer, messages, thinking))
         except UserError as error:
@@ -249,7 +249,7 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-# A target's own tokenizer, loaded separately from the one that an engine decodes with, to tell the text of tokens.
+# A target's own tokenizer, loaded separately from the engine's, to decode tokens.
 
 
 Decoder = Callable[[Sequence[Sequence[int]]], list[str]]
@@ -257,7 +257,7 @@ Decoder = Callable[[Sequence[Sequence[int]]], list[str]]
 
 
 def decoder(folder: Path, trust_remote_code: bool = False) -> Decoder:
-    """Return the decoder of a folder's tokenizer. Raises UserError if it has none that can be read."""
+    """Return the decoder of a folder's tokenizer. Raises UserError if it has no readable tokenizer."""
     tokenizer = targets.tokenizer_of(folder, trust_remote_code)
     return lambda answers: [str(tokenizer.decode(list(ids), skip_special_tokens=True)) for ids in answers]
 

@@ -1,4 +1,4 @@
-"""Keys of a target's config that not every architecture has, or that differ from layer to layer."""
+"""Config keys of a target that some architectures lack, or that vary by layer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def optional(config: Any, *names: str, default: Any = None) -> Any:
-    """Return the first of these keys that has a value for the whole model, or `default` if none has.
+    """Return the first of these keys that has a value for the whole model, or `default` if there is none.
 
-    A key that differs from layer to layer has none: transformers raises where it is read, and `layer_configs` gives it.
+    A key that varies by layer has none: transformers raises when it is read, and `layer_configs` has its values.
     """
     names = tuple(name for name in names if name not in varying(config))
     values = (getattr(config, name, None) for name in names)
@@ -18,13 +18,13 @@ def optional(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def layer_configs(config: Any) -> Sequence[Any]:
-    """Return the config of each layer, in which every key has one value."""
+    """Return the config of each layer, in which every key has a single value."""
     per_layer: Sequence[Any] = config.per_layer_config if varying(config) else [config] * config.num_hidden_layers
     return per_layer
 
 
 def varying(config: Any) -> frozenset[str]:
-    """Return the keys that differ from layer to layer."""
+    """Return the keys that vary by layer."""
     return frozenset(getattr(config, "per_layer_attributes", None) or ())
 
 
@@ -38,34 +38,34 @@ class Heads:
     """The size of a query or key of one head."""
     value_size: int
     cached: int
-    """How many numbers a cache keeps of each token."""
+    """Numbers cached per token."""
 
     @classmethod
     def of(cls, config: Any) -> Heads:
-        """Read a layer's config, or a model's whose layers are alike."""
+        """Return the heads of a layer's config, or of a model's whose layers are alike."""
         heads, rotated = config.num_attention_heads, optional(config, "qk_rope_head_dim")
         kv_heads = optional(config, "num_key_value_heads") or heads
         if rotated is None or (latent := optional(config, "kv_lora_rank")) is None:
             size = optional(config, "head_dim") or config.hidden_size // heads
             return cls(heads, kv_heads, size, size, 2 * kv_heads * size)
-        # Multi-head latent attention (DeepSeek): `head_dim` is the rotated part, and heads share what is cached.
+        # Multi-head latent attention (DeepSeek): `head_dim` is the rotated part, and heads share the cache.
         size = optional(config, "qk_nope_head_dim", default=0) + rotated
         return cls(heads, kv_heads, size, optional(config, "v_head_dim", default=size), latent + rotated)
 
     @classmethod
     def of_first(cls, config: Any) -> Heads:
-        """Read a model's first layer."""
+        """Return the heads of a model's first layer."""
         return cls.of(layer_configs(config)[0])
 
 
 def keeps_keys(config: Any) -> Sequence[bool]:
-    """Return for each layer whether it has keys and values of its own: the last ones may reuse those before them."""
+    """Return per layer whether it has its own keys and values: the last layers may reuse earlier ones."""
     modes = optional(config, "kv_sharing_modes")
     return [mode != "reuse" for mode in modes] if modes else [True] * config.num_hidden_layers
 
 
 def cut(config: Any, num_layers: int) -> None:
-    """Keep only the first layers of a model."""
+    """Keep only a model's first layers."""
     own = sum(keeps_keys(config))
     for name in ("layer_types", "mlp_layer_types"):
         if kinds := optional(config, name):

@@ -1,4 +1,4 @@
-"""Converts a draft from one format to another, bit for bit; an error names anything the other format cannot hold.
+"""Converts a draft between formats, bit for bit; errors name anything the other format cannot hold.
 
 llama.cpp's format, the only one for targets too, is written by `gguf_writer.py`.
 """
@@ -29,7 +29,7 @@ WANTS_DEPTH = ("zlab",)
 
 
 def convert(reference: str, destination: Path, to: str, target: str | None) -> list[str]:
-    """Convert a draft; returns notes on facts that only the new or only the old files declare.
+    """Convert a draft. Return notes on facts that only the new or only the old files declare.
 
     If the new format includes the target's embedding and head, they are taken from `target`. If it leaves them to the
     target, they are dropped, provided that `target` shows they are copies. Raises UserError for an incomplete

@@ -1,7 +1,7 @@
-"""Datastores: a file of texts' tokens with their suffix array, in which REST looks up continuations.
+"""Datastores: a file of tokenised texts with their suffix array, in which REST looks up continuations.
 
-The file is safetensors, which holds no code and is memory-mapped: `tokens`, the texts one after the other, each
-followed by END, and `order`, the places of `tokens` sorted by the tokens from there on. It names its tokenizer.
+The file is safetensors, which holds no code and is memory-mapped: `tokens`, the concatenated texts, each followed by
+END, and `order`, the places of `tokens` sorted by the tokens from there on. It records its tokenizer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Tokens = NDArray[np.int32]
 Places = NDArray[np.int64]
 
 END = -1
-"""Follows each text; nothing is looked up across it."""
+"""Follows each text; no match crosses it."""
 FORMAT = "dflash-bench datastore 1"
 SORTED_TO = 64
-"""Places are sorted by this many tokens, the longest piece that can be looked up."""
+"""Places are sorted by this many tokens, the longest sequence that can be looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Datastore:
     order: Places
 
     def ends_of(self, piece: Sequence[int]) -> Places:
-        """Return the places after each occurrence of a piece of at most SORTED_TO tokens."""
+        """Return the places after each occurrence of a sequence of at most SORTED_TO tokens."""
         piece, length = list(piece), len(piece)
 
         def there(place: int) -> list[int]:
@@ -53,7 +53,7 @@ class Datastore:
     def longest(self, text: Sequence[int], most: int, least: int) -> Places:
         """Return `ends_of` the longest suffix of the text that occurs, of `least` to `most` tokens, or nothing."""
         ends = self.order[:0]
-        # All suffixes of an occurring piece occur, so the longest one is found by bisection.
+        # All suffixes of an occurring sequence occur, so the longest is found by bisection.
         low, high = least, min(most, len(text))
         while low <= high:
             length = (low + high) // 2
@@ -83,7 +83,7 @@ def suffix_order(tokens: Tokens) -> Places:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Return a hash of a tokenizer's ids of its tokens."""
+    """Return a hash of a tokenizer's tokens and ids."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
@@ -95,7 +95,7 @@ def write(path: Path, store: Datastore, tokenizer: Any, sources: Sequence[str]) 
 
 
 def read(path: Path, tokenizer: Any, vocab_size: int) -> Datastore:
-    """Map a datastore into memory. Raises UserError for any other file, an empty one, or another tokenizer's."""
+    """Map a datastore into memory. Raises UserError for another file, an empty one, or another tokenizer's."""
     files.require_file(path)
     try:
         with safe_open(path, framework="pt") as file:

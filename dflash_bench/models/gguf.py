@@ -1,6 +1,6 @@
-"""GGUF files as targets: their weights are dequantised, once, into a folder of safetensors.
+"""GGUF files as targets: weights are dequantised once, into a folder of safetensors.
 
-The model is then measured with the file's weights in float32, and without llama.cpp's own arithmetic.
+The model is then measured with the file's weights in float32, without llama.cpp's own arithmetic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_file(reference: str) -> bool:
 
 
 def converted_folder(path: Path) -> Path:
-    """Return the cached folder of this file's model, made if it is missing. Raises UserError."""
+    """Return the cached folder of this file's model, created if it is missing. Raises UserError."""
     path = path.expanduser()
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -40,16 +40,16 @@ def converted_folder(path: Path) -> Path:
 
 
 def require_readers() -> None:
-    """Raises UserError if a package is missing that transformers needs to read GGUF."""
+    """Raise UserError if a package is missing that transformers needs to read GGUF."""
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
         raise UserError(f"GGUF files need {' and '.join(missing)}; run: pip install {' '.join(missing)}")
 
 
 def check(path: Path) -> None:
-    """Raises UserError for a file without a complete model: transformers would make up the missing weights.
+    """Raise UserError for a file without a complete model: transformers would make up the missing weights.
 
-    They would mean nothing, and be of sizes that the header alone decides.
+    They would be meaningless, and of sizes that only the header determines.
     """
     from gguf import GGUFReader
 
@@ -67,7 +67,7 @@ def check(path: Path) -> None:
 
 
 def _missing(fields: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """Yield problems: parts of a language model that the file lacks, or that differ from its header."""
+    """Yield parts of a language model that the file lacks, or that differ from its header."""
     kind = fields.get("general.architecture")
     if not isinstance(kind, str):
         yield "it does not say its architecture"
@@ -82,7 +82,7 @@ def _missing(fields: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> 
     if embedding is None or len(embedding) != 2 or embedding[0] != hidden:
         yield f"token_embd.weight is {embedding}, and {kind}.embedding_length {hidden}"
         return
-    # Such as blk.0.ffn_up.weight: in layers of different kinds, each has some that others have not.
+    # For example blk.0.ffn_up.weight: layers of different kinds have different tensors.
     layers = {name.partition("_")[0] for name in shapes if name.startswith("blk.")}
     if num_layers > len(shapes) or any(f"blk.{layer}.ffn" not in layers for layer in range(num_layers)):
         yield f"not all of its {num_layers} layers are there"
@@ -92,7 +92,7 @@ def _missing(fields: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> 
 
 
 def convert(path: Path, folder: Path) -> None:
-    """Write the model into a new folder: config, float32 weights, tokenizer. Raises UserError if it cannot be read."""
+    """Write the model to a new folder: config, float32 weights, tokenizer. Raises UserError if it cannot be read."""
     require_readers()
     check(path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -123,11 +123,11 @@ def convert(path: Path, folder: Path) -> None:
 
 
 def _write(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write it without `save_pretrained`, which refuses dequantised models."""
+    """Write the model without `save_pretrained`, which refuses dequantised models."""
     from safetensors.torch import save_file
 
     config = model.config.to_dict()
-    for name in ("quantization_config", "_name_or_path"):  # of a file that is gone
+    for name in ("quantization_config", "_name_or_path"):  # these refer to a file that no longer exists
         config.pop(name, None)
     tied = model.config.tie_word_embeddings
     tensors = {

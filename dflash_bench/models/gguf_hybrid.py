@@ -1,9 +1,9 @@
-"""A Qwen3.5 target as llama.cpp reads it: layers of linear attention, and MTP heads as one layer more.
+"""A Qwen3.5 target for llama.cpp: layers of linear attention, and MTP heads as an additional layer.
 
-Facts, from llama.cpp's converter: norms are stored with the 1 that Qwen adds to them, decays as -exp(A_log), and the
-value heads of linear attention in the order in which ggml repeats the fewer key heads under them: the first of each
-group, then the second of each, where publishers' files have group by group. A head block is the layer behind the last
-one; it has the target's embedding and head.
+According to llama.cpp's converter, norms are stored with the 1 that Qwen adds to them, decays as -exp(A_log), and the
+value heads of linear attention in the order in which ggml repeats the fewer key heads: the first head of each group,
+then the second of each, where publishers' files go group by group. A head block is the layer after the last one; it has
+the target's embedding and head.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ OF_IMAGES, OF_TEXT = "visual.", "language_model."
 
 
 def text_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the text model's tensors by their short names, and its MTP heads', if it has any.
+    """Return the text model's tensors by their short names, and its MTP heads', if any.
 
-    Raises UserError for heads that are not complete.
+    Raises UserError for incomplete heads.
     """
     kept = {
         name.removeprefix(OF_TEXT): tensor for name, tensor in tensors.items() if not name.startswith(OF_IMAGES)
@@ -55,7 +55,7 @@ def text_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str,
 
 
 def settings(config: Any, has_heads: bool) -> dict[str, Any]:
-    """Return what differs from a dense target's settings. Raises UserError for layers in an order that it lacks."""
+    """Return the differences from a dense target's settings. Raises UserError for an unsupported order of layers."""
     interval = config.layer_types.index(FULL) + 1 if FULL in config.layer_types else 0
     if any((kind == FULL) != ((layer + 1) % interval == 0) for layer, kind in enumerate(config.layer_types)):
         raise UserError(
@@ -79,7 +79,7 @@ def settings(config: Any, has_heads: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _ValueHeads:
-    """The value heads of linear attention: `each` of them to a group, which has one key head."""
+    """The value heads of linear attention: `each` of them per group, which has one key head."""
 
     groups: int
     each: int

@@ -1,4 +1,4 @@
-"""A tokenizer as GGUF holds it: vocabulary, merges, and how text is split first."""
+"""A tokenizer in GGUF: vocabulary, merges, and the pre-tokenization rule."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import targets
 
-# Which of llama.cpp's named rules splits text as a tokenizer does, before its merges?
+# Finds which of llama.cpp's named rules splits text as a tokenizer does, before its merges.
 #
-# A GGUF file names a rule and cannot spell one out, so a name is only right if every text gives the same tokens. That
-# is tried on odd texts and on random sequences of the vocabulary's own tokens, with the tokenizer's merges under each
-# rule.
+# A GGUF file can only name a rule, so a name is only right if every text yields the same tokens. That is checked on
+# unusual texts and on random sequences of the vocabulary's own tokens, with the tokenizer's merges under each rule.
 
 
 _ENGLISH = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -29,7 +28,7 @@ _UNMARKED = r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Patterns that split in turn. `whole_words`: a piece that is a token stays one, whatever the merges say."""
+    """Patterns that split in turn. `whole_words`: a piece that is a token is kept, whatever the merges."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False
@@ -58,7 +57,7 @@ NUM_RANDOM, TOKENS_EACH = 400, 40
 
 
 def name_of(tokenizer: Any) -> str:
-    """Return the rule that gives a tokenizer's tokens (of the library tokenizers). Raises UserError if none does."""
+    """Return the rule that yields a tokenizer's tokens (of the library tokenizers). Raises UserError if none does."""
     probes = (*ODD_TEXTS, *_random_texts(tokenizer))
     expected = _ids(tokenizer, probes)
     for name, rule in RULES.items():
@@ -71,7 +70,7 @@ def name_of(tokenizer: Any) -> str:
 
 
 def under(tokenizer: Any, rule: Rule) -> Any:
-    """Return a tokenizer with the same vocabulary and merges after another split."""
+    """Return a tokenizer with the same vocabulary and merges but another pre-tokenization."""
     from tokenizers import Tokenizer
 
     content = json.loads(tokenizer.to_str())
@@ -90,19 +89,19 @@ def _ids(tokenizer: Any, texts: tuple[str, ...]) -> list[list[int]]:
 
 
 def _random_texts(tokenizer: Any) -> list[str]:
-    """Return texts of random tokens: unusual neighbours show where a rule would cut, and merges would not."""
+    """Return texts of random tokens: unusual neighbours show where a rule would split, and merges would not."""
     draw, size = random.Random(0), tokenizer.get_vocab_size()
     drawn = [[draw.randrange(size) for _ in range(TOKENS_EACH)] for _ in range(NUM_RANDOM)]
     return [str(text) for text in tokenizer.decode_batch(drawn, skip_special_tokens=True)]
 
 
-# A tokenizer and its chat template as a GGUF file holds them. Only byte-level BPE, as Llama 3, Qwen and SmolLM use.
+# A tokenizer and its chat template in GGUF. Only byte-level BPE, as in Llama 3, Qwen and SmolLM.
 
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-"""Types of tokens (gguf.TokenType): text, never shown, added by the user, and embedding rows without a token."""
+"""Token types (gguf.TokenType): text, never shown, added by the user, and embedding rows without a token."""
 ROLES = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id", "unknown": "unk_token_id"}
-"""Special tokens, by their names in GGUF, and their attributes in transformers."""
+"""Special tokens: their names in GGUF, and their attributes in transformers."""
 PREFIX = "tokenizer.ggml."
 Settings = dict[str, Any]
 
@@ -110,7 +109,7 @@ Settings = dict[str, Any]
 def read(folder: Path, num_rows: int, with_template: bool = True) -> tuple[Settings, list[str]]:
     """Return the file's `tokenizer.*` settings, and remarks. `num_rows` is the rows of the target's embedding.
 
-    Raises UserError for a tokenizer from which llama.cpp would read other tokens.
+    Raises UserError for a tokenizer that llama.cpp would read differently.
     """
     tokenizer = targets.tokenizer_of(folder)
     try:
@@ -143,7 +142,7 @@ def _settings(tokenizer: Any, num_rows: int) -> Settings:
 
 
 def _content(tokenizer: Any) -> dict[str, Any]:
-    """Return tokenizer.json as in use. Raises UserError unless it is byte-level BPE."""
+    """Return the effective tokenizer.json. Raises UserError unless it is byte-level BPE."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError("its tokenizer has no tokenizer.json, and only such tokenizers are written as GGUF")
@@ -175,7 +174,7 @@ def _tokens(content: dict[str, Any], num_rows: int) -> tuple[list[str], list[int
 
 
 def _around(tokenizer: Any) -> tuple[bool, bool]:
-    """Return whether it puts its bos token before a text, and its eos token after it. Raises UserError otherwise."""
+    """Return whether it adds its bos token before a text, and its eos token after it. Raises UserError otherwise."""
     text = "a"
     bare = tokenizer.encode(text, add_special_tokens=False)
     whole = tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""Writes a target, or a draft of the kinds that llama.cpp runs (DFlash, DFlash 2, DSpark, EAGLE-3), as its GGUF."""
+"""Writes a target, or a draft of a kind that llama.cpp supports (DFlash, DFlash 2, DSpark, EAGLE-3), as GGUF."""
 
 from __future__ import annotations
 
@@ -56,24 +56,24 @@ BARE = {
     "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
     "candidate_selector.successor_codebook": "selector_successor.weight",
 }  # fmt: skip
-"""Parameters that our files have without `.weight`; llama.cpp reads those of layers without it, too."""
+"""Parameters without `.weight` in our files; llama.cpp reads those of layers without it, too."""
 _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class GgufNetwork:
-    """`settings` stand below the architecture's name in the file; `tensors` have llama.cpp's names."""
+    """`settings` are prefixed with the architecture's name in the file; `tensors` have llama.cpp's names."""
 
     architecture: str
     settings: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     special_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Besides the tokenizer's own, by GGUF's names."""
+    """Special tokens besides the tokenizer's own, by GGUF's names."""
 
 
 def name_of(tensor: str) -> str:
-    """Return llama.cpp's name of a tensor. Raises UserError if it has none."""
+    """Return llama.cpp's name of a tensor. Raises UserError if there is none."""
     if match := _IN_LAYER.fullmatch(tensor):
         number, part, kind = match.groups()
         if part in LAYER and kind:
@@ -91,7 +91,7 @@ def name_of(tensor: str) -> str:
 def interleaved(rows: Tensor, num_heads: int) -> Tensor:
     """Reorder rows of a query or key projection [heads * D, ...] for an architecture that rotates neighbours.
 
-    Publishers' Llama files put the two halves of a head one after the other; GGUF alternates between them.
+    Publishers' Llama files store the two halves of a head one after the other; GGUF interleaves them.
     """
     halves = rows.reshape(num_heads, 2, -1, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape).contiguous()
@@ -107,7 +107,7 @@ def in_gguf_types(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]
         yield name, tensor.float() if tensor.ndim in (1, 3) and tensor.is_floating_point() else tensor
 
 
-# Writing a GGUF file: complete or not at all.
+# Writing a GGUF file atomically.
 
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
@@ -115,7 +115,7 @@ FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
 
 
 def write(path: Path, network: GgufNetwork, name: str, vocabulary: Mapping[str, Any]) -> None:
-    """Raises UserError if the file cannot be written."""
+    """Write a GGUF file. Raises UserError if that fails."""
     tensors = dict(in_gguf_types(network.tensors))
     settings = {
         "general.name": name,
@@ -124,7 +124,7 @@ def write(path: Path, network: GgufNetwork, name: str, vocabulary: Mapping[str, 
         **vocabulary,
         **{f"{PREFIX}{token}_token_id": index for token, index in network.special_tokens.items()},
     }
-    # The package opens the file itself; what `write_whole` syncs and renames is the same file.
+    # The package opens the file itself, by name; `write_whole` syncs and renames the same file.
     files.write_whole(path, lambda file: _fill(Path(file.name), network.architecture, settings, tensors))
 
 
@@ -155,7 +155,7 @@ def _fill(path: Path, architecture: str, settings: Mapping[str, Any], tensors: M
                 writer.add_key_value(key, value, scalars[type(value)])
         arrays = {name: _bytes(tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            # As if it were plain numbers of this size: numpy has no bfloat16.
+            # Declared as plain numbers of this size: numpy has no bfloat16.
             writer.add_tensor_info(name, tensor.shape, arrays[name].dtype, arrays[name].nbytes, types[tensor.dtype])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -167,12 +167,12 @@ def _fill(path: Path, architecture: str, settings: Mapping[str, Any], tensors: M
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """Return the numbers as a numpy array; bfloat16 becomes 16-bit integers."""
+    """Return a tensor as a numpy array; bfloat16 becomes 16-bit integers."""
     tensor = tensor.contiguous().cpu()
     return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-# A draft as llama.cpp's `draft-dflash` and `draft-eagle3` read it. Embedding and head may be the target's.
+# Drafts for llama.cpp's `draft-dflash` and `draft-eagle3`. Embedding and head may be the target's.
 
 
 NUM_EAGLE3_TAPS = 3
@@ -183,7 +183,7 @@ def describe(checkpoint: Checkpoint, num_target_layers: int) -> GgufNetwork:
     config = checkpoint.config
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in ("d2t", "t2d")}
     network = _dflash(config, tensors) if isinstance(config, DFlashConfig) else _eagle3(config, tensors)
-    # llama.cpp names the layer that reads a feature, we name the layer that outputs it.
+    # llama.cpp names the layer that reads a feature, our configs the layer that outputs it.
     taps = [layer + 1 for layer in config.target_layer_ids]
     if max(taps) >= num_target_layers:
         raise UserError(f"it taps layer {max(taps) - 1}, the target's last, which llama.cpp does not hand out")
@@ -209,7 +209,7 @@ def _dflash(config: DFlashConfig, tensors: dict[str, Tensor]) -> GgufNetwork:
     if isinstance(config.correction, SelectorConfig):
         settings |= {name: getattr(config.body, name) for name in ("conv_kernel_size", "conv_group_size")}
         settings |= {name: getattr(config.correction, name) for name in ("selector_rank", "selector_top_k")}
-        # It scales and caps the logits to which the selector adds its scores, and for other drafts none.
+        # It scales and caps the logits to which the selector adds its scores, but not those of other drafts.
         settings |= {"logit_scale": float(config.body.output_multiplier)}
         settings |= {"final_logit_softcapping": float(config.body.logit_softcap or 0)}
     named = {renamed.get(name) or name_of(name): tensor for name, tensor in tensors.items()}
@@ -217,7 +217,7 @@ def _dflash(config: DFlashConfig, tensors: dict[str, Tensor]) -> GgufNetwork:
 
 
 def _unheld(config: DFlashConfig) -> dict[str, object]:
-    """Return what llama.cpp cannot compute of a block draft, by what to call it, and whether this draft has it."""
+    """Return features that llama.cpp cannot compute for a block draft, by name, and whether this draft has them."""
     return {**_unheld_of_head(config), **_unheld_of_views(config), **_unheld_of_body(config)}
 
 
@@ -241,7 +241,7 @@ def _unheld_of_head(config: DFlashConfig) -> dict[str, object]:
 
 
 def _unheld_of_views(config: DFlashConfig) -> dict[str, object]:
-    """Return what its one flag of causality and one window, the same for all layers, cannot express."""
+    """Return features that its single causal flag and window, shared by all layers, cannot express."""
     views = [config.body.view(layer) for layer in range(config.num_layers)]
     narrow = [view.window for view in views if view.window and not view.is_causal and view.window < config.block_size]
     return {
@@ -289,7 +289,7 @@ def _eagle3(config: Eagle3Config, tensors: dict[str, Tensor]) -> GgufNetwork:
 
 
 def _refuse(config: DFlashConfig | Eagle3Config, **variants: object) -> None:
-    """Raises UserError for the first variant of the network that is set."""
+    """Raise UserError for the first variant of the network that is set."""
     scaling = (config.rope_scaling or {}).get("rope_type")
     for name, value in {**variants, "rotary scaling": scaling}.items():
         if value:
@@ -313,23 +313,23 @@ def _body(config: DFlashConfig | Eagle3Config) -> dict[str, object]:
     }
 
 
-# A target as llama.cpp reads it: Llama, Qwen2 and Qwen3, dense, with plain, linear or Llama 3's rotary positions; and
-# Qwen3.5 (`gguf_hybrid.py`).
+# Targets for llama.cpp: Llama, Qwen2 and Qwen3, dense, with plain, linear or Llama 3's rotary positions; and Qwen3.5
+# (`gguf_hybrid.py`).
 
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Values of `model_type`; llama.cpp uses the same names."""
 BIASES = {"llama": (), "qwen2": ("attn_q", "attn_k", "attn_v"), "qwen3": ()}
-"""The projections that may have one."""
+"""The projections that may have a bias."""
 ALTERNATING = ("llama",)
-"""Architectures for which llama.cpp rotates neighbouring rows."""
+"""Architectures for which llama.cpp rotates adjacent rows."""
 ROTARY = ("default", "linear", "llama3")
 COMPUTED = "rotary_emb.inv_freq"
-"""A tensor in old files that follows from the config."""
+"""A tensor of old files that the config determines."""
 
 
 def read(folder: Path) -> GgufNetwork:
-    """Describe a target. Raises UserError for a model that llama.cpp would not compute as its publisher does."""
+    """Describe a target. Raises UserError for a model that llama.cpp would compute differently from its publisher."""
     config = targets.config_of(folder)
     if config.model_type == gguf_hybrid.MODEL_TYPE:
         return _hybrid(folder, config)
@@ -352,7 +352,7 @@ def read(folder: Path) -> GgufNetwork:
 
 
 def _hybrid(folder: Path, config: Any) -> GgufNetwork:
-    """Describe a target with linear attention. Raises UserError as `read` does."""
+    """Describe a target with linear attention. Raises UserError like `read`."""
     _refuse_for(folder, _reasons(folder, config))
     trunk, heads = gguf_hybrid.text_tensors(folder, weights.read_tensors(folder))
     if config.tie_word_embeddings:
@@ -367,7 +367,7 @@ def _hybrid(folder: Path, config: Any) -> GgufNetwork:
 
 
 def _reasons(folder: Path, config: Any) -> dict[str, bool]:
-    """Return what no target may have, and whether this one has it."""
+    """Return features that no target may have, and whether this one has them."""
     return {
         "it is quantised; convert the original": "quantization_config" in read_config(folder),
         f"hidden_act = {config.hidden_act!r}": config.hidden_act != "silu",
@@ -397,7 +397,7 @@ def _check(folder: Path, config: Any) -> None:
 
 
 def _check_tensors(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None:
-    """Raises UserError unless the tensors are exactly those of the network that config.json describes."""
+    """Raise UserError unless the tensors are exactly those of the network that config.json describes."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -460,12 +460,12 @@ def _rotary(config: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return {}, {}
 
 
-# Targets and drafts as GGUF files, so that llama.cpp runs the same weights that are measured here.
+# Conversion to GGUF, so that llama.cpp runs the same weights that are measured here.
 
 
 ENDING = ".gguf"
 OF_DRAFTS = "fc.weight"
-"""A tensor of every DFlash and EAGLE-3 draft, which fuses the target's features; no target has it."""
+"""A tensor of every DFlash and EAGLE-3 draft, and of no target: it fuses the target's features."""
 
 
 def convert(reference: str, destination: Path, of_target: str | None) -> list[str]:
@@ -495,7 +495,7 @@ def convert(reference: str, destination: Path, of_target: str | None) -> list[st
 
 
 def _draft(folder: Path, of_target: str | None) -> tuple[GgufNetwork, Path]:
-    """Return the draft, and the folder of its target."""
+    """Return the draft, and its target's folder."""
     if of_target is None:
         raise UserError(f"{folder} is a draft, and its GGUF file holds its target's tokenizer; give --target")
     home = targets.find_target(of_target)

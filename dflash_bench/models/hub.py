@@ -1,4 +1,4 @@
-"""Where checkpoints come from: a folder or the hub; and the errors for those that cannot be read."""
+"""Sources of checkpoints: folders and the hub, and errors for unreadable checkpoints."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from huggingface_hub.errors import StrictDataclassError
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, first_line, is_panic
 
-# A model's folder before it is loaded: its JSON files, and whether its parts are really files. Needs no torch.
+# A model's folder before it is loaded: its JSON files, and whether all parts are regular files. Needs no torch.
 
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ENDINGS = (".json", ".safetensors", ".bin", ".pt", ".txt", ".jinja", ".model", ".tiktoken")
-"""Endings of the files that we or transformers read."""
+"""Endings of the files that this package or transformers reads."""
 VOCABULARIES = ("tokenizer.json", "vocab.json")
-"""Large files, which are only read where they are used."""
+"""Large files, which are only read where needed."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -40,9 +40,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def require_files(folder: Path) -> None:
-    """Raises UserError for a folder with parts that are not files, or settings that cannot be read.
+    """Raise UserError for a folder with parts that are not regular files, or unreadable settings.
 
-    Libraries would wait forever for someone to write to a pipe, and crash on JSON nested a thousand levels deep.
+    Libraries would wait forever for a writer to a pipe, and crash on JSON nested a thousand levels deep.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -54,30 +54,30 @@ def require_files(folder: Path) -> None:
             files.json_of(path)
 
 
-# Getting files on this disk for a folder or a hub id, with a revision that identifies them.
+# Downloading files for a hub id, or using a folder, with a revision that identifies them.
 
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken", "mask_embedding.pt")
-"""Configuration, weights without code in them (of the last, torch reads nothing but tensors), and tokenizers."""
+"""Configuration, weights without code (from the last, torch reads nothing but tensors), and tokenizers."""
 PICKLES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json", "medusa_lm_head.pt")
 ANSWER_WITHIN_S = 4.0
-"""If the hub does not answer within this time, we take it as unreachable; a download may take as long as it needs."""
+"""If the hub does not respond within this time, it counts as unreachable; downloads are not limited."""
 COMMIT = re.compile("[0-9a-f]{40}")
 _ID = re.compile(r"(?!.*(--|\.\.)|.{97})\w([\w.-]*\w)?(/\w([\w.-]*\w)?)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCheckpoint:
-    """A checkpoint on this disk. `revision` is ID@COMMIT, or the hash of the weights for a folder of the user's."""
+    """A checkpoint on this disk. `revision` is ID@COMMIT, or the hash of the weights for a user's folder."""
 
     folder: Path
     revision: str
 
 
 def fetch(reference: str, *, pickles: bool = False, code: bool = False) -> LocalCheckpoint:
-    """Return a folder as it is, or a hub snapshot pinned to the commit that ID or ID@REVISION means now.
+    """Return a folder unchanged, or a hub snapshot pinned to the current commit of ID or ID@REVISION.
 
-    From the hub we take FILES; with `pickles`, also PICKLES if there are no safetensors; with `code`, also modules.
+    From the hub, FILES are downloaded; with `pickles`, also PICKLES if there are no safetensors; with `code`, modules.
     Raises UserError with the remedy if the folder or id does not exist, and within seconds if the hub is unreachable.
     """
     if folder := folder_of(reference):
@@ -96,12 +96,12 @@ def fetch(reference: str, *, pickles: bool = False, code: bool = False) -> Local
 
 
 def is_pinned(reference: str) -> bool:
-    """Return True if it always means the same weights: a folder, or a commit; branches and tags can move."""
+    """Return whether it always identifies the same weights: a folder, or a commit; branches and tags can move."""
     return os.path.isdir(os.path.expanduser(reference)) or bool(COMMIT.fullmatch(reference.partition("@")[2]))
 
 
 def folder_of(reference: str) -> Path | None:
-    """Return the folder of this name, or None. Raises UserError for a folder whose files cannot be read."""
+    """Return the folder of this name, or None. Raises UserError for a folder with unreadable files."""
     folder = Path(os.path.expanduser(reference))
     if not reference or not os.path.isdir(folder):
         return None
@@ -113,9 +113,9 @@ def _snapshot(name: str, revision: str, patterns: list[str]) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    # Subfolders hold other forms of the same weights.
+    # Subfolders hold other formats of the same weights.
     choice: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*"]}
-    # The base class of the hub's errors. It covers all that the HTTP library can raise, and has changed with it.
+    # The base class of the hub's errors covers all errors of its HTTP library, which has changed.
     http_error = cast("type[Exception]", HfHubHTTPError.__bases__[0])
     try:
         commit = HfApi().model_info(name, revision=revision, timeout=ANSWER_WITHIN_S).sha
@@ -155,13 +155,13 @@ def weights_sha256(folder: Path) -> str:
 
 @lru_cache(maxsize=256)
 def _sha256(path: Path, *_state: int) -> bytes:
-    """Return the hash of a file in this state: a run asks before it loads the weights, and once more when it has."""
+    """Return the hash of a file in this state, which a run requests before and after it loads the weights."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
 
 
 def is_here(reference: str) -> bool:
-    """Return True if this checkpoint is complete on this disk. Uses no network, and loads no library that could."""
+    """Return whether this checkpoint is complete on this disk, without network or a library that could use it."""
     folder = Path(os.path.expanduser(reference))
     if not os.path.isdir(folder):
         folder = cached_folder(reference)
@@ -173,7 +173,7 @@ def is_here(reference: str) -> bool:
 
 
 def cached_folder(reference: str) -> Path:
-    """Return where the hub's client keeps a snapshot: models--ORG--NAME/snapshots/COMMIT, by refs/REVISION."""
+    """Return where the hub's client stores a snapshot: models--ORG--NAME/snapshots/COMMIT, by refs/REVISION."""
     from huggingface_hub import constants
 
     name, _, revision = reference.partition("@")
@@ -192,7 +192,7 @@ UNREADABLE = (
 
 
 def is_unreadable(error: BaseException) -> bool:
-    """Return True for an error that a damaged file causes; the tokenizers library raises bare Exceptions, or panics."""
+    """Return whether a damaged file caused the error; the tokenizers library raises bare Exceptions, or panics."""
     return isinstance(error, UNREADABLE) or type(error) is Exception or is_panic(error)
 
 
@@ -200,7 +200,7 @@ def cannot_load(folder: Path, error: BaseException) -> UserError:
     reason = " ".join(str(error).split())
     if "trust_remote_code" in reason:
         return UserError(f"{folder} needs code of its own, which runs only in a run with --trust-remote-code")
-    if reason.startswith("Unrecognized configuration class"):  # and a list of all classes that there are
+    if reason.startswith("Unrecognized configuration class"):  # and a list of all known classes
         what = f"{folder} is of an architecture for which transformers has no causal language model"
         return UserError(what, "use another target")
     return UserError(f"cannot load a causal language model from {folder}: {reason or type(error).__name__}")

@@ -32,20 +32,20 @@ LABELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """`problems` is empty for a checkpoint that can be run (under the target, if one was given)."""
+    """A draft's description; `problems` is empty if it can be run (with the target, if given)."""
 
     format: str
     method: str
     """The method it was made for, as in `--draft METHOD=`."""
     kind: str | None = None
-    """For the method dflash, what its publisher calls such a draft: DFlash, DFlash 2, DSpark, ..."""
+    """For the method dflash, the publisher's name for the kind of draft: DFlash, DFlash 2, DSpark, ..."""
     used_by: tuple[str, ...]
     """The methods that can run with it."""
     block_size: int | None = None
     num_drafts: int | None = None
-    """Drafted tokens per round; None if the file does not decide it."""
+    """Drafted tokens per round; None if the file does not determine it."""
     tapped_outputs: tuple[int, ...] | None = None
-    """0-based layers whose output is tapped; None if they depend on a target's unknown depth, or if there are none."""
+    """0-based layers whose output is tapped; None if they depend on a target's unknown depth, or without taps."""
     tapped_inputs: tuple[int, ...] | None = None
     """The same outputs, named by the layer that reads them."""
     tapped_formula: str | None = None
@@ -54,13 +54,13 @@ class Inspection:
     vocab_size: int
     draft_vocab_size: int
     own_embedding: bool | None
-    """None for Medusa heads, which embed nothing."""
+    """None for Medusa heads, which have no embedding."""
     own_head: bool = True
     layers: str
     attention: str | None = None
-    """What the slots of a block see, where it is not the whole context and the whole block in every layer."""
+    """The attention of a block's slots, unless every layer sees the whole context and the whole block."""
     body: str | None = None
-    """What else a block's body differs in from DFlash's."""
+    """Other differences of a block's body from DFlash's."""
     correction: str | None = None
     """The head that corrects a block, with its sizes."""
     rotary: str | None = None
@@ -74,7 +74,7 @@ class Inspection:
 
 
 def inspect(reference: str, target: str | None = None) -> Inspection:
-    """Raises UserError for what is not a draft at all, or is of a kind that is not supported."""
+    """Return a draft's description. Raises UserError for anything but a draft of a supported kind."""
     folder = targets.find_draft(reference)
     if target is None:
         return _described(folder, None, None)
@@ -138,7 +138,7 @@ def _of_draft(folder: Path, shape: TargetShape | None, target: str | None) -> In
 
 
 def _unknown_keys(folder: Path, form: Format) -> tuple[str, ...]:
-    """Return a note about keys beside `dflash_config` of which nobody here knows what they do."""
+    """Return a note about keys beside `dflash_config` whose meaning is unknown."""
     if form not in (formats.zlab.DFLASH, formats.projectors.SPECFORGE, formats.projectors.NVIDIA):
         return ()
     unknown = known.unknown_keys(read_config(folder), formats.zlab.BESIDE)
@@ -201,7 +201,7 @@ def _doubts(folder: Path, target: str | None) -> tuple[str, ...]:
 
 def _problems(form: Format, checkpoint: Checkpoint, shape: formats.TargetShape | None) -> list[DraftProblem]:
     problems = list(formats.problems(form, checkpoint, shape))
-    # A file of another kind lacks all tensors, or has many that do not belong; the first few are enough to see that.
+    # A file of another kind lacks all tensors, or has many surplus tensors; the first few are enough.
     for code in (base.MISSING, base.SURPLUS):
         of_kind = [problem for problem in problems if problem.code == code]
         if len(of_kind) > MOST_OF_A_KIND:
@@ -223,7 +223,7 @@ def _layers(config: DraftConfig | MTPConfig) -> str:
 
 
 def _of_block(config: DFlashConfig) -> dict[str, Any]:
-    """Return what tells a block draft from a plain DFlash, as lines for people."""
+    """Return the differences of a block draft from a plain DFlash, as lines of text."""
     body, head = config.body, config.correction
     kept = Counter(body.view(layer) for layer in range(config.num_layers))
     seen = [f"{count} layer{'s' * (count > 1)} {_view(view)}" for view, count in kept.items()]
@@ -244,7 +244,7 @@ def _of_block(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _of_pairs(config: Any) -> dict[str, Any]:
-    """Return what an EAGLE-3 or P-EAGLE draft sees, as a line for people, where it is not the whole text."""
+    """Return the attention of an EAGLE-3 or P-EAGLE draft as a line of text, unless it covers the whole context."""
     return {} if config.window is None else {"attention": f"a window of {config.window}"}
 
 
@@ -267,7 +267,7 @@ def _trained_for(checkpoint: Checkpoint) -> str | None:
 
 
 def text(inspection: Inspection) -> str:
-    """Return the inspection as lines for people."""
+    """Return the inspection as lines of text."""
     parameters, mebibytes = f"{inspection.num_parameters:,} parameters", f"{inspection.size_bytes / 2**20:,.1f} MiB"
     values: dict[str, Any] = {
         "format": f"{inspection.format} ({inspection.method})",

@@ -23,19 +23,19 @@ from dflash_bench.models.presets import MTP, Preset, preset, require_drafts
 from dflash_bench.models.targets import PLAIN, Placement
 from dflash_bench.models.weights import only_maps, read_tensors
 
-# The weights of a method, of whichever kind: a draft for the target's features, heads, or a language model.
+# The weights of a method, of any kind: a draft for the target's features, heads, or a language model.
 
 
 LANGUAGE_MODELS = ("draft-model", "block-diffusion")
 OF_DRAFTS = ("dflash_config", "speculators_model_type", "draft_vocab_size", "medusa_num_heads")
-"""Keys that a config has where the folder holds no language model."""
+"""Config keys of folders without a language model."""
 LARGEST_BLOCK = 64
 
 
 def fetch(name: str, reference: str) -> hub.LocalCheckpoint:
-    """Fetch a draft, and check its headers as far as possible without its target, which is larger and slower to get.
+    """Fetch a draft, and check its headers as far as possible without its target, which is larger and slower to fetch.
 
-    `name` is a key such as `dflash` or `dflash@a`. Raises UserError for weights of another kind, or damaged ones.
+    `name` is a key such as `dflash` or `dflash@a`. Raises UserError for weights of another kind, or damaged weights.
     """
     weights, at, tag = name.partition("@")
     if weights == MTP and gguf.is_file(reference):
@@ -51,7 +51,7 @@ def fetch(name: str, reference: str) -> hub.LocalCheckpoint:
 
 
 def _kind(folder: Path, wanted: str) -> str:
-    """Return the kind of weights in the folder; if it could be several, the wanted one. Raises UserError if damaged."""
+    """Return the kind of weights in the folder; if ambiguous, the wanted kind. Raises UserError if damaged."""
     if wanted == MTP:
         mtp_heads.read(folder, headers_only=True)
         return MTP
@@ -79,14 +79,14 @@ def _is_of_draft(config: Mapping[str, Any]) -> bool:
 
 
 def is_language_model(folder: Path) -> bool:
-    """Return True if the config names a causal LM as architecture and has no key of a draft."""
+    """Return whether the config has a causal LM architecture and no key of a draft."""
     config = read_config(folder)
     names = config.get("architectures")
     return not _is_of_draft(config) and any(str(name).endswith("ForCausalLM") for name in names or ())
 
 
 def other_vocabulary(folder: Path, num_rows: int, target: TargetShape) -> list[DraftProblem]:
-    """Return a problem if a language model has other embedding rows than the target, and no tokenizer explains it."""
+    """Return a problem if a language model has other embedding rows than the target, unexplained by a tokenizer."""
     if num_rows == target.vocab_size or targets.vocabulary_in(folder):
         return []
     what = (
@@ -97,7 +97,7 @@ def other_vocabulary(folder: Path, num_rows: int, target: TargetShape) -> list[D
 
 
 def check_blocks(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises UserError for a config without valid block-diffusion settings."""
+    """Raise UserError for a config without valid block-diffusion settings."""
     known = config.get("block_diffusion")
     if not isinstance(known, dict):
         raise UserError(
@@ -111,7 +111,7 @@ def check_blocks(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def kind_of(config: object) -> str | None:
-    """Return the kind of a draft of the DFlash family, as its publisher calls it; None for other drafts."""
+    """Return the publisher's name for a draft of the DFlash family; None for other drafts."""
     return config.kind if isinstance(config, DFlashConfig) else None
 
 
@@ -120,7 +120,7 @@ def load_network(
 ) -> Any:
     """Return a draft's network in the target's dtype; `head` [V, H] is the target's, which some drafts share.
 
-    Raises UserError for a draft that was made for another target.
+    Raises UserError for a draft made for another target.
     """
     weights = name.partition("@")[0]
     if weights == "medusa":
@@ -147,12 +147,12 @@ def empty_network(name: str, folder: Path, target: TargetShape) -> Any:
 
 
 TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model", "tokenizer_config.json")
-"""A target that has none of these files has no tokenizer."""
+"""A target without any of these files has no tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of a target, from which it can be read again; `free_bytes` were free before loading, if known."""
+    """A target's source, for reading it again; `free_bytes` were free before loading, if known."""
 
     folder: Path
     device: str
@@ -170,27 +170,27 @@ class Models:
     drafts: dict[str, Any]
     revisions: dict[str, str]
     verifiers: dict[str, str] = field(default_factory=dict)
-    """Per draft that names it, the target it was made for; speculators checkpoints do."""
+    """The target that a draft was made for, by draft; only speculators checkpoints name it."""
     source: Source | None = None
-    """The target's; None for one that was not read from files."""
+    """The target's source; None if it was not read from files."""
 
     def sharing_memory(self, num: int) -> Models:
-        """Return the models as seen by one of `num` processes that load them at the same time."""
+        """Return the models as seen by one of `num` processes that load them concurrently."""
         source = self.source
         if source is None or source.free_bytes is None:
             return self
         return replace(self, source=replace(source, free_bytes=source.free_bytes // num))
 
     def draft_of(self, method: Method) -> Any:
-        """Return the weights of a method that has some."""
+        """Return the weights of a method that has any."""
         assert method.draft is not None, method.label
         return self.drafts[method.draft]
 
 
 def silence_transformers() -> None:
-    """Turn off bars and advice of transformers, which would tear our progress display; errors are raised in any case.
+    """Disable progress bars and advice of transformers, which would break our progress display; errors still raise.
 
-    It imports torchao if that is installed, which warns about kernels for other machines.
+    It imports torchao if installed, which warns about kernels for other machines.
     """
     for name in ("accelerate", "torchao", "torch.utils._pytree", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -210,7 +210,7 @@ def load(
 ) -> Models:
     """Load the target and these drafts (`dflash`, `dflash@a`); dtype "auto" is the checkpoint's, for the drafts, too.
 
-    If no tokenizer is needed, it is None for a target without one. Raises UserError for anything that is missing,
+    Without `needs_tokenizer`, it is None for a target without one. Raises UserError for anything that is missing,
     damaged or does not fit.
     """
     silence_transformers()
@@ -232,7 +232,7 @@ def load(
 def with_draft(models: Models, chosen: Preset, name: str, dtype: torch.dtype | None = None) -> Models:
     """Return the models with this draft of the preset added, by default in the target's dtype.
 
-    Raises UserError as `load` does.
+    Raises UserError like `load`.
     """
     if name in models.drafts:
         return models

@@ -1,8 +1,8 @@
-"""How much memory weights and caches take, predicted before anything is loaded.
+"""Memory use of weights and caches, predicted before anything is loaded.
 
-All predictions of memory are made here: for a run from the headers of its checkpoints, for a profile from a model on
-the `meta` device, and for servers from the sizes of files. What passes through the layers while they compute comes on
-top of a run's weights and caches: it depends on engine, attention and device.
+All memory is predicted here: for a run from the headers of its checkpoints, for a profile from a model on the `meta`
+device, and for servers from file sizes. Activations come on top of a run's weights and caches: they depend on engine,
+attention and device.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from dflash_bench.models.nets.p_eagle import PEagleConfig
 MOST_NODES = 63
 """The most nodes that `ddtree:nodes=auto` can choose."""
 SPARE = 1.05
-"""Factor on the counted bytes for everything that is not counted: activations and fragmentation."""
+"""Factor on the counted bytes for everything uncounted: activations and fragmentation."""
 LIBRARIES = 0.5e9
-"""Bytes of the process with nothing loaded."""
+"""Bytes of the process before anything is loaded."""
 
-# What a network holds, counted from its parameters and its config.
+# The contents of a network, counted from its parameters and its config.
 
 
 def size_of(model: Any) -> Size:
-    """Return what a pass of this target reads and multiplies, and what it stores; the model may be on `meta`."""
+    """Return what a pass of this target reads and multiplies, and its stored size; the model may be on `meta`."""
     config = model.config.get_text_config()
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    named = {id(weight): (name, weight) for name, weight in model.named_parameters()}  # what is shared, once
+    named = {id(weight): (name, weight) for name, weight in model.named_parameters()}  # shared weights count once
     experts = [weight for name, weight in named.values() if "experts" in name.split(".")]
-    # A pass over text reads the decoder and the head, not what a model sees and hears with; of tables it reads rows.
+    # A pass over text reads the decoder and the head, not vision or audio encoders; of tables it reads only rows.
     decoder = model.get_decoder() or model
     tables = {id(m.weight): m.weight for m in decoder.modules() if isinstance(m, nn.Embedding) and m.weight is not head}
     apart = {id(weight) for weight in experts} | tables.keys()
@@ -72,7 +72,7 @@ def size_of(model: Any) -> Size:
 
 
 def experts_of(config: Any) -> tuple[int, int]:
-    """Return how many experts a layer has, and how many each token is given to."""
+    """Return the number of experts of a layer, and the number that each token is routed to."""
     return (
         optional(config, "num_experts", "num_local_experts", "n_routed_experts"),
         optional(config, "num_experts_per_tok", "experts_per_token", "top_k_experts"),
@@ -80,17 +80,17 @@ def experts_of(config: Any) -> tuple[int, int]:
 
 
 def bytes_of(weights: Iterable[Any]) -> int:
-    """Return the memory of these parameters, with their scales where they are quantised."""
+    """Return the memory of these parameters, with their scales if quantised."""
     return sum(map(quantization.stored_bytes, weights))
 
 
 def matrix_elements(weights: Iterable[Any]) -> int:
-    """Return the elements of all matrices among these: norms and biases multiply nothing to speak of."""
+    """Return the elements of all matrices among these; norms and biases are negligible."""
     return sum(quantization.num_elements(weight) for weight in weights if weight.ndim == 2)
 
 
 def target_attention(config: Any, itemsize: int) -> tuple[AttentionCost, ...]:
-    """Return a target's layers that keep keys and values, by kind; recurrent layers keep none."""
+    """Return the attention layers of a target, by kind, without recurrent layers, which keep no keys and values."""
     windows = attention_windows(config)
     kinds = optional(config, "layer_types") or [next(iter(windows))] * config.num_hidden_layers
     layers = zip(kinds, map(Heads.of, layer_configs(config)), keeps_keys(config), strict=True)
@@ -105,18 +105,18 @@ def target_attention(config: Any, itemsize: int) -> tuple[AttentionCost, ...]:
 
 
 def draft_attention(config: DraftShape, num_layers: int, itemsize: int) -> AttentionCost:
-    """Return the attention of so many layers of a draft."""
+    """Return the attention of `num_layers` layers of a draft."""
     heads, kv_heads = (number * config.head_dim for number in (config.num_heads, config.num_kv_heads))
     return AttentionCost(num_layers, None, heads, 2 * kv_heads * itemsize)
 
 
 def token_bytes(attention: Iterable[AttentionCost]) -> int:
-    """Return the bytes of the keys and values of one token in all layers."""
+    """Return the bytes of one token's keys and values in all layers."""
     return sum(kind.num_layers * kind.cache_bytes for kind in attention)
 
 
 def _state_bytes(config: Any) -> int:
-    """Return the size of all states of the gated delta rule: a matrix per head, in float32."""
+    """Return the size of all gated delta rule states: a matrix per head, in float32."""
     if not (layers := recurrent_layers(config)):
         return 0
     heads, key, value = (
@@ -125,7 +125,7 @@ def _state_bytes(config: Any) -> int:
     return int(len(layers) * heads * key * value * 4)
 
 
-# A run: its target and drafts, from the headers of their files, and the caches of its methods.
+# A run: its target and drafts, by the headers of their files, and the caches of its methods.
 
 
 RoundConfig = DFlashConfig | Eagle3Config | MTPConfig | Mapping[str, Any]
@@ -141,7 +141,7 @@ class Footprint:
     config: RoundConfig | None = None
     """The config of a draft for features, or a block-diffusion model's block settings; None for other models."""
     loading_bytes: int = 0
-    """The weights as stored in the checkpoint, if they are quantised on loading."""
+    """The weights as stored in the checkpoint, if they are quantised when loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +160,16 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class MemoryDemand:
-    """The models and methods of a run, whose memory is predicted. Each method has a cache, each draft is held once."""
+    """The models and methods of a run. Each method has a cache, each draft is held once."""
 
     target: Footprint
     drafts: Mapping[str, Footprint]
     methods: Sequence[Method]
-    """With the draft lengths of the preset."""
+    """Methods with the draft lengths of the preset."""
     rows: int = 1
 
     def held(self, longest: int) -> MemoryUse:
-        """Return the memory of a run whose longest row has this many tokens, answers included."""
+        """Return the memory of a run whose longest row has this many tokens, including answers."""
         rounds = [(method, *self._round(method)) for method in self.methods]
         places = longest + 1 + max((drafted for _, drafted, _ in rounds), default=0)
         caches = [
@@ -188,7 +188,7 @@ class MemoryDemand:
         return (num_bytes - none) // (one - none)
 
     def most_rows_within(self, num_bytes: int, longest: int) -> int:
-        """Return how many rows of this length fit; 0 or less if the weights alone do not fit."""
+        """Return the number of rows of this length that fit; 0 or less if the weights alone do not fit."""
         none, one = (replace(self, rows=rows).held(longest).total for rows in (0, 1))
         return (num_bytes - none) // (one - none)
 
@@ -200,7 +200,7 @@ class MemoryDemand:
 
 
 def round_of(method: Method, config: RoundConfig | None) -> tuple[int, int]:
-    """Return the most tokens that a method drafts per round, and a proposal's scratch places in the draft's cache."""
+    """Return the most tokens that a method drafts per round, and a proposal's temporary places in the draft's cache."""
     given = {option.name: method.option(option.name) for option in method.kind.options}
     number = {name: value for name, value in given.items() if isinstance(value, int)}
     nodes = MOST_NODES if given.get("nodes") == "auto" else number.get("nodes")
@@ -237,8 +237,8 @@ def demand_of(
 ) -> MemoryDemand:
     """Return the demand of checkpoints in these folders; `dtype` None is the target's own. Drafts are never quantised.
 
-    `in_kernels` says that a CPU's compiled kernels will compute them, which keep layouts and types of their own. Raises
-    UserError for a checkpoint that cannot be read.
+    With `in_kernels` a CPU's compiled kernels will compute them, which store weights in their own layouts and types.
+    Raises UserError for a checkpoint that cannot be read.
     """
     if dtype is None:
         stored = optional(targets.config_of(target, trusted), "dtype")
@@ -247,7 +247,7 @@ def demand_of(
     footprints = {name: _of_draft(name, folder, shape, dtype) for name, folder in drafts.items()}
     whole = footprint_of(target, dtype, trusted, quantize)
     if in_kernels:
-        # The head stays beside its packed copy; layers of a target are let go, those of drafts are not.
+        # The head stays beside its packed copy; a target's layers are freed, a draft's are not.
         head = shape.vocab_size * shape.hidden_size * (1 if quantize == "int8" else dtype.itemsize)
         whole = _in_kernels(whole, head, dtype)
         footprints = {name: _in_kernels(draft, draft.weights_bytes, dtype) for name, draft in footprints.items()}
@@ -255,7 +255,7 @@ def demand_of(
 
 
 def _in_kernels(footprint: Footprint, twice: int, dtype: torch.dtype) -> Footprint:
-    """Return what a model takes of whose weights so many bytes are held twice; keys and values are float32 there."""
+    """Return a model's footprint with `twice` bytes of weights held twice; keys and values are float32 there."""
     places = footprint.place_bytes * torch.float32.itemsize // dtype.itemsize
     return replace(footprint, weights_bytes=footprint.weights_bytes + twice, place_bytes=places)
 
@@ -275,17 +275,17 @@ def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.
     attention = draft_attention(config, getattr(config, "num_layers", 1), dtype.itemsize)
     tensors = _weights(checkpoint.tensors, dtype)
     if checkpoint.target_head:
-        # Its head is a copy of rows of the target's.
+        # Its head is a copy of the target's rows.
         tensors += (config.draft_vocab_size or 0) * config.hidden_size * dtype.itemsize
     place_bytes = token_bytes([attention])
     return Footprint(tensors, place_bytes, config)
 
 
 def footprint_of(folder: Path, dtype: torch.dtype, trusted: bool = False, quantize: str | None = None) -> Footprint:
-    """Return what a language model will take. Raises UserError for a checkpoint that cannot be read."""
+    """Return a language model's footprint. Raises UserError for a checkpoint that cannot be read."""
     config = targets.config_of(folder, trusted)
     stored = models_weights.read_tensors(folder, models_weights.only_maps)
-    # MTP heads are no part of the model: they are loaded where a method drafts with them.
+    # MTP heads are not part of the model: they are loaded if a method drafts with them.
     heads = heads_among(stored, config.num_hidden_layers).values()
     tensors = {name: tensor for name, tensor in stored.items() if name not in heads}
     if optional(config, "tie_word_embeddings"):
@@ -297,7 +297,7 @@ def footprint_of(folder: Path, dtype: torch.dtype, trusted: bool = False, quanti
 
 
 def _weights(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
-    """Return the bytes of tensors loaded in this type; packed integers stay as they are stored."""
+    """Return the bytes of tensors loaded in this type; packed integers are kept as stored."""
     return sum(
         tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.itemsize)
         for tensor in tensors.values()
@@ -308,12 +308,12 @@ def _quantized(tensors: Mapping[str, Tensor], dtype: torch.dtype, kind: str) -> 
     sizes = {name: quantization.predicted_bytes(name, tensor.shape, kind) for name, tensor in tensors.items()}
     plain = {name: tensor for name, tensor in tensors.items() if sizes[name] is None}
     if kind == "int8" and base.HEAD not in tensors and (embedding := tensors.get(base.EMBEDDING)) is not None:
-        # A head that was tied to the embedding gets weights of its own.
+        # A head that was tied to the embedding gets its own weights.
         sizes[base.HEAD] = quantization.predicted_bytes(base.HEAD, embedding.shape, kind)
     return _weights(plain, dtype) + sum(size for size in sizes.values() if size is not None)
 
 
-# A profile: by the size of a target, which may be cut to some of its layers.
+# A profile: by the size of a target, which may be truncated to some of its layers.
 
 
 def needed_bytes(size: Size, draft_bytes: int, rows: int, context: int, widest: int) -> float:
@@ -342,7 +342,7 @@ def _longest(size: Size, draft_bytes: int, rows: int, widest: int, free: float) 
 
 
 def _most_layers(size: Size, draft_bytes: int, widest: int, free: float) -> int:
-    """Return the most layers that fit; embedding and head remain, once if they are one table."""
+    """Return the most layers that fit; embedding and head remain, counted once if tied."""
     table = size.row_bytes * size.vocab_size
     is_tied = size.stored_bytes == size.weight_bytes + size.num_experts * size.expert_bytes
     outside = table if is_tied else 2 * table
@@ -351,11 +351,11 @@ def _most_layers(size: Size, draft_bytes: int, widest: int, free: float) -> int:
     return max(0, int(left / (SPARE * a_layer)))
 
 
-# Servers: by their files alone, as what they make of these is their own business.
+# Servers: by their files alone, since their own memory management is unknown.
 
 
 def file_bytes(weights: Path) -> int:
-    """Return the size of a file of weights, or of those in a folder."""
+    """Return the size of a weights file, or of those in a folder."""
     if weights.is_file():
         return weights.stat().st_size
     files = [file for pattern in ("*.safetensors", "*.bin") for file in weights.glob(pattern)]
@@ -363,5 +363,5 @@ def file_bytes(weights: Path) -> int:
 
 
 def servers_bytes(target: Path, num_copies: int, drafts: Sequence[Path]) -> int:
-    """Return what so many copies of a target take together, with a draft in some of them."""
+    """Return the memory of `num_copies` copies of a target together, with a draft in some of them."""
     return num_copies * file_bytes(target) + sum(map(file_bytes, drafts))

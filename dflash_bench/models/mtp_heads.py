@@ -1,7 +1,7 @@
-"""MTP heads on this disk: in the target's own checkpoint, which transformers loads without them, or in a folder apart.
+"""MTP heads on disk: in the target's own checkpoint, which transformers loads without them, or in a separate folder.
 
-Beside a config.json that describes the target lie tensors in one of three layouts: `mtp.*` (Qwen), those of a layer
-behind the target's last one (DeepSeek, GLM), or `model.mtp_layers.0.*` (MiMo). The heads' one layer is of the target's
+Beside a config.json that describes the target are tensors in one of three layouts: `mtp.*` (Qwen), those of a layer
+after the target's last one (DeepSeek, GLM), or `model.mtp_layers.0.*` (MiMo). The heads have one layer of the target's
 kind, and norms are stored as that kind stores them (Qwen3-Next and Qwen3.5 as differences from 1).
 """
 
@@ -24,17 +24,17 @@ from dflash_bench.models.hub import UNREADABLE, cannot_load, read_config
 from dflash_bench.models.nets.mtp import LAYER_BEHIND, MIMO, PARTS, PREFIX, MTPConfig, MTPDraft, heads_among, own_name
 
 ROTARY = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary angles that depend on the position alone."""
+"""Kinds of rotary angles that depend only on the position."""
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-"""Keys of a config that say how many layers its heads have."""
+"""Config keys with the number of the heads' layers."""
 EXPERT = re.compile(r"(layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 MOST_EXPERTS = 1 << 14
 COPIES = {"layers.0.embed_tokens.weight": EMBEDDING, "layers.0.shared_head.head.weight": HEAD}
-"""DeepSeek stores the target's embedding and head with the heads once more."""
+"""Copies of the target's embedding and head that DeepSeek stores with the heads."""
 
 
 def depth_of(folder: Path) -> int:
-    """Return how many layers config.json says that the target has."""
+    """Return the number of the target's layers in config.json."""
     config = read_config(folder)
     text = config.get("text_config")
     depth = (text if isinstance(text, dict) else config).get("num_hidden_layers")
@@ -42,7 +42,7 @@ def depth_of(folder: Path) -> int:
 
 
 def are_apart(folder: Path, names: Iterable[str]) -> bool:
-    """Return True if these are the names of tensors of heads, and of nothing else."""
+    """Return whether these are the tensor names of heads, and nothing else."""
     names = list(names)
     if not names or not all(own_name(name, depth=0) for name in names):
         return False
@@ -50,9 +50,9 @@ def are_apart(folder: Path, names: Iterable[str]) -> bool:
 
 
 def read(folder: Path, headers_only: bool = False) -> tuple[MTPConfig, dict[str, Tensor]]:
-    """Return the heads' config and their tensors by the network's names, experts joined as the network holds them.
+    """Return the heads' config and their tensors by the network's names, with experts joined.
 
-    Raises UserError if there are none, if they are not complete, or of a kind that is not supported.
+    Raises UserError if heads are missing, incomplete, or of an unsupported kind.
     """
     depth = depth_of(folder)
     stored = weights.read_tensors(folder, lambda name: not headers_only and own_name(name, depth) is not None)
@@ -69,7 +69,7 @@ def read(folder: Path, headers_only: bool = False) -> tuple[MTPConfig, dict[str,
     as_stored = _naming(names)
     tensors = _joined(folder, {own: stored[name] for own, name in names.items()}, as_stored)
     if MIMO.fullmatch(names.get("fc.weight", "")):
-        # MiMo joins the state and the embedding in this order.
+        # MiMo concatenates state and embedding in this order.
         tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(2, dim=-1)[::-1], dim=-1)
     try:
         config = _config(folder, tensors)
@@ -89,7 +89,7 @@ Naming = Callable[[str], str]
 
 
 def _naming(names: Mapping[str, str]) -> Naming:
-    """Return what gives the stored name for one of the network's, in the layout of these."""
+    """Return a function from the network's names to stored names, in the layout of `names`."""
     stored = next(iter(names.values()))
     prefix = _prefix(stored)
     theirs = {} if prefix == PREFIX else {own: part for part, own in PARTS[bool(MIMO.fullmatch(stored))].items()}
@@ -104,16 +104,16 @@ def _naming(names: Mapping[str, str]) -> Naming:
 
 
 def _prefix(stored: str) -> str:
-    """Return what the stored names of the heads begin with that one of them has."""
+    """Return the prefix of the heads' stored names, given one of them."""
     match = LAYER_BEHIND.fullmatch(stored) or MIMO.fullmatch(stored)
     if match is None:
         return PREFIX
-    # Files are read without this first part of their names.
+    # Files are read without this prefix.
     return f"model.{match[1].removeprefix('model.')}{match[2]}."
 
 
 def _check_copies(folder: Path, copies: Mapping[str, Tensor], headers_only: bool) -> None:
-    """Raises UserError if an embedding or head stored with the heads is not the target's own, where that lies here."""
+    """Raise UserError if an embedding or head stored with the heads differs from the target's own, if present."""
     if not copies or headers_only:
         return
     tables = targets.stored_tables(folder)
@@ -125,20 +125,20 @@ def _check_copies(folder: Path, copies: Mapping[str, Tensor], headers_only: bool
 
 
 def load(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> MTPDraft:
-    """Load heads. Raises UserError as `read` does, and for heads that were made for another target."""
+    """Load heads. Raises UserError like `read`, and for heads made for another target."""
     config, tensors = read(folder)
     for problem in misfits(config, target):
         raise UserError(f"{folder}: {problem}")
     draft = MTPDraft(config)
     for weight in draft.parameters():
-        weight.data = weight.data.to(dtype)  # buffers, which correct an expert's score, stay as they are
+        weight.data = weight.data.to(dtype)  # buffers, which correct an expert's score, keep their type
     draft = draft.to_empty(device=device)
     draft.load_state_dict(tensors)
     return draft.eval()
 
 
 def save(draft: MTPDraft, folder: Path, target: Mapping[str, Any]) -> None:
-    """Write heads apart from their target; `target` is the target's config.json. Raises UserError."""
+    """Write heads without their target; `target` is the target's config.json. Raises UserError."""
     config = {key: value for key, value in target.items() if key not in ("architectures", "_name_or_path", *COUNTS)}
     tensors = {PREFIX + name: tensor for name, tensor in draft.state_dict().items()}
     weights.write_checkpoint(folder, {**config, COUNTS[0]: 1}, tensors)
@@ -156,7 +156,7 @@ def misfits(config: MTPConfig, target: TargetShape) -> Iterator[DraftProblem]:
 
 
 def note(folder: Path, names: Iterable[str]) -> str | None:
-    """Return a note about heads in the checkpoint of a language model, given its tensors' names; None without any."""
+    """Return a note about heads in a language model's checkpoint, given its tensors' names; None without heads."""
     depth = depth_of(folder)
     if found := heads_among(names, depth):
         try:
@@ -176,7 +176,7 @@ def _declared(config: Any) -> int | None:
 
 
 def _config(folder: Path, tensors: Mapping[str, Tensor]) -> MTPConfig:
-    """Return the config of the heads' layer. Raises UserError for a kind that is not supported."""
+    """Return the config of the heads' layer. Raises UserError for an unsupported kind."""
     text = _text_of(folder)
     if (number := _declared(text)) not in (None, 1):
         raise UserError(f"{folder}: MTP heads of {number!r} layers are not supported; only those of one layer are")
@@ -195,7 +195,7 @@ def _config(folder: Path, tensors: Mapping[str, Tensor]) -> MTPConfig:
 
 
 def _text_of(folder: Path) -> Any:
-    """Return the target's text config; that of MiMo-7B, whose layers are Qwen2's, without the code that it brings."""
+    """Return the target's text config; for MiMo-7B, whose layers are Qwen2's, without its bundled code."""
     config = read_config(folder)
     if config.get("model_type") != "mimo":
         return targets.config_of(folder)
@@ -205,7 +205,7 @@ def _text_of(folder: Path) -> Any:
 
 
 def _joined(folder: Path, tensors: Mapping[str, Tensor], as_stored: Naming) -> dict[str, Tensor]:
-    """Return the tensors with experts that are stored one by one stacked [experts, out, in], gate and up joined."""
+    """Return the tensors with separately stored experts stacked [experts, out, in], gate and up joined."""
     joined = {name: tensor for name, tensor in tensors.items() if not EXPERT.fullmatch(name)}
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():

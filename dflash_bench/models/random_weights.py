@@ -1,6 +1,6 @@
-"""Models of a published shape with random weights, made on the spot: nothing is downloaded.
+"""Models of a published shape with random weights, generated without downloads.
 
-The cost of a pass depends on the shape and hardly on the values. The answers of such a model mean nothing.
+The cost of a pass depends on the shape and hardly on the values. The answers of such a model are meaningless.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from dflash_bench.models.presets import Preset
 
 TABLE = Path(__file__).parent / "shapes.toml"
 NUM_TAPS, NUM_LAYERS, BLOCK_SIZE = 5, 5, 16
-"""The usual shape of a DFlash draft by z-lab."""
+"""The usual shape of a z-lab DFlash draft."""
 NUM_P_EAGLE_LAYERS = 4
 DRAFT_VOCABULARY = 32_000
-"""Rows of an EAGLE-3 draft's head, as most publishers choose it."""
+"""Rows of an EAGLE-3 draft's head, as chosen by most publishers."""
 TILE = 1_000_003
-"""How many random numbers are drawn; a prime, so that no two rows of a matrix start at the same one."""
+"""Number of random values; a prime, so that no two rows of a matrix start at the same value."""
 
 
 @cache
@@ -69,7 +69,7 @@ def config_of(target: str, num_layers: int | None = None) -> Any:
 
 
 def empty_target(config: Any, dtype: torch.dtype, attention: str | None = None) -> Any:
-    """Return the model on the `meta` device, which has all shapes and takes no memory."""
+    """Return the model on the `meta` device, with all shapes but no memory."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -85,20 +85,20 @@ def filled_target(empty: Any, device: str) -> Any:
             model._init_weights(module)  # angles, which are no weights, and were left on `meta`
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if embedding.shape == head.shape:
-        # Only rows of the table are ever read, so that it need not take memory of its own.
+        # Only rows of the table are read, so that it needs no memory of its own.
         embedding.data = head.data
     fill(model)
     return model
 
 
 def stored_bytes(size: Size) -> int:
-    """Return the memory of `filled_target`, whose embedding shares the head's."""
+    """Return the memory of `filled_target`, whose embedding is tied to the head."""
     return size.weight_bytes + size.num_experts * size.expert_bytes
 
 
 @torch.no_grad()
 def fill(model: nn.Module, std: float = 0.02, seed: int = 0) -> None:
-    """Fill matrices with the same normal numbers over and over, in a tenth of the time; norms with 1, biases with 0."""
+    """Fill matrices with repeated normal numbers, in a tenth of the time; norms with 1, biases with 0."""
     tile: torch.Tensor | None = None
     for name, weight in model.named_parameters():
         if weight.ndim < 2:
@@ -117,7 +117,7 @@ def empty_draft(
 ) -> DFlashDraft | Eagle3Draft | MTPDraft:
     """Return a draft of the usual shape, on `meta`, for a target with this config; `num_layers` is its full depth.
 
-    A target that was cut to fewer layers is tapped as often as the full one, at some layers twice. Raises UserError for
+    A target truncated to fewer layers is tapped as often as the full one, at some layers twice. Raises UserError for
     MTP heads of a target whose layer they cannot have.
     """
     if kind == presets.MTP:

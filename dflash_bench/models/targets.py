@@ -21,14 +21,14 @@ from dflash_bench.models.formats.base import EMBEDDING, HEAD, TargetShape
 from dflash_bench.models.hub import UNREADABLE, cannot_load, is_unreadable, read_config
 from dflash_bench.models.nets.mtp import heads_among
 
-# Was this draft made for this target? Evidence in the draft's files: its tokenizer, and the target that it names.
+# Whether a draft was made for a target: evidence from the draft's tokenizer, and the target that its config names.
 
 
 def other_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> DraftProblem | None:
     """Return a problem if the draft's tokenizer uses an id of the target's `vocabulary` for another token.
 
-    A draft without a tokenizer uses the target's. Tokens that only one of the two has do no harm: drafts were published
-    with a mask token added, and targets are fine-tuned with a few more.
+    A draft without a tokenizer uses the target's. Tokens that only one of the two has are harmless: drafts were
+    published with a mask token added, and targets are fine-tuned with a few more.
     """
     draft_vocabulary = vocabulary_in(folder)
     tokens = {index: token for token, index in vocabulary.items()}
@@ -45,7 +45,7 @@ def other_tokenizer(folder: Path, vocabulary: Mapping[str, int]) -> DraftProblem
 
 
 def with_tokens(shape: TargetShape, vocabulary: Mapping[str, int], draft: Path) -> TargetShape:
-    """Return a target's shape with the number of tokens that its `vocabulary` has, and the draft's, if it has one."""
+    """Return a target's shape with the number of tokens in its `vocabulary`, and in the draft's, if it has one."""
     sizes = [max(one.values()) + 1 for one in (vocabulary, vocabulary_in(draft)) if one]
     return replace(shape, num_tokens=min(sizes)) if vocabulary else shape
 
@@ -65,7 +65,7 @@ def vocabulary_in(folder: Path) -> dict[str, int]:
 
 
 def _tokens(content: Mapping[str, Any]) -> dict[str, int]:
-    """Read a tokenizer's model, which maps tokens to ids, or lists [token, score] if it is a unigram model."""
+    """Return the tokens of a tokenizer's model, which maps tokens to ids, or lists [token, score] if it is unigram."""
     vocab = content["model"]["vocab"]
     pairs = vocab.items() if isinstance(vocab, dict) else ((token, i) for i, (token, _) in enumerate(vocab))
     added = ((token["content"], token["id"]) for token in content.get("added_tokens") or ())
@@ -73,7 +73,7 @@ def _tokens(content: Mapping[str, Any]) -> dict[str, int]:
 
 
 def other_verifier(config: Mapping[str, Any], target: str) -> str | None:
-    """Return a note if the draft's config names another target. It is only a doubt: a folder may have any name."""
+    """Return a note if the draft's config names another target, which is no proof: a folder may have any name."""
     trained_for = verifier(config)
     if trained_for is None or trained_for.rpartition("/")[2].lower() == target.rpartition("/")[2].lower():
         return None
@@ -81,14 +81,14 @@ def other_verifier(config: Mapping[str, Any], target: str) -> str | None:
 
 
 def verifier(config: Mapping[str, Any]) -> str | None:
-    """Return the target that a speculators config names, or None."""
+    """Return the target named in a speculators config, or None."""
     match config.get("speculators_config"):
         case {"verifier": {"name_or_path": str(name)}} if name:
             return name
     return None
 
 
-# Facts about a target that drafts depend on, read from its folder without loading the model.
+# Properties of a target that drafts depend on, read from its folder without loading the model.
 
 
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
@@ -97,7 +97,7 @@ IF_GIVEN = (
     "num_experts_per_tok", "num_local_experts", "moe_intermediate_size", "linear_num_key_heads",
     "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
 )  # fmt: skip
-"""Sizes that not every kind of target has; numbers of experts may be 0."""
+"""Sizes that only some kinds of targets have; numbers of experts may be 0."""
 SEVERAL_STREAMS = ("gemma3n_text",)
 LARGEST = 1 << 24
 """The largest plausible size: a damaged number must not make us allocate huge memory."""
@@ -106,14 +106,14 @@ LEAST_POSITIONS = 32
 
 
 def find_draft(reference: str) -> Path:
-    """Return the folder of a draft: a folder as it is, a hub id's snapshot, or MODEL/DRAFT of a model known by name.
+    """Return the folder of a draft: a folder unchanged, a hub id's snapshot, or MODEL/DRAFT of a model known by name.
 
     Raises UserError.
     """
     name, _, draft = reference.partition("/")
     drafts = presets.table()[name].drafts if name in presets.table() else {}
     if drafts and not draft:
-        # Where the package lies on a disk says nothing; a hub id does.
+        # The package's location on disk is not informative; a hub id is.
         named = [f"{name}/{key}" if Path(own).is_absolute() else own for key, own in drafts.items()]
         raise UserError(f"{name} is a model and not a draft; its drafts are {', '.join(named)}")
     reference = drafts.get(draft, reference)
@@ -135,14 +135,14 @@ def find_target(name: str) -> Path:
 
 
 def name_of(name: str) -> str:
-    """Return the name of the target that `find_target` finds for this."""
+    """Return the name of the target that `find_target` finds for `name`."""
     return presets.name(presets.table()[name].target if name in presets.table() else name)
 
 
 def tokenizer_of(folder: Path, trust_remote_code: bool = False, date: str | None = None) -> Any:
-    """Load the tokenizer, whose template sees this date.
+    """Load the tokenizer, with the template's clock set to `date`.
 
-    Raises UserError if it is damaged or missing: transformers would make one up.
+    Raises UserError if it is damaged or missing, where transformers would invent one.
     """
     from transformers import AutoTokenizer
 
@@ -162,7 +162,7 @@ def tokenizer_of(folder: Path, trust_remote_code: bool = False, date: str | None
 def with_template(tokenizer: Any, folder: Path, date: str | None) -> Any:
     """Return a tokenizer with the chat template of the files, for which it is always midnight of `date`.
 
-    A template that asks for the time would otherwise give the engine, the judge and the next run other prompts.
+    A template that asks for the time would otherwise render different prompts for engine, judge and later runs.
     """
     path = folder / "chat_template.json"
     if tokenizer.chat_template is None and os.path.lexists(path):  # which transformers leaves to processors
@@ -180,7 +180,7 @@ def with_template(tokenizer: Any, folder: Path, date: str | None) -> Any:
 
 
 def _dated(template: str, date: str) -> str:
-    """Return a template with a macro in place of transformers' clock, whose values must be data and no functions."""
+    """Return a template with a macro in place of transformers' clock: template values must be data, not functions."""
     if "strftime_now" not in template:
         return template
     moment = datetime.fromisoformat(date)
@@ -190,7 +190,7 @@ def _dated(template: str, date: str) -> str:
 
 
 def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
-    """Return the config of the target's text model. Raises UserError if it describes none."""
+    """Return the config of the target's text model. Raises UserError if there is none."""
     from transformers import AutoConfig
 
     read_config(folder)
@@ -206,7 +206,7 @@ def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
             )
             raise UserError(f"a {config.model_type} target ({folder}) is not supported: {why}", "use another target")
         sizes = {name: getattr(config, name) for name in SIZES}
-        optional(config, "kv_sharing_modes")  # raises where no layer before has what the last ones reuse
+        optional(config, "kv_sharing_modes")  # raises if no earlier layer has what the last layers reuse
     except UNREADABLE as error:
         raise cannot_load(folder, error) from error
     _check_sizes(folder, config, sizes)
@@ -218,7 +218,7 @@ def config_of(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def _check_sizes(folder: Path, config: Any, sizes: dict[str, Any]) -> None:
-    """Raises UserError for an impossible size, which would end in a traceback or huge memory use later on."""
+    """Raise UserError for an impossible size, which would later end in a traceback or huge memory use."""
     sizes = sizes | {name: size for name in IF_GIVEN if (size := optional(config, name)) is not None}
     for name, size in sizes.items():
         least = 0 if "experts" in name else 1
@@ -268,9 +268,9 @@ def vocabulary_of(folder: Path) -> dict[str, Tensor]:
 
 
 def stored_tables(folder: Path, headers_only: bool = False) -> dict[str, Tensor]:
-    """Return embedding and head by their plain names; models of several parts prefix them.
+    """Return embedding and head by their plain names; multi-part models prefix them.
 
-    Those of a layer, as DeepSeek stores them with its MTP heads, are not the target's.
+    Tables of a layer, as DeepSeek stores them with its MTP heads, are not the target's.
     """
     if headers_only and not any(folder.glob("*.safetensors")):
         return {}
@@ -285,29 +285,29 @@ def stored_tables(folder: Path, headers_only: bool = False) -> dict[str, Tensor]
     }
 
 
-# Loading a causal language model (a target, or a draft that is one) by transformers; partly loaded ones are refused.
+# Loading a causal language model (target or draft) by transformers; incompletely loaded models are refused.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """How a target is loaded, besides its device and dtype."""
+    """Options of loading a target, besides its device and dtype."""
 
     spread: bool = False
-    """Spread its layers over all GPUs, instead of one device."""
+    """Distribute its layers over all GPUs, instead of one device."""
     attention: str | None = None
-    """The attention implementation; None is the architecture's default in transformers."""
+    """The attention implementation; None for the architecture's default in transformers."""
     trust_remote_code: bool = False
     quantize: str | None = None
     """A key of `quantization.PACKAGES`."""
     date: str | None = None
-    """The date that the chat template sees, as YYYY-MM-DD; None: that of each moment."""
+    """The date in the chat template, as YYYY-MM-DD; None: the current date."""
 
 
 PLAIN = Placement()
 
 
 def check(folder: Path, placement: Placement = PLAIN) -> Any:
-    """Return the model's config. Raises UserError for a model that cannot be loaded, before anything large is read."""
+    """Return the model's config. Raises UserError if the model cannot be loaded, before anything large is read."""
     _check_code(folder, placement.trust_remote_code)
     config = config_of(folder, placement.trust_remote_code)
     if placement.spread:
@@ -334,12 +334,12 @@ def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placeme
         raise UserError(f"{folder}: weights are truncated or not safetensors ({error}); copy them again") from error
     except UNREADABLE as error:
         raise cannot_load(folder, error) from error
-    # For these transformers would make up weights, with a warning.
+    # transformers would make up weights for these, with a warning.
     unfit = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
     if unfit:
         raise UserError(f"{folder}: {min(unfit)} is missing or not as config.json says; copy the weights again")
-    # And these it would ignore, except those that it knows to belong to other uses of the same checkpoint; so do MTP
-    # heads, which not every architecture of transformers knows.
+    # These it would ignore, except those it knows to belong to other uses of the checkpoint; and MTP heads, which not
+    # every architecture of transformers knows.
     depth = model.config.get_text_config().num_hidden_layers
     heads = heads_among(report["unexpected_keys"], depth).values()
     if surplus := [name for name in report["unexpected_keys"] if name not in heads]:
@@ -365,7 +365,7 @@ def _placed(folder: Path, model: Any, device: str, quantize: str | None) -> Any:
 
 
 def _check_code(folder: Path, trusted: bool) -> None:
-    """Raises UserError for a config that cannot be read, or if code is trusted that does not exist."""
+    """Raise UserError for a config that cannot be read, or if code is trusted that does not exist."""
     read_config(folder)
     configs = (path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("*config.json"))
     if trusted and not any('"auto_map"' in config for config in configs):
@@ -384,12 +384,12 @@ def _require_accelerate() -> None:
 
 
 def spread(folder: Path, model: Any) -> Any:
-    """Make the output head return its logits on the embedding's device; raises UserError for layers outside the GPUs.
+    """Make the output head return its logits on the embedding's device. Raises UserError for layers outside the GPUs.
 
-    Drafts are on the embedding's device, and use both as if they were there. Layers on CPU or disk would be timed over
-    the bus.
+    Drafts are on the embedding's device, and use embedding and head as if both were there. Layers on CPU or disk would
+    be timed over the bus.
     """
-    # Where one device holds it all, there is no map.
+    # There is no map if one device holds the whole model.
     places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
     if places & {"cpu", "disk"} and torch.cuda.is_available():
         raise UserError(

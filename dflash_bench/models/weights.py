@@ -1,4 +1,4 @@
-"""Weights: read from safetensors files, and laid out in memory as products need them."""
+"""Weights: reading from checkpoint files, and memory layouts for fast products."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, first_line
 from dflash_bench.models.hub import INDEX, WHOLE, read_json
 
-# The tensors of a checkpoint, in any of the four ways to store them.
+# The tensors of a checkpoint, stored in any of four ways.
 #
 # Tensors are read in full, or only their headers: then they are on torch's "meta" device, with shape and type but no
-# memory. No file can run code: safetensors holds none, and a pickle is opened with `weights_only`.
+# memory. No file can run code: safetensors holds none, and pickles are opened with `weights_only`.
 
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MOST_TENSORS = 100_000
-"""The most tensors in one file: every name costs time, and no model has nearly as many."""
+"""The most tensors in one file: every name takes time, and no model has nearly as many."""
 POINTER = b"version https://git-lfs"
-"""The first bytes of the placeholder for a large file, left in a folder that was cloned without git-lfs."""
+"""The first bytes of a Git LFS pointer, left in a folder that was cloned without git-lfs."""
 PICKLED, ZIPPED = b"\x80", b"PK"
 """The first bytes of a file by torch.save, before version 1.6 and since."""
 
@@ -43,12 +43,12 @@ def everything(_name: str) -> bool:
 
 
 def only_maps(name: str) -> bool:
-    """Return True for vocabulary maps: they are small, and needed even if only headers are read."""
+    """Return whether it is a vocabulary map: they are small, and needed even if only headers are read."""
     return name in ("d2t", "t2d")
 
 
 def read_tensors(folder: Path, wanted: Callable[[str], bool] = everything) -> dict[str, Tensor]:
-    """Return all tensors by name, without a leading `model.`; those not `wanted` as headers only.
+    """Return all tensors by name, without a leading `model.`; those not `wanted` only as headers.
 
     Raises UserError if files are missing or damaged.
     """
@@ -80,7 +80,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[s
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file({k: v.contiguous() for k, v in tensors.items()}, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(0o644)  # and not for its owner alone, as safetensors leaves it
+        (folder / name).chmod(0o644)  # safetensors makes it readable only by its owner
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {folder} ({error}); name another folder") from error
 
@@ -95,7 +95,7 @@ def _safetensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is truncated or not a safetensors file ({error}); copy it again") from error
     except RuntimeError as error:
-        # torch cannot slice types of less than a byte.
+        # torch cannot slice types smaller than a byte.
         raise UserError(
             f"{path} holds a type that torch cannot read ({first_line(error)}); use the original"
         ) from error
@@ -135,7 +135,7 @@ def _pickled(path: Path) -> dict[str, Tensor]:
         if not _start(path).startswith((PICKLED, ZIPPED)):
             raise EOFError("it begins with neither a zip archive nor a pickle")
         with warnings.catch_warnings():
-            # They are about the file's age, and there is nothing that a user could do about it.
+            # They are about the file's age, and users cannot act on them.
             warnings.simplefilter("ignore")
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
@@ -144,7 +144,7 @@ def _pickled(path: Path) -> dict[str, Tensor]:
             "opened; copy it again, or ask its publisher for safetensors"
         ) from error
     except (
-        # Every error that torch's pickle reader can raise if the bytes make no sense.
+        # All errors that torch's pickle reader can raise for invalid bytes.
         RuntimeError, EOFError, OSError, ValueError, TypeError, LookupError, AttributeError, AssertionError,
         ArithmeticError, MemoryError, struct.error,
     ) as error:  # fmt: skip
@@ -172,14 +172,14 @@ def _start(path: Path) -> bytes:
         raise UserError(f"cannot read {path} ({error.strerror})") from error
 
 
-# How weights lie in memory: what is multiplied with the same input together, and small matrices by columns.
+# Memory layout of weights: matrices with the same input are joined, and small matrices stored by columns.
 #
 # On the CPU a matrix stored column by column makes products with a few rows up to twice as fast; BLAS accepts either
 # order. Speed-up measured with one thread in float32: 1.4 to 2.0 for 128 x 384 with 1 and 16 rows, 2.1 for 640 x 128
 # with 16 rows, but 0.76 for 1024 x 3072 with 16 rows. Hence the limit, which is 1 MB.
 #
-# A network that is laid out here stays whole: it keeps its values, and each of its weights is contiguous. What has
-# another order is a copy, which only small matrices get; large ones are never held twice.
+# The original network is unchanged: it keeps its values, and its weights stay contiguous. Weights in another order are
+# copies, made only of small matrices; large ones are never held twice.
 
 
 MOST_ELEMENTS = 1 << 18
@@ -203,14 +203,14 @@ def by_columns(matrices: Tensor) -> Tensor:
 
 
 def twin(model: AnyModule) -> AnyModule:
-    """Return the same network in modules of its own that share its parameters: hooks on one do not affect the other."""
+    """Return the network in new modules that share its parameters: hooks on one do not affect the other."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def lay_out(model: AnyModule) -> AnyModule:
     """Return a twin with the small weights of its linear layers copied in their faster order.
 
-    Quantised weights keep their own order, and weights shared with an embedding stay in rows, which it reads.
+    Quantised weights keep their order, and weights tied to an embedding stay in rows, which it reads.
     """
     own = twin(model)
     embeddings = {module.weight.data_ptr() for module in own.modules() if isinstance(module, nn.Embedding)}
@@ -230,8 +230,8 @@ def join_weights(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the weights [rows, columns] or biases [rows] of each group, stacked [groups, sum of rows, columns].
 
     All groups have the same shapes. Small matrices are copied, by columns. Others are held once: the joined parameters
-    become views of the result, contiguous as before, and weights that are joined already stay where they are, because
-    another network may have been made from the same model.
+    become views of the result, contiguous as before, and weights that are already joined are not moved, because another
+    network may have been made from the same model.
     """
     weights = [weight for group in groups for weight in group]
     whole = _whole(groups)
@@ -249,7 +249,7 @@ def _parts(whole: Tensor, groups: Sequence[Sequence[Tensor]]) -> Iterator[Tensor
 
 
 def _whole(groups: Sequence[Sequence[Tensor]]) -> Tensor | None:
-    """Return the tensor that these are adjacent views of, or None if they are not."""
+    """Return the tensor of which these are adjacent views, or None."""
     first, weights = groups[0][0].data, [weight for group in groups for weight in group]
     shape = (len(groups), sum(map(len, groups[0])), *first.shape[1:])
     strides = (prod(shape[1:]), *first.stride())

@@ -1,4 +1,4 @@
-"""Draft checkpoints in the formats in which they are published: recognised, and read as one."""
+"""Draft checkpoints in all published formats: detection, reading, checking and writing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
     "save_draft",
 ]
 
-# Detecting the format, by the config and the names of tensors; known kinds that are not supported are named.
+# Detecting the format by config and tensor names; errors name known kinds that are not supported.
 
 
 FORMATS = {
@@ -88,7 +88,7 @@ LOOKED_FOR = (
 
 
 def detect(folder: Path, config: Json, names: Iterable[str]) -> Format:
-    """Return the format of a folder. Raises UserError for an unsupported one, by name if we know it."""
+    """Return the format of a folder. Raises UserError for an unsupported format, by name if known."""
     names = list(names)
     architectures = config.get("architectures") or ()
     _refuse_unsupported(folder, config, architectures, names)
@@ -147,17 +147,17 @@ def _refuse_unsupported(folder: Path, config: Json, architectures: Iterable[str]
 
 # Reading, checking and writing checkpoints.
 #
-# A format is a file here with a reader and a writer; the networks know nothing of formats. A checkpoint is never loaded
-# in part: errors name tensors that are missing, surplus, of the wrong shape or made for another target.
+# A format is a file here with a reader and a writer; networks are independent of formats. A checkpoint is never loaded
+# partially: errors name tensors that are missing, surplus, of the wrong shape or made for another target.
 
 
 def load_draft(
     folder: Path, target: TargetShape, dtype: torch.dtype, device: str, head: Tensor | None = None
 ) -> DraftModel:
-    """Load a draft; `head` [V, H] is the target's, for a draft whose file leaves it out.
+    """Load a draft; `head` [V, H] is the target's, for a draft whose file omits it.
 
-    Raises UserError for a folder without a known kind of draft, a damaged file, weights that are no numbers, or a draft
-    for another target.
+    Raises UserError for a folder without a known kind of draft, a damaged file, NaN or infinite weights, or a draft for
+    another target.
     """
     form, checkpoint = read_checkpoint(folder, target)
     for problem in problems(form, checkpoint, target):
@@ -180,8 +180,8 @@ def load_draft(
 def save_draft(draft: DraftModel, folder: Path, format_name: str | None = None, slim: bool = False) -> None:
     """Write a draft, by default in the format of the publisher whose drafts it resembles.
 
-    Raises UserError if that cannot hold the draft.
-    With `slim` the head is left out, which must be rows of the target's.
+    Raises UserError if the format cannot hold the draft. With `slim` the head is omitted, which must be rows of the
+    target's.
     """
     kind = "dflash" if isinstance(draft, DFlashDraft) else "p-eagle" if isinstance(draft, PEagleDraft) else "eagle3"
     form = format_named(format_name or _usual_format(draft), kind)
@@ -202,7 +202,7 @@ def _usual_format(draft: DraftModel) -> str:
 
 
 def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool = False) -> tuple[Format, Checkpoint]:
-    """Return a folder's format and description. Call `problems` to check that it is complete and fits."""
+    """Return a folder's format and description. Use `problems` to check that it is complete and fits."""
     config, path = known.usually_named(read_config(folder)), folder / "config.json"
     tensors = weights.read_tensors(folder, weights.only_maps if headers_only else weights.everything)
     tensors |= _mask_embedding(folder, config)
@@ -226,9 +226,9 @@ def read_checkpoint(folder: Path, target: TargetShape | None, headers_only: bool
 
 
 def _mask_embedding(folder: Path, config: Json) -> dict[str, Tensor]:
-    """Return the mask's own embedding [H] where a publisher keeps it in a file beside the draft.
+    """Return the mask's own embedding [H] if a publisher stores it in a file beside the draft.
 
-    It is a tensor, or one in a dictionary, which may name the token that it is for.
+    The file holds a tensor, or a dictionary with one, which may name its token.
     """
     path = folder / MASK_FILE
     if not path.exists():
@@ -250,7 +250,7 @@ def _mask_embedding(folder: Path, config: Json) -> dict[str, Tensor]:
 
 
 def problems(form: Format, checkpoint: Checkpoint, target: TargetShape | None) -> Iterator[DraftProblem]:
-    """Yield every problem that prevents running a draft; without a target, only those that the file itself shows."""
+    """Yield every problem that prevents running a draft; without a target, only problems of the file itself."""
     yield from fit.misfits(checkpoint.config, target, form.reads_last)
     yield from base.unsound_tensors(checkpoint, form.layer)
 

@@ -1,4 +1,4 @@
-"""Shared by all formats of drafts: the description that they are read into, common config fields, and checks."""
+"""Shared by all draft formats: the common description, common config fields, and checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 TARGET_HEAD = "target_head"
-"""A key of config.json for drafts that only this tool reads: the head is not in the file (`Checkpoint.target_head`)."""
+"""A config.json key of drafts that only this tool reads: the head is not in the file (`Checkpoint.target_head`)."""
 DraftModel = DFlashDraft | Eagle3Draft
 DraftConfig = DFlashConfig | Eagle3Config
 Json = Mapping[str, Any]
@@ -33,8 +33,8 @@ Stored = tuple[dict[str, Any], dict[str, Tensor]]
 class TargetShape:
     """The sizes of a target that a draft must match.
 
-    `vocab_size` is the number of rows of its embedding, and `num_tokens` how many of these its tokenizer gives, and the
-    draft's, if it has one: the rest is padding. None: there is no tokenizer to ask.
+    `vocab_size` is the number of rows of its embedding, and `num_tokens` how many of these its tokenizer uses, or the
+    draft's, if it has one: the rest is padding. It is None without a tokenizer.
     """
 
     hidden_size: int
@@ -47,8 +47,8 @@ class TargetShape:
 class Checkpoint:
     """A draft in any format. `tensors` have the names of our networks.
 
-    `config` holds the values that the file declares. Only the tapped layers may depend on the target: some formats
-    derive them from its depth if the file does not name them.
+    `config` holds the values declared by the file. Only the tapped layers may depend on the target: some formats derive
+    them from its depth if the file does not name them.
     """
 
     config: DraftConfig
@@ -56,11 +56,11 @@ class Checkpoint:
     trained_for: str | None = None
     """The target, if the config names it."""
     notes: tuple[str, ...] = ()
-    """How we read facts that the file leaves open."""
+    """Our interpretation of what the file leaves open."""
     derived_taps: str | None = None
-    """A formula for the tapped layers, if the file does not name them and the target's depth is not known."""
+    """A formula for the tapped layers, if the file does not name them and the target's depth is unknown."""
     target_head: bool = False
-    """The file leaves out the head, because its rows are the target's for the tokens that `d2t` names."""
+    """The file omits the head, because its rows are the target's for the tokens of `d2t`."""
 
     def with_head(self, head: Tensor) -> Checkpoint:
         """Return a complete checkpoint, with its rows of the target's head [V, H]."""
@@ -71,19 +71,19 @@ class Checkpoint:
         return replace(self, tensors={**self.tensors, HEAD: rows}, target_head=False)
 
     def without_head(self) -> Checkpoint:
-        """Return the checkpoint for a file that leaves the head to the target."""
+        """Return the checkpoint for a file that omits the head."""
         tensors = {name: tensor for name, tensor in self.tensors.items() if name not in (HEAD, "t2d")}
         return replace(self, tensors=tensors, target_head=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One way to store one kind of draft. `read` gets the target's depth, or None if it is not known.
+    """One way to store one kind of draft. `read` gets the target's depth, or None if unknown.
 
-    `holds_vocabulary`: do files include the target's embedding and head, or leave them to the target?
-    `layer` is the name that files use for the layer that SafeAILab calls `midlayer`. `reads_last`: may a draft tap the
-    target's last layer? Then its publisher's code reads what transformers calls the last hidden state, which is behind
-    the final norm. Where engines and trainers differ about it, or do not allow it, such a draft is refused.
+    `holds_vocabulary`: whether files include the target's embedding and head, or leave them to the target.
+    `layer` is the file's name for the layer that SafeAILab calls `midlayer`. `reads_last`: whether a draft may tap the
+    target's last layer; its publisher's code then reads transformers' last hidden state, which is after the final norm.
+    Where engines and trainers differ about it, or do not allow it, such a draft is refused.
     """
 
     name: str
@@ -103,7 +103,7 @@ SCALINGS = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-"""Rotary scalings that do not depend on the length of the text, and the keys that each must have."""
+"""Rotary scalings independent of the text length, and their required keys."""
 READ = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "num_hidden_layers", "rms_norm_eps", "hidden_act", "rope_theta", "rope_scaling", "rope_parameters",
@@ -119,14 +119,14 @@ FROM_LENGTH = ("yarn", "llama3")
 
 
 def refuse(config: Json, what: str, *variants: str) -> None:
-    """Raises UserError for variants of the network: they have the same tensors, so they would load but draft badly."""
+    """Raise UserError for variants of the network: they have the same tensors, so they would load but draft badly."""
     for name in variants:
         if config.get(name):
             raise UserError(f"{what} with {name} = {config[name]!r} in config.json is not supported")
 
 
 def body(config: Json, what: str, head_dim: int | None = None, may_slide: bool = False) -> dict[str, Any]:
-    """Return the fields that both kinds of draft share. Raises KeyError for a missing key, UserError for a variant."""
+    """Return the fields shared by both kinds of draft. Raises KeyError for a missing key, UserError for a variant."""
     refuse(config, what, "quantization_config")
     if not may_slide:
         refuse_sliding(config, what)
@@ -146,7 +146,7 @@ def body(config: Json, what: str, head_dim: int | None = None, may_slide: bool =
 
 
 def refuse_sliding(config: Json, what: str) -> None:
-    """Raises UserError for sliding layers of the draft itself; publishers also leave their target's list there."""
+    """Raise UserError for sliding layers of the draft itself; publishers also leave their target's list there."""
     types = config.get("layer_types")
     own = isinstance(types, list | tuple) and len(types) == config.get("num_hidden_layers")
     if own and "sliding_attention" in types:  # type: ignore[operator]
@@ -154,7 +154,7 @@ def refuse_sliding(config: Json, what: str) -> None:
 
 
 def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
-    """Return the inverse of `body`, with the keys of transformers 4, which every reader understands."""
+    """Return the inverse of `body`, with the keys of transformers 4, which every reader supports."""
     scaling = {} if config.rope_scaling is None else {"rope_scaling": dict(config.rope_scaling)}
     return {
         "hidden_size": config.hidden_size,
@@ -174,12 +174,12 @@ def body_json(config: DraftConfig, tensors: Tensors) -> dict[str, Any]:
 
 
 def eagle3_flags(config: Json) -> dict[str, Any]:
-    """Return the variants of an EAGLE-3 network that a config names; an absent flag is false."""
+    """Return the variants of an EAGLE-3 network in a config; an absent flag is false."""
     return {name: config.get(name) or False for name in EAGLE3_FLAGS}
 
 
 def leaves_head(config: Json, tensors: Tensors) -> bool:
-    """Return True if its head is rows of the target's. Raises UserError if the file does not say which rows."""
+    """Return whether its head is rows of the target's. Raises UserError if the file does not name the rows."""
     if not config.get(TARGET_HEAD):
         return False
     if "d2t" not in tensors:
@@ -194,7 +194,7 @@ def head_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _rotary(config: Json) -> dict[str, Any]:
-    """Return theta (default 10000), context length and scaling. Newer files keep them in `rope_parameters`."""
+    """Return theta (default 10000), context length and scaling. Newer files have them in `rope_parameters`."""
     newer = config.get("rope_parameters") or {}
     newer = {**newer, **_of_kind(config, newer)}
     settings = {**(config.get("rope_scaling") or {}), **newer}
@@ -219,7 +219,7 @@ def _rotary(config: Json) -> dict[str, Any]:
 
 
 def _of_kind(config: Json, angles: Json) -> Json:
-    """Return the angles that all layers have. Raises UserError for kinds of layers whose angles differ."""
+    """Return the angles shared by all layers. Raises UserError if angles differ by kind of layer."""
     by_kind = {kind: value for kind, value in angles.items() if isinstance(value, Mapping)}
     kinds = config.get("layer_types") or ["full_attention"]
     used = {kind: by_kind[kind] for kind in kinds if kind in by_kind} or by_kind
@@ -238,11 +238,11 @@ def shift_ids(ids: Sequence[int], by: int) -> tuple[int, ...]:
 
 
 def with_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor]:
-    """Return the tensors with the parts of the vocabulary map that the file may leave out.
+    """Return the tensors with the parts of the vocabulary map that the file may omit.
 
-    A draft of the whole vocabulary may omit its map, and any draft may omit `t2d`, which follows from `d2t`. For us, a
-    DFlash draft of the whole vocabulary has no map at all, and one of a reduced vocabulary uses the first ids if it has
-    no map. Sizes must have been checked before, as this allocates memory.
+    A draft of the whole vocabulary may omit its map, and any draft may omit `t2d`, which follows from `d2t`. In our
+    networks, a DFlash draft of the whole vocabulary has no map, and one of a reduced vocabulary without a map uses the
+    first ids. Sizes must have been checked before, as this allocates memory.
     """
     tensors, size = dict(tensors), config.draft_vocab_size
     if size is None:
@@ -257,7 +257,7 @@ def with_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def without_whole_map(config: DraftConfig, tensors: Tensors) -> dict[str, Tensor]:
-    """Return the tensors without the map of a whole vocabulary: its ids are the target's, and no format needs it."""
+    """Return the tensors without the map of a whole vocabulary, which no format needs: its ids are the target's."""
     whole = config.draft_vocab_size in (None, config.vocab_size)
     return {name: tensor for name, tensor in tensors.items() if not (whole and name in ("d2t", "t2d"))}
 
@@ -267,7 +267,7 @@ def rename_tensors(tensors: Tensors, old: str, new: str) -> dict[str, Tensor]:
 
 
 def cannot_hold(name: str, **contents: Any) -> None:
-    """Raises UserError for the first of `contents` that is set, as the format has no place for it."""
+    """Raise UserError for the first of `contents` that is set, as the format cannot hold it."""
     for what, value in contents.items():
         if value:
             setting = what if value is True else f"{what} = {value}"
@@ -282,12 +282,12 @@ def needs_vocabulary(name: str, checkpoint: Checkpoint) -> None:
             )
 
 
-# Checks: does a checkpoint describe a network, is it complete, and does it fit a target?
+# Checks: whether a checkpoint describes a network, is complete, and fits a target.
 
 
 LARGEST = {"num_layers": 1 << 10, "num_heads": 1 << 12, "num_kv_heads": 1 << 12, "head_dim": 1 << 12}
 LARGEST_OTHER = 1 << 24
-"""More than in any existing network: a damaged number must not make us allocate huge memory or loop forever."""
+"""Above any existing network: a damaged number must not make us allocate huge memory or loop forever."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 FLAGS = ("attention_bias", "shifted_labels", "last_slot_idle", "own_embedding", "own_head", "qk_norm", *EAGLE3_FLAGS)
@@ -308,12 +308,12 @@ EXPECTED = {
     "selector_top_k": "a whole number from 1 to the size of the draft's vocabulary",
     "lilicorr_candidate_topk": "a whole number from 2 to the size of the draft's vocabulary",
 }
-"""What a field must be; one that is not here is a size."""
+"""Requirements on fields; fields that are not listed are sizes."""
 SIZE = "a whole number above 0, no larger than in any network"
 
 
 def check_values(where: str, config: DraftConfig) -> None:
-    """Raises UserError for the first value that no network can have."""
+    """Raise UserError for the first impossible value."""
     for name, value in _unsound(config):
         raise UserError(f"{where}: {name} cannot be {value!r}; expected {EXPECTED.get(name, SIZE)}")
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
@@ -331,7 +331,7 @@ def check_values(where: str, config: DraftConfig) -> None:
 
 
 def _check_windows(where: str, config: DraftConfig) -> None:
-    """Raises UserError for a window that no text can fill."""
+    """Raise UserError for an impossible window."""
     views = config.body.views if isinstance(config, DFlashConfig) else (config,)
     for window in (view.window for view in views):
         if window is not None and window > config.max_positions:
@@ -368,7 +368,7 @@ def _is_sound(name: str, kind: object, value: object) -> bool:
 
 
 def _check_scaling(where: str, config: DraftConfig) -> None:
-    """Raises UserError unless the scaling's values are numbers and its formula gives valid angles."""
+    """Raise UserError unless the scaling's values are numbers and its formula yields valid angles."""
     scaling = dict(config.rope_scaling or {})
     for key, value in scaling.items():
         sound = value is None or (isinstance(value, int | float) and abs(value) < 1e30)
@@ -383,7 +383,7 @@ def _check_scaling(where: str, config: DraftConfig) -> None:
 
 
 def check_map(where: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raises UserError if `d2t` is not a vocabulary map, before anything is computed from it."""
+    """Raise UserError if `d2t` is not a vocabulary map, before it is used."""
     d2t = tensors.get("d2t")
     if d2t is not None and (d2t.ndim != 1 or d2t.dtype not in SIGNED):
         kind = dtype_name(d2t.dtype)
@@ -391,7 +391,7 @@ def check_map(where: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def refuse_broken(where: str, tensors: Tensors) -> None:
-    """Raises UserError for the first tensor with NaN or infinite weights."""
+    """Raise UserError for the first tensor with NaN or infinite weights."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise UserError(f"{where}: {name} holds NaN or infinite weights; {COPY}")

@@ -1,6 +1,6 @@
-"""Bodies of block drafts in files: the keys of what slots see, of scales, convolutions and mixed contexts.
+"""Bodies of block drafts in files: the keys of attention, scales, convolutions and mixed contexts.
 
-Keys stand in `dflash_config` or beside it; if in both places, the inner value counts, except for `is_causal`.
+Keys are in `dflash_config` or beside it; if in both places, the inner value is used, except for `is_causal`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dflash_bench.models.nets.dflash import DFlashConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 USUAL_WINDOW = 4096
-"""The window of layers that have one of no size, by transformers' Qwen3, whose config class z-lab's code reads."""
+"""The default window of sliding layers, that of transformers' Qwen3, whose config class z-lab's code reads."""
 CAUSAL = ("is_causal", "causal", "causal_head")
-"""Keys of `dflash_config`, of z-lab's, NeMo's and JetSpec's own, of which the first that is given counts."""
+"""Keys of `dflash_config`: z-lab's, NeMo's and JetSpec's own, of which the first present is used."""
 SCALES = {
     "embedding_scale": "input_embedding_scale", "output_multiplier": "output_multiplier",
     "logit_softcap": "final_logit_softcapping",
@@ -32,7 +32,7 @@ CONVOLUTION = ("conv_kernel_size", "conv_group_size")
 SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias")
 VALUE_SCALE = "attention_value_scale"
 ORDER = ("rope_is_neox_style", "is_neox_style")
-"""False where rotary pairs are neighbouring rows."""
+"""False if rotary pairs are adjacent rows."""
 IN_ATTENTION = (*SINKS, VALUE_SCALE, *ORDER)
 READ_INSIDE = (*CAUSAL, "use_swa", "swa_window_size", *SCALES.values(), *CONVOLUTION, *IN_ATTENTION)
 """Keys of `dflash_config` that are read here."""
@@ -40,7 +40,7 @@ READ_BESIDE = ("is_causal", *SCALES.values(), *CONVOLUTION, *IN_ATTENTION)
 """Keys beside it that are read here."""
 MASK = "mask_embedding"
 MIX, OTHER_MIX = "layer_fusion_weights", "fusion_weights"
-"""The weights of a context's features by layer, as DFlare's authors and as the speculators library call them."""
+"""The weights of a context's features by layer, in DFlare's and in the speculators library's files."""
 
 
 def read(config: Json, tensors: Tensors) -> DraftBody:
@@ -60,7 +60,7 @@ def read(config: Json, tensors: Tensors) -> DraftBody:
 
 
 def _attention(both: Json) -> dict[str, Any]:
-    """Return the fields of what a layer's attention does otherwise; a key that is null or absent says nothing."""
+    """Return the fields of a layer's attention that differ from the default; a null key counts as absent."""
     sinks, orders = ([both[key] for key in keys if both.get(key) is not None] for keys in (SINKS, ORDER))
     scale = both.get(VALUE_SCALE)
     turned: object = False
@@ -74,27 +74,27 @@ def _attention(both: Json) -> dict[str, Any]:
 
 
 def read_speculators(config: Json, layers: Json, tensors: Tensors, non_causal: bool) -> DraftBody:
-    """Read a body as the speculators library computes it: its windows end at the anchor, and full layers never differ.
+    """Read a body as the speculators library computes it: windows end at the anchor, and full layers never differ.
 
-    `layers` is the nested config; `non_causal` is what its sliding layers are if the file does not say.
+    `layers` is the nested config; `non_causal` is the default for its sliding layers.
     """
     given = config.get("sliding_window_non_causal")
     is_causal = not (non_causal if given is None else given)
     window = layers.get("sliding_window") if layers.get("use_sliding_window") else None
-    # Without a window its sliding layers are full ones.
+    # Without a window its sliding layers are full layers.
     sliding = WHOLE if window is None else BlockView(window, is_causal, from_anchor=True)
     views = [sliding if kind == SLIDING else WHOLE for kind in layer_types(layers)]
     return _body(config, tensors, views)
 
 
 def layer_types(config: Json) -> list[str]:
-    """Return the kind of each layer. Raises UserError for an unknown kind, or a list of another length."""
+    """Return the kind of each layer. Raises UserError for an unknown kind, or a list of the wrong length."""
     count, types = config["num_hidden_layers"], config.get("layer_types")
     if type(count) is int and count > LARGEST["num_layers"]:
-        raise UserError(f"num_layers cannot be {count!r}")  # before a list of so many is made
+        raise UserError(f"num_layers cannot be {count!r}")  # before allocating a list of this length
     if types is None:
         first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else count
-        # A damaged number is reported later, and must not take memory here.
+        # A damaged number is reported later, and must not allocate memory here.
         return [SLIDING if layer >= first else FULL for layer in range(min(count, LARGEST["num_layers"]))]
     if len(types) != count:
         raise UserError(f"layer_types names {len(types)} layers, num_hidden_layers {count}")
@@ -125,7 +125,7 @@ def _body(keys: Json, tensors: Tensors, views: Iterable[BlockView]) -> DraftBody
 
 
 def usual_names(tensors: Tensors) -> dict[str, Any]:
-    """Return tensors by the names that our network has."""
+    """Return tensors by our network's names."""
     return rename_tensors(tensors, OTHER_MIX, MIX) if OTHER_MIX in tensors else dict(tensors)
 
 
@@ -154,9 +154,9 @@ def keys_of(body: DraftBody, num_layers: int) -> tuple[dict[str, Any], dict[str,
 
 
 def in_halves(config: DFlashConfig, tensors: Tensors) -> tuple[DFlashConfig, Tensors]:
-    """Return a draft whose rotary pairs are rows i and i + D / 2 of a head, as our network has them.
+    """Return a draft whose rotary pairs are rows i and i + D / 2 of a head, as in our network.
 
-    Rows of queries and keys, and of the norms of both, move together, so that scores stay the same.
+    Rows of queries, keys, and their norms move together, so that scores are unchanged.
     """
     if not config.body.turns_neighbours:
         return config, tensors
@@ -170,7 +170,7 @@ def in_halves(config: DFlashConfig, tensors: Tensors) -> tuple[DFlashConfig, Ten
 
 
 TURNED = r"\.self_attn\.([qk]_proj|k_proj_target|[qk]_norm)\.(weight|bias)$"
-"""Tensors whose first axis goes through the rows of heads that are turned."""
+"""Tensors whose first axis contains the rows of rotated heads."""
 
 
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -180,11 +180,11 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "dflash": ("DFlash",), "dflash2": ("DFlash 2",), "dflare": ("DFlare",), "dspark": ("DSpark",),
     "xpress": ("XPress",),
 }  # fmt: skip
-"""By architecture, or `speculators_model_type`, the kinds of drafts that say so; older heads are `DFlashDraftModel`."""
+"""By architecture, or `speculators_model_type`, the kinds of drafts that use it; older heads are `DFlashDraftModel`."""
 
 
 def refuse_other_kinds(config: Json, draft: DFlashConfig, names: Iterable[str]) -> None:
-    """Raises UserError for a draft that is not of the kind that its config names, or has tensors of another body."""
+    """Raise UserError for a draft whose kind differs from its config's, or with tensors of another body."""
     named = [config.get("speculators_model_type"), *(config.get("architectures") or ())]
     for name in named:
         if name in KINDS and draft.kind not in KINDS[name]:
@@ -208,9 +208,9 @@ TENSORS: Mapping[str, tuple[str, Callable[[DraftBody], bool]]] = {
         "DFlare", lambda body: body.mixing is not Mixing.JOINED,
     ),
 }  # fmt: skip
-"""Names that only tensors of these kinds have, and which bodies have such tensors."""
+"""Names that only tensors of these kinds have, and a test for bodies with such tensors."""
 
 
 def is_second(config: Mapping[str, Any]) -> bool:
-    """Return True if a config's keys are those of DFlash 2."""
+    """Return whether a config has DFlash 2's keys."""
     return bool(config.get("selector_rank")) or bool(config.get("conv_kernel_size"))

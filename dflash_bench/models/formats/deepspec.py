@@ -1,7 +1,7 @@
 """DFlash and EAGLE-3 as DeepSpec publishes them: flat configs based on the target's, with its embedding and head.
 
-DFlash has shifted labels, though nothing in the file says so, and with a `markov_rank` the head of DSpark. EAGLE-3 taps
-five layers and norms queries and keys. Layers are named by their output; -1 is the output of the embedding.
+DFlash has shifted labels, though the file does not state it, and with a `markov_rank` DSpark's head. EAGLE-3 taps five
+layers and norms queries and keys. Layers are named by their output; -1 is the output of the embedding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
 
 
 def _body(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
-    # Its code reads none of the keys by which others vary what a body computes.
+    # Its code reads none of the keys for variants of a body in other formats.
     variants.refuse(config, zlab.WHAT, {key: variants.VARIANTS[key] for key in zlab.OF_BODIES})
     base.refuse_sliding(config, zlab.WHAT)
     known.refuse_flat(config, zlab.WHAT, zlab.READ)

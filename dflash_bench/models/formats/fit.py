@@ -1,6 +1,6 @@
-"""Fitting a draft to a target: why it cannot serve it, and one vocabulary where the two are padded differently.
+"""Whether a draft fits a target, and a common vocabulary where the two are padded differently.
 
-Publishers pad embedding and head with rows that no token has, each to a size of their own.
+Publishers pad embedding and head with rows that no token uses, to different sizes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.p_eagle import PEagleConfig
 
 MOST_PADDING = 4096
-"""The most rows behind the last token that are taken for padding."""
+"""The most rows after the last token that count as padding."""
 
 
 def own_target(config: DraftConfig) -> TargetShape:
-    """Return the shape of the target that the file itself describes; if it gives no depth, one that is deep enough."""
+    """Return the shape of the target that the file itself describes; without a depth, a sufficient one."""
     depth = config.num_target_layers or max(config.target_layer_ids) + 2
     return TargetShape(config.target_hidden_size or config.hidden_size, config.vocab_size, depth)
 
 
 def misfits(config: DraftConfig, of_target: TargetShape | None, reads_last: bool) -> Iterator[DraftProblem]:
-    """Yield every reason why a draft cannot serve a target, or any if it is None; `reads_last` is its format's."""
+    """Yield every reason why a draft does not fit a target, or any if it is None; `reads_last` is its format's."""
     target = of_target or own_target(config)
     width = config.target_hidden_size or config.hidden_size
     if width != target.hidden_size:
@@ -65,7 +65,7 @@ def misfits(config: DraftConfig, of_target: TargetShape | None, reads_last: bool
 
 
 def _missing_vocabulary(config: DraftConfig) -> Iterator[DraftProblem]:
-    """Yield a problem if a draft of another hidden size than its target's lacks its own embedding or head."""
+    """Yield a problem if a draft whose hidden size differs from its target's lacks its own embedding or head."""
     if not config.own_embedding or (isinstance(config, DFlashConfig) and not config.own_head):
         what = (
             f"hidden size {config.hidden_size} is not its target's {config.target_hidden_size}, "
@@ -77,7 +77,7 @@ def _missing_vocabulary(config: DraftConfig) -> Iterator[DraftProblem]:
 def other_vocabulary(num_rows: int, target: TargetShape, has_rows: bool = True) -> Iterator[DraftProblem]:
     """Yield a problem if a vocabulary differs from the target's by more than padding.
 
-    A draft without rows of its own reads the target's: its size is a statement, which only shows another tokenizer.
+    A draft without its own rows reads the target's: its size then only indicates another tokenizer.
     """
     if num_rows == target.vocab_size:
         return
@@ -94,7 +94,7 @@ def other_vocabulary(num_rows: int, target: TargetShape, has_rows: bool = True) 
 
 
 def notes(num_rows: int, target: TargetShape) -> tuple[str, ...]:
-    """Return a note on a vocabulary that is padded to another size than the target's."""
+    """Return a note on a vocabulary padded to another size than the target's."""
     if num_rows == target.vocab_size:
         return ()
     tokens = "" if target.num_tokens is None else f", for {target.num_tokens} tokens"
@@ -105,7 +105,7 @@ def notes(num_rows: int, target: TargetShape) -> tuple[str, ...]:
 
 
 def has_rows(config: DraftConfig) -> bool:
-    """Return True if the draft has rows of its own for ids of the vocabulary."""
+    """Return whether the draft has its own rows for ids of the vocabulary."""
     sizes, others = (
         {name: tensor.shape for name, tensor in skeleton(one).state_dict().items()}
         for one in (config, replace(config, vocab_size=config.vocab_size + 1))
@@ -116,8 +116,8 @@ def has_rows(config: DraftConfig) -> bool:
 def fitted(checkpoint: Checkpoint, target: TargetShape) -> Checkpoint:
     """Return a draft without `misfits` for a target of `target.vocab_size` rows.
 
-    Ids that the target lacks are cut off, so that none is ever drafted. Ids that the draft lacks are read as zeros, and
-    its own head does not draft them.
+    Ids that the target lacks are removed, so that they are never drafted. Ids that the draft lacks are read as zeros,
+    and its own head does not draft them.
     """
     config, tensors, size = checkpoint.config, dict(checkpoint.tensors), target.vocab_size
     if config.vocab_size == size:
@@ -125,7 +125,7 @@ def fitted(checkpoint: Checkpoint, target: TargetShape) -> Checkpoint:
     num_ids = config.draft_vocab_size
     if num_ids is not None:
         ids = torch.arange(num_ids) + tensors["d2t"]
-        num_ids = int((ids < size).sum())  # they ascend
+        num_ids = int((ids < size).sum())  # they are ascending
         tensors.pop("t2d", None)
     elif HEAD in tensors and config.vocab_size < size:
         num_ids = config.vocab_size
@@ -136,6 +136,6 @@ def fitted(checkpoint: Checkpoint, target: TargetShape) -> Checkpoint:
 
 
 def _resized(tensor: Tensor, num_rows: int) -> Tensor:
-    """Return the first rows, or all and zeros behind them."""
+    """Return the first rows, or all rows padded with zeros."""
     missing = num_rows - len(tensor)
     return tensor[:num_rows] if missing <= 0 else torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

@@ -1,8 +1,8 @@
-"""Correction heads in files: their keys, which several formats share, and the tensors that give them away.
+"""Correction heads in files: keys, which several formats share, and tensors that identify them.
 
-A head's keys stand in `dflash_config` or beside it, by format; if in both places, the inner value counts. They are
-taken out of a config before the body is read, so that what reads bodies needs to know nothing of heads, and refuses
-any key that no head has taken.
+A head's keys are in `dflash_config` or beside it, by format; if in both places, the inner value is used. They are
+removed from a config before the body is read, so that reading bodies is independent of heads, and refuses any key that
+no head has taken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OTHER_KEYS: dict[type[CorrectionConfig], tuple[str, ...]] = {
     LiLiCorrConfig: ("projector_type", "lilicorr_enabled"),
     SelectorConfig: (),
 }
-"""Keys that belong to a head and are no fields of it."""
+"""Keys that belong to a head but are not its fields."""
 KEYS = frozenset(
     key for kind, others in OTHER_KEYS.items() for key in (*(field.name for field in fields(kind)), *others)
 )
@@ -45,17 +45,17 @@ TENSORS = {
     r"refiner_head\.": "XPress",
     r"lilicorr\.": "LiLiCorr",
 }
-"""Names that only tensors of these kinds have, at their beginning."""
+"""Prefixes of names that only tensors of these kinds have."""
 OLDER = "logit_head."
-"""SpecForge's older files have its heads' tensors below this name."""
+"""The prefix of heads' tensors in SpecForge's older files."""
 NUM_CANDIDATES = 16
-"""Candidates of DFlash 2 where a file does not say how many."""
+"""Default number of DFlash 2's candidates."""
 NUM_PASSES = 6
-"""Passes of XPress where a file does not say how many."""
+"""Default number of XPress's passes."""
 
 
 def without(config: Json, kind: type[CorrectionConfig]) -> dict[str, Any]:
-    """Return the config without the keys of this kind of head, at both levels."""
+    """Return the config without this head's keys, at both levels."""
     keys = {field.name for field in fields(kind)} | {*OTHER_KEYS[kind]}
     rest = {key: value for key, value in config.items() if key not in keys}
     if isinstance(inner := rest.get(INNER), Mapping):
@@ -68,13 +68,13 @@ def both_levels(config: Json) -> dict[str, Any]:
 
 
 def with_head(checkpoint: Checkpoint, correction: CorrectionConfig, **labels: Any) -> Checkpoint:
-    """Return the checkpoint of a body with a head on it; `labels` are fields of `DFlashConfig`."""
+    """Return the checkpoint of a body with a head added; `labels` are fields of `DFlashConfig`."""
     assert isinstance(checkpoint.config, DFlashConfig)
     return replace(checkpoint, config=replace(checkpoint.config, correction=correction, **labels))
 
 
 def without_head(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the body as a plain DFlash of infill labels; the head's tensors stay."""
+    """Return the body as a plain DFlash of infill labels, with the head's tensors."""
     assert isinstance(checkpoint.config, DFlashConfig)
     plain = replace(checkpoint.config, correction=None, shifted_labels=False, last_slot_idle=False)
     return replace(checkpoint, config=plain)
@@ -86,7 +86,7 @@ def json_of(correction: CorrectionConfig) -> dict[str, Any]:
 
 
 def markov(config: Json, tensors: Tensors) -> MarkovConfig:
-    """Read DSpark's head. What a config does not say about its confidence head, the tensors do."""
+    """Read DSpark's head. Tensors decide what a config leaves open about its confidence head."""
     keys = both_levels(config)
     weight = tensors.get("confidence_head.proj.weight")
     enabled, with_markov = keys.get("enable_confidence_head"), keys.get("confidence_head_with_markov")
@@ -125,7 +125,7 @@ def xpress(config: Json) -> XPressConfig:
 
 
 def lilicorr(config: Json) -> LiLiCorrConfig:
-    """Read LiLiCorr's head. A hidden size of 0 or none is the body's; every other key must be there."""
+    """Read LiLiCorr's head. A hidden size of 0 or null is the body's; every other key is required."""
     keys = both_levels(config)
     if keys.get("lilicorr_enabled", True) is not True:
         raise UserError(f"a LiLiCorr draft with lilicorr_enabled = {keys['lilicorr_enabled']!r} is not supported")
@@ -134,12 +134,12 @@ def lilicorr(config: Json) -> LiLiCorrConfig:
 
 
 def _whole(value: Any) -> Any:
-    """Return a whole number as an integer, and anything else as it is."""
+    """Return a whole number as an integer, and anything else unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def newer_names(tensors: Tensors) -> dict[str, Tensor]:
-    """Return tensors by the names that heads have in newer files."""
+    """Return tensors by the names of heads in newer files."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         short = name.removeprefix(OLDER)
@@ -148,7 +148,7 @@ def newer_names(tensors: Tensors) -> dict[str, Tensor]:
 
 
 def refuse_other_heads(config: DraftConfig, names: Iterable[str]) -> None:
-    """Raises UserError for the first tensor of another kind of head than the config describes."""
+    """Raise UserError for the first tensor of another kind of head than the config describes."""
     kind = config.kind if isinstance(config, DFlashConfig) else "EAGLE-3"
     for name in names:
         for pattern, other in TENSORS.items():
@@ -160,6 +160,6 @@ def refuse_other_heads(config: DraftConfig, names: Iterable[str]) -> None:
 
 
 def cannot_hold(name: str, config: DFlashConfig, *kinds: type[CorrectionConfig]) -> None:
-    """Raises UserError for a head that is none of these `kinds`, as the format has no place for it."""
+    """Raise UserError for a head that is not of these `kinds`, as the format cannot hold it."""
     if config.correction is not None and not isinstance(config.correction, kinds):
         raise UserError(f"the {name} format cannot hold the head of a {config.kind} draft")

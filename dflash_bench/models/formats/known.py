@@ -1,7 +1,7 @@
-"""Which published kind a config names, and which of its keys change nothing: what is neither is refused by its name.
+"""The published kinds that configs name, and keys without effect; all else is refused by name.
 
-Architectures and the types of speculators checkpoints say what a draft is. One that is not known here may be any
-network with a body like DFlash's, so it is never read as DFlash.
+Architectures and the types of speculators checkpoints identify a draft. An unknown one may be any network with a body
+like DFlash's, so it is never read as DFlash.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OTHER_NAMES = {
     "QwenDFlashDraftModel": "DFlashDraftModel", "Qwen3DFlashDraftModel": "DFlashDraftModel",
     "Qwen3DFlash2DraftModel": "DFlash2DraftModel",
 }  # fmt: skip
-"""AngelSlim's and NeMo's own names of architectures that compute what these do."""
+"""AngelSlim's and NeMo's names for architectures with the same computation."""
 SPECULATORS = {
     "dflash": "DFlash", "dflash2": "DFlash 2", "dspark": "DSpark", "dflare": "DFlare", "xpress": "XPress",
     "peagle": "P-EAGLE", "eagle3": "EAGLE-3", "jetspec": "JetSpec", "dels_spec": "DeLS-Spec", "pard2": "PARD-2",
@@ -43,7 +43,7 @@ DESCRIBING = (
     "progressive_gamma", "gamma_start", "gamma_max", "loss_decay_gamma", "ce_loss_alpha", "l1_loss_alpha",
     "anchor_cap_to_max_valid", "prefix_valid_mask",
 )  # fmt: skip
-"""Keys of flat configs that say what a checkpoint is, or how it was trained."""
+"""Keys of flat configs that identify a checkpoint, or how it was trained."""
 OF_TRANSFORMERS_4 = (
     "add_cross_attention", "attention_dropout", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
     "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty",
@@ -56,11 +56,11 @@ OF_TRANSFORMERS_4 = (
     "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder",
     "tokenizer_class", "top_k", "top_p", "torchscript", "typical_p", "use_bfloat16", "use_cache",
 )  # fmt: skip
-"""Keys that every config of transformers 4 has; none changes a draft."""
+"""Keys that every config of transformers 4 has; none affects a draft."""
 
 
 def usually_named(config: Json) -> Json:
-    """Return the config with the usual names of its architectures."""
+    """Return the config with its architectures' usual names."""
     names = config.get("architectures")
     if not isinstance(names, list):
         return config
@@ -68,7 +68,7 @@ def usually_named(config: Json) -> Json:
 
 
 def named_kind(config: Json) -> str | None:
-    """Return the published kind that a config names by its type, its projector or its architecture, if any."""
+    """Return the published kind in a config's type, projector or architecture, if any."""
     inner = config.get("dflash_config")
     projector = inner.get("projector_type") if isinstance(inner, dict) else config.get("projector_type")
     named = [SPECULATORS.get(str(config.get("speculators_model_type"))), PROJECTORS.get(str(projector))]
@@ -94,17 +94,17 @@ OTHERS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "use a DFlash or EAGLE-3 draft of this target, or measure a server that runs it (--server)",
     ),
 }  # fmt: skip
-"""Kinds of drafts that are not computed here: the types and architectures that mark them, what they are, and
-what to use in their place."""
+"""Kinds of drafts that are not supported: the types and architectures that identify them, a description, and an
+alternative."""
 
 
 def refuse_others(where: object, config: Json, names: Collection[str] = ()) -> None:
-    """Raises UserError for a draft of a kind that is known and not computed; `names` are those of its tensors."""
+    """Raise UserError for a draft of a known but unsupported kind; `names` are its tensors'."""
     told = {str(config.get(key)) for key in ("model_type", "speculators_model_type", "spd_type")}
     architectures = config.get("architectures")
     told |= {str(name) for name in architectures} if isinstance(architectures, list) else set()
     told |= {"pard"} if "pard_token" in config else set()
-    # EAGLE's first drafts are a Llama in name; their layer lies beside the projection of a pair.
+    # EAGLE's first drafts are named Llama; their layer is stored beside the projection of a pair.
     told |= {"eagle"} if {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= {*names} and _is_plain(config) else set()
     for kind, (marks, what, instead) in OTHERS.items():
         if told & {*marks}:
@@ -112,7 +112,7 @@ def refuse_others(where: object, config: Json, names: Collection[str] = ()) -> N
 
 
 def _is_plain(config: Json) -> bool:
-    """Return True if nothing but the architecture of a language model says what this is."""
+    """Return whether only a language model's architecture identifies the config."""
     names = config.get("architectures") or ()
     others = ("speculators_model_type", "dflash_config", "draft_vocab_size", "dflare_config", "eagle_config")
     if not names or any(key in config for key in others):
@@ -121,7 +121,7 @@ def _is_plain(config: Json) -> bool:
 
 
 def refuse_architectures(where: object, architectures: Sequence[Any]) -> None:
-    """Raises UserError for architectures of which none is known; no architecture at all says nothing."""
+    """Raise UserError if all architectures are unknown; a config without architectures is accepted."""
     if architectures and not any(name in ARCHITECTURES for name in architectures):
         raise UserError(
             f"{where} has the architecture {', '.join(map(str, architectures))}, which is not supported: {KNOWN}"
@@ -140,7 +140,7 @@ KNOWN_TYPES = f"known are {_listed(SPECULATORS)}"
 
 
 def refuse_flat(config: Json, what: str, read: Collection[str]) -> None:
-    """Raises UserError for a key of a flat config that is neither read nor known to change nothing."""
+    """Raise UserError for a key of a flat config that is neither read nor known to be harmless."""
     for key in unknown_keys(config, read):
         raise UserError(
             f"{what} with {key!r} in config.json is not supported: its effect is unknown; if it changes nothing, "
@@ -149,7 +149,7 @@ def refuse_flat(config: Json, what: str, read: Collection[str]) -> None:
 
 
 def unknown_keys(config: Json, read: Collection[str]) -> list[str]:
-    """Return the keys of a flat config that are neither read nor known to change nothing."""
+    """Return the keys of a flat config that are neither read nor known to be harmless."""
     known = {*read, *DESCRIBING, *OF_TRANSFORMERS_4, *_of_transformers(), *variants.HARMLESS, *variants.VARIANTS}
     return [key for key in config if key not in known and not key.startswith("_")]
 

@@ -31,7 +31,7 @@ def is_medusa(folder: Path) -> bool:
 
 
 def load(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> MedusaHeads:
-    """Load Medusa heads. Raises UserError if there are none, if the file is damaged, or for another target's heads."""
+    """Load Medusa heads. Raises UserError if there are none, for a damaged file, and for another target's heads."""
     config, tensors = read(folder)
     for problem in misfits(config, target):
         raise UserError(f"{folder}: {problem}")

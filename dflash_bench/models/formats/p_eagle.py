@@ -1,7 +1,7 @@
 """P-EAGLE as SpecForge and the speculators library publish it: their EAGLE-3 forms, with masks and further layers.
 
 Both name the tapped layers by their input and the first layer `layers.0`. SpecForge's config does not record the mask
-token, which every row but the first of a draft reads: where it is missing, it must be written there.
+token, which every row but the first of a draft reads: if it is missing, it must be added there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dflash_bench.models.nets.p_eagle import USUAL_DRAFTS, PEagleConfig
 LAYER = "layers.0."
 UNSCALED = "its rotary scaling in config.json is left out, as SpecForge's code does; vLLM would apply it"
 MASK = "mask_hidden"
-"""The tensor that only P-EAGLE has."""
+"""The tensor that distinguishes P-EAGLE."""
 
 
 def read_specforge(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
@@ -27,7 +27,7 @@ def read_specforge(config: Json, tensors: Tensors, depth: int | None) -> Checkpo
     read = safeailab.read_eagle3({"draft_vocab_size": vocab_size, **config}, tensors, depth)
     taps = both.get("eagle_aux_hidden_state_layer_ids")
     ids = base.shift_ids(taps, -1) if taps else default_target_layers(depth or zlab.UNKNOWN_DEPTH)
-    # Its angles come from theta alone, whatever config.json says of them.
+    # Its angles come from theta alone, whatever config.json specifies.
     notes = () if read.config.rope_scaling is None else (UNSCALED,)
     described = replace(read, config=replace(read.config, target_layer_ids=ids, rope_scaling=None), notes=notes)
     return _with_masks(described, both, config["num_hidden_layers"], None)
@@ -40,7 +40,7 @@ def read_speculators(config: Json, tensors: Tensors, depth: int | None) -> Check
 
 
 def _with_masks(read: Checkpoint, config: Json, num_layers: int, num_drafts: int | None) -> Checkpoint:
-    """Return an EAGLE-3 description with what P-EAGLE adds to it."""
+    """Return an EAGLE-3 description with the additions of P-EAGLE."""
     if config.get("mask_token_id") is None:
         raise UserError(
             "a P-EAGLE draft without mask_token_id in config.json cannot be read: SpecForge does not record it; write "
@@ -54,7 +54,7 @@ def _with_masks(read: Checkpoint, config: Json, num_layers: int, num_drafts: int
 
 
 def _num_layers(tensors: Tensors) -> int:
-    """Return the number of layers by the tensors' names, for a config that leaves out what its class has by default."""
+    """Return the number of layers by the tensors' names, since a config may omit its class's default."""
     return 1 + max((int(name.split(".")[1]) for name in tensors if name.startswith("layers.")), default=0)
 
 

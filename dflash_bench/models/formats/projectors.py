@@ -1,6 +1,6 @@
-"""Drafts that are DFlash as z-lab publishes it with a head on it: SpecForge's DSpark and Domino, NVIDIA's LiLiCorr.
+"""z-lab's DFlash with a correction head: SpecForge's DSpark and Domino, NVIDIA's LiLiCorr.
 
-`dflash_config.projector_type` names the head. SpecForge's have shifted labels, DSpark always and Domino by
+`dflash_config.projector_type` names the head. SpecForge's heads have shifted labels, DSpark always and Domino by
 `shift_label`; embedding and head are left to the target.
 """
 
@@ -22,11 +22,11 @@ ARCHITECTURES = {
     "DominoDraftModel": "domino",
     "LiLiCorrDraftModel": "lilicorr",
 }
-"""By architecture, the head that it has; older files are `DFlashDraftModel`, whatever their head."""
+"""Heads by architecture; older files are `DFlashDraftModel`, whatever their head."""
 
 
 def projector_of(config: Json) -> str | None:
-    """Return the head that a config names, None if it names none. Raises UserError if it names two."""
+    """Return the head that a config names, or None. Raises UserError if it names two."""
     named = heads.both_levels(config).get("projector_type")
     of_architecture = [ARCHITECTURES[name] for name in config.get("architectures") or () if name in ARCHITECTURES]
     for other in of_architecture:
@@ -43,7 +43,7 @@ def read_specforge(config: Json, tensors: Tensors, depth: int | None) -> Checkpo
         domino = heads.domino(config)
         shifted = heads.both_levels(config)["shift_label"]
         read = zlab.read_dflash(heads.without(config, DominoConfig), tensors, depth)
-        # With shifted labels the last slot could draft, too; SpecForge's own generator leaves it out.
+        # With shifted labels the last slot could draft, too; SpecForge's own generator omits it.
         return heads.with_head(read, domino, shifted_labels=shifted, last_slot_idle=shifted)
     markov = heads.markov(config, tensors)
     read = zlab.read_dflash(heads.without(config, MarkovConfig), tensors, depth)

@@ -1,7 +1,7 @@
 """EAGLE-3 as SafeAILab, SpecForge and AngelSlim publish it: one Llama layer named `midlayer`.
 
-The default layers are named by their input (2, n//2, n-3). Lists in files name inputs or outputs, so we take a list
-that starts with 1 for outputs and any other for inputs. `num_hidden_layers` cannot be trusted.
+The default layers are named by their input (2, n//2, n-3). Lists in files name inputs or outputs: a list that starts
+with 1 is read as outputs, any other as inputs. `num_hidden_layers` cannot be trusted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """DFlash and EAGLE-3 as the speculators library writes them: layers named by their input, a nested config.
 
-The nested config only holds what differs from the defaults of its transformers class. So a missing key means that
+The nested config only holds differences from the defaults of its transformers class, so a missing key means that
 class's default, not that the feature is absent.
 """
 
@@ -21,7 +21,7 @@ from dflash_bench.models.nets.eagle3 import Eagle3Config, default_target_layers
 
 LAYER = "layers.0."
 BESIDE = tuple(key for key in base.READ if key not in ("target_hidden_size", "quantization_config"))
-"""Keys of the nested config, which may say nothing else beside it."""
+"""Keys of the nested config that may not have another value beside it."""
 BODIES = ("qwen3", "llama")
 NO_FLAG = "norm_before_residual is absent: read as False, the library's default; vLLM reads True"
 
@@ -29,7 +29,7 @@ NO_FLAG = "norm_before_residual is absent: read as False, the library's default;
 def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     kind = config["speculators_model_type"]
     if kind == "dspark":
-        # Nobody has published one whose slots predict themselves.
+        # No published draft has slots that predict themselves.
         if (shifted := config.get("sample_from_anchor", True)) is not True:
             raise UserError(f"a DSpark draft with sample_from_anchor = {shifted!r} is not supported")
         body = {**heads.without(config, MarkovConfig), "sample_from_anchor": True}
@@ -45,18 +45,18 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
 
 
 SECOND_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-"""The library's values for DFlash 2 where a file leaves them out."""
+"""The library's defaults for DFlash 2."""
 
 
 def _flat(config: Json) -> Json:
-    """Return the config with the body's width beside its head's keys."""
+    """Return the config with the body's width added to its head's keys."""
     return {**config, "hidden_size": config["transformer_layer_config"]["hidden_size"]}
 
 
 REFINER = (
     "down_h", "down_g", "token_embed", "in_proj", "mix_l", "mlp_gate", "mlp_up", "mlp_down", "readout",
 )  # fmt: skip
-"""XPress's tensors, which some files have without their module's name."""
+"""XPress's tensors, which some files store without their module's name."""
 
 
 def _refiner_names(tensors: Tensors) -> Tensors:
@@ -68,11 +68,11 @@ UNREAD: variants.Variants = {
     for name, told in variants.VARIANTS.items()
     if name not in (*bodies.CONVOLUTION, *bodies.SCALES.values(), "use_heterogeneous_kv")
 }
-"""Keys that change what is computed, and are not read."""
+"""Keys that change the computation, and are not read."""
 
 
 def _dflash(config: Json, tensors: Tensors, depth: int | None, non_causal: bool = False) -> Checkpoint:
-    """Read a draft without its head; `non_causal` is what sliding layers are if the file does not say."""
+    """Read a draft without its head; `non_causal` is the default for sliding layers."""
     body, tensors = _body(config), bodies.usual_names(tensors)
     variants.refuse(config, zlab.WHAT, UNREAD)
     known.refuse_flat(config, zlab.WHAT, zlab.READ)
@@ -112,7 +112,7 @@ def read_eagle3(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
 
 
 def _window(body: Json) -> int | None:
-    """Return how many pairs the layers of an EAGLE-3 or P-EAGLE draft see; None: all. Its trainer's default is 2048."""
+    """Return the window in pairs of an EAGLE-3 or P-EAGLE draft; None: all. Its trainer's default is 2048."""
     kinds = {*(body.get("layer_types") or ())[: body["num_hidden_layers"]]}
     if bodies.SLIDING not in kinds:
         return None
@@ -122,7 +122,7 @@ def _window(body: Json) -> int | None:
 
 
 def _body(config: Json) -> dict[str, Any]:
-    """Return the nested config with the defaults of its class filled in. Raises UserError for another class."""
+    """Return the nested config with its class's defaults filled in. Raises UserError for another class."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
@@ -135,13 +135,13 @@ def _body(config: Json) -> dict[str, Any]:
         whole: dict[str, Any] = CONFIG_MAPPING[kind](**nested).to_dict()
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    # The library reads none of these beside it, and vLLM some.
+    # The library reads none of these beside it, vLLM some.
     for key in BESIDE:
         if (value := config.get(key)) is not None and value != whole.get(key):
             raise UserError(
                 f"config.json says {key} = {value!r}, but {whole.get(key)!r} in transformer_layer_config; copy it again"
             )
-    # Of angles that differ by kind of layer, the library gives all layers those of the sliding ones.
+    # If angles differ by kind of layer, the library uses those of sliding layers for all.
     angles = whole.get("rope_parameters") or {}
     angles = angles.get("sliding_attention", angles)
     return whole | {"rope_parameters": angles, "target_hidden_size": config.get("target_hidden_size")}
@@ -183,7 +183,7 @@ def write_dflash(checkpoint: Checkpoint) -> Stored:
 
 
 def _body_keys(config: DFlashConfig) -> dict[str, Any]:
-    """Return the keys of DFlash 2's convolutions. Raises UserError for any other body that is not DFlash's first."""
+    """Return the keys of DFlash 2's convolutions. Raises UserError for other bodies than DFlash's and DFlash 2's."""
     names = bodies.CONVOLUTION if isinstance(config.correction, SelectorConfig) else ()
     keys = {name: getattr(config.body, name) for name in names}
     base.cannot_hold("speculators", body=config.body != replace(PLAIN, **keys) and config.body.kind)

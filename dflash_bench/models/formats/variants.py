@@ -1,8 +1,8 @@
-"""Keys of a draft's config.json that change what is computed and leave the tensors as they are.
+"""Keys of a draft's config.json that change the computation but not the tensors.
 
-Such a draft would load and draft badly, and nobody would know why: variants that are not computed here are refused by
-name, with their meaning. Inside `dflash_config` and `eagle_config`, which hold little else, unknown keys are refused as
-well; at the top level publishers leave many irrelevant keys, copied from their targets.
+Such a draft would load but silently draft badly: variants that are not supported are refused by name, with their
+meaning. Inside `dflash_config` and `eagle_config`, which hold little else, unknown keys are refused as well; at the top
+level publishers leave many irrelevant keys, copied from their targets.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from dflash_bench.core.errors import UserError
 
 ABSENT = (None, False)
-"""Values that switch a variant off; for numbers, 0 does so too."""
+"""Values that disable a variant; for numbers, so does 0."""
 CAUSAL = "each slot of a block sees only those before it, as JetSpec's heads do"
 DFLASH2, DOMINO, DSPARK = "DFlash 2", "Domino", "DSpark"
 
 Variants = Mapping[str, tuple[str, tuple[Any, ...]]]
-"""By key: its meaning, and the values with which it changes nothing."""
+"""By key: its meaning, and the values with which it has no effect."""
 OF_BLOCKS: Variants = {
     "causal": (CAUSAL, ABSENT),
     "causal_head": (CAUSAL, ABSENT),
@@ -26,7 +26,7 @@ OF_BLOCKS: Variants = {
     "use_swa": ("all layers see a window of the context", ABSENT),
     "shift_label": ("each slot predicts the token after it", ABSENT),
 }
-"""Variants of how a block sees itself; other drafts are causal anyway."""
+"""Variants of a block's attention to itself; other drafts are causal anyway."""
 OF_LAYERS: Variants = {
     "attention_sink_bias": ("a learned value joins each softmax of attention", ABSENT),
     "add_swa_attention_sink_bias": ("a learned value joins each softmax of attention", ABSENT),
@@ -78,11 +78,11 @@ HARMLESS = (
     "num_anchors", "attn_implementation", "swa_window_size", "markov_head_type",
     "confidence_head_with_markov", "confidence_head_alpha",
 )  # fmt: skip
-"""Keys of inner configs about training or serving, which change nothing by themselves."""
+"""Keys of inner configs about training or serving, without effect on their own."""
 
 
 def refuse(config: Mapping[str, Any], what: str, variants: Variants = VARIANTS) -> None:
-    """Raises UserError for the first key whose value changes what is computed."""
+    """Raise UserError for the first key whose value changes the computation."""
     for name, (meaning, neutral) in variants.items():
         value = config.get(name)
         if not any(_same(value, other) for other in neutral):
@@ -97,7 +97,7 @@ def _same(value: object, neutral: object) -> bool:
 
 
 def refuse_unknown(inner: Any, where: str, what: str, known: Collection[str]) -> None:
-    """Raises UserError for a key of an inner config that is neither read nor known to be harmless."""
+    """Raise UserError for a key of an inner config that is neither read nor known to be harmless."""
     for key in inner or ():
         if key not in known and key not in HARMLESS and key not in VARIANTS:
             raise UserError(

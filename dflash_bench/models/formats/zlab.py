@@ -14,7 +14,7 @@ from dflash_bench.models.nets.bodies import Mixing
 from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.nets.dflash import DFlashConfig, default_target_layers
 
-# Shared by all DFlash formats: reading a flat config, and renaming tensors to our names.
+# Shared by all DFlash formats: reading a flat config, and mapping tensors to our names.
 
 
 WHAT = "a DFlash draft"
@@ -24,19 +24,19 @@ UNREAD: variants.Variants = {
 UNREAD_BESIDE: variants.Variants = {
     name: told for name, told in variants.VARIANTS.items() if name not in bodies.READ_BESIDE
 }  # fmt: skip
-"""Keys that change what is computed, and are not read, in `dflash_config` and beside it."""
+"""Keys that change the computation, and are not read, in `dflash_config` and beside it."""
 OF_BODIES = tuple(name for name in variants.VARIANTS if name in bodies.READ_INSIDE)
 FORMULA = "round(1 + i * (n - 4) / (K - 1)) of K layers"
 UNKNOWN_DEPTH = 36
-"""A stand-in depth, if only the number of tapped layers matters; `derived_taps` then says that they are unknown."""
+"""A placeholder depth, if only the number of tapped layers matters; `derived_taps` then marks them as unknown."""
 
 
 def checkpoint(
     config: Json, tensors: Tensors, depth: int | None, trained_for: str | None = None, **differences: Any
 ) -> Checkpoint:
-    """Return a checkpoint; `differences` are fields that the format stores in its own way. Raises KeyError.
+    """Return a checkpoint; `differences` are fields that the format stores differently. Raises KeyError.
 
-    `depth` is that of the user's target; a depth that the file declares takes precedence. Bodies are read by z-lab's
+    `depth` is that of the user's target; a depth declared in the file takes precedence. Bodies are read by z-lab's
     rule, unless `differences` has one.
     """
     variants.refuse(config, WHAT, UNREAD)
@@ -48,7 +48,7 @@ def checkpoint(
         "attention_bias": config.get("attention_bias", False),
         "num_target_layers": config.get("num_target_layers"),
         "own_embedding": "embed_tokens.weight" in unfused,
-        # A reduced vocabulary needs its own head: if that is absent, it is reported as a missing tensor.
+        # A reduced vocabulary needs its own head; an absent one is reported as a missing tensor.
         "own_head": "lm_head.weight" in unfused or differences.get("draft_vocab_size") is not None,
         **base.body(config, WHAT, may_slide=True),
         **differences,
@@ -64,16 +64,16 @@ def checkpoint(
 
 
 def _num_taps(values: dict[str, Any], tensors: Tensors) -> int:
-    """Return how many layers feed the draft, by the width of `fc`, if the config names none."""
+    """Return the number of layers that feed the draft, by the width of `fc`, if the config names none."""
     if "fc.weight" in tensors and tensors["fc.weight"].ndim == 2:
         return int(tensors["fc.weight"].shape[1] // (values["target_hidden_size"] or values["hidden_size"])) or 1
     return 1
 
 
 def _unfused(config: Json, tensors: Tensors) -> dict[str, Tensor]:
-    """Split q, k and v, which some publishers store in one tensor in this order.
+    """Split q, k and v if they are stored in one tensor in this order.
 
-    Beside separate ones, that tensor is left as it is, and later reported as surplus.
+    If they are also stored separately, that tensor is kept, and later reported as surplus.
     """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     num_rows = [n * config["head_dim"] for n in (heads, kv_heads, kv_heads)]
@@ -91,8 +91,8 @@ def _unfused(config: Json, tensors: Tensors) -> dict[str, Tensor]:
 
 # DFlash as z-lab publishes it: infill labels, layers named by their output, embedding and head left to the target.
 #
-# Such a file holds no reduced vocabulary. Ours may, with `d2t` and the target's rows for a head (`target_head`).
-# Block size, mask and layers stand beside `dflash_config` or inside it; if in both places, the inner value counts.
+# Such a file holds no reduced vocabulary. Our files may, with `d2t` and the target's rows for a head (`target_head`).
+# Block size, mask and layers are beside `dflash_config` or inside it; if in both places, the inner value is used.
 
 
 READ = (
@@ -102,9 +102,9 @@ READ = (
 """Keys of `dflash_config` that are read here."""
 SECOND = "DFlash2DraftModel"
 PROJECTOR = "dflash2"
-"""NVIDIA's name of DFlash 2's head."""
+"""NVIDIA's name for DFlash 2's head."""
 USUAL_BLOCK = 16
-"""The block of a file that names none."""
+"""The default block size."""
 
 
 def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
@@ -118,7 +118,7 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
             config["dflash_config"] = {key: value for key, value in inner.items() if key != "projector_type"}
     inner = config.get("dflash_config") or {}
     both = {"block_size": USUAL_BLOCK, **config, **inner}
-    # An inner one counts, but does not take back what stands beside it.
+    # An inner key takes precedence, but does not cancel one beside it.
     variants.refuse(config, WHAT, UNREAD_BESIDE)
     variants.refuse_unknown(inner, "dflash_config", WHAT, READ)
     base.refuse(both, WHAT, "sample_from_anchor")
@@ -134,7 +134,7 @@ def read_dflash(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint
 
 
 def _selector(config: Json) -> SelectorConfig | None:
-    """Return DFlash 2's head, or None. Raises UserError for a config that says one kind and has keys of another."""
+    """Return DFlash 2's head, or None. Raises UserError for a config that names one kind and has keys of another."""
     named, keys = config.get("architectures") or (), heads.both_levels(config)
     if keys.get("projector_type") == PROJECTOR and not keys.get("selector_rank"):
         raise UserError(
@@ -150,7 +150,7 @@ def _selector(config: Json) -> SelectorConfig | None:
 
 
 def _refuse_another(config: Json, read: Checkpoint) -> None:
-    """Raises UserError for a key of DFlare beside the tensors of another kind."""
+    """Raise UserError for a key of DFlare with tensors of another kind."""
     kind = getattr(read.config, "kind", None)
     if "dflare_config" in config and kind != "DFlare":
         raise UserError(

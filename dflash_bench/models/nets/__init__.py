@@ -1,1 +1,1 @@
-"""The drafts' own networks, one file each, over the layers that they share."""
+"""The draft networks, one file each, built from shared layers."""

@@ -1,4 +1,4 @@
-"""What the bodies of block drafts differ in: what slots see, convolutions (DFlash 2), contexts by layer (DFlare)."""
+"""Variants of block draft bodies: views of slots, convolutions (DFlash 2), contexts by layer (DFlare)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 LARGEST = 1 << 24
-"""More than any size of a body; a damaged number must not make us allocate huge memory."""
+"""Above any size of a body: a damaged number must not make us allocate huge memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """What the slots of a block see in a layer: of the block's slots, and of the context before it.
+    """The places that the slots of a block attend to in a layer: slots of the block, and the context before it.
 
     With a `window` w a slot sees places less than w before it, and if it is not causal, less than w after it.
     """
 
     window: int | None = None
     is_causal: bool = False
-    """A slot sees those before it in the block and itself, and none after it."""
+    """A slot attends to the block's slots up to itself."""
     from_anchor: bool = False
-    """The window ends at the anchor for all slots, and inside the block there is none (the speculators library)."""
+    """The window ends at the anchor for all slots, and does not apply inside the block (the speculators library)."""
 
     @property
     def name(self) -> str:
-        """Return a name that tells kinds of layers apart."""
+        """Return a name that identifies the kind of layer."""
         parts = ["causal"] * self.is_causal
         parts += [] if self.window is None else [f"window {self.window}" + " from the anchor" * self.from_anchor]
         return ", ".join(parts) or "full"
@@ -42,19 +42,19 @@ class Mixing(StrEnum):
     """How the target's tapped features become the context of a draft's layers."""
 
     JOINED = "joined"
-    """One projection of all of them side by side (DFlash)."""
+    """One projection of all features concatenated (DFlash)."""
     BY_LAYER = "by layer"
-    """A weighted mean of them for each layer, then one norm for all (DFlare as its authors publish it)."""
+    """A weighted mean of them per layer, then one norm for all (DFlare as its authors publish it)."""
     BY_LAYER_NORMED = "by layer, normed apart"
-    """The same, then a norm of each layer's own (DFlare in the speculators library)."""
+    """The same, then a separate norm per layer (DFlare in the speculators library)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBody:
-    """How a body differs from that of the first DFlash drafts, which is the default."""
+    """How a body differs from the first DFlash drafts, which are the default."""
 
     views: tuple[BlockView, ...] = ()
-    """Of each layer; none: all slots see the whole context and the whole block."""
+    """One view per layer; empty: all slots see the whole context and the whole block."""
     embedding_scale: float = 1.0
     """Factor of the target's raw embedding rows."""
     output_multiplier: float = 1.0
@@ -62,24 +62,24 @@ class DraftBody:
     logit_softcap: float | None = None
     """c of c * tanh(logits / c), after the factor."""
     own_mask: bool = False
-    """The mask has an embedding of its own, in place of the target's row, which is scaled as that would be."""
+    """The mask has its own embedding instead of the target's row, scaled in the same way."""
     has_sinks: bool = False
-    """Each head has a learned score that joins the sum of its softmax, and stands for no value (MiMo)."""
+    """Each head has a learned score that joins the sum of its softmax without a value (MiMo)."""
     value_scale: float = 1.0
     """Factor of attention's values."""
     turns_neighbours: bool = False
-    """Rotary pairs are neighbouring rows, as in GPT-J; only in files, as weights are put in order when loaded."""
+    """Rotary pairs are adjacent rows, as in GPT-J; only in files, since weights are reordered when loaded."""
     conv_kernel_size: int | None = None
-    """Taps of the convolutions around attention and feed-forward; None: there are none."""
+    """Taps of the convolutions around attention and feed-forward; None without convolutions."""
     conv_group_size: int = 16
-    """Channels that share the part of a convolution's coefficients that depends on the slot."""
+    """Channels that share the slot-dependent part of a convolution's coefficients."""
     mixing: Mixing = Mixing.JOINED
     own_context_weights: bool = False
-    """The context has key and value projections of its own in each layer."""
+    """The context has separate key and value projections in each layer."""
 
     @property
     def kind(self) -> str:
-        """Return what drafts with this body, and no head of their own, are called by their publishers."""
+        """Return the publisher's name for drafts with this body and no head of their own."""
         if self.conv_kernel_size is not None:
             return "DFlash 2"
         if self.mixing is not Mixing.JOINED:
@@ -88,12 +88,12 @@ class DraftBody:
 
     @property
     def is_causal_head(self) -> bool:
-        """Return True if every layer is causal and none has a window, as in JetSpec's heads."""
+        """Return whether every layer is causal and without a window, as in JetSpec's heads."""
         return bool(self.views) and all(view == BlockView(is_causal=True) for view in self.views)
 
     @property
     def has_usual_attention(self) -> bool:
-        """Return True if its layers attend as usual to what they see: then compiled kernels compute them."""
+        """Return whether its layers use standard attention, so that compiled kernels can compute them."""
         return not self.has_sinks and self.value_scale == 1
 
     def view(self, layer: int) -> BlockView:
@@ -107,7 +107,7 @@ class DraftBody:
         return logits if cap is None else (logits.float() / cap).tanh() * cap
 
     def unsound(self, num_layers: int, hidden_size: int) -> Iterator[tuple[str, object]]:
-        """Yield names and values of fields that no body can have."""
+        """Yield names and values of impossible fields."""
         if self.views and len(self.views) != num_layers:
             yield "layer_types", f"{len(self.views)} layers, where num_hidden_layers is {num_layers}"
         for view in self.views:
@@ -139,10 +139,10 @@ def _is_size(value: object) -> bool:
 
 
 class BlockConvolution(nn.Module):
-    """Filters what a sublayer reads and what it adds, over the slots of a block, by coefficients of each slot.
+    """Filters a sublayer's input and output over the slots of a block, with coefficients per slot.
 
-    Tap 0 is the slot itself, tap t the t-th slot before it in the same block; before slot 0 there is nothing. The
-    coefficients are a base for each channel, and a projection of the sublayer's input for each group of channels.
+    Tap 0 is the slot itself, tap t the t-th slot before it in the same block; nothing precedes slot 0. The coefficients
+    are a base for each channel, plus a projection of the sublayer's input for each group of channels.
     """
 
     def __init__(self, hidden_size: int, kernel_size: int, group_size: int) -> None:

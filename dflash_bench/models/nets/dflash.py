@@ -3,8 +3,8 @@
 The K tapped features of the target are fused once, H_t = RMSNorm(W_c [H^(l1); ...; H^(lK)]), and enter every layer as
 keys and values only: Q = W_Q H_d, K = [W_K H_t; W_K H_d], V = [W_V H_t; W_V H_d] along the sequence (section 4.1, KV
 injection), with q and k normed per head and rotated. Context has no queries, output projection or feed-forward. The
-network knows nothing of caches: the caller passes `attend`, which gets the block's queries, keys and values and returns
-attention over context and block.
+network is independent of caches: the caller passes `attend`, which gets the block's queries, keys and values and
+returns attention over context and block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dflash_bench.models.nets.layers import (
 )
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [B, heads, N, D], k [B, kv_heads, N, D], v like k) -> [B, heads, N, D]; it adds the layer's sinks, too."""
+"""(layer, q [B, heads, N, D], k [B, kv_heads, N, D], v like k) -> [B, heads, N, D]; it includes the layer's sinks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,29 +41,29 @@ class DFlashConfig(DraftShape):
     block_size: int
     mask_token_id: int
     shifted_labels: bool = False
-    """Slot k predicts the token after slot k, so all slots draft; otherwise the one at slot k, and slot 0 is idle."""
+    """Slot k predicts the token after slot k, so all slots draft; otherwise it predicts its own, and slot 0 is idle."""
     last_slot_idle: bool = False
-    """With shifted labels: the last slot is read by the others, and drafts nothing itself."""
+    """With shifted labels: the last slot is attended to by the others, but drafts nothing itself."""
     own_head: bool = False
     draft_vocab_size: int | None = None
-    """Number of rows of a reduced head; None means the target's whole vocabulary."""
+    """Number of rows of a reduced head; None for the target's whole vocabulary."""
     body: DraftBody = PLAIN
-    """How the body differs from that of the first DFlash drafts."""
+    """How the body differs from the first DFlash drafts."""
     correction: CorrectionConfig | None = None
     """A head that corrects the block's own predictions; None: their likeliest tokens are drafted."""
 
     @property
     def kind(self) -> str:
-        """Return what drafts like this one are called by their publishers."""
+        """Return the publisher's name for this kind of draft."""
         return self.body.kind if self.correction is None else self.correction.kind
 
     @property
     def num_idle(self) -> int:
-        """Return how many slots of a block draft nothing."""
+        """Return the number of slots of a block that draft nothing."""
         return 0 if self.shifted_labels and not self.last_slot_idle else 1
 
     def num_drafts(self, block_size: int) -> int:
-        """Return how many tokens a block of this size proposes."""
+        """Return the number of tokens that a block of this size proposes."""
         return block_size - self.num_idle
 
     def block_for(self, num_drafts: int) -> int:
@@ -77,7 +77,7 @@ class DFlashConfig(DraftShape):
 
     @property
     def has_fixed_slots(self) -> bool:
-        """Whether its head has weights for each slot, which fit no larger block and no other labels."""
+        """Whether the head has weights per slot, which fit neither a larger block nor other labels."""
         return self.correction is not None and self.correction.is_of_slots
 
     @property
@@ -90,10 +90,10 @@ class DFlashConfig(DraftShape):
 
 
 class DFlashLayer(DraftLayer):
-    """A layer over the block; context and block go through the same key and value weights (paper, section 4.1).
+    """A layer over the block; context and block share the same key and value weights (paper, section 4.1).
 
-    DFlare's context has key and value weights of its own, and DFlash 2 filters what attention and feed-forward read of
-    the block, and what they add.
+    DFlare's context has its own key and value weights, and DFlash 2 filters the inputs and outputs of attention and
+    feed-forward over the block.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -114,7 +114,7 @@ class DFlashLayer(DraftLayer):
                 self.add_module(name, conv)
 
     def context(self, features: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B, kv_heads, N, D] of this layer's context [B, N, H]."""
+        """Return the keys and values [B, kv_heads, N, D] of this layer's context [B, N, H]."""
         attention: Any = self.self_attn
         if not hasattr(attention, "k_proj_target"):
             return self._key_value(features, tables)
@@ -152,7 +152,7 @@ class DFlashLayer(DraftLayer):
 
 
 class DFlashDraft(DraftNetwork):
-    """Parameter names are those of z-lab checkpoints: 11 tensors per layer and three besides.
+    """Parameter names are those of z-lab checkpoints: 11 tensors per layer and three others.
 
     Some publishers add an embedding and a head, which may be reduced as in EAGLE-3.
     """
@@ -188,16 +188,16 @@ class DFlashDraft(DraftNetwork):
 
     @property
     def correction(self) -> CorrectionHead | None:
-        """Return the head that corrects its predictions, or None if it has none."""
+        """Return the head that corrects its predictions, or None."""
         return None if self.config.correction is None else self.config.correction.head(self)
 
     def context(self, features: Tensor, tables: Tables) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values per layer [B, kv_heads, N, D] of committed tokens' features [B, N, K * Ht]."""
+        """Return keys and values per layer [B, kv_heads, N, D] for the features [B, N, K * Ht] of committed tokens."""
         layers: list[Any] = [*self.layers]
         return [layer.context(own, tables) for layer, own in zip(layers, self.contexts(features), strict=True)]
 
     def contexts(self, features: Tensor) -> Sequence[Tensor]:
-        """Return what each layer takes in [B, N, H] of features [B, N, K * Ht]."""
+        """Return each layer's input [B, N, H] from features [B, N, K * Ht]."""
         mixing = self.config.body.mixing
         if mixing is Mixing.JOINED:
             return [self.hidden_norm(self.fc(features))] * self.config.num_layers
@@ -207,7 +207,7 @@ class DFlashDraft(DraftNetwork):
         return [norm(own) for norm, own in zip(self.fusion_norms, mixed, strict=True)]
 
     def embed_block(self, block: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what the layers read [B, N, H] of a block of token ids [B, N]; `embed` looks up raw embedding rows."""
+        """Return the layers' input [B, N, H] for a block of token ids [B, N]; `embed` looks up raw embedding rows."""
         body = self.config.body
         embedded = embed(block)
         if body.own_mask:

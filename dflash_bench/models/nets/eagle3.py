@@ -25,19 +25,19 @@ class Eagle3Config(DraftShape):
     draft_vocab_size: int
     qk_norm: bool = False
     norm_before_residual: bool = False
-    """The layer adds to the normed feature, not to the feature itself."""
+    """The residual is the normed feature, not the feature itself."""
     norm_before_fc: bool = False
-    """One norm over all features side by side."""
+    """One norm over all concatenated features."""
     fc_norm: bool = False
     """A norm for each feature; cannot be combined with `norm_before_fc`."""
     norm_output: bool = False
-    """EAGLE 3.1: the state that is fed back is taken after the last norm."""
+    """EAGLE 3.1: the state fed back is taken after the last norm."""
     window: int | None = None
-    """How many pairs a row sees, itself included. What its own round made up of pairs does not count, and is seen."""
+    """Pairs that a row attends to, including itself, but not counting its own round's drafts, which are all visible."""
 
 
 class MidLayer(DraftLayer):
-    """Reads embedding and feature side by side, so its attention's input is twice as wide."""
+    """Reads embedding and feature concatenated, so its attention's input is twice as wide."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config, 2 * config.hidden_size, config.qk_norm)

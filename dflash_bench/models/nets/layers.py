@@ -1,4 +1,4 @@
-"""Parts that both draft networks share: config fields, attention, feed-forward, norms, rotary positions, vocabulary."""
+"""Parts shared by the draft networks: config fields, attention, feed-forward, norms, rotary positions, vocabulary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DraftShape:
     vocab_size: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
-    """As the checkpoint declares it; None if it does not."""
+    """As declared by the checkpoint; None if it is not."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     max_positions: int = 4096
@@ -37,16 +37,16 @@ class DraftShape:
     attention_bias: bool = False
     own_embedding: bool = False
     target_hidden_size: int | None = None
-    """Width of one target feature if it differs from `hidden_size`."""
+    """Width of one target feature if different from `hidden_size`."""
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """`target_layer_ids` as `Target.tap` takes them: the last layer's output is read behind the final norm."""
+        """Return `target_layer_ids` for `Target.tap`: the last layer's output is read after the final norm."""
         return tuple(layer + (layer + 1 == self.num_target_layers) for layer in self.target_layer_ids)
 
     @property
     def num_features(self) -> int:
-        """Width K * Ht of all tapped features side by side."""
+        """Return the width K * Ht of all tapped features concatenated."""
         return len(self.target_layer_ids) * (self.target_hidden_size or self.hidden_size)
 
 
@@ -77,7 +77,7 @@ class FeedForward(nn.Module):
 
 
 class DraftAttention(nn.Module):
-    """The projections of a draft's attention, over inputs [B, N, input_size]; the caller attends."""
+    """The projections of a draft's attention, over inputs [B, N, input_size]; the caller computes attention."""
 
     def __init__(self, shape: DraftShape, input_size: int, qk_norm: bool) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class DraftLayer(nn.Module):
 
 
 class DraftNetwork(nn.Module):
-    """A draft whose head may cover a part of the target's vocabulary.
+    """A draft whose head may cover only a part of the target's vocabulary.
 
     `d2t` [Vd] holds offsets: draft id i is target id i + d2t[i]. `t2d` [V] marks the target ids it covers.
     """
@@ -131,12 +131,12 @@ class DraftNetwork(nn.Module):
     t2d: Tensor
 
     def add_vocabulary_map(self, draft_vocab_size: int, vocab_size: int) -> None:
-        """Register a map to the first ids."""
+        """Register a map to the first `draft_vocab_size` ids."""
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(vocab_size) < draft_vocab_size)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Return the target's ids for ids of the draft's head, in any shape."""
+        """Return the target ids for ids of the draft's head, in any shape."""
         d2t = self._buffers.get("d2t")
         return draft_ids if d2t is None else draft_ids + d2t[draft_ids]
 
@@ -156,13 +156,13 @@ class Rotary:
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor) -> Rotary:
-        """Return tables [length, D] that were computed elsewhere."""
+        """Return a table [length, D] with cosines and sines computed elsewhere."""
         rotary = cls.__new__(cls)
         rotary.cos, rotary.sin = cos, sin
         return rotary
 
     def between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return tables of positions start to stop, the same in all rows: views [1, 1, N, D], without a gather."""
+        """Return tables of positions start to stop, equal in all rows: views [1, 1, N, D], without a gather."""
         return self.cos[None, None, start:stop], self.sin[None, None, start:stop]
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ def frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) 
     """Return inverse frequencies [D / 2], and the factor of cosines and sines.
 
     `scaling` is a `rope_parameters` dictionary without its theta. The formulas (YaRN, Llama 3, linear) are those of
-    transformers, because drafts are trained with it.
+    transformers, with which drafts are trained.
     """
     if scaling is None:
         return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
@@ -195,10 +195,10 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """[B, N, heads * D] -> [B, heads, N, D]"""
+    """Reshape [B, N, heads * D] to [B, heads, N, D]."""
     return x.view(*x.shape[:-1], -1, head_dim).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """[B, heads, N, D] -> [B, N, heads * D]"""
+    """Reshape [B, heads, N, D] to [B, N, heads * D]."""
     return x.transpose(1, 2).flatten(2)

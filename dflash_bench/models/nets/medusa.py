@@ -1,4 +1,4 @@
-"""Medusa heads: each guesses one later token from the target's last hidden state (arXiv 2401.10774, section 2.1).
+"""Medusa heads: each predicts one later token from the target's last hidden state (arXiv 2401.10774, section 2.1).
 
 Head i (0-based) predicts the token i + 2 places after that of the hidden state: the target's own head predicts the next
 token, the first Medusa head the one after it.

@@ -1,12 +1,12 @@
-"""Heads for multi-token prediction: a decoder layer of the target's own kind, over pairs of a token and a state.
+"""Heads for multi-token prediction: a decoder layer of the target's kind, over pairs of a token and a state.
 
 The target's state of position t, after its final norm, is paired with token x_{t+1}:
 
     x = fc([norm(embedding of x_{t+1}); norm(state of t)])
 
-goes through one full-attention layer at position t and a norm, and the target's own head then predicts x_{t+2}. For the
-token after that, the same is done with the layer's own normed output in place of the state. The layer is built by
-transformers from the target's config, so it has that model's norms, gates, rotary positions and experts.
+goes through one full-attention layer at position t and a norm, and the target's own head then predicts x_{t+2}. The
+next step does the same with the layer's own normed output in place of the state. The layer is built by transformers
+from the target's config, so it has that model's norms, gates, rotary positions and experts.
 (DeepSeek-V3, arXiv 2412.19437, section 2.2, with a single module for all depths, as Qwen3-Next and Qwen3.5 have it.
 DeepSeek and GLM publish one module, and SGLang and transformers step it so; vLLM steps on its output before the norm.)
 """
@@ -32,12 +32,12 @@ KINDS = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe",
     "glm4_moe_lite",
 )  # fmt: skip
-"""Kinds of targets whose layer the heads may have."""
+"""Kinds of targets whose layer the heads can have."""
 
 PREFIX = "mtp."
 """The prefix of heads in Qwen's layout."""
 LAYER_BEHIND = re.compile(r"((?:(?:model|language_model)\.)*layers\.)(\d{1,4})\.(.+)")
-"""A tensor of a layer; in DeepSeek's layout the heads are the one behind the target's last."""
+"""A layer's tensor; in DeepSeek's layout the heads are the layer after the target's last."""
 MIMO = re.compile(r"((?:model\.)?mtp_layers\.)(\d{1,4})\.(.+)")
 PARTS = (
     {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm"},
@@ -46,11 +46,11 @@ PARTS = (
         "final_layernorm": "norm",
     },
 )  # fmt: skip
-"""The names of DeepSeek and MiMo for the parts around the layer."""
+"""DeepSeek's and MiMo's names for the parts around the layer."""
 
 
 def own_name(name: str, depth: int) -> str | None:
-    """Return the name that the network has for a stored tensor, or None if the tensor is no part of heads.
+    """Return the network's name for a stored tensor, or None if the tensor is not part of heads.
 
     `depth` is the target's number of layers.
     """
@@ -67,9 +67,9 @@ def own_name(name: str, depth: int) -> str | None:
 
 
 def heads_among(names: Iterable[str], depth: int) -> dict[str, str]:
-    """Return the stored names of the heads' tensors, by the names that the network has for them.
+    """Return the stored names of the heads' tensors, by the network's names.
 
-    A layer behind the last one is none without its projection: then config.json belongs to other weights.
+    A layer after the last one counts only with its projection: otherwise config.json belongs to other weights.
     """
     found = {own: name for name in names if (own := own_name(name, depth))}
     is_behind = any(map(LAYER_BEHIND.fullmatch, found.values()))
@@ -86,8 +86,8 @@ class MTPConfig(DraftShape):
     def of(cls, config: Any, is_dense: bool = False) -> MTPConfig:
         """Return the config of heads for a target with this text config.
 
-        `is_dense` gives the layer a plain feed-forward where the target's layers have experts. Raises UserError for a
-        kind of target whose layer they cannot have.
+        `is_dense` uses a plain feed-forward where the target's layers have experts. Raises UserError for a kind of
+        target whose layer the heads cannot have.
         """
         if config.model_type not in KINDS:
             known = ", ".join(KINDS)
@@ -118,7 +118,7 @@ class MTPConfig(DraftShape):
 
 
 class MTPDraft(nn.Module):
-    """Parameter names are those of published checkpoints behind `mtp.`."""
+    """Parameter names are those of published checkpoints after `mtp.`."""
 
     def __init__(self, config: MTPConfig) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class MTPDraft(nn.Module):
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = copy.deepcopy(norm), copy.deepcopy(norm)
         self.layers = decoder_layers(model)
         self.norm = norm
-        # Has no weights: made anew where it is needed, as moving to a device would lose its angles.
+        # Has no weights: created where it is needed, since moving to a device would lose its angles.
         self._rotary_type = type(model.get_decoder().rotary_emb)
 
     @property
@@ -155,10 +155,10 @@ class MTPDraft(nn.Module):
     def forward(
         self, embedded: Tensor, hidden: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any = None
     ) -> Tensor:
-        """Return what the target's head reads, and the next step's states [B, N, H].
+        """Return the input of the target's head, and the next step's states [B, N, H].
 
         `angles` are cosines and sines [B or 1, N, D] of the positions, `mask` is additive [B, 1, N, visible], or None
-        for a single token that sees everything, and `cache` one of transformers', or None.
+        for a single token that sees everything, and `cache` is transformers' or None.
         """
         out = self.layer(
             self.pair(embedded, hidden), position_embeddings=angles, attention_mask=mask,

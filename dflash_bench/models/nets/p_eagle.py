@@ -1,9 +1,9 @@
 """The P-EAGLE draft network: EAGLE-3's layer, plain layers above it, and all drafted tokens in one pass.
 
 Token x_{t+1} is paired with the target's fused feature of position t, as in EAGLE-3. Where token or feature do not
-exist yet, a mask token and the learned feature `mask_hidden` stand in their place: the row of the newest pair drafts
-the token after the anchor, the d-th row of masks behind it the d-th token after that. A row sees the pairs up to the
-newest one and the masks before itself, so that the pass is causal in the order of positions.
+exist yet, a mask token and the learned feature `mask_hidden` replace them: the row of the newest pair drafts the token
+after the anchor, the d-th mask row after it the d-th token after that. A row attends to the pairs up to the newest one
+and the masks before itself, so that the pass is causal in the order of positions.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from dflash_bench.models.nets.eagle3 import Attend, Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.layers import DraftLayer, Tables
 
 USUAL_DRAFTS = 5
-"""Tokens drafted per round where neither user nor checkpoint says how many."""
+"""Tokens drafted per round if neither user nor checkpoint specifies a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PEagleConfig(Eagle3Config):
-    """The network's shape and variants; `num_layers` counts EAGLE-3's layer, too."""
+    """The network's shape and variants; `num_layers` includes EAGLE-3's layer."""
 
     mask_token_id: int
     num_layers: int = 1
     trained_drafts: int | None = None
-    """Tokens per round that the checkpoint recommends; None if it does not say."""
+    """Tokens per round that the checkpoint recommends; None if absent."""
 
     def num_drafts(self, wanted: int | None) -> int:
-        """Return how many tokens a round drafts, given what the user wants, or None for the draft's own number."""
+        """Return the number of tokens drafted per round: `wanted`, or for None the draft's own number."""
         return wanted or self.trained_drafts or USUAL_DRAFTS
 
 
@@ -52,7 +52,7 @@ class PEagleDraft(Eagle3Draft):
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.num_features))
-        # Its keys are the layers' numbers in files.
+        # In files its keys are the layers' numbers.
         self.layers = nn.ModuleDict(
             {str(i): PEagleLayer(config, config.hidden_size, config.qk_norm) for i in range(1, config.num_layers)}
         )
@@ -62,7 +62,7 @@ class PEagleDraft(Eagle3Draft):
         return list(self.layers.values())
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, attend: Attend) -> Tensor:
-        """Return what `logits` reads [B, N, H], for embeddings and fused features [B, N, H], masks among them."""
+        """Return the input of `logits` [B, N, H], for embeddings and fused features [B, N, H], including masks."""
         x: Tensor = self.midlayer(embedded, hidden, tables, attend)
         for layer in self.further_layers:
             x = layer(x, tables, attend)

@@ -1,5 +1,5 @@
-"""Correction heads of the DFlash family: they turn a block's logits into tokens that agree with each other.
+"""Correction heads of the DFlash family: they make the tokens of a block consistent with each other.
 
-A block predicts its slots independently of each other. A head adds what each slot should know of those before it, at a
-small part of the block's own cost. `base.py` is the interface, each other file one kind of head.
+A block predicts its slots independently of each other. A head conditions each slot on the preceding tokens, at a small
+fraction of the block's own cost. `base.py` is the interface; each other file is one kind of head.
 """

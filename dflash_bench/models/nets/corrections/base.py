@@ -1,4 +1,4 @@
-"""The interface between a block's pass and the head that corrects it (`engine/drafters/dflash.py` calls it)."""
+"""The interface between a block's pass and its correction head (called by `engine/drafters/dflash.py`)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 LARGEST = 1 << 16
-"""More than any size of a head; a damaged number must not make us allocate huge memory."""
+"""Above any size of a head: a damaged number must not make us allocate huge memory."""
 
 
 class Pick(Protocol):
-    """Chooses or draws tokens by the run's rule, and keeps the distributions that it draws from.
+    """Chooses or samples tokens by the run's rule, and stores the distributions that it samples from.
 
     `first` and `place` are indices of drafted tokens: 0 follows the anchor. Each place is picked once, in order.
     """
@@ -23,22 +23,22 @@ class Pick(Protocol):
         ...
 
     def among(self, ids: Tensor, scores: Tensor, place: int) -> Tensor:
-        """Return which [B] of the candidates, target ids [B, C] with scores [B, C], is taken."""
+        """Return the index [B] of the chosen candidate, among target ids [B, C] with scores [B, C]."""
         ...
 
     def best(self, logits: Tensor) -> Tensor:
-        """Return the likeliest target ids [B, n] for the draft's logits [B, n, Vd]: a guess, which drafts nothing."""
+        """Return the likeliest target ids [B, n] for the draft's logits [B, n, Vd], without drafting them."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPass:
-    """A pass over blocks of K slots, of which N draft: the slots of `logits` are the ones in `slots` of all K."""
+    """A pass over blocks of K slots, of which N draft: `slots` are the slots of `logits` among all K."""
 
     hidden: Tensor
     """[B, K, H], the last layer's normed outputs."""
     logits: Tensor
-    """[B, N, Vd], the body's own."""
+    """[B, N, Vd], the body's own logits."""
     slots: slice
     anchor: Tensor
     """[B], the token of slot 0."""
@@ -51,7 +51,7 @@ class BlockPass:
     context: Tensor | None = None
     """[B, H], fused and normed features of the positions before the anchors (`reads_context`)."""
     wants_confidence: bool = True
-    """Does anyone read the confidences of heads that have them?"""
+    """Whether the caller uses the confidences, for heads that have them."""
 
     @property
     def drafting(self) -> Tensor:
@@ -65,7 +65,7 @@ class BlockPass:
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """The drafted tokens [B, N] as target ids, and how likely [B, N] each is to be accepted if all before it are."""
+    """The drafted target ids [B, N], and each one's probability [B, N] of acceptance if its predecessors are."""
 
     tokens: Tensor
     confidence: Tensor | None = None
@@ -76,11 +76,11 @@ class CorrectionHead(Protocol):
 
 
 class Branches(Protocol):
-    """What a head says of a block where the tokens before a slot may be any of several, as in a tree of drafts."""
+    """A head's scores for a block with several alternatives for the tokens before a slot, as in a tree of drafts."""
 
     @property
     def state(self) -> Tensor:
-        """Return [B, 1, S], what it knows before the first slot; S may be 0."""
+        """Return the state [B, 1, S] before the first slot; S may be 0."""
         ...
 
     def after(self, last: Tensor, state: Tensor, slot: int) -> tuple[Tensor, Tensor]:
@@ -88,20 +88,20 @@ class Branches(Protocol):
         ...
 
     def ids(self, candidates: Tensor, slot: int) -> Tensor:
-        """Return the target ids of candidates [B, N], indices of C."""
+        """Return the target ids of candidates [B, N], which are indices of C."""
         ...
 
 
 @runtime_checkable
 class BranchingHead(CorrectionHead, Protocol):
-    """A head that looks at the tokens before a slot one by one, so that it can score several of them at once."""
+    """A head that reads the tokens before a slot one by one, so that it can score several alternatives at once."""
 
     def branches(self, block: BlockPass) -> Branches: ...
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
-    """The sizes of the body that a head sits on; `num_ids` is the number of rows of the draft's own head."""
+    """The sizes of a head's body; `num_ids` is the number of rows of the draft's own head."""
 
     hidden_size: int
     vocab_size: int
@@ -113,20 +113,20 @@ class HeadSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionConfig:
-    """A head's sizes and variants. Its fields have the names of the publisher's keys."""
+    """A head's sizes and variants. Fields are named like the publisher's keys."""
 
     kind: ClassVar[str]
-    """What the publisher calls drafts with this head."""
+    """The publisher's name for drafts with this head."""
     reads_before: ClassVar[bool] = False
     reads_context: ClassVar[bool] = False
     is_of_slots: ClassVar[bool] = False
-    """Do its weights belong to slots? Then no block may be larger than the one that it was trained with."""
+    """Whether its weights belong to slots, so that no block may be larger than in training."""
 
     lookups: ClassVar[tuple[str, ...]] = ()
-    """Parameters that are tables, of which a token reads a row, by their names in their module."""
+    """Parameters that are lookup tables, of which a token reads one row, by their names in their module."""
 
     def modules(self, sizes: HeadSizes) -> dict[str, nn.Module]:
-        """Return the head's modules, by the names that their tensors begin with in the publisher's files."""
+        """Return the head's modules, by the prefix of their tensors in the publisher's files."""
         raise NotImplementedError
 
     def head(self, draft: Any) -> CorrectionHead:
@@ -134,16 +134,16 @@ class CorrectionConfig:
         raise NotImplementedError
 
     def passes(self, num_drafts: int) -> tuple[int, int]:
-        """Return how many tokens of a row a pass of the head reads, and how many passes it takes for so many drafts."""
+        """Return the tokens per row that a pass of the head reads, and the passes for `num_drafts` drafts."""
         return 1, num_drafts
 
     @property
     def has_confidence(self) -> bool:
-        """Whether it predicts how likely each token is to be accepted."""
+        """Return whether it predicts each token's probability of acceptance."""
         return False
 
     def unsound(self, sizes: HeadSizes) -> Iterator[tuple[str, object]]:
-        """Yield names and values of fields that no head can have."""
+        """Yield names and values of impossible fields."""
         for field in fields(self):
             value = getattr(self, field.name)
             if not _is_sound(str(field.type), value):

@@ -1,8 +1,8 @@
 """Domino's head: a GRU over the drafted tokens, and a low-rank correction of the logits (arXiv 2605.29707).
 
-The state s_i has read the embeddings of the anchor and of the drafts before the i-th, and the logits of the i-th draft
-gain E2 silu(E1 [h; s_i]), with h the hidden state of its slot. The first `pure_draft_prefix_len` drafts are the body's
-own. Labels may be shifted or not: either way the i-th draft follows the same tokens.
+The state s_i has read the embeddings of the anchor and of the drafts before the i-th. E2 silu(E1 [h; s_i]) is added to
+the logits of the i-th draft, with h the hidden state of its slot. The first `pure_draft_prefix_len` drafts are the
+body's own. With shifted labels or without, the i-th draft follows the same tokens.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class DominoConfig(CorrectionConfig):
 
     def unsound(self, sizes: HeadSizes) -> Iterator[tuple[str, object]]:
         for name, value in CorrectionConfig.unsound(self, sizes):
-            # A prefix of 0 is none.
+            # 0 means no prefix.
             if name != "pure_draft_prefix_len" or type(value) is not int or not 0 <= value <= LARGEST:
                 yield name, value
 
 
 class PrefixGRU(nn.Module):
-    """A GRU of one layer without biases, its gates in torch's order: reset, update, new."""
+    """A single-layer GRU without biases, its gates in torch's order: reset, update, new."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
 """LiLiCorr: a small transformer over all candidates of a block, and a path through them by cosines (2608.20530).
 
-The `candidate_topk` likeliest tokens of each slot are its candidates, in falling order. A candidate's input is the sum
-of its token's embedding, its slot's hidden state, five features of its log-probability and rank (all projected), and
-embeddings of slot and rank. Layers attend over all candidates of all slots, unmasked, with a learned bias per head by
-the distance of the slots. The newest position that the target has read, fused as the draft's context is, is the anchor:
-it joins no attention. With x the transformer's output, a the anchor, and all vectors of unit length:
+The `candidate_topk` likeliest tokens of each slot are its candidates, in descending order. A candidate's input is the
+sum of its token's embedding, its slot's hidden state, five features of its log-probability and rank (all projected),
+and embeddings of slot and rank. Layers attend over all candidates of all slots, unmasked, with a learned bias per head
+by the distance of the slots. The newest position that the target has processed, fused like the draft's context, is the
+anchor: it takes part in no attention. With x the transformer's output, a the anchor, and all vectors of unit length:
 
     f = silu(F [x; a; x * a]),   out = O f,   in = I f,   start = S a
 
@@ -65,7 +65,7 @@ class LiLiCorrConfig(CorrectionConfig):
         wrong = dict(CorrectionConfig.unsound(self, sizes))
         yield from wrong.items()
         if not wrong:
-            # A single candidate has no rank, and leaves nothing to choose.
+            # A single candidate has no rank, and leaves no choice.
             if not 2 <= self.lilicorr_candidate_topk <= sizes.num_ids:
                 yield "lilicorr_candidate_topk", self.lilicorr_candidate_topk
             if self.lilicorr_num_layers > MOST_LAYERS:
@@ -170,7 +170,7 @@ class LiLiCorrHead(nn.Module):
         return out
 
     def _biases(self, num_slots: int, top_k: int) -> Tensor:
-        """Return what is added to the attention scores of each head, [heads, N * C, N * C]."""
+        """Return the bias of the attention scores of each head, [heads, N * C, N * C]."""
         slot = torch.arange(num_slots * top_k, device=self.same_slot_bias.device) // top_k
         distance = slot[:, None] - slot
         same = (distance == 0) * self.same_slot_bias[:, None, None]

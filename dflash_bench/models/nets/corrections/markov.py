@@ -7,8 +7,8 @@ With e = W1[x], the row of the token x before the slot (the anchor before the fi
     rnn       gate, candidate, output = J [s; e; h] + b, and bias = W2 tanh(output);
               s <- sigmoid(gate) * s + (1 - sigmoid(gate)) * tanh(candidate), which is 0 before the first slot
 
-The confidence head estimates how likely a slot's token is to be accepted if all before it are: sigmoid(w [h; e] + c),
-or of h alone. It reads nothing of the slot's own token.
+The confidence head estimates the probability that a slot's token is accepted if its predecessors are: sigmoid(w [h; e]
++ c), or of h alone. It does not read the slot's own token.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MarkovConfig(CorrectionConfig):
 
 
 class MarkovHead(nn.Module):
-    """W1 is read by target id; W2 has a row per id of the draft's head."""
+    """W1 is looked up by target id; W2 has a row per id of the draft's head."""
 
     def __init__(self, config: MarkovConfig, sizes: HeadSizes) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class ConfidenceHead(nn.Module):
 
 
 class MarkovCorrection:
-    """Goes through the slots from left to right."""
+    """Corrects the slots from left to right."""
 
     def __init__(self, markov: MarkovHead, confidence: ConfidenceHead | None, with_markov: bool) -> None:
         self.markov, self.confidence, self.with_markov = markov, confidence, with_markov
@@ -131,7 +131,7 @@ class MarkovCorrection:
 
 @dataclass(frozen=True, slots=True)
 class MarkovBranches:
-    """All tokens of the draft's head are candidates of each slot."""
+    """Each slot's candidates are all tokens of the draft's head."""
 
     markov: MarkovHead
     block: BlockPass

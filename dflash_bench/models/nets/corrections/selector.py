@@ -1,8 +1,8 @@
-"""DFlash 2's candidate selector: it scores each slot's likeliest tokens by the token that was chosen before.
+"""DFlash 2's candidate selector: scores each slot's likeliest tokens given the token chosen before.
 
-Of the logits U, scaled and capped as the draft's are, the `selector_top_k` best tokens of a slot are its candidates. A
-candidate b scores U(b) + sum_r A[a]_r (W h)_r C[b]_r, where a is the token of the slot before (the anchor first), h the
-slot's hidden state, and A and C the codebooks of predecessors and successors, of `selector_rank` numbers per token.
+The `selector_top_k` best tokens of a slot, by logits U that are scaled and capped like the draft's, are its candidates.
+A candidate b scores U(b) + sum_r A[a]_r (W h)_r C[b]_r, where a is the token of the previous slot (the anchor first), h
+the slot's hidden state, and A and C the codebooks of predecessors and successors, of `selector_rank` numbers per token.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CandidateSelector(nn.Module):
         super().__init__()
         self.top_k = config.selector_top_k
         self.hidden_projection = nn.Linear(sizes.hidden_size, config.selector_rank, bias=False)
-        # In files these are bare parameters, without `.weight`.
+        # In files these are plain parameters, without `.weight`.
         self.predecessor_codebook = nn.Parameter(torch.zeros(sizes.vocab_size, config.selector_rank))
         self.successor_codebook = nn.Parameter(torch.zeros(sizes.num_ids, config.selector_rank))
 
@@ -78,9 +78,9 @@ class Candidates:
 
     predecessors: Tensor
     values: Tensor
-    """[B, N, C], their logits."""
+    """[B, N, C], logits."""
     successors: Tensor
-    """[B, N, C, r], their rows, times what the slot's hidden state says."""
+    """[B, N, C, r], rows of the codebook times the projected hidden state of the slot."""
     target_ids: Tensor
     """[B, N, C]"""
     state: Tensor

@@ -1,15 +1,15 @@
-"""XPress's refiner: all slots of a block are guessed again, a few times, each given the guesses before it (2608.02438).
+"""XPress's refiner: predicts all slots of a block again, several times, from the previous guesses (2608.02438).
 
-Per slot k, with h its hidden state, g the mean of h over the block and t the guess before it:
+For slot k, with h its hidden state, g the mean of h over the block and t the guess in the previous slot:
 
     x = In [Dh h; Dg g; T[t]],   x_k += sum over j <= k of L[:, k, j] * x_j,   x += SwiGLU(x),   bias = R x
 
-A pass takes the guesses of the pass before (first the body's own) and gives logits + bias in all slots at once. What
-stands before the anchor enters slot 0, and through L all later slots.
+A pass takes the guesses of the previous pass (first the body's own) and returns logits + bias for all slots at once.
+The token before the anchor enters slot 0, and through L all later slots.
 
-Each pass guesses the likeliest tokens; only those of the last one are drawn, where tokens are drawn. So the last pass's
-logits depend on no drawn token: given the context, drafts are independent of each other, and each was drawn from its q.
-If earlier passes drew their guesses, too, by the same random numbers, q would say nothing about the token that it is
+Each pass takes the likeliest tokens; only the last pass samples, if tokens are sampled. So its logits depend on no
+sampled token: given the context, drafts are independent of each other, and each is drawn from its q. If earlier passes
+sampled their guesses, too, with the same random numbers, q would not be the distribution of the token that it is
 compared with.
 """
 
@@ -33,7 +33,7 @@ from dflash_bench.models.nets.corrections.base import (
 )
 
 MOST_SLOTS = 1 << 12
-"""There is a weight for each pair of a block's slots."""
+"""Limit on the slots of a block, since there is a weight for each pair of slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class RefinerHead(nn.Module):
         return Corrected(pick(self._again(block, parts, guesses), 0))
 
     def _again(self, block: BlockPass, parts: list[Tensor], guesses: Tensor) -> Tensor:
-        """Return logits [B, N, Vd] given the guesses [B, N] of the pass before."""
+        """Return logits [B, N, Vd] given the guesses [B, N] of the previous pass."""
         x = self.in_proj(torch.cat([*parts, self.token_embed(self._previous(block, guesses))], dim=-1))
         size = x.shape[1]
         x = x + torch.einsum("rkj,bjr->bkr", self.mix_l[:, :size, :size].tril(), x)
@@ -97,7 +97,7 @@ class RefinerHead(nn.Module):
         return logits
 
     def _previous(self, block: BlockPass, guesses: Tensor) -> Tensor:
-        """Return the token [B, K] before what each slot stands for; in a fill-in block slot 0 stands for the anchor."""
+        """Return the token [B, K] before each slot's own; in a fill-in block slot 0 represents the anchor."""
         anchor = block.anchor[:, None]
         if self.is_shifted:
             return torch.cat([anchor, guesses[:, :-1]], dim=1)
