@@ -324,7 +324,7 @@ class Dialect:
     """The prefix of its Prometheus counters of rounds, which follow the rule `NAME.counters`."""
     rules: tuple[CountingRule, ...] = ()
     remedies: Mapping[str, str] = field(default_factory=dict)
-    """What to do about a finding, by the finding's code."""
+    """The remedy for a finding, by the finding's code."""
     program: Program | None = None
     """How `--launch` starts such a server."""
 

@@ -124,7 +124,7 @@ class _Lines:
 
 
 class Stages:
-    """Shows what a command does before its progress can be counted, with the duration of each stage.
+    """Shows the stages of a command before its progress can be counted, and their durations.
 
     A terminal is updated only when a stage begins: some stages time passes, which a redrawing thread would disturb.
     """

@@ -135,7 +135,7 @@ class SuiteEntry(StoredModel):
     unscored: list[str] = []
     """The ids of prompts whose answers the scorer cannot score."""
     metric: dict[str, str] = {}
-    """For a metric of evaluate, what determines its scores: the SHA-256 of its code, or its revision on the hub."""
+    """Identifies the code of a metric of evaluate: its SHA-256, or its revision on the hub."""
     rendered: dict[str, str] = {}
     """The hash of the rendered texts of all first turns, by thinking ("on", "off")."""
     contexts: dict[str, str] = {}
@@ -170,7 +170,7 @@ class JudgeEntry(StoredModel):
 
 
 class RunIdentity(StoredModel):
-    """What determines the answers of a run, which can be continued only under the same identity."""
+    """Settings that determine the answers of a run, which can be continued only under the same identity."""
 
     model: str
     dtype: str

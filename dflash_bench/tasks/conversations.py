@@ -211,7 +211,7 @@ def refuse_placeholder(where: str, text: str) -> None:
 
 
 def answers_in(session: str, messages: list[Any]) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """Yield each recorded answer to a user message: its columns, and the messages before it.
+    """Yield each recorded answer to a user message: its columns, and the messages up to and including it.
 
     Its id is the session's and its number there.
     """

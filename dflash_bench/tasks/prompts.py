@@ -216,7 +216,7 @@ def _of_parquet(
 
 
 def _answers_of(rows: Rows) -> Rows:
-    """Yield a row for each recorded answer of each conversation, with the messages before it.
+    """Yield a row for each recorded answer of each conversation, with the messages up to and including it.
 
     Its id is the conversation's, which is its `session`, and its number there. The requests of a trace are such rows
     already.

@@ -86,7 +86,7 @@ class Suite:
     file_columns: str = ""
     """A regular expression for the names of those files, whose named groups become columns of their rows."""
     home: str = "hub"
-    """Where its rows are: one of `HOMES`."""
+    """The location of its rows: one of `HOMES`."""
     worked: str | None = None
     """Template of a worked answer, from columns that not every source has; used to pad prompts with examples."""
 

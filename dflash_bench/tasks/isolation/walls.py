@@ -133,7 +133,7 @@ _ARCHITECTURES = {"x86_64": (0xC000003E, X86_64), "aarch64": (0xC00000B7, AARCH6
 _CLONE3, _NEWEST = 435, 450
 """The same on every architecture."""
 
-# <sched.h>: flags that make a thread, flags that make new namespaces, and those of a thread that we check
+# <sched.h>: flags of a new thread, flags of new namespaces, and the thread flags that the filter checks
 _THREAD, _NEW_NAMESPACES, _OF_CLONE = 0x00010900, 0x7E020000, 0x00012900
 _PLAIN_OPENS = (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC, os.O_RDWR | os.O_TRUNC)
 _ANY = 0xFFFFFFFF

@@ -43,7 +43,7 @@ class EvaluatedMetric:
     takes_lists: bool
     """Whether it takes all alternatives of an answer; otherwise it gets one at a time, and the best result counts."""
     origin: Mapping[str, str]
-    """What determines its scores: the hash of its code, or its revision on the hub."""
+    """Identifies its code: the hash, or the revision on the hub."""
 
     def score(self, prompt: Prompt, text: str) -> Score:
         """Score an answer. Raises UserError if the metric fails, returns no number, or several without a `figure`."""
