@@ -48,7 +48,7 @@ Chat = tuple[str, Sequence[Message]]
 
 
 def render(tokenizer: Any, messages: Sequence[Message], thinking: bool) -> str:
-    """Return the text of a chat. Raises UserError if the template fails, or lacks tools that the chat uses."""
+    """Return the text of a chat. Raises UserError if the template fails, or does not support the chat's tools."""
     chat, tools = template_input(messages)
     _refuse_left_out(tokenizer, chat, tools)
     given = {"add_generation_prompt": True, "enable_thinking": thinking, **({"tools": tools} if tools else {})}

@@ -275,7 +275,7 @@ def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.
     attention = draft_attention(config, getattr(config, "num_layers", 1), dtype.itemsize)
     tensors = _weights(checkpoint.tensors, dtype)
     if checkpoint.target_head:
-        # Its head is a copy of the target's rows.
+        # Its head is a copy of rows of the target's head.
         tensors += (config.draft_vocab_size or 0) * config.hidden_size * dtype.itemsize
     place_bytes = token_bytes([attention])
     return Footprint(tensors, place_bytes, config)

@@ -33,8 +33,8 @@ Stored = tuple[dict[str, Any], dict[str, Tensor]]
 class TargetShape:
     """The sizes of a target that a draft must match.
 
-    `vocab_size` is the number of rows of its embedding, and `num_tokens` how many of these its tokenizer uses, or the
-    draft's, if it has one: the rest is padding. It is None without a tokenizer.
+    `vocab_size` is the number of rows of its embedding, and `num_tokens` how many of these its tokenizer uses, and
+    the draft's, if it has one: the rest is padding. It is None without a tokenizer.
     """
 
     hidden_size: int
@@ -331,7 +331,7 @@ def check_values(where: str, config: DraftConfig) -> None:
 
 
 def _check_windows(where: str, config: DraftConfig) -> None:
-    """Raise UserError for an impossible window."""
+    """Raise UserError for a window that no text can fill."""
     views = config.body.views if isinstance(config, DFlashConfig) else (config,)
     for window in (view.window for view in views):
         if window is not None and window > config.max_positions:
