@@ -14,7 +14,7 @@ from dflash_bench.cli.command import Command, GroupedHelp, config_text
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_text, write_text
 from dflash_bench.core.labels import WIDTH, wrapped
-from dflash_bench.core.option import check_options
+from dflash_bench.core.option import check_options, options_of
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import Stages, note, say, show, status, terminal_width, wide
 from dflash_bench.runner.config import OutputOptions, RunRequest
@@ -84,11 +84,7 @@ app.command(
 
 @app.command(cls=GroupedHelp)
 @options.with_options(
-    "suites", "prompts", "data", "limit", "balance", "budget", "thinking", "context", "methods", "model", "target",
-    "drafts", "trust_remote_code", "servers", "dialect", "served_model", "api_key_env", "timeout", "env_proxy",
-    "launch", "launch_with", "launch_args", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
-    "repetition_penalty", "concurrency", "seed", "audit", "energy", "device", "dtype", "attention", "engine", "kernels",
-    "graph", "compile", "quantize", "threads", "unsafe_code", "out", "as_json",
+    *(name for name, spec in options_of(RunRequest).items() if spec.in_race), "out", "as_json",
     helps={
         "budget": "Measure for about this long, such as 30m: no round of a race is begun that is expected to take "
         "longer. Default: until the races are decided, or the prompts are used up.",

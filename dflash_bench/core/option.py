@@ -76,6 +76,8 @@ class OptionSpec:
     """Raises UserError for an invalid value."""
     needs: tuple[Condition, ...] = ()
     conflicts: tuple[Condition, ...] = ()
+    in_race: bool = True
+    """Whether `recommend` takes it, too."""
     default: Any = None
 
     def is_given(self, options: Any) -> bool:

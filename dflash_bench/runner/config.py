@@ -75,6 +75,7 @@ class PromptOptions:
         "last. Intervals are then over conversations.",
         default=False,
         needs=(condition(lambda options: options.prompts is not None, "without --prompts"),),
+        in_race=False,
     )
     score: str | None = _prompts(
         "How to score the answers to --prompts: a scorer from 'dflash-bench suites', such as gsm8k_number or math; or "
@@ -89,6 +90,7 @@ class PromptOptions:
                 "without --prompts: a suite says itself how it is scored",
             ),
         ),
+        in_race=False,
     )
     """The scorer of `prompts`, and of suites without one if it is a metric of evaluate."""
     data: str | None = _prompts(
@@ -105,6 +107,7 @@ class PromptOptions:
         kind="prompt style",
         choices=rules.prompt_styles,
         needs=(condition(lambda options: bool(options.suites), "without --suite"),),
+        in_race=False,
     )
     limit: int | None = _prompts(
         "Use at most N prompts of each suite, the same ones on every machine.", metavar="N", minimum=1, most=10**7
@@ -114,6 +117,7 @@ class PromptOptions:
         metavar="N",
         minimum=1,
         most=10**7,
+        in_race=False,
     )
     balance: str | None = _prompts(
         "Draw equally many prompts of each value of a column, such as category or language.",
@@ -149,6 +153,7 @@ class PromptOptions:
         metavar="DATE",
         check=rules.check_date,
         conflicts=(rules.SERVED_ALONE,),
+        in_race=False,
     )
     context: tuple[int | None, ...] = _prompts(
         "Pad every prompt to about N tokens, such as 4k, with other prompts of its source and their answers. "
@@ -254,12 +259,14 @@ class ServerOptions:
                 lambda options: options.score is not None, "--score and {flag} both score; leave one of them out"
             ),
         ),
+        in_race=False,
     )
     prefix_reuse: bool = _servers(
         "Let servers reuse what prompts share, as they would in service: the turns of a session, above all. Default: "
         "every prompt is read whole, so that answers do not depend on those before them.",
         default=False,
         needs=(rules.SERVERS,),
+        in_race=False,
     )
     timeout: float | None = _servers(
         "Seconds after which an unfinished answer counts as failed. Default: 600.",
@@ -306,6 +313,7 @@ class ServerOptions:
                 is_of_sweep=True,
             ),
         ),
+        in_race=False,
     )
 
 
@@ -384,6 +392,7 @@ class DecodingOptions:
                 is_of_sweep=True,
             ),
         ),
+        in_race=False,
     )
     """The latency objectives of a good answer, such as ttft=500ms,tpot=50ms."""
     seed: int | None = _answers(
@@ -404,15 +413,22 @@ class DecodingOptions:
         "are measured side by side. Default: the draft's own.",
         metavar="B[,B...]",
         conflicts=(rules.SERVED,),
+        in_race=False,
     )
     """A comma-separated list, like `draft_steps`."""
     draft_steps: str | None = _drafting(
         "Draft passes per block, for every method that has this option and does not set steps= itself.",
         metavar="S[,S...]",
         conflicts=(rules.SERVED, rules.ENGINE_HERE),
+        in_race=False,
     )
     repeats: int = _measuring(
-        "Answer every prompt R times with each method.", default=1, metavar="R", minimum=1, most=10**5
+        "Answer every prompt R times with each method.",
+        default=1,
+        metavar="R",
+        minimum=1,
+        most=10**5,
+        in_race=False,
     )
     audit: str | None = _measuring(
         "Which answers are checked token by token against transformers' own code: all (the default), divergent "
@@ -442,6 +458,7 @@ class DecodingOptions:
             ),
         ),
         conflicts=(rules.SERVED, rules.ENGINE_HERE),
+        in_race=False,
     )
     headroom: int | None = _measuring(
         "After each answer, outside the clock, also record whether the right token was among the N likeliest of the "
@@ -459,6 +476,7 @@ class DecodingOptions:
             ),
         ),
         conflicts=(rules.SERVED, rules.ENGINE_HERE),
+        in_race=False,
     )
     energy: bool = _measuring(
         "Also measure joules per token, by the counters of this machine's processors (Linux; as a rule they want root) "
@@ -478,6 +496,7 @@ class DecodingOptions:
         "may be repeated.",
         default=(),
         metavar="NAME=V,V...",
+        in_race=False,
     )
     """NAME=VALUE,VALUE, of an option or a setting."""
     one_at_a_time: bool = _sweeping(
@@ -485,6 +504,7 @@ class DecodingOptions:
         default=False,
         needs=(condition(lambda options: bool(options.over), "without --over"),),
         conflicts=(rules.SERVED,),
+        in_race=False,
     )
 
 
@@ -503,6 +523,7 @@ class MachineOptions:
         choices=lambda: ("auto",),
         kind="device map",
         conflicts=(rules.SERVED_ALONE,),
+        in_race=False,
     )
     dtype: str | None = _machine(
         "float32, bfloat16, float16, or auto (the checkpoint's own). Default: float32 on the CPU, else bfloat16.",
@@ -632,6 +653,7 @@ class MachineOptions:
                 "{flag} take a GPU each: give --device cuda, not {options.device}",
             ),
         ),
+        in_race=False,
     )
     """The number of worker processes; None: measure in this process."""
     ray_address: str | None = _machine(
@@ -645,6 +667,7 @@ class MachineOptions:
                 "{flag} needs --device cpu or cuda: this machine does not show what the cluster has",
             ),
         ),
+        in_race=False,
     )
     """The address of the cluster that workers run in; None: on this machine."""
 
