@@ -89,7 +89,7 @@ def profile(request: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
     _check_memory(request, cut, subject.drafts, measure.free_bytes(torch.device(device)), device)
     tell("making random weights" if request.random_weights else "loading the models")
     models = _models(request, preset, drafting, subject, device, kind)
-    target = target_of(models.target, of_run.engine, "torch" if of_run.capture == "inductor" else of_run.kernels)
+    target = target_of(models.target, of_run.engine, of_run.kernels)
     is_cut = cut.num_layers < subject.num_layers
     workload = measure.Workload(request.batches, request.contexts, request.widths)
     measured, captured = measure.measure(models, target, drafting, workload, is_cut, tell, of_run.capture)

@@ -30,7 +30,7 @@ from dflash_bench.core.types import (
 )
 from dflash_bench.engine.drafter import Captures, Drafter, Foresees
 from dflash_bench.engine.forward.fused import fuse, unfuse
-from dflash_bench.engine.graphs import GraphCache, cuda_graph, inductor, keep_compiled, why_no_compiler
+from dflash_bench.engine.graphs import GraphCache, cuda_graph, inductor, keep_compiled
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.recording import record_positions, record_ranks
@@ -180,13 +180,12 @@ def _fuse(target: Target, drafters: Iterable[Drafter]) -> None:
 
 
 def _refuse_compiling(target: Target) -> None:
+    if target.device.type != "cuda":
+        raise UserError("--compile needs a CUDA device; on a CPU, --kernels numba compiles passes")
     if not isinstance(target.network, Steady):
         raise UserError("--compile compiles passes of --engine native only, which does not compute this target")
     if target.network.has_experts:
         raise UserError("--compile: a token's experts are not known when a pass is compiled; leave it out")
-    reason = why_no_compiler(target.device)
-    if reason is not None:
-        raise UserError(f"--compile: {reason}, or leave --compile out")
 
 
 def _set(target: Target, drafters: Iterable[Drafter], how: str, graphs: Callable[[], GraphCache | None]) -> str:
@@ -245,7 +244,6 @@ def open_backend(
     impossible combination.
     """
     witness = witness_of(models, max_new_tokens, lambda: stop_ids(models.target, models.tokenizer), cache_bytes)
-    kernels = "torch" if capture == "inductor" else kernels
     target = target_of(models.target, engine, kernels, lets_go and witness.weights != SHARED_WEIGHTS)
     trees = [method.label for method in methods if method.kind.shape == "tree"]
     if trees and not target.reads_trees:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -257,16 +256,6 @@ def _operations(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
 def _addcmul_into(x: Tensor, first: Tensor, second: Tensor, *, value: float = 1, out: Tensor) -> Tensor:
     """Write into a part of a tensor by copying, the only way that compilers support."""
     return out.copy_(torch.addcmul(x, first, second, value=value))
-
-
-def why_no_compiler(device: torch.device) -> str | None:
-    """Return why inductor cannot work here, or None if it can."""
-    if device.type != "cpu":
-        return None
-    compiler = os.environ.get("CXX") or "g++"
-    if shutil.which(compiler) or shutil.which("clang++"):
-        return None
-    return f"there is no C++ compiler ({compiler}); install one, or set CXX to it"
 
 
 MOST_BYTES = 2**30

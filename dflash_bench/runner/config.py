@@ -584,7 +584,7 @@ class MachineOptions:
     )
     compile: str | None = _machine(
         "inductor: compile forward passes of target and drafts before they are timed, half a minute each the first "
-        "time. Needs a C++ compiler on a CPU.",
+        "time. Needs a GPU: on a CPU, --kernels numba compiles.",
         metavar="C",
         kind="compiler",
         choices=lambda: ("inductor",),

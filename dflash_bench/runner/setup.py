@@ -85,7 +85,7 @@ def kernels_note(resolved: RunPlan) -> str | None:
     from dflash_bench.engine.forward.choice import compile_note
 
     request = resolved.request
-    uses_numba = request.kernels != "torch" and request.engine != "transformers" and request.capture != "inductor"
+    uses_numba = request.kernels != "torch" and request.engine != "transformers"
     return compile_note() if uses_numba and configure_torch(request)[0] == "cpu" else None
 
 
@@ -355,7 +355,7 @@ def _expects_kernels(request: RunRequest, device: str, config: Any, dtype: torch
     """Return whether numba's kernels will compute this target, as `engine/selection.py` chooses."""
     from dflash_bench.engine.forward.choice import expects_kernels
 
-    others = request.engine == "transformers" or request.kernels == "torch" or request.capture == "inductor"
+    others = request.engine == "transformers" or request.kernels == "torch"
     return device == "cpu" and not others and expects_kernels(config, dtype or config.dtype)
 
 

@@ -21,7 +21,6 @@ from dflash_bench.core import methods
 from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import Generation, Message
 from dflash_bench.engine.backend import LocalBackend, open_backend
-from dflash_bench.engine.graphs import why_no_compiler
 from dflash_bench.models import loading, presets
 from dflash_bench.tasks import suites
 from helpers.assistant import assistant
@@ -40,8 +39,6 @@ LIMITS = {
     "plain decoding, our forward's tokens/s over those of transformers' forward in our loop": (1.0, "at least"),
     "plain decoding, numba's kernels over torch's": (1.5, "at least"),
     "DFlash, numba's kernels over torch's": (1.2, "at least"),
-    "plain decoding compiled (`--compile inductor`), over `transformers.generate`": (2.5, "at least"),
-    "DFlash compiled, over transformers' own DFlash": (2.2, "at least"),
     "time of a DFlash round, in plain steps": (1.5, "at most"),
     "share of a plain step outside the kernels": (0.35, "at most"),
     "share of a DFlash round outside the kernels": (0.35, "at most"),
@@ -70,9 +67,6 @@ def make(work: Work, options: Namespace) -> Made:
     chats = [[Message("user", prompt.turns[0])] for prompt in loaded.prompts]
     kept: dict[str, list[Generation]] = defaultdict(list)
     arms = arms_of(models, ours, kept)
-    no_compiler = why_no_compiler(torch.device("cpu"))
-    if no_compiler is None:
-        arms |= compiled_arms(models, kept)
     seconds = in_turn(arms, chats, kept)
     refuse_wrong(kept)
     # Both are timed as rounds: a plain step is a round without drafts.
@@ -87,8 +81,6 @@ def make(work: Work, options: Namespace) -> Made:
         paired(seconds["published"], seconds["plain"]),
         paired(seconds["torch"], seconds["plain"]),
         paired(seconds["torch dflash"], seconds["dflash"]),
-        paired(seconds["generate"], seconds["compiled"]) if no_compiler is None else None,
-        paired(seconds["their dflash"], seconds["compiled dflash"]) if no_compiler is None else None,
         paired(block, step),
         1 - kernels["ar"] / statistics.median(step),
         1 - kernels["dflash"] / statistics.median(block),
@@ -98,7 +90,7 @@ def make(work: Work, options: Namespace) -> Made:
         step=milliseconds(step), block=milliseconds(block), published=milliseconds(slow),
         step_kernels=1000 * kernels["ar"], block_kernels=1000 * kernels["dflash"],
     )  # fmt: skip
-    lines = [line(what, figure, no_compiler) for what, figure in zip(LIMITS, figures, strict=True)]
+    lines = [line(what, figure) for what, figure in zip(LIMITS, figures, strict=True)]
     return Made({PAGES[0]: text + "".join(lines)}, [f"missed: {one.strip()}" for one in lines if MISSED in one])
 
 
@@ -118,14 +110,6 @@ def arms_of(models: loading.Models, ours: LocalBackend, kept: dict[str, list[Gen
         "torch dflash": lambda chat: per_token(kept["torch dflash"], by_torch.generate("dflash", chat)),
         "generate": lambda chat: generate(models, ours, chat),
         "their dflash": lambda chat: generate(models, ours, chat, assistant_model=theirs, speculation_type="dflash"),
-    }
-
-
-def compiled_arms(models: loading.Models, kept: dict[str, list[Generation]]) -> dict[str, TimedArm]:
-    compiled = opened(models, capture="inductor")
-    return {
-        "compiled": lambda chat: per_token(kept["compiled"], compiled.generate("ar", chat)),
-        "compiled dflash": lambda chat: per_token(kept["compiled dflash"], compiled.generate("dflash", chat)),
     }
 
 
@@ -151,10 +135,8 @@ def refuse_wrong(kept: dict[str, list[Generation]]) -> None:
         raise SystemExit(f"other tokens than plain decoding's, so that no speed counts: {', '.join(wrong)}")
 
 
-def line(what: str, figure: float | None, no_compiler: str | None) -> str:
+def line(what: str, figure: float) -> str:
     limit, kind = LIMITS[what]
-    if figure is None:
-        return f"| {what} | not measured, {no_compiler} | {kind} {limit:g} |\n"
     good = figure >= limit if kind == "at least" else figure <= limit
     return f"| {what} | {figure:.2f} | {kind} {limit:g}{'' if good else MISSED} |\n"
 

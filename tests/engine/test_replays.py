@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -166,12 +165,7 @@ def test_graphs_need_cuda_and_are_off_elsewhere(tiny_backend: LocalBackend) -> N
     assert tiny_backend.describe()["capture"] == "off"
     with pytest.raises(UserError, match="--graph on needs a CUDA device"):
         capture_passes(tiny_backend.target, [], "graph")
-
-
-def test_a_compiler_that_is_missing_is_named(tiny_backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _name: None)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match=r"no C\+\+ compiler \(no-such-compiler\); install one"):
+    with pytest.raises(UserError, match="--compile needs a CUDA device"):
         capture_passes(tiny_backend.target, [], "inductor")
 
 
