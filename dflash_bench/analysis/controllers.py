@@ -157,7 +157,7 @@ class ForeignController:
         command = [sys.executable, "-P", "-c", _START, str(Path(__file__).parents[2])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         weakref.finalize(self, _end, self._process)
-        self._held = b""
+        self._held, self._num_calls = b"", 0
         self._read(START_S)
         if self._call("load", str(path), limit_s=START_S) is not True:
             raise UserError(f"{self.name}: it needs a class Controller with start(), choose() and learn()")
@@ -180,10 +180,11 @@ class ForeignController:
         with suppress(BrokenPipeError):  # then there is nothing to read either
             self._process.stdin.write(json.dumps([method, *values]).encode() + b"\n")
             self._process.stdin.flush()
+        self._num_calls += 1
         match self._read(limit_s or TOO_LONG_S):
-            case [None, said]:
+            case [self._num_calls, None, said]:
                 return said
-            case [str(why), _]:
+            case [self._num_calls, str(why), _]:
                 raise UserError(f"{self.name}: it raised {why}")
         raise self._wrote()
 
@@ -224,7 +225,7 @@ START_S = 60.0
 
 
 def serve() -> None:
-    """Run the controller's process: an input line is a call, an output line its error and its result."""
+    """Run the controller's process: an input line is a call, an output line its number, its error and its result."""
     # Keep the controller's own input and output out of the protocol.
     calls, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -232,7 +233,7 @@ def serve() -> None:
     print("[]", file=answers, flush=True)
     controller: Any = None
     answer: list[Any]
-    for line in calls:
+    for number, line in enumerate(calls, start=1):
         method, *values = json.loads(line)
         try:
             if method == "load":
@@ -243,7 +244,8 @@ def serve() -> None:
                 answer = [None, _plain(getattr(controller, method)(*values))]
         except BaseException as error:  # noqa: BLE001 (users' code may raise anything)
             answer = [" ".join(traceback.format_exception_only(error)[-1].split())[:160], None]
-        print(json.dumps(answer), file=answers, flush=True)
+        # A line that the controller wrote itself has no number, or that of another call.
+        print(json.dumps([number, *answer]), file=answers, flush=True)
 
 
 def _plain(said: Any) -> int | str:
