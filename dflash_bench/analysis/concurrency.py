@@ -271,9 +271,9 @@ class SpeedPoint:
     method: str
     concurrency: int
     ms_per_token: float
-    """Of a single answer, after its first token."""
+    """Milliseconds per token of a single answer, after its first token."""
     tokens_per_s: float
-    """Of all answers together."""
+    """Tokens per second of all answers together."""
 
 
 def frontier(points: Sequence[SpeedPoint]) -> list[SpeedPoint]:

@@ -220,7 +220,7 @@ class ServerRequest:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server reports about itself. `properties`, under its own names, determine its answers or its speed."""
+    """A server's report about itself. `properties`, under its own names, determine its answers or its speed."""
 
     version: str | None = None
     properties: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Where the answer begins after a model's thinking: one rule for scorers, kinds of text and pages.
+"""The boundary between a model's thinking and its answer: one rule for scorers, kinds of text and pages.
 
 It reads the marks that templates and models write. Where marks are special tokens, which decoded text does not show,
 `models.chat` applies it to the text with them and counts tokens.

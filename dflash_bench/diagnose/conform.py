@@ -89,7 +89,7 @@ class Conformance:
     difference: RoundDifference | DetailDifference | None = None
     explanations: tuple[Explanation, ...] = ()
     compared: tuple[str, ...] = ()
-    """What a server reports: rounds, counts, tokens."""
+    """A server's reported rounds, counts and tokens."""
     details: tuple[Literal["trees", "drawn"], ...] = ()
     """Details equal to the publisher's: a case's trees, its drawn blocks."""
 

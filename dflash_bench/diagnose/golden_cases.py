@@ -113,7 +113,7 @@ class GoldenCase:
     kind: str
     """The name in `golden.json`: dflash, dflash2, mtp, ..."""
     what: str
-    """What the case pins down, in words."""
+    """A description of the behaviour that the case tests."""
     source: str
     """The repository of the publisher's code."""
     target: Path

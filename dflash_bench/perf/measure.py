@@ -360,7 +360,7 @@ BUILDERS: Mapping[str, Callable[[Models, Target, Method], Any]] = {
 }  # fmt: skip
 """The methods whose drafts can be timed without a text."""
 KEPT = 4
-"""Number of tokens of the previous round that a draft reads, or fewer if it cannot keep so many."""
+"""Tokens that a draft reads of the previous round, unless it can keep fewer."""
 PROMPT = 8
 ROUNDS, ROUNDS_S = 12, 0.5
 """Maximum number of timed rounds, and the seconds after which no further round begins."""

@@ -199,7 +199,7 @@ def _ends(interval: Interval) -> tuple[float, float]:
 
 
 Filters = Mapping[str, tuple[str, Mapping[str, str]]]
-"""By the id of a filter: its label, and each value with its words."""
+"""Label and values, with their words, of each filter by id."""
 
 
 def filters(keys: Iterable[CellKey], settings: Mapping[str, str]) -> Filters:

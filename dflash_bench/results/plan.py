@@ -55,7 +55,7 @@ class Plan:
     methods: tuple[str, ...]
     repeats: int
     prompts: Mapping[str, Sequence[PromptRef]]
-    """By suite."""
+    """Prompts of each suite."""
     settings: tuple[Settings, ...] = (GREEDY,)
 
     @cached_property

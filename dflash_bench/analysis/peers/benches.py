@@ -141,7 +141,7 @@ AIPERF = {
     "ttft.mean_ms": ("time_to_first_token", "ms", 1.0),
     "tpot.mean_ms": ("inter_token_latency", "ms", 1.0),
 }
-"""By formula: the metric, the unit that it must have, and the divisor of its average."""
+"""The metric of each formula, its required unit, and the divisor of its average."""
 HISTOGRAM = "pooled_spec_decode_acceptance_histogram"
 REQUESTS, FAILED = "request_count", "error_request_count"
 

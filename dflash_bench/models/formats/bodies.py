@@ -180,7 +180,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "dflash": ("DFlash",), "dflash2": ("DFlash 2",), "dflare": ("DFlare",), "dspark": ("DSpark",),
     "xpress": ("XPress",),
 }  # fmt: skip
-"""By architecture, or `speculators_model_type`, the kinds of drafts that use it; older heads are `DFlashDraftModel`."""
+"""Kinds of drafts for each architecture or `speculators_model_type`; older heads are `DFlashDraftModel`."""
 
 
 def refuse_other_kinds(config: Json, draft: DFlashConfig, names: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ CAUSAL = "each slot of a block sees only those before it, as JetSpec's heads do"
 DFLASH2, DOMINO, DSPARK = "DFlash 2", "Domino", "DSpark"
 
 Variants = Mapping[str, tuple[str, tuple[Any, ...]]]
-"""By key: its meaning, and the values with which it has no effect."""
+"""The meaning of each key, and the values with which it has no effect."""
 OF_BLOCKS: Variants = {
     "causal": (CAUSAL, ABSENT),
     "causal_head": (CAUSAL, ABSENT),

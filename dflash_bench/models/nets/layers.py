@@ -29,7 +29,7 @@ class DraftShape:
     vocab_size: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
-    """As declared by the checkpoint; None if it is not."""
+    """Value declared by the checkpoint; None if it declares none."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     max_positions: int = 4096
