@@ -14,17 +14,7 @@ import pytest
 
 from dflash_bench import __version__
 from dflash_bench.core import environment
-
-ENV: dict[str, Any] = {
-    "platform": "Linux",
-    "machine": "x86_64",
-    "cpu": "Intel(R) Xeon(R) CPU E5-2670 v3 @ 2.30GHz",
-    "num_cores": 8,
-    "num_usable_cores": 2,
-    "python": "3.11.7",
-    "packages": {"torch": "2.13.0"},
-    "gpus": [],
-}
+from helpers.runs import ENVIRONMENT as ENV
 
 H200 = {"name": "NVIDIA H200", "driver": "570.1", "memory_bytes": 1}
 

@@ -27,18 +27,8 @@ from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import RunTable
 from helpers.golden import assert_golden
 from helpers.rows import drafted, failed, generation, pair, plain, record
-from helpers.runs import about, frame_of, known
+from helpers.runs import ENVIRONMENT, about, frame_of, known
 
-ENVIRONMENT: dict[str, Any] = {
-    "platform": "Linux",
-    "machine": "x86_64",
-    "cpu": "Intel(R) Xeon(R) CPU E5-2670 v3 @ 2.30GHz",
-    "num_cores": 8,
-    "num_usable_cores": 2,
-    "python": "3.11.7",
-    "packages": {"torch": "2.13.0"},
-    "gpus": [],
-}
 INFO = about(command="dflash-bench run --suite gsm8k --data 'my data'", environment=ENVIRONMENT)
 
 
