@@ -13,6 +13,9 @@ from dflash_bench.models.configs import optional
 RECURRENT = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Hybrids of attention and the gated delta rule, whose state `engine/forward/hf.py` can roll back."""
 
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+"""Targets whose attention reads the places that an indexer selects, by keys of its own with one entry per token."""
+
 FULL = {"full_attention", "attention", "global"}
 MASKABLE = ("eager", "sdpa")
 """Attention implementations of transformers that accept any mask we give them."""
@@ -82,7 +85,8 @@ def refuse_unsupported(model: Any) -> None:
     if kinds:
         raise UserError(
             f"a {name} target with {', '.join(kinds)} layers is not supported: "
-            f"only full and sliding attention are, and linear attention in {', '.join(RECURRENT)}"
+            f"only full and sliding attention are, linear attention in {', '.join(RECURRENT)}, and indexed attention "
+            f"in {', '.join(INDEXED)}"
         )
     if getattr(model, "_is_stateful", False) and name not in RECURRENT:
         raise UserError(
@@ -114,4 +118,6 @@ def other_layers(config: Any) -> list[str]:
     kinds -= {*FULL, "sliding_attention"}
     if config.model_type in RECURRENT:
         kinds -= {"linear_attention"}
+    if config.model_type in INDEXED:
+        kinds -= {"indexed_attention"}
     return sorted(kinds)

@@ -64,10 +64,17 @@ def keeps_keys(config: Any) -> Sequence[bool]:
     return [mode != "reuse" for mode in modes] if modes else [True] * config.num_hidden_layers
 
 
+def index_sizes(config: Any) -> Sequence[int]:
+    """Return per layer the numbers that its indexer caches per token, 0 if it uses an earlier selection."""
+    size = optional(config, "index_head_dim", default=0)
+    kinds = optional(config, "indexer_types") or ["full"] * config.num_hidden_layers
+    return [size if kind == "full" else 0 for kind in kinds]
+
+
 def cut(config: Any, num_layers: int) -> None:
     """Keep only a model's first layers."""
     own = sum(keeps_keys(config))
-    for name in ("layer_types", "mlp_layer_types"):
+    for name in ("layer_types", "mlp_layer_types", "indexer_types"):
         if kinds := optional(config, name):
             setattr(config, name, kinds[:num_layers])
     if optional(config, "num_kv_shared_layers"):

@@ -21,7 +21,7 @@ from dflash_bench.core.methods import Method
 from dflash_bench.models import formats, loading, mtp_heads, presets, quantization, targets
 from dflash_bench.models import weights as models_weights
 from dflash_bench.models.architecture import attention_windows, recurrent_layers
-from dflash_bench.models.configs import Heads, keeps_keys, layer_configs, optional
+from dflash_bench.models.configs import Heads, index_sizes, keeps_keys, layer_configs, optional
 from dflash_bench.models.formats import base, medusa
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
@@ -93,10 +93,14 @@ def target_attention(config: Any, itemsize: int) -> tuple[AttentionCost, ...]:
     """Return the attention layers of a target, by kind, without recurrent layers, which keep no keys and values."""
     windows = attention_windows(config)
     kinds = optional(config, "layer_types") or [next(iter(windows))] * config.num_hidden_layers
-    layers = zip(kinds, map(Heads.of, layer_configs(config)), keeps_keys(config), strict=True)
+    layers = zip(kinds, map(Heads.of, layer_configs(config)), keeps_keys(config), index_sizes(config), strict=True)
     counted = Counter(
-        (kind, heads.num_heads * (heads.key_size + heads.value_size) // 2, heads.cached * itemsize if keeps else 0)
-        for kind, heads, keeps in layers
+        (
+            kind,
+            heads.num_heads * (heads.key_size + heads.value_size) // 2,
+            (heads.cached + index) * itemsize if keeps else 0,
+        )
+        for kind, heads, keeps, index in layers
         if kind in windows
     )
     return tuple(

@@ -79,6 +79,8 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
+INDEXED: dict[str, Any] = {**LATENT, "first_k_dense_replace": 1, "index_topk": 6, "index_head_dim": 8}
+"""More heads of the index than needed: where all have nothing, tokens are equally good, and any may be selected."""
 
 ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixture of experts": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS),
@@ -91,6 +93,12 @@ ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a window, soft caps": ("Gemma2ForCausalLM", "Gemma2Config", {"query_pre_attn_scalar": 8, **ALTERNATING}),
     "a window, two rotary tables": ("Gemma3ForCausalLM", "Gemma3TextConfig", ALTERNATING),
     "latent attention": ("DeepseekV3ForCausalLM", "DeepseekV3Config", {**LATENT, "first_k_dense_replace": 1}),
+    "indexed attention": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**INDEXED, "index_n_heads": 16}),
+    "indexed attention, shared by layers": (
+        "GlmMoeDsaForCausalLM",
+        "GlmMoeDsaConfig",
+        {**INDEXED, "index_n_heads": 16, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
     "gemma 4": ("Gemma4ForCausalLM", "Gemma4TextConfig", {**GEMMA4, "final_logit_softcapping": 30.0}),
     "gemma 4, inputs per layer, shared keys": ("Gemma4ForCausalLM", "Gemma4TextConfig", PER_LAYER),
     "gemma 4, experts": (

@@ -330,6 +330,14 @@ class CachedLayer(CacheLayerMixin):  # type: ignore[misc]
         keys, values = self.cache.write(self.index, key_states, value_states)
         return seen_by(self.mask, keys), seen_by(self.mask, values)
 
+    def update_indexer(self, indexer_keys: Tensor) -> Tensor:
+        """Store an indexer's keys [B, N, D] like a head of another layer; return those of all places [B, visible, D].
+
+        The mask of the pass keeps its selection within each row's past.
+        """
+        keys, _ = self.cache.write(~self.index, indexer_keys[:, None], indexer_keys[:, None, :, :0])
+        return keys[:, 0]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.visible, 0
 
