@@ -30,6 +30,10 @@ RIGHT = "def add(a, b):\n    return a + b\n\nassert add(1, 2) == 3\n"
 MARKER = uuid.uuid4().hex
 """An argument of every supervisor, to find the cage's processes by."""
 NOBODY = 65534
+REFUSED = (
+    "Operation not permitted|Permission denied|No such file|Read-only file system|Function not implemented"
+    "|Is a directory|out of pty devices"
+)
 _SERVER = """
 import json, subprocess, sys
 import forked_supervisors
@@ -46,6 +50,26 @@ for line in sys.stdin:
 """
 _WAITING: set[int] = set()
 """What nobody's supervisors are forked from."""
+
+
+def each(attacks: Sequence[str], words: str = REFUSED, setup: str = "") -> str:
+    """A program that passes if each attack, behind `setup`, raises an error with one of these words.
+
+    They run in one process, each in a folder of its own where the cage has any.
+    """
+    return f"""
+import os, re
+home, let = os.getcwd(), []
+for number, attack in enumerate({attacks!r}):
+    try: os.mkdir(str(number)), os.chdir(str(number))
+    except OSError: pass
+    try: exec({setup!r} + attack, {{}})
+    except BaseException as error: said = f"{{type(error).__name__}}: {{error}}"
+    else: said = "not refused"
+    if not re.search({words!r}, said): let.append((attack, said))
+    os.chdir(home)
+assert not let, let
+"""
 
 
 @dataclass(frozen=True)
@@ -75,6 +99,10 @@ class Box:
         outcome = self.run(program, limits)
         assert outcome == ProgramOutcome(True, "passed"), outcome.reason
         return True
+
+    def refuses(self, attacks: Sequence[str], words: str = REFUSED, setup: str = "") -> bool:
+        """Each attack raises an error with one of these words, and leaves the process alive."""
+        return self.passes(each(attacks, words, setup))
 
     def give(self, path: Path) -> None:
         """To the user who asks, as far as ownership goes."""

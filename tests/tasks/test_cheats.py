@@ -114,7 +114,8 @@ def test_what_is_no_plain_value_is_refused_by_name(box: Box, returned: str, said
     ],
 )  # fmt: skip
 def test_why_it_did_not_pass(box: Box, program: str, tests: str, reason: str) -> None:
-    said = box.fails(program, ProgramLimits(cpu_s=1, wall_s=2.0), tests, ["f"])
+    limits = ProgramLimits(cpu_s=1, wall_s=0.5 if "sleep" in program else 2.0)
+    said = box.fails(program, limits, tests, ["f"])
     assert re.fullmatch(reason, said), said
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
 
 import pytest
 
-from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import ProgramLimits
-from helpers import forked_supervisors
-from helpers.cages import BOXES, MARKER, Box, num_processes
+from helpers.cages import Box
 
 LIMITS = ProgramLimits(folder_bytes=2**24, num_files=500)
 MOST_TAKEN = 2**24 + LIMITS.file_bytes
@@ -68,14 +65,6 @@ PIECES = {
     "        hold(file); kept.append(mmap.mmap(-1, 4096)); let_go(file)",
     "all in standard error": "os.write(2, bytes(MIB)); taken += MIB",
 }
-
-
-@pytest.fixture(params=BOXES)
-def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
-    monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
-    monkeypatch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
-    yield request.param
-    assert num_processes() == 0
 
 
 @pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())

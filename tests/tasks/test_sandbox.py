@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,25 +17,10 @@ import pytest
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import Isolation, ProgramLimits, ProgramOutcome
 from helpers import forked_supervisors
-from helpers.cages import ASKED_BY_US, BOXES, MARKER, RIGHT, SHORT, Box, num_processes, wait_until
+from helpers.cages import ASKED_BY_US, MARKER, RIGHT, SHORT, Box, num_processes, wait_until
 
 Patch = pytest.MonkeyPatch
 needs_a_cage = pytest.mark.skipif(not ASKED_BY_US, reason="no cage is granted here")
-
-
-@pytest.fixture(params=BOXES)
-def box(request: pytest.FixtureRequest, monkeypatch: Patch) -> Iterator[Box]:
-    """Nothing of a program is alive afterwards."""
-    monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
-    monkeypatch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
-    yield request.param
-    assert num_processes() == 0
-
-
-@pytest.fixture
-def cold(box: Box, monkeypatch: Patch) -> None:
-    """What a program gets from its start is that of a run."""
-    monkeypatch.setattr(sandbox, "subprocess", subprocess)
 
 
 STATE = """
@@ -73,38 +58,33 @@ def test_a_right_program_passes(box: Box) -> None:
     assert box.passes(RIGHT)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import asyncio\nasync def three():\n    await asyncio.sleep(0)\n    return 3\n"
-        "assert asyncio.run(three()) == 3",
-        "import dataclasses, pickle\n@dataclasses.dataclass\nclass Point:\n    x: int\n"
-        "assert pickle.loads(pickle.dumps(Point(1))) == Point(1)",
-        "import bisect, collections, copy, datetime, decimal, fractions, functools, heapq, itertools, json, math\n"
-        "import random, re, statistics, string, textwrap, typing, unittest, zlib\n"
-        "assert decimal.Decimal('0.1') * 3 == decimal.Decimal('0.3') and re.sub('a+', 'b', 'caat') == 'cbt'\n"
-        "assert random.Random(0).random() and zlib.decompress(zlib.compress(b'x')) == b'x' and math.gcd(4, 6) == 2",
-        "import random, secrets, hashlib, uuid\nassert random.random() and secrets.token_hex() and uuid.uuid4()\n"
-        "assert hashlib.sha256(b'').hexdigest().startswith('e3b0')",
-        "import sqlite3\nbase = sqlite3.connect(':memory:')\nassert base.execute('select 1 + 1').fetchone() == (2,)",
-        "def depth(n): return n and 1 + depth(n - 1)\nassert depth(900) == 900",
-        "print('naïve 東京 🙂 ' * 1000)\nassert '🙂'.encode() == b'\\xf0\\x9f\\x99\\x82'",
-        "x = bytearray(100 * 2**20)\nx[::4096] = bytes(len(x) // 4096)\nassert sum(x) == 0",
-        "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(16) as pool:\n"
-        "    assert sum(pool.map(len, [[1]] * 64)) == 64",
-        "import queue, threading\nq = queue.Queue()\nthreading.Thread(target=q.put, args=[1]).start()\n"
-        "assert q.get(timeout=5)",
-        "import signal, time\nclass Late(Exception): pass\ndef ring(*_): raise Late\n"
-        "signal.signal(signal.SIGALRM, ring)\n"
-        "signal.setitimer(signal.ITIMER_REAL, 0.01)\ntry: time.sleep(5)\nexcept Late: late = True\nassert late",
-        "import datetime, platform, time\nassert datetime.datetime.now() and time.localtime() and platform.machine()",
-    ],
-    ids=(
-        "asyncio dataclasses library chance sqlite recursion unicode memory pool threads alarm time"
-    ).split(),
-)  # fmt: skip
-def test_what_right_answers_use_is_there(box: Box, program: str) -> None:
-    assert box.passes(program)
+USED = [
+    "import asyncio\nasync def three():\n    await asyncio.sleep(0)\n    return 3\nassert asyncio.run(three()) == 3",
+    "import dataclasses, pickle\n@dataclasses.dataclass\nclass Point:\n    x: int\n"
+    "assert pickle.loads(pickle.dumps(Point(1))) == Point(1)",
+    "import bisect, collections, copy, datetime, decimal, fractions, functools, heapq, itertools, json, math\n"
+    "import random, re, statistics, string, textwrap, typing, unittest, zlib\n"
+    "assert decimal.Decimal('0.1') * 3 == decimal.Decimal('0.3') and re.sub('a+', 'b', 'caat') == 'cbt'\n"
+    "assert random.Random(0).random() and zlib.decompress(zlib.compress(b'x')) == b'x' and math.gcd(4, 6) == 2",
+    "import random, secrets, hashlib, uuid\nassert random.random() and secrets.token_hex() and uuid.uuid4()\n"
+    "assert hashlib.sha256(b'').hexdigest().startswith('e3b0')",
+    "import sqlite3\nbase = sqlite3.connect(':memory:')\nassert base.execute('select 1 + 1').fetchone() == (2,)",
+    "def depth(n): return n and 1 + depth(n - 1)\nassert depth(900) == 900",
+    "print('naïve 東京 🙂 ' * 1000)\nassert '🙂'.encode() == b'\\xf0\\x9f\\x99\\x82'",
+    "x = bytearray(100 * 2**20)\nx[::4096] = bytes(len(x) // 4096)\nassert sum(x) == 0",
+    "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(16) as pool:\n"
+    "    assert sum(pool.map(len, [[1]] * 64)) == 64",
+    "import queue, threading\nq = queue.Queue()\nthreading.Thread(target=q.put, args=[1]).start()\n"
+    "assert q.get(timeout=5)",
+    "import signal, time\nclass Late(Exception): pass\ndef ring(*_): raise Late\n"
+    "signal.signal(signal.SIGALRM, ring)\n"
+    "signal.setitimer(signal.ITIMER_REAL, 0.01)\ntry: time.sleep(5)\nexcept Late: late = True\nassert late",
+    "import datetime, platform, time\nassert datetime.datetime.now() and time.localtime() and platform.machine()",
+]
+
+
+def test_what_right_answers_use_is_there(box: Box) -> None:
+    assert box.passes("\n".join(USED))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,27 @@
+"""Cages, as tests of the sandbox ask for them."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from dflash_bench.tasks import sandbox
+from helpers import forked_supervisors
+from helpers.cages import BOXES, MARKER, Box, num_processes
+
+
+@pytest.fixture(params=BOXES)
+def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
+    """Nothing of a program is alive afterwards."""
+    monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
+    monkeypatch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
+    yield request.param
+    assert num_processes() == 0
+
+
+@pytest.fixture
+def cold(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program gets from its start is that of a run."""
+    monkeypatch.setattr(sandbox, "subprocess", subprocess)
