@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from dflash_bench.runner.config import RunRequest
 
 Tell = Callable[[str], None]
-OF_SERVERS = ("servers", "dialect", "served_model", "api_key_env", "timeout", "env_proxy")
 
 
 def _ignore(_: str) -> None:
@@ -81,13 +80,10 @@ def crosscheck(
     crosscheck`; `chats` sends chats instead of token ids. Returns a result for each server, whose `verdict` is agree,
     differ or cannot tell. Raises UserError for a server that does not answer.
     """
-    from dflash_bench.diagnose import crosscheck
-    from dflash_bench.diagnose.crosscheck import CrosscheckRequest
+    from dflash_bench.diagnose import conform_server
 
-    of_engine = {name: value for name, value in options.items() if name not in OF_SERVERS}
-    of_servers = {name: value for name, value in options.items() if name in OF_SERVERS}
-    request = request_of(model=model, suite=suite, methods=methods, limit=limit, **of_engine)
-    return crosscheck.crosscheck(CrosscheckRequest(request, request_of(servers=servers, **of_servers), chats), tell)
+    request = request_of(servers=servers, model=model, suite=suite, methods=methods, limit=limit, **options)
+    return conform_server.crosscheck(request, tell, chats)
 
 
 def train(target: str | Path, out: str | Path, method: str = "dflash", *, tell: Tell = _ignore, **options: Any) -> Path:

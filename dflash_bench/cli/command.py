@@ -41,6 +41,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "crosscheck": ("dflash-bench crosscheck --model qwen3-8b --server dflash=http://localhost:8000 --suite gsm8k",),
     "conform": (
         "dflash-bench conform",
+        "dflash-bench conform --model qwen3-8b --server dflash=http://localhost:8000 --suite gsm8k",
         "dflash-bench conform zlab-dflash2 --server http://localhost:8000",
     ),
     "profile": (

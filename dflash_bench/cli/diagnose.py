@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from dflash_bench.cli import options
 from dflash_bench.cli.command import Command, GroupedHelp
 from dflash_bench.cli.options import under
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_text, write_text
-from dflash_bench.core.option import MOST_TOKENS, whole_numbers
+from dflash_bench.core.option import MOST_TOKENS, options_of, whole_numbers
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import note, say
-from dflash_bench.runner.config import RunRequest, ServerOptions
+from dflash_bench.runner.config import RunRequest
 
 app = typer.Typer()
 
@@ -195,20 +195,35 @@ def _require_folder(out: Path | None) -> None:
 
 
 STATUS = {"agree": 0, "differ": 1, "cannot tell": 2}
+OF_SERVER = ("dialect", "served_model", "api_key_env", "timeout", "env_proxy")
+OF_CASES = ("servers", *OF_SERVER, "device", "threads")
+"""The options that golden cases take; the others are those of prompts and of our engine's side."""
 
 
+@app.command("crosscheck", cls=GroupedHelp, hidden=True)
 @app.command(cls=GroupedHelp)
 @options.with_options(
-    "suites", "prompts", "data", "limit", "thinking", *options.MODELS, "trust_remote_code", "servers", "dialect",
-    "served_model", "chats", "api_key_env", "timeout", "env_proxy", "max_new_tokens", "device", "device_map", "dtype",
-    "attention", "engine", "kernels", "quantize", "threads",
+    "cases", "forward", "suites", "prompts", "data", "limit", "thinking", *options.MODELS, "trust_remote_code",
+    "servers", "chats", *OF_SERVER, "max_new_tokens", "device", "device_map", "dtype", "attention", "engine", "kernels",
+    "quantize", "threads", "out", "as_json",
     helps={
         "methods": "How our engine drafts, if not by the NAME of --server alone: dflash:n=7 for --server dflash=URL.",
-        "servers": "The server to check, by its method: dflash=URL. May be repeated.",
+        "servers": "NAME=URL: the server to compare with our engine, by its method; may be repeated. URL: the server "
+        "that has loaded the CASE's target and draft.",
+        "device": "cpu or cuda. Default: cuda if there is one; cpu for golden cases.",
     },
 )  # fmt: skip
-def crosscheck(
+def conform(
+    context: Context,
     request: RunRequest,
+    cases: Annotated[
+        list[str] | None,
+        Argument(metavar="[CASE]...", help="Golden cases, as the package ships them. Default: all."),
+    ] = None,
+    forward: Annotated[
+        list[str] | None,
+        under("Machine")(metavar="NAME", help="numba, torch or transformers; may be repeated. Default: all three."),
+    ] = None,
     chats: Annotated[
         bool,
         under("Servers")(
@@ -222,87 +237,62 @@ def crosscheck(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare a live server with our own engine.
+    """Check that an engine or a live server drafts as the draft's publisher computes it.
 
-    Sends the same prompts (only the first of several turns) to both, which need the same weights, and compares answers
-    and accepted draft tokens. If they differ, known causes are emulated here, and those that reproduce the server's
-    counts are named.
+    Decodes small drafts in publishers' formats (golden cases), in float32, and compares every round with what the
+    publishers' own code drafted and accepted. A difference is named by its first round, and by the misreading that
+    gives it.
 
-    Exit status 1: they differ. Exit status 2: this cannot be determined, because the server hides its counts.
+    With --server NAME=URL (also called crosscheck), sends the same prompts (only the first of several turns) to the
+    server and to our own engine, which need the same weights, and compares answers and accepted draft tokens. If they
+    differ, known causes are emulated here, and those that reproduce the server's counts are named.
+
+    Exit status 1: a case or a server differs, or a case is not read. Exit status 2: this cannot be determined, because
+    the server hides its counts.
     """
     from dflash_bench.core.terminal import status
-    from dflash_bench.diagnose import crosscheck
-    from dflash_bench.diagnose import show as report
-    from dflash_bench.diagnose.crosscheck import CrosscheckRequest
+    from dflash_bench.diagnose import conform, conform_server, golden_cases, show, show_conform
 
     _require_folder(out)
-    with status() as tell:
-        checked = crosscheck.crosscheck(
-            CrosscheckRequest(request.without(ServerOptions), request.only(ServerOptions), chats), tell
-        )
-    if out is not None:
-        write_text(out, report.page(checked, command(sys.argv[1:])))
-    say(json_text(report.crosscheck_as_json(checked)) if as_json else report.crosscheck_text(checked))
-    if out is not None:
-        note(f"wrote {out}")
-    if code := max((STATUS[one.verdict] for one in checked), key=[0, 2, 1].index):
-        sys.exit(code)
-
-
-@app.command(cls=GroupedHelp)
-@options.with_options(
-    "cases", "forward", "server", "dialect", "served_model", "api_key_env", "timeout", "env_proxy", "device", "threads",
-    "out", "as_json", helps={"device": "cpu or cuda. Default: cpu."},
-)  # fmt: skip
-def conform(
-    request: RunRequest,
-    cases: Annotated[
-        list[str] | None,
-        Argument(metavar="[CASE]...", help="Golden cases, as the package ships them. Default: all."),
-    ] = None,
-    forward: Annotated[
-        list[str] | None,
-        under("Machine")(metavar="NAME", help="numba, torch or transformers; may be repeated. Default: all three."),
-    ] = None,
-    server: Annotated[
-        str | None,
-        under("Servers")(metavar="URL", help="Ask this server, which has loaded the CASE's target and draft."),
-    ] = None,
-    out: Annotated[
-        Path | None, under("Results")("-o", "--out", metavar="FILE", help="Also write a page of Markdown to FILE.")
-    ] = None,
-    as_json: options.AsJson = False,
-) -> None:
-    """Check that drafts are computed as their publishers compute them.
-
-    Decodes small drafts in publishers' formats, in float32, and compares every round with what the publishers' own
-    code drafted and accepted. A difference is named by its first round, and by the misreading that gives it.
-
-    Exit status 1: a case differs, or is not read. Exit status 2: a server does not tell.
-    """
-    from dflash_bench.core.terminal import status
-    from dflash_bench.diagnose import conform, conform_server, golden_cases
-    from dflash_bench.diagnose import show_conform as report
-
-    _require_folder(out)
-    chosen, forwards = golden_cases.read_cases(cases or ()), conform.forwards_named(forward or ())
-    if server is not None:
+    typed, names = command(sys.argv[1:]), cases or ()
+    # A URL alone, of a golden case, has no NAME= before it.
+    by_name = any("=" in one.partition("://")[0] for one in request.servers)
+    if not names and (by_name or context.info_name == "crosscheck"):
         if forward:
+            raise UserError("--forward chooses how golden cases are decoded; leave it out, or name a CASE")
+        with status() as tell:
+            checked = conform_server.crosscheck(request, tell, chats)
+        data, text = show.crosscheck_as_json(checked), show.crosscheck_text(checked)
+        page, code = show.page(checked, typed), max((STATUS[one.verdict] for one in checked), key=[0, 2, 1].index)
+    else:
+        chosen, forwards = golden_cases.read_cases(names), conform.forwards_named(forward or ())
+        _refuse_of_prompts(request, chats)
+        if request.servers and forward:
             raise UserError("--forward has no effect with --server; leave it out")
-        if len(chosen) != 1:
+        if request.servers and not len(chosen) == len(request.servers) == 1:
             raise UserError(
                 "--server takes the one CASE whose target and draft it has loaded, as in conform zlab-dflash2"
             )
-    with status() as tell:
-        found = (
-            [conform_server.check_server(chosen[0], request, server, tell)]
-            if server is not None
-            else conform.check_engine(chosen, forwards, request, tell)
-        )
+        with status() as tell:
+            found = (
+                [conform_server.check_server(chosen[0], request, tell)]
+                if request.servers
+                else conform.check_engine(chosen, forwards, request, tell)
+            )
+        data, text = show_conform.conform_as_json(found), show_conform.conform_text(found)
+        page, code = show_conform.conform_page(found, typed), conform.exit_status(found)
     if out is not None:
-        write_text(out, report.conform_page(found, command(sys.argv[1:])))
-    say(json_text(report.conform_as_json(found)) if as_json else report.conform_text(found))
+        write_text(out, page)
+    say(json_text(data) if as_json else text)
     if out is not None:
         note(f"wrote {out}")
-    if code := conform.exit_status(found):
+    if code:
         sys.exit(code)
+
+
+def _refuse_of_prompts(request: RunRequest, chats: bool) -> None:
+    """Raise UserError for options that golden cases, which have prompts of their own, would not use."""
+    specs = options_of(RunRequest)
+    given = [spec.flag for name, spec in specs.items() if name not in OF_CASES and spec.is_given(request)]
+    if given := [*given, *["--chats"] * chats]:
+        raise UserError(f"{given[0]} has no effect on golden cases; omit it, or give --server NAME=URL and no CASE")

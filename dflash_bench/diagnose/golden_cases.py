@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dflash_bench.core.dialects import DecodedAnswer
 from dflash_bench.core.errors import unknown
 
 CASES = Path(__file__).parents[1] / "conformance"
@@ -254,3 +255,58 @@ def edited_copy(draft: Path, edit: Mapping[str, Any], folder: Path) -> Path:
             inner[last] = value
     path.write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+# What a server is asked
+
+
+@dataclass(frozen=True, slots=True)
+class AskedPrompt:
+    """A prompt, and the requested part of the publisher's answer."""
+
+    number: int
+    """Number in the case, from 1."""
+    prompt: GoldenPrompt
+    """The prompt with only the requested rounds and tokens, and the limit of the request."""
+
+    def decoded(self, num_drafts: int) -> DecodedAnswer:
+        return answer_of(self.prompt.tokens, [one.accepted for one in self.prompt.rounds], num_drafts, self.limit)
+
+    @property
+    def limit(self) -> int:
+        return self.prompt.max_new_tokens
+
+    @property
+    def emitted(self) -> list[int]:
+        """The number of tokens added by every round."""
+        done, emitted = 1, []
+        for one in self.prompt.rounds:
+            emitted.append(min(one.accepted + 1, self.limit - done))
+            done += emitted[-1]
+        return emitted
+
+
+def answer_of(tokens: Sequence[int], accepted: Sequence[int], num_drafts: int, limit: int) -> DecodedAnswer:
+    return DecodedAnswer(len(tokens), tuple(accepted), num_drafts, limit)
+
+
+def asked_prompts(case: GoldenCase) -> Iterator[AskedPrompt]:
+    """Yield what a server is asked: whole answers, or up to the last round that drafts in full and is not cut.
+
+    So requests end before a limit or a stop cuts the publisher's loop, where engines count differently.
+    """
+    for number, prompt in enumerate(case.prompts, start=1):
+        if not case.shrinks and not prompt.stop_ids:
+            yield AskedPrompt(number, prompt)
+            continue
+        kept, done = 0, 1
+        for one in prompt.rounds:
+            if len(one.drafted) < case.num_drafts or done + one.accepted + 1 > len(prompt.tokens):
+                break
+            kept, done = kept + 1, done + one.accepted + 1
+        if kept:
+            part = replace(
+                prompt, tokens=prompt.tokens[:done], rounds=prompt.rounds[:kept], max_new_tokens=done,
+                stop_ids=frozenset(),
+            )  # fmt: skip
+            yield AskedPrompt(number, part)

@@ -17,8 +17,15 @@ from dflash_bench.diagnose import compare_rounds, conform, conform_server, golde
 from dflash_bench.diagnose.causes import ONE_NORM, OneNorm
 from dflash_bench.diagnose.compare_rounds import DecodedPrompt, DetailDifference
 from dflash_bench.diagnose.conform import FORWARDS, CaseSubject, Conformance
-from dflash_bench.diagnose.conform_server import AskedPrompt, answer_of, asked_prompts
-from dflash_bench.diagnose.golden_cases import CaseRound, GoldenCase, WrongReading, read_case
+from dflash_bench.diagnose.golden_cases import (
+    AskedPrompt,
+    CaseRound,
+    GoldenCase,
+    WrongReading,
+    answer_of,
+    asked_prompts,
+    read_case,
+)
 from dflash_bench.engine.drafters.base import DraftSampler
 from dflash_bench.engine.drafters.ddtree import DDTreeDrafter, ExpandedTreeDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
@@ -301,6 +308,9 @@ def test_the_exit_status_counts_what_is_computed_by_nothing() -> None:
         (["zlab-dflsh2"], "unknown golden case 'zlab-dflsh2' (did you mean 'zlab-dflash2'?); known: angelslim-dflare,"),
         ([DOMINO, "--forward", "hf"], "unknown forward 'hf'; known: numba, torch, transformers"),
         (["--server", "http://127.0.0.1:9"], "--server takes the one CASE"),
+        (["--suite", "gsm8k"], "--suite has no effect on golden cases"),
+        ([DOMINO, "--chats"], "--chats has no effect on golden cases"),
+        (["--server", "dflash=http://127.0.0.1:9", "--forward", "torch"], "--forward chooses how golden cases are"),
         ([DOMINO, "--server", "http://127.0.0.1:9", "--forward", "torch"], "--forward has no effect with --server"),
         ([DOMINO, "--server", "nowhere"], "an address begins with http://"),
         ([DOMINO, "--dialect", "vllm"], "--dialect has no effect without --server"),

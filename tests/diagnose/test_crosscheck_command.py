@@ -129,13 +129,15 @@ def test_the_page_and_the_json_say_the_same(check: Main, answers: dict[str, Said
     assert "dflash-bench crosscheck --suite gsm8k" in page and "wrote" in err
 
 
-def test_two_servers_are_checked_in_one_go(main: Main, answers: dict[str, Said]) -> None:
+@pytest.mark.parametrize("command", ["crosscheck", "conform"])
+def test_two_servers_are_checked_in_one_go(main: Main, answers: dict[str, Said], command: str) -> None:
     slow = {
         prompt: replace(said, num_drafts=4, accepted=(0,) * (len(said.tokens) - 1)) for prompt, said in answers.items()
     }
     with server(answers) as first, server(slow) as second:
         urls = [f"dflash={first.url}", f"ngram={second.url}"]
-        code, out, _ = main(*WORDS, *(word for url in urls for word in ("--server", url)), "--json")
+        servers = [word for url in urls for word in ("--server", url)]
+        code, out, _ = main(command, *WORDS[1:], *servers, "--json")
     found = json.loads(out)
     assert code == 1 and [(one["method"], one["verdict"]) for one in found] == [
         ("dflash", "agree"),
@@ -146,7 +148,6 @@ def test_two_servers_are_checked_in_one_go(main: Main, answers: dict[str, Said])
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "nothing to check: give the server"),
         (["--server", "plain=http://x"], "plain= drafts nothing"),
         (["--server", "dflash=http://x", "--server", "dflash=http://y"], "dflash is given twice"),
         (["--server", "dflash:7=http://x"], "a server decides itself how many tokens it drafts"),
@@ -165,8 +166,14 @@ def test_two_servers_are_checked_in_one_go(main: Main, answers: dict[str, Said])
     ],
 )
 def test_what_makes_no_sense_is_refused(main: Main, words: list[str], said: str) -> None:
-    code, _, err = main(*WORDS, *words)
-    assert code == 2 and said in err
+    for command in ("crosscheck", "conform"):
+        code, _, err = main(command, *WORDS[1:], *words)
+        assert code == 2 and said in err
+
+
+def test_a_crosscheck_needs_a_server(main: Main) -> None:
+    code, _, err = main(*WORDS)
+    assert code == 2 and "nothing to check: give the server" in err
 
 
 @pytest.fixture(autouse=True)
@@ -174,8 +181,8 @@ def few_causes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`test_planted_servers.py` tries all of them."""
     from itertools import islice
 
-    from dflash_bench.diagnose import crosscheck
+    from dflash_bench.diagnose import conform_server
 
-    hypotheses = crosscheck.hypotheses
-    monkeypatch.setattr(crosscheck, "hypotheses", lambda side: islice(hypotheses(side), 1))
+    hypotheses = conform_server.hypotheses
+    monkeypatch.setattr(conform_server, "hypotheses", lambda side: islice(hypotheses(side), 1))
     yield

@@ -19,7 +19,7 @@ from dflash_bench.diagnose.compare_counts import (
     fit,
     fitting_causes,
 )
-from dflash_bench.diagnose.crosscheck import needs_causes
+from dflash_bench.diagnose.conform_server import needs_causes
 from dflash_bench.diagnose.show import sentence
 
 Rounds = tuple[int, int]

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_bench.core.types import Settings
-from dflash_bench.diagnose import causes, compare_counts, crosscheck
+from dflash_bench.diagnose import causes, compare_counts, conform_server
 from dflash_bench.diagnose.compare_counts import drafts_per_round, fitting_causes
 from dflash_bench.diagnose.show import sentence
 from dflash_bench.engine.backend import LocalBackend
@@ -54,12 +54,12 @@ class Shaped:
 
 
 OPENED: dict[str, LocalBackend] = {}
-DECODE, MEASURE = crosscheck.CrossCheck._emulate, crosscheck.measure_acceptance
+DECODE, MEASURE = conform_server.CrossCheck._emulate, conform_server.measure_acceptance
 
 
 @pytest.fixture(autouse=True)
 def opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    open_local = crosscheck.open_local
+    open_local = conform_server.open_local
 
     def remembered(resolved: RunPlan) -> LocalBackend:
         key = f"{resolved.methods[-1].label} {resolved.request.drafts} {resolved.request.quantize}"
@@ -69,7 +69,7 @@ def opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
             backend.generate = cache(backend.generate)  # type: ignore[method-assign]
         return OPENED[key]
 
-    monkeypatch.setattr(crosscheck, "open_local", remembered)
+    monkeypatch.setattr(conform_server, "open_local", remembered)
 
 
 @pytest.fixture(autouse=True)
@@ -80,15 +80,15 @@ def emulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
             EMULATED[key] = DECODE(self, one.hypothesis)
         return EMULATED[key]
 
-    hypotheses = crosscheck.hypotheses
+    hypotheses = conform_server.hypotheses
 
     def shaped(side: Any) -> Iterator[Any]:
         shape = f"{side.method.label} {side.num_drafts} {id(side.backend)}"
         for one in hypotheses(side):
             yield Shaped(one, shape)
 
-    monkeypatch.setattr(crosscheck.CrossCheck, "_emulate", remembered)
-    monkeypatch.setattr(crosscheck, "hypotheses", shaped)
+    monkeypatch.setattr(conform_server.CrossCheck, "_emulate", remembered)
+    monkeypatch.setattr(conform_server, "hypotheses", shaped)
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         target.__dict__["_weights"] = id(target)  # Its own are laid out anew, and it stays open.
         return cached_target.accepted(target, *asked)
 
-    monkeypatch.setattr(crosscheck, "measure_acceptance", remembered)
+    monkeypatch.setattr(conform_server, "measure_acceptance", remembered)
 
 
 def test_a_target_that_is_read_once_accepts_under_these_causes_as_the_real_one() -> None:
@@ -236,8 +236,8 @@ def test_a_server_that_drafts_otherwise(fault: tuple[str, str], monkeypatch: pyt
 @pytest.fixture
 def few_causes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first ones of all, for models whose causes no other test needs."""
-    hypotheses = crosscheck.hypotheses
-    monkeypatch.setattr(crosscheck, "hypotheses", lambda side: islice(hypotheses(side), 6))
+    hypotheses = conform_server.hypotheses
+    monkeypatch.setattr(conform_server, "hypotheses", lambda side: islice(hypotheses(side), 6))
 
 
 @pytest.mark.usefixtures("few_causes")
@@ -254,8 +254,10 @@ def test_a_server_that_norms_by_the_first_layer(tmp_path: Path, monkeypatch: pyt
 
 def test_a_server_that_norms_by_the_targets_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of nano's own draft that changes hardly anything, so the draft here has an odd norm."""
-    hypotheses = crosscheck.hypotheses
-    monkeypatch.setattr(crosscheck, "hypotheses", lambda side: [e for e in hypotheses(side) if "norm" in e.cause.name])
+    hypotheses = conform_server.hypotheses
+    monkeypatch.setattr(
+        conform_server, "hypotheses", lambda side: [e for e in hypotheses(side) if "norm" in e.cause.name]
+    )
     ours, theirs = (
         planted.plant(("eagle3", norm), tmp_path / norm) for norm in ("odd last norm", "last norm of the target")
     )
@@ -361,9 +363,9 @@ def test_a_server_that_begins_prompts_otherwise(
     backend = copy(shared_engine())
     backend.tokenizer = deepcopy(backend.tokenizer)
     backend.tokenizer.bos_token = token
-    monkeypatch.setattr(crosscheck, "open_local", lambda resolved: backend)
-    monkeypatch.setattr(crosscheck, "hypotheses", causes._about_prompts)
-    monkeypatch.setattr(crosscheck.CrossCheck, "_emulate", DECODE)
+    monkeypatch.setattr(conform_server, "open_local", lambda resolved: backend)
+    monkeypatch.setattr(conform_server, "hypotheses", causes._about_prompts)
+    monkeypatch.setattr(conform_server.CrossCheck, "_emulate", DECODE)
     answers = decoded(backend, "dflash", prompts=[change(backend.encode(chat)) for chat in chats()])
     with server(answers, by_chat=True) as running:
         found = checked(running.url, sends_chats=True)
@@ -373,8 +375,8 @@ def test_a_server_that_begins_prompts_otherwise(
 def test_a_server_whose_target_is_not_quantised_as_ours_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_counts, "SAME", 1.0)
     monkeypatch.setattr(compare_counts, "GAINED", 1)
-    monkeypatch.setattr(crosscheck, "hypotheses", causes._about_targets)
-    monkeypatch.setattr(crosscheck.CrossCheck, "_emulate", DECODE)
+    monkeypatch.setattr(conform_server, "hypotheses", causes._about_targets)
+    monkeypatch.setattr(conform_server.CrossCheck, "_emulate", DECODE)
     with server(decoded(shared_engine(), "dflash")) as running:
         found = checked(running.url, quantize="int8")
     assert found.verdict == "differ" and "the unquantised target" in names(fitting_causes(found.trials))

@@ -17,11 +17,10 @@ from dflash_bench.analysis.compare import Difference
 from dflash_bench.core.dialects import LaunchSpec, Program
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.core.types import Settings
-from dflash_bench.diagnose import crosscheck, show_conform
+from dflash_bench.diagnose import conform_server, show_conform
 from dflash_bench.diagnose import show as diagnose_show
 from dflash_bench.diagnose.compare_counts import CrosscheckResult
 from dflash_bench.diagnose.conform import Conformance
-from dflash_bench.diagnose.crosscheck import CrosscheckRequest
 from dflash_bench.report import render
 from dflash_bench.report.tables import ABSENT, Rows, in_markdown, markdown, number
 from dflash_bench.results import table
@@ -163,8 +162,8 @@ def wrong(lines: Sequence[Line]) -> Iterator[str]:
 
 def checked(asked: Prompts, urls: Mapping[str, str]) -> list[CrosscheckResult]:
     """What `dflash-bench crosscheck` says of the servers that draft."""
-    theirs = RunRequest(servers=tuple(f"{label}={url}" for label, url in urls.items()))
-    return crosscheck.crosscheck(CrosscheckRequest(asked.request(), theirs), show)
+    servers = tuple(f"{label}={url}" for label, url in urls.items())
+    return conform_server.crosscheck(replace(asked.request(), servers=servers), show)
 
 
 def show(doing: str) -> None:

@@ -140,7 +140,7 @@ def asked_of_server(case: GoldenCase, folder: Path, python: Path) -> Conformance
         return Conformance(case, "llamacpp", "inapplicable", str(error).replace(f"{golden_cases.CASES}/", ""))
     draft = None if case.draft is None else folder / "draft.gguf"
     with serving(python, folder / "target.gguf", draft, options, folder / "log") as url:
-        return conform_server.check_server(case, RunRequest(), url, lambda told: None)
+        return conform_server.check_server(case, RunRequest(servers=(url,)), lambda told: None)
 
 
 def test_every_golden_case_that_a_gguf_file_can_hold(

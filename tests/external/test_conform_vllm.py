@@ -70,7 +70,7 @@ class Attempt:
             except UserError:
                 (log,) = (folder / "logs").iterdir()
                 return Conformance(self.case, "vllm", "inapplicable", reason(log.read_text(errors="replace")))
-            found = conform_server.check_server(self.case, RunRequest(), url, lambda told: None)
+            found = conform_server.check_server(self.case, RunRequest(servers=(url,)), lambda told: None)
         return replace(found, reader=", ".join([found.reader, *self.words]))
 
     def _written(self, folder: Path) -> LaunchSpec:

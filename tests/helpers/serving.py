@@ -13,9 +13,8 @@ from typing import Any
 from dflash_bench.core.dialects import WHOLE, AcceptanceCounts, Conversion, DecodedAnswer
 from dflash_bench.core.methods import parse
 from dflash_bench.core.types import GREEDY, Message, Settings
-from dflash_bench.diagnose import crosscheck
+from dflash_bench.diagnose import conform_server
 from dflash_bench.diagnose.compare_counts import CrosscheckResult
-from dflash_bench.diagnose.crosscheck import CrosscheckRequest
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.models import presets
 from dflash_bench.runner.config import RunRequest
@@ -107,9 +106,11 @@ def server(
 def checked(url: str, method: str = "dflash", sends_chats: bool = False, **changes: Any) -> CrosscheckResult:
     """What the command finds, before it is said."""
     options: dict[str, Any] = {"model": "nano", "limit": PROMPTS, "max_new_tokens": LENGTH, **changes}
-    ours = RunRequest(suites=("gsm8k",), methods=() if ":" not in method else (method,), **options)
-    theirs = RunRequest(suites=(), methods=(), servers=(f"{method.partition(':')[0]}={url}",))
-    (found,) = crosscheck.crosscheck(CrosscheckRequest(ours, theirs, sends_chats), lambda _: None)
+    request = RunRequest(
+        suites=("gsm8k",), methods=() if ":" not in method else (method,),
+        servers=(f"{method.partition(':')[0]}={url}",), **options,
+    )  # fmt: skip
+    (found,) = conform_server.crosscheck(request, lambda _: None, sends_chats)
     return found
 
 
