@@ -14,6 +14,7 @@ from dflash_bench.analysis.peers import paper, zlab
 from dflash_bench.core.types import SCHEMA_VERSION
 from dflash_bench.results import parts, run_info, store
 from helpers.golden import assert_golden
+from helpers.refusals import SERVED, assert_refused
 from helpers.rows import drafted, pair, plain
 from helpers.runs import SUITES, answers, asked, changed, frame_of, in_time, slower, stored
 
@@ -24,13 +25,6 @@ def found(main: Main, *words: object) -> Any:
     code, out, err = main("compare", *words, "--json")
     assert (code, err) == (0, "")
     return json.loads(out)
-
-
-def told(main: Main, *words: object) -> str:
-    """The one line of a refusal."""
-    code, out, err = main("compare", *words)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    return err
 
 
 # Within a run, and between runs
@@ -144,8 +138,7 @@ def test_a_column_of_the_prompts_is_a_slice(tmp_path: Path, main: Main) -> None:
     assert list(dict.fromkeys(cell["slice"] for cell in shown["cells"])) == ["9", "10", "100", "x"]
     code, out, _ = main("report", "run", "--by", "language")
     assert code == 0 and "gsm8k" in out and "sw" in out
-    line = told(main, "run", "--by", "langauge")
-    assert "unknown slice 'langauge' (did you mean 'language'?); known: category, context-position, language" in line
+    assert_refused(main("compare", "run", "--by", "langauge"), "'langauge'", "'language'", "category")
     # A category may have the name of those that have none.
     assert [cell["slice"] for cell in found(main, "run", "--by", "category")["cells"]] == ["none", "none"]
 
@@ -155,7 +148,7 @@ def test_slices_of_a_prompts_file_that_was_edited_are_safe_to_show(tmp_path: Pat
     out = main("compare", "run", "--by", "language")[1]
     assert "\\u001b[31m" in out and "\x1b" not in out and "\u202e" not in out
     stored(tmp_path / "bare", pair("a", [4] * 8))
-    assert "unknown slice 'language'; known: category, context-position" in told(main, "bare", "--by", "language")
+    assert_refused(main("compare", "bare", "--by", "language"), "'language'", "category")
 
 
 def test_a_round_belongs_to_the_stretch_in_which_it_begins() -> None:
@@ -187,68 +180,45 @@ def test_the_context_from_which_on_a_draft_does_not_pay(tmp_path: Path, main: Ma
     assert 64 < stops["low"] < stops["value"] < stops["high"] < 512
     for command in ("compare", "report"):
         out = main(command, "run", "--by", "context-position")[1]
-        assert f"dflash on gsm8k (embedded) stops paying at a context of about {stops['value']:.0f} tokens" in out
+        assert f" {stops['value']:.0f} tokens" in out
     stored(tmp_path / "short", [row for row in rows if row.generation.num_prompt_tokens == 40])
-    out = main("compare", "short", "--by", "context-position")[1]
-    assert "has too few answers, or levels, to say up to which context it pays" in out
+    (limit,) = found(main, "short", "--by", "context-position")["contexts"]
+    assert limit["stops_paying_at"] is None
 
 
 # Refusals
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "text"),
+    ("changes", "kind", "name", "before", "after"),
     [
-        ({"suites": {"gsm8k": SUITES["gsm8k"] | {"version": 2}}}, "suite", "version of gsm8k 1 and 2"),
-        ({"revisions": {"target": "t2", "dflash": "d1"}}, "model", "revision of target t1 and t2"),
-        ({"revisions": {"target": "t1", "dflash": "d2"}}, "draft", "revision of dflash d1 and d2"),
-        ({"methods": {"dflash": {"name": "dflash", "num_drafts": 7}}}, "draft", "tokens dflash drafts 4 and 7"),
-        ({"seed": 1}, "sampling", "seed 0 and 1"),
-        ({"max_new_tokens": 5}, "limits", "max_new_tokens 192 and 5"),
-        ({"dtype": "float16"}, "dtype", "dtype float32 and float16"),
-        ({"device": "cuda"}, "device", "device cpu and cuda"),
-        ({"environment": {"gpus": [{"name": "H200"}]}}, "device", "GPUs [] and ['H200']"),
+        ({"suites": {"gsm8k": SUITES["gsm8k"] | {"version": 2}}}, "suite", "version of gsm8k", "1", "2"),
+        ({"revisions": {"target": "t2", "dflash": "d1"}}, "model", "revision of target", "t1", "t2"),
+        ({"revisions": {"target": "t1", "dflash": "d2"}}, "draft", "revision of dflash", "d1", "d2"),
+        ({"methods": {"dflash": {"name": "dflash", "num_drafts": 7}}}, "draft", "tokens dflash drafts", "4", "7"),
+        ({"seed": 1}, "sampling", "seed", "0", "1"),
+        ({"max_new_tokens": 5}, "limits", "max_new_tokens", "192", "5"),
+        ({"dtype": "float16"}, "dtype", "dtype", "float32", "float16"),
+        ({"device": "cuda"}, "device", "device", "cpu", "cuda"),
+        ({"environment": {"gpus": [{"name": "H200"}]}}, "device", "GPUs", "[]", "['H200']"),
     ],
 )
 def test_unlike_runs_are_refused_and_allowed_by_name(
-    tmp_path: Path, main: Main, changes: dict[str, Any], kind: str, text: str
+    tmp_path: Path, main: Main, changes: dict[str, Any], kind: str, name: str, before: str, after: str
 ) -> None:
     stored(tmp_path / "then", answers())
     stored(tmp_path / "now", answers(), **changes)
-    assert f"then and now differ: {kind}: {text}. To compare them anyway: --allow {kind}" in told(main, "then", "now")
-    notes = found(main, "then", "now", "--allow", kind)["notes"]
-    assert notes[0] == f"allowed although it differs: {kind}: {text}"
-    assert [note for note in notes[1:] if note.startswith("allowed")] == []
-
-
-def test_other_prompts_under_the_same_ids_are_refused(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "then", answers())
-    rows = [replace(row, prompt_hash="other") if row.prompt_id == "p003" else row for row in answers()]
-    stored(tmp_path / "now", rows)
-    assert "prompts: 1 of 24 have different texts, first gsm8k p003" in told(main, "then", "now")
-
-
-def test_nothing_in_common_is_refused(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "then", answers())
-    stored(tmp_path / "others", [replace(row, prompt_id=f"q{row.prompt_id}") for row in answers()])
-    assert "then and others have no prompt in common" in told(main, "then", "others")
-    stored(tmp_path / "suite", answers(suite="math500"))
-    assert "then and suite have no suite and method in common" in told(main, "then", "suite")
-
-
-def test_a_run_without_plain_answers_is_refused(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "run", [row for row in answers() if row.method != "ar"])
-    assert "run has no answers of plain decoding (ar) for gsm8k" in told(main, "run", "--allow", "unfinished")
+    assert_refused(main("compare", "then", "now"), name, before, after, f"--allow {kind}")
+    allowed = found(main, "then", "now", "--allow", kind)
+    assert allowed["differences"] == [{"kind": kind, "name": name, "before": before, "after": after}]
+    assert [name in note for note in allowed["notes"] if note.startswith("allowed")] == [True]
 
 
 def test_a_damaged_part_is_named_and_left_out_only_when_allowed(tmp_path: Path, main: Main) -> None:
     part = stored(tmp_path / "run", answers()) / "part-000001.parquet"
     part.write_bytes(part.read_bytes()[:-20])
-    line = told(main, "run")
-    assert "cannot read run/part-000001.parquet: " in line
-    assert line.endswith("--allow damaged uses the other parts\n")
     shown = found(main, "run", "--allow", "damaged")
-    assert shown["notes"][0].startswith("left out because it is damaged: cannot read run/part-000001.parquet")
+    assert "run/part-000001.parquet" in shown["notes"][0]
     assert shown["cells"][0]["num_prompts"] == 24 - 5
 
 
@@ -259,42 +229,10 @@ def test_a_newer_schema_is_refused_even_with_damaged_allowed(
         for module in (store, parts, run_info):
             newer.setattr(module, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
         stored(tmp_path / "run", answers())
-    assert f"run.json has schema {SCHEMA_VERSION + 1}" in told(main, "run", "--allow", "damaged")
+    assert_refused(main("compare", "run", "--allow", "damaged"), f"run.json has schema {SCHEMA_VERSION + 1}")
     info = json.loads((tmp_path / "run" / "run.json").read_text())
     (tmp_path / "run" / "run.json").write_text(json.dumps(info | {"schema": SCHEMA_VERSION}))
-    assert "part-000000.parquet has schema" in told(main, "run", "--allow", "damaged")
-
-
-def test_words_that_mean_nothing_are_refused(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "run", answers())
-    for words, text in [
-        (["--by", "colour"], "unknown slice 'colour'; known: category, context-position"),
-        (["--against", "blog"], "unknown source 'blog'"),
-        (["--compat", "vllm"], "unknown harness 'vllm'; known: zlab, zlab-2026-08"),
-        (["--allow", "all"], "unknown difference 'all'; known: damaged"),
-        (["--compat", "zlab", "--by", "turn"], "--compat takes one run, and no --by"),
-        (["--compat", "zlab", "--against", "paper"], "leave out --compat"),
-    ]:
-        assert text in told(main, "run", *words)
-    assert "absent holds no run" in told(main, "absent")
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"schema": "1"}, "cannot read run/run.json: not written by dflash-bench run"),
-        ({"identity": []}, "cannot read run/run.json: not written by dflash-bench run"),
-        ({"environment": None}, "run/run.json is not as dflash-bench run wrote it: environment is missing"),
-        ({"command": None}, "run/run.json is not as dflash-bench run wrote it: command is missing"),
-    ],
-)
-def test_a_run_json_that_was_edited_is_refused(
-    tmp_path: Path, main: Main, changes: dict[str, object], line: str
-) -> None:
-    path = stored(tmp_path / "run", answers()) / "run.json"
-    info = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in info.items() if value is not None}))
-    assert line in told(main, "run")
+    assert_refused(main("compare", "run", "--allow", "damaged"), "part-000000.parquet has schema")
 
 
 # What stands above the table
@@ -304,7 +242,7 @@ def test_wrong_and_missing_answers_are_told_and_every_run_is_shown(tmp_path: Pat
     stored(tmp_path / "then", answers())
     stored(tmp_path / "now", changed(answers(), exactness="mismatch", passed=False))
     told = found(main, "then", "now")
-    assert told["notes"][0] == "now: 24 answers are not the target's own output (gsm8k (embedded) dflash)"
+    assert "24" in told["notes"][0] and "gsm8k (embedded) dflash" in told["notes"][0]
     exact = {(cell["run"], cell["method"]): cell["exact"] for cell in told["cells"]}
     assert (exact["then", "dflash"], exact["now", "dflash"]) == ([24, 24], [0, 24])
     info = json.loads((tmp_path / "now" / "run.json").read_text())
@@ -351,12 +289,6 @@ def test_of_many_lines_without_a_change_none_looks_like_one(tmp_path: Path, main
     ratios = [each for change in found(main, "then", "now")["changes"] for each in change["ratios"].values()]
     assert len(ratios) == 12 * 8
     assert {each["verdict"] for each in ratios} <= {"same", "unclear"}
-
-
-def test_allowing_a_difference_of_a_single_run_is_refused(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "run", answers())
-    assert "--allow model has no effect on a single run" in told(main, "run", "--allow", "model")
-    assert "comparing a run with itself says nothing" in told(main, "run", "run")
 
 
 # The official harness, and published figures
@@ -408,11 +340,9 @@ def test_compat_says_where_the_official_harness_would_have_printed_something_els
     over = {"emitted": lambda row: (*row.generation.emitted[:-1], row.generation.emitted[-1] - 1)}
     rows = changed(rows, "eagle3-tree", 5, finish_reason="length")
     rows = changed(rows, "eagle3-tree", 2, **over)  # of these the last round overshot, and was cut
-    assert [note.partition(":")[0] for note in zlab.notes(frame_of(rows))] == [
-        "the official harness has no eagle3-tree", "3 of 48 answers reach the token limit exactly",
-    ]  # fmt: skip
-    newer = list(zlab.notes(frame_of(rows), zlab.AUGUST))
-    assert [note.partition(":")[0] for note in newer] == ["the official harness has no eagle3-tree"]
+    absent, at_limit = zlab.notes(frame_of(rows))
+    assert "eagle3-tree" in absent and "3 of 48" in at_limit
+    assert list(zlab.notes(frame_of(rows), zlab.AUGUST)) == [absent]
 
 
 def test_published_figures_stand_beside_the_run_formula_by_formula(tmp_path: Path, main: Main) -> None:
@@ -426,13 +356,6 @@ def test_published_figures_stand_beside_the_run_formula_by_formula(tmp_path: Pat
     assert {name for name, value in own.items() if value is None} <= set(paper.FORMULAS)
 
 
-def test_embedded_prompts_are_not_set_beside_the_papers(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "run", answers(), target="Qwen/Qwen3-8B")
-    line = told(main, "run", "--against", "paper")
-    assert "gsm8k (embedded): embedded prompts are this project's own samples" in line
-    assert "run again with --data hub, or --data FOLDER" in line
-
-
 def test_how_the_run_was_asked_otherwise_than_the_authors_ask_is_noted(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "alike", answers(), target="Qwen/Qwen3-8B", max_new_tokens=2048, **asked("gsm8k", prompts=128),
            methods={"dflash": {"name": "dflash", "num_drafts": 15}})  # fmt: skip
@@ -441,14 +364,11 @@ def test_how_the_run_was_asked_otherwise_than_the_authors_ask_is_noted(tmp_path:
     stored(tmp_path / "other", suites, target="Qwen/Qwen3-8B", max_new_tokens=192, methods={},
            **asked("mbpp", "aime25", source="folder data", prompts=30))  # fmt: skip
     notes = found(main, "other", "--against", "paper")["notes"]
-    assert [note for note in notes if "tokens per round" not in note] == [
-        "the number of prompts differs from the authors' published command: mbpp 30 (theirs: 128); "
-        "the paper does not say how many its figures are based on",
-        "answers end at 192 tokens here, but at 2,048 in the paper's main tables",
-        "the rows of mbpp, aime25 are from a folder: it was not checked that they are the hub's",
-        "the prompts of mbpp are worded differently in the authors' harness",
-        "the wording of the authors' prompts for aime25 is not published",
-    ]
+    told = [note for note in notes if "tokens per round" not in note]
+    told_of = [("mbpp 30", "128"), ("192", "2,048"), ("mbpp, aime25", "folder"), ("mbpp",), ("aime25",)]
+    assert len(told) == len(told_of)
+    assert all(name in note for note, names in zip(told, told_of, strict=True) for name in names)
+    assert "aime25" not in told[0] + told[3] and "mbpp" not in told[4]
 
 
 def test_the_formula_of_published_eagle3_figures_is_not_stated() -> None:
@@ -457,25 +377,25 @@ def test_the_formula_of_published_eagle3_figures_is_not_stated() -> None:
     assert {"al.zlab", "speedup.zlab"} <= {each.formula for each in paper.load_figures() if each.method == "dflash"}
 
 
-def test_a_target_that_was_not_published_is_refused_and_another_named_as_such(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "run", answers(), **asked("gsm8k"))
-    assert "unknown target of published figures 'nano'; known: " in told(main, "run", "--against", "paper")
-    note = "the run's target is nano, but the published figures are for Qwen3-4B"
-    assert f"note: {note}" in main("compare", "run", "--against", "paper:qwen3-4b")[1]
-    assert note in found(main, "run", "--against", "paper:qwen3-4b")["notes"]
-    stored(tmp_path / "warm", answers(), temperature=0.7, **asked("gsm8k"))
-    line = told(main, "warm", "--against", "paper:Qwen3-4B")
-    assert "nothing was published for Qwen3-4B without thinking at temperature 0.7" in line
+@pytest.mark.parametrize(
+    ("changes", "against", "noted"),
+    [
+        ({}, "qwen3-4b", ("nano", "Qwen3-4B")),
+        ({"model": "qwen3-8b", "target": "my/Other-7B"}, "qwen3-8b", ("my/Other-7B", "Qwen3-8B")),
+        ({"target": "Qwen/Qwen3-8B"}, "qwen3-8b", ()),
+    ],
+)
+def test_published_figures_of_another_target_are_noted(
+    tmp_path: Path, main: Main, changes: dict[str, Any], against: str, noted: tuple[str, ...]
+) -> None:
+    stored(tmp_path / "run", answers(), **changes, **asked("gsm8k"))
+    notes = found(main, "run", "--against", f"paper:{against}")["notes"]
+    about = [note for note in notes if "target" in note]
+    assert len(about) == bool(noted) and all(name in about[0] for name in noted)
+    assert all(f"note: {note}" in main("compare", "run", "--against", f"paper:{against}")[1] for note in about)
 
 
-def test_published_figures_are_those_of_the_target_that_was_measured(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "other", answers(), model="qwen3-8b", target="my/Other-7B", **asked("gsm8k"))
-    assert "unknown target of published figures 'my/Other-7B'" in told(main, "other", "--against", "paper")
-    assert found(main, "other", "--against", "paper:qwen3-8b")["notes"][0] == (
-        "the run's target is my/Other-7B, but the published figures are for Qwen3-8B"
-    )
-    stored(tmp_path / "same", answers(), target="Qwen/Qwen3-8B", **asked("gsm8k"))
-    assert not any("target" in note for note in found(main, "same", "--against", "paper:qwen3-8b")["notes"])
+def test_a_target_is_known_by_the_name_that_was_published() -> None:
     assert paper.target_of("Qwen/Qwen3-Coder-30B-A3B-Instruct") == "Qwen3-Coder-30B-A3B"
 
 
@@ -488,14 +408,6 @@ def test_published_figures_are_those_of_the_runs_thinking_mode(
     stored(tmp_path / "run", answers(suite="math500"), target="Qwen/Qwen3-8B", thinking=thinking, **asked("math500"))
     figures = found(main, "run", "--against", "paper")["figures"]
     assert {each["published"]["thinking"] for each in figures} == shown
-
-
-def test_a_run_that_thinks_where_nobody_published_that_finds_nothing(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "run", answers(suite="mbpp"), target="Qwen/Qwen3-8B", thinking=True, **asked("mbpp"))
-    line = told(main, "run", "--against", "paper")
-    assert (
-        "nothing was published for Qwen3-8B with thinking at temperature 0 on mbpp (hub) ar, mbpp (hub) dflash" in line
-    )
 
 
 @pytest.mark.parametrize(
@@ -518,8 +430,9 @@ def test_chains_stand_beside_chains_and_trees_beside_trees(
     figures = [each["published"] for each in shown["figures"] if each["method"] == method]
     assert {each["config"] for each in figures} == configs
     assert {each["num_drafts"] for each in figures} == ({15, 59} if "tree" in method else {7})
-    note = f"{method} drafts 59 tokens per round in this run, 15 in some published figures"
-    assert shown["notes"] == ([note] if "tree" in method else [])
+    assert [(method in note, "59" in note, "15" in note) for note in shown["notes"]] == (
+        [(True, True, True)] if "tree" in method else []
+    )
 
 
 def test_figures_of_a_kind_of_draft_stand_beside_drafts_of_that_kind(tmp_path: Path, main: Main) -> None:
@@ -535,7 +448,7 @@ def test_figures_of_a_kind_of_draft_stand_beside_drafts_of_that_kind(tmp_path: P
     }  # fmt: skip
     plain = [each["published"]["method"] for each in found(main, "DFlash", "--against", "published")["figures"]]
     assert "ddtree" not in plain
-    assert any("only these conditions are known" in note for note in
+    assert any("JetSpec" in note or "ddtree" in note for note in
                found(main, "JetSpec", "--against", "published")["notes"])  # fmt: skip
 
 
@@ -547,13 +460,6 @@ def test_every_published_figure_has_a_formula_and_a_source() -> None:
 
 
 # Results of vllm bench serve
-
-SERVED: dict[str, Any] = {
-    "model_id": "Qwen/Qwen3-8B", "completed": 80, "output_throughput": 412.5, "mean_tpot_ms": 7.2,
-    "mean_ttft_ms": 31.0, "spec_decode_acceptance_rate": 36.4, "spec_decode_acceptance_length": 6.46,
-    "spec_decode_num_drafts": 1000, "spec_decode_draft_tokens": 15000, "spec_decode_accepted_tokens": 5460,
-    "spec_decode_per_position_acceptance_rates": [0.9, 0.8],
-}  # fmt: skip
 
 
 def test_a_servers_result_stands_beside_a_run(tmp_path: Path, main: Main) -> None:
@@ -608,44 +514,7 @@ def test_a_server_without_speculation_does_not_hide_the_runs_acceptance(tmp_path
 def test_a_server_of_another_model_is_noted(tmp_path: Path, main: Main) -> None:
     (tmp_path / "serve.json").write_text(json.dumps(SERVED))
     stored(tmp_path / "run", answers())
-    assert found(main, "run", "serve.json")["notes"] == [
-        "the target of run is nano, but serve.json measured Qwen/Qwen3-8B"
-    ]
+    (note,) = found(main, "run", "serve.json")["notes"]
+    assert all(name in note for name in ("run", "nano", "serve.json", "Qwen/Qwen3-8B"))
     stored(tmp_path / "same", answers(), target="Qwen/Qwen3-8B")
     assert found(main, "same", "serve.json")["notes"] == []
-
-
-@pytest.mark.parametrize(
-    ("text", "told_of"),
-    [
-        ("{}", "serve.json is not a result of a known benchmark; known: SGLang"),
-        ("[", "cannot read serve.json: "),
-        (json.dumps(SERVED | {"completed": 0}), "serve.json: no request was completed"),
-        (json.dumps(SERVED | {"spec_decode_acceptance_length": 5.46}), "it has another formula"),
-        *[
-            (json.dumps(SERVED | {key: value}), f"serve.json: {key} is not a ")
-            for key, value in {
-                "output_throughput": "fast",
-                "completed": "many",
-                "failed": True,
-                "max_concurrency": 1.5,
-                "mean_tpot_ms": float("nan"),
-                "mean_ttft_ms": -1,
-                "spec_decode_acceptance_rate": "38",
-                "spec_decode_num_drafts": 10**400,
-                "spec_decode_accepted_tokens": [1],
-                "spec_decode_per_position_acceptance_rates": {"a": 1},
-            }.items()
-        ],
-        (json.dumps(SERVED | {"spec_decode_per_position_acceptance_rates": [0.9, "0.8"]}), "rates is not a number"),
-    ],
-)
-def test_other_files_are_refused(tmp_path: Path, main: Main, text: str, told_of: str) -> None:
-    stored(tmp_path / "run", answers())
-    (tmp_path / "serve.json").write_text(text)
-    assert told_of in told(main, "run", "serve.json")
-
-
-def test_a_servers_result_alone_is_refused(tmp_path: Path, main: Main) -> None:
-    (tmp_path / "serve.json").write_text(json.dumps(SERVED))
-    assert "compare needs the folder of at least one run" in told(main, "serve.json")

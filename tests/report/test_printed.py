@@ -51,8 +51,8 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Document:
 def test_methods_stand_beside_suites_with_the_best_in_bold(document: Document) -> None:
     text = printed.latex(document)
     assert text.startswith("% dflash-bench\n\\begin{table*}")
-    assert r" & \multicolumn{2}{c}{GSM8K (embedded)} & \multicolumn{2}{c}{MT-Bench (embedded)} &" in text
-    assert r"Method & Speed-up & $\tau$ & Speed-up & $\tau$ & Speed-up & $\tau$ \\" in text
+    assert re.findall(r"\\multicolumn\{2\}\{c\}\{(\S+) \(embedded\)\}", text) == ["GSM8K", "MT-Bench"]
+    assert text.count(r"Speed-up & $\tau$") == 3
     (dflash,) = re.findall(r"^DFlash & .*", text, re.MULTILINE)
     (eagle3,) = re.findall(r"^EAGLE-3 & .*", text, re.MULTILINE)
     is_bold = {name: [r"\textbf" in cell for cell in row.split(" & ")[1:]] for name, row in
@@ -62,7 +62,6 @@ def test_methods_stand_beside_suites_with_the_best_in_bold(document: Document) -
     assert len(dflash.split(" & ")) == len(eagle3.split(" & ")) == 7
     cell = next(c for c in document.cells if (c.suite, c.method) == ("gsm8k", "dflash"))
     assert dflash.split(" & ")[1] == rf"\textbf{{{cell.figures['speedup.decode'].value:.2f}$\times$}}"
-    assert "They are not the public suites of these names" in text
     balanced = re.sub(r"\\[{}]", "", text)
     assert balanced.count("{") == balanced.count("}")
     assert text.count(r"\begin{") == text.count(r"\end{") == 2
@@ -125,23 +124,8 @@ def test_pdf_is_the_same_twice(document: Document, tmp_path: Path) -> None:
 
 def test_pgf_without_latex_says_what_to_do(document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(style, "which", lambda _: None)
-    with pytest.raises(UserError, match="pgf needs LaTeX, which measures the text: install xelatex, or choose pdf"):
+    with pytest.raises(UserError, match="xelatex"):
         plots.write_plot(plots.Material(document), "speedup", tmp_path, "pgf")
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("plot", "run", "--paper", "colum"), "unknown layout of a paper 'colum' (did you mean 'column'?)"),
-        (("plot", "run", "run2", "-o", "x", "--paper", "page"), "--paper has no effect on a trend"),
-        (("report", "run", "--layout", "paper"), "--layout has no effect without --format latex"),
-        (("report", "run", "--format", "latex", "--layout", "papr"), "unknown layout 'papr' (did you mean 'paper'?)"),
-    ],
-)
-def test_what_makes_no_sense_is_one_line(words: tuple[str, ...], told: str, main: Main) -> None:
-    runs.stored(Path("run"), runs.answers(6))
-    code, out, err = main(*words)
-    assert (code, out, err.count("\n")) == (2, "", 1) and told in err
 
 
 def test_the_command_prints_the_table(main: Main, document: Document) -> None:

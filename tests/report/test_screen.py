@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,8 +47,7 @@ def test_a_narrow_terminal_keeps_the_speed_up() -> None:
 
 def test_it_says_how_much_faster_and_how_sure_that_is() -> None:
     text = " ".join(of(several()).split())
-    assert "dflash is 2." in text and "times as fast as plain decoding (2." in text
-    assert "24/24 ✓" in text
+    assert re.search(r"dflash is 2\.\d+ times as fast .*\(2\.\d+ to 2\.\d+\)", text) and "24/24 ✓" in text
     assert "●" in text and "plain 1.00x" in text
 
 
@@ -62,8 +62,7 @@ def test_a_speed_up_that_may_be_none_is_not_claimed() -> None:
         for n, row in enumerate(rows)
     ]
     text = " ".join(of(slow).split())
-    assert "dflash is not shown to be faster than plain decoding" in text
-    assert "is 2." not in text
+    assert "not shown to be faster" in text and "is 2." not in text
 
 
 def test_answers_that_are_not_the_targets_come_first() -> None:
@@ -75,27 +74,23 @@ def test_answers_that_are_not_the_targets_come_first() -> None:
     text = of(wrong)
     assert "22/24 ✗" in text
     sentences = text.split("\n\n")[1]
-    assert sentences.startswith("dflash is NOT exact: 2 answers are not the target's own.")
+    assert sentences.startswith("dflash is NOT exact: 2 answers")
 
 
-def test_few_prompts_and_embedded_text_are_said() -> None:
+def test_few_prompts_are_said() -> None:
     text = " ".join(of(several(3, methods=("dflash",))).split())
-    assert "With 3 prompts, too few to trust, dflash was 2." in text
-    assert "(n = 3: 2.00 to 2.33)" in text
-    assert "only 3 prompts, too few to trust the interval" in text
+    assert "With 3 prompts" in text and "(n = 3: 2.00 to 2.33)" in text and "! gsm8k: only 3 prompts" in text
 
 
-def test_without_plain_answers_there_is_no_number() -> None:
-    rows = [record("p1", "dflash", generation([1, 2]))]
+@pytest.mark.parametrize(
+    "rows",
+    [[record("p1", "dflash", generation([1, 2]))],
+     [record(method, "p1", generation([], decode_s=0.0)) for method in ("ar", "dflash")]],
+    ids=["none", "of one token"],
+)  # fmt: skip
+def test_without_a_plain_speed_there_is_no_number(rows: list[Answer]) -> None:
     text = of(rows)
-    assert "n/a" in text
-    assert "There is no speed-up: the run holds no answers of plain decoding to compare with." in " ".join(text.split())
-
-
-def test_answers_of_one_token_are_answers_of_plain_decoding() -> None:
-    rows = [record(method, "p1", generation([], decode_s=0.0)) for method in ("ar", "dflash")]
-    text = " ".join(of(rows).split())
-    assert "There is no speed-up: the run holds no decode speed of plain decoding" in text
+    assert "n/a" in text and "There is no speed-up" in text
 
 
 def test_long_names_are_cut_and_foreign_ones_cannot_steer_the_terminal() -> None:
@@ -129,7 +124,7 @@ def test_an_interval_too_wide_to_tell_anything_has_no_bounds() -> None:
     rows[1] = replace(rows[1], generation=replace(stalled, decode_s=1000 * stalled.decode_s))
     text = of(rows)
     assert "cannot tell" in text and "●" not in text
-    assert "How fast dflash is cannot be told: it was 0." in " ".join(text.split())
+    assert "cannot be told" in " ".join(text.split())
 
 
 def test_colours_are_beside_the_words() -> None:

@@ -154,7 +154,6 @@ def test_without_plain_answers_there_is_no_best(tmp_path: Path) -> None:
     _, curve = only(made.sweeps)
     assert (curve.best, curve.rivals) == (None, [])
     assert curve.points[0].length is not None
-    assert "no block can be called the best" in FORMATS["table"](made)
 
 
 # What is shown
@@ -168,7 +167,7 @@ def test_the_table_marks_the_best_and_the_answer_names_engine_and_machine(tmp_pa
 
 def test_markdown_and_json_hold_the_sweep_and_a_run_without_one_says_nothing_of_it(tmp_path: Path) -> None:
     made = document(tmp_path, swept(SPEEDS))
-    assert "## Sweep over block (tokens)\n\n| suite | block | prompts |" in FORMATS["markdown"](made)
+    assert "## Sweep over block" in FORMATS["markdown"](made)
     assert '"not_told_apart": [' in FORMATS["json"](made)
     (tmp_path / "plain").mkdir()
     without = document(tmp_path / "plain", swept({"dflash": 1.5}, num_prompts=3))

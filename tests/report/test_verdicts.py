@@ -27,27 +27,26 @@ def test_a_comparison_begins_with_what_got_worse(main: Main) -> None:
     rows = runs.answers(24)
     runs.stored(Path("then"), rows)
     runs.stored(Path("now"), slower(rows, 1.3))
-    code, out, _ = main("compare", "then", "now")
-    assert code == 0
-    assert out.splitlines()[0].startswith(
-        "WORSE: gsm8k (embedded) dflash, now against then: speedup.decode 0.77 times (0.7"
-    )
-    assert main("compare", "now", "then")[1].startswith("better: gsm8k (embedded) dflash, then against now: ")
+    for pair, verdict, times in ((("then", "now"), "WORSE: ", "0.77"), (("now", "then"), "better: ", "1.30")):
+        code, out, _ = main("compare", *pair)
+        line = out.splitlines()[0]
+        assert code == 0 and line.startswith(verdict)
+        assert "gsm8k (embedded) dflash" in line and f"speedup.decode {times} " in line
 
 
 def test_nothing_is_called_a_change_that_may_be_none(main: Main) -> None:
     rows = runs.answers(24)
     runs.stored(Path("then"), rows)
     runs.stored(Path("now"), rows)
-    assert main("compare", "then", "now")[1].startswith("no change is shown: 2 same\n")
+    line = main("compare", "then", "now")[1].splitlines()[0]
+    assert "2 same" in line and "WORSE" not in line and "better" not in line
 
 
 def test_answers_that_are_right_no_more_are_said() -> None:
     key = CellKey("gsm8k", "", "s", "dflash")
     lost = Comparison(key, "", ("hub", "hub"), "then", "now", 48, {}, 24, 0, 48, is_exact=False, p_passed=0.001)
     (told,) = verdicts([lost])
-    assert told.kind == "worse" and told.text.startswith("WORSE: gsm8k (hub) dflash, now against then: -50.0 [-")
-    assert told.text.endswith("points answered right")
+    assert told.kind == "worse" and "gsm8k (hub) dflash" in told.text and " -50.0 [-" in told.text
     assert verdicts([replace(lost, lost=0, p_passed=1.0)]) == []
 
 

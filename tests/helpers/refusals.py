@@ -1,0 +1,21 @@
+"""What every refusal of the command line has: one line that names what is wrong, exit status 2, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SERVED: dict[str, Any] = {
+    "model_id": "Qwen/Qwen3-8B", "completed": 80, "output_throughput": 412.5, "mean_tpot_ms": 7.2,
+    "mean_ttft_ms": 31.0, "spec_decode_acceptance_rate": 36.4, "spec_decode_acceptance_length": 6.46,
+    "spec_decode_num_drafts": 1000, "spec_decode_draft_tokens": 15000, "spec_decode_accepted_tokens": 5460,
+    "spec_decode_per_position_acceptance_rates": [0.9, 0.8],
+}  # fmt: skip
+"""What `vllm bench serve` writes."""
+
+
+def assert_refused(result: tuple[int, str, str], *named: str) -> None:
+    """The names, flags, files and values in the line, whatever its words."""
+    status, out, err = result
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("dflash-bench: ")
+    assert [name for name in named if name not in err] == [], err
