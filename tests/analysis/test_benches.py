@@ -127,26 +127,29 @@ def test_other_benchmarks_stand_beside_a_run(main: Main, tmp_path: Path) -> None
     (tmp_path / "acceptance_rate.json").write_text(json.dumps(SPECDEC))
     files = ("profile_export_aiperf.json", "acceptance_rate.json")
     code, out, _ = main("import", *files)
-    assert code == 0 and "al.specdec_bench.pooled = mean size of all chunks" in out
-    assert "left out of profile_export_aiperf.json (AIPerf): request_throughput, spec_decode_steps" in out
+    assert code == 0 and "al.specdec_bench.pooled = " in out
+    assert "(AIPerf): request_throughput, spec_decode_steps" in out
     assert [one["kind"] for one in json.loads(main("import", *files, "--json")[1])] == ["AIPerf", "specdec_bench"]
     compared = json.loads(main("compare", "run", *files, "--json")[1])
     assert [cell["method"] for cell in compared["cells"]] == ["ar", "dflash"]
     assert [one["figures"].get("al.pooled") for one in compared["served"]] == [3.2, None]
-    assert compared["notes"][0] == "the target of run is nano, but profile_export_aiperf.json measured org/model"
+    assert all(name in compared["notes"][0] for name in ("run", "nano", "profile_export_aiperf.json", "org/model"))
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("{}", "is not a result of a known benchmark; known: SGLang (the JSON lines of bench_serving); vLLM"),
-        ("[]", "is not a result of a known benchmark"),
-        (json.dumps(AIPERF | {"output_token_throughput": block("tokens/sec", True)}), "is not a number: true"),
-        (json.dumps(AIPERF | {"pooled_spec_decode_acceptance_histogram": {"a": 1}}), "counts rounds by a number"),
-        (json.dumps(AIPERF | {"request_count": block("requests", 1.5)}), "request_count is not a whole number"),
-        (json.dumps(SPECDEC | {"Acceptance_Length_Histogram": [1]}), "counts chunks by their size"),
-        (json.dumps(SGLANG | {"completed": 0}), "no request was completed"),
-        (json.dumps(SPECFORGE | {"gsm8k": [{"batch_size": 1, "metrics": [1]}]}), "metrics of gsm8k are not objects"),
+        ("{}", "known: SGLang"),
+        ("[]", "known: SGLang"),
+        (json.dumps(AIPERF | {"output_token_throughput": block("tokens/sec", True)}), "output_token_throughput"),
+        (
+            json.dumps(AIPERF | {"pooled_spec_decode_acceptance_histogram": {"a": 1}}),
+            "pooled_spec_decode_acceptance_histogram",
+        ),
+        (json.dumps(AIPERF | {"request_count": block("requests", 1.5)}), "request_count"),
+        (json.dumps(SPECDEC | {"Acceptance_Length_Histogram": [1]}), "Acceptance_Length_Histogram"),
+        (json.dumps(SGLANG | {"completed": 0}), "completed"),
+        (json.dumps(SPECFORGE | {"gsm8k": [{"batch_size": 1, "metrics": [1]}]}), "gsm8k"),
     ],
 )
 def test_other_files_are_refused_in_a_line(text: str, told: str, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 import xmlschema
 
 from dflash_bench.core.types import Answer
-from dflash_bench.results import store
 from helpers.golden import assert_golden
-from helpers.runs import answers, bare, changed, failing, slower, stored
+from helpers.refusals import assert_refused
+from helpers.runs import answers, changed, failing, slower, stored
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -64,13 +64,11 @@ def test_fewer_prompts_are_compared_with_the_same_ones(gate: Main) -> None:
 
 
 def test_too_few_of_the_prompts_are_refused_or_told(main: Main, gate: Main) -> None:
-    code, out, err = gate(answers()[:4])
-    assert (code, out) == (2, "")
     few = "gsm8k ar 2 of 24, gsm8k dflash 2 of 24"
-    assert f"now has too few of the baseline's prompts: {few}; run them all, or --allow prompts" in err
+    assert_refused(gate(answers()[:4]), "now", few, "--allow prompts")
     code, shown, _ = main("check", "now", "--baseline", "base.json", "--allow", "prompts", "--json")
     assert code == 0
-    assert f"fewer prompts are judged than the baseline has: {few}" in json.loads(shown)["notes"]
+    assert any(few in note for note in json.loads(shown)["notes"])
 
 
 def test_speed_ups_are_compared_where_both_runs_have_the_plain_answer(gate: Main) -> None:
@@ -79,8 +77,8 @@ def test_speed_ups_are_compared_where_both_runs_have_the_plain_answer(gate: Main
     assert code == 0
     # A baseline keeps ten digits of a second.
     assert found["speedup.decode"]["found"] == pytest.approx(found["speedup.decode"]["expected"], rel=1e-9)
-    fewer = "fewer prompts are judged than the baseline has: gsm8k ar 14 of 24, gsm8k dflash 14 of 24"
-    assert {fewer, "allowed: gsm8k (embedded) ar: 10 answers failed"} < set(json.loads(shown)["notes"])
+    for told in ("gsm8k ar 14 of 24, gsm8k dflash 14 of 24", "gsm8k (embedded) ar: 10 answers failed"):
+        assert any(told in note for note in json.loads(shown)["notes"])
 
 
 # Each kind of loss
@@ -145,32 +143,6 @@ def test_a_limits_file_replaces_what_the_baseline_lets_pass(tmp_path: Path, gate
     limits.write_text('["speedup.decode"]\nfall = 0.25\n["speedup.e2e"]\nfall = 0.25\n')
     assert gate(slower(answers(), 1.3), "--limits", limits)[0] == 0
     assert gate(slower(answers(), 1.4), "--limits", limits)[0] == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (
-            '["al.pooled"]\nfal = 1\n',
-            "unknown key in limits.toml al.pooled: 'fal' (did you mean 'fall'?); known: at_least, fall",
-        ),
-        ("[al]\nfall = 1\n", "unknown figure in limits.toml: 'al'; known: al.pooled, exact, passed"),
-        ('"al.pooled" = 1\n', 'al.pooled needs a table, such as ["al.pooled"]'),
-        ('["al.pooled"]\nfall = 5\n', "al.pooled fall must be a share below 1, such as 0.05 for 5 %, not 5"),
-        ('["al.pooled"]\nfall = nan\n', "al.pooled fall must be a number of 0 or more, not nan"),
-        ('["al.pooled"]\nat_least = inf\n', "al.pooled at_least must be a number of 0 or more, not inf"),
-        ('["al.pooled"]\nfall = 0.1\n', "limits.toml has no effect without --baseline: nothing in it has at_least"),
-        ("", "limits.toml holds no limits"),
-        ('["al.pooled"]\nfall = "x"\n', "al.pooled fall must be a number of 0 or more, not 'x'"),
-        ("[", "cannot read limits.toml: "),
-    ],
-)
-def test_a_limits_file_with_an_error_is_refused(tmp_path: Path, main: Main, text: str, told: str) -> None:
-    stored(tmp_path / "run", answers())
-    (tmp_path / "limits.toml").write_text(text)
-    code, out, err = main("check", "run", "--limits", "limits.toml")
-    assert (code, out) == (2, "")
-    assert told in err
 
 
 def test_a_floor_holds_without_a_baseline(tmp_path: Path, main: Main) -> None:
@@ -246,7 +218,7 @@ def test_a_file_holds_a_baseline_of_each_processor_and_a_run_is_held_to_its_own(
     assert main("baseline", "b", "-o", "base.json")[0] == 0
     verdicts = {name: main("check", name, "--baseline", "base.json", "--require-speed") for name in ("a", "b")}
     assert {name: code for name, (code, _, _) in verdicts.items()} == {"a": 0, "b": 0}
-    assert "note: of 2 baselines in the file, that of another is used" in verdicts["b"][1]
+    assert any("2 baselines" in line and "another" in line for line in verdicts["b"][1].splitlines())
     for name in ("a-slower", "b-slower"):
         assert main("check", name, "--baseline", "base.json")[0] == 1
     main("baseline", "b-slower", "-o", "base.json")  # in place of the other of its processor
@@ -267,87 +239,17 @@ def test_a_time_free_baseline_holds_no_seconds_and_judges_none(tmp_path: Path, m
     assert set(cell["figures"]) == {"al.pooled", "exact", "passed"}
     stored(tmp_path / "now", slower(answers(), 50))
     code, shown, _ = main("check", "now", "--baseline", "base.json", "--json")
-    assert (code, json.loads(shown)["notes"]) == (
-        0,
-        [
-            "speed was not held to the baseline: it holds no timings (--time-free)",
-            "scores were not tried: the run keeps no prompts",
-            "texts were not tried: the tokenizer on this disk is of other weights than the run's",
-        ],
-    )
+    notes = json.loads(shown)["notes"]
+    assert code == 0 and len(notes) == 3 and "--time-free" in notes[0]
 
 
-# Refusals
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"temperature": 1.0}, "sampling: temperature 0.0 and 1.0. To compare them anyway: --allow sampling"),
-        (
-            {"revisions": {"target": "t2", "dflash": "d2"}},
-            "model: revision of target t1 and t2; draft: rev",
-        ),
-        ({"dtype": "bfloat16"}, "dtype: dtype float32 and bfloat16"),
-        ({"max_new_tokens": 5}, "limits: max_new_tokens 192 and 5"),
-    ],
-)
-def test_an_unlike_run_is_refused(tmp_path: Path, main: Main, changes: dict[str, object], told: str) -> None:
-    stored(tmp_path / "then", answers())
-    stored(tmp_path / "now", answers(), **changes)
-    main("baseline", "then", "-o", "base.json")
-    code, out, err = main("check", "now", "--baseline", "base.json")
-    assert (code, out) == (2, "")
-    assert told in err
-
-
-def test_a_baseline_for_other_cells_is_refused(tmp_path: Path, main: Main) -> None:
+def test_other_cells_are_skipped_when_allowed_and_what_has_no_answer_is_not_passed(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "then", [*answers(), *answers(suite="math500")])
     main("baseline", "then", "-o", "base.json")
     stored(tmp_path / "now", answers())
-    code, _, err = main("check", "now", "--baseline", "base.json")
-    assert code == 2
-    assert "the baseline has cells that now does not have: math500 ar, math500 dflash; --allow cells skips them" in err
     assert main("check", "now", "--baseline", "base.json", "--allow", "cells")[0] == 0
-
-
-def test_nothing_in_common_or_nothing_to_check_is_refused(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "then", answers())
-    main("baseline", "then", "-o", "base.json")
-    stored(tmp_path / "others", [replace(row, prompt_id=f"q{row.prompt_id}") for row in answers()])
-    assert main("check", "others", "--baseline", "base.json")[0] == 2
-    stored(tmp_path / "plain", [row for row in answers() if row.method == "ar"])
-    code, _, err = main("check", "plain")
-    assert code == 2
-    assert "nothing to check" in err
     stored(tmp_path / "lost", failing(answers(), first=24))
     assert main("check", "lost")[0] == 2
-
-
-def test_files_that_are_no_baseline_are_refused(tmp_path: Path, main: Main) -> None:
-    stored(tmp_path / "run", answers())
-    for name, text, told in [
-        ("a", "{}", "a is not a baseline; write one with: dflash-bench baseline RUN... -o FILE"),
-        ("b", "{", "b: not valid JSON"),
-        ("c", '{"schema": 99, "cells": []}', "c has schema 99, but this version reads up to 1; update dflash-bench"),
-        ("d", '{"schema": 1, "cells": []}', "d holds no cells"),
-        ("e", '{"schema": "1", "cells": [1]}', "e has schema '1', but this version reads up to 1; update dflash-bench"),
-        ("f", '{"schema": 1, "cells": [1]}', "f is damaged: identity is missing; write it again with: dflash-bench"),
-    ]:
-        (tmp_path / name).write_text(text)
-        code, _, err = main("check", "run", "--baseline", name)
-        assert code == 2
-        assert told in err
-    assert main("check", "run", "--baseline", "absent")[0] == 2
-    assert main("check", "run", "--allow", "everything")[0] == 2
-
-
-def test_an_unfinished_run_is_refused(tmp_path: Path, main: Main) -> None:
-    with store.create(tmp_path / "run", bare()) as run:
-        run.append(answers())
-    code, _, err = main("check", "run")
-    assert code == 2
-    assert "run is still being written, or was stopped: finish it with --resume, or add --allow unfinished" in err
 
 
 # Formats

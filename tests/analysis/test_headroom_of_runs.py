@@ -15,6 +15,7 @@ from dflash_bench.engine import backend
 from dflash_bench.report import plots
 from dflash_bench.report.replay import headroom
 from helpers import tiny
+from helpers.refusals import assert_refused
 
 TEXTS = ("What is 2+2?", "Name a colour.", "Count to five.", "Say it again.", "Why is that so?")
 METHODS_RUN = ("dflash", "eagle3:3")
@@ -99,16 +100,13 @@ def test_answers_that_are_drafted_otherwise_again_are_left_out_and_counted(
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("ngram", "drafts tokens without logits; methods that have them: dflash, eagle3, p-eagle"),
-        ("suffix", "without logits"),
-        ("rest:datastore=x", "without logits"),
-        ("lookahead", "without logits"),
-        (r"dflash\+ngram", "without logits"),
-        ("ddtree", "drafts trees, whose nodes are alternatives already"),
-        ("eagle3-tree", "drafts trees"),
-        ("medusa", "medusa:top_k=1 drafts a chain"),
-        ("dflash:block=auto", "chooses by times of earlier rounds"),
-        ("dflash:cut=auto", "chooses by times of earlier rounds"),
+        ("ngram", "without logits.* dflash, eagle3, p-eagle"),
+        *[(name, "without logits") for name in ("suffix", "rest:datastore=x", "lookahead", r"dflash\+ngram")],
+        ("ddtree", "trees"),
+        ("eagle3-tree", "trees"),
+        ("medusa", "medusa:top_k=1"),
+        ("dflash:block=auto", "times"),
+        ("dflash:cut=auto", "times"),
     ],
 )
 def test_a_method_without_logits_is_refused_by_name(name: str, why: str) -> None:
@@ -123,7 +121,6 @@ def test_chains_of_logits_are_ranked(name: str) -> None:
 
 
 def test_it_needs_answers_that_are_not_drawn(main: Callable[..., tuple[int, str, str]]) -> None:
-    code, _, err = main("run", "--suite", "gsm8k", "--method", "ngram", "--headroom", 16, "--temperature", 1)
-    assert code == 2 and "--headroom has no effect above temperature 0" in err
-    code, _, err = main("run", "--suite", "gsm8k", "--method", "ngram", "--headroom", 16)
-    assert (code, err.count("\n")) == (2, 1) and "--headroom: ngram drafts tokens without logits" in err
+    asked = ("run", "--suite", "gsm8k", "--method", "ngram", "--headroom", 16)
+    assert_refused(main(*asked, "--temperature", 1), "--headroom", "temperature")
+    assert_refused(main(*asked), "--headroom", "ngram")

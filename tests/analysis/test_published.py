@@ -125,9 +125,7 @@ def test_fused_queries_keys_and_values_are_taken_apart(tmp_path: Path) -> None:
     assert all(torch.equal(fused.state_dict()[name], tensor) for name, tensor in plain.state_dict().items())
     tensors["layers.0.self_attn.qkv_proj.weight"] = torch.zeros(63, 16)
     save_file(tensors, tmp_path / "fused" / "model.safetensors")
-    with pytest.raises(
-        UserError, match=r"layers\.0\.self_attn\.qkv_proj\.weight has 63 rows, but config\.json says 64"
-    ):
+    with pytest.raises(UserError, match=r"layers\.0\.self_attn\.qkv_proj\.weight .*63.*64"):
         load(tmp_path / "fused")
 
 
@@ -180,7 +178,7 @@ def test_a_missing_map_of_a_reduced_vocabulary_is_the_identity(tmp_path: Path) -
 
 
 def test_a_reduced_vocabulary_without_a_head_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"missing tensor lm_head\.weight"):
+    with pytest.raises(UserError, match=r"lm_head\.weight"):
         load(published(tmp_path, SPECULATORS, dflash_tensors(), **MAP))
 
 
@@ -280,9 +278,9 @@ def test_eagle_3_1_norms(tmp_path: Path) -> None:
     assert draft.config.fc_norm and draft.config.norm_output
     holds(draft, tmp_path)
     _, checkpoint = formats.read_checkpoint(tmp_path, TARGET)
-    assert any("SpecForge used the name for something else" in note for note in checkpoint.notes)
+    assert any("SpecForge" in note for note in checkpoint.notes)
     both = {**SPECFORGE, "fc_norm": True, "eagle_config": {"norm_before_fc": True}}
-    with pytest.raises(UserError, match="norm_before_fc and fc_norm cannot both be set"):
+    with pytest.raises(UserError, match="norm_before_fc and fc_norm"):
         load(published(tmp_path, both, shapes, **MAP))
 
 
@@ -290,11 +288,11 @@ def test_features_of_another_width_need_an_embedding(tmp_path: Path) -> None:
     wide = TargetShape(hidden_size=20, vocab_size=60, num_layers=12)
     shapes = {**eagle_tensors("midlayer"), "fc.weight": (16, 60)}
     config = {**SPECFORGE, "target_hidden_size": 20}
-    with pytest.raises(UserError, match="lacks its own embedding or head"):
+    with pytest.raises(UserError, match="embedding"):
         load(published(tmp_path, config, shapes, **MAP), wide)
     draft = load(published(tmp_path, config, {**shapes, "embed_tokens.weight": (60, 16)}, **MAP), wide)
     assert draft.config.target_hidden_size == 20
-    with pytest.raises(UserError, match="hidden size 20, but the target's is 16"):
+    with pytest.raises(UserError, match=r"hidden size 20, .*16"):
         load(tmp_path)
 
 
@@ -336,16 +334,14 @@ def test_speculators_eagle3_that_does_not_say_what_it_adds_to_is_noted(tmp_path:
 def test_a_missing_tensor_is_named_as_the_file_would(tmp_path: Path) -> None:
     shapes = {**eagle_tensors("layers.0"), **OWN}
     del shapes["layers.0.mlp.up_proj.weight"]
-    with pytest.raises(UserError, match=r"missing tensor layers\.0\.mlp\.up_proj\.weight"):
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.up_proj\.weight"):
         load(published(tmp_path, EAGLE_SPECULATORS, shapes, **MAP))
 
 
 @pytest.mark.parametrize("kind", ["mistral", None])
 def test_a_body_that_is_neither_qwen3_nor_llama_is_refused(kind: str | None, tmp_path: Path) -> None:
     config = {**EAGLE_SPECULATORS, "transformer_layer_config": {"model_type": kind, **BODY}}
-    with pytest.raises(
-        UserError, match=f"transformer_layer_config is {kind!r} is not supported; only qwen3, llama are"
-    ):
+    with pytest.raises(UserError, match=f"transformer_layer_config is {kind!r} .*qwen3, llama"):
         load(published(tmp_path, config, {**eagle_tensors("layers.0"), **OWN}, **MAP))
 
 
@@ -410,21 +406,21 @@ def draft_of(kind: str, **changes: Any) -> DFlashDraft | Eagle3Draft:
 @pytest.mark.parametrize(
     ("name", "kind", "changes", "message"),
     [
-        ("zlab", "dflash", {"shifted_labels": True}, "cannot hold this draft's shifted_labels"),
-        ("zlab", "dflash", {"own_embedding": True}, "leaves embedding and head to the target"),
+        ("zlab", "dflash", {"shifted_labels": True}, "shifted_labels"),
+        ("zlab", "dflash", {"own_embedding": True}, "embedding and head"),
         ("zlab", "dflash", {"own_head": True, "draft_vocab_size": 5}, "draft_vocab_size = 5"),
         ("zlab", "dflash", {"target_hidden_size": 20}, "target_hidden_size = 20"),
         ("deepspec", "dflash", {}, "infill_labels"),
-        ("deepspec", "dflash", {"shifted_labels": True}, r"includes embed_tokens\.weight, .* give --target"),
-        ("speculators", "dflash", {}, r"includes embed_tokens\.weight, .* give --target"),
-        ("speculators", "eagle3", {}, r"includes embed_tokens\.weight"),
+        ("deepspec", "dflash", {"shifted_labels": True}, r"embed_tokens\.weight.* --target"),
+        ("speculators", "dflash", {}, r"embed_tokens\.weight.* --target"),
+        ("speculators", "eagle3", {}, r"embed_tokens\.weight"),
         ("deepspec", "eagle3", {}, "layer_without_query_and_key_norms"),
         ("deepspec", "eagle3", {"qk_norm": True, "norm_output": True}, "norm_output"),
         ("deepspec", "eagle3", {"draft_vocab_size": 5}, "draft_vocab_size = 5"),
         ("safeailab", "eagle3", {"qk_norm": True}, "query_and_key_norms"),
         ("safeailab", "eagle3", {"norm_before_residual": True}, "norm_before_residual"),
         ("safeailab", "eagle3", {"target_layer_ids": (0, 1, 2)}, "taps_that_start_with_layer_0"),
-        ("zlab", "eagle3", {}, "unknown format for a draft of kind eagle3: 'zlab'; known: deepspec, safeailab"),
+        ("zlab", "eagle3", {}, "eagle3: 'zlab'; known: deepspec, safeailab"),
     ],
 )
 def test_what_a_format_cannot_hold_is_refused_by_name(

@@ -350,18 +350,17 @@ WRITES = (
         ("while True: pass", "did not return within"),
         ("return most_of_all", "it raised NameError"),
         ("return sum(iter(int, 1))", "did not return within"),
-        ("return 99", "returned 99, and not a length from 0 to 2"),
-        ("return True", "returned True, and not a length"),
-        ("return -1", "not a length"),
-        ("return 1.0", "returned 1.0, and not a length"),
+        ("return 99", "returned 99.* 0 to 2"),
+        ("return True", "returned True"),
+        ("return -1", "returned -1"),
+        ("return 1.0", "returned 1.0"),
         ("raise SystemExit", "it raised SystemExit"),
         ("raise BaseException", "it raised BaseException"),
         ("import os; os._exit(0)", "it ended its process"),
-        (WRITES.format(b"5\n") + "return 1", "it wrote into the pipe"),
-        (WRITES.format(b"[null, 1]\n") + "return 1", "it wrote into the pipe"),
-        (WRITES.format(b"[" * 1000 + b"\n") + "return 1", "it wrote into the pipe"),
-        (WRITES.format(b"x" * 9000) + "return 1", "it wrote into the pipe"),
-        (WRITES.format(b"[null,") + "return 1", "it wrote into the pipe"),
+        *[
+            (WRITES.format(line) + "return 1", "wrote into the pipe")
+            for line in (b"5\n", b"[null, 1]\n", b"[" * 1000 + b"\n", b"x" * 9000, b"[null,")
+        ],
         (WRITES.format(b"[null,") + "time.sleep(1000)", "did not return within"),
     ],
 )

@@ -18,6 +18,7 @@ from dflash_bench.engine.drafters.synthetic import SyntheticDrafter, rates_of
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.results.table import read_run
+from helpers.refusals import assert_refused
 from helpers.repeating_targets import PROMPTS, accepted, table
 from helpers.rows import failed, pair
 from helpers.runs import IDENTITY, answers, stored
@@ -115,11 +116,11 @@ def test_the_last_round_is_as_long_as_any() -> None:
 @pytest.mark.parametrize(
     ("content", "option", "said"),
     [
-        ("[]", "", "is not a measured speculation profile: it needs conditional_accept_rates"),
-        ('{"measured": false, "conditional_accept_rates": [0.5]}', "", "is not a measured speculation profile"),
-        ('{"conditional_accept_rates": [1.5]}', "", "must be a list of 1 to 63 probabilities"),
-        ('{"conditional_accept_rates": ["0.5"]}', "", "must be a list of 1 to 63 probabilities"),
-        ('{"conditional_accept_rates": [0.5]}', ",category=odd", "unknown category of"),
+        ("[]", "", "profile.json .*conditional_accept_rates"),
+        ('{"measured": false, "conditional_accept_rates": [0.5]}', "", "profile.json "),
+        ('{"conditional_accept_rates": [1.5]}', "", "1 to 63"),
+        ('{"conditional_accept_rates": ["0.5"]}', "", "1 to 63"),
+        ('{"conditional_accept_rates": [0.5]}', ",category=odd", "category .*'odd'"),
         ('{"conditional_accept_rates": [0.5], "parts": [{"category": "even"}]}', ",category=odd", "even"),
     ],
 )
@@ -131,9 +132,8 @@ def test_another_file_is_refused(content: str, option: str, said: str, tmp_path:
 
 
 def test_the_method_has_to_be_one_that_drafts(main: Main, measured: Path) -> None:
-    with pytest.raises(UserError, match="unknown method of this run 'ar'"):
+    with pytest.raises(UserError, match="'ar'"):
         speculation.as_json(read_run(measured), "ar")
-    status, _, said = main("card", measured, "--method", "dflash")
-    assert status == 2 and "--method has no effect without --profile" in said
-    with pytest.raises(UserError, match="category= chooses among those of a profile"):
+    assert_refused(main("card", measured, "--method", "dflash"), "--method", "--profile")
+    with pytest.raises(UserError, match=r"category= .*profile"):
         rates_of(methods.parse("synthetic:category=odd"))
