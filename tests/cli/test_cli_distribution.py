@@ -31,13 +31,13 @@ def unkept(drawn: Draws) -> Draws:
 @pytest.mark.parametrize(
     ("drawn", "status", "said"),
     [
-        (draws(method=METHOD), 0, f"{METHOD} draws as the published model does\n"),
-        (draws(20, method=METHOD), 0, f"{METHOD} draws as the published model does (too few tokens to test: token 1, "),
+        (draws(method=METHOD), 0, f"{METHOD} draws as"),
+        (draws(20, method=METHOD), 0, "too few tokens to test: token 1, "),
         (
             draws(600, method=METHOD, where=lambda columns: columns["is_bonus"], share=lambda p: p**3), 1,
-            f"{METHOD} does NOT draw as the published model does: bonus token: ",
+            f"{METHOD} does NOT draw as",
         ),
-        (unkept(draws(method=METHOD)), 1, "was not tested: drafted tokens were almost never kept"),
+        (unkept(draws(method=METHOD)), 1, "was not tested"),
     ],
 )  # fmt: skip
 def test_the_verdict_is_said_in_words_and_by_the_exit_status(
@@ -54,7 +54,7 @@ def test_the_verdict_is_said_in_words_and_by_the_exit_status(
     assert main(monkeypatch, "verify-distribution", *options) == status
     out = capsys.readouterr().out
     assert said in out and "bonus token" in out
-    assert f"{drawn.num_answers} answers of 15 tokens by each method, at temperature 0.5, top k 7, top p 0.9" in out
+    assert f"{drawn.num_answers} answers" in out and "temperature 0.5, top k 7, top p 0.9" in out
     request = RunRequest(methods=(METHOD,), dtype="float32")
     assert asked == [distribution.DrawRequest(request, Settings(0.5, 7, 0.9), 1000, 15)]
     assert main(monkeypatch, "verify-distribution", *options, "--json") == status
@@ -74,19 +74,19 @@ def test_a_token_that_cannot_be_is_named_as_such() -> None:
     some = [Draws("dflash", 200, columns)]
     tests = run_tests(some)
     said = report.distribution_text(some, tests, judge_methods(some, tests), Settings(1.0))
-    assert "impossible" in said and "does NOT" in said and "a token that the model never draws" in said
+    assert "impossible" in said and "does NOT" in said
     json.dumps(report.distribution_as_json(some, tests, judge_methods(some, tests), Settings(1.0)), allow_nan=False)
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--temperature", "0"], "at temperature 0 nothing is drawn"),
+        (["--temperature", "0"], "temperature 0"),
         (["--method", "dflsh"], "unknown method 'dflsh'"),
-        (["--method", "dflash:rule=always"], "rule must be match or rejection, not 'always'"),
+        (["--method", "dflash:rule=always"], "match or rejection, not 'always'"),
         (["--method", "eagle3:rule=rejection"], "rule"),
-        (["--method", "ar", "--draft", "dflash=x"], "--draft dflash= has no effect"),
-        (["--method", "oracle"], "--method oracle measures the engine"),
+        (["--method", "ar", "--draft", "dflash=x"], "--draft dflash="),
+        (["--method", "oracle"], "--method oracle"),
         (["--dtype", "int8"], "int8"),
         (["--device", "tpu"], "tpu"),
         (["--draws", "5"], "--draws"),

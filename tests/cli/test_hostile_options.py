@@ -142,7 +142,7 @@ def test_rows_in_a_pipe_are_one_line(here: Path, main: Main) -> None:
         os.mkfifo(name)
         folder = name.split("/")[0]
         told = refused(main, "run", "--suite", "gsm8k", "--data", folder, "--method", "dflash", "--out", "new")
-        assert "it is a pipe, not a file" in told
+        assert "pipe" in told
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_rows_in_a_pipe_are_one_line(here: Path, main: Main) -> None:
 )
 def test_an_option_that_takes_one_value_is_given_once(command: str, twice: list[str], here: Path, main: Main) -> None:
     told = refused(main, command, *COMMANDS.get(command, ([], []))[0], *twice)
-    assert " times, but takes one value; give it once" in told
+    assert " times" in told
 
 
 def test_an_option_that_may_be_repeated_may_be(here: Path, main: Main) -> None:
@@ -176,12 +176,12 @@ def test_an_option_that_may_be_repeated_may_be(here: Path, main: Main) -> None:
 @pytest.mark.parametrize("threads", [10**11, 99_999_999])
 def test_more_threads_than_processors_are_one_line(threads: int, here: Path, main: Main) -> None:
     told = refused(main, "run", "--prompts", "p.jsonl", "--threads", threads, "--out", "new")
-    assert told.startswith(f"dflash-bench: --threads {threads} is more than the processors of this machine, ")
+    assert f"--threads {threads} " in told
 
 
 def test_a_word_that_is_not_utf8_is_one_line(here: Path, main: Main) -> None:
     told = refused(main, "run", "--prompts", "p.jsonl", "--out", "new\udcff")
-    assert told == "dflash-bench: 'new\\udcff' is not UTF-8; rename the file or folder\n"
+    assert "'new\\udcff'" in told and "UTF-8" in told
 
 
 def test_a_result_for_a_pipe_that_nobody_reads_is_one_line(here: Path, main: Main) -> None:
@@ -193,20 +193,25 @@ def test_prompts_are_scored_and_what_nothing_reads_is_told(here: Path, main: Mai
     Path("mine.jsonl").write_text('{"prompt": "1 + 6?", "reference": ["7"], "id": "a", "sourc": ["b"]}\n')
     asked = ("run", "--prompts", "mine.jsonl", "--score", "gsm8k_number", "--out", "new")
     code, out, err = main(*asked)
-    assert code == 0 and err.startswith("note: mine.jsonl: ignored sourc (known: ") and err.count("\n") == 1
+    assert code == 0 and err.startswith("note: mine.jsonl") and " sourc " in err and err.count("\n") == 1
     assert "tokens/round" in out
     out = main("report", "new")[1]
     assert next(line.split()[-1] for line in out.splitlines() if line.startswith("  ar ")) == "0.0"
 
 
-def test_a_score_has_no_effect_without_prompts_and_lists_the_known_ones(here: Path, main: Main) -> None:
-    told = refused(main, "run", "--suite", "gsm8k", "--score", "math", "--out", "new")
-    assert told.startswith("dflash-bench: --score has no effect without --prompts")
-    told = refused(main, "run", "--prompts", "p.jsonl", "--score", "bleu", "--out", "new")
-    known = (
-        "aime_integer, choice, evaluate:FOLDER, gsm8k_number, humaneval, ifeval, json_schema, livecodebench, math, "
-        "mbpp, mrcr, none"
-    )
-    assert told == f"dflash-bench: unknown scorer 'bleu'; known: {known}\n"
-    told = refused(main, "run", "--prompts", "p.jsonl", "--score", "math", "--out", "new")
-    assert told.startswith("dflash-bench: prompt 0 of suite prompts has no reference to compare with")
+KNOWN = "aime_integer, choice, evaluate:FOLDER, gsm8k_number, humaneval, ifeval, json_schema, livecodebench, math, "
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (("--suite", "gsm8k", "--score", "math"), ("--score", "--prompts")),
+        (("--prompts", "p.jsonl", "--score", "bleu"), ("'bleu'", f"{KNOWN}mbpp, mrcr, none")),
+        (("--prompts", "p.jsonl", "--score", "math"), ("prompt 0", "reference")),
+    ],
+)
+def test_a_score_needs_prompts_with_references(
+    asked: tuple[str, ...], named: tuple[str, ...], here: Path, main: Main
+) -> None:
+    told = refused(main, "run", *asked, "--out", "new")
+    assert all(name in told for name in named)

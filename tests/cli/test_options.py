@@ -24,6 +24,7 @@ from dflash_bench.runner import session
 from dflash_bench.runner.config import OutputOptions, RunRequest, ServerOptions, require_prompts
 from dflash_bench.runner.plan import swept
 from dflash_bench.training.config import TrainRequest
+from helpers.refusals import assert_refused
 
 Main = Callable[..., tuple[int, str, str]]
 STOP = "as far as this test goes"
@@ -200,41 +201,43 @@ def test_a_value_may_begin_with_a_dash_or_hold_an_equals_sign(configured: Callab
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "named"),
     [
-        ("limmit = 4", "unknown option in run.toml 'limmit'; known: allow, api-key-env, attention,"),
-        ("max_new_tokens = 4", "unknown option in run.toml 'max_new_tokens'; known: "),
-        ("config = 'other.toml'", "unknown option in run.toml 'config'; known: "),
-        ("help = true", "unknown option in run.toml 'help'; known: "),
-        ("no-thinking = true", "unknown option in run.toml 'no-thinking'; known: "),
-        ("[run]\nlimit = 4", "unknown option in run.toml 'run'; known: "),
-        ("resume = 1", "run.toml: resume is true or false"),
-        ("limit = true", "run.toml: limit takes text or a number, or a list of them"),
-        ("limit = [1, 2]", "run.toml: limit takes one value, not 2"),
-        ("out = ['a', 'b']", "run.toml: out takes one value, not 2"),
-        ("suite = []", "run.toml: suite takes text or a number, or a list of them"),
-        ("suite = [['gsm8k']]", "run.toml: suite takes text or a number, or a list of them"),
-        ("temperature = {low = 1}", "run.toml: temperature takes text or a number, or a list of them"),
-        ("limit = 2024-01-01", "run.toml: limit takes text or a number, or a list of them"),
-        ("temperature = nan", "--temperature takes a number, or several with commas between them, not nan"),
-        ("limit = 0", "Invalid value for '--limit': "),
-        ("limit = 'four'", "Invalid value for '--limit': "),
-        ("model = ''", "--model is empty; omit it, or give it a value"),
-        ("limit", "cannot read run.toml: not valid TOML"),
+        ("limmit = 4", "run.toml 'limmit' 'limit'"),
+        ("limmmit = 4", "allow, api-key-env, attention,"),
+        *[
+            (line, f"run.toml '{line.split(' ')[0]}'")
+            for line in ("max_new_tokens = 4", "config = 'other.toml'", "help = true", "no-thinking = true")
+        ],
+        ("[run]\nlimit = 4", "run.toml 'run'"),
+        ("resume = 1", "run.toml: resume true false"),
+        *[
+            (line, f"run.toml: {line.split(' ')[0]}")
+            for line in (
+                "limit = true",
+                "suite = []",
+                "suite = [['gsm8k']]",
+                "temperature = {low = 1}",
+                "limit = 2024-01-01",
+            )
+        ],
+        *[(line, f"run.toml: {line.split(' ')[0]} 2") for line in ("limit = [1, 2]", "out = ['a', 'b']")],
+        ("temperature = nan", "--temperature nan"),
+        ("limit = 0", "'--limit'"),
+        ("limit = 'four'", "'--limit'"),
+        ("model = ''", "--model"),
+        ("limit", "run.toml TOML"),
     ],
 )
-def test_a_file_that_makes_no_sense_is_one_line(text: str, told: str, tmp_path: Path, main: Main) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(text, encoding="utf-8")
-    status, out, err = main("run", "--config", "run.toml")
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert re.sub(r" \(did you mean '.+'\?\)", "", err).startswith(f"dflash-bench: {told}")
+def test_a_file_that_makes_no_sense_is_one_line(text: str, named: str, tmp_path: Path, main: Main) -> None:
+    (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+    assert_refused(main("run", "--config", "run.toml"), *named.split(" "))
 
 
 def test_each_command_has_a_file_of_its_own_options(tmp_path: Path, main: Main) -> None:
     (tmp_path / "file.toml").write_text("seed = 4\n")
     for command in ("doctor", "profile", "crosscheck"):
-        assert main(command, "--config", "file.toml")[2].startswith("dflash-bench: unknown option in file.toml 'seed'")
+        assert_refused(main(command, "--config", "file.toml"), "file.toml", "'seed'")
 
 
 # What an option needs
@@ -260,35 +263,36 @@ SERVED: dict[str, Any] = {"servers": ("plain=http://127.0.0.1:1",)}
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "first", "named"),
     [
-        (SERVED | {"compile": "inductor"}, "--compile has no effect with --server: how a server drafts is said where"),
-        (SERVED | {"drafts": ("dflash=a",)}, "--draft has no effect with --server: how a server drafts is said where"),
-        (SERVED | {"context": (None, 4096)}, "--context has no effect with --server alone: give --model or --target"),
-        (SERVED | {"launch": "vllm"}, "--server has no effect with --launch, which starts servers and knows them"),
-        ({"launch": "vllm", "compile": "inductor"}, "--compile has no effect with --launch: it is for the engine here"),
-        (SERVED | {"energy": True}, "--energy has no effect with --server, which spends energy elsewhere"),
-        ({"workers": 2, "energy": True}, "--workers measure one prompt each at a time, and --energy is for"),
-        ({"workers": 2, "launch": "vllm"}, "--workers has no effect with --launch: a server does the work"),
-        ({"workers": 2, "budget": "5m"}, "--workers measure one prompt each at a time, and --for is for one process"),
-        ({"workers": 2, "device": "cuda:1"}, "--workers take a GPU each: give --device cuda, not cuda:1"),
-        ({"budget": "5m", "concurrency": (1, 4)}, "--for measures prompt by prompt, and --concurrency all prompts of"),
-        ({"graph": "on", "engine": "transformers"}, "--graph on has no effect on --engine transformers"),
-        ({"graph": "on", "quantize": "nf4"}, "--graph on is for --engine native, which computes plain weights only"),
-        ({"graph": "on", "compile": "inductor"}, "--compile and --graph on: a pass is compiled or captured as a graph"),
-        ({"quantize": "nf4", "engine": "native"}, "--engine native computes plain and int8 weights only; leave"),
-        ({"attention": "sdpa", "engine": "native"}, "--attention has no effect on --engine native, which has its own"),
-        (SERVED | {"one_at_a_time": True}, "--one-at-a-time has no effect with --server: how a server drafts is said"),
-        ({"timeout": 0.0}, "--timeout has no effect without --server"),
-        ({"budget": "soon"}, "--for takes a time above 0 with its unit, such as 90s, 5m or 1.5h, not 'soon'"),
-        ({"temperature": (0.5, 0.5)}, "--temperature lists a value twice: 0.5,0.5"),
-        ({"concurrency": (0, 2)}, "--concurrency is a number of answers from 1 up, not 0"),
-        ({"limit": 10**8}, "--limit takes at most 10,000,000, not 100000000"),
-        ({"repetition_penalty": (1.0,)}, "--repetition-penalty is a number above 0 other than 1"),
+        (SERVED | {"compile": "inductor"}, "--compile", "--server"),
+        (SERVED | {"drafts": ("dflash=a",)}, "--draft", "--server"),
+        (SERVED | {"context": (None, 4096)}, "--context", "--server --model --target"),
+        (SERVED | {"launch": "vllm"}, "--server", "--launch"),
+        (SERVED | {"energy": True}, "--energy", "--server"),
+        (SERVED | {"one_at_a_time": True}, "--one-at-a-time", "--server"),
+        ({"launch": "vllm", "compile": "inductor"}, "--compile", "--launch"),
+        ({"workers": 2, "energy": True}, "--workers", "--energy"),
+        ({"workers": 2, "launch": "vllm"}, "--workers", "--launch"),
+        ({"workers": 2, "budget": "5m"}, "--workers", "--for"),
+        ({"workers": 2, "device": "cuda:1"}, "--workers", "cuda:1"),
+        ({"budget": "5m", "concurrency": (1, 4)}, "--for", "--concurrency"),
+        ({"graph": "on", "engine": "transformers"}, "--graph on", "--engine transformers"),
+        ({"graph": "on", "quantize": "nf4"}, "--graph on", "--engine native"),
+        ({"graph": "on", "compile": "inductor"}, "--compile", "--graph on"),
+        ({"quantize": "nf4", "engine": "native"}, "--engine native", "int8"),
+        ({"attention": "sdpa", "engine": "native"}, "--attention", "--engine native"),
+        ({"timeout": 0.0}, "--timeout", "--server"),
+        ({"budget": "soon"}, "--for", "90s 5m 1.5h 'soon'"),
+        ({"temperature": (0.5, 0.5)}, "--temperature", "0.5,0.5"),
+        ({"concurrency": (0, 2)}, "--concurrency", "0"),
+        ({"limit": 10**8}, "--limit", "10,000,000 100000000"),
+        ({"repetition_penalty": (1.0,)}, "--repetition-penalty", "1"),
     ],
-)  # fmt: skip
-def test_what_takes_an_options_effect_away_is_named(given: dict[str, Any], told: str) -> None:
-    assert against(**given).startswith(told)
+)
+def test_what_takes_an_options_effect_away_is_named(given: dict[str, Any], first: str, named: str) -> None:
+    told = against(**given)
+    assert told.startswith(first) and [name for name in named.split(" ") if name not in told] == []
 
 
 def test_what_goes_together_is_not_refused() -> None:
@@ -305,8 +309,8 @@ def test_what_goes_together_is_not_refused() -> None:
 
 
 def test_where_a_run_goes_is_checked_likewise() -> None:
-    for given, told in (({"resume": True}, "--resume needs --out FOLDER"), ({"allow": ("all",)}, "unknown thing to a")):
-        with pytest.raises(UserError, match=f"^{told}"):
+    for given, told in (({"resume": True}, "--resume .*--out"), ({"allow": ("all",)}, "'all'")):
+        with pytest.raises(UserError, match=told):
             check_options(OutputOptions(**given))  # type: ignore[arg-type]
 
 
@@ -338,7 +342,7 @@ def test_commands_that_need_no_prompts_ask_for_none(asked: Callable[..., RunRequ
     assert asked("--model", "nano", command="doctor") == asked("--model", "nano", command="profile")
     assert asked("--model", "nano", command="profile") == RunRequest(model="nano")
     check_options(RunRequest(model="nano"))
-    with pytest.raises(UserError, match=r"^nothing to run: give --suite \(agentic_coding, aime24,"):
+    with pytest.raises(UserError, match=r"--suite \(agentic_coding, aime24,"):
         require_prompts(RunRequest(model="nano"))
 
 

@@ -67,7 +67,7 @@ def test_random_weights_of_some_layers_are_estimated_for_all(
         assert all_of_it["seconds"] == pytest.approx(one["head_s"] + 2 * (one["seconds"] - one["head_s"]))
     assert estimated["verdicts"][0]["al"] is None
     assert main(monkeypatch, "profile", *words) == 0
-    assert "An estimate, not a measurement" in capsys.readouterr().out
+    assert "An estimate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", ["mtp:2", "p-eagle:3"])
@@ -114,33 +114,34 @@ def test_bytes_and_operations_of_a_tiny_model(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (("--layers", "2"), "--layers has no effect without --random-weights"),
-        (("--random-weights", "--draft", "dflash=x"), "--draft has no effect with --random-weights"),
-        (("--random-weights", "--dtype", "auto"), "random weights have none; name a dtype"),
-        (("--random-weights", "--layers", "99"), "--layers 99: "),
-        (("--random-weights", "--target", "org/unheard-of"), "the shape of org/unheard-of is not known here"),
-        (("--acceptance", "0.5"), "a round always gives one token, so al.pooled is a number from 1 up"),
-        (("--acceptance", "40"), "--acceptance 40 is more than a round of dflash has: 4"),
-        (("--batch", "0"), "--batch takes numbers from 1 to 10,000,000, not 0"),
-        (("--context", "a"), "--context takes a whole number"),
-        (("--context", "9999999"), "leaves no room for 4 tokens: the target's context is"),
-        (("--method", "ngram"), "unknown method to profile 'ngram'; known: ddtree, dflash, eagle3, mtp, p-eagle"),
-        (("--method", "dflash:block=auto"), "leave out block=auto"),
-        (("--method", "ddtree:nodes=auto"), "leave out nodes=auto"),
-        (("--method", "dflash:rule=rejection"), "leave out rule="),
-        (("--engine", "slow"), "unknown engine"),
+        (("--layers", "2"), "--layers --random-weights"),
+        (("--random-weights", "--draft", "dflash=x"), "--draft --random-weights"),
+        (("--random-weights", "--dtype", "auto"), "dtype"),
+        (("--random-weights", "--layers", "99"), "--layers 99"),
+        (("--random-weights", "--target", "org/unheard-of"), "org/unheard-of"),
+        (("--acceptance", "0.5"), "al.pooled"),
+        (("--acceptance", "40"), "--acceptance 40 dflash 4"),
+        (("--batch", "0"), "--batch 10,000,000 0"),
+        (("--context", "a"), "--context"),
+        (("--context", "9999999"), "4 tokens context"),
+        (("--method", "ngram"), "'ngram' ddtree, dflash, eagle3, mtp, p-eagle"),
+        (("--method", "dflash:block=auto"), "block=auto"),
+        (("--method", "ddtree:nodes=auto"), "nodes=auto"),
+        (("--method", "dflash:rule=rejection"), "rule="),
+        (("--engine", "slow"), "engine 'slow'"),
     ],
 )
 def test_what_it_refuses(
-    words: tuple[str, ...], message: str, model: Path, monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...], named: str, model: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr("dflash_bench.perf.measure.measure", lambda *_: pytest.fail("measured all the same"))
     own = () if "--target" in words else ("--model", model)
     rest = SMALL if "--context" not in words else SMALL[2:]
-    assert message in refused(monkeypatch, capsys, *own, *words, *rest)
+    told = refused(monkeypatch, capsys, *own, *words, *rest)
+    assert [name for name in named.split(" ") if name not in told] == []
 
 
 def test_memory_that_is_not_there_is_told_before_anything_is_made(
@@ -151,8 +152,7 @@ def test_memory_that_is_not_there_is_told_before_anything_is_made(
         "dflash_bench.models.random_weights.filled_target", lambda *_: pytest.fail("made it all the same")
     )
     error = refused(monkeypatch, capsys, "--model", "qwen3-8b", "--random-weights")
-    assert "qwen3-8b with 36 layers, batch 1 and context 512 needs" in error and "and 10.0 GB are free" in error
-    assert "; --layers 2 fits" in error
+    assert all(name in error for name in ("qwen3-8b", "36 layers", "batch 1", "context 512", "10.0 GB", "--layers 2 "))
     error = refused(
         monkeypatch, capsys, "--model", "qwen3-8b", "--random-weights", "--layers", "2", "--batch", "64", "--context",
         "40000",
