@@ -53,6 +53,6 @@ def test_a_run_whose_checksums_are_gone_is_neither_read_nor_mended(tmp_path: Pat
         run.append(pair("p0", [1]))
     (run.folder / parts.CHECKSUMS).unlink()
     for call in (lambda: store.load(run.folder), lambda: store.resume(run.folder, bare())):
-        with pytest.raises(UserError, match=r"run has no parts\.sha256, by which its parts are known; restore"):
+        with pytest.raises(UserError, match=r"run has no parts\.sha256"):
             call()
     assert [part.name for part in parts.of(run.folder)] == ["part-000000.parquet"]

@@ -291,7 +291,7 @@ def test_edited_texts_and_scores_fail_the_check_by_name(what: str, run: Path, ma
 def test_scores_of_code_are_tried_where_it_is_asked_for(main: Main, tmp_path: Path) -> None:
     asked = "--suite humaneval --method ngram --limit 2 --out run".split()
     assert main("run", *asked)[0] == 0
-    assert "--rescore runs the code again" in main("check", "run")[1]
+    assert "--rescore" in main("check", "run")[1]
     code, out, err = main("check", "run", "--rescore")
     assert (code, err) == (0, "") and "were not tried" not in out
     edited(tmp_path / "run", lambda row: {"passed": not row["passed"]}, once("ngram"))
@@ -307,7 +307,7 @@ def test_texts_are_not_tried_without_the_tokenizer_and_check_says_so(
     edited(run, lambda row: {"text": row["text"] + "!"})
     monkeypatch.setattr("dflash_bench.diagnose.reread._Reader._tokenizers", lambda _: iter([Path("absent")]))
     out = main("check", "run", "--no-rescore")[1]
-    assert "note: texts were not tried: the target's tokenizer is not on this disk\n" in out
+    assert "note: texts were not tried: " in out and "tokenizer" in out
 
 
 # What a broken tool writes itself

@@ -18,6 +18,7 @@ from dflash_bench.results import store
 from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.run_info import read_info
 from helpers.fake_backend import FakeBackend, install, main
+from helpers.refusals import assert_refused
 from helpers.runs import listed
 
 Captured = pytest.CaptureFixture[str]
@@ -200,7 +201,8 @@ def test_an_edited_run_json_is_not_continued_and_says_what_was_edited(
     backend = FakeBackend()
     install(monkeypatch, backend, info["identity"] | {"dtype": "bfloat16"})
     assert main(monkeypatch, "run", *WORDS, "--out", "run", "--resume") == 2
-    assert 'part-000000.parquet was not measured as run/run.json says: dtype was "float32"' in (capsys.readouterr().err)
+    told = capsys.readouterr().err
+    assert "part-000000.parquet" in told and 'dtype was "float32"' in told
 
 
 def test_a_plan_of_other_prompts_or_turns_is_told_by_its_prompts(
@@ -208,7 +210,7 @@ def test_a_plan_of_other_prompts_or_turns_is_told_by_its_prompts(
 ) -> None:
     Path("p.jsonl").write_text('{"turns": ["hello", "and when?"]}\n{"prompt": "one more"}\n')
     assert go(monkeypatch, "--resume")[0] == 2
-    assert "run was started differently: 2 prompts of prompts differ, such as 0" in capsys.readouterr().err
+    assert "run was started differently: 2 prompts" in capsys.readouterr().err
 
 
 def test_resume_over_a_damaged_part_names_the_remedy_which_works(
@@ -219,9 +221,7 @@ def test_resume_over_a_damaged_part_names_the_remedy_which_works(
     part.write_bytes(part.read_bytes()[:-20])
     capsys.readouterr()
     assert go(monkeypatch, "--resume")[0] == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"dflash-bench: cannot read run/{part.name}: ") and err.count("\n") == 1
-    assert err.endswith("; delete that file, and --resume generates its answers again\n")
+    assert_refused((2, "", capsys.readouterr().err), f"run/{part.name}", "--resume")
     part.unlink()
     assert go(monkeypatch, "--resume")[0] == 0
     assert what_matters(store.load(run)[1]) == before
@@ -245,20 +245,19 @@ def test_failed_answers_are_exit_status_1_unless_they_are_allowed(
     captured = capsys.readouterr()
     num_failed = sum(row.generation.error is not None for row in store.load(run)[1])
     assert num_failed > 0
-    told = f"dflash-bench: {num_failed} of {NUM_ANSWERS} answers failed; give --allow failed to accept that\n"
-    assert captured.err == told
-    assert "saved in run" in captured.out
+    assert f"{num_failed} of {NUM_ANSWERS} answers" in captured.err and "--allow failed" in captured.err
     assert main(monkeypatch, "run", *WORDS, "--out", "run", "--resume", "--allow", "failed") == 0
     assert capsys.readouterr().err == ""
     assert main(monkeypatch, "check", "run") == 1
-    assert "answers failed" in capsys.readouterr().out
+    capsys.readouterr()
     assert main(monkeypatch, "check", "run", "--allow", "failed") == 0
-    assert "allowed: gsm8k (folder data) dflash: " in capsys.readouterr().out
+    assert "allowed: gsm8k (folder data) dflash" in capsys.readouterr().out
 
 
 def test_nothing_else_can_be_allowed_when_running(run: Path, monkeypatch: Patch, capsys: Captured) -> None:
-    assert go(monkeypatch, "--resume", "--allow", "mismatch")[0] == 2
-    assert capsys.readouterr().err == "dflash-bench: unknown thing to allow 'mismatch'; known: failed\n"
+    capsys.readouterr()
+    status = go(monkeypatch, "--resume", "--allow", "mismatch")[0]
+    assert_refused((status, *capsys.readouterr()), "'mismatch'", "failed")
 
 
 def test_a_clock_that_stands_still_gives_failed_rows_and_no_number(
@@ -269,6 +268,5 @@ def test_a_clock_that_stands_still_gives_failed_rows_and_no_number(
     assert go(monkeypatch, faults={"dflash": lambda answer: replace(answer, decode_s=0.0)})[0] == 1
     rows = [row for row in store.load(run)[1] if row.method == "dflash"]
     (error,) = {row.generation.error for row in rows}
-    assert error is not None and error.startswith("its measurement cannot be right: decode_s is NaN")
+    assert error is not None and "decode_s is NaN" in error
     assert {row.generation.decode_s for row in rows} == {0.0} and not any(row.exactness for row in rows)
-    assert "its measurement cannot be right" in " ".join(capsys.readouterr().out.split())

@@ -249,7 +249,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_parts_before_it(
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", full)
             path = tmp_path / "run" / "part-000001.parquet"
-            assert refusal(run.append, pair("p1", [1])) == f"cannot write {path}: No space left on device"
+            assert f"{path}: No space left" in refusal(run.append, pair("p1", [1]))
         assert sorted(os.listdir(run.folder)) == ["part-000000.parquet", "parts.sha256", "run.json"]
         run.append(pair("p2", [1]))
     assert [row.prompt_id for row in store.load(run.folder)[1]] == ["p0", "p0", "p2", "p2"]
@@ -346,10 +346,9 @@ def test_another_identity_is_refused_with_every_difference(tmp_path: Path) -> No
     before = info_of(folder)
     changed = with_identity(options={"seed": 1, "suites": ["gsm8k"], "limit": 8}, data_sha256="d2")
     message = refusal(store.resume, folder, changed)
-    assert message == (
-        f'{folder} was started differently: data_sha256 was "d1", now "d2"; options.limit was null, now 8; '
-        "options.seed was 0, now 1; use the same options, or choose another --out"
-    )
+    assert message.startswith(str(folder)) and "--out" in message
+    for told in ('data_sha256 was "d1", now "d2"', "options.limit was null, now 8", "options.seed was 0, now 1"):
+        assert told in message
     assert info_of(folder) == before
 
 
@@ -371,22 +370,21 @@ def test_another_machine_may_continue_and_is_remembered(tmp_path: Path) -> None:
 def test_two_runs_cannot_write_one_folder(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = store.create(folder, INFO)
-    message = f"{folder} is being written by another run; wait for it to end"
-    assert refusal(store.resume, folder, INFO) == message
+    assert refusal(store.resume, folder, INFO).startswith(f"{folder} is being written")
     del run
     gc.collect()
     store.resume(folder, INFO).close()
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    assert refusal(store.load, tmp_path) == f"{tmp_path} holds no run (no run.json)"
-    assert refusal(store.resume, tmp_path / "none", INFO) == f"{tmp_path / 'none'} holds no run (no run.json)"
+    assert refusal(store.load, tmp_path).startswith(f"{tmp_path} holds no run")
+    assert refusal(store.resume, tmp_path / "none", INFO).startswith(f"{tmp_path / 'none'} holds no run")
     path = tmp_path / "run.json"
     for text in ("[]", "{}", '{"identity": {}}'):
         path.write_text(text)
-        assert refusal(store.load, tmp_path) == f"cannot read {path}: not written by dflash-bench run"
+        assert refusal(store.load, tmp_path).startswith(f"cannot read {path}: not written")
     path.write_text('{"identity": ')
-    assert refusal(store.load, tmp_path).startswith(f"cannot read {path}: not valid JSON (Expecting value")
+    assert refusal(store.load, tmp_path).startswith(f"cannot read {path}: not valid JSON")
     path.write_bytes(b"\xff")
     assert refusal(store.load, tmp_path).startswith(f"cannot read {path}: ")
 
@@ -396,8 +394,8 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(info_of(tmp_path) | {"schema": SCHEMA_VERSION + 1}))
     for call in (store.load, lambda folder: store.resume(folder, INFO)):
-        problem = f"has schema {SCHEMA_VERSION + 1}, but this version reads up to {SCHEMA_VERSION}"
-        assert refusal(call, tmp_path) == f"{path} {problem}; update dflash-bench"
+        problem = f"has schema {SCHEMA_VERSION + 1},"
+        assert refusal(call, tmp_path).startswith(f"{path} {problem}")
 
 
 # Damage
@@ -433,7 +431,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(part: Path) -> None:
 def test_foreign_parquet_is_refused(part: Path) -> None:
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     parquet.write_table(arrow.table({"a": [1]}), part)
-    assert refusal(store.load, part.parent) == f"cannot read {part}: its columns are not those of a run"
+    assert refusal(store.load, part.parent).startswith(f"cannot read {part}: its columns")
 
 
 # Killed

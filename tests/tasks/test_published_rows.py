@@ -45,7 +45,7 @@ def test_any_of_several_right_answers_is_right(tmp_path: Path) -> None:
     found = [scorers.score("gsm8k_number", prompt, text) for text in ("It is 7.", "8", "so it is 9")]
     assert [(score.answer, score.passed) for score in found] == [("7", True), ("8", True), ("9", False)]
     (prompt,) = prompts.load(own(tmp_path, row | {"reference": [["7", "eight"]]}), scorer="gsm8k_number").prompts
-    with pytest.raises(UserError, match="its reference 'eight' contains no number"):
+    with pytest.raises(UserError, match="'eight'"):
         scorers.check_references("gsm8k_number", [prompt])
 
 
@@ -84,7 +84,7 @@ def test_right_answers_are_texts_or_numbers_under_either_key(what: str, key: str
 def test_what_is_no_right_answer_is_refused_where_answers_are_scored(value: Any, key: str, tmp_path: Path) -> None:
     path = own(tmp_path, {"turns": ["Hi"], key: value})
     assert prompts.load(path).prompts[0].reference is None
-    with pytest.raises(UserError, match=f"line 1: '{key}' must be a text or a number, .*; write it as a text, or omit"):
+    with pytest.raises(UserError, match=f"line 1: '{key}' "):
         prompts.load(path, scorer="math")
 
 
@@ -101,7 +101,7 @@ PLACEHOLDERS = [
 def test_a_placeholder_is_no_prompt(text: str, tmp_path: Path) -> None:
     talk = [{"role": "system", "content": text}, {"role": "user", "content": "Hi"}]
     for row in ({"prompt": text}, {"turns": ["Hi", text]}, {"messages": talk}):
-        with pytest.raises(UserError, match=r"line 1: its text is a placeholder \('.*'\), not a prompt; prepare"):
+        with pytest.raises(UserError, match=r"line 1: .* placeholder \('.*'\)"):
             prompts.load(own(tmp_path, row))
 
 

@@ -153,7 +153,7 @@ def test_a_formula_that_cannot_be_evaluated_in_time_fails_and_the_next_one_passe
 
 def test_without_math_verify_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="math_verify is not installed; run: pip install math-verify"):
+    with pytest.raises(UserError, match="pip install math-verify"):
         score("math", prompt("5"), r"\boxed{5}")
 
 
@@ -278,29 +278,27 @@ def test_an_unscored_suite_has_neither_answer_nor_verdict() -> None:
 
 
 def test_an_unknown_scorer_lists_the_known_ones() -> None:
-    with pytest.raises(
-        UserError, match="unknown scorer 'gsm9k'; known: aime_integer, choice, evaluate:FOLDER, gsm8k_number"
-    ):
+    with pytest.raises(UserError, match="'gsm9k'; known: aime_integer, choice, evaluate:FOLDER, gsm8k_number"):
         score("gsm9k", prompt(), "7")
 
 
 def test_a_missing_reference_is_an_error_and_not_a_wrong_answer() -> None:
-    with pytest.raises(UserError, match="prompt 0 of suite suite has no reference"):
+    with pytest.raises(UserError, match=r"prompt 0 of suite suite .*reference"):
         score("gsm8k_number", prompt(), "7")
 
 
 @pytest.mark.parametrize("name", ["gsm8k_number", "aime_integer"])
 def test_a_reference_without_a_number_is_found_before_the_first_answer(name: str) -> None:
     check_references(name, [prompt(reference="#### 7")])
-    with pytest.raises(UserError, match="prompt 0 of suite suite: its reference 'seven' contains no number"):
+    with pytest.raises(UserError, match=r"prompt 0 of suite suite: .*'seven'"):
         check_references(name, [prompt(reference="7"), prompt(reference="seven")])
     check_references("none", [prompt()])
 
 
 def test_a_scorer_without_what_it_reads_is_found_before_the_first_answer() -> None:
-    with pytest.raises(UserError, match="prompt 0 of suite suite has no reference to compare with; add one"):
+    with pytest.raises(UserError, match=r"prompt 0 of suite suite .*reference"):
         check_references("math", [prompt()])
-    with pytest.raises(UserError, match=r"prompt 0 of suite suite has no test \(a str\), which the scorer humaneval"):
+    with pytest.raises(UserError, match=r"prompt 0 of suite suite .* test .*humaneval"):
         check_references("humaneval", [prompt(row={"prompt": "def f():", "entry_point": "f", "test": 1})])
 
 
@@ -362,7 +360,7 @@ def test_the_last_letter_that_is_said_to_be_the_answer_counts(text: str, letter:
 
 
 def test_a_reference_that_is_no_choice_is_refused() -> None:
-    with pytest.raises(UserError, match="prompt 1 of suite s: its reference 'E' is none of A, B, C and D"):
+    with pytest.raises(UserError, match=r"prompt 1 of suite s: .*'E'"):
         scorers.check_references("choice", [Prompt("s", "1", (), reference="E")])
 
 

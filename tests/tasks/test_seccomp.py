@@ -99,5 +99,5 @@ def test_numbers_are_those_of_the_headers(numbers: Mapping[str, int], places: tu
 
 def test_an_unknown_machine_has_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "", "", "", "riscv64")))
-    with pytest.raises(OSError, match="no filter of system calls for riscv64"):
+    with pytest.raises(OSError, match="riscv64"):
         walls.restrict_calls()

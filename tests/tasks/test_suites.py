@@ -255,39 +255,37 @@ GOOD = lines(ROWS[0])
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "place", "named"),
     [
-        (GOOD + lines({"key": 1, "hints": []}), "{path} line 2: no column 'question' (the row has key, hints)"),
-        (lines(ROWS[0] | {"hints": "x"}), "{path} line 1: 'hints' must be a list of strings, not str"),
-        (lines(ROWS[0] | {"hints": ["x", 1]}), "{path} line 1: 'hints' must be a list of strings, not list"),
-        (
-            lines(ROWS[0] | {"question": None}),
-            "{path} line 1: 'question' must be a string or a number, not NoneType",
-        ),
-        (lines(*ROWS, ROWS[1]), "folder {folder}: rows 2 and 4 share the id 'b'"),
-        ("\n", "folder {folder}: no rows for suite 'toy'"),
+        (GOOD + lines({"key": 1, "hints": []}), "{path} line 2: ", "'question' key, hints"),
+        (lines(ROWS[0] | {"hints": "x"}), "{path} line 1: ", "'hints' str"),
+        (lines(ROWS[0] | {"hints": ["x", 1]}), "{path} line 1: ", "'hints' list"),
+        (lines(ROWS[0] | {"question": None}), "{path} line 1: ", "'question' NoneType"),
+        (lines(*ROWS, ROWS[1]), "folder {folder}: ", "rows 2 and 4 'b'"),
+        ("\n", "folder {folder}: ", "'toy'"),
     ],
 )
-def test_a_bad_file_is_refused_with_the_place(tmp_path: Path, text: str, message: str) -> None:
+def test_a_bad_file_is_refused_with_the_place(tmp_path: Path, text: str, place: str, named: str) -> None:
     path = write(tmp_path, text)
-    assert refusal(suites.load_prompts, TOY, tmp_path) == message.format(path=path, folder=tmp_path)
+    told = refusal(suites.load_prompts, TOY, tmp_path)
+    assert told.startswith(place.format(path=path, folder=tmp_path))
+    assert [name for name in named.split(" ") if name not in told] == []
 
 
 @pytest.mark.parametrize("hints", [[], ["Hi", " "]])
 def test_a_prompt_that_asks_nothing_is_refused(tmp_path: Path, hints: list[str]) -> None:
     path = write(tmp_path, lines({"key": 1, "hints": hints}))
-    message = f"{path} line 1: a prompt needs at least one turn, and no turn may be blank"
-    assert refusal(suites.load_prompts, CHAT, tmp_path) == message
+    assert refusal(suites.load_prompts, CHAT, tmp_path).startswith(f"{path} line 1: ")
 
 
 def test_without_any_column_there_is_nothing_to_balance() -> None:
     told = refusal(suites.draw, TOY, [Prompt("toy", "a", ("?",))], "here", 1, balance="language")
-    assert told == "--balance language: the prompts of toy have no column of names; leave it out"
+    assert told.startswith("--balance language: ") and "toy" in told
 
 
 def test_a_limit_below_one_is_refused(tmp_path: Path) -> None:
     write(tmp_path, lines(*ROWS))
-    assert refusal(suites.load_prompts, TOY, tmp_path, limit=0) == "--limit must be at least 1, not 0"
+    assert refusal(suites.load_prompts, TOY, tmp_path, limit=0).startswith("--limit ")
     assert len(suites.load_prompts(TOY, tmp_path, limit=99).prompts) == 3
 
 
@@ -309,7 +307,8 @@ def test_an_unknown_name_lists_suites_and_groups() -> None:
         "math500, mbpp, mrcr, mt_bench, multilingual, paper, spec_bench, speed_bench, speed_bench_16k, "
         "speed_bench_1k, speed_bench_2k, speed_bench_32k, speed_bench_8k, swe_rebench"
     )
-    assert refusal(suites.expand, ["math", "gsm8"]) == f"unknown suite 'gsm8' (did you mean 'gsm8k'?); known: {known}"
+    told = refusal(suites.expand, ["math", "gsm8"])
+    assert "'gsm8'" in told and "'gsm8k'" in told and told.endswith(f": {known}")
 
 
 @pytest.mark.parametrize("suite", suites.known_suites().values(), ids=lambda suite: suite.name)
@@ -372,10 +371,8 @@ def test_a_suite_of_the_users_own_folder_says_where_to_get_it(tmp_path: Path) ->
     (suite,) = suites.expand(["spec_bench"])
     for data in ("embedded", "hub"):
         told = refusal(suites.load_prompts, suite, data)
-        assert told.startswith(
-            "suite 'spec_bench' is neither embedded nor on the hub: get data/spec_bench/question.jsonl of hemingkx"
-        )
-        assert told.endswith("suites prepare spec_bench --from FOLDER', and give --data data")
+        for named in ("'spec_bench'", "question.jsonl", "suites prepare spec_bench --from FOLDER", "--data data"):
+            assert named in told
     rows = [
         {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Again."], "reference": []},
         {"question_id": 401, "category": "rag", "turns": ["Where?"], "reference": [["here", "there"]]},
@@ -404,15 +401,16 @@ def test_longbench_is_read_from_its_one_json_file(tmp_path: Path) -> None:
     assert "Question: What does {f} do?\nA) a\nB) b\nC) c\nD) d\n" in prompt.turns[0]
     assert (prompt.reference, prompt.slices) == ("B", {key: about[key] for key in about if key != "answer"})
     path.write_text(json.dumps(row))
-    assert refusal(suites.load_prompts, suite, tmp_path) == f"{path}: must be an array of rows"
+    assert refusal(suites.load_prompts, suite, tmp_path).startswith(f"{path}: ")
     path.write_text(json.dumps([row, 1]))
-    assert refusal(suites.load_prompts, suite, tmp_path) == f"{path} row 2: a row must be a JSON object, not int"
+    assert refusal(suites.load_prompts, suite, tmp_path).startswith(f"{path} row 2: ")
 
 
 def test_a_home_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "toy.toml"
     path.write_text('version = 1\ntitle = "t"\nsource = "n/t"\nscorer = "none"\nhome = "cloud"\n')
-    assert refusal(suites._parse, path) == f"unknown home in {path}: 'cloud'; known: folder, hub, shipped"
+    told = refusal(suites._parse, path)
+    assert str(path) in told and "'cloud'; known: folder, hub, shipped" in told
 
 
 def test_an_installed_package_reads_the_copy_inside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
