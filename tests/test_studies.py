@@ -195,7 +195,5 @@ def test_the_folders_that_scripts_study_lets_studies_import_from_are_there() -> 
     (line,) = re.findall(
         r"^export PYTHONPATH=(.*)$", (ROOT / "scripts/study").read_text(encoding="utf-8"), re.MULTILINE
     )
-    folders = re.findall(r"\$(root|tests)([\w/]*)", line)
-    assert len(folders) > 4
-    for base, rest in folders:
-        assert (ROOT / ("tests" if base == "tests" else "") / rest.removeprefix("/")).is_dir(), rest
+    folders = re.findall(r"\$root(/\w+)?", line)
+    assert len(folders) == 3 and all((ROOT / folder.removeprefix("/")).is_dir() for folder in folders)

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_drafters import PROMPTS
 
 from dflash_bench.diagnose.causes import _about_blocks
 from dflash_bench.diagnose.probes import DraftUnderTest, _correction, _labels, _positions
 from dflash_bench.engine.target import Target
+from helpers.drafts.tiny import PROMPTS
 from helpers.heads import HEADS, draft_of
 from helpers.toy import plain, run, tiny
 

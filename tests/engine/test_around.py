@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import test_planted_loading as loaded
 
-from helpers.faults import matrix, outside_engine
+from helpers.faults import in_loading, matrix, outside_engine
 from helpers.faults.matrix import Part, Way
 from helpers.faults.outside_engine import AROUND, Around
 
 FEW = Part(most=12, suites=matrix.SUITES[:1], methods=("dflash",))
 """What is around the engine is the same for every suite and method, which the study takes."""
-HERE = [one for one in AROUND if one.name not in loaded.PLANTS]
+HERE = [one for one in AROUND if one.name not in in_loading.PLANTS]
 """`test_planted_loading.py` has the others."""
 
 

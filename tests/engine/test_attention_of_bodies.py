@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_drafters import DFLASH, PROMPTS, enlarged
-from test_variants import randomised
 from torch import Tensor
 
 from dflash_bench.engine.cache import KVCache, rotations
@@ -26,6 +24,7 @@ from dflash_bench.models.formats import TargetShape, bodies, load_draft
 from dflash_bench.models.nets.bodies import BlockView, DraftBody
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.layers import Rotary, rotate
+from helpers.drafts.tiny import DFLASH, PROMPTS, enlarged, randomised
 from helpers.golden_drafts import CASES, golden
 from helpers.pretended_gpu.traced import traced
 from helpers.toy import plain, run, tiny

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_corrections import without_head
-from test_drafters import PROMPTS
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
@@ -21,6 +19,7 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.corrections.base import BranchingHead
+from helpers.drafts.tiny import PROMPTS, without_head
 from helpers.heads import draft_of
 from helpers.plain_answers import plain_answers
 from helpers.toy import run, tiny

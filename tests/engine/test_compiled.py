@@ -13,7 +13,6 @@ import numba
 import numpy as np
 import pytest
 import torch
-from test_lean import KINDS, passes
 from torch import nn
 
 from dflash_bench.core.errors import UserError
@@ -29,6 +28,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models import loading, presets
 from dflash_bench.models.quantization import Int8Linear
 from dflash_bench.models.targets import Placement
+from helpers.native_kinds import KINDS, passes
 from helpers.toy import tiny
 
 LABELS = ("ar", "dflash", "ddtree:nodes=20", "dflash+ngram", "eagle3", "eagle3-tree:nodes=15", "draft-model")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chisquare
-from test_drafters import PROMPTS
 from torch import Tensor
 
 from dflash_bench.core import methods
@@ -24,17 +22,11 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
-from dflash_bench.models.nets.dflash import DFlashDraft
+from helpers.drafts.tiny import PROMPTS, without_head
 from helpers.heads import HEADS, draft_of, drafter_of
 from helpers.toy import plain, run, tiny
 
 CONFIDENT = ("vanilla", "gated", "rnn")
-
-
-def without_head(draft: DFlashDraft) -> DFlashDraft:
-    bare = DFlashDraft(replace(draft.config, correction=None))
-    bare.load_state_dict({name: draft.state_dict()[name] for name in bare.state_dict()})
-    return bare.eval()
 
 
 def watched(drafter: Any) -> list[Draft]:

@@ -14,10 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ddtree import ddtree_drafter, noisy_ddtree
-from test_decoding import PROMPTS as RAGGED
-from test_decoding import STOP, answers, table, texts
-from test_drafters import DFLASH, PROMPTS, enlarged
 
 from dflash_bench.engine.adaptive import WIDTHS, AdaptiveLength, WidthCosts, best_width, expected_tokens
 from dflash_bench.engine.drafter import NoDrafter
@@ -26,6 +22,10 @@ from dflash_bench.engine.drafters.dflash import AutoDFlashDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashDraft
+from helpers.decoding import PROMPTS as RAGGED
+from helpers.decoding import STOP, answers, table, texts
+from helpers.drafts.ddtree import ddtree_drafter, noisy_ddtree
+from helpers.drafts.tiny import DFLASH, PROMPTS, enlarged
 from helpers.plain_answers import plain_answers
 from helpers.toy import plain, run, tiny
 

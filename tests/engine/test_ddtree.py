@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,18 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decoding import PROMPTS as RAGGED
-from test_decoding import STOP, answers, table, texts
-from test_drafters import DFLASH, PROMPTS, dflash_drafter, enlarged
-from torch import Tensor
 
-from dflash_bench.engine.drafter import Committed, NoDrafter
+from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.drafters.ddtree import DDTreeDrafter, Levels, Nodes, best_nodes
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
-from dflash_bench.models.nets.dflash import DFlashDraft
+from helpers.decoding import PROMPTS as RAGGED
+from helpers.decoding import STOP, answers, table, texts
+from helpers.drafts.ddtree import ddtree_drafter, noisy_ddtree
+from helpers.drafts.tiny import DFLASH, PROMPTS, dflash_drafter
 from helpers.plain_answers import plain_answers
-from helpers.toy import Scripted, run, tiny
+from helpers.toy import run, tiny
 
 CPU = torch.device("cpu")
 Way = tuple[int, ...]
@@ -89,13 +87,6 @@ def test_the_nodes_are_those_of_a_heap_in_its_order(
         assert levels.num_nodes == len(expected)
 
 
-def ddtree_drafter(
-    target: Target, nodes: int = 12, top_k: int | None = None, block_size: int | None = None
-) -> DDTreeDrafter:
-    draft = enlarged(DFlashDraft(DFLASH))
-    return DDTreeDrafter(draft, target.embedding, target.head, nodes, top_k, block_size)
-
-
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
 @pytest.mark.parametrize(("nodes", "top_k", "block_size"), [(1, None, 8), (5, 2, 3), (12, None, 8), (40, 4, 12)])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
@@ -123,44 +114,6 @@ def test_one_candidate_a_slot_is_the_chain_and_is_sent_as_one() -> None:
     ]
     drafter = ddtree_drafter(target, 40, top_k=1)
     assert drafter.num_drafts == DFLASH.block_size - 1
-
-
-class Noisy:
-    """A block's logits are noise that often puts the right token first, else somewhere; no network is behind them."""
-
-    def __init__(self, known: Sequence[Sequence[int]], num_slots: int, vocab_size: int) -> None:
-        self.known, self.num_predicted, self.vocab_size = known, num_slots, vocab_size
-        self.scripted = Scripted(known, num_slots)
-
-    def logits(self, generator: torch.Generator) -> Tensor:
-        right = torch.tensor(self.scripted.right(self.num_predicted))
-        logits = torch.randn(*right.shape, self.vocab_size, generator=generator)
-        lift = 8 * torch.rand(right.shape, generator=generator)
-        return logits.scatter_add_(2, right[..., None], lift[..., None])
-
-
-def noisy_ddtree(kind: type[DDTreeDrafter], known: Sequence[Sequence[int]], nodes: int) -> DDTreeDrafter:
-    """The drafter itself over such logits, for a target that is a table."""
-    noise, generator = Noisy(known, DFLASH.block_size - 1, 23), torch.Generator().manual_seed(0)
-
-    class Drafter(kind):  # type: ignore[valid-type, misc]
-        def begin(self, num_rows: int, capacity: int) -> None:
-            noise.scripted.begin(num_rows, capacity)
-            if hasattr(self, "adaptive"):
-                self.adaptive.begin(num_rows)
-
-        def observe(self, committed: Committed) -> None:
-            noise.scripted.observe(committed)
-            if hasattr(self, "adaptive"):
-                self.adaptive.learn(committed.counts)
-
-        def block_logits(self) -> Tensor:
-            return noise.logits(generator)
-
-    draft = DFlashDraft(replace(DFLASH, vocab_size=23, mask_token_id=22))
-    drafter = Drafter(draft, torch.nn.Embedding(1, 1), torch.nn.Linear(1, 1), nodes)
-    drafter.taps = ()
-    return drafter
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -16,23 +15,13 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.loading import Models
+from helpers.drafts.draft_model import drafter, nearly
 from helpers.plain_answers import plain_answers
 from helpers.tiny_architectures import HYBRID, made
 from helpers.toy import generated, plain, run, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 NEW = 24
-
-
-def nearly(share: float = 0.05) -> Any:
-    """A copy of the target that often says the same and often does not."""
-    model = copy.deepcopy(tiny("qwen3"))
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise * share * parameter.std())
-    return model
 
 
 MODELS = {
@@ -43,10 +32,6 @@ MODELS = {
     "of more tokens": lambda: tiny("llama", vocab_size=128),
     "with learned positions": lambda: tiny("gpt2"),
 }
-
-
-def drafter(model: Any, num_drafts: int = 4, rule: str = "match") -> ModelDrafter:
-    return ModelDrafter(Target(model), 97, num_drafts, rule)
 
 
 class Recording:

@@ -8,15 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_decoding import PROMPTS as RAGGED
-from test_drafters import (
-    EAGLE3,
-    PROMPTS,
-    eagle3_drafter,
-    eagle3_tree_drafter,
-    enlarged,
-    reduced,
-)
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -28,6 +19,8 @@ from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
+from helpers.decoding import PROMPTS as RAGGED
+from helpers.drafts.tiny import EAGLE3, PROMPTS, eagle3_drafter, eagle3_tree_drafter, enlarged, reduced
 from helpers.plain_answers import plain_answers
 from helpers.toy import Scripted, Watching, run, sometimes_wrong, tiny
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_local import Letters
 
 from dflash_bench.core.types import Answer, Generation
 from dflash_bench.engine.backend import LocalBackend
@@ -19,7 +18,7 @@ from helpers.faults import matrix
 from helpers.faults.in_engine import ASKED, FAULTS, RAGGED, STATES, WINDOWS, Fault
 from helpers.faults.matrix import Part, Way
 from helpers.tiny_architectures import ATTENTION, HYBRID, made
-from helpers.toy import Scripted, sometimes_wrong
+from helpers.toy import Letters, Scripted, sometimes_wrong
 
 Sound = Callable[[Way], Sequence[Answer]]
 SUITE = matrix.SUITES[:1]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_lean import KINDS, passes
 from torch import Tensor
 
 from dflash_bench.engine.forward import fused
 from dflash_bench.engine.forward.fused import TRIED, FusedGated, fused_layers, turn_by_copying
 from dflash_bench.engine.forward.native import NativeForward, turn
 from dflash_bench.engine.target import Target
+from helpers.native_kinds import KINDS, passes
 
 FEW = ["qwen3, normed heads", "llama, biases", "gemma 3, windows, two tables of angles", "qwen3, experts", "gemma"]
 

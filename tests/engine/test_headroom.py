@@ -7,12 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import test_draft_model
-import test_medusa
-import test_mtp
-import test_p_eagle
 import torch
-from test_drafters import DFLASH, PROMPTS
 from torch import Tensor
 
 from dflash_bench.core.types import Generation
@@ -26,6 +21,8 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.results import laws, parts
 from dflash_bench.results.row_arrays import Facts, leads
+from helpers.drafts import draft_model, medusa, mtp, p_eagle
+from helpers.drafts.tiny import DFLASH, PROMPTS
 from helpers.heads import HEADS, draft_of, drafter_of
 from helpers.rows import record
 from helpers.toy import tiny
@@ -142,10 +139,10 @@ def test_every_head_is_ranked_by_what_it_chose_from(target: Target, kind: str) -
 
 
 OTHERS: dict[str, tuple[Callable[[Target], Any], bool]] = {
-    "p-eagle": (test_p_eagle.drafter, False),
-    "medusa": (lambda target: test_medusa.drafter(target, top_k=1), False),
-    "mtp": (test_mtp.drafter, True),
-    "draft-model": (lambda target: test_draft_model.drafter(test_draft_model.nearly()), True),
+    "p-eagle": (p_eagle.drafter, False),
+    "medusa": (lambda target: medusa.drafter(target, top_k=1), False),
+    "mtp": (mtp.drafter, True),
+    "draft-model": (lambda target: draft_model.drafter(draft_model.nearly()), True),
 }
 """How each is made, and whether it drafts token by token."""
 

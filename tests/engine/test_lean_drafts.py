@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_drafters import DFLASH, EAGLE3
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -19,6 +18,7 @@ from dflash_bench.engine.masks import causal_mask
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
+from helpers.drafts.tiny import DFLASH, EAGLE3
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2}

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_drafters import DFLASH, EAGLE3, PROMPTS, enlarged
-from test_lean import KINDS, passes
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen as torchs
@@ -27,6 +25,8 @@ from dflash_bench.engine.lengths import DTYPES, attends_by_lengths, is_right, pl
 from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
+from helpers.drafts.tiny import DFLASH, EAGLE3, PROMPTS, enlarged
+from helpers.native_kinds import KINDS, passes
 from helpers.pretended_gpu.traced import traced
 from helpers.pretended_gpu.varlen import varlen_attn
 from helpers.toy import Decoded, Scripted, run, sometimes_wrong, tiny

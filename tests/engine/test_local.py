@@ -23,22 +23,9 @@ from dflash_bench.models.loading import Models
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.presets import Preset
-from helpers.toy import Scripted, plain, sometimes_wrong, tiny
+from helpers.toy import Letters, Scripted, plain, sometimes_wrong, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
-
-
-class Letters:
-    """Tokens are characters: id 0 is a space, 1 the end, then the printable ones."""
-
-    chat_template: str | None = None
-    eos_token_id = 1
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [0 if c == " " else min(ord(c) - 31, 96) for c in text]
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return "".join(" " if i == 0 else chr(i + 31) for i in ids)
 
 
 def backend(

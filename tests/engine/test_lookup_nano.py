@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import METHODS, parse
@@ -17,7 +16,8 @@ from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.dflash_ngram import DFlashNGramDrafter
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.verify import Draft
-from dflash_bench.models import datastore, loading, presets
+from dflash_bench.models import datastore, presets
+from helpers.nano import encoded, models
 
 QUESTIONS = [
     "Write a Python function that says whether a number is prime.",
@@ -34,13 +34,6 @@ TYPED = [
 
 
 @cache
-def models() -> loading.Models:
-    if not (presets.NANO / "dflash" / "model.safetensors").exists():
-        pytest.skip("the nano draft is not trained yet")
-    return loading.load("nano", ["dflash"], "cpu", torch.float32)
-
-
-@cache
 def backend() -> LocalBackend:
     chosen = [parse(typed) for typed in ("ar", *TYPED)]
     return open_backend(models(), presets.preset("nano"), chosen, LENGTH)
@@ -49,13 +42,6 @@ def backend() -> LocalBackend:
 @cache
 def prompts() -> list[list[int]]:
     return [encoded(question) for question in QUESTIONS]
-
-
-def encoded(question: str) -> list[int]:
-    tokenizer = models().tokenizer
-    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return ids
 
 
 @cache

@@ -21,26 +21,13 @@ from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models.formats import TargetShape, medusa
 from dflash_bench.models.loading import Models
-from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
+from helpers.drafts.medusa import drafter, heads
 from helpers.plain_answers import plain_answers
 from helpers.toy import plain, run, tiny
 
 PROMPTS: list[list[int]] = [[5], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [i * 7 % 97 for i in range(40)]]
 NEW = 24
 SHAPE = TargetShape(32, 97, 6)
-
-
-def heads(num_heads: int = 3, num_layers: int = 1, seed: int = 0) -> MedusaHeads:
-    made = MedusaHeads(MedusaConfig(32, 97, num_heads, num_layers))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return made.eval()
-
-
-def drafter(target: Target, nodes: int = 12, top_k: int = 3, num_heads: int = 3) -> MedusaDrafter:
-    return MedusaDrafter(heads(num_heads), 6, num_heads, nodes, top_k)
 
 
 class Recording:

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from test_drafters import BODY, PROMPTS, propose, record
-from test_variants import randomised
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
 from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafter import Committed, NoDrafter
-from dflash_bench.engine.drafters.p_eagle import PEagleDrafter
 from dflash_bench.engine.forward.choice import has_numba
 from dflash_bench.engine.forward.compiled import CompiledEagle3
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
-from dflash_bench.models.nets.eagle3 import vocabulary_map
-from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
+from dflash_bench.models.nets.p_eagle import PEagleDraft
+from helpers.drafts.p_eagle import drafter, made
+from helpers.drafts.tiny import PROMPTS, propose, record
 from helpers.golden_drafts import assert_drafts_as_published
 from helpers.toy import follows, plain, run, tiny
 
-CONFIG = PEagleConfig(
-    **BODY, draft_vocab_size=97, target_layer_ids=(1, 2, 4), mask_token_id=96, num_layers=2, own_embedding=True
-)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one layer": {"num_layers": 1},
@@ -40,20 +34,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "windows": {"window": 5},
     "windows shorter than a round": {"window": 2, "num_layers": 1},
 }
-
-
-def made(**changes: Any) -> PEagleDraft:
-    draft: PEagleDraft = randomised(PEagleDraft(replace(CONFIG, **changes)))
-    if draft.config.draft_vocab_size < 97:
-        counts = torch.randint(0, 1000, (97,), generator=torch.Generator().manual_seed(1))
-        draft.d2t, draft.t2d = vocabulary_map(counts, draft.config.draft_vocab_size)
-    return draft
-
-
-def drafter(
-    target: Target, num_drafts: int = 5, draft: PEagleDraft | None = None, rule: str = "match"
-) -> PEagleDrafter:
-    return PEagleDrafter(draft or made(), target.embedding, num_drafts, rule)
 
 
 @pytest.mark.parametrize("settings", [{}, {"engine": "transformers"}, {"kernels": "torch"}], ids=str)

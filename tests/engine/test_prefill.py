@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_drafters import EAGLE3, eagle3_drafter, enlarged
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +19,7 @@ from dflash_bench.engine.forward import native
 from dflash_bench.engine.selection import name_of, target_of
 from dflash_bench.engine.target import Output, Target
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
+from helpers.drafts.tiny import EAGLE3, eagle3_drafter, enlarged
 from helpers.tiny_architectures import ATTENTION, HYBRID, made
 from helpers.toy import generated, run, tiny
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_decoding import PARTS, PROMPTS, STOP, VOCAB, texts, transfers
 
 from dflash_bench.engine.drafter import Drafter, NoDrafter
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
@@ -18,6 +17,7 @@ from dflash_bench.engine.rows import HostClock, Limits
 from dflash_bench.engine.sampling import Sampling, penalised, probabilities
 from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
+from helpers.decoding import PARTS, PROMPTS, STOP, VOCAB, texts, transfers
 from helpers.toy import RandomTree, Sampled, Scripted, TableTarget, Tree, follows, plain, run, sometimes_wrong, tiny
 
 SAMPLINGS = {

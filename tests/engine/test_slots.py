@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_lookup_nano import encoded, models
 
 from dflash_bench.core.methods import parse
 from dflash_bench.core.types import Generation
@@ -22,6 +21,7 @@ from dflash_bench.engine.rows import HostClock, Limits, Round
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.models import presets
+from helpers.nano import encoded, models
 from helpers.tiny_architectures import HYBRID, made
 from helpers.toy import Scripted, TableTarget, Tree, generated, plain, sometimes_wrong
 

@@ -14,11 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_drafters import DFLASH, EAGLE3, PROMPTS, enlarged
-from test_lean import KINDS
-from test_medusa import heads
-from test_mtp import heads as mtp_heads
-from test_p_eagle import made
 from torch import Tensor
 
 from dflash_bench.core.methods import METHODS as TABLE
@@ -64,7 +59,12 @@ from dflash_bench.models.nets.bodies import BlockView, DraftBody, Mixing
 from dflash_bench.models.nets.corrections.base import CorrectionConfig
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
+from helpers.drafts.medusa import heads
+from helpers.drafts.mtp import heads as mtp_heads
+from helpers.drafts.p_eagle import made
+from helpers.drafts.tiny import DFLASH, EAGLE3, PROMPTS, enlarged
 from helpers.heads import HEADS, draft_of
+from helpers.native_kinds import KINDS
 from helpers.pretended_gpu.pretend import Device, DeviceTensor, WaitError, moved
 from helpers.pretended_gpu.varlen import varlen_attn
 from helpers.toy import Decoded, Scripted, run, sometimes_wrong, tiny

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_drafters import DFLASH, EAGLE3, PROMPTS, eagle3_from_scratch, enlarged, record
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
@@ -19,19 +18,11 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft, vocabulary_map
 from dflash_bench.models.nets.layers import Rotary
+from helpers.drafts.tiny import DFLASH, EAGLE3, PROMPTS, eagle3_from_scratch, enlarged, randomised, record
 from helpers.plain_answers import plain_answers
 from helpers.toy import run, tiny
 
 CPU = torch.device("cpu")
-
-
-def randomised(draft: Any, seed: int = 0) -> Any:
-    """Norm weights and biases too: a variant that ignores one of them must show."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.ndim == 1))
-    return draft.eval()
 
 
 # Rotary scaling, against its formulas.

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_drafters import DFLASH, PROMPTS, enlarged
-from test_variants import randomised
 
 import dflash_bench as db
 from dflash_bench.core.errors import UserError
@@ -23,6 +21,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.models.nets.bodies import WHOLE, BlockView, DraftBody, Mixing
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.layers import Rotary
+from helpers.drafts.tiny import DFLASH, PROMPTS, enlarged, randomised
 from helpers.golden_drafts import CASES, golden
 from helpers.toy import plain, run, tiny
 

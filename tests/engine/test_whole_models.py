@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_local import Letters
 from torch import nn
 
 from dflash_bench.core.methods import parse
@@ -25,7 +24,7 @@ from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
 from dflash_bench.models.presets import Preset
 from dflash_bench.models.weights import is_large
 from helpers.tiny_architectures import made
-from helpers.toy import tiny
+from helpers.toy import Letters, tiny
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10]
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from test_drafters import DFLASH
 
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.target import Target
@@ -16,6 +15,7 @@ from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.corrections.selector import SelectorConfig
 from dflash_bench.models.nets.corrections.xpress import XPressConfig
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
+from helpers.drafts.tiny import DFLASH
 
 MARKOV: dict[str, Any] = {"markov_rank": 6, "enable_confidence_head": True}
 DOMINO: dict[str, Any] = {"emb_dim": 5, "gru_hidden_dim": 7}

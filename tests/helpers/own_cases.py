@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_mtp import Formula
 from torch import Tensor
 
 from dflash_bench.diagnose.golden_cases import edited_copy
@@ -30,6 +29,7 @@ from dflash_bench.training.dflash import DFlashObjective
 from dflash_bench.training.drafts import DraftVocab
 from dflash_bench.training.mtp import MTPObjective
 from helpers.by_the_book import Book, states_of
+from helpers.drafts.mtp import Formula
 from helpers.golden_drafts import CASES
 from helpers.tiny_architectures import made
 from nano.answers import Rows

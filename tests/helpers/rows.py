@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from dflash_bench.core.types import Answer, Generation
@@ -72,3 +73,9 @@ def pair(prompt_id: str, accepted: Sequence[int], block: int = 4, **place: Any) 
         plain(prompt_id, steps, **place),
         drafted(prompt_id, accepted, block, exactness="exact", **place),
     ]
+
+
+def compared(prompt_id: str, accepted: Sequence[int]) -> list[Answer]:
+    """An answer by each method, as a run stores them."""
+    first, other = pair(prompt_id, accepted)
+    return [first, replace(other, exactness="exact")]

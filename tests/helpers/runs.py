@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,28 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, num: int) -> None:
         append(run, records)
 
     monkeypatch.setattr(store.RunStore, "append", dying)
+
+
+def rewritten(part: Path, change: Callable[[Any], Any]) -> None:
+    """A part whose rows were changed by hand, its metadata as they were, and its checksum made to fit."""
+    parquet = import_module("pyarrow.parquet")
+    table = parquet.read_table(part)
+    rows = [change(dict(row)) for row in table.to_pylist()]
+    parquet.write_table(import_module("pyarrow").Table.from_pylist(rows, table.schema), part)
+    listed(part.parent)
+
+
+def without(**place: str) -> Callable[[Path], None]:
+    """Rows of some place are gone from all parts."""
+
+    def remove(run: Path) -> None:
+        parquet = import_module("pyarrow.parquet")
+        for part in parts.of(run):
+            table = parquet.read_table(part)
+            rows = [row for row in table.to_pylist() if any(row[name] != value for name, value in place.items())]
+            parquet.write_table(import_module("pyarrow").Table.from_pylist(rows, table.schema), part)
+            if not rows:
+                part.unlink()
+        listed(run)
+
+    return remove

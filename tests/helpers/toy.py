@@ -375,3 +375,16 @@ def follows(tokens: Tensor, p: Tensor) -> bool:
         return False
     expected = p[allowed] * len(tokens)
     return bool(chisquare(counts[allowed].numpy(), expected.numpy(), sum_check=False).pvalue > 1e-3)
+
+
+class Letters:
+    """Tokens are characters: id 0 is a space, 1 the end, then the printable ones."""
+
+    chat_template: str | None = None
+    eos_token_id = 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [0 if c == " " else min(ord(c) - 31, 96) for c in text]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(" " if i == 0 else chr(i + 31) for i in ids)

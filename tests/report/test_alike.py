@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_page import data
 
 from dflash_bench.analysis.compare import Difference
 from dflash_bench.analysis.metrics import summarise
@@ -21,6 +20,7 @@ from dflash_bench.report.plots.style import Material
 from dflash_bench.results import store
 from dflash_bench.results import table as results_table
 from dflash_bench.results.identity import full_names, settings_of, settings_to_json, short_names
+from helpers.pages import data
 from helpers.rows import drafted
 from helpers.runs import answers, listed, stored
 from helpers.servers.fake_server import FakeServer

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_page import HOSTILE, Elements
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.report import site
 from helpers import runs
+from helpers.pages import HOSTILE, Elements
 from helpers.refusals import assert_refused
 
 Main = Callable[..., tuple[int, str, str]]

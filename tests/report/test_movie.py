@@ -9,12 +9,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from test_page import HOSTILE, TEXT, told
 
 from dflash_bench.core.types import Answer
 from dflash_bench.report import read_document
 from dflash_bench.report.movie import COLUMNS, HOLD_S, MOST_LINES, TYPING_S, _in_order, _places, movie
 from helpers import runs
+from helpers.pages import HOSTILE, TEXT, told
 
 Main = Callable[..., tuple[int, str, str]]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_page import HOSTILE, SAID, TEXT, told
 
 import dflash_bench as db
 from dflash_bench.report import html, read_document, write_page
 from dflash_bench.report.answers import page_answers
 from dflash_bench.report.site import write_site
+from helpers.pages import HOSTILE, SAID, TEXT, told
 from helpers.runs import answers, stored
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs pip install 'dflash-bench[browser]'")

@@ -17,19 +17,13 @@ from typing import Any
 import pytest
 
 from dflash_bench import report
-from dflash_bench.analysis import metrics
 from dflash_bench.analysis.metrics import FORMULAS, Cell
 from dflash_bench.core.types import Answer, Divergence, Settings
-from dflash_bench.report import FORMATS, Document
+from dflash_bench.report import FORMATS
 from dflash_bench.report.findings import Finding
-from dflash_bench.report.findings import findings as find
-from dflash_bench.results.identity import settings_to_json
-from dflash_bench.results.table import RunTable
 from helpers.golden import assert_golden
+from helpers.pages import document, findings, summarise
 from helpers.rows import drafted, failed, generation, pair, plain, record
-from helpers.runs import ENVIRONMENT, about, frame_of, known
-
-INFO = about(command="dflash-bench run --suite gsm8k --data 'my data'", environment=ENVIRONMENT)
 
 
 def steady(num_prompts: int = 24, **place: Any) -> list[Answer]:
@@ -38,21 +32,8 @@ def steady(num_prompts: int = 24, **place: Any) -> list[Answer]:
     return [replace(row, passed=True) for both in rows for row in both]
 
 
-def summarise(records: Sequence[Answer]) -> list[Cell]:
-    identity = known(settings=settings_to_json(list(dict.fromkeys(row.settings for row in records))))
-    return metrics.summarise(frame_of(records), identity)
-
-
-def findings(records: Sequence[Answer], cells: Sequence[Cell], identity: dict[str, Any] | None = None) -> list[Finding]:
-    return find(frame_of(records), cells, known(**(identity or {})))
-
-
 def shown(kind: str, cells: Sequence[Cell], findings: Sequence[Finding] = ()) -> str:
     return FORMATS[kind](document(cells, findings))
-
-
-def document(cells: Sequence[Cell], findings: Sequence[Finding] = ()) -> Document:
-    return Document(Path("results/runs/r1"), RunTable("results/runs/r1", INFO, None), cells, findings)
 
 
 def found(records: Sequence[Answer], identity: dict[str, Any] | None = None) -> list[Finding]:

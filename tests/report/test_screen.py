@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_report import document, findings, summarise
 
 from dflash_bench.core.types import Answer, Settings
 from dflash_bench.report.screen import WIDTH, screen
+from helpers.pages import document, findings, summarise
 from helpers.rows import generation, pair, record
 
 

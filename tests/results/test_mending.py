@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_whole import rewritten, without
 
 from dflash_bench.core.types import Answer
 from dflash_bench.results import store
@@ -19,7 +18,7 @@ from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.run_info import read_info
 from helpers.fake_backend import FakeBackend, install, main
 from helpers.refusals import assert_refused
-from helpers.runs import listed
+from helpers.runs import listed, rewritten, without
 
 Captured = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

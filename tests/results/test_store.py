@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +23,7 @@ from dflash_bench.results import parts as stored_parts
 from dflash_bench.results import store
 from dflash_bench.results.identity import OF_RUN
 from helpers.forked import forked
-from helpers.rows import generation, pair, plain, record
+from helpers.rows import compared, generation, pair, plain, record
 from helpers.runs import ENVIRONMENT, bare
 
 PLAN: dict[str, Any] = {
@@ -82,12 +81,6 @@ def refusal(call: Any, *arguments: Any) -> str:
 def info_of(folder: Path) -> dict[str, Any]:
     info: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     return info
-
-
-def compared(prompt_id: str, accepted: Sequence[int]) -> list[Answer]:
-    """An answer by each method, as a run stores them."""
-    first, other = pair(prompt_id, accepted)
-    return [first, replace(other, exactness="exact")]
 
 
 def with_identity(**changes: Any) -> dict[str, Any]:
@@ -441,7 +434,7 @@ import os, resource, signal
 from pathlib import Path
 from dflash_bench.results import parts
 from dflash_bench.results import store
-from test_store import compared
+from helpers.rows import compared
 
 def at_size(size):  # the kernel kills the process while it writes what is longer
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

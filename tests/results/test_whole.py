@@ -16,19 +16,10 @@ from dflash_bench.analysis.gate.checks import check_runs
 from dflash_bench.results import parts
 from dflash_bench.results import table as results_table
 from helpers.rows import generation, pair, plain, record
-from helpers.runs import SUITES, answers, changed, failing, listed, stored
+from helpers.runs import SUITES, answers, changed, failing, listed, rewritten, stored, without
 
 Main = Callable[..., tuple[int, str, str]]
 READERS = (["compare"], ["report"], ["card"], ["plot", "-o", "plots"], ["baseline", "-o", "base.json"])
-
-
-def rewritten(part: Path, change: Callable[[Any], Any]) -> None:
-    """A part whose rows were changed by hand, its metadata as they were, and its checksum made to fit."""
-    parquet = import_module("pyarrow.parquet")
-    table = parquet.read_table(part)
-    rows = [change(dict(row)) for row in table.to_pylist()]
-    parquet.write_table(import_module("pyarrow").Table.from_pylist(rows, table.schema), part)
-    listed(part.parent)
 
 
 def edited(run: Path, *path: str | int, to: Any) -> None:
@@ -69,22 +60,6 @@ def copy_a_part(run: Path) -> None:
 def copied(run: Path, name: str) -> None:
     shutil.copy(run / "part-000000.parquet", run / name)
     listed(run)
-
-
-def without(**place: str) -> Callable[[Path], None]:
-    """Rows of some place are gone from all parts."""
-
-    def remove(run: Path) -> None:
-        parquet = import_module("pyarrow.parquet")
-        for part in parts.of(run):
-            table = parquet.read_table(part)
-            rows = [row for row in table.to_pylist() if any(row[name] != value for name, value in place.items())]
-            parquet.write_table(import_module("pyarrow").Table.from_pylist(rows, table.schema), part)
-            if not rows:
-                part.unlink()
-        listed(run)
-
-    return remove
 
 
 def is_second(row: dict[str, Any]) -> bool:

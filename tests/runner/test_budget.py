@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_runner import loaded, prompts
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import GREEDY, Answer, Generation, Message, Settings
@@ -24,6 +23,7 @@ from dflash_bench.runner.work import WorkPlan
 from dflash_bench.tasks import suites
 from helpers.fake_backend import FakeBackend, install, main
 from helpers.runs import Stop, in_time
+from helpers.work import loaded, prompts
 
 Captured = pytest.CaptureFixture[str]
 

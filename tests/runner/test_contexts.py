@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_runner import Runs, loaded, prompts
 
 from dflash_bench.analysis import metrics
 from dflash_bench.core import environment
@@ -32,6 +31,7 @@ from dflash_bench.tasks import padding
 from dflash_bench.tasks.suites import Loaded
 from helpers.fake_backend import FakeBackend
 from helpers.runs import answers, bare, stored
+from helpers.work import Runs, loaded, prompts
 
 Main = Callable[..., tuple[int, str, str]]
 NONE, SHORT, LONG = (Settings(thinking=False, context=context) for context in (None, 256, 4096))

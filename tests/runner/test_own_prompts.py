@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import transformers.utils.chat_template_utils as clock
-from test_runner import Runs, loaded
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
@@ -34,6 +33,7 @@ from dflash_bench.tasks.suites import chats
 from dflash_bench.training import prompts as training_prompts
 from helpers import tiny
 from helpers.fake_backend import FakeBackend, metrics_kept_in
+from helpers.work import Runs, loaded
 
 Main = Callable[..., tuple[int, str, str]]
 TEMPLATE = (

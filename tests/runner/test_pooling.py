@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_runner import loaded, planned_info, prompts
 
 from dflash_bench.analysis.metrics import summarise
 from dflash_bench.core.errors import UserError
@@ -27,6 +26,7 @@ from dflash_bench.runner.workers import Job
 from helpers import tiny
 from helpers.fake_backend import FakeBackend, other_tokens
 from helpers.fake_pool import FakePool, as_opened
+from helpers.work import WORDS, loaded, planned_info, prompts, rows_of, what_matters
 
 Main = Callable[..., tuple[int, str, str]]
 PLAN = WorkPlan(
@@ -45,15 +45,6 @@ class Watch:
 
     def measured(self, record: Answer, doing: str) -> None:
         pass
-
-
-def what_matters(records: list[Answer]) -> list[tuple[object, ...]]:
-    return [
-        (*store.key(row)[:3], str(row.settings), row.method, row.turn, row.order, row.prompt_hash,
-         row.generation.token_ids, row.generation.text, row.generation.accepted, row.generation.drafted_ids,
-         row.exactness, row.divergence, row.audit, row.answer, row.passed, row.generation.error)
-        for row in sorted(records, key=lambda row: row.order)
-    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -206,12 +197,6 @@ def test_what_is_stored_is_not_measured_again_and_what_is_missing_of_a_prompt_is
 
 
 # Through the command line
-
-WORDS = "--suite gsm8k --suite mt_bench --method dflash --method eagle3:2 --limit 3 --max-new-tokens 12".split()
-
-
-def rows_of(folder: Path) -> list[tuple[object, ...]]:
-    return what_matters(store.load(folder)[1])
 
 
 def test_a_run_with_workers_holds_the_rows_of_one_without(

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_pooling import WORDS, rows_of
 
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
@@ -23,6 +22,7 @@ from dflash_bench.results import parts, store
 from dflash_bench.runner import ray_workers
 from dflash_bench.runner.work import Witnessed
 from helpers import processes, tiny
+from helpers.work import WORDS, rows_of
 
 ROOT = Path(__file__).parents[2]
 NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'dflash-bench[ray]'")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pyarrow.dataset
 import pytest
-from test_runner import Runs, Watch, loaded, prompts
 
 from dflash_bench.analysis import metrics
 from dflash_bench.core import methods
@@ -29,6 +28,7 @@ from dflash_bench.runner.work import WorkPlan
 from helpers.fake_backend import FakeBackend, other_tokens
 from helpers.rows import drafted, generation, pair, plain
 from helpers.runs import answers, bare, frame_of, listed, slower, stored
+from helpers.work import Runs, Watch, loaded, prompts
 
 Main = Callable[..., tuple[int, str, str]]
 GREEDY, SAMPLED = Settings(0.0, thinking=False), Settings(1.0, top_p=0.9, thinking=False)

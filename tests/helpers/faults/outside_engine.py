@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import test_planted_loading as loaded
-import test_stopwatch as told
-
 from dflash_bench.engine.backend import LocalBackend, RequestTrace
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.engine.rows import HostClock
@@ -19,7 +16,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.results import store
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.scorers.base import Score
-from helpers.faults import matrix
+from helpers.faults import in_clocks, in_loading, matrix
 from helpers.faults.in_engine import Fault, Plant
 from helpers.faults.matrix import Part, Way
 
@@ -55,25 +52,25 @@ def always(value: Any) -> Callable[[Any], Any]:
     return lambda _sound: lambda *_, **__: value
 
 
-def in_loading(name: str) -> str:
+def part_of(name: str) -> str:
     return {"stop": "stop ids", "anot": "template", "a pr": "template"}.get(name[:4], "loader")
 
 
 AROUND = (
-    *(Around(in_loading(name), name, plant, engines) for name, (plant, engines) in loaded.PLANTS.items()),
+    *(Around(part_of(name), name, plant, engines) for name, (plant, engines) in in_loading.PLANTS.items()),
     Around("clock", "a clock at half speed", patched(HostClock, "seconds", lambda sound: lambda *at: sound(*at) / 2)),
-    Around("clock", "decode_s halved", in_bookkeeping(told.halved)),
-    Around("clock", "times of drafted answers x 0.6", in_bookkeeping(told.quick_drafts)),
-    Around("clock", "work before prompts are begun", patched(Target, "begin", told.after_work)),
-    Around("clock", "prompts begun once they are read", told.begun_late),
+    Around("clock", "decode_s halved", in_bookkeeping(in_clocks.halved)),
+    Around("clock", "times of drafted answers x 0.6", in_bookkeeping(in_clocks.quick_drafts)),
+    Around("clock", "work before prompts are begun", patched(Target, "begin", in_clocks.after_work)),
+    Around("clock", "prompts begun once they are read", in_clocks.begun_late),
     Around(
         "clock", "plain decoding that sleeps 30 ms a round",
         # A pass of transformers' code takes so long on a busy machine that this need not be four times as much.
         patched(NoDrafter, "propose", lambda _: lambda _self: time.sleep(SLEEP_S)), ("native",), (1,),
     ),
-    Around("counter", "every two rounds told as one", in_bookkeeping(told.merged)),
-    Around("counter", "a token told as another", in_bookkeeping(told.another_token)),
-    Around("counter", "an answer told without its end", in_bookkeeping(told.without_end)),
+    Around("counter", "every two rounds told as one", in_bookkeeping(in_clocks.merged)),
+    Around("counter", "a token told as another", in_bookkeeping(in_clocks.another_token)),
+    Around("counter", "an answer told without its end", in_bookkeeping(in_clocks.without_end)),
     Around(
         "tokenizer", "texts backwards",
         patched(LocalBackend, "decode", lambda sound: lambda self, ids: sound(self, ids)[::-1]),

@@ -1,0 +1,1 @@
+"""Tiny drafts: a module for each kind."""
