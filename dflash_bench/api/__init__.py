@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from dflash_bench.api.engine import Engine, Reply, ReplyStream
     from dflash_bench.api.judging import CheckResult, Compared, check, compare
     from dflash_bench.api.measuring import run
-    from dflash_bench.api.racing import Recommended, recommend
     from dflash_bench.api.reading import Run, load
-    from dflash_bench.api.tools import crosscheck, doctor, inspect, profile, train
+    from dflash_bench.api.tools import crosscheck, doctor, inspect, profile, recommend, train
     from dflash_bench.core.errors import UserError
+    from dflash_bench.racing.recommendation import Recommended
 
 __all__ = [
     "CheckResult", "Compared", "Engine", "Recommended", "Reply", "ReplyStream", "Run", "UserError",
@@ -28,9 +28,9 @@ _HOMES = {
     "dflash_bench.api.engine": ("Engine", "Reply", "ReplyStream"),
     "dflash_bench.api.judging": ("CheckResult", "Compared", "check", "compare"),
     "dflash_bench.api.measuring": ("run",),
-    "dflash_bench.api.racing": ("Recommended", "recommend"),
     "dflash_bench.api.reading": ("Run", "load"),
-    "dflash_bench.api.tools": ("crosscheck", "doctor", "inspect", "profile", "train"),
+    "dflash_bench.api.tools": ("crosscheck", "doctor", "inspect", "profile", "recommend", "train"),
+    "dflash_bench.racing.recommendation": ("Recommended",),
     "dflash_bench.core.errors": ("UserError",),
 }
 

@@ -1,4 +1,4 @@
-"""Drafts examined, trained and measured: the commands `inspect`, `doctor`, `crosscheck`, `train` and `profile`.
+"""Drafts examined, trained, measured and raced: `inspect`, `doctor`, `crosscheck`, `train`, `profile`, `recommend`.
 
 Each returns its command's output as data.
 """
@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from dflash_bench.api.measuring import Options, Words, request_of, typed_options
+from dflash_bench.api.measuring import Options, Words, progress_display, request_of, typed_options
 from dflash_bench.core.errors import UserError
 
 if TYPE_CHECKING:
     from dflash_bench.diagnose.compare_counts import CrosscheckResult
     from dflash_bench.diagnose.doctor import Diagnosis
     from dflash_bench.models.inspect import Inspection
+    from dflash_bench.racing.recommendation import Recommended
     from dflash_bench.report.perf import Profiled
     from dflash_bench.runner.config import RunRequest
 
@@ -103,6 +104,34 @@ def train(target: str | Path, out: str | Path, method: str = "dflash", *, tell: 
             f"training of {method} for {target} left no draft in {out}; pass tell=print to see its messages"
         )
     return folder
+
+
+def recommend(
+    *,
+    suite: Words = (),
+    methods: Words = (),
+    model: str | Path | None = None,
+    limit: int | None = None,
+    out: str | Path | None = None,
+    tell: Callable[[str], object] = lambda _: None,
+    **options: Unpack[Options],
+) -> Recommended:
+    """Race methods under your loads, and recommend which to serve with.
+
+    The loads are `concurrency` and `context`, each a number or several; `budget` limits the time, such as "30m".
+    `methods` are tried with several lengths unless they name one (default: all whose requirements are met). Other
+    options are those of `dflash-bench recommend`. `out` is the folder (default: a folder in results/runs, the same for
+    the same options); called again, it resumes where it was stopped. `tell` is called with notes and at each round's
+    end.
+
+    Raises UserError for options that a race does not support, for another request's folder, and if plain decoding
+    fails. A method with wrong answers raises nothing: its verdict is wrong.
+    """
+    from dflash_bench.racing.rounds import decide
+
+    given = {"suite": suite, "methods": methods, "model": model, "limit": limit, **options}
+    request = request_of(**{name: value for name, value in given.items() if value not in (None, ())})
+    return decide(request, None if out is None else Path(out), tell, progress_display())
 
 
 def profile(

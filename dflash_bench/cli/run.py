@@ -113,11 +113,11 @@ def recommend(
 
     Exit status 1: a method gave answers that are not the model's own. It is out of the race.
     """
-    from dflash_bench.api import racing
-    from dflash_bench.report import recommend as shown
+    from dflash_bench.racing import recommendation as shown
+    from dflash_bench.racing import rounds
 
     try:
-        made = racing.decide(request, out, note)
+        made = rounds.decide(request, out, note)
     except KeyboardInterrupt:
         note("stopped; finished rounds are saved, and the same command goes on")
         sys.exit(net.stopped_status())

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dflash_bench.analysis.race import Load, Race
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.racing.race import Load, Race
 from dflash_bench.report.tables import markdown, number, with_interval
 from dflash_bench.results.identity import settings_of
 from dflash_bench.results.table import read_run

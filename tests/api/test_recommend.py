@@ -15,11 +15,11 @@ import dflash_bench as db
 from dflash_bench.core import methods
 from dflash_bench.core.types import Generation
 from dflash_bench.models.presets import preset
+from dflash_bench.racing.rounds import checked
 from dflash_bench.results import store
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import launch
 from dflash_bench.runner.config import RunRequest
-from dflash_bench.runner.race import checked
 from helpers.fake_backend import FakeBackend, install, main, other_tokens
 from helpers.runs import Stop, in_time, stop_after
 

@@ -146,8 +146,8 @@ def install(monkeypatch: pytest.MonkeyPatch, backend: FakeBackend, identity: Map
         backend.about = {"model": "fake", "dtype": "float32", "methods": methods, **(identity or {})}
         return backend
 
-    for module in ("session", "race"):
-        monkeypatch.setattr(f"dflash_bench.runner.{module}.open_local", open_fake)
+    for module in ("runner.session", "racing.rounds"):
+        monkeypatch.setattr(f"dflash_bench.{module}.open_local", open_fake)
     monkeypatch.setattr("dflash_bench.runner.session.decoder_of", lambda *_: None)
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from dflash_bench.analysis.concurrency import SpeedPoint
 from dflash_bench.analysis.metrics import BASELINE
-from dflash_bench.analysis.race import WORTH, Decision, Recommendation, ServerRoom, Standing
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import methods
 from dflash_bench.core.labels import WIDTH
 from dflash_bench.core.types import context_name
+from dflash_bench.racing.race import WORTH, Decision, Recommendation, ServerRoom, Standing
 from dflash_bench.report.data import json_value
+from dflash_bench.report.html import escape
 from dflash_bench.report.render import markdown, terminal
 from dflash_bench.report.tables import Column, ReportTable, Section, TableRow, Value, number
 
@@ -43,6 +46,62 @@ LEGEND = (
     "of all answers together, and ms per token of one, are plain decoding's times the ratio to plain decoding in the "
     "same runs. The fastest is chosen by these same figures, so that its own are, if anything, a little too high."
 )
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """Methods to serve a model with, load by load. `str` is the text of `dflash-bench recommend`, `data` its JSON."""
+
+    found: Recommendation = field(repr=False)
+    """For the command line; not part of the public API."""
+
+    @property
+    def folder(self) -> Path:
+        """The races' runs, with recommendation.md, recommendation.json and frontier.svg."""
+        return self.found.folder
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """A decision per load, each with `load` (concurrency, context), `choice` (a method, or "ar"), `speedup`
+        (value, low, high) and `verdict`: faster, plain, unclear, too_few, drifted or no_time."""
+        return self.found.decisions
+
+    @property
+    def flags(self) -> dict[str, dict[str, list[str]]]:
+        """The server arguments by chosen method and by program."""
+        return dict(self.data["flags"])
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """The recommendation as codes and numbers, as `--json` prints it; intervals are [value, low, high]."""
+        return as_json(self.found)
+
+    @cached_property
+    def table(self) -> Any:
+        """A tidy pandas DataFrame with a row per load and measured method, plain decoding ("ar") first.
+
+        Columns: concurrency, context (tokens; 0: prompts as they are), method, verdict (leads, level, slower, ...),
+        prompts, speedup, low, high (its 95 % interval, or NaN), al_pooled, tokens_per_s (of all answers together),
+        ms_per_token (of a single answer).
+        """
+        import pandas as pd
+
+        rows = [
+            (
+                one.load.concurrency, one.load.context, tried.method, tried.verdict, tried.num_prompts,
+                *(getattr(tried.speedup, name, None) for name in ("value", "low", "high")),
+                getattr(tried.length, "value", None), tried.tokens_per_s, tried.ms_per_token,
+            ) for one in self.decisions for tried in one.standings
+        ]  # fmt: skip
+        numbers = ["speedup", "low", "high", "al_pooled", "tokens_per_s", "ms_per_token"]
+        columns = ["concurrency", "context", "method", "verdict", "prompts", *numbers]
+        return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(numbers, float))
+
+    def __str__(self) -> str:
+        return text(self.found)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def sections(found: Recommendation) -> list[Section]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dflash_bench.analysis.race import Decision, Load, Recommendation, Room, ServerRoom, Standing, Verdict, server_rooms
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.report import recommend as shown
+from dflash_bench.racing import recommendation as shown
+from dflash_bench.racing.race import Decision, Load, Recommendation, Room, ServerRoom, Standing, Verdict, server_rooms
 from dflash_bench.results.table import RunTable
 from helpers.golden import assert_golden
 from helpers.runs import about

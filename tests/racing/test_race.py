@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_bench.analysis import race as races
 from dflash_bench.analysis.concurrency import SpeedPoint, frontier
-from dflash_bench.analysis.race import Decision, Load, Race, decisions, slices
 from dflash_bench.core.types import Settings
+from dflash_bench.racing import race as races
+from dflash_bench.racing.race import Decision, Load, Race, decisions, slices
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import RunTable
 from helpers.rows import drafted, plain

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from dflash_bench.analysis import race as races
-from dflash_bench.analysis.race import Decision, Load, Race, Standing
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import Answer, Settings
-from dflash_bench.report import recommend
+from dflash_bench.racing import race as races
+from dflash_bench.racing import recommendation as recommend
+from dflash_bench.racing.race import Decision, Load, Race, Standing
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import RunTable
 from helpers.rows import drafted, plain

@@ -1,0 +1,1 @@
+"""Races methods under a user's loads, and recommends which to serve with: rules, candidates, rounds, words."""
