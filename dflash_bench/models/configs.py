@@ -41,13 +41,16 @@ class Heads:
     """Numbers cached per token."""
 
     @classmethod
-    def of(cls, config: Any) -> Heads:
-        """Return the heads of a layer's config, or of a model's whose layers are alike."""
+    def of(cls, config: Any, kind: str = "") -> Heads:
+        """Return the heads of a layer's config, or of a model's whose layers are alike or are of this kind."""
         heads, rotated = config.num_attention_heads, optional(config, "qk_rope_head_dim")
         kv_heads = optional(config, "num_key_value_heads") or heads
         if rotated is None or (latent := optional(config, "kv_lora_rank")) is None:
             size = optional(config, "head_dim") or config.hidden_size // heads
-            return cls(heads, kv_heads, size, size, 2 * kv_heads * size)
+            value = optional(config, "v_head_dim", default=size)
+            if config.model_type == "mimo_v2_flash" and kind == "sliding_attention":
+                kv_heads *= 2
+            return cls(heads, kv_heads, size, value, kv_heads * (size + value))
         # Multi-head latent attention (DeepSeek): `head_dim` is the rotated part, and heads share the cache.
         size = optional(config, "qk_nope_head_dim", default=0) + rotated
         return cls(heads, kv_heads, size, optional(config, "v_head_dim", default=size), latent + rotated)

@@ -93,7 +93,9 @@ def target_attention(config: Any, itemsize: int) -> tuple[AttentionCost, ...]:
     """Return the attention layers of a target, by kind, without recurrent layers, which keep no keys and values."""
     windows = attention_windows(config)
     kinds = optional(config, "layer_types") or [next(iter(windows))] * config.num_hidden_layers
-    layers = zip(kinds, map(Heads.of, layer_configs(config)), keeps_keys(config), index_sizes(config), strict=True)
+    layers = zip(
+        kinds, map(Heads.of, layer_configs(config), kinds), keeps_keys(config), index_sizes(config), strict=True
+    )
     counted = Counter(
         (
             kind,
@@ -270,7 +272,7 @@ def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.
         return Footprint(_weights(medusa.read(folder, headers_only=True)[1], dtype), 0)
     if weights == presets.MTP:
         heads, tensors_of_heads = mtp_heads.read(folder, headers_only=True)
-        place = token_bytes(target_attention(heads.text, dtype.itemsize))
+        place = heads.num_layers * token_bytes(target_attention(heads.text, dtype.itemsize))
         return Footprint(_weights(tensors_of_heads, dtype), place, heads)
     if weights in loading.LANGUAGE_MODELS:
         return replace(footprint_of(folder, dtype), config=read_config(folder).get("block_diffusion"))

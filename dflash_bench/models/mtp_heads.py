@@ -1,8 +1,9 @@
 """MTP heads on disk: in the target's own checkpoint, which transformers loads without them, or in a separate folder.
 
-Beside a config.json that describes the target are tensors in one of three layouts: `mtp.*` (Qwen), those of a layer
-after the target's last one (DeepSeek, GLM), or `model.mtp_layers.0.*` (MiMo). The heads have one layer of the target's
-kind, and norms are stored as that kind stores them (Qwen3-Next and Qwen3.5 as differences from 1).
+Beside a config.json that describes the target are tensors in one of four layouts: `mtp.*` (Qwen), those of layers after
+the target's last one (DeepSeek, GLM), `model.mtp_layers.0.*` (MiMo), or `model.mtp.layers.*` (MiMo-V2). Heads are
+modules with a layer of the target's kind, and norms are stored as that kind stores them (Qwen3-Next and Qwen3.5 as
+differences from 1).
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from dflash_bench.models.configs import optional
 from dflash_bench.models.formats import fit
 from dflash_bench.models.formats.base import COPY, EMBEDDING, FLOATS, HEAD, MISSING, SURPLUS, TargetShape
 from dflash_bench.models.hub import UNREADABLE, cannot_load, read_config
-from dflash_bench.models.nets.mtp import LAYER_BEHIND, MIMO, PARTS, PREFIX, MTPConfig, MTPDraft, heads_among, own_name
+from dflash_bench.models.nets.mtp import KINDS, MIMO, PREFIX, MTPConfig, MTPDraft, heads_among, numbered, own_name
 
 ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary angles that depend only on the position."""
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 """Config keys with the number of the heads' layers."""
-EXPERT = re.compile(r"(layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+EXPERT = re.compile(r"(.*layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 MOST_EXPERTS = 1 << 14
-COPIES = {"layers.0.embed_tokens.weight": EMBEDDING, "layers.0.shared_head.head.weight": HEAD}
-"""Copies of the target's embedding and head that DeepSeek stores with the heads."""
+COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
+"""Copies of the target's embedding and head that DeepSeek stores with a layer of the heads."""
 
 
 def depth_of(folder: Path) -> int:
@@ -65,11 +66,12 @@ def read(folder: Path, headers_only: bool = False) -> tuple[MTPConfig, dict[str,
         )
     if scales := [name for name in names.values() if name.endswith(("weight_scale_inv", "weight_scale"))]:
         raise UserError(f"{folder}: {min(scales)}: quantised heads are not supported; use the original")
-    _check_copies(folder, {own: stored[names.pop(own)] for own in COPIES if own in names}, headers_only)
+    copies = {own: stored[names.pop(own)] for own in [*names] if own.rpartition("layers.0.")[2] in COPIES}
+    _check_copies(folder, {} if headers_only else copies)
     as_stored = _naming(names)
     tensors = _joined(folder, {own: stored[name] for own, name in names.items()}, as_stored)
-    if MIMO.fullmatch(names.get("fc.weight", "")):
-        # MiMo concatenates state and embedding in this order.
+    if MIMO.pattern.fullmatch(names.get("fc.weight", "")):
+        # MiMo-7B concatenates state and embedding in this order.
         tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(2, dim=-1)[::-1], dim=-1)
     try:
         config = _config(folder, tensors)
@@ -90,37 +92,42 @@ Naming = Callable[[str], str]
 
 def _naming(names: Mapping[str, str]) -> Naming:
     """Return a function from the network's names to stored names, in the layout of `names`."""
-    stored = next(iter(names.values()))
-    prefix = _prefix(stored)
-    theirs = {} if prefix == PREFIX else {own: part for part, own in PARTS[bool(MIMO.fullmatch(stored))].items()}
+    found = numbered(names.get("fc.weight") or max(names.values()))
+    if found is None:
+        return lambda own: names.get(own, PREFIX + own)
+    layout, match = found
+    theirs = {inner: outer for outer, inner in layout.parts.items()}
 
     def as_stored(own: str) -> str:
-        part, _, kind = own.rpartition(".")
-        if part in theirs:
-            return f"{prefix}{theirs[part]}.{kind}"
-        return prefix + (own if prefix == PREFIX else own.removeprefix("layers.0."))
+        module = re.match(r"further\.(\d+)\.", own)
+        number = int(match[2]) + (int(module[1]) + 1 if module else 0)
+        inner = own[module.end() :] if module else own
+        part, _, kind = inner.rpartition(".")
+        within = theirs.get(inner) or (f"{theirs[part]}.{kind}" if part in theirs else inner.removeprefix("layers.0."))
+        return f"{_prefix(match)}{number}.{within}"
 
     return as_stored
 
 
-def _prefix(stored: str) -> str:
-    """Return the prefix of the heads' stored names, given one of them."""
-    match = LAYER_BEHIND.fullmatch(stored) or MIMO.fullmatch(stored)
-    if match is None:
-        return PREFIX
-    # Files are read without this prefix.
-    return f"model.{match[1].removeprefix('model.')}{match[2]}."
+def _prefix(match: re.Match[str]) -> str:
+    """Return what stands before the number of a module; files are read without `model.`."""
+    return f"model.{match[1].removeprefix('model.')}"
 
 
-def _check_copies(folder: Path, copies: Mapping[str, Tensor], headers_only: bool) -> None:
+def _tensors_of(names: Mapping[str, str]) -> str:
+    """Return the pattern of the heads' stored names, for a note."""
+    found = numbered(names.get("fc.weight") or max(names.values()))
+    return f"{_prefix(found[1])}{found[1][2]}.*" if found else f"{PREFIX}*"
+
+
+def _check_copies(folder: Path, copies: Mapping[str, Tensor]) -> None:
     """Raise UserError if an embedding or head stored with the heads differs from the target's own, if present."""
-    if not copies or headers_only:
-        return
-    tables = targets.stored_tables(folder)
+    tables = targets.stored_tables(folder) if copies else {}
     for own, copy in copies.items():
-        table = tables.get(COPIES[own])
+        what = own.rpartition("layers.0.")[2]
+        table = tables.get(COPIES[what])
         if table is not None and not torch.equal(table, copy):
-            what = own.removeprefix("layers.0.").removesuffix(".weight")
+            what = what.removesuffix(".weight")
             raise UserError(f"{folder}: MTP heads with {what} of their own are not supported; only the target's is")
 
 
@@ -163,8 +170,8 @@ def note(folder: Path, names: Iterable[str]) -> str | None:
             read(folder, headers_only=True)
         except UserError as error:
             why = error.what.removeprefix(f"{folder}: ")
-            return f"--method mtp cannot use its MTP heads, tensors {_prefix(min(found.values()))}*: {why}"
-        return f"it has MTP heads of its own, tensors {_prefix(min(found.values()))}*: --method mtp drafts with them"
+            return f"--method mtp cannot use its MTP heads, tensors {_tensors_of(found)}: {why}"
+        return f"it has MTP heads of its own, tensors {_tensors_of(found)}: --method mtp drafts with them"
     if any(read_config(folder).get(key) for key in COUNTS):
         return f"its config.json names MTP heads, but there are no tensors {PREFIX}*; --method mtp needs --draft mtp="
     return None
@@ -178,18 +185,24 @@ def _declared(config: Any) -> int | None:
 def _config(folder: Path, tensors: Mapping[str, Tensor]) -> MTPConfig:
     """Return the config of the heads' layer. Raises UserError for an unsupported kind."""
     text = _text_of(folder)
-    if (number := _declared(text)) not in (None, 1):
-        raise UserError(f"{folder}: MTP heads of {number!r} layers are not supported; only those of one layer are")
+    found = sum(name.endswith("fc.weight") for name in tensors) or 1
+    if (number := _declared(text)) not in (None, found):
+        raise UserError(f"{folder}: MTP heads of {number!r} layers are not supported: its weights have {found}")
     if optional(text, "mtp_use_dedicated_embeddings"):
         raise UserError(f"{folder}: MTP heads with an embedding of their own are not supported")
+    if optional(text, "index_share_for_mtp_iteration"):
+        raise UserError(
+            f"{folder}: MTP heads whose later tokens attend to what the first one selected (config.json: "
+            "index_share_for_mtp_iteration, GLM-5.2) are not supported; only heads that select for each token are"
+        )
     parameters = optional(text, "rope_parameters", default={})
-    kind = (parameters.get("full_attention") or parameters).get("rope_type", "default")
+    kind = (parameters.get(KINDS.get(text.model_type)) or parameters).get("rope_type", "default")
     if kind not in ROTARY:
         raise UserError(
             f"{folder}: MTP heads with rotary scaling '{kind}' are not supported; only {', '.join(ROTARY)} are"
         )
     try:
-        return MTPConfig.of(text, is_dense="layers.0.mlp.gate_proj.weight" in tensors)
+        return MTPConfig.of(text, "layers.0.mlp.gate_proj.weight" in tensors, found)
     except UserError as error:
         raise UserError(f"{folder}: {error.what}") from error
 

@@ -222,7 +222,7 @@ def _p_eagle_passes(draft: PEagleDraft, num_drafts: int, kept: int) -> tuple[Dra
 def _mtp_passes(draft: MTPDraft, target: Any, num_drafts: int, kept: int) -> tuple[DraftPass, ...]:
     step = _part_size([draft.fc, draft.layers, draft.norm], draft, 1)
     if draft.has_experts:
-        experts = [weight for name, weight in draft.named_parameters() if "experts" in name.split(".")]
+        experts = [weight for name, weight in draft.layer.named_parameters() if "experts" in name.split(".")]
         num_experts, per_token = memory.experts_of(draft.config.text)
         stored = memory.bytes_of(experts)
         step = replace(
@@ -231,6 +231,8 @@ def _mtp_passes(draft: MTPDraft, target: Any, num_drafts: int, kept: int) -> tup
             expert_elements=sum(weight.numel() for weight in experts) // num_experts,
         )  # fmt: skip
     head = _part_size([target.get_output_embeddings()], draft)
+    if draft.further:
+        return DraftPass(step, kept + num_drafts - 1, num_drafts), DraftPass(head, 1, num_drafts)
     passes = (DraftPass(step, kept), DraftPass(head, 1, num_drafts))
     return (*passes, DraftPass(step, 1, num_drafts - 1)) if num_drafts > 1 else passes
 

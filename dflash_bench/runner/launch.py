@@ -202,13 +202,17 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
 
 
 def _require_own_heads(home: str, are_apart: bool) -> None:
-    """Raise UserError unless the heads are in the target's own checkpoint, where servers look for them."""
+    """Raise UserError unless the heads are one module in the target's own checkpoint, where servers look for them."""
     if are_apart:
         raise UserError(
             "--launch: a server drafts by MTP with the heads of its target's own checkpoint, and these are apart; give "
             "a target that holds them, without --draft mtp="
         )
-    mtp_heads.read(Path(home), headers_only=True)
+    if mtp_heads.read(Path(home), headers_only=True)[0].num_layers > 1:
+        raise UserError(
+            "--launch cannot draft with several MTP modules: vLLM steps the first alone, and SGLang needs options of "
+            "its own for them; start the server yourself, and give it as --server"
+        )
 
 
 def _draft_config(draft: Path, home: str) -> DraftConfig:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -19,8 +21,11 @@ from torch.nn.functional import linear
 import dflash_bench as db
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import parse
+from dflash_bench.engine import loop
+from dflash_bench.engine.backend import LocalBackend
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.mtp import MTPDrafter
+from dflash_bench.engine.drafters.mtp import ModulesDrafter, MTPDrafter
+from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.models import mtp_heads, targets
@@ -29,7 +34,7 @@ from dflash_bench.models.inspect import inspect, text
 from dflash_bench.models.memory import demand_of
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
 from helpers.tiny import NANO, TOKENIZER
-from helpers.tiny_architectures import LATENT, ROUTED, SHAPE
+from helpers.tiny_architectures import ALTERNATING, INDEXED, LATENT, ROUTED, SHAPE
 from helpers.toy import Scripted, Watching, plain, run, sometimes_wrong
 
 DEPTH, VOCABULARY = 4, 1024
@@ -51,13 +56,29 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Glm4MoeLiteConfig",
         LATENT,
     ),
-}
+    "deepseek-v3.2": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**INDEXED, "index_n_heads": 16}),
+    "glm-5": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {**INDEXED, "index_n_heads": 16}),
+    "mimo-v2": (
+        "MiMoV2FlashForCausalLM",
+        "MiMoV2FlashConfig",
+        {
+            **{key: value for key, value in ROUTED.items() if key != "n_shared_experts"},
+            **ALTERNATING, "head_dim": 12, "v_head_dim": 6,
+        },
+    ),
+}  # fmt: skip
+BY_HAND = {"deepseek-v3.2": -1, "glm-5": -1, "mimo-v2": 0}
+"""Kinds for whose heads transformers has no module, and the target's layer that is of the heads' class and parts."""
+SHAPE_OF_TARGET = TargetShape(32, VOCABULARY, DEPTH)
 THEIRS = {
     "pre_fc_norm_embedding": "enorm",
     "pre_fc_norm_hidden": "hnorm",
     "fc": "eh_proj",
     "norm": "shared_head.norm",
 }
+MIMO_V2 = {
+    **THEIRS, "norm": "final_layernorm", "layers.0.post_attention_layernorm": "pre_mlp_layernorm",
+}  # fmt: skip
 MIMO = {
     "pre_fc_norm_embedding": "token_layernorm",
     "pre_fc_norm_hidden": "hidden_layernorm",
@@ -85,8 +106,13 @@ def model_of(kind: str) -> Any:
 
 @cache
 def heads_of(kind: str) -> MTPDraft:
-    draft: MTPDraft = filled(MTPDraft(MTPConfig.of(model_of(kind).config)).to_empty(device="cpu"), 1)
+    modules = {"is_dense": True, "num_layers": 3} if kind == "mimo-v2" else {}
+    draft: MTPDraft = filled(MTPDraft(MTPConfig.of(model_of(kind).config, **modules)).to_empty(device="cpu"), 1)
     return draft
+
+
+def modules_of(kind: str) -> list[Any]:
+    return [heads_of(kind), *heads_of(kind).further]
 
 
 def stored(draft: MTPDraft, prefix: str, names: dict[str, str]) -> dict[str, Tensor]:
@@ -94,6 +120,8 @@ def stored(draft: MTPDraft, prefix: str, names: dict[str, str]) -> dict[str, Ten
     found: dict[str, Tensor] = {}
     for name, tensor in draft.state_dict().items():
         part, _, kind = name.rpartition(".")
+        if name.startswith("further."):
+            continue
         if part in names:
             found[f"{prefix}{names[part]}.{kind}"] = tensor.clone()
         elif kind in ("gate_up_proj", "down_proj"):
@@ -112,6 +140,11 @@ def checkpoint(kind: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     for name in TOKENIZER:
         shutil.copy(NANO / "target" / name, folder / name)
+    if kind == "mimo-v2":
+        for number, module in enumerate(modules_of(kind)):
+            found = stored(module, f"model.mtp.layers.{number}.", MIMO_V2)
+            add(folder, {name.replace(".sinks", ".attention_sink_bias"): tensor for name, tensor in found.items()})
+        return folder
     prefix = f"model.layers.{DEPTH}."
     tensors = stored(heads_of(kind), prefix, THEIRS)
     tensors[f"{prefix}embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
@@ -128,10 +161,10 @@ def add(folder: Path, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_behind_the_last_layer_are_read_bit_for_bit(kind: str, tmp_path: Path) -> None:
     folder = checkpoint(kind, tmp_path / "target")
-    draft = mtp_heads.load(folder, TargetShape(32, VOCABULARY, DEPTH), torch.float32, "cpu")
+    draft = mtp_heads.load(folder, SHAPE_OF_TARGET, torch.float32, "cpu")
     for name, tensor in heads_of(kind).state_dict().items():
         assert torch.equal(draft.state_dict()[name], tensor), name
-    assert draft.has_experts and draft.config.target_layer_ids == (DEPTH - 1,)
+    assert draft.has_experts == (kind != "mimo-v2") and draft.config.target_layer_ids == (DEPTH - 1,)
     target = targets.load(folder, "cpu", torch.float32)
     assert all(torch.equal(target.state_dict()[name], tensor) for name, tensor in model_of(kind).state_dict().items())
 
@@ -167,6 +200,49 @@ class Published:
         return [int(one.argmax()) for one in logits], torch.stack(logits)
 
 
+class ByHand:
+    """Drafts with the class of the target's own layers, over whole texts and without a cache, as papers put it."""
+
+    def __init__(self, kind: str) -> None:
+        self.model, self.parts = model_of(kind), modules_of(kind)
+        self.layers = [copy.deepcopy(self.model.model.layers[BY_HAND[kind]]) for _ in self.parts]
+        for layer, parts in zip(self.layers, self.parts, strict=True):
+            layer.load_state_dict(parts.layer.state_dict())
+        self.window = ALTERNATING["sliding_window"] if kind == "mimo-v2" else None
+
+    def through(self, number: int, pairs: Tensor) -> Tensor:
+        """The output [1, T, H] of a module's layer and norm."""
+        places = torch.arange(pairs.shape[1])
+        back = places[:, None] - places
+        hidden = (back < 0) | (back >= (self.window or len(places)))
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
+        by_kind = [] if self.window is None else ["sliding_attention"]
+        angles = self.model.model.rotary_emb(pairs, places[None], *by_kind)
+        out = self.layers[number](pairs, position_embeddings=angles, attention_mask=mask)
+        return self.parts[number].norm(out[0] if isinstance(out, tuple) else out)
+
+    def pair(self, number: int, tokens: Tensor, states: Tensor) -> Tensor:
+        parts, embedded = self.parts[number], self.model.model.embed_tokens(tokens)
+        normed = [parts.pre_fc_norm_embedding(embedded), parts.pre_fc_norm_hidden(states)]
+        return linear(torch.cat(normed, dim=-1), parts.fc.weight)
+
+    @torch.inference_mode()
+    def drafts(self, text: Sequence[int], num_drafts: int) -> tuple[list[int], Tensor]:
+        """As `Published.drafts`. Several modules each read the output of the one before, a token further on."""
+        states, tokens = self.model.model(torch.tensor([list(text[:-1])])).last_hidden_state, torch.tensor([text[1:]])
+        pairs, logits = self.pair(0, tokens, states), []
+        for number in range(num_drafts):
+            out = self.through(number if len(self.parts) > 1 else 0, pairs)
+            logits.append(self.model.lm_head(out[0, -1]))
+            drafted = logits[-1].argmax().view(1, 1)
+            if len(self.parts) == 1:
+                pairs = torch.cat([pairs, self.pair(0, drafted, out[:, -1:])], dim=1)
+            elif number + 1 < num_drafts:
+                tokens = torch.cat([tokens[:, 1:], drafted], dim=1)
+                pairs = self.pair(number + 1, tokens, out)
+        return [int(one.argmax()) for one in logits], torch.stack(logits)
+
+
 class Keeping(Watching):
     """Keeps what is drafted behind which text, and hands on what a scripted drafter makes of the right text."""
 
@@ -189,13 +265,14 @@ class Keeping(Watching):
 
 @pytest.mark.parametrize("rows", [[1], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_draft_what_transformers_own_module_drafts(kind: str, rows: list[int], tmp_path: Path) -> None:
+def test_they_draft_what_transformers_own_modules_draft(kind: str, rows: list[int], tmp_path: Path) -> None:
     folder = checkpoint(kind, tmp_path / "target")
-    published = Published(folder)
+    published = ByHand(kind) if kind in BY_HAND else Published(folder)
     target, prompts = Target(targets.load(folder, "cpu", torch.float32)), [PROMPTS[row] for row in rows]
-    draft = mtp_heads.load(folder, TargetShape(32, VOCABULARY, DEPTH), torch.float32, "cpu")
+    draft = mtp_heads.load(folder, SHAPE_OF_TARGET, torch.float32, "cpu")
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain(target, prompts, 16), strict=True)]
-    watched = Keeping(MTPDrafter(draft, target.embedding, target.head, 3), texts)
+    drafter = ModulesDrafter if draft.further else MTPDrafter
+    watched = Keeping(drafter(draft, target.embedding, target.head, 3), texts)
     run(target, watched, prompts, 16)
     num_same = 0
     for written, counts, tokens in watched.kept:
@@ -219,6 +296,41 @@ def test_whatever_they_draft_the_answer_is_the_plain_one(kind: str, tmp_path: Pa
                 assert answer.token_ids == expected and answer.rounds
 
 
+def test_modules_in_turn_draft_in_slots_and_behind_parts_of_prompts_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompts = Target(model_of("mimo-v2")), [*PROMPTS, [50], [*range(2, 40)]]
+
+    def drafter() -> ModulesDrafter:
+        return ModulesDrafter(heads_of("mimo-v2"), target.embedding, target.head, 3)
+
+    alone = [run(target, drafter(), [prompt], 8) for prompt in prompts]
+    assert [one.tokens[0] for one in alone] == plain(target, prompts, 8)
+    for part, num_rows in ((256, 3), (5, 2)):
+        monkeypatch.setattr(loop, "PART", part)
+        backend = LocalBackend(target, None, {"mtp": drafter()}, Limits(8, frozenset()))
+        backend.decode = lambda _ids: ""  # type: ignore[method-assign]
+        for answer, one in zip(backend.generate_ids("mtp", prompts, num_rows=num_rows), alone, strict=True):
+            assert list(answer.token_ids) == one.tokens[0]
+            assert list(answer.drafted_ids or ()) == [token for step in one.rounds for token in step.drafted_ids[0]]
+
+
+def test_more_tokens_than_modules_are_refused_with_the_most_that_can_be(tmp_path: Path) -> None:
+    with (
+        db.Engine(target=checkpoint("mimo-v2", tmp_path / "target")) as engine,
+        pytest.raises(UserError, match="3 MTP modules draft at most 3 tokens a round; give --method mtp:3"),
+    ):
+        engine.generate(PROMPTS[0], method="mtp:4", max_new_tokens=4)
+
+
+def test_modules_are_counted_one_by_one(tmp_path: Path) -> None:
+    folder = checkpoint("mimo-v2", tmp_path / "target")
+    demand = demand_of(folder, {"mtp": folder}, [parse("ar"), parse("mtp")], torch.float32)
+    assert demand.target.weights_bytes == sum(weight.nbytes for weight in model_of("mimo-v2").state_dict().values())
+    held = heads_of("mimo-v2").state_dict().values()
+    assert demand.drafts["mtp"].weights_bytes == sum(weight.nbytes for weight in held)
+    assert demand.drafts["mtp"].place_bytes == 3 * 4 * (12 + 6) * 4
+    assert "tensors model.mtp.layers.0.*: --method mtp drafts with them" in text(inspect(str(folder)))
+
+
 # MiMo's, which are Qwen2's layer and join the state before the embedding.
 
 
@@ -235,7 +347,7 @@ def test_heads_of_mimo_are_read_with_their_order_of_joining(tmp_path: Path) -> N
         "architectures": ["MiMoForCausalLM"],
     }
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    again = mtp_heads.load(tmp_path, TargetShape(32, VOCABULARY, DEPTH), torch.float32, "cpu")
+    again = mtp_heads.load(tmp_path, SHAPE_OF_TARGET, torch.float32, "cpu")
     embedded, hidden = torch.randn(1, 3, 32), torch.randn(1, 3, 32)
     normed = [draft.pre_fc_norm_hidden(hidden), draft.pre_fc_norm_embedding(embedded)]
     assert torch.allclose(again.pair(embedded, hidden), linear(torch.cat(normed, dim=-1), theirs), atol=1e-5)
@@ -260,7 +372,7 @@ def of_kimi(folder: Path) -> Path:
 
 def test_heads_behind_kimis_prefix_draft_as_deepseeks(tmp_path: Path) -> None:
     target, apart = checkpoint("deepseek-v3", tmp_path / "target"), of_kimi(tmp_path / "heads")
-    draft = mtp_heads.load(apart, TargetShape(32, VOCABULARY, DEPTH), torch.float32, "cpu")
+    draft = mtp_heads.load(apart, SHAPE_OF_TARGET, torch.float32, "cpu")
     assert all(torch.equal(draft.state_dict()[name], one) for name, one in heads_of("deepseek-v3").state_dict().items())
     answers = []
     for drafts in ({}, {"mtp": apart}):
@@ -271,34 +383,6 @@ def test_heads_behind_kimis_prefix_draft_as_deepseeks(tmp_path: Path) -> None:
 
 
 # What is said about them, and what cannot be.
-
-
-INDEXED = {**LATENT, "first_k_dense_replace": 1, "index_topk": 8, "index_head_dim": 8, "index_n_heads": 2}
-WINDOWED = {
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
-    "head_dim": 12, "v_head_dim": 8, "sliding_window": 8,
-}  # fmt: skip
-UNSUPPORTED = {
-    "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", INDEXED, [f"model.layers.{DEPTH}."]),
-    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", INDEXED, [f"model.layers.{DEPTH}."]),
-    "mimo_v2_flash": (
-        "MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", WINDOWED, [f"model.mtp.layers.{i}." for i in range(3)],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_heads_of_kinds_that_are_not_supported_are_refused_with_those_that_are(kind: str, tmp_path: Path) -> None:
-    model_class, config_class, changes, prefixes = UNSUPPORTED[kind]
-    config = getattr(transformers, config_class)(**BODY | changes)
-    getattr(transformers, model_class)(config).save_pretrained(tmp_path)
-    for prefix in prefixes:
-        add(tmp_path, stored(heads_of("deepseek-v3"), prefix, THEIRS))
-    with pytest.raises(UserError, match=rf"of a {kind} target are not supported; only .*deepseek_v3, glm4_moe") as told:
-        mtp_heads.load(tmp_path, TargetShape(32, VOCABULARY, DEPTH), torch.float32, "cpu")
-    assert "\n" not in str(told.value)
-    (note,) = inspect(str(tmp_path)).notes
-    assert note.startswith("--method mtp cannot use its MTP heads") and f"of a {kind} target" in note
 
 
 def test_a_target_whose_class_is_no_language_model_is_refused_in_a_short_line(tmp_path: Path) -> None:
@@ -342,8 +426,28 @@ def test_heads_behind_the_last_layer_that_cannot_be_are_refused(what: str, tmp_p
     folder = checkpoint("glm-4.5", tmp_path / "target")
     add(folder, {f"model.layers.{DEPTH}.{name}": tensor for name, tensor in change().items()})
     with pytest.raises(UserError, match=message) as told:
-        mtp_heads.load(folder, TargetShape(32, VOCABULARY, DEPTH), torch.float32, "cpu")
+        mtp_heads.load(folder, SHAPE_OF_TARGET, torch.float32, "cpu")
     assert "\n" not in str(told.value) and str(folder) in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["2.enorm.weight", "1.self_attn.attention_sink_bias", "1.pre_mlp_layernorm.weight"])
+def test_what_a_module_lacks_is_named_as_it_is_stored(name: str, tmp_path: Path) -> None:
+    folder = checkpoint("mimo-v2", tmp_path / "target")
+    held = load_file(folder / "model.safetensors")
+    del held[f"model.mtp.layers.{name}"]
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"missing tensor model\.mtp\.layers\.{re.escape(name)}; copy"):
+        mtp_heads.read(folder)
+
+
+def test_heads_that_share_a_selection_over_tokens_are_refused_by_the_key(tmp_path: Path) -> None:
+    folder = checkpoint("glm-5", tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"index_share_for_mtp_iteration": True}))
+    with pytest.raises(UserError, match=r"index_share_for_mtp_iteration, GLM-5\.2"):
+        mtp_heads.read(folder)
+    (note,) = inspect(str(folder)).notes
+    assert note.startswith("--method mtp cannot use its MTP heads")
 
 
 def test_several_modules_are_refused_by_their_number(tmp_path: Path) -> None:

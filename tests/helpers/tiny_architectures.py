@@ -99,6 +99,16 @@ ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GlmMoeDsaConfig",
         {**INDEXED, "index_n_heads": 16, "indexer_types": ["full", "shared", "full", "shared"]},
     ),
+    "windows, sinks, values of their own size": (
+        "MiMoV2FlashForCausalLM",
+        "MiMoV2FlashConfig",
+        {
+            **{k: v for k, v in ROUTED.items() if k != "n_shared_experts"},
+            **ALTERNATING,
+            "head_dim": 12,
+            "v_head_dim": 6,
+        },
+    ),
     "gemma 4": ("Gemma4ForCausalLM", "Gemma4TextConfig", {**GEMMA4, "final_logit_softcapping": 30.0}),
     "gemma 4, inputs per layer, shared keys": ("Gemma4ForCausalLM", "Gemma4TextConfig", PER_LAYER),
     "gemma 4, experts": (

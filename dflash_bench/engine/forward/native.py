@@ -425,11 +425,15 @@ def rotary_tables(
     rotary: Any, kinds: Iterable[str], length: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tables]:
     """Return the tables [length, D] of each kind of layer, by a model's own module of rotary angles."""
+    return {kind: _signed(*angles(rotary, kind, length, dtype, device)) for kind in kinds}
+
+
+def angles(rotary: Any, kind: str, length: int, dtype: torch.dtype, device: torch.device) -> Tables:
+    """Return cosines and sines [length, D] of a kind of layer, without signs, by a model's own module."""
     positions = torch.arange(length, device=device)[None]
-    probe = torch.empty(0, dtype=dtype, device=device)
     by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
-    tables = {kind: rotary(probe, positions, *([kind] if by_kind else [])) for kind in kinds}
-    return {kind: _signed(cos[0], sin[0]) for kind, (cos, sin) in tables.items()}
+    cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), positions, *([kind] if by_kind else []))
+    return cos[0], sin[0]
 
 
 def _signed(cos: Tensor, sin: Tensor) -> Tables:

@@ -22,6 +22,7 @@ from dflash_bench.engine.forward.native import (
     Norm,
     Product,
     Tables,
+    angles,
     layer_of,
     linear_of,
     norm_of,
@@ -34,7 +35,7 @@ from dflash_bench.models.nets.bodies import BlockConvolution, BlockView, Mixing,
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.nets.layers import Rotary
-from dflash_bench.models.nets.mtp import FULL, MTPDraft
+from dflash_bench.models.nets.mtp import FULL, KINDS, MTPDraft
 from dflash_bench.models.weights import join_weights, lay_out
 
 Views = Seen | Mapping[str, Seen | BlockView]
@@ -273,21 +274,21 @@ class PublishedMTP:
 
     is_steady = False
 
-    def __init__(self, draft: MTPDraft) -> None:
-        self.draft = lay_out(draft)
+    def __init__(self, draft: MTPDraft, place: int = 0) -> None:
+        """`place` is the index of the layer in the cache."""
+        self.draft, self.place = lay_out(draft), place
+        self.kind = KINDS[draft.config.text.model_type]
         self._kv: KVCache | None = None
 
     def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
         """Return cosines and sines of `length` positions, without the signs that our own code needs."""
-        positions = torch.arange(length, device=device)[None]
-        cos, sin = self.draft.rotary().to(device)(torch.empty(0, dtype=dtype, device=device), positions)
-        return Rotary.of(cos[0], sin[0])
+        return Rotary.of(*angles(self.draft.rotary().to(device), self.kind, length, dtype, device))
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
         """Compute `MTPDraft.forward`, [B, N, H] -> [B, N, H], over a cache; a mask is additive [B, 1, N, visible]."""
         assert not isinstance(seen, Lengths), "transformers' layers take masks"
         if self._kv is not cache:
-            self._kv, self._layers = cache, Cache(layers=[CachedLayer(cache, 0, FULL)])
+            self._kv, self._layers = cache, Cache(layers=[CachedLayer(cache, self.place, self.kind)])
         cos, sin = (table[:, :, 0].expand(len(hidden), -1, -1) for table in tables)
         out: Tensor = self.draft(embedded, hidden, (cos, sin), seen, self._layers)
         return out
