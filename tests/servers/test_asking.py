@@ -121,7 +121,7 @@ def test_a_fault_is_an_error_in_every_dialect(dialect: str, monkeypatch: pytest.
 
 
 def test_an_answer_whose_tokens_cannot_be_counted_failed_and_ids_need_no_usage() -> None:
-    for dialect, error in (("vllm", None), ("openai", "neither token ids nor usage")):
+    for dialect, error in (("vllm", None), ("openai", "usage")):
         with FakeServer(dialect=dialect, faults={0: "no_usage"}) as server:
             answer = one(server)
         assert (answer.error is None) == (error is None)
@@ -133,15 +133,15 @@ def test_a_server_that_has_gone_ends_the_run_with_what_to_do(monkeypatch: pytest
     with FakeServer() as server:
         opened = backend(server)
         opened.generate("ar", CHAT)
-    with opened, pytest.raises(UserError, match=r"no server for ar answers at http://127.*--resume"):
+    with opened, pytest.raises(UserError, match=r"ar .*http://127.*--resume"):
         opened.generate("ar", CHAT)
-    with pytest.raises(UserError, match=r"start it, or correct --server ar=URL"):
+    with pytest.raises(UserError, match="--server ar="):
         backend(server)
 
 
 def test_a_server_that_understands_nothing_is_refused_and_one_that_did_fails_answers() -> None:
     with FakeServer(refuses=("cache_salt",)) as server, backend(server) as opened:
-        with pytest.raises(UserError, match=r"refuses the request \(HTTP 422: Unsupported.*another --dialect than v"):
+        with pytest.raises(UserError, match=r"HTTP 422: Unsupported.*--dialect"):
             opened.generate("ar", CHAT)
         server.does.refuses = ()
         assert opened.generate("ar", CHAT).error is None

@@ -57,13 +57,13 @@ def test_an_address_that_cannot_be_asked_is_refused_and_no_password_shown(text: 
 
 
 def test_several_servers_need_a_plain_one_and_a_single_one_does_not() -> None:
-    with pytest.raises(UserError, match="there is no server for plain decoding, against which several are measured"):
+    with pytest.raises(UserError, match="plain"):
         parse(["dflash=http://a", "eagle3=http://b"])
     assert [one.method.label for one in parse(["dflash=http://a:1"])] == ["dflash"]
 
 
 def test_a_method_is_given_once() -> None:
-    with pytest.raises(UserError, match="ar is given twice; label one"):
+    with pytest.raises(UserError, match="twice"):
         parse(["plain=http://a", "ar=http://b"])
 
 
@@ -95,17 +95,17 @@ def test_a_dialect_that_is_named_is_spoken() -> None:
         with opened(server, dialect="vllm") as backend:
             assert backend.generate("ar", CHAT).error is None
         assert "cache_salt" in server.asked[-1][1] | server.asked[-2][1]
-        with pytest.raises(UserError, match="unknown dialect 'trt'; known: llamacpp, lmdeploy, mlx, openai, sglang"):
+        with pytest.raises(UserError, match="'trt'; known: llamacpp, lmdeploy, mlx, openai, sglang"):
             opened(server, dialect="trt")
 
 
 @pytest.mark.parametrize(
     ("does", "changes", "message"),
     [
-        ({"is_loading": True}, {}, r"is not ready \(HTTP 503: Loading model\); wait until"),
-        ({"key": "k"}, {}, r"requires an API key .*--api-key-env NAME"),
-        ({"models": ("a", "b")}, {}, "serves 2 models; name one with --served-model: a, b"),
-        ({"models": ("a", "b")}, {"model": "c"}, "has no model 'c'; it serves a, b"),
+        ({"is_loading": True}, {}, "HTTP 503: Loading model"),
+        ({"key": "k"}, {}, "--api-key-env"),
+        ({"models": ("a", "b")}, {}, "--served-model: a, b"),
+        ({"models": ("a", "b")}, {"model": "c"}, "'c'.* a, b"),
     ],
 )
 def test_a_server_that_cannot_be_measured_is_refused_with_what_to_do(
@@ -118,10 +118,7 @@ def test_a_server_that_cannot_be_measured_is_refused_with_what_to_do(
 def test_what_is_no_such_server_is_refused() -> None:
     with FakeServer(dialect="openai") as server:
         server._page = lambda *_: (200, "hello")  # type: ignore[method-assign]
-        with pytest.raises(
-            UserError,
-            match=r"does not look like any server we know \(checked /v1/models\); correct the address, or name",
-        ):
+        with pytest.raises(UserError, match="/v1/models"):
             opened(server)
 
 
@@ -164,7 +161,7 @@ def test_no_proxy_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -
 def test_settings_without_words_in_a_dialect_are_refused() -> None:
     with FakeServer(dialect="openai") as server, opened(server) as backend:
         backend.check_chats([], [GREEDY, Settings(temperature=1.0, top_p=0.9)])
-        with pytest.raises(UserError, match=r"the openai dialect does not support --top-k; leave it out"):
+        with pytest.raises(UserError, match=r"openai .*--top-k"):
             backend.check_chats([], [Settings(temperature=1.0, top_k=5)])
 
 
@@ -211,12 +208,12 @@ def at(rounds: float, drafted: float, accepted: float, tokens: float | None = No
         (at(13, 46, 17), 11, AcceptanceCounts(3, 7, 16, by="vllm.counters")),
         (at(13, 46, 17, 111), 11, AcceptanceCounts(3, 7, 16, by="vllm.counters")),
         (at(10, 30, 10, 111), 11, AcceptanceCounts(0, 0, 0, by="vllm.counters")),
-        (at(13, 46, 17, 112), 11, "counted 12 tokens for an answer of 11"),
+        (at(13, 46, 17, 112), 11, "12 tokens"),
         (at(9, 46, 17), 11, "went back"),
         (
             replace(at(13, 46, 17), wrong="vllm:generation_tokens is 'NaN'"),
             11,
-            "cannot be read: vllm:generation_tokens is",
+            "vllm:generation_tokens is",
         ),
     ],
 )

@@ -27,6 +27,7 @@ from dflash_bench.runner import launch
 from dflash_bench.servers import supervisor
 from dflash_bench.servers.launch import LaunchedServers, added_by_draft, program_named
 from helpers.processes import is_alive
+from helpers.refusals import assert_refused
 from helpers.servers.nano_words import nano_text
 
 Main = Callable[..., tuple[int, str, str]]
@@ -158,16 +159,16 @@ def test_imposed_rates_are_shares_of_all_rounds_and_never_rise(conditional: str,
 @pytest.mark.parametrize(
     ("name", "method", "message"),
     [
-        ("sglang", "synthetic:base=dflash", "it can be told a mean length (SGLANG_SIMULATE_ACC_LEN)"),
-        ("vllm", "synthetic", "such as base=dflash; it can be dflash, eagle3, p-eagle, mtp"),
-        ("vllm", "synthetic:base=ngram", "needs the method whose draft drafts"),
+        ("sglang", "synthetic:base=dflash", "SGLANG_SIMULATE_ACC_LEN"),
+        ("vllm", "synthetic", "base=dflash; it can be dflash, eagle3, p-eagle, mtp"),
+        ("vllm", "synthetic:base=ngram", "base=ngram"),
         ("vllm", "synthetic:base=dflash:4", "without options"),
         ("vllm", "synthetic:base=dflsh", "unknown method 'dflsh'"),
-        ("vllm", "synthetic:base=dflash,seed=3", "cannot draft by synthetic:base=dflash,seed=3"),
-        ("llama.cpp", "synthetic:base=mtp,rates=1/1/1/1/1/1/1", "rates for 7 tokens, and its base drafts 6 at most"),
+        ("vllm", "synthetic:base=dflash,seed=3", "seed=3"),
+        ("llama.cpp", "synthetic:base=mtp,rates=1/1/1/1/1/1/1", "7 tokens, and its base drafts 6"),
         # nano's draft has blocks of 16, with the anchor.
-        ("llama.cpp", "synthetic:base=dflash,rates=" + "/".join("1" * 16), "16 tokens, and its base drafts 15 at most"),
-        ("vllm", "synthetic:profile=no-such,base=dflash", "cannot read no-such"),
+        ("llama.cpp", "synthetic:base=dflash,rates=" + "/".join("1" * 16), "16 tokens, and its base drafts 15"),
+        ("vllm", "synthetic:profile=no-such,base=dflash", "no-such"),
     ],
 )
 def test_what_cannot_be_imposed_is_refused_in_a_line(
@@ -181,10 +182,9 @@ def test_what_cannot_be_imposed_is_refused_in_a_line(
 
 
 def test_a_base_belongs_to_a_launched_server_alone(main: Main) -> None:
-    code, _, err = main(*ASKED, "--method", "synthetic:base=dflash", "--out", "run")
-    assert (code, "base= has no effect here" in err) == (2, True)
-    code, _, err = main(*ASKED, "--server", "synthetic=http://127.0.0.1:9", "--out", "run")
-    assert (code, "let --launch start it, with --method synthetic:profile=FILE,base=METHOD" in err) == (2, True)
+    assert_refused(main(*ASKED, "--method", "synthetic:base=dflash", "--out", "run"), "base=")
+    served = main(*ASKED, "--server", "synthetic=http://127.0.0.1:9", "--out", "run")
+    assert_refused(served, "--launch", "--method synthetic:profile=FILE,base=METHOD")
 
 
 def test_mtp_is_launched_only_with_the_heads_of_the_targets_own_checkpoint(
@@ -268,28 +268,23 @@ def test_a_program_that_ends_at_once_is_told_with_its_last_lines(program: Callab
     with launched(program(exits=3), tmp_path / "logs") as servers, pytest.raises(UserError) as raised:
         servers.start([spec()])
     said = str(raised.value)
-    assert "vllm for ar did not start; exit status 3; it ran out of memory" in said
-    assert "| CUDA error: out of memory" in said
+    assert "vllm for ar" in said and "exit status 3" in said and "| CUDA error: out of memory" in said
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "named"),
     [
-        (("--launch", "x"), "unknown program to launch 'x'; known: llama.cpp, sglang, vllm"),
-        (("--launch", "vllm", "--launch-with", "no-such"), "no-such is not an executable file; give --launch-with"),
-        (("--launch-with", "x"), "--launch-with has no effect without --launch"),
-        (("--launch", "vllm", "--server", "plain=http://x:1"), "--server has no effect with --launch"),
-        (("--launch", "vllm", "--engine", "native"), "--engine has no effect with --launch"),
-        (("--launch", "vllm", "--launch-with", "sh", "--method", "suffix"), "cannot draft by suffix"),
-        (("--launch", "vllm", "--launch-with", "sh", "--method", "dflash:steps=2"), "cannot draft by dflash:steps=2"),
-        (("--launch", "vllm", "--launch-with", "sh", "--launch-args", "'"), "--launch-args: No closing quotation"),
+        (("--launch", "x"), "'x' llama.cpp, sglang, vllm"),
+        (("--launch", "vllm", "--launch-with", "no-such"), "no-such --launch-with"),
+        (("--launch", "vllm", "--launch-with", "sh", "--method", "suffix"), "suffix"),
+        (("--launch", "vllm", "--launch-with", "sh", "--method", "dflash:steps=2"), "dflash:steps=2"),
+        (("--launch", "vllm", "--launch-with", "sh", "--launch-args", "'"), "--launch-args:"),
     ],
 )
 def test_what_cannot_be_launched_is_refused_before_anything_starts(
-    main: Main, more: tuple[str, ...], message: str
+    main: Main, more: tuple[str, ...], named: str
 ) -> None:
-    code, _, err = main(*ASKED, *more, "--out", "run")
-    assert (code, message in err) == (2, True), err
+    assert_refused(main(*ASKED, *more, "--out", "run"), *named.split(" "))
     assert not Path("run").exists()
 
 
@@ -321,7 +316,7 @@ def test_a_launched_run_is_judged_and_a_death_keeps_its_rows(
     # Its first answer warms up, and its second one kills it.
     code, _, err = main(*words)
     assert code == 2
-    assert "vllm for dflash:3 died; killed by signal 9" in err
+    assert "vllm for dflash:3" in err and "signal 9" in err
     assert "| Segmentation fault, as ordered" in err
     assert "--resume" in err
     kept = {record.method for record in store.load(Path("run"))[1]}
@@ -352,7 +347,7 @@ def test_imposed_acceptance_is_the_profiles_and_its_answers_are_nobodys(
         code, shown, err = main(*ASKED, "--launch", name, "--launch-with", path, "--method", label, "--out", run)
         assert code == 0, err
         expected = 1 + sum(math.prod(rates[:number]) for number in range(1, len(rates) + 1))
-        assert f"acceptance was imposed from a profile, {expected:.2f} tokens a round" in " ".join(shown.split())
+        assert f"from a profile, {expected:.2f} tokens a round" in " ".join(shown.split())
         rows = table.read_run(Path(run)).rows
         rows = rows[rows["method"] == label]
         assert len(rows) == 2 and rows["error"].isna().all()
@@ -360,7 +355,7 @@ def test_imposed_acceptance_is_the_profiles_and_its_answers_are_nobodys(
         assert low <= 1 + rows["num_accepted"].sum() / rows["num_rounds"].sum() <= high
         # Nor is it judged, scored or called a dead draft by who reads the rows again.
         assert main("check", run)[0] == 0
-    assert "was imposed; measure a draft itself" in main("card", run, "--method", label, "--profile", "p.json")[2]
+    assert main("card", run, "--method", label, "--profile", "p.json")[0] == 2 and not Path("p.json").exists()
 
 
 def test_sglang_drafts_with_weights_and_without(
@@ -390,8 +385,7 @@ def test_a_server_that_dies_in_a_race_puts_its_own_method_out(
     assert decision["verdict"] in ("too_few", "drifted")  # as times have it
     assert found["dflash:3"]["num_prompts"] == 2
     assert found["eagle3:3"]["verdict"] == "failed"
-    assert "vllm for eagle3:3 did not start; exit status 3" in found["eagle3:3"]["error"]
-    assert "each method is now measured by itself" in err
+    assert "vllm for eagle3:3" in found["eagle3:3"]["error"] and "exit status 3" in found["eagle3:3"]["error"]
     held = table.read_run(Path("race/c1-1-1")).info.server_memory
     assert held and {*held.servers} == {"ar", "dflash:3"} and held.free_bytes
     # A process of Python, started for as many tokens as nano has positions for.

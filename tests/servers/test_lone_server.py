@@ -15,6 +15,7 @@ from dflash_bench.models.presets import NANO
 from dflash_bench.results import run_info, store
 from dflash_bench.results import table as results_table
 from dflash_bench.tasks import scorers
+from helpers.refusals import assert_refused
 from helpers.runs import listed
 from helpers.servers.fake_server import FakeServer
 from helpers.servers.nano_words import nano_text
@@ -59,9 +60,7 @@ def test_acceptance_and_speed_are_told_and_no_speedup(
     assert cell.value("speedup.decode") is None
     assert cell.exact is None
     assert cell.audit is None
-    said = " ".join(out.split())
-    assert "so there is no speed-up, and nothing shows whether these answers are the model's own" in said
-    assert "--server plain=URL" in said
+    assert "--server plain=URL" in " ".join(out.split())
 
 
 TOTALS = ("total_rounds", "total_accepted")
@@ -141,7 +140,7 @@ def test_with_the_same_weights_here_its_answers_are_judged(main: Main) -> None:
             code, _, err = main(*words[:-1], "other", "--audit", "divergent")
         rows = store.load(Path(verdict))[1]
         assert {(row.exactness, row.audit) for row in rows} == {(None, verdict)}
-        assert (code, "--audit divergent has no effect without --server plain=URL" in err) == (2, True)
+        assert (code, "--audit divergent" in err and "--server plain=URL" in err) == (2, True)
     assert main("compare", "engine", "exact", *"--allow engine --allow dtype --allow device".split())[0] == 0
 
 
@@ -194,7 +193,7 @@ def test_servers_are_told_the_schema_and_their_answers_are_held_to_it(
     assert json.loads(Path("run/run.json").read_text())["identity"]["json_schema"]
     assert main(*words(server, prompts, "plain"))[0] == 0
     code, _, err = main("compare", "plain", "run")
-    assert code == 2 and "sampling: JSON schema none and" in err
+    assert code == 2 and "JSON schema none" in err
 
 
 @pytest.mark.parametrize(
@@ -207,17 +206,12 @@ def test_an_answer_is_right_if_the_schema_allows_it(text: str, right: bool) -> N
     assert scorers.score("json_schema", prompt, text).passed is right
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [("[]", "s.json holds no JSON Schema"), ('{"type": "no such type"}', "s.json is not a JSON Schema"),
-     ("{", "cannot read s.json")],
-)  # fmt: skip
-def test_a_file_that_is_no_schema_is_refused(main: Main, prompts: Path, content: str, told: str) -> None:
+@pytest.mark.parametrize("content", ["[]", '{"type": "no such type"}', "{"])
+def test_a_file_that_is_no_schema_is_refused(main: Main, prompts: Path, content: str) -> None:
     Path("s.json").write_text(content)
-    line = main("run", "--server", "dflash=http://127.0.0.1:9", "--prompts", prompts, "--json-schema", "s.json")[2]
-    assert told in line
+    asked = ("--server", "dflash=http://127.0.0.1:9", "--prompts", prompts, "--json-schema", "s.json")
+    assert_refused(main("run", *asked), "s.json")
 
 
 def test_a_schema_is_for_servers_that_are_not_judged_here(main: Main, prompts: Path) -> None:
-    line = main("run", "--prompts", prompts, "--json-schema", "s.json")[2]
-    assert "--json-schema needs --server alone" in line
+    assert_refused(main("run", "--prompts", prompts, "--json-schema", "s.json"), "--json-schema", "--server")

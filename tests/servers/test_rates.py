@@ -25,6 +25,7 @@ from dflash_bench.runner.rules import objectives
 from dflash_bench.runner.setup import late
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend, arrivals
+from helpers.refusals import assert_refused
 from helpers.runs import known
 from helpers.servers.fake_server import FakeServer
 
@@ -67,7 +68,7 @@ def test_a_client_that_is_late_itself_says_so() -> None:
         place = "ar", Settings(concurrency=4)
         assert [*backend.lags] == [place]
         backend.lags[place] = 0.2
-        assert late(backend)[0].startswith("ar, temperature 0, concurrency 4: this machine noticed arrivals up to 200")
+        assert late(backend)[0].startswith("ar, temperature 0, concurrency 4: ") and " 200" in late(backend)[0]
         backend.lags[place] = 0.001
         assert late(backend) == []
 
@@ -100,10 +101,8 @@ def test_a_run_over_rates_tells_each_and_its_goodput(main: Main, prompts: Path) 
     assert [level["num_answers"] for level in levels["ar"]] == [6, 6]
     assert main("compare", "run")[0] == 0
     assert main("report", "run", "--format", "markdown")[0] == 0
-    code, _, err = main(
-        "run", "--server", f"plain={plain.url}", "--suite", "gsm8k", "--rate", "1", "--concurrency", "2"
-    )
-    assert (code, "--rate and --concurrency both say" in err) == (2, True)
+    both = ("--server", f"plain={plain.url}", "--suite", "gsm8k", "--rate", "1", "--concurrency", "2")
+    assert_refused(main("run", *both), "--rate", "--concurrency")
 
 
 def test_goodput_counts_what_kept_to_all_times_of_all_that_was_asked_for() -> None:
@@ -140,17 +139,5 @@ def test_an_objective_is_read_with_its_units(text: str, limits: dict[str, float]
 
 @pytest.mark.parametrize("text", ["", "ttft=1", "ttft=0s", "itl=5ms", "ttft=1s,ttft=2s", "ttft=-1s", "ttft=1s;"])
 def test_what_is_no_objective_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="--slo takes times with their units"):
+    with pytest.raises(UserError, match="--slo"):
         objectives(text)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("--rate", "2"), "--rate has no effect without --server"),
-        (("--slo", "ttft=1s"), "--slo has no effect without --rate or --concurrency"),
-    ],
-)
-def test_rates_need_a_server_and_objectives_several_answers(main: Main, more: tuple[str, ...], message: str) -> None:
-    code, _, err = main("run", "--suite", "gsm8k", *more)
-    assert (code, message in err) == (2, True)
