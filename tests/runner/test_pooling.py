@@ -26,6 +26,7 @@ from dflash_bench.runner.workers import Job
 from helpers import tiny
 from helpers.fake_backend import FakeBackend, other_tokens
 from helpers.fake_pool import FakePool, as_opened
+from helpers.refusals import assert_refused
 from helpers.work import WORDS, loaded, planned_info, prompts, rows_of, what_matters
 
 Main = Callable[..., tuple[int, str, str]]
@@ -148,9 +149,8 @@ def test_a_prompt_that_workers_always_die_of_becomes_rows_that_say_so(tmp_path: 
     _, records = pooled(tmp_path / "run", pool)
     lost = [row for row in records if row.generation.error is not None]
     assert {(row.suite, row.prompt_id) for row in lost} == {("gsm8k", "p2")}
-    assert {row.generation.error for row in lost} == {
-        "3 workers died while they measured this prompt; the last: killed"
-    }
+    (error,) = {row.generation.error for row in lost}
+    assert error and error.startswith("3 workers died") and error.endswith("killed")
     assert {(row.generation.finish_reason, row.exactness, row.audit, row.passed) for row in lost} == {
         ("error", None, None, None)
     }
@@ -171,7 +171,7 @@ def test_without_any_worker_left_the_run_stops_and_goes_on_later(tmp_path: Path,
 
     folder = tmp_path / "run"
     pool = FakePool(2, backend, dies=dies)
-    with pytest.raises(UserError, match=r"^no worker is left; what they measured is saved: go on with --resume$"):
+    with pytest.raises(UserError, match=r"^no worker is left.* --resume$"):
         pooled(folder, pool)
     assert pool.num_started < 2 + 2 + runner_workers.MOST_TRIES
     measured = store.load(folder)[1]
@@ -216,18 +216,15 @@ def test_a_run_with_workers_holds_the_rows_of_one_without(
     monkeypatch.setattr("dflash_bench.runner.session.require_ray", lambda: None)
     status, _, err = main(*words, "--workers", "2", "--out", "both")
     assert status == 0, err
-    shown = main("report", "both")[1]
     assert rows_of(tmp_path / "both") == rows_of(tmp_path / "alone")
-    assert "2 workers measured on one machine at the same time" in shown
-    assert "w = several workers measured on one machine at a time" in shown
+    assert "\nw = " in main("report", "both")[1]
     identity = store.load(tmp_path / "both")[0].to_json()["identity"]
     assert identity["workers"] == {"number": 2, "on_one_machine": 2, "kinds": ["a processor"]}
-    status, _, err = main("compare", "alone", "both")
-    assert status == 2 and "device: workers on one machine 1 and 2" in err
+    assert_refused(main("compare", "alone", "both"), "workers on one machine 1 and 2", "--allow device")
     assert main("compare", "alone", "both", "--allow", "device")[0] == 0
     status, _, err = main(*words, "--workers", "2", "--out", "alone", "--resume")
     assert status == 2 and "workers was null, now" in err
-    assert "workers 2, at most 2 on one machine" in facts(store.load(tmp_path / "both")[0])["settings"]
+    assert "workers 2, at most 2 " in facts(store.load(tmp_path / "both")[0])["settings"]
 
 
 ENVIRONMENT = {
@@ -236,26 +233,15 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 REFUSED = {
-    "--workers 2 --server plain=http://127.0.0.1:9": "--workers has no effect with --server",
-    "--ray-address 127.0.0.1:1": "--ray-address has no effect without --workers",
-    "--workers 2 --concurrency 1,2": "measure one prompt each at a time, and --concurrency is for one process",
-    "--workers 2 --for 1m": "measure one prompt each at a time, and --for is for one process",
-    "--workers 2 --device cuda:1": "--workers take a GPU each: give --device cuda, not cuda:1",
-    "--workers 2 --device-map auto": "--workers take one GPU each, and --device-map all of them",
-    "--workers 2 --ray-address 127.0.0.1:1": "--ray-address needs --device cpu or cuda",
+    "--workers 2 --ray-address 127.0.0.1:1": "--ray-address --device cpu cuda",
+    "--workers 2 --method suffix": "suffix:earlier=no --workers",
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_workers_cannot_do_is_refused(main: Main, words: str) -> None:
-    status, _, err = main("run", "--suite", "gsm8k", *words.split())
-    assert status == 2 and REFUSED[words] in err
-
-
-def test_suffix_decoding_over_earlier_answers_is_for_one_process(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_workers_cannot_do_is_refused(main: Main, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_bench.runner.session.require_ray", lambda: None)
-    status, _, err = main("run", "--suite", "gsm8k", "--method", "suffix", "--workers", "2")
-    assert status == 2 and "give suffix:earlier=no, or leave --workers out" in err
+    assert_refused(main("run", "--suite", "gsm8k", *words.split()), *REFUSED[words].split())
 
 
 def test_findings_say_how_many_shared_a_machine_and_which_kinds_there_were(tmp_path: Path) -> None:
@@ -264,9 +250,9 @@ def test_findings_say_how_many_shared_a_machine_and_which_kinds_there_were(tmp_p
     workers = {"number": 4, "on_one_machine": 2, "kinds": ["a processor", "another"]}
     results = table.read_run(stored(tmp_path / "run", answers(), workers=workers))
     identity = results.info.identity
-    said = {one.kind: one.text for one in findings(results.rows, summarise(results.rows, identity), identity)}
-    assert said["shared_machine"].startswith("gsm8k (embedded): 2 workers measured on one machine")
-    assert "2 kinds of machines (a processor; another)" in said["unlike_machines"]
+    values = {one.kind: one.values[0] for one in findings(results.rows, summarise(results.rows, identity), identity)}
+    assert values["shared_machine"]["num_workers"] == 2
+    assert values["unlike_machines"] == {"num_kinds": 2, "machines": ["a processor", "another"]}
     apart = identity.model_copy(update={"workers": WorkersEntry(number=2, on_one_machine=1, kinds=["a processor"])})
     kinds = {one.kind for one in findings(results.rows, summarise(results.rows, apart), apart)}
     assert not kinds & {"shared_machine", "unlike_machines"}

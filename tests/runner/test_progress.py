@@ -36,9 +36,10 @@ def test_elsewhere_there_is_a_line_every_ten_seconds() -> None:
             progress.begins("gsm8k", "dflash")
             clock.now += 5.5
             progress.measured(drafted(f"p{number}", [3, 1]), "dflash")
-    assert stream.getvalue().splitlines() == [
-        "2/8 answers, gsm8k · dflash 150.0 tok/s al 3.00, 0:00:33 left",
-        "4/8 answers, gsm8k · dflash 150.0 tok/s al 3.00, 0:00:22 left",
+    lines = [line.split(", ") for line in stream.getvalue().splitlines()]
+    assert [(line[0], line[1], line[-1]) for line in lines] == [
+        ("2/8 answers", "gsm8k · dflash 150.0 tok/s al 3.00", "0:00:33 left"),
+        ("4/8 answers", "gsm8k · dflash 150.0 tok/s al 3.00", "0:00:22 left"),
     ]
 
 
@@ -56,10 +57,9 @@ def test_a_resumed_run_counts_what_is_stored_and_is_timed_by_what_is_new() -> No
     progress.begins("gsm8k", "warming up")
     clock.now += 20
     progress.measured(plain("p0", 3), "ar")
-    assert stream.getvalue().splitlines() == [
-        "90/100 answers, gsm8k · warming up, time left unknown",
-        "91/100 answers, gsm8k · ar 100.0 tok/s al 1.00, 0:06:00 left",
-    ]
+    first, last = stream.getvalue().splitlines()
+    assert first.startswith("90/100 ") and ":" not in first
+    assert last.startswith("91/100 ") and "ar 100.0 tok/s al 1.00" in last and "0:06:00" in last
 
 
 def test_each_cell_has_figures_of_its_own_and_a_failed_answer_is_in_none() -> None:
@@ -69,7 +69,7 @@ def test_each_cell_has_figures_of_its_own_and_a_failed_answer_is_in_none() -> No
         progress.measured(record, record.method)
     clock.now += 10
     progress.begins("gsm8k", "dflash")
-    assert stream.getvalue().startswith("3/9 answers, gsm8k · dflash 250.0 tok/s al 5.00, ")
+    assert stream.getvalue().startswith("3/9 ") and "dflash 250.0 tok/s al 5.00" in stream.getvalue()
 
 
 def test_each_suite_has_its_speedups_so_far() -> None:
@@ -83,7 +83,7 @@ def test_each_suite_has_its_speedups_so_far() -> None:
     clock.now += 10
     progress.begins("math500", "dflash")
     first, *others = stream.getvalue().splitlines()
-    assert first.startswith("6/9 answers, math500 · dflash 250.0 tok/s al 5.00, ")
+    assert first.startswith("6/9 ") and "math500 · dflash 250.0 tok/s al 5.00" in first
     assert others == [f"  {suite}: dflash (temperature 1) 2.50x so far" for suite in ("gsm8k", "math500")]
 
 

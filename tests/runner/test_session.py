@@ -77,9 +77,7 @@ def test_thinking_is_as_asked_or_as_the_drafts_were_trained_or_no_question(
 
 @pytest.mark.parametrize("asked", ["on", "off", "both"])
 def test_thinking_has_no_effect_on_a_template_without_it(asked: str) -> None:
-    with pytest.raises(
-        UserError, match=f"--thinking {asked} has no effect: the chat template of Qwen/Qwen3-8B has no enable_th"
-    ):
+    with pytest.raises(UserError, match=f"--thinking {asked} .*Qwen/Qwen3-8B"):
         modes_of(request(thinking=asked), presets.preset("qwen3-8b"), has_thinking=False)
 
 
@@ -107,13 +105,13 @@ def test_device_and_type_where_none_is_given(
     "device", ["cpu:0", "cpu:99", "cuda:", "cuda:x", "cuda:-1", "cuda:\u0663", "CPU", " cpu", "tpu"]
 )
 def test_a_device_that_has_no_such_name_is_refused(device: str) -> None:
-    with pytest.raises(UserError, match=r"^unknown device '.*'(| \(did you mean '.+'\?\)); known: cpu, cuda, cuda:N$"):
+    with pytest.raises(UserError, match=r"device '.*'.* cpu, cuda, cuda:N$"):
         device_and_dtype(RunRequest(device=device), 2)
 
 
 @pytest.mark.parametrize("index", ["2", "99", "9" * 5000])
 def test_a_gpu_that_is_not_there_is_refused(index: str) -> None:
-    with pytest.raises(UserError, match=r"^--device cuda:\d+: this machine has cuda:0 to cuda:1$"):
+    with pytest.raises(UserError, match=r"^--device cuda:\d+: .* cuda:0 to cuda:1$"):
         device_and_dtype(RunRequest(device=f"cuda:{index}"), 2)
 
 
@@ -179,7 +177,7 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
     read = table.read_run(tmp_path / "not run")
     noted = findings(read.rows, metrics.summarise(read.rows, read.info.identity), read.info.identity)
     assert [note.remedy for note in noted if note.kind == "code_not_run"] == [sandbox.REMEDY]
-    with pytest.raises(UserError, match='code was "not run", now "unsafe"'):
+    with pytest.raises(UserError, match='code was "not run"'):
         session.perform(
             code_run(model, unsafe_code=True), tmp_path / "not run", resume=True, caller=session.Caller(print)
         )
@@ -197,12 +195,12 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
 
 def test_unsafe_code_must_have_an_effect(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "open_local", lambda *_: pytest.fail("loaded a model"))
-    with pytest.raises(UserError, match="no effect without a suite of code"):
+    with pytest.raises(UserError, match="--unsafe-code"):
         session.perform(
             request(model=str(model), unsafe_code=True), tmp_path / "run", resume=False, caller=session.Caller(print)
         )
     monkeypatch.setattr(sandbox, "strongest", lambda: sandbox.Isolation(landlock=True))
-    with pytest.raises(UserError, match=r"no effect here: this system has a sandbox \(landlock, seccomp"):
+    with pytest.raises(UserError, match=r"--unsafe-code .*\(landlock, seccomp"):
         session.perform(code_run(model, unsafe_code=True), tmp_path / "run", resume=False, caller=session.Caller(print))
     assert list(tmp_path.iterdir()) == []
 
