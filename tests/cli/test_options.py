@@ -269,6 +269,15 @@ SERVED: dict[str, Any] = {"servers": ("plain=http://127.0.0.1:1",)}
         (SERVED | {"drafts": ("dflash=a",)}, "--draft", "--server"),
         (SERVED | {"context": (None, 4096)}, "--context", "--server --model --target"),
         (SERVED | {"launch": "vllm"}, "--server", "--launch"),
+        (SERVED | {"methods": ("dflash",)}, "--method", "--server"),
+        (SERVED | {"engine": "native"}, "--engine", "--server"),
+        (SERVED | {"dtype": "float32"}, "--dtype", "--server --model --target"),
+        ({"launch": "vllm", "engine": "native"}, "--engine", "--launch"),
+        (SERVED | {"workers": 2}, "--workers", "--server"),
+        ({"workers": 2, "concurrency": (1, 2)}, "--workers", "--concurrency"),
+        ({"workers": 2, "device_map": "auto"}, "--workers", "--device-map"),
+        ({"quantize": "int3"}, "unknown", "'int3' 'int8' fp8,"),
+        ({"quantize": "nf4", "device_map": "auto"}, "--quantize nf4", "--device-map"),
         (SERVED | {"energy": True}, "--energy", "--server"),
         (SERVED | {"one_at_a_time": True}, "--one-at-a-time", "--server"),
         ({"launch": "vllm", "compile": "inductor"}, "--compile", "--launch"),
@@ -304,6 +313,7 @@ def test_what_goes_together_is_not_refused() -> None:
         {"launch": "vllm", "launch_with": "v", "concurrency": (1, 4), "slo": "ttft=1s"},
         {"workers": 2, "ray_address": "a:1", "device": "cuda"},
         {"repetition_penalty": (1.0, 1.2)},
+        {"quantize": "int8", "engine": "native"},
     ):
         check_options(RunRequest(**given))
 
