@@ -32,6 +32,7 @@ from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.selection import target_of
 from dflash_bench.engine.target import Target
 from dflash_bench.runner.config import RunRequest
+from helpers.refusals import assert_refused
 from helpers.servers.fake_server import Count, FakeServer
 
 Main = Callable[..., tuple[int, str, str]]
@@ -162,7 +163,7 @@ def test_a_case_conforms_under_every_forward(main: Main, tmp_path: Path) -> None
     assert code == 0 and "2 of 2 cases conform." in out
     table, _, notes = out.partition("rounds equal = ")
     lines = [line.split() for line in table.splitlines() if line.startswith((DOMINO, CUT))]
-    assert [line[2] for line in lines] == [*FORWARDS, *FORWARDS] and notes.count("its heads are of size 12") == 2
+    assert [line[2] for line in lines] == [*FORWARDS, *FORWARDS] and notes.count("size 12") == 2
     assert sum(line[-1] == "conforms" for line in lines) == 4  # heads of size 12 are none of numba's
     page = (tmp_path / "page.md").read_text()
     assert page.startswith("# Conformance") and "sgl-project/SpecForge" in page and "conform specforge-domino" in page
@@ -258,7 +259,7 @@ def test_a_wrong_tree_and_a_wrong_probability_are_found(
 def test_what_is_not_read_is_said_and_never_passes(main: Main, planted: Callable[..., None]) -> None:
     planted(DOMINO, {"dflash_config.an_unknown_key": 1})
     code, out, _ = main("conform", DOMINO, "--forward", "torch")
-    assert code == 1 and "not read" in out and "'an_unknown_key' in dflash_config" in " ".join(out.split())
+    assert code == 1 and "not read" in out and "'an_unknown_key'" in out
     assert "0 of 1 case conforms." in out
 
 
@@ -303,24 +304,23 @@ def test_the_exit_status_counts_what_is_computed_by_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("words", "named"),
     [
-        (["zlab-dflsh2"], "unknown golden case 'zlab-dflsh2' (did you mean 'zlab-dflash2'?); known: angelslim-dflare,"),
-        ([DOMINO, "--forward", "hf"], "unknown forward 'hf'; known: numba, torch, transformers"),
-        (["--server", "http://127.0.0.1:9"], "--server takes the one CASE"),
-        (["--suite", "gsm8k"], "--suite has no effect on golden cases"),
-        ([DOMINO, "--chats"], "--chats has no effect on golden cases"),
-        (["--server", "dflash=http://127.0.0.1:9", "--forward", "torch"], "--forward chooses how golden cases are"),
-        ([DOMINO, "--server", "http://127.0.0.1:9", "--forward", "torch"], "--forward has no effect with --server"),
-        ([DOMINO, "--server", "nowhere"], "an address begins with http://"),
-        ([DOMINO, "--dialect", "vllm"], "--dialect has no effect without --server"),
-        ([DOMINO, "--out", "absent/page.md"], "the folder absent for page.md does not exist"),
-        ([DOMINO, "--device", "tpu"], "unknown device 'tpu'"),
+        (["zlab-dflsh2"], "'zlab-dflsh2' 'zlab-dflash2' angelslim-dflare,"),
+        ([DOMINO, "--forward", "hf"], "'hf' numba, torch, transformers"),
+        (["--server", "http://127.0.0.1:9"], "--server CASE"),
+        (["--suite", "gsm8k"], "--suite golden"),
+        ([DOMINO, "--chats"], "--chats golden"),
+        (["--server", "dflash=http://127.0.0.1:9", "--forward", "torch"], "--forward golden"),
+        ([DOMINO, "--server", "http://127.0.0.1:9", "--forward", "torch"], "--forward --server"),
+        ([DOMINO, "--server", "nowhere"], "--server http://"),
+        ([DOMINO, "--dialect", "vllm"], "--dialect --server"),
+        ([DOMINO, "--out", "absent/page.md"], "absent page.md"),
+        ([DOMINO, "--device", "tpu"], "'tpu'"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(main: Main, words: list[str], line: str) -> None:
-    code, out, err = main("conform", *words)
-    assert (code, out, err.count("\n")) == (2, "", 1) and line in err
+def test_what_cannot_be_done_is_one_line(main: Main, words: list[str], named: str) -> None:
+    assert_refused(main("conform", *words), *named.split(" "))
 
 
 # A server
@@ -433,7 +433,7 @@ def test_another_number_of_drafts_and_another_text_are_seen(main: Main) -> None:
     bent[0] = replace(bent[0], tokens=(*bent[0].tokens[:4], bent[0].tokens[4] ^ 1, *bent[0].tokens[5:]))
     with serving(case, bent, counts_by_request=True) as running:
         code, out, _ = main("conform", DOMINO, "--server", running.url)
-    assert code == 1 and "the answer is another from token 4 on" in " ".join(out.split())
+    assert code == 1 and "from token 4 " in " ".join(out.split())
     by_prompt = {json.dumps(list(one.prompt.prompt)): one.decoded(9) for one in asked_prompts(case)}
 
     def wide(prompt: str) -> Count:
@@ -442,7 +442,7 @@ def test_another_number_of_drafts_and_another_text_are_seen(main: Main) -> None:
 
     with serving(case, counts=wide, counts_by_request=True) as running:
         code, out, _ = main("conform", DOMINO, "--server", running.url)
-    assert code == 1 and "9 tokens drafted per round, not 6" in " ".join(out.split())
+    assert code == 1 and "9 tokens drafted per round" in " ".join(out.split())
 
 
 def test_a_server_that_hides_its_counts_cannot_be_told(main: Main) -> None:
@@ -454,8 +454,8 @@ def test_a_server_that_hides_its_counts_cannot_be_told(main: Main) -> None:
 def test_a_server_without_prompts_of_ids_and_a_failed_answer(main: Main) -> None:
     case = read_case(DOMINO)
     with serving(case, dialect="openai") as running:
-        code, _, err = main("conform", DOMINO, "--server", running.url)
-    assert code == 2 and "has no prompts of token ids" in err
+        code, out, err = main("conform", DOMINO, "--server", running.url)
+    assert (code, out) == (2, "") and "openai" in err and "--dialect" in err
     with serving(case, faults={1: "500"}) as running:
         code, out, _ = main("conform", DOMINO, "--server", running.url)
     assert code == 1 and "failed: HTTP 500" in " ".join(out.split())

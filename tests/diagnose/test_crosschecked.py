@@ -153,9 +153,7 @@ def test_a_server_that_does_not_draft_differs_however_few_the_prompts(nothing: A
     pairs = tuple(Pair(CountedAnswer((1,), "", counts(one)), CountedAnswer((1,), "", nothing)) for one in OURS[:num])
     found = checked(CountComparison(pairs))
     assert found.verdict == "differ" and not needs_causes(found.base)
-    assert "it counts no drafts, so it drafts nothing. Check that the server was started with a draft" in sentence(
-        found
-    )
+    assert "drafts nothing" in sentence(found)
 
 
 def test_few_drafts_that_are_not_accepted_or_not_reported_prove_nothing() -> None:
