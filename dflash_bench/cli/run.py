@@ -124,9 +124,9 @@ def recommend(
     if as_json:
         say(json_text(made.data))
     else:
-        say(shown.text(made.found, terminal_width(100)), end="")
+        say(shown.text(made, terminal_width(100)), end="")
         note(f"wrote {made.folder / 'recommendation.md'}")
-    if made.found.is_wrong:
+    if made.is_wrong:
         sys.exit(1)
 
 

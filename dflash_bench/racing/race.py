@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -174,32 +173,6 @@ def server_rooms(tables: Sequence[RunTable], wanted: Sequence[str]) -> dict[str,
             sizes[held.tokens] = max(held.bytes, sizes.get(held.tokens, 0))
             found[method] = ServerRoom(sizes, info.server_memory.free_bytes)
     return {method: found[method] for method in wanted if method in found}
-
-
-@dataclass(frozen=True, slots=True)
-class Recommendation:
-    """The results of all races of a request."""
-
-    model: str
-    machine: str
-    decisions: tuple[Decision, ...]
-    folder: Path
-    runs: tuple[Path, ...]
-    spent_s: float
-    flags: Mapping[str, Sequence[tuple[str, Sequence[str], Sequence[str]]]]
-    """Server programs by chosen method, each with its arguments and those of a dflash-bench command that is needed
-    first."""
-    rooms: Mapping[str, Room]
-    """Context lengths by chosen method; empty for servers that run already, whose memory is unknown."""
-    held: Mapping[str, ServerRoom]
-    """Memory of servers launched on a CPU, by chosen method and plain decoding's label."""
-    served: tuple[str, ...] = ()
-    """Methods of servers that run already."""
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether some method gave answers that are not the model's own."""
-        return any(standing.verdict == "wrong" for one in self.decisions for standing in one.standings)
 
 
 @dataclass(slots=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +16,7 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import methods
 from dflash_bench.core.labels import WIDTH
 from dflash_bench.core.types import context_name
-from dflash_bench.racing.race import WORTH, Decision, Recommendation, ServerRoom, Standing
+from dflash_bench.racing.race import WORTH, Decision, Room, ServerRoom, Standing
 from dflash_bench.report.data import json_value
 from dflash_bench.report.html import escape
 from dflash_bench.report.render import markdown, terminal
@@ -48,33 +48,43 @@ LEGEND = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recommended:
     """Methods to serve a model with, load by load. `str` is the text of `dflash-bench recommend`, `data` its JSON."""
 
-    found: Recommendation = field(repr=False)
-    """For the command line; not part of the public API."""
+    model: str
+    machine: str
+    decisions: tuple[Decision, ...]
+    """A decision per load, each with `load` (concurrency, context), `choice` (a method, or "ar"), `speedup` (value,
+    low, high) and `verdict`: faster, plain, unclear, too_few, drifted or no_time."""
+    folder: Path
+    """The races' runs, with recommendation.md, recommendation.json and frontier.svg."""
+    runs: tuple[Path, ...]
+    spent_s: float
+    programs: Mapping[str, Sequence[tuple[str, Sequence[str], Sequence[str]]]]
+    """Server programs by chosen method, each with its arguments and those of a dflash-bench command that is needed
+    first."""
+    rooms: Mapping[str, Room]
+    """Context lengths by chosen method; empty for servers that run already, whose memory is unknown."""
+    held: Mapping[str, ServerRoom]
+    """Memory of servers launched on a CPU, by chosen method and plain decoding's label."""
+    served: tuple[str, ...] = ()
+    """Methods of servers that run already."""
 
     @property
-    def folder(self) -> Path:
-        """The races' runs, with recommendation.md, recommendation.json and frontier.svg."""
-        return self.found.folder
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """A decision per load, each with `load` (concurrency, context), `choice` (a method, or "ar"), `speedup`
-        (value, low, high) and `verdict`: faster, plain, unclear, too_few, drifted or no_time."""
-        return self.found.decisions
+    def is_wrong(self) -> bool:
+        """Whether some method gave answers that are not the model's own."""
+        return any(standing.verdict == "wrong" for one in self.decisions for standing in one.standings)
 
     @property
     def flags(self) -> dict[str, dict[str, list[str]]]:
         """The server arguments by chosen method and by program."""
-        return dict(self.data["flags"])
+        return {method: {name: list(words) for name, words, _ in some} for method, some in self.programs.items()}
 
     @cached_property
     def data(self) -> dict[str, Any]:
         """The recommendation as codes and numbers, as `--json` prints it; intervals are [value, low, high]."""
-        return as_json(self.found)
+        return as_json(self)
 
     @cached_property
     def table(self) -> Any:
@@ -98,13 +108,13 @@ class Recommended:
         return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(numbers, float))
 
     def __str__(self) -> str:
-        return text(self.found)
+        return text(self)
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
 
 
-def sections(found: Recommendation) -> list[Section]:
+def sections(found: Recommended) -> list[Section]:
     made = found.decisions
     drafting = list(dict.fromkeys(one.choice for one in made if one.verdict == "faster"))
     parts = [
@@ -120,13 +130,13 @@ def sections(found: Recommendation) -> list[Section]:
     return [*(one for one in parts if one.sentences or one.table), Section("about", "Measured", sentences=[about])]
 
 
-def text(found: Recommendation, width: int | None = WIDTH) -> str:
+def text(found: Recommended, width: int | None = WIDTH) -> str:
     # Commands to paste are not wrapped.
     widths = {"flags": None}
     return "\n\n".join(terminal(one, widths.get(one.id, width)) for one in sections(found)) + "\n"
 
 
-def page(found: Recommendation, plot: str | None) -> str:
+def page(found: Recommended, plot: str | None) -> str:
     """Return the recommendation as Markdown; `plot` is the file name of its plot."""
     parts = []
     for section in sections(found):
@@ -139,7 +149,7 @@ def page(found: Recommendation, plot: str | None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def as_json(found: Recommendation) -> dict[str, Any]:
+def as_json(found: Recommended) -> dict[str, Any]:
     """Return everything as codes and numbers; intervals as [value, low, high]."""
     return {
         "model": found.model, "machine": found.machine, "spent_s": json_value(found.spent_s),
@@ -152,7 +162,7 @@ def as_json(found: Recommendation) -> dict[str, Any]:
                 "tried": [_standing_json(standing) for standing in one.standings],
             } for one in found.decisions
         ],
-        "flags": {method: {name: list(words) for name, words, _ in found.flags[method]} for method in found.flags},
+        "flags": found.flags,
         "longest_context": {method: asdict(room) for method, room in found.rooms.items()},
         "server_memory": {
             method: {"free_bytes": room.free_bytes, "bytes_by_tokens": sorted(map(list, room.sizes.items()))}
@@ -302,11 +312,11 @@ def _lacks(one: Decision) -> str | None:
     return lacks
 
 
-def _flags(label: str, found: Recommendation) -> Iterator[str]:
+def _flags(label: str, found: Recommended) -> Iterator[str]:
     if label in found.served:
         yield f"{label}: as its server was started"
         return
-    known = found.flags.get(label, ())
+    known = found.programs.get(label, ())
     for program, words, first in known:
         yield f"{label}, {program}: {shlex.join(words)}"
         if first:
@@ -315,7 +325,7 @@ def _flags(label: str, found: Recommendation) -> Iterator[str]:
         yield f"{label}: no server that can be launched drafts so; in this engine, --method {label}"
 
 
-def _memory(label: str, found: Recommendation) -> Iterator[str]:
+def _memory(label: str, found: Recommended) -> Iterator[str]:
     """Yield the context that fits with the draft and without, as predicted and as launched servers show."""
     if (room := found.rooms.get(label)) is None:
         return

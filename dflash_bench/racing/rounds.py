@@ -28,7 +28,7 @@ from dflash_bench.core.option import check_options, options_of, to_json
 from dflash_bench.models import presets
 from dflash_bench.models.presets import MTP, Preset, parse_drafts
 from dflash_bench.racing import recommendation as shown
-from dflash_bench.racing.race import Load, Race, Recommendation, Room, decisions, drifted, server_rooms, slices
+from dflash_bench.racing.race import Load, Race, Room, decisions, drifted, server_rooms, slices
 from dflash_bench.racing.recommendation import Recommended
 from dflash_bench.report import plots
 from dflash_bench.results.plan import BASELINE
@@ -39,7 +39,7 @@ from dflash_bench.runner import budget, launch, plan, session
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import Axis, RunPlan
 from dflash_bench.runner.session import Progress
-from dflash_bench.runner.setup import PreparedRun, check_fits, open_local
+from dflash_bench.runner.setup import check_fits, open_local
 from dflash_bench.servers import launch as servers_launch
 
 if TYPE_CHECKING:
@@ -74,43 +74,40 @@ def decide(
 ) -> Recommended:
     """Recommend for a request, for `db.recommend` and the command, and write the result beside the runs."""
     folder = out or default_folder(request)
-    made = Recommended(_race(request, folder, tell, progress))
+    made = _race(request, folder, tell, progress or Progress)
     picture: str | None = "frontier.svg"
     try:
         plots.write_frontier(shown.points(made.decisions), folder / "frontier.svg")
     except plots.NothingToPlotError:
         picture = None
     write_json(folder / "recommendation.json", made.data)
-    write_text(folder / "recommendation.md", shown.page(made.found, picture))
+    write_text(folder / "recommendation.md", shown.page(made, picture))
     return made
 
 
 def _race(
-    request: RunRequest,
-    out: Path,
-    tell: Callable[[str], object],
-    progress: Callable[..., Any] | None = None,
-) -> Recommendation:
+    request: RunRequest, out: Path, tell: Callable[[str], object], progress: Callable[..., Progress]
+) -> Recommended:
     """Race the methods of a request under each of its loads, and decide."""
     budget_s = None if request.budget is None else budget.seconds(request.budget)
     asked, chosen, model = checked(request)
-    engine = SharedEngine(chosen)
-    course = Course(asked, tuple(chosen), model, out, engine, tell, progress or Progress)
+    course = Course(asked, tuple(chosen), model, out, SharedEngine(chosen), tell, progress)
     sizes = course.num_prompts()
     labels = tuple(method.label for method in chosen)
     with _clock(out, request, budget_s) as clock:
         races = [Race(load, labels) for load in _loads(asked)]
-        held = _hold(course, races, sizes, clock)
+        held = course.hold(races, sizes, clock)
     made = tuple(decisions(races))
     best = [method for method in chosen if method.label in {one.choice for one in made if one.verdict == "faster"}]
-    flags, rooms = {}, {}
+    programs, rooms = {}, {}
     for method in [] if asked.servers else best:
-        flags[method.label] = [(one.program, one.words, one.first) for one in launch.server_flags(asked, model, method)]
-        rooms[method.label] = _room(course, method.label)
-    return Recommendation(
+        served = launch.server_flags(asked, model, method)
+        programs[method.label] = [(one.program, one.words, one.first) for one in served]
+        rooms[method.label] = course.room(method.label)
+    return Recommended(
         _model_of(asked, held[0]), held[0].info.environment.one_line(), made, out,
-        tuple(Path(table.name) for table in held),
-        clock.spent_s(), flags, rooms, server_rooms(held, [BASELINE, *flags]), labels if asked.servers else (),
+        tuple(Path(table.name) for table in held), clock.spent_s(), programs, rooms,
+        server_rooms(held, [BASELINE, *programs]), labels if asked.servers else (),
     )  # fmt: skip
 
 
@@ -164,41 +161,6 @@ def _clock(out: Path, request: RunRequest, budget_s: float | None) -> Iterator[_
         clock.store()
 
 
-def _hold(course: Course, races: Sequence[Race], sizes: Sequence[int], clock: _Clock) -> list[RunTable]:
-    """Measure the rounds of all races, each round under every load before the next, and return the runs.
-
-    `sizes` are the numbers of prompts per suite.
-    """
-    num_prompts, num_suites = max(sizes), len(sizes)
-    held: list[RunTable] = []
-    costs: dict[Load, float] = {}
-    rounds = {race.load: slices(num_prompts, race.load.concurrency) for race in races}
-    for number in range(max(map(len, rounds.values()))):
-        waiting = [race for race in races if number < len(rounds[race.load]) and race.has_time and not race.is_decided]
-        for at, race in enumerate(waiting):
-            begin, end = rounds[race.load][number]
-            name = f"{race.load.id}-{number + 1}"
-            begun = course.begun(name)
-            left_s = clock.left_s() / (len(waiting) - at)
-            expected_s = _expected_s(costs, race.load) * (end - begin) * num_suites
-            if not begun and not _makes_room(race, expected_s, left_s, bool(held)):
-                continue
-            clock.earlier_s += _earlier_s(course.folder / name) if begun else 0.0
-            begun_s, before = clock.spent_s(), race.num_prompts
-            labels = [label for label in race.racing if label in begun] if begun else race.racing
-            race.leave([label for label in race.racing if label not in labels])
-            where = {"skip": begin or None, "limit": end, **_under(race.load, left_s)}
-            tables, failed = _round(course, name, labels, where)
-            race.add(tables, failed)
-            held += tables
-            # Answers measured by an earlier process took at least their own time.
-            took_s = max(clock.spent_s() - begun_s, sum(own_s(table.rows, is_open=False) for table in tables))
-            costs[race.load] = took_s / max(race.num_prompts - before, 1) / (1 + len(labels))
-            clock.store()
-            course.tell(_line(race, name))
-    return held
-
-
 def _expected_s(costs: Mapping[Load, float], load: Load) -> float:
     """Return the last seconds per method and prompt, or those at a lower concurrency (never less); 0 if unknown."""
     return next(
@@ -239,42 +201,6 @@ def _makes_room(race: Race, per_method_s: float, left_s: float, is_any_held: boo
     return race.has_time
 
 
-def _round(
-    course: Course, name: str, labels: Sequence[str], where: Mapping[str, Any]
-) -> tuple[list[RunTable], dict[str, str]]:
-    """Measure a round and return the failures; methods whose servers do not fit together are measured one by one."""
-    if not course.request.asks_servers:
-        return [_steady(course, name, labels, where)], {}
-    tables, failed = [], {}
-    groups = [list(labels)]
-    while groups:
-        group = groups.pop(0)
-        alone = name if len(group) == len(labels) else f"{name}-{labels.index(group[0]) + 1}"
-        try:
-            tables.append(_steady(course, alone, group, where))
-        except UserError as error:
-            if len(group) > 1:
-                course.tell(f"note: {error}; each method is now measured by itself")
-                groups = [[label] for label in group]
-            else:
-                failed[group[0]] = str(error)
-    if not tables:
-        raise UserError(next(iter(failed.values())))
-    return tables, failed
-
-
-def _steady(course: Course, name: str, labels: Sequence[str], where: Mapping[str, Any]) -> RunTable:
-    """Measure a run, and repeat it if a speed-up is impossible because the machine's speed drifted."""
-    table = _sound(course.run(name, labels, where))
-    if found := drifted(table):
-        course.tell(
-            f"note: {name}: {found[0]} was sped up by more than its tokens per round, which is impossible: the "
-            "machine's speed drifted. It is measured again"
-        )
-        table = _sound(course.run(f"{name}-again", labels, where))
-    return table
-
-
 def _sound(table: RunTable) -> RunTable:
     """Return the table. Raises UserError if plain decoding failed in every answer or is no baseline."""
     plain = table.rows[table.rows["method"] == BASELINE]
@@ -285,13 +211,6 @@ def _sound(table: RunTable) -> RunTable:
         if seen.cell.method == BASELINE:
             raise UserError(f"{table.name}: {FORBIDDEN[seen.kind]}", "see the findings of 'dflash-bench report'")
     return table
-
-
-def _room(course: Course, label: str) -> Room:
-    prepared = course.fits(label)
-    found = prepared.memory or {}
-    with_draft, without = (found.get(name) or 0 for name in ("largest_context", "largest_context_without_drafts"))
-    return Room(with_draft, without, prepared.limit)
 
 
 def _line(race: Race, name: str) -> str:
@@ -321,7 +240,7 @@ class SharedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The runs of a race: their folder, and how they are measured."""
+    """The rounds of a request's races: their folder, and how they are measured."""
 
     request: RunRequest
     methods: tuple[Method, ...]
@@ -329,18 +248,89 @@ class Course:
     folder: Path
     engine: SharedEngine
     tell: Callable[[str], object]
-    progress: Callable[..., Progress] = Progress
+    progress: Callable[..., Progress]
 
     def num_prompts(self) -> list[int]:
         """Return the number of prompts of each suite. Raises UserError for prompts that cannot be measured."""
         resolved = plan.plan_run(self.request, self.methods, self.model)
         return [len(loaded.prompts) for loaded in resolved.suites]
 
-    def fits(self, label: str) -> PreparedRun:
-        """Return the memory that a run of this method would take (`setup.check_fits`)."""
+    def hold(self, races: Sequence[Race], sizes: Sequence[int], clock: _Clock) -> list[RunTable]:
+        """Measure the rounds of all races, each round under every load before the next, and return the runs.
+
+        `sizes` are the numbers of prompts per suite.
+        """
+        num_prompts, num_suites = max(sizes), len(sizes)
+        held: list[RunTable] = []
+        costs: dict[Load, float] = {}
+        rounds = {race.load: slices(num_prompts, race.load.concurrency) for race in races}
+        for number in range(max(map(len, rounds.values()))):
+            going = [race for race in races if race.has_time and not race.is_decided]
+            waiting = [race for race in going if number < len(rounds[race.load])]
+            for at, race in enumerate(waiting):
+                begin, end = rounds[race.load][number]
+                name = f"{race.load.id}-{number + 1}"
+                begun = self.begun(name)
+                left_s = clock.left_s() / (len(waiting) - at)
+                expected_s = _expected_s(costs, race.load) * (end - begin) * num_suites
+                if not begun and not _makes_room(race, expected_s, left_s, bool(held)):
+                    continue
+                clock.earlier_s += _earlier_s(self.folder / name) if begun else 0.0
+                begun_s, before = clock.spent_s(), race.num_prompts
+                labels = [label for label in race.racing if label in begun] if begun else race.racing
+                race.leave([label for label in race.racing if label not in labels])
+                where = {"skip": begin or None, "limit": end, **_under(race.load, left_s)}
+                tables, failed = self._round(name, labels, where)
+                race.add(tables, failed)
+                held += tables
+                # Answers measured by an earlier process took at least their own time.
+                took_s = max(clock.spent_s() - begun_s, sum(own_s(table.rows, is_open=False) for table in tables))
+                costs[race.load] = took_s / max(race.num_prompts - before, 1) / (1 + len(labels))
+                clock.store()
+                self.tell(_line(race, name))
+        return held
+
+    def _round(
+        self, name: str, labels: Sequence[str], where: Mapping[str, Any]
+    ) -> tuple[list[RunTable], dict[str, str]]:
+        """Measure a round and return the failures; methods whose servers do not fit together are measured singly."""
+        if not self.request.asks_servers:
+            return [self._steady(name, labels, where)], {}
+        tables, failed = [], {}
+        groups = [list(labels)]
+        while groups:
+            group = groups.pop(0)
+            alone = name if len(group) == len(labels) else f"{name}-{labels.index(group[0]) + 1}"
+            try:
+                tables.append(self._steady(alone, group, where))
+            except UserError as error:
+                if len(group) > 1:
+                    self.tell(f"note: {error}; each method is now measured by itself")
+                    groups = [[label] for label in group]
+                else:
+                    failed[group[0]] = str(error)
+        if not tables:
+            raise UserError(next(iter(failed.values())))
+        return tables, failed
+
+    def _steady(self, name: str, labels: Sequence[str], where: Mapping[str, Any]) -> RunTable:
+        """Measure a run, and repeat it if a speed-up is impossible because the machine's speed drifted."""
+        table = _sound(self.run(name, labels, where))
+        if found := drifted(table):
+            self.tell(
+                f"note: {name}: {found[0]} was sped up by more than its tokens per round, which is impossible: the "
+                "machine's speed drifted. It is measured again"
+            )
+            table = _sound(self.run(f"{name}-again", labels, where))
+        return table
+
+    def room(self, label: str) -> Room:
+        """Return the context lengths that fit with a method's draft, and without."""
         request = replace(self.request, methods=(label,), concurrency=())
-        chosen = methods.chosen([label])
-        return check_fits(plan.plan_run(request, chosen, self.model))
+        prepared = check_fits(plan.plan_run(request, methods.chosen([label]), self.model))
+        found = prepared.memory or {}
+        with_draft, without = (found.get(name) or 0 for name in ("largest_context", "largest_context_without_drafts"))
+        return Room(with_draft, without, prepared.limit)
 
     def begun(self, name: str) -> tuple[str, ...]:
         """Return the methods of a run that an earlier process began; empty if there is none."""

@@ -9,7 +9,8 @@ import pytest
 
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.racing import recommendation as shown
-from dflash_bench.racing.race import Decision, Load, Recommendation, Room, ServerRoom, Standing, Verdict, server_rooms
+from dflash_bench.racing.race import Decision, Load, Room, ServerRoom, Standing, Verdict, server_rooms
+from dflash_bench.racing.recommendation import Recommended
 from dflash_bench.results.table import RunTable
 from helpers.golden import assert_golden
 from helpers.runs import about
@@ -42,7 +43,7 @@ UNCLEAR = Decision(
     Load(1024, 8), "ngram", "unclear", span(1.02),
     (PLAIN, Standing("ngram", "leads", 2, 16, span(1.02))), more_prompts=1200,
 )  # fmt: skip
-FOUND = Recommendation(
+FOUND = Recommended(
     "mine", "a machine", (ALONE, LOADED, UNCLEAR), Path("race"), (Path("race/c1-1"),), 90.0,
     {
         "dflash:7": [("llama.cpp", ["--model-draft", "d.gguf", "--spec-type", "draft-dflash"], ["convert", "d"]),
