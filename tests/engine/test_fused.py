@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash_bench.engine.forward import fused
 from dflash_bench.engine.forward.fused import TRIED, FusedGated, fused_layers, turn_by_copying
-from dflash_bench.engine.forward.native import NativeForward, turn
+from dflash_bench.engine.forward.native import NativeForward, rotate
 from dflash_bench.engine.target import Target
 from helpers.native_kinds import KINDS, passes
 
@@ -36,7 +36,7 @@ def test_every_pass_says_what_it_says_without(kind: str, num_rows: int) -> None:
     network = NativeForward(model)
     expected = passes(Target(model, network), num_rows)
     network.layers = fused_layers(network.layers, uncompiled)
-    assert all(layer.attention.turn is not turn for layer in network.layers)
+    assert all(layer.attention.rotate is not rotate for layer in network.layers)
     assert any(isinstance(layer.feed, FusedGated) for layer in network.layers) or "experts" in kind
     for said, usual in zip(passes(Target(model, network), num_rows), expected, strict=True):
         assert torch.allclose(said.logits, usual.logits, rtol=1e-4, atol=1e-4 * float(usual.logits.abs().max()))

@@ -130,7 +130,7 @@ class Team(NamedTuple):
 
 
 @kernel
-def meet(team: Team) -> None:
+def barrier(team: Team) -> None:
     """Wait until all threads have arrived here."""
     if team.size > 1:
         arrived = arrive(team.arrived)
@@ -156,7 +156,7 @@ def exp(x: np.float32) -> np.float32:
 
 
 @kernel
-def part(array: np.ndarray, at: int, size: int) -> np.ndarray:
+def view(array: np.ndarray, at: int, size: int) -> np.ndarray:
     """Return array[at : at + size], over which loops are vectorised, as its indices cannot be negative."""
     return array[at : at + size]
 

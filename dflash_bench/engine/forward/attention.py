@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.engine.forward.arrays import Decoder, Placed, Store, Team, Workspace, exp, kernel, norm, padded, part
+from dflash_bench.engine.forward.arrays import Decoder, Placed, Store, Team, Workspace, exp, kernel, norm, padded, view
 from dflash_bench.engine.forward.tiles import (
     LANES,
     column_sums,
@@ -30,14 +30,14 @@ FEW = 4
 
 
 @kernel
-def turn(decoder: Decoder, kind: int, heads: np.ndarray, norm_at: int, tables: Store, position: int) -> None:
+def rotate(decoder: Decoder, kind: int, heads: np.ndarray, norm_at: int, tables: Store, position: int) -> None:
     """Normalise heads [heads * D], if `norm_at` is given, and rotate them by their position."""
     size, half = decoder.head_dim, decoder.head_dim // 2
     cos, sin = tables.cos[kind, position], tables.sin[kind, position]
     for head in range(len(heads) // size):
-        x = part(heads, head * size, size)
+        x = view(heads, head * size, size)
         if norm_at >= 0:
-            norm(x, part(decoder.numbers, norm_at + head * size, size), decoder.eps, x)
+            norm(x, view(decoder.numbers, norm_at + head * size, size), decoder.eps, x)
         lefts, rights = x[:half], x[half:]
         for i in range(half):
             left, right = lefts[i], rights[i]
@@ -46,7 +46,7 @@ def turn(decoder: Decoder, kind: int, heads: np.ndarray, norm_at: int, tables: S
 
 
 @kernel
-def keep(
+def store_kv(
     decoder: Decoder, layer: Any, index: int, num_rows: int, num: int, placed: Placed, store: Store, work: Workspace,
     team: Team,
 ) -> None:  # fmt: skip
@@ -55,14 +55,14 @@ def keep(
     stride = padded((heads + 2 * groups) * size)
     for token in range(team.number, num_rows * num, team.size):
         at = token * stride
-        both = part(work.qkv, at, (heads + groups) * size)
-        turn(decoder, layer.kind, both, layer.head_norm, store, placed.positions[token])
+        both = view(work.qkv, at, (heads + groups) * size)
+        rotate(decoder, layer.kind, both, layer.head_norm, store, placed.positions[token])
         row, place = token // num, placed.writes[token // num] + token % num
         for pair in range(2):
             for head in range(groups):
-                source = part(work.qkv, at + (heads + pair * groups + head) * size, size)
+                source = view(work.qkv, at + (heads + pair * groups + head) * size, size)
                 target = ((index * 2 + pair) * store.num_rows + placed.first_row + row) * groups + head
-                stored = part(store.buffer, (target * store.capacity + place) * size, size)
+                stored = view(store.buffer, (target * store.capacity + place) * size, size)
                 for i in range(size):
                     stored[i] = source[i]
 
@@ -97,9 +97,9 @@ def score_few(
 ) -> None:  # fmt: skip
     """Write products of keys [count, D] with a few queries [used, D] to scores [used, stride]."""
     for lane in range(used):
-        query, row = part(queries, queries_at + lane * size, size), part(scores, at + lane * stride, count)
+        query, row = view(queries, queries_at + lane * size, size), view(scores, at + lane * stride, count)
         for place in range(count):
-            key, total = part(keys, keys_at + place * size, size), np.float32(0.0)
+            key, total = view(keys, keys_at + place * size, size), np.float32(0.0)
             for i in range(size):
                 total += query[i] * key[i]
             row[place] = total
@@ -112,7 +112,7 @@ def weigh(scores: np.ndarray, at: int, count: int, totals: np.ndarray) -> None:
     tops[:] = HIDDEN
     column_tops(scores, at, count, tops)
     subtract_columns(scores, at, count, tops)
-    flat = part(scores, at, count * LANES)
+    flat = view(scores, at, count * LANES)
     for i in range(len(flat)):
         flat[i] = exp(flat[i])
     totals[:] = np.float32(0.0)
@@ -174,9 +174,9 @@ def attend(
     low, high = placed.lows[layer.kind, row, first % num], np.int64(0)
     for lane in range(used):
         head, token = (first + lane) // num, (first + lane) % num
-        source = part(work.qkv, (row * num + token) * stride + (group * share + head) * size, size)
+        source = view(work.qkv, (row * num + token) * stride + (group * share + head) * size, size)
         if is_few:
-            query = part(work.queries, queries_at + lane * size, size)
+            query = view(work.queries, queries_at + lane * size, size)
             for i in range(size):
                 query[i] = source[i] * decoder.scale
         else:
@@ -211,7 +211,7 @@ def attend(
     totals = np.empty(LANES, np.float32)
     if is_few:
         for lane in range(used):
-            totals[lane] = weigh_row(part(scores, scores_at + lane * num_places, past - low + width))
+            totals[lane] = weigh_row(view(scores, scores_at + lane * num_places, past - low + width))
         add_values(used, scores, scores_at, num_places, stored, old, size, past - low, work.queries, results_at)
         add_values(used, scores, block_at, num_places, stored, new, size, width, work.queries, others_at)
     else:
@@ -225,11 +225,11 @@ def attend(
                 (work.queries, to, LANES),
             )
             tile_8((scores, block_at, 0, LANES), (stored, new + i, 1, size), width, (work.queries, other, LANES))
-    of_past, of_block = part(work.queries, results_at, size * LANES), part(work.queries, others_at, size * LANES)
+    of_past, of_block = view(work.queries, results_at, size * LANES), view(work.queries, others_at, size * LANES)
     for lane in range(used):
         head, token = (first + lane) // num, (first + lane) % num
         at = (row * num + token) * decoder.num_heads * size + (group * share + head) * size
-        target, factor = part(work.attended, at, size), np.float32(1.0) / totals[lane]
+        target, factor = view(work.attended, at, size), np.float32(1.0) / totals[lane]
         for i in range(size):
             place = lane * size + i if is_few else i * LANES + lane
             target[i] = (of_past[place] + of_block[place]) * factor

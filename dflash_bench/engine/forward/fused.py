@@ -30,7 +30,7 @@ MOST_COMPILED = 64
 
 
 def turn_by_copying(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
-    """Compute `native.turn` by copying, the only way in which a compiler can write into a part of a tensor."""
+    """Compute `native.rotate` by copying, the only way in which a compiler can write into a part of a tensor."""
     normed = heads if norm is None else norm(heads)
     heads.copy_(torch.addcmul(normed * tables[0], normed.roll(heads.shape[-1] // 2, -1), tables[1]))
 
@@ -72,8 +72,8 @@ class Fused:
         self._turn = compile_function(turn_by_copying, dynamic=False)
         self._gate = compile_function(gate, dynamic=False)
 
-    def turn(self, heads: Tensor, norm: Norm | None, tables: Tables) -> None:
-        """Compute `native.turn` for heads [B, N, heads, D], with rows and tokens as one dimension for the compiler."""
+    def rotate(self, heads: Tensor, norm: Norm | None, tables: Tables) -> None:
+        """Compute `native.rotate` for heads [B, N, heads, D]; the compiler sees rows and tokens as one dimension."""
         rows, width = heads.shape[:2]
         cos, sin = (_any_number(table.expand(rows, width, -1, -1).flatten(0, 1)) for table in tables)
         self._turn(_any_number(heads.view(rows * width, *heads.shape[2:])), norm, (cos, sin))
@@ -87,7 +87,7 @@ class Fused:
         feed = usual.feed
         if isinstance(feed, Gated) and feed.down.scale is None:
             feed = FusedGated(feed, self.gate)
-        return replace(usual, attention=replace(usual.attention, turn=self.turn), feed=feed)
+        return replace(usual, attention=replace(usual.attention, rotate=self.rotate), feed=feed)
 
 
 def _any_number(x: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def _refuse_unlike(usual: Layer, fused: Layer, num_tokens: int) -> None:
     angles = drawn(1, num_tokens, 1, attention.head_dim)
     pair = [heads.clone(), heads.clone()]
     for layer, mine in zip((usual, fused), pair, strict=True):
-        layer.attention.turn(mine[:, :, :num_turned], attention.head_norm, (angles.cos(), angles.sin()))
+        layer.attention.rotate(mine[:, :, :num_turned], attention.head_norm, (angles.cos(), angles.sin()))
     _refuse_difference(*pair)
     x = drawn(num_tokens, usual.feed_norm.weight.shape[-1])
     _refuse_difference(usual.feed.added_to(x.clone(), x), fused.feed.added_to(x.clone(), x))

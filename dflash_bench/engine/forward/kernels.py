@@ -16,14 +16,14 @@ from dflash_bench.engine.forward.arrays import (
     Store,
     Team,
     Workspace,
+    barrier,
     exp,
     kernel,
-    meet,
     norm,
     padded,
-    part,
+    view,
 )
-from dflash_bench.engine.forward.attention import attend, keep, turn
+from dflash_bench.engine.forward.attention import attend, rotate, store_kv
 from dflash_bench.engine.forward.tiles import LANES, WIDE, tile_1, tile_2, tile_4, tile_8, wide_8
 
 MOST_THREADS = 64
@@ -78,13 +78,13 @@ def project(
     multiply(weights, at, width, x, num_tokens, out, num_blocks * LANES, first, last)
     left, right = first * LANES, min(last * LANES, out_width)
     for token in range(num_tokens if scale >= 0 or bias >= 0 else 0):
-        row = part(out, token * num_blocks * LANES + left, right - left)
+        row = view(out, token * num_blocks * LANES + left, right - left)
         if scale >= 0:
-            scales = part(numbers, scale + left, right - left)
+            scales = view(numbers, scale + left, right - left)
             for i in range(len(row)):
                 row[i] *= scales[i]
         if bias >= 0:
-            biases = part(numbers, bias + left, right - left)
+            biases = view(numbers, bias + left, right - left)
             for i in range(len(row)):
                 row[i] += biases[i]
 
@@ -96,8 +96,8 @@ def activate(decoder: Decoder, num_tokens: int, work: Workspace, team: Team) -> 
     first, last = inner * team.number // team.size, inner * (team.number + 1) // team.size
     for token in range(num_tokens):
         at = token * padded(2 * inner) + first
-        gate, up = part(work.wide, at, last - first), part(work.wide, at + inner, last - first)
-        out = part(work.gated, token * inner + first, last - first)
+        gate, up = view(work.wide, at, last - first), view(work.wide, at + inner, last - first)
+        out = view(work.gated, token * inner + first, last - first)
         if decoder.activation == SILU:
             for i in range(len(out)):
                 out[i] = gate[i] / (np.float32(1.0) + exp(-gate[i])) * up[i]
@@ -116,14 +116,14 @@ def add(
     """Add work.update, normed by `after` if given, to x [T, H]; then norm x for the next part, if any."""
     width = decoder.width
     for token in range(team.number, num_tokens, team.size):
-        stream, update = part(x, token * width, width), part(work.update, token * padded(width), width)
+        stream, update = view(x, token * width, width), view(work.update, token * padded(width), width)
         if after >= 0:
-            norm(update, part(decoder.numbers, after, width), decoder.eps, update)
+            norm(update, view(decoder.numbers, after, width), decoder.eps, update)
         for i in range(width):
             stream[i] += update[i]
         if before_next >= 0:
             norm(
-                stream, part(decoder.numbers, before_next, width), decoder.eps, part(work.normed, token * width, width)
+                stream, view(decoder.numbers, before_next, width), decoder.eps, view(work.normed, token * width, width)
             )
 
 
@@ -154,14 +154,14 @@ def filter_block(
         own = token * padded(2 * taps * groups) + side * taps * groups
         for group in range(first, last):
             channel = group * size
-            target = part(x, token * stride + channel, size)
-            base = part(decoder.numbers, base_at + side * taps * width + channel, size)
+            target = view(x, token * stride + channel, size)
+            base = view(decoder.numbers, base_at + side * taps * width + channel, size)
             of_token = work.coefficients[own + group]
             for i in range(size):
                 target[i] *= base[i] + of_token
             for tap in range(1, min(taps, token % num + 1)):
-                source = part(x, (token - tap) * stride + channel, size)
-                base = part(decoder.numbers, base_at + (side * taps + tap) * width + channel, size)
+                source = view(x, (token - tap) * stride + channel, size)
+                base = view(decoder.numbers, base_at + (side * taps + tap) * width + channel, size)
                 of_token = work.coefficients[own + tap * groups + group]
                 for i in range(size):
                     target[i] += (base[i] + of_token) * source[i]
@@ -180,67 +180,67 @@ def run_layers(
     num_tokens, width = num_rows * num, decoder.width
     if not is_normed:
         for token in range(team.number, num_tokens, team.size):
-            weights = part(decoder.numbers, decoder.layers[0].input_norm, width)
-            norm(part(x, token * width, width), weights, decoder.eps, part(work.normed, token * width, width))
+            weights = view(decoder.numbers, decoder.layers[0].input_norm, width)
+            norm(view(x, token * width, width), weights, decoder.eps, view(work.normed, token * width, width))
     chunks = (decoder.num_heads // decoder.num_kv * num + LANES - 1) // LANES
     heads = decoder.num_heads * decoder.head_dim
     for index in range(len(decoder.layers)):
         layer = decoder.layers[index]
-        meet(team)
+        barrier(team)
         if layer.attention_conv >= 0:
             read_coefficients(decoder, layer.attention_conv, num_tokens, work, team)
-            meet(team)
+            barrier(team)
             filter_block(decoder, work.normed, width, num_rows, num, layer.attention_base, 0, work, team)
-            meet(team)
+            barrier(team)
         reads = decoder.input_width if index == 0 else width
         project(
             decoder.weights, decoder.numbers, layer.qkv, layer.qkv_bias, layer.qkv_scale, reads, work.normed,
             num_tokens, work.qkv, heads + 2 * decoder.num_kv * decoder.head_dim, team,
         )  # fmt: skip
-        meet(team)
-        keep(decoder, layer, index, num_rows, num, placed, store, work, team)
-        meet(team)
+        barrier(team)
+        store_kv(decoder, layer, index, num_rows, num, placed, store, work, team)
+        barrier(team)
         for problem in range(team.number, num_rows * decoder.num_kv * chunks, team.size):
             attend(decoder, layer, index, problem, num, placed, store, work, team)
-        meet(team)
+        barrier(team)
         project(
             decoder.weights, decoder.numbers, layer.output, layer.output_bias, layer.output_scale, heads,
             work.attended, num_tokens, work.update, width, team,
         )  # fmt: skip
-        meet(team)
+        barrier(team)
         if layer.attention_conv >= 0:
             filter_block(decoder, work.update, padded(width), num_rows, num, layer.attention_base, 1, work, team)
-            meet(team)
+            barrier(team)
         add(decoder, x, num_tokens, layer.after_attention, layer.feed_norm, work, team)
-        meet(team)
+        barrier(team)
         if layer.feed_conv >= 0:
             read_coefficients(decoder, layer.feed_conv, num_tokens, work, team)
-            meet(team)
+            barrier(team)
             filter_block(decoder, work.normed, width, num_rows, num, layer.feed_base, 0, work, team)
-            meet(team)
+            barrier(team)
         project(
             decoder.weights, decoder.numbers, layer.gate_up, layer.gate_up_bias, layer.gate_up_scale, width,
             work.normed, num_tokens, work.wide, 2 * decoder.inner, team,
         )  # fmt: skip
-        meet(team)
+        barrier(team)
         activate(decoder, num_tokens, work, team)
-        meet(team)
+        barrier(team)
         project(
             decoder.weights, decoder.numbers, layer.down, layer.down_bias, layer.down_scale, decoder.inner,
             work.gated, num_tokens, work.update, width, team,
         )  # fmt: skip
-        meet(team)
+        barrier(team)
         if layer.feed_conv >= 0:
             filter_block(decoder, work.update, padded(width), num_rows, num, layer.feed_base, 1, work, team)
-            meet(team)
+            barrier(team)
         following = decoder.layers[index + 1].input_norm if index + 1 < len(decoder.layers) else decoder.final_norm
         add(decoder, x, num_tokens, layer.after_feed, following, work, team)
         for place in range(len(taps)):
             if taps[place] == index:
                 for token in range(team.number, num_tokens, team.size):
-                    to = part(tapped, (token * len(taps) + place) * width, width)
-                    to[:] = part(x, token * width, width)
-    meet(team)
+                    to = view(tapped, (token * len(taps) + place) * width, width)
+                    to[:] = view(x, token * width, width)
+    barrier(team)
 
 
 @kernel
@@ -260,18 +260,18 @@ def run_context(
         first, last = blocks * team.number // team.size, blocks * (team.number + 1) // team.size
         at = layer.qkv + queries * LANES * decoder.width
         multiply(
-            decoder.weights, at, decoder.width, x, num_tokens, part(flat, index * tokens, tokens), stride, first, last
+            decoder.weights, at, decoder.width, x, num_tokens, view(flat, index * tokens, tokens), stride, first, last
         )
         bias = layer.qkv_bias + queries * LANES
         for token in range(num_tokens if layer.qkv_bias >= 0 else 0):
             for i in range(first * LANES, min(last * LANES, 2 * keys)):
                 flat[index * tokens + token * stride + i] += decoder.numbers[bias + i]
-    meet(team)
+    barrier(team)
     for index in range(len(decoder.layers)):
         layer = decoder.layers[index]
         norms = layer.head_norm + decoder.num_heads * size if layer.head_norm >= 0 else -1
         for token in range(team.number, num_tokens, team.size):
-            turn(decoder, layer.kind, part(flat, index * tokens + token * stride, keys), norms, tables, token)
+            rotate(decoder, layer.kind, view(flat, index * tokens + token * stride, keys), norms, tables, token)
 
 
 @kernel
@@ -279,7 +279,7 @@ def norm_rows(x: np.ndarray, weights: np.ndarray, eps: np.float32, out: np.ndarr
     """Write the RMS norm of x [T, H] to out [T, H], both flat."""
     width = len(weights)
     for token in range(team.number, len(x) // width, team.size):
-        norm(part(x, token * width, width), weights, eps, part(out, token * width, width))
+        norm(view(x, token * width, width), weights, eps, view(out, token * width, width))
 
 
 @kernel
@@ -294,8 +294,8 @@ def join_inputs(
     width = len(weights) // 2
     for token in range(team.number, len(hidden) // width, team.size):
         at, to = token * width, 2 * token * width
-        norm(part(embedded, at, width), part(weights, 0, width), eps, part(pair, to, width))
-        norm(part(hidden, at, width), part(weights, width, width), eps, part(pair, to + width, width))
-        stream, source = part(x, at, width), part(pair, to + width, width) if adds_normed else part(hidden, at, width)
+        norm(view(embedded, at, width), view(weights, 0, width), eps, view(pair, to, width))
+        norm(view(hidden, at, width), view(weights, width, width), eps, view(pair, to + width, width))
+        stream, source = view(x, at, width), view(pair, to + width, width) if adds_normed else view(hidden, at, width)
         for i in range(width):
             stream[i] = source[i]

@@ -127,13 +127,13 @@ class Experts:
         return x + self(normed)
 
 
-def turn(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
+def rotate(heads: Tensor, norm: Norm | None, tables: Tables) -> None:
     """Norm heads [..., N, heads, D] and rotate them by their positions, in place."""
     normed = heads if norm is None else norm(heads)
     torch.addcmul(normed * tables[0], normed.roll(heads.shape[-1] // 2, -1), tables[1], out=heads)
 
 
-Turn = Callable[[Tensor, Norm | None, Tables], None]
+Rotate = Callable[[Tensor, Norm | None, Tables], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Attention:
     num_kv: int
     head_dim: int
     scale: float
-    turn: Turn = turn
+    rotate: Rotate = rotate
     sinks: Tensor | None = None
     """[heads], scores that join the sum of each head's softmax, without a value."""
     value_scale: float = 1.0
@@ -163,7 +163,7 @@ class Attention:
         rows, width = shape
         mixed = self.qkv(normed).view(rows, width, -1, self.head_dim)
         # Queries, keys and values lie side by side, so queries and keys are normed and rotated in one go, in place.
-        self.turn(mixed[:, :, : self.num_heads + self.num_kv], self.head_norm, tables)
+        self.rotate(mixed[:, :, : self.num_heads + self.num_kv], self.head_norm, tables)
         queries = mixed[:, :, : self.num_heads].view(rows, width, self.num_kv, -1, self.head_dim)
         pair = mixed[:, :, self.num_heads :].view(rows, width, 2, self.num_kv, self.head_dim)
         if self.value_scale != 1:

@@ -27,7 +27,7 @@ from dflash_bench.engine.forward.native import (
     linear_of,
     norm_of,
     rotary_tables,
-    turn,
+    rotate,
 )
 from dflash_bench.engine.lengths import Lengths, Seen
 from dflash_bench.engine.masks import fold_heads
@@ -158,7 +158,7 @@ class NativeDFlash:
         bias, weight = self.kv_bias, self.kv_weight
         both = torch.bmm(context, weight) if bias is None else torch.baddbmm(bias, context, weight)
         both = both.view(self.num_layers, rows, width, 2, -1, self.head_dim)
-        turn(both[:, :, :, 0], self.key_norm, tables)
+        rotate(both[:, :, :, 0], self.key_norm, tables)
         if self.value_scale != 1:
             both[:, :, :, 1] *= self.value_scale
         return both.permute(0, 3, 1, 4, 2, 5)
