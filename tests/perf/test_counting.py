@@ -116,6 +116,13 @@ def test_mtp_reads_its_layer_and_the_targets_head_again_for_each_token(num_draft
     assert [(one.size, one.width, one.times) for one in later] == [(first.size, 1, num_drafts - 1)][: num_drafts - 1]
 
 
+def test_modules_each_read_a_rounds_tokens_and_a_rows_last_ones_again() -> None:
+    target = toy.tiny("llama")
+    step, head = draft_passes(MTPDraft(MTPConfig.of(target.config, num_layers=3)), target, 3, 4)
+    assert (step.size.matrix_elements, step.width, step.times) == (LAYER + 2 * 32 * 32, 4 + 2, 3)
+    assert (head.width, head.times) == (1, 3)
+
+
 def test_mtp_reads_some_of_its_experts() -> None:
     target = made("qwen3-next")
     first, *_ = draft_passes(MTPDraft(MTPConfig.of(target.config)), target, 3, 4)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from dflash_bench.core import methods
 from dflash_bench.core.dialects import LaunchSpec
@@ -193,8 +195,25 @@ def test_mtp_is_launched_only_with_the_heads_of_the_targets_own_checkpoint(
     alone = tmp_path / "alone"
     alone.mkdir()
     (alone / "target").symlink_to(NANO / "target")
+    held = load_file(NANO / "target/model.safetensors")
+    names = {
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "fc": "eh_proj",
+        "norm": "shared_head.norm",
+    }
+    for name, tensor in load_file(NANO / "mtp/model.safetensors").items():
+        part, _, kind = name.removeprefix("mtp.").removeprefix("layers.0.").rpartition(".")
+        held |= {f"model.layers.{layer}.{names.get(part, part)}.{kind}": tensor.clone() for layer in (16, 17)}
+    several = tmp_path / "several/target"
+    shutil.copytree(NANO / "target", several)
+    save_file(held, several / "model.safetensors", metadata={"format": "pt"})
     asked = [*ASKED, "--launch", "vllm", "--launch-with", str(program()), "--method", "mtp"]
-    for model, message in ((str(alone), "has no MTP heads"), ("nano", "without --draft mtp=")):
+    for model, message in (
+        (str(alone), "has no MTP heads"),
+        ("nano", "without --draft mtp="),
+        (str(several.parent), "cannot draft with several MTP modules"),
+    ):
         code, _, err = main(*[model if word == "nano" else word for word in asked])
         assert (code, err.count("\n")) == (2, 1) and message in err
 
