@@ -32,13 +32,13 @@ from dflash_bench.engine.drafter import Captures, Drafter, Foresees
 from dflash_bench.engine.forward.fused import fuse, unfuse
 from dflash_bench.engine.graphs import GraphCache, cuda_graph, inductor, keep_compiled
 from dflash_bench.engine.judge import Judge
+from dflash_bench.engine.judge_weights import ChatJudge, chat_judge_of, judge_of_model
 from dflash_bench.engine.loop import decode
 from dflash_bench.engine.recording import record_positions, record_ranks
 from dflash_bench.engine.rows import Clock, DecodingError, Limits, Round, clock_for
 from dflash_bench.engine.sampling import Sampling, inverse_cdf, likeliest, probabilities
 from dflash_bench.engine.selection import compile_like, network_name, target_of
 from dflash_bench.engine.target import Steady, Target
-from dflash_bench.engine.witness import Witness, witness_of, witness_of_model
 from dflash_bench.models import chat, presets
 from dflash_bench.models.loading import Models, kind_of
 from dflash_bench.models.presets import Preset, cache_folder
@@ -240,11 +240,11 @@ def open_backend(
 
     `engine` and `kernels` choose the code that computes the target, and `lets_go` drops weights that it no longer reads
     (`selection.target_of`); `capture` is the `how` of `capture_passes`. The judge always uses the publisher's code, on
-    its own copy of the weights if that fits beside `cache_bytes` of caches (`witness.py`). Raises UserError for an
-    impossible combination.
+    its own copy of the weights if that fits beside `cache_bytes` of caches (`judge_weights.py`). Raises UserError for
+    an impossible combination.
     """
-    witness = witness_of(models, max_new_tokens, lambda: stop_ids(models.target, models.tokenizer), cache_bytes)
-    target = target_of(models.target, engine, kernels, lets_go and witness.weights != SHARED_WEIGHTS)
+    chat_judge = chat_judge_of(models, max_new_tokens, lambda: stop_ids(models.target, models.tokenizer), cache_bytes)
+    target = target_of(models.target, engine, kernels, lets_go and chat_judge.weights != SHARED_WEIGHTS)
     trees = [method.label for method in methods if method.kind.shape == "tree"]
     if trees and not target.reads_trees:
         kind = target.config.model_type
@@ -253,7 +253,7 @@ def open_backend(
         )
     drafters = {method.label: build_drafter(models, target, method, preset) for method in methods}
     compile_like(target, drafters.values())
-    witness.require_unchanged()
+    chat_judge.require_unchanged()
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
     computed = {
         "network": network_name(target), "fallback": target.fallback, "why_torch": target.why_torch,
@@ -261,8 +261,8 @@ def open_backend(
         "stop_ids": sorted(limits.stop_ids), "context_length": target.context_length,
     }  # fmt: skip
     about = _about(models, preset, methods, drafters) | computed | dict(machine or {})
-    about["judge"] = {"target": about["target"], "dtype": about["dtype"], "weights": witness.weights}
-    return LocalBackend(target, models.tokenizer, drafters, limits, seed, about, witness)
+    about["judge"] = {"target": about["target"], "dtype": about["dtype"], "weights": chat_judge.weights}
+    return LocalBackend(target, models.tokenizer, drafters, limits, seed, about, chat_judge)
 
 
 def _about(
@@ -342,18 +342,18 @@ class LocalBackend:
         limits: Limits,
         seed: int = 0,
         about: Mapping[str, Any] | None = None,
-        witness: Witness | None = None,
+        chat_judge: ChatJudge | None = None,
     ) -> None:
-        """Without a `witness` the target's own model is the judge, and answers end by `limits`."""
+        """Without `chat_judge` the target's own model is the judge, and answers end by `limits`."""
         self.about = about or {}
         self.target, self.tokenizer, self.drafters = target, tokenizer, drafters
         self.limits, self.seed = limits, seed
         self.clock = clock_for(target.device)
-        self.witness = witness or witness_of_model(target.model, lambda: limits.stop_ids, limits.max_new_tokens)
+        self.chat_judge = chat_judge or judge_of_model(target.model, lambda: limits.stop_ids, limits.max_new_tokens)
 
     @property
     def judge(self) -> Judge:
-        return self.witness.judge
+        return self.chat_judge.judge
 
     def describe(self) -> Mapping[str, Any]:
         return self.about
@@ -369,9 +369,9 @@ class LocalBackend:
             "drafts": {name: draft for name, draft in self.about["drafts"].items() if name in drafts},
             "revisions": {part: one for part, one in self.about["revisions"].items() if part not in others},
         }
-        self.witness.objections.clear()
+        self.chat_judge.objections.clear()
         drafters = {label: self.drafters[label] for label in labels}
-        return LocalBackend(self.target, self.tokenizer, drafters, self.limits, self.seed, about, self.witness)
+        return LocalBackend(self.target, self.tokenizer, drafters, self.limits, self.seed, about, self.chat_judge)
 
     def captured(self) -> dict[str, float | int]:
         """Return counts of captured and replayed passes (`capture_stats`)."""
@@ -548,12 +548,12 @@ class LocalBackend:
         other: Sequence[int],
         settings: Settings = GREEDY,
     ) -> Divergence:
-        return self.witness.divergence(messages, settings, self.encode(messages, settings), plain, other)
+        return self.chat_judge.divergence(messages, settings, self.encode(messages, settings), plain, other)
 
     def audit(
         self, messages: Sequence[Message], answer: Sequence[int], settings: Settings = GREEDY
     ) -> Divergence | None:
-        return self.witness.audit(messages, settings, self.encode(messages, settings), answer)
+        return self.chat_judge.audit(messages, settings, self.encode(messages, settings), answer)
 
     def _reset_memory(self) -> None:
         if self.target.device.type == "cuda":

@@ -32,8 +32,8 @@ from dflash_bench.results.run_info import differences
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.loop import WarmUp
 from dflash_bench.runner.plan import RunPlan
-from dflash_bench.runner.setup import captured_of, device_and_dtype, forwards_of, open_engine, witnessed
-from dflash_bench.runner.work import Witnessed
+from dflash_bench.runner.setup import captured_of, device_and_dtype, forwards_of, judge_report, open_engine
+from dflash_bench.runner.work import JudgeReport
 from dflash_bench.runner.workers import Job, JobDone, Ready, WorkerDied, WorkerPool, measure
 
 CONNECT_S = 5.0
@@ -75,7 +75,7 @@ class RayWorker:
         import ray
 
         self.backend = open_engine(order.model, order.methods, order.request, order.max_new_tokens)
-        self.backend.witness.read()
+        self.backend.chat_judge.read()
         self.warm: dict[str, WarmUp] = {}
         return {
             "identity": dict(self.backend.describe()),
@@ -87,8 +87,8 @@ class RayWorker:
     def measure(self, job: Job) -> tuple[list[Answer], float, dict[str, float | int]]:
         return *measure(job, self.backend, self.warm), captured_of(self.backend)
 
-    def witnessed(self) -> Witnessed:
-        return witnessed(self.backend)
+    def judge_report(self) -> JudgeReport:
+        return judge_report(self.backend)
 
     def forwards(self) -> dict[str, Any] | None:
         return forwards_of(self.backend)
@@ -193,12 +193,12 @@ class RayPool(WorkerPool):
         self.environment = self._first["environment"]
         self.forwards = self._asked("forwards")
 
-    def witnessed(self) -> Witnessed:
+    def judge_report(self) -> JudgeReport:
         """Collect the reports of the workers that have measured; the answers of lost workers were judged before.
 
         Raises UserError if no worker reports in time.
         """
-        refs = [actor.witnessed.remote() for worker, actor in self._actors.items() if worker in self._abouts]
+        refs = [actor.judge_report.remote() for worker, actor in self._actors.items() if worker in self._abouts]
         reports = []
         for ref in self.ray.wait(refs, num_returns=len(refs), timeout=ANSWER_S)[0] if refs else ():
             with suppress(*self._lost):
@@ -210,7 +210,7 @@ class RayPool(WorkerPool):
         objections: Counter[str] = Counter()
         for one in reports:
             objections.update(one.objections)
-        return Witnessed(next((one.changed for one in reports if one.changed), None), objections)
+        return JudgeReport(next((one.changed for one in reports if one.changed), None), objections)
 
     @property
     def _first(self) -> dict[str, Any]:

@@ -34,14 +34,14 @@ from dflash_bench.runner.setup import (
     check_fits,
     fallen_back,
     forwards_of,
+    judge_report,
     kernels_note,
     late,
     open_local,
     open_servers,
     pass_of,
-    witnessed,
 )
-from dflash_bench.runner.work import Backend, Described, Witnessed, WorkPlan
+from dflash_bench.runner.work import Backend, Described, JudgeReport, WorkPlan
 from dflash_bench.runner.workers import WorkerPool
 from dflash_bench.servers.launch import LaunchedServers
 from dflash_bench.tasks import sandbox, scorers
@@ -307,13 +307,13 @@ def _run(
         if isinstance(backend, WorkerPool):
             with caller.progress(plan.num_generations, len(run.stored)) as progress:
                 captured = workers.execute(plan, backend, run, progress)
-            report = _judges_report(backend.witnessed(), run, tell)
+            report = _judges_report(backend.judge_report(), run, tell)
             run.mark_finished({"captures": captured, **report})
             return
         if request.budget is None:
             with caller.progress(plan.num_generations, len(run.stored)) as progress:
                 loop.execute(plan, backend, run, progress)
-            report = _judges_report(witnessed(backend), run, tell)
+            report = _judges_report(judge_report(backend), run, tell)
             at_end = {"client_lag": late(backend)} if request.asks_servers else {}
             run.mark_finished(at_end | _at_end(backend, launched) | report)
         else:
@@ -346,11 +346,11 @@ def _execute_within(
     counts = budget.measured(plan, run)
     for suite in [suite for suite, number in counts.items() if not number]:
         caller.tell(f"note: there was no time for {suite}; raise --for")
-    report = _judges_report(witnessed(backend), run, caller.tell)
+    report = _judges_report(judge_report(backend), run, caller.tell)
     run.mark_finished({"measured": counts, **_at_end(backend, launched), **report})
 
 
-def _judges_report(judges: Witnessed, run: store.RunStore, tell: Callable[[str], object]) -> dict[str, Any]:
+def _judges_report(judges: JudgeReport, run: store.RunStore, tell: Callable[[str], object]) -> dict[str, Any]:
     """Return the judges' reports as `run.json` stores them.
 
     Raises UserError, and marks the run as spoiled, if weights shared with the engine were changed.

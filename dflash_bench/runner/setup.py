@@ -21,7 +21,7 @@ from dflash_bench.results.identity import full_names
 from dflash_bench.runner import config
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import RunPlan, drafts_of, modes_of, refuse_too_few
-from dflash_bench.runner.work import Backend, Witnessed
+from dflash_bench.runner.work import Backend, JudgeReport
 from dflash_bench.tasks import padding
 from dflash_bench.tasks.padding import Contexts
 from dflash_bench.tasks.suites import chats, without
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from dflash_bench.engine.backend import LocalBackend
-    from dflash_bench.engine.witness import Witness
+    from dflash_bench.engine.judge_weights import ChatJudge
     from dflash_bench.models.targets import Placement
     from dflash_bench.servers.address import Address
     from dflash_bench.servers.backend import ServerBackend
@@ -47,7 +47,7 @@ def open_local(resolved: RunPlan, begins: Callable[[str], object] = lambda _: No
         resolved.model, resolved.methods, resolved.request, resolved.max_new_tokens, resolved.cache_bytes, lets_go=True
     )
     begins("loading the judge")
-    backend.witness.read()
+    backend.chat_judge.read()
     return backend
 
 
@@ -99,18 +99,18 @@ def fallen_back(about: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def witnessed(backend: Backend) -> Witnessed:
+def judge_report(backend: Backend) -> JudgeReport:
     """Return the final report of a backend's judge, beyond verdicts on answers."""
-    witness = _witness_of(backend)
-    return Witnessed() if witness is None else Witnessed(witness.changed(), dict(witness.objections))
+    chat_judge = _chat_judge_of(backend)
+    return JudgeReport() if chat_judge is None else JudgeReport(chat_judge.changed(), dict(chat_judge.objections))
 
 
-def _witness_of(backend: Backend) -> Witness | None:
+def _chat_judge_of(backend: Backend) -> ChatJudge | None:
     from dflash_bench.engine.backend import LocalBackend
     from dflash_bench.servers.backend import ServerBackend
 
     local = backend.local if isinstance(backend, ServerBackend) else backend
-    return local.witness if isinstance(local, LocalBackend) else None
+    return local.chat_judge if isinstance(local, LocalBackend) else None
 
 
 LATE_S = 0.01

@@ -226,11 +226,11 @@ class Stopwatch:
 class Objection:
     """The objection of the runner's clock or counter to an answer."""
 
-    witness: Literal["clock", "counter"]
+    by: Literal["clock", "counter"]
     why: str
 
     def __str__(self) -> str:
-        return f"{self.witness}: {self.why}"
+        return f"{self.by}: {self.why}"
 
 
 def objection(

@@ -46,7 +46,7 @@ class Described(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Witnessed:
+class JudgeReport:
     """The judges' reports at the end of a run, beyond verdicts on answers."""
 
     changed: str | None = None

@@ -21,7 +21,7 @@ from dflash_bench.results.identity import short_names
 from dflash_bench.results.store import Key, RunStore, key
 from dflash_bench.runner import loop
 from dflash_bench.runner.loop import WarmUp
-from dflash_bench.runner.work import Backend, Described, ProgressListener, Witnessed, WorkItem, WorkPlan
+from dflash_bench.runner.work import Backend, Described, JudgeReport, ProgressListener, WorkItem, WorkPlan
 
 MOST_TRIES = 3
 """A prompt is given up after this many workers died while measuring it."""
@@ -85,7 +85,7 @@ class WorkerPool(Described, ABC):
         """Give a job to a worker that is ready and idle."""
 
     @abstractmethod
-    def witnessed(self) -> Witnessed:
+    def judge_report(self) -> JudgeReport:
         """Return the final reports of all workers' judges."""
 
     @abstractmethod

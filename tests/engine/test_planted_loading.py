@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash_bench.engine import backend, selection
 from dflash_bench.engine.forward import native
-from dflash_bench.engine.witness import OTHER_PROMPT
+from dflash_bench.engine.judge_weights import OTHER_PROMPT
 from dflash_bench.models import loading
 from dflash_bench.models.weights import twin
 from dflash_bench.results.run_info import read_info
@@ -115,7 +115,7 @@ def test_a_run_that_fell_back_from_damaged_weights_says_so_and_fails_check(tmp_p
 
 def shared(patch: pytest.MonkeyPatch) -> None:
     for room in ("has_room", "has_room_for_layers"):
-        patch.setattr(f"dflash_bench.engine.witness.{room}", lambda *_: False)
+        patch.setattr(f"dflash_bench.engine.judge_weights.{room}", lambda *_: False)
     # Models of its own: what is planted here changes them.
     patch.setattr(loading, "load", matrix.LOAD)
 
@@ -168,5 +168,5 @@ def test_a_twin_of_shared_weights_has_no_hook() -> None:
     model = matrix.LOAD("nano", [], "cpu", torch.float32).target
     hooked_head(loading.Models(model, None, {}, {}))
     assert twin(model).lm_head._forward_hooks
-    witness = backend.witness_of_model(model, frozenset, 8)
-    assert not any(module._forward_hooks for module in witness.judge.model.modules())
+    judge = backend.judge_of_model(model, frozenset, 8)
+    assert not any(module._forward_hooks for module in judge.judge.model.modules())

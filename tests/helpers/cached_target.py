@@ -15,10 +15,10 @@ from torch import Tensor
 
 from dflash_bench.engine import loop
 from dflash_bench.engine.drafter import Drafter
+from dflash_bench.engine.judge_weights import checksums
 from dflash_bench.engine.loop import AcceptedAnswer
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.target import Output, Target
-from dflash_bench.engine.witness import checksums
 
 Prompts = Sequence[Sequence[int]]
 KNOWN: dict[Any, dict[str, Any]] = {}

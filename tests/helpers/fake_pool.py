@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.runner.loop import WarmUp
-from dflash_bench.runner.work import Backend, Witnessed
+from dflash_bench.runner.work import Backend, JudgeReport
 from dflash_bench.runner.workers import Job, JobDone, Ready, WorkerDied, WorkerPool, measure
 
 
@@ -46,8 +46,8 @@ class FakePool(WorkerPool):
         self.given.append((worker, job.items[0].prompt.prompt_id))
         self.under_way.append((worker, pickle.loads(pickle.dumps(job))))
 
-    def witnessed(self) -> Witnessed:
-        return Witnessed()
+    def judge_report(self) -> JudgeReport:
+        return JudgeReport()
 
     def wait(self) -> Ready | JobDone | WorkerDied | None:
         if not self.under_way:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dflash_bench.core.methods import parse
-from dflash_bench.engine import witness
+from dflash_bench.engine import judge_weights
 from dflash_bench.engine.backend import open_backend
 from dflash_bench.engine.forward import choice
 from dflash_bench.engine.rows import HostClock
@@ -74,7 +74,7 @@ def apply() -> None:
     _read_once(targets, "check", _nanos)
     _read_once(targets, "tokenizer_of", _nanos)
     _read_once(chat, "decoder", _nanos)
-    _read_once(witness, "_read", _judges)
+    _read_once(judge_weights, "_read", _judges)
     _read_once(chat, "check", _prompts)
 
 

@@ -20,7 +20,7 @@ from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
 from dflash_bench.results import parts, store
 from dflash_bench.runner import ray_workers
-from dflash_bench.runner.work import Witnessed
+from dflash_bench.runner.work import JudgeReport
 from helpers import processes, tiny
 from helpers.work import WORDS, rows_of
 
@@ -91,7 +91,7 @@ def pool_of(*abouts: dict[str, Any], said: Sequence[Any] = ()) -> ray_workers.Ra
     return pool
 
 
-CALLS = ("witnessed", "forwards", "check_chats")
+CALLS = ("judge_report", "forwards", "check_chats")
 
 
 def test_one_judge_with_shared_weights_is_enough_for_the_run_to_say_so() -> None:
@@ -106,26 +106,26 @@ def test_one_judge_with_shared_weights_is_enough_for_the_run_to_say_so() -> None
 
 def test_what_the_judges_of_workers_say_is_put_together() -> None:
     known = [of_worker("separate")] * 2
-    said = [Witnessed(None, {"prompts": 2}), Witnessed("a.weight", {"prompts": 3})]
-    assert pool_of(*known, said=said).witnessed() == Witnessed("a.weight", {"prompts": 5})
-    assert pool_of(*known, said=[Witnessed(), Witnessed()]).witnessed() == Witnessed()
+    said = [JudgeReport(None, {"prompts": 2}), JudgeReport("a.weight", {"prompts": 3})]
+    assert pool_of(*known, said=said).judge_report() == JudgeReport("a.weight", {"prompts": 5})
+    assert pool_of(*known, said=[JudgeReport(), JudgeReport()]).judge_report() == JudgeReport()
 
 
 @pytest.mark.parametrize("lost", [LostError("its node died"), LATE])
 def test_a_worker_that_is_lost_or_never_came_is_not_waited_for(lost: Any) -> None:
-    known, alive = of_worker("separate"), Witnessed(None, {"prompts": 2})
-    assert pool_of(known, known, said=[lost, alive]).witnessed() == alive
+    known, alive = of_worker("separate"), JudgeReport(None, {"prompts": 2})
+    assert pool_of(known, known, said=[lost, alive]).judge_report() == alive
     # The third one replaces a lost one, and has not loaded the models.
-    assert pool_of(known, known, said=[alive, lost, LATE]).witnessed() == alive
-    assert pool_of(known, said=[alive, LATE]).witnessed() == alive
+    assert pool_of(known, known, said=[alive, lost, LATE]).judge_report() == alive
+    assert pool_of(known, said=[alive, LATE]).judge_report() == alive
     with pytest.raises(UserError, match="--resume"):
-        pool_of(known, known, said=[lost, lost, LATE]).witnessed()
+        pool_of(known, known, said=[lost, lost, LATE]).judge_report()
     with pytest.raises(UserError, match="a worker was lost"):
         pool_of(known, said=[lost])._asked("forwards")
 
 
 def test_workers_that_never_come_end_the_wait() -> None:
-    pool = pool_of(of_worker("separate"), said=[Witnessed()])
+    pool = pool_of(of_worker("separate"), said=[JudgeReport()])
     pool._pending = {LATE: 1}
     assert pool._next() is None
     # While another one measures there is no limit: an answer takes as long as it takes.

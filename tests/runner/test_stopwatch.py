@@ -341,7 +341,7 @@ def test_a_process_that_is_held_up_between_two_readings_denies_nothing(clock: li
 
 def test_passes_that_are_more_than_rounds_are_counted(clock: list[float]) -> None:
     objection = objection_alone(heard(SAID, clock, 2), SAID, tells_rounds=True)
-    assert objection is not None and objection.witness == "counter" and objection.why.startswith("the target")
+    assert objection is not None and objection.by == "counter" and objection.why.startswith("the target")
     assert objection_alone(heard(SAID, clock, 0), SAID, tells_rounds=True)
 
 

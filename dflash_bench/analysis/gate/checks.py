@@ -107,7 +107,7 @@ class GateResult:
     cells: Runs
 
 
-WitnessReport = tuple[Sequence[Problem], Sequence[str]]
+RereadReport = tuple[Sequence[Problem], Sequence[str]]
 """Flaws of a run, and notes on checks that could not be made."""
 
 
@@ -116,7 +116,7 @@ def check_runs(
     baseline: Path | None,
     limits: Path | None,
     allow: Sequence[str],
-    reread: Callable[[RunTable], WitnessReport] = lambda _: ((), ()),
+    reread: Callable[[RunTable], RereadReport] = lambda _: ((), ()),
     require_speed: bool = False,
 ) -> GateResult:
     """Read runs, baseline and limits, and judge the runs.

@@ -54,7 +54,7 @@ class Words:
     """Every id that ends an answer."""
 
 
-class Witness:
+class ChatJudge:
     """Judges answers to chats. `weights` is OWN_WEIGHTS, STREAMED_WEIGHTS or SHARED_WEIGHTS."""
 
     def __init__(
@@ -143,29 +143,29 @@ class Witness:
             )
 
 
-def witness_of_model(model: Any, stop_ids: Callable[[], frozenset[int]], max_new_tokens: int) -> Witness:
-    """Return the witness of a model that was not loaded from files: the model itself, for lack of anything else."""
+def judge_of_model(model: Any, stop_ids: Callable[[], frozenset[int]], max_new_tokens: int) -> ChatJudge:
+    """Return the judge of a model that was not loaded from files: the model itself, for lack of anything else."""
     own = _bare(twin(model))
-    return Witness(lambda: own, lambda: Words(None, stop_ids()), max_new_tokens, own)
+    return ChatJudge(lambda: own, lambda: Words(None, stop_ids()), max_new_tokens, own)
 
 
-def witness_of(
+def chat_judge_of(
     models: Models, max_new_tokens: int, stop_ids: Callable[[], frozenset[int]], other_bytes: int = 0
-) -> Witness:
-    """Return the witness of these models; call it before anything is laid out or hooked.
+) -> ChatJudge:
+    """Return the judge of these models; call it before anything is laid out or hooked.
 
     `other_bytes` of memory will be needed beside the weights. Models that were not loaded from files are judged by
     themselves, and end answers at `stop_ids`.
     """
     source = models.source
     if source is None:
-        return witness_of_model(models.target, stop_ids, max_new_tokens)
+        return judge_of_model(models.target, stop_ids, max_new_tokens)
     if has_room(models, source, other_bytes):
-        return Witness(lambda: weights_in(source), lambda: words_in(source), max_new_tokens)
+        return ChatJudge(lambda: weights_in(source), lambda: words_in(source), max_new_tokens)
     if has_room_for_layers(models, source, other_bytes) and (streamed := streamed_from(source, models.target)):
-        return Witness(lambda: streamed, lambda: words_in(source), max_new_tokens, weights=STREAMED_WEIGHTS)
+        return ChatJudge(lambda: streamed, lambda: words_in(source), max_new_tokens, weights=STREAMED_WEIGHTS)
     own = _bare(twin(models.target))
-    return Witness(lambda: own, lambda: words_in(source), max_new_tokens, own)
+    return ChatJudge(lambda: own, lambda: words_in(source), max_new_tokens, own)
 
 
 def has_room(models: Models, source: Source, other_bytes: int) -> bool:

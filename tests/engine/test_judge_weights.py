@@ -16,9 +16,9 @@ from torch import nn
 
 from dflash_bench.core.methods import parse
 from dflash_bench.core.types import Divergence, Message, Settings
-from dflash_bench.engine import witness
+from dflash_bench.engine import judge_weights
 from dflash_bench.engine.backend import LocalBackend, open_backend, stop_ids
-from dflash_bench.engine.witness import checksums, has_room, words_in
+from dflash_bench.engine.judge_weights import checksums, has_room, words_in
 from dflash_bench.models import loading, memory
 from dflash_bench.models.presets import Preset, preset
 from helpers.tiny import build
@@ -81,13 +81,13 @@ def test_prompts_are_those_of_the_engine_where_both_are_sound(
     local, settings = opened(load(folder)), Settings(thinking=thinking)
     several = [*CHAT, Message("assistant", "42"), Message("user", "  and 7 times 8?\n")]
     for chat in (CHAT, several):
-        assert local.witness.encode(chat, settings) == local.encode(chat, settings)
+        assert local.chat_judge.encode(chat, settings) == local.encode(chat, settings)
 
 
 def test_the_judges_module_is_read_from_the_files_and_shares_nothing(folder: Path) -> None:
     local = opened(load(folder))
     ours, own = local.target.model, local.judge.model
-    assert local.describe()["judge"]["weights"] == local.witness.weights == "separate"
+    assert local.describe()["judge"]["weights"] == local.chat_judge.weights == "separate"
     assert not {*map(id, ours.modules())} & {*map(id, own.modules())}
     assert not {p.data_ptr() for p in ours.parameters()} & {p.data_ptr() for p in own.parameters()}
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), own.parameters(), strict=True))
@@ -98,12 +98,12 @@ def test_an_engine_that_ends_elsewhere_or_reads_another_prompt_is_objected_to(fo
     prompt = local.encode(CHAT)
     (given,) = local.generate_ids("ar", [prompt])
     answer = given.token_ids
-    assert local.audit(CHAT, answer) is None and not local.witness.objections
+    assert local.audit(CHAT, answer) is None and not local.chat_judge.objections
     assert local.audit(CHAT, answer[:-1]) == Divergence(len(answer) - 1)
     local.tokenizer.chat_template = "{{ messages[0]['content'] }}"
     assert local.audit(CHAT, answer) == Divergence(0)
     assert local.divergence(CHAT, answer, [*answer[:-1], 3]) == Divergence(0)
-    assert local.witness.objections == {witness.OTHER_PROMPT: 2}
+    assert local.chat_judge.objections == {judge_weights.OTHER_PROMPT: 2}
 
 
 # Is there memory?
@@ -122,7 +122,7 @@ def test_small_weights_are_always_read_twice_and_large_ones_if_all_fits(
     assert fits(0) and fits(None)
     weights = memory.footprint_of(models.source.folder, torch.float32).weights_bytes
     assert weights == sum(p.nbytes for p in models.target.parameters())
-    monkeypatch.setattr(witness, "ALWAYS", 0)
+    monkeypatch.setattr(judge_weights, "ALWAYS", 0)
     assert not fits(None) and not fits(weights)
     enough = next(free for free in range(weights, 9 * weights, weights // 16) if fits(free))
     assert 2 * weights < enough < 2.5 * weights
@@ -130,13 +130,13 @@ def test_small_weights_are_always_read_twice_and_large_ones_if_all_fits(
 
 
 def test_a_layer_at_a_time_is_read_where_not_all_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(witness, "ALWAYS", 0)
+    monkeypatch.setattr(judge_weights, "ALWAYS", 0)
     models = load(folder)
     assert models.source is not None
     weights = sum(p.nbytes for p in models.target.parameters())
 
     def judged_with(free_bytes: int | None) -> str:
-        return opened(replace(models, source=replace(models.source, free_bytes=free_bytes))).witness.weights
+        return opened(replace(models, source=replace(models.source, free_bytes=free_bytes))).chat_judge.weights
 
     steps = [judged_with(free) for free in range(weights, 3 * weights, weights // 8)]
     order = ["shared weights", "separate, layer by layer", "separate"]
@@ -150,7 +150,7 @@ def test_a_judge_that_reads_layer_by_layer_says_the_same_to_the_digit(
 ) -> None:
     models = loading.load(Preset(str(folder / "target"), {}), [], "cpu", dtype)
     whole = opened(models, 24)
-    monkeypatch.setattr(witness, "has_room", lambda *_: False)
+    monkeypatch.setattr(judge_weights, "has_room", lambda *_: False)
     streamed = opened(models, 24)
     assert streamed.describe()["judge"]["weights"] == "separate, layer by layer"
     layers = dict(streamed.judge.model.named_parameters())
@@ -189,10 +189,10 @@ def test_files_that_would_have_to_be_written_again_are_not_read_layer_by_layer(
     target = Path(shutil.copytree(folder / "target", tmp_path / "target"))
     vocab = len(loading.load(Preset(str(target), {}), [], "cpu", torch.float32).tokenizer)
     Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=vocab, **sizes, **experts)).save_pretrained(target)
-    monkeypatch.setattr(witness, "has_room", lambda *_: False)
+    monkeypatch.setattr(judge_weights, "has_room", lambda *_: False)
     monkeypatch.chdir(tmp_path)
     local = opened(loading.load(Preset(str(target), {}), [], "cpu", torch.float32))
-    assert local.witness.weights == "shared weights"
+    assert local.chat_judge.weights == "shared weights"
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
@@ -205,7 +205,7 @@ def test_one_of_several_processes_counts_on_its_part_of_the_memory(folder: Path)
 
 def test_nano_has_a_judge_of_its_own() -> None:
     models = loading.load(preset("nano"), [], "cpu", torch.float32)
-    assert opened(models).witness.weights == "separate"
+    assert opened(models).chat_judge.weights == "separate"
 
 
 # Checksums
