@@ -67,19 +67,6 @@ def test_a_run_cannot_fill_a_place_of_the_template(tmp_path: Path) -> None:
 # Content
 
 
-def test_tables_findings_and_command_stand_in_the_page(tmp_path: Path) -> None:
-    page = page_of(stored(tmp_path / "run", answers(6)))
-    for text in (
-        "al.pooled",
-        "speedup.<wbr>decode [95 %]",
-        "few prompts",
-        "--limit",
-        "sum(a_i + 1) / sum(S)",
-    ):
-        assert text in page
-    assert '<pre class="command">dflash-bench</pre>' in page
-
-
 def test_the_page_is_written_with_its_plots(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", told())
     assert main("report", "run", "-o", "out/page.html") == (0, "", "wrote out/page.html\n")

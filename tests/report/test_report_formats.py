@@ -9,26 +9,44 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dflash_bench.report import read_document, screen
+import dflash_bench
+from dflash_bench.core.types import Answer
+from dflash_bench.report import read_document
 from dflash_bench.report.render import latex_escaped
+from dflash_bench.report.screen import screen
 from helpers.golden import assert_golden
 from helpers.rows import failed, plain
-from helpers.runs import answers, changed, stored
+from helpers.runs import IDENTITY, answers, changed, slower, stored
 
 Main = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Two suites, one of them without scores; a failed answer, and one that left the plain output."""
-    records = answers(24)
-    records = changed(records, first=1, exactness="near_tie")
+    """Every kind of gap: a method that loses on one suite and hides its rounds on the other, which has six prompts and
+    no scores; failed answers, and one that left the plain output.
+    """
+    records = changed(answers(24), first=1, exactness="near_tie")
+    records += as_eagle3(slower(answers(24), 3))
     chat = [replace(row, passed=None) for row in answers(6, seed=1, suite="mt_bench")]
-    lost = [failed(method, "p099", "out of memory: 50 % of {2 GiB} & more_") for method in ("ar", "dflash")]
-    return stored(tmp_path / "run", [*records, *chat, *lost])
+    chat += as_eagle3(chat, **dict.fromkeys(("drafted", "accepted", "emitted", "draft_s", "verify_s", "round_s")))
+    error = "out of memory: 50 % of {2 GiB} & [red]more_[/red]"
+    lost = [failed(method, "p099", error) for method in ("ar", "dflash", "eagle3")]
+    methods = IDENTITY["methods"] | {"eagle3": {"name": "eagle3", "num_drafts": 4}}
+    return stored(tmp_path / "run", [*records, *chat, *lost], methods=methods)
+
+
+def as_eagle3(rows: list[Answer], **changes: Any) -> list[Answer]:
+    """The answers of dflash, by another method."""
+    return [
+        replace(row, method="eagle3", generation=replace(row.generation, **changes))
+        for row in rows
+        if row.method == "dflash"
+    ]
 
 
 # Formats
@@ -37,8 +55,17 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("kind", "suffix"), [("table", "txt"), ("markdown", "md"), ("csv", "csv"), ("latex", "tex")])
 def test_each_format_is_as_stored(kind: str, suffix: str, run: Path, main: Main) -> None:
     code, shown, _ = main("report", "run", "--format", kind)
-    assert code == 0
+    assert code == 0 and (kind != "table" or max(map(len, shown.splitlines())) <= 100)
     assert_golden(f"document.{suffix}", shown)
+
+
+def test_the_screen_and_the_page_are_as_stored(run: Path, main: Main) -> None:
+    """Of the page its elements and texts, without what its script reads and what its plots draw."""
+    assert_golden("document.screen.txt", screen(read_document(run), 80).plain)
+    assert main("report", "run", "-o", "page.html")[0] == 0
+    page = re.sub(r"<(script|style|svg)\b.*?</\1>", r"<\1/>", Path("page.html").read_text("utf-8"), flags=re.DOTALL)
+    page = re.sub(rf"sha256-[^&']+|(?<=dflash-bench ){re.escape(dflash_bench.__version__)}", "...", page)
+    assert_golden("document.html", re.sub(r"(?<=>)(?=<(?:tr|section|div|p|table|h\d|figure|details)\b)", "\n", page))
 
 
 def test_the_table_is_what_is_shown_without_a_format(run: Path, main: Main) -> None:
@@ -66,7 +93,7 @@ def test_the_csv_holds_the_figures_of_every_cell(run: Path, main: Main) -> None:
         for bound, figure in (("", speedup.value), (".low", speedup.low), (".high", speedup.high)):
             text = row[f"speedup.decode{bound}"]
             assert (not text) if figure is None else float(text) == pytest.approx(figure, rel=1e-5)
-    assert [row["passed_num"] for row in rows] == ["16", "16", "", ""]
+    assert [row["passed_num"] for row in rows] == ["16"] * 3 + [""] * 3
     assert rows[0]["break_even_al"] == ""
 
 
