@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.results import store
-from helpers.refusals import assert_refused
+from helpers.refusals import assert_refused, names
 from helpers.runs import answers, bare, failing, stored
 
 Main = Callable[..., tuple[int, str, str]]
@@ -18,7 +18,7 @@ LIMITS = {
     '["al.pooled"]\nfal = 1\n': "limits.toml al.pooled 'fal' 'fall' at_least",
     "[al]\nfall = 1\n": "limits.toml 'al' al.pooled, exact, passed",
     '"al.pooled" = 1\n': 'al.pooled ["al.pooled"]',
-    '["al.pooled"]\nfall = 5\n': "al.pooled fall 0.05 5",
+    '["al.pooled"]\nfall = 5\n': "al.pooled fall `not 5`",
     '["al.pooled"]\nfall = nan\n': "al.pooled fall nan",
     '["al.pooled"]\nfall = "x"\n': "al.pooled fall 'x'",
     '["al.pooled"]\nat_least = inf\n': "al.pooled at_least inf",
@@ -31,8 +31,8 @@ LIMITS = {
 NO_BASELINES = {
     "{}": "dflash-bench baseline",
     "{": "JSON",
-    '{"schema": 99, "cells": []}': "schema 99 1; update",
-    '{"schema": "1", "cells": [1]}': "schema '1', 1; update",
+    '{"schema": 99, "cells": []}': "`schema 99`",
+    '{"schema": "1", "cells": [1]}': "`schema '1'`",
     '{"schema": 1, "cells": []}': "cells",
     '{"schema": 1, "cells": [1]}': "identity dflash-bench baseline",
 }
@@ -40,17 +40,17 @@ TABLE = {
     "check run --baseline absent": "absent",
     "check run --allow everything": "'everything'",
     "check run run": "twice",
-    "check hot --baseline base.json": "temperature 0.0 1.0 --allow sampling",
-    "check other-models --baseline base.json": "target t1 t2 dflash d1 d2 --allow model",
-    "check bfloat16 --baseline base.json": "dtype float32 bfloat16 --allow",
-    "check short --baseline base.json": "max_new_tokens 192 5 --allow limits",
-    "check one-prompt --baseline base.json": "ar 1 24, dflash --allow prompts",
+    "check hot --baseline base.json": "`temperature 0.0 and 1.0` --allow sampling",
+    "check other-models --baseline base.json": "`target t1 and t2` `dflash d1 and d2` --allow model",
+    "check bfloat16 --baseline base.json": "`dtype float32 and bfloat16` --allow",
+    "check short --baseline base.json": "`max_new_tokens 192 and 5` --allow limits",
+    "check one-prompt --baseline base.json": "`ar 1 of 24` dflash --allow prompts",
     "check run --baseline more.json": "math500 ar, dflash --allow cells",
     "check other-prompts --baseline base.json": "other-prompts",
     "check plain": "check",
     "check unfinished": "unfinished --resume --allow",
     "check run another-cpu": "processor --allow device",
-    "baseline run hot": "run hot temperature 0.0 1.0",
+    "baseline run hot": "run hot `temperature 0.0 and 1.0`",
     "baseline run ./run": "twice",
     "baseline run few": "gsm8k ar prompts",
     "baseline run more": "more math500 ar run",
@@ -92,7 +92,7 @@ def refused(place: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> Callabl
         for name, run in (("base.json", "run"), ("more.json", "more")):
             assert Path(name).exists() or main("baseline", run, "-o", name)[0] == 0
         writing = words.startswith("baseline")
-        assert_refused(main(*words.split(), *(["-o", "new.json"] if writing else [])), *named.split(" "))
+        assert_refused(main(*words.split(), *(["-o", "new.json"] if writing else [])), *names(named))
         assert not Path("new.json").exists()
 
     return check

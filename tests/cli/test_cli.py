@@ -28,7 +28,7 @@ from dflash_bench.tasks import sandbox, scorers
 from helpers import tiny
 from helpers.fake_backend import FakeBackend, install, main, other_tokens
 from helpers.golden import assert_golden
-from helpers.refusals import assert_refused
+from helpers.refusals import assert_refused, names
 
 ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]
@@ -353,7 +353,7 @@ def test_a_flag_that_has_no_effect_or_no_sense_is_refused(
     given, _, machine = words.partition(" (")
     if machine:
         monkeypatch.setattr("torch.cuda.device_count", lambda: int(machine == "GPU)"))
-    refused(given.split(), *NO_EFFECT[words].split())
+    refused(given.split(), *names(NO_EFFECT[words]))
 
 
 def test_a_hub_id_without_a_network_is_one_line(here: Path, monkeypatch: Patch, refused: Callable[..., None]) -> None:

@@ -54,7 +54,7 @@ def test_every_command_that_reads_a_run_finds_it_by_its_place(command: str, two:
     more = ("-o", "base.json") if command == "baseline" else ()
     by_place, by_folder = (main(command, run, *more) for run in ("@2", two[1]))
     assert "@2" not in by_place[2] and by_place[::2] == by_folder[::2]
-    assert_refused(main(command, "@3", *more), "@3", "results/runs", "2")
+    assert_refused(main(command, "@3", *more), "@3", "results/runs holds 2")
 
 
 def test_so_does_the_option_of_build_datastore(two: list[Path], main: Main) -> None:

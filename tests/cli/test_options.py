@@ -24,7 +24,7 @@ from dflash_bench.runner import session
 from dflash_bench.runner.config import OutputOptions, RunRequest, ServerOptions, require_prompts
 from dflash_bench.runner.plan import swept
 from dflash_bench.training.config import TrainRequest
-from helpers.refusals import assert_refused
+from helpers.refusals import assert_refused, names
 
 Main = Callable[..., tuple[int, str, str]]
 STOP = "as far as this test goes"
@@ -212,7 +212,7 @@ def test_a_value_may_begin_with_a_dash_or_hold_an_equals_sign(configured: Callab
         ("[run]\nlimit = 4", "run.toml 'run'"),
         ("resume = 1", "run.toml: resume true false"),
         *[
-            (line, f"run.toml: {line.split(' ')[0]}")
+            (line, f"`run.toml: {line.split(' ')[0]}`")
             for line in (
                 "limit = true",
                 "suite = []",
@@ -221,7 +221,7 @@ def test_a_value_may_begin_with_a_dash_or_hold_an_equals_sign(configured: Callab
                 "limit = 2024-01-01",
             )
         ],
-        *[(line, f"run.toml: {line.split(' ')[0]} 2") for line in ("limit = [1, 2]", "out = ['a', 'b']")],
+        *[(line, f"`run.toml: {line.split(' ')[0]}` `not 2`") for line in ("limit = [1, 2]", "out = ['a', 'b']")],
         ("temperature = nan", "--temperature nan"),
         ("limit = 0", "'--limit'"),
         ("limit = 'four'", "'--limit'"),
@@ -231,7 +231,7 @@ def test_a_value_may_begin_with_a_dash_or_hold_an_equals_sign(configured: Callab
 )
 def test_a_file_that_makes_no_sense_is_one_line(text: str, named: str, tmp_path: Path, main: Main) -> None:
     (tmp_path / "run.toml").write_text(text, encoding="utf-8")
-    assert_refused(main("run", "--config", "run.toml"), *named.split(" "))
+    assert_refused(main("run", "--config", "run.toml"), *names(named))
 
 
 def test_each_command_has_a_file_of_its_own_options(tmp_path: Path, main: Main) -> None:
@@ -294,14 +294,14 @@ SERVED: dict[str, Any] = {"servers": ("plain=http://127.0.0.1:1",)}
         ({"timeout": 0.0}, "--timeout", "--server"),
         ({"budget": "soon"}, "--for", "90s 5m 1.5h 'soon'"),
         ({"temperature": (0.5, 0.5)}, "--temperature", "0.5,0.5"),
-        ({"concurrency": (0, 2)}, "--concurrency", "0"),
+        ({"concurrency": (0, 2)}, "--concurrency", "`not 0`"),
         ({"limit": 10**8}, "--limit", "10,000,000 100000000"),
-        ({"repetition_penalty": (1.0,)}, "--repetition-penalty", "1"),
+        ({"repetition_penalty": (1.0,)}, "--repetition-penalty", "above"),
     ],
 )
 def test_what_takes_an_options_effect_away_is_named(given: dict[str, Any], first: str, named: str) -> None:
     told = against(**given)
-    assert told.startswith(first) and [name for name in named.split(" ") if name not in told] == []
+    assert told.startswith(first) and [name for name in names(named) if name not in told] == []
 
 
 def test_what_goes_together_is_not_refused() -> None:

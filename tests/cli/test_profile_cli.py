@@ -14,6 +14,7 @@ from dflash_bench.models.nets.dflash import initialise
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
 from helpers import tiny
 from helpers.fake_backend import main
+from helpers.refusals import names
 
 SMALL = ("--context", "16", "--width", "1,2,4")
 
@@ -122,10 +123,10 @@ def test_bytes_and_operations_of_a_tiny_model(
         (("--random-weights", "--layers", "99"), "--layers 99"),
         (("--random-weights", "--target", "org/unheard-of"), "org/unheard-of"),
         (("--acceptance", "0.5"), "al.pooled"),
-        (("--acceptance", "40"), "--acceptance 40 dflash 4"),
-        (("--batch", "0"), "--batch 10,000,000 0"),
+        (("--acceptance", "40"), "`--acceptance 40` `dflash has: 4`"),
+        (("--batch", "0"), "--batch 10,000,000 `not 0`"),
         (("--context", "a"), "--context"),
-        (("--context", "9999999"), "4 tokens context"),
+        (("--context", "9999999"), "`4 tokens` context"),
         (("--method", "ngram"), "'ngram' ddtree, dflash, eagle3, mtp, p-eagle"),
         (("--method", "dflash:block=auto"), "block=auto"),
         (("--method", "ddtree:nodes=auto"), "nodes=auto"),
@@ -141,7 +142,7 @@ def test_what_it_refuses(
     own = () if "--target" in words else ("--model", model)
     rest = SMALL if "--context" not in words else SMALL[2:]
     told = refused(monkeypatch, capsys, *own, *words, *rest)
-    assert [name for name in named.split(" ") if name not in told] == []
+    assert [name for name in names(named) if name not in told] == []
 
 
 def test_memory_that_is_not_there_is_told_before_anything_is_made(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 SERVED: dict[str, Any] = {
@@ -14,8 +15,13 @@ SERVED: dict[str, Any] = {
 
 
 def assert_refused(result: tuple[int, str, str], *named: str) -> None:
-    """The names, flags, files and values in the line, whatever its words."""
+    """The names, flags, files and values are in the line, whatever its words."""
     status, out, err = result
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert err.startswith("dflash-bench: ")
     assert [name for name in named if name not in err] == [], err
+
+
+def names(text: str) -> list[str]:
+    """The words of a table's cell; what is between backticks is one."""
+    return [phrase or word for phrase, word in re.findall(r"`([^`]+)`|(\S+)", text)]

@@ -12,7 +12,7 @@ import pytest
 
 from dflash_bench.results import store
 from helpers import runs
-from helpers.refusals import SERVED, assert_refused
+from helpers.refusals import SERVED, assert_refused, names
 from helpers.rows import failed
 
 Main = Callable[..., tuple[int, str, str]]
@@ -80,7 +80,7 @@ TABLE = [
     # (command, what its line names)
     ("compare run others", "run others prompt"),
     ("compare run suite", "run suite method"),
-    ("compare run reworded", "prompts gsm8k p003 1 6"),
+    ("compare run reworded", "prompts gsm8k p003 `1 of 6`"),
     ("compare run run", "itself"),
     ("compare run --allow model", "--allow model single"),
     ("compare alone --allow unfinished", "alone ar gsm8k"),
@@ -98,7 +98,7 @@ TABLE = [
         ("no-number", ""), ("no-identity", ""), ("no-environment", "environment"), ("no-command", "command"),
     )],
     ("compare hub --against paper", "'nano'"),
-    ("compare warm --against paper:Qwen3-4B", "Qwen3-4B temperature 0.7"),
+    ("compare warm --against paper:Qwen3-4B", "Qwen3-4B `temperature 0.7`"),
     ("compare other-7b --against paper", "'my/Other-7B'"),
     ("compare embedded-8b --against paper", "gsm8k embedded --data"),
     ("compare thinking --against paper", "Qwen3-8B thinking mbpp"),
@@ -108,7 +108,7 @@ TABLE = [
     ("compare run idle.json", "idle.json"),
     ("compare run other-formula.json", "other-formula.json formula"),
     ("compare run bad-by-name.json", "spec_decode_per_position_acceptance_rates"),
-    *[(f"compare run bad-{key}.json", f"bad-{key}.json: {key}") for key in NOT_SERVED],
+    *[(f"compare run bad-{key}.json", f"`bad-{key}.json: {key}`") for key in NOT_SERVED],
     ("report run --format excel", "'excel' csv json latex markdown table"),
     ("report run --answers 5", "--answers --out"),
     ("report run --tokenizer x", "--tokenizer --out"),
@@ -123,10 +123,10 @@ TABLE = [
     ("report run --layout paper", "--layout --format"),
     ("report run --format latex --layout papr", "'papr' 'paper'"),
     ("report damaged", "part-000001.parquet --allow damaged"),
-    ("report later", "schema 99 update"),
+    ("report later", "`schema 99` update"),
     *[(f"{command} absent", "absent") for command in ("report", "card", "plot")],
     *[(f"{command} unfinished", "unfinished --allow") for command in ("report", "card", "plot")],
-    *[(f"{command} failed{rest}", "failed 2") for command, rest in (
+    *[(f"{command} failed{rest}", "failed `2 answers`") for command, rest in (
         ("compare", ""), ("movie", ""), ("plot", ""), ("card", " --hub hub"), ("report", " --format latex"),
         ("report", " --by category"),
     )],
@@ -153,5 +153,5 @@ def test_it_is_refused_by_name(
 ) -> None:
     monkeypatch.chdir(place)
     before = sorted(place.iterdir())
-    assert_refused(main(*words.split()), *(named.split(" ") if ": " not in named else [named]))
+    assert_refused(main(*words.split()), *names(named))
     assert sorted(place.iterdir()) == before

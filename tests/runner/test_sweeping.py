@@ -15,6 +15,7 @@ from dflash_bench.runner import plan
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import settings_of
 from helpers.fake_backend import FakeBackend, install, main
+from helpers.refusals import names
 
 
 def laid_out(typed: str, *over: str, one_at_a_time: bool = False) -> list[str]:
@@ -63,10 +64,10 @@ def test_settings_are_told_from_options() -> None:
         ("dflash", ["=4,8"], "--over NAME=VALUE,VALUE"),
         ("dflash", ["block=4,,8"], "--over block empty"),
         ("dflash", ["block="], "--over block empty"),
-        ("dflash", ["block=4,8,4"], "--over block 4 twice"),
+        ("dflash", ["block=4,8,4"], "--over `block has the value 4 twice`"),
         ("dflash", ["block=4,8", "block=16"], "--over block twice"),
-        ("dflash", ["block=4,huge"], "block dflash 2 64 'huge'"),
-        ("dflash", ["block=1,8"], "block dflash 2 64 '1'"),
+        ("dflash", ["block=4,huge"], "block dflash `2 to 64` 'huge'"),
+        ("dflash", ["block=1,8"], "block dflash `2 to 64` '1'"),
         ("dflash", ["width=4,8"], "'width'"),
         ("dflash", ["eagle3:n=4,8"], "--over eagle3:n --method eagle3"),
         ("dflash:block=8", ["block=4,8"], "--over block already"),
@@ -78,7 +79,7 @@ def test_settings_are_told_from_options() -> None:
 def test_what_makes_no_sense_is_refused(typed: str, over: list[str], named: str) -> None:
     with pytest.raises(UserError) as refused:
         laid_out(typed, *over)
-    assert [name for name in named.split(" ") if name not in str(refused.value)] == []
+    assert [name for name in names(named) if name not in str(refused.value)] == []
 
 
 # Through the command line

@@ -23,6 +23,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Message, Prompt
 from dflash_bench.tasks import suites
 from dflash_bench.tasks.suites import Suite
+from helpers.refusals import names
 
 TOY = Suite(
     name="toy",
@@ -261,7 +262,7 @@ GOOD = lines(ROWS[0])
         (lines(ROWS[0] | {"hints": "x"}), "{path} line 1: ", "'hints' str"),
         (lines(ROWS[0] | {"hints": ["x", 1]}), "{path} line 1: ", "'hints' list"),
         (lines(ROWS[0] | {"question": None}), "{path} line 1: ", "'question' NoneType"),
-        (lines(*ROWS, ROWS[1]), "folder {folder}: ", "rows 2 and 4 'b'"),
+        (lines(*ROWS, ROWS[1]), "folder {folder}: ", "`rows 2 and 4` 'b'"),
         ("\n", "folder {folder}: ", "'toy'"),
     ],
 )
@@ -269,7 +270,7 @@ def test_a_bad_file_is_refused_with_the_place(tmp_path: Path, text: str, place: 
     path = write(tmp_path, text)
     told = refusal(suites.load_prompts, TOY, tmp_path)
     assert told.startswith(place.format(path=path, folder=tmp_path))
-    assert [name for name in named.split(" ") if name not in told] == []
+    assert [name for name in names(named) if name not in told] == []
 
 
 @pytest.mark.parametrize("hints", [[], ["Hi", " "]])
