@@ -34,7 +34,10 @@ from dflash_bench.engine.forward.native import (
     rotary_tables,
 )
 from dflash_bench.engine.forward.native_drafts import (
+    DFlashNetwork,
+    Eagle3Network,
     FilteredLayer,
+    MTPNetwork,
     NativeDFlash,
     NativeEagle3,
     NativeMTP,
@@ -474,7 +477,7 @@ def compiled_once(draft: nn.Module, make: Callable[[], Made]) -> Made:
     return network
 
 
-class CompiledDFlash:
+class CompiledDFlash(DFlashNetwork):
     """Computes `NativeDFlash` by compiled kernels, which need the views of the layers instead of masks."""
 
     reads_views = True
@@ -489,7 +492,6 @@ class CompiledDFlash:
         )
 
     def context(self, features: Tensor, tables: Tables) -> Tensor:
-        """Compute `NativeDFlash.context`: features [B, N, K * Ht] -> [layers, 2, B, kv_heads, N, D]."""
         if not self.native.is_joined:
             return self.native.context(features, tables).float()
         rows, num = features.shape[:2]
@@ -508,7 +510,6 @@ class CompiledDFlash:
         return made if num_kinds == 1 else [np.repeat(table, num_kinds, axis=0) for table in made]
 
     def forward(self, embedded: Tensor, tables: Tables, seen: Views, cache: KVCache) -> Tensor:
-        """Compute `NativeDFlash.forward`, [B, N, H] -> [B, N, H]."""
         shape, kinds = (embedded.shape[0], embedded.shape[1]), self.layers.kinds
         x = embedded.flatten(0, 1).to(torch.float32, copy=True)
         store = self.layers.store(cache, *self._tables(tables, shape))
@@ -524,7 +525,7 @@ class CompiledDFlash:
         return torch.from_numpy(work.normed)[: x.numel()].view(embedded.shape).clone()
 
 
-class CompiledEagle3:
+class CompiledEagle3(Eagle3Network):
     """Computes `NativeEagle3` by compiled kernels."""
 
     def __init__(self, native: NativeEagle3) -> None:
@@ -537,11 +538,9 @@ class CompiledEagle3:
         self.head = CompiledLinear.of(head)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Compute `NativeEagle3.fuse`: features [B, N, K * Ht] -> [B, N, H]."""
         return self.fc(self.native.normed_features(features.flatten(0, 1))).view(*features.shape[:2], -1)
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
-        """Compute `NativeEagle3.forward`, [B, N, H] -> [B, N, H]."""
         shape = hidden.shape[0], hidden.shape[1]
         x = torch.empty(shape[0] * shape[1], self.layers.decoder.width)
         store, placed = self.layers.store(cache, *_tables_of(tables, shape)), _seen_by([seen], cache, shape)
@@ -556,13 +555,12 @@ class CompiledEagle3:
         return x.view(hidden.shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute `NativeEagle3.logits`: [..., H] -> [..., Vd]."""
         if self.config.norm_output:
             return self.head(hidden)
         return self.head.project(self.norm(hidden), hidden.numel() // self.head.size).view(*hidden.shape[:-1], -1)
 
 
-class CompiledMTP:
+class CompiledMTP(MTPNetwork):
     """Computes `NativeMTP` by compiled kernels."""
 
     is_steady = True
@@ -576,7 +574,6 @@ class CompiledMTP:
         return self.native.tables(length, dtype, device)
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
-        """Compute `NativeMTP.forward`, [B, N, H] -> [B, N, H]."""
         shape = hidden.shape[0], hidden.shape[1]
         pair = np.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=1)
         x = self.fc.project(pair, shape[0] * shape[1]).contiguous()

@@ -43,28 +43,41 @@ Views = Seen | Mapping[str, Seen | BlockView]
 
 
 class DFlashNetwork(Protocol):
-    """A DFlash draft's passes, as documented in `NativeDFlash`."""
+    """A DFlash draft's passes: `context` for the target's features, `forward` for a block."""
 
     reads_views: bool
     """Whether it takes views instead of masks."""
 
-    def context(self, features: Tensor, tables: Tables) -> Tensor: ...
+    def context(self, features: Tensor, tables: Tables) -> Tensor:
+        """Return keys and values of features [B, N, K * Ht] as the cache stores them [layers, 2, B, kv_heads, N, D].
 
-    def forward(self, embedded: Tensor, tables: Tables, seen: Views, cache: KVCache) -> Tensor: ...
+        Equal to `DFlashDraft.context`: c = norm(fc(features)), per layer k = RoPE(norm(W_k c)), v = W_v c (paper, 4.1).
+        """
+        ...
+
+    def forward(self, embedded: Tensor, tables: Tables, seen: Views, cache: KVCache) -> Tensor:
+        """Compute `DFlashDraft.forward`, [B, N, H] -> [B, N, H], over a cache; masks: [B or 1, 1, N or 1, visible]."""
+        ...
 
 
 class StepNetwork(Protocol):
-    """A network that reads pairs of a token and a feature: embeddings and features [B, N, H] -> [B, N, H]."""
+    """A network that reads pairs of a token and a feature: `Eagle3Draft`, `MTPDraft`."""
 
-    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor: ...
+    def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
+        """Compute the draft's `forward`, twice [B, N, H] -> [B, N, H], over a cache; a mask is [B, 1, N, visible]."""
+        ...
 
 
 class Eagle3Network(StepNetwork, Protocol):
-    """An EAGLE-3 draft's passes, as documented in `NativeEagle3`."""
+    """An EAGLE-3 draft's passes: `fuse` for the target's features, `forward` for a step, `logits` for its head."""
 
-    def fuse(self, features: Tensor) -> Tensor: ...
+    def fuse(self, features: Tensor) -> Tensor:
+        """Compute `Eagle3Draft.fuse`: features [B, N, K * Ht] -> [B, N, H]."""
+        ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute `Eagle3Draft.logits`: [..., H] -> [..., Vd]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +113,8 @@ class FilteredLayer:
         return filtered(added.view(*shape, -1), after).flatten(0, 1)
 
 
-class NativeDFlash:
-    """A draft of the DFlash family: `context` for the target's features, `forward` for a block."""
+class NativeDFlash(DFlashNetwork):
+    """A draft of the DFlash family by our own code."""
 
     reads_views = False
 
@@ -145,10 +158,6 @@ class NativeDFlash:
             ]
 
     def context(self, features: Tensor, tables: Tables) -> Tensor:
-        """Return keys and values of features [B, N, K * Ht] as the cache stores them [layers, 2, B, kv_heads, N, D].
-
-        Equal to `DFlashDraft.context`: c = norm(fc(features)), per layer k = RoPE(norm(W_k c)), v = W_v c (paper, 4.1).
-        """
         if not self.is_joined:
             cos, sin = tables
             pairs = self.draft.context(features, (cos.transpose(1, 2), sin.transpose(1, 2)))
@@ -164,7 +173,6 @@ class NativeDFlash:
         return both.permute(0, 3, 1, 4, 2, 5)
 
     def forward(self, embedded: Tensor, tables: Tables, seen: Views, cache: KVCache) -> Tensor:
-        """Compute `DFlashDraft.forward`, [B, N, H] -> [B, N, H], over a cache; masks: [B or 1, 1, N or 1, visible]."""
         shape, x = embedded.shape[:2], embedded.flatten(0, 1)
         views = views_by_kind(seen, (layer.kind for layer in self.layers))
         group = self.plain_layers[0].attention.group
@@ -191,11 +199,8 @@ def views_by_kind(seen: Views, kinds: Iterable[str]) -> Mapping[str, Seen | Bloc
     return seen if isinstance(seen, Mapping) else dict.fromkeys(kinds, seen)
 
 
-class NativeEagle3:
-    """An EAGLE-3 draft: `fuse` for the target's features, `forward` for a step, `logits` for its head.
-
-    P-EAGLE has `further` layers above the first.
-    """
+class NativeEagle3(Eagle3Network):
+    """An EAGLE-3 draft by our own code; P-EAGLE has `further` layers above the first."""
 
     def __init__(self, draft: Eagle3Draft) -> None:
         self.config = config = draft.config
@@ -209,7 +214,6 @@ class NativeEagle3:
         self.fc_norms = [norm_of(norm) for norm in draft.fc_norm] if config.fc_norm else []
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Compute `Eagle3Draft.fuse`: features [B, N, K * Ht] -> [B, N, H]."""
         return self.fc(self.normed_features(features.flatten(0, 1))).view(*features.shape[:2], -1)
 
     def normed_features(self, flat: Tensor) -> Tensor:
@@ -222,7 +226,6 @@ class NativeEagle3:
         return torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts, strict=True)], dim=-1)
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
-        """Compute `Eagle3Draft.forward`, [B, N, H] -> [B, N, H], over a cache; a mask is [B, 1, N, visible]."""
         layer, shape = self.layer, hidden.shape[:2]
         x, pair = self.inputs(embedded, hidden)
         if isinstance(seen, Tensor):
@@ -241,7 +244,6 @@ class NativeEagle3:
         return normed if self.config.norm_before_residual else flat, pair
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute `Eagle3Draft.logits`: [..., H] -> [..., Vd]."""
         return self.head(hidden if self.config.norm_output else self.norm(hidden))
 
 
@@ -253,7 +255,7 @@ COVERED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 class MTPNetwork(StepNetwork, Protocol):
-    """The passes of heads, as documented in `PublishedMTP`."""
+    """The passes of MTP heads."""
 
     is_steady: bool
     """Whether its passes can be captured."""
@@ -269,8 +271,8 @@ def network_of(draft: MTPDraft) -> PublishedMTP | NativeMTP:
     return NativeMTP(draft) if covers else PublishedMTP(draft)
 
 
-class PublishedMTP:
-    """Computes heads by the layer of transformers."""
+class PublishedMTP(MTPNetwork):
+    """Computes heads by the layer of transformers, whose masks are additive."""
 
     is_steady = False
 
@@ -285,7 +287,6 @@ class PublishedMTP:
         return Rotary.of(*angles(self.draft.rotary().to(device), self.kind, length, dtype, device))
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
-        """Compute `MTPDraft.forward`, [B, N, H] -> [B, N, H], over a cache; a mask is additive [B, 1, N, visible]."""
         assert not isinstance(seen, Lengths), "transformers' layers take masks"
         if self._kv is not cache:
             self._kv, self._layers = cache, Cache(layers=[CachedLayer(cache, self.place, self.kind)])
@@ -294,7 +295,7 @@ class PublishedMTP:
         return out
 
 
-class NativeMTP:
+class NativeMTP(MTPNetwork):
     """Computes heads by our own code, laid out like the target's layers (`native.py`)."""
 
     def __init__(self, draft: MTPDraft) -> None:
@@ -311,7 +312,6 @@ class NativeMTP:
         return Rotary.of(*rotary_tables(self.draft.rotary().to(device), [FULL], length, dtype, device)[FULL])
 
     def forward(self, embedded: Tensor, hidden: Tensor, tables: Tables, seen: Seen, cache: KVCache) -> Tensor:
-        """Compute `MTPDraft.forward`, [B, N, H] -> [B, N, H], over a cache; a mask is [B, 1, N, visible]."""
         parts = [self.embedding_norm(embedded.flatten(0, 1)), self.hidden_norm(hidden.flatten(0, 1))]
         x = self.fc(torch.cat(parts, dim=-1))
         if isinstance(seen, Tensor):
