@@ -69,29 +69,10 @@ LINE_EVERY_S = 10.0
 """Interval between lines of progress where a line cannot replace the previous one, such as in a log."""
 
 
-@contextmanager
-def status(every_s: float | None = None, stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
-    """Yield a function to call with a line of progress, which goes to stderr.
-
-    In a terminal each line replaces the previous one; elsewhere the newest is written every `every_s` (by
-    default `LINE_EVERY_S`), the first at once.
-    """
-    stream = stream or sys.stderr
-    if stream.isatty():
-        from rich.console import Console
-        from rich.markup import escape
-
-        with Console(file=stream).status("") as line:
-            yield lambda text: line.update(escape(text))
-        return
-    with _Lines(stream, every_s or LINE_EVERY_S, is_first_due=True) as lines:
-        yield lines.tell
-
-
 class _Lines:
     """Writes the newest line of progress every few seconds, from a thread, since the work may report nothing."""
 
-    def __init__(self, stream: TextIO, every_s: float, is_first_due: bool = False) -> None:
+    def __init__(self, stream: TextIO, every_s: float, is_first_due: bool) -> None:
         """With `is_first_due` the first line is written at once."""
         self.stream, self.every_s, self.is_due = stream, every_s, is_first_due
         self.text, self.begun_s, self.is_new = "", time.monotonic(), False
@@ -124,13 +105,14 @@ class _Lines:
 
 
 class Stages:
-    """Shows the stages of a command before its progress can be counted, and their durations.
+    """Shows the stages of a command whose progress cannot be counted, and their durations.
 
     A terminal is updated only when a stage begins: some stages time passes, which a redrawing thread would disturb.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self.stream = stream or sys.stderr
+    def __init__(self, stream: TextIO | None = None, every_s: float | None = None, *, keeps_times: bool = True) -> None:
+        """Without `keeps_times` nothing is left in a terminal, and a log gets the first stage at once."""
+        self.stream, self.every_s, self.keeps_times = stream or sys.stderr, every_s, keeps_times
         self.is_terminal = self.stream.isatty()
         self.took: list[tuple[str, float]] = []
         self._doing, self._begun_s = "", 0.0
@@ -158,7 +140,7 @@ class Stages:
             self._shown.update(Text(f"{doing} ..."), refresh=True)
         else:
             if self._lines is None:
-                self._lines = _Lines(self.stream, LINE_EVERY_S)
+                self._lines = _Lines(self.stream, self.every_s or LINE_EVERY_S, not self.keeps_times)
                 self._lines.__enter__()
             self._lines.tell(doing)
 
@@ -168,7 +150,8 @@ class Stages:
         if self._shown is not None:
             self._shown.stop()
             self._shown = None
-            print("   ".join(f"{name} {seconds:.1f} s" for name, seconds in self.took), file=self.stream)
+            if self.keeps_times:
+                print("   ".join(f"{name} {seconds:.1f} s" for name, seconds in self.took), file=self.stream)
             self.took.clear()
         if self._lines is not None:
             self._lines.__exit__()
@@ -178,6 +161,17 @@ class Stages:
         if self._doing:
             self.took.append((self._doing, time.monotonic() - self._begun_s))
             self._doing = ""
+
+
+@contextmanager
+def status(every_s: float | None = None, stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
+    """Yield a function to call with a line of progress, which goes to stderr.
+
+    In a terminal each line replaces the previous one; elsewhere the newest is written every `every_s` (by
+    default `LINE_EVERY_S`), the first at once.
+    """
+    with Stages(stream, every_s, keeps_times=False) as stages:
+        yield stages.begin
 
 
 LONGEST_MESSAGE = 1200

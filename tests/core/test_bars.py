@@ -82,6 +82,14 @@ def test_stages_in_a_terminal_leave_one_line_with_their_times() -> None:
     assert stream.getvalue() == ended
 
 
+def test_a_status_in_a_terminal_leaves_nothing() -> None:
+    stream = Terminal()
+    with status(stream=stream) as tell:
+        tell("loading [nano]")
+        assert "loading [nano]" in stream.getvalue()
+    assert not stream.getvalue().endswith("s\n")
+
+
 def test_quick_stages_write_nothing_to_a_file() -> None:
     stream = io.StringIO()
     with Stages(stream) as stages:
