@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
+
+import pytest
+
+from dflash_bench.core.errors import UserError
 
 SERVED: dict[str, Any] = {
     "model_id": "Qwen/Qwen3-8B", "completed": 80, "output_throughput": 412.5, "mean_tpot_ms": 7.2,
@@ -25,3 +30,11 @@ def assert_refused(result: tuple[int, str, str], *named: str) -> None:
 def names(text: str) -> list[str]:
     """The words of a table's cell; what is between backticks is one."""
     return [phrase or word for phrase, word in re.findall(r"`([^`]+)`|(\S+)", text)]
+
+
+def refusal(call: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """The one line of the error that a call ends with."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

@@ -20,6 +20,7 @@ from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.tasks import rows
 from dflash_bench.tasks.rows import DataSet
+from helpers.refusals import refusal
 
 TOY = DataSet("toy", "nobody/toy", "test")
 ROWS: list[dict[str, Any]] = [
@@ -42,13 +43,6 @@ def lines(*values: object, end: str = "\n") -> str:
 
 def read(folder: Path) -> list[rows.Row]:
     return [row for _, row in rows.from_folder(TOY, folder)]
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(UserError) as caught:
-        read(folder)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # Folders
@@ -92,7 +86,7 @@ def test_a_row_comes_with_its_place(tmp_path: Path) -> None:
 )
 def test_a_bad_line_is_refused_with_the_place(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
-    assert refusal(tmp_path).startswith(f"{path} {message}")
+    assert refusal(read, tmp_path).startswith(f"{path} {message}")
 
 
 STRANGE = [*ROWS, {}, {"key": -1.5e-300, "deep": [[{"a": None}], True, '\\u00e9\\ " ]}['], "last": 12}]
@@ -139,7 +133,7 @@ def test_a_bad_array_is_refused_with_the_row(
     monkeypatch.setattr(rows, "LONGEST_LINE", 50 if b"xxx" in text else 10_000)
     path = write(tmp_path, "", "json")
     path.write_bytes(text)
-    assert refusal(tmp_path).startswith(f"{path}{message}")
+    assert refusal(read, tmp_path).startswith(f"{path}{message}")
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 1 << 20])
@@ -149,7 +143,7 @@ def test_bytes_of_an_array_that_are_no_text_are_refused_by_their_place(
     monkeypatch.setattr(files, "_CHUNK", chunk)
     path = write(tmp_path, "", "json")
     path.write_bytes('[{"a": "é"},\n{"b": "'.encode() + b"\xc3(")
-    assert refusal(tmp_path) == f"cannot read {path}: not UTF-8 (byte 21)"
+    assert refusal(read, tmp_path) == f"cannot read {path}: not UTF-8 (byte 21)"
 
 
 def test_rows_of_parquet_come_in_batches_of_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,18 +164,18 @@ def test_rows_of_parquet_come_in_batches_of_a_size(tmp_path: Path, monkeypatch: 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "not Parquet", "parquet")
-    assert refusal(tmp_path).startswith(f"cannot read {path}: ")
+    assert refusal(read, tmp_path).startswith(f"cannot read {path}: ")
     lines_path = write(tmp_path, "")
     lines_path.write_bytes(b'{"key": "\xff"}')
-    assert refusal(tmp_path) == f"cannot read {lines_path}: not UTF-8 (byte 9)"
+    assert refusal(read, tmp_path) == f"cannot read {lines_path}: not UTF-8 (byte 9)"
     lines_path.unlink()
     lines_path.mkdir()
-    assert f"{lines_path}: it is a folder" in refusal(tmp_path)
+    assert f"{lines_path}: it is a folder" in refusal(read, tmp_path)
 
 
 def test_a_folder_without_the_rows_names_both_files_looked_for(tmp_path: Path) -> None:
     stem = tmp_path / "toy" / "test"
-    assert f"{stem}.jsonl and {stem}.parquet" in refusal(tmp_path) and "'toy'" in refusal(tmp_path)
+    assert f"{stem}.jsonl and {stem}.parquet" in refusal(read, tmp_path) and "'toy'" in refusal(read, tmp_path)
 
 
 def test_cells_of_csv_may_hold_lines_and_what_is_empty_is_none(tmp_path: Path) -> None:
@@ -273,12 +267,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         server.shutdown()
 
 
-def refused_by_hub() -> str:
-    with pytest.raises(UserError) as caught:
-        rows.from_hub(TOY)
-    return str(caught.value)
-
-
 def test_the_hub_is_asked_for_the_commit_behind_the_revision(hub: Hub) -> None:
     found, source = rows.from_hub(replace(TOY, subset="small"))
     assert hub.paths == ["/api/datasets/nobody/toy/revision/main"]
@@ -300,7 +288,7 @@ def test_no_network_is_one_line_that_names_the_way_out(monkeypatch: pytest.Monke
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound but not listening: connecting is refused
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
-        message = refused_by_hub()
+        message = refusal(rows.from_hub, TOY)
     assert "nobody/toy" in message and message.endswith(f"refused); {REMEDY}")
 
 
@@ -310,13 +298,13 @@ def test_a_hub_that_does_not_answer_is_given_up_on(monkeypatch: pytest.MonkeyPat
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
         monkeypatch.setattr(rows, "HUB_TIMEOUT_S", 0.1)
-        assert refused_by_hub().endswith(f"(timed out); {REMEDY}")
+        assert refusal(rows.from_hub, TOY).endswith(f"(timed out); {REMEDY}")
 
 
 @pytest.mark.parametrize(("status", "reply", "part"), [(404, "", "404 Not Found"), (200, "<html>", "Expecting value")])
 def test_a_strange_answer_is_one_line(hub: Hub, status: int, reply: str, part: str) -> None:
     hub.status, hub.reply = status, reply
-    message = refused_by_hub()
+    message = refusal(rows.from_hub, TOY)
     assert part in message
     assert message.endswith(f"; {REMEDY}")
     assert "\n" not in message
@@ -325,12 +313,12 @@ def test_a_strange_answer_is_one_line(hub: Hub, status: int, reply: str, part: s
 @pytest.mark.parametrize("error", [ConnectionError("gone\nat once"), ValueError("gone"), RuntimeError("gone")])
 def test_what_datasets_raises_is_one_line_as_well(hub: Hub, error: Exception) -> None:
     hub.error = error
-    assert refused_by_hub().endswith(f"(gone); {REMEDY}")
+    assert refusal(rows.from_hub, TOY).endswith(f"(gone); {REMEDY}")
 
 
 def test_a_cache_that_holds_another_commit_is_refused(hub: Hub) -> None:
     hub.cached = 40 * "b"
-    told = refused_by_hub()
+    told = refusal(rows.from_hub, TOY)
     assert "nobody/toy" in told and hub.cached in told and COMMIT in told
 
 
@@ -342,4 +330,4 @@ def test_offline_mode_trusts_a_pinned_revision_without_asking(hub: Hub, monkeypa
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "'pip install datasets'" in refused_by_hub()
+    assert "'pip install datasets'" in refusal(rows.from_hub, TOY)

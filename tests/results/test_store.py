@@ -23,6 +23,7 @@ from dflash_bench.results import parts as stored_parts
 from dflash_bench.results import store
 from dflash_bench.results.identity import OF_RUN
 from helpers.forked import forked
+from helpers.refusals import refusal
 from helpers.rows import compared, generation, pair, plain, record
 from helpers.runs import ENVIRONMENT, bare
 
@@ -69,13 +70,6 @@ FULL = record(
     audit="near_tie",
     departure=Divergence(4, 2.5e-5, 1e-4),
 )
-
-
-def refusal(call: Any, *arguments: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        call(*arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def info_of(folder: Path) -> dict[str, Any]:

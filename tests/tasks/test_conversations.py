@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import TOOLS, Message, Prompt
 from dflash_bench.tasks import prompts, rows, suites
 from dflash_bench.tasks.conversations import MESSAGES
 from dflash_bench.tasks.suites import Loaded
+from helpers.refusals import refusal
 
 DOCS = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists()) / "docs"
 AS = "write it as OpenAI's API has it"
@@ -41,13 +40,6 @@ def loaded(folder: Path, *rows: Any, **options: Any) -> Loaded:
 def only(folder: Path, row: Any, **options: Any) -> Prompt:
     (prompt,) = loaded(folder, row, **options).prompts
     return prompt
-
-
-def refusal(reading: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as caught:
-        reading()
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
-    return str(caught.value)
 
 
 # Every form

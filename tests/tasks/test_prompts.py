@@ -17,13 +17,7 @@ from dflash_bench.core.types import Message
 from dflash_bench.models import chat
 from dflash_bench.tasks import prompts, rows
 from dflash_bench.tasks.conversations import MESSAGES
-
-
-def refusal(path: Path, **options: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        prompts.load(path, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+from helpers.refusals import refusal
 
 
 def own(folder: Path, *rows: object) -> Path:
@@ -72,14 +66,16 @@ def test_own_prompts_come_in_three_forms(tmp_path: Path) -> None:
 )
 def test_a_bad_prompt_of_the_user_is_refused_with_what_is_allowed(tmp_path: Path, row: object, message: str) -> None:
     path = own(tmp_path, {"prompt": "Hi"}, row)
-    assert refusal(path) == f"{path} line 2: {message}"
+    assert refusal(prompts.load, path) == f"{path} line 2: {message}"
 
 
 def test_a_prompts_file_that_is_missing_empty_or_repeats_an_id_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
-    assert f"{path}: No such file" in refusal(path)
-    assert f"{path}: no rows" in refusal(own(tmp_path))
-    assert f"{path}: rows 1 and 2 " in refusal(own(tmp_path, {"prompt": "Hi", "id": 1}, {"prompt": "Why?"}))
+    assert f"{path}: No such file" in refusal(prompts.load, path)
+    assert f"{path}: no rows" in refusal(prompts.load, own(tmp_path))
+    assert f"{path}: rows 1 and 2 " in refusal(
+        prompts.load, own(tmp_path, {"prompt": "Hi", "id": 1}, {"prompt": "Why?"})
+    )
 
 
 # What is out there
@@ -137,7 +133,9 @@ def test_what_a_scorer_reads_is_not_unread(tmp_path: Path) -> None:
 def test_a_list_of_references_has_one_a_turn_where_they_are_scored(tmp_path: Path) -> None:
     path = own(tmp_path, {"turns": ["1?", "2?"], "reference": ["1", "one", "2"]})
     assert prompts.load(path).prompts[0].reference is None
-    assert refusal(path, scorer="math").startswith(f"{path} line 1: 'reference' lists 3 texts for 2 turns")
+    assert refusal(prompts.load, path, scorer="math").startswith(
+        f"{path} line 1: 'reference' lists 3 texts for 2 turns"
+    )
 
 
 NAMES = {
@@ -152,7 +150,7 @@ NAMES = {
 @pytest.mark.parametrize("key", ["id", "question_id", "task_id", "category"])
 @pytest.mark.parametrize("what", NAMES)
 def test_a_name_that_cannot_be_shown_is_refused(key: str, what: str, tmp_path: Path) -> None:
-    told = refusal(own(tmp_path, {"prompt": "Hi", key: NAMES[what]}))
+    told = refusal(prompts.load, own(tmp_path, {"prompt": "Hi", key: NAMES[what]}))
     assert told.startswith(f"{tmp_path / 'mine.jsonl'} line 1: '{key}' ")
     assert told.isprintable() and len(told) < 300
 
@@ -167,7 +165,9 @@ def test_markup_and_formulas_are_names_like_any_other(tmp_path: Path) -> None:
 def test_half_a_character_is_refused_wherever_it_is(key: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({"prompt": "Hi"} | {key: "a \ud83d b"}))
-    assert refusal(path).startswith(f"{path} line 1: ") and refusal(path).endswith("'\\ud83d'")
+    assert refusal(prompts.load, path).startswith(f"{path} line 1: ") and refusal(prompts.load, path).endswith(
+        "'\\ud83d'"
+    )
 
 
 LONG = {
@@ -185,9 +185,9 @@ def test_json_that_python_cannot_hold_is_refused(what: str, tmp_path: Path) -> N
     text, message = LONG[what]
     path = tmp_path / "mine.jsonl"
     path.write_text(text)
-    assert refusal(path) == f"{path} line 1: {message}"
+    assert refusal(prompts.load, path) == f"{path} line 1: {message}"
     path.write_text(f"[{text}]")
-    assert refusal(path) == f"{path} row 1: {message}"
+    assert refusal(prompts.load, path) == f"{path} row 1: {message}"
 
 
 # Files that hold far more than is measured
@@ -247,7 +247,7 @@ def test_a_row_that_names_one_text_many_times_is_refused(tmp_path: Path) -> None
     path, text = tmp_path / "list.parquet", "x" * 1_000_000
     parquet.write_table(pa.table({"prompt": ["a", "b"], "seen": [["short"], [text] * 100]}), path)
     assert path.stat().st_size < 100_000
-    assert refusal(path).startswith(f"cannot read {path}: row 2 has 100,000,")
+    assert refusal(prompts.load, path).startswith(f"cannot read {path}: row 2 has 100,000,")
     # A column that is not read costs nothing, nor does a row that is not drawn.
     assert [place for place, _ in rows.parquet_rows(path, ["prompt"])] == [f"{path} row 1", f"{path} row 2"]
     assert [row["prompt"] for _, row in rows.parquet_rows(path, chosen=[0])] == ["a"]

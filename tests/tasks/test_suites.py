@@ -19,11 +19,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Message, Prompt
 from dflash_bench.tasks import suites
 from dflash_bench.tasks.suites import Suite
-from helpers.refusals import names
+from helpers.refusals import names, refusal
 
 TOY = Suite(
     name="toy",
@@ -65,13 +64,6 @@ def write(folder: Path, text: str, kind: str = "jsonl") -> Path:
 
 def lines(*rows: object, end: str = "\n") -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + end for row in rows)
-
-
-def refusal(call: Any, *arguments: Any, **options: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        call(*arguments, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_a_row_becomes_a_prompt_through_the_templates(tmp_path: Path) -> None:
