@@ -82,7 +82,7 @@ def test_what_is_left_out_and_what_is_added_is_told(model: Path, tmp_path: Path)
 
 def test_a_place_that_cannot_be_written_is_told(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write .*; name another folder"):
+    with pytest.raises(UserError, match="cannot write "):
         convert(str(model / "dflash"), tmp_path / "file" / "x", "speculators", str(model))
 
 
@@ -112,12 +112,12 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(model: Path,
 
 def test_an_embedding_is_left_out_only_where_it_is_the_targets(model: Path, tmp_path: Path) -> None:
     convert(str(model / "dflash"), tmp_path / "a", "speculators", str(model))
-    with pytest.raises(UserError, match="if they are copies, give --target"):
+    with pytest.raises(UserError, match="--target"):
         convert(str(tmp_path / "a"), tmp_path / "b", "zlab", None)
     convert(str(tmp_path / "a"), tmp_path / "b", "zlab", str(model))
     assert bits(tmp_path / "b") == bits(model / "dflash")
     other = tiny.build(tmp_path / "other", seed=1)
-    with pytest.raises(UserError, match="this draft includes its own"):
+    with pytest.raises(UserError, match="includes its own"):
         convert(str(tmp_path / "a"), tmp_path / "c", "zlab", str(other))
 
 

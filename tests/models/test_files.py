@@ -94,7 +94,7 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(save: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "truncated or not a PyTorch file"),
+        (b"", "truncated"),
         (b"PK\3\4 cut", "truncated|refused"),
         (b"text", "neither a zip archive nor"),
     ],
@@ -111,7 +111,7 @@ def test_a_broken_pickle_is_refused(content: bytes, message: str, tmp_path: Path
 )
 def test_a_pickle_of_something_else_is_refused(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="does not map names to plain tensors"):
+    with pytest.raises(UserError, match="plain tensors"):
         read_tensors(tmp_path)
 
 
@@ -136,20 +136,20 @@ def test_a_pickle_with_any_byte_changed_is_read_or_refused(old: bool, tmp_path: 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 5\n")
-    with pytest.raises(UserError, match=r"is a git-lfs pointer, not the weights; run 'git lfs pull'"):
+    with pytest.raises(UserError, match="'git lfs pull'"):
         read_tensors(tmp_path)
 
 
 def test_a_type_that_torch_does_not_have_is_named(tmp_path: Path) -> None:
     header = json.dumps({"norm.weight": {"dtype": "F4", "shape": [128], "data_offsets": [0, 64]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 64)
-    with pytest.raises(UserError, match=r"model\.safetensors holds a type that torch cannot read"):
+    with pytest.raises(UserError, match=r"model\.safetensors holds a type"):
         read_tensors(tmp_path, only_maps)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write .*file/x .*; name another folder"):
+    with pytest.raises(UserError, match=r"cannot write .*file/x"):
         write_checkpoint(tmp_path / "file" / "x", {}, TENSORS)
 
 

@@ -297,7 +297,7 @@ def test_rotary_scaling_is_found_in_either_style(
     [
         (
             {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
-            "rotary scaling 'dynamic' is not supported; only linear",
+            r"rotary scaling 'dynamic'.*linear",
         ),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "rotary scaling 'longrope'"),
         ({"rope_scaling": {"type": "yarn"}}, "lacks 'factor'"),
@@ -357,7 +357,7 @@ def test_a_draft_for_another_target_is_refused(what: str, saved: Path) -> None:
 
 
 def test_a_draft_for_a_deeper_target_is_refused(saved_dflash: Path) -> None:
-    with pytest.raises(UserError, match="made for a target of 12 layers, but this one has 14"):
+    with pytest.raises(UserError, match=r"12 layers, .* 14"):
         load(saved_dflash, replace(TARGET, num_layers=14))
 
 
@@ -366,12 +366,12 @@ def test_the_last_layer_is_tapped_behind_its_norm_or_not_at_all(saved_dflash: Pa
     edit(saved_dflash, lambda c: c["dflash_config"].update(target_layer_ids=[1, 5, 11], num_target_layers=None))
     draft = load(saved_dflash)
     assert draft.config.target_layer_ids == (1, 5, 11) and draft.config.taps == (1, 5, 12)
-    with pytest.raises(UserError, match="the speculators format cannot hold this draft's last_layer_behind_the_norm"):
+    with pytest.raises(UserError, match=r"speculators .*last_layer_behind_the_norm"):
         save_draft(draft, tmp_path / "other", "speculators")
     inner = replace(draft.config, target_layer_ids=(1, 5, 9), own_embedding=True, own_head=True)
     save_draft(DFlashDraft(inner), tmp_path / "other", "speculators")
     edit(tmp_path / "other", lambda c: c.update(aux_hidden_state_layer_ids=[2, 6, 12]))
-    with pytest.raises(UserError, match=r"taps layer 11, .* \(in this format the last cannot be tapped: whether"):
+    with pytest.raises(UserError, match="taps layer 11, "):
         load(tmp_path / "other")
 
 
@@ -399,7 +399,7 @@ def test_a_truncated_file_is_refused(share: float, saved: Path) -> None:
     path = saved / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
-    with pytest.raises(UserError, match="truncated or not a safetensors file"):
+    with pytest.raises(UserError, match="truncated"):
         load(saved)
 
 
@@ -409,7 +409,7 @@ def test_a_truncated_file_is_refused(share: float, saved: Path) -> None:
 )
 def test_a_foreign_file_is_refused(content: bytes, saved: Path) -> None:
     (saved / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=r"model\.safetensors is truncated or not a safetensors file"):
+    with pytest.raises(UserError, match=r"model\.safetensors is truncated"):
         load(saved)
 
 
@@ -426,19 +426,19 @@ def test_a_pickle_is_never_opened(saved: Path) -> None:
 
 def test_missing_weights_are_refused(saved: Path) -> None:
     (saved / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"no weights: .*model\.safetensors is missing"):
+    with pytest.raises(UserError, match=r"model\.safetensors is missing"):
         load(saved)
 
 
 def test_a_missing_tensor_is_named(saved: Path) -> None:
     edit_tensors(saved, lambda t: t.pop("norm.weight"))
-    with pytest.raises(UserError, match=r"missing tensor norm\.weight; copy"):
+    with pytest.raises(UserError, match=r"missing tensor norm\.weight"):
         load(saved)
 
 
 def test_a_surplus_tensor_is_named(saved: Path) -> None:
     edit_tensors(saved, lambda t: t.update({"other.a": torch.zeros(2), "other.b": torch.zeros(2)}))
-    with pytest.raises(UserError, match=r"surplus tensor other\.a: config\.json has no place for it"):
+    with pytest.raises(UserError, match=r"surplus tensor other\.a"):
         load(saved)
 
 
@@ -457,7 +457,7 @@ def test_quantised_weights_are_refused(saved: Path) -> None:
 @pytest.mark.parametrize("offset", [60, -1])
 def test_a_map_out_of_the_vocabulary_is_refused(offset: int, saved_eagle: Path) -> None:
     edit_tensors(saved_eagle, lambda t: t["d2t"].__setitem__(0, offset))
-    with pytest.raises(UserError, match="d2t points outside the target's vocabulary of 60"):
+    with pytest.raises(UserError, match=r"d2t .*vocabulary of 60"):
         load(saved_eagle)
 
 
@@ -520,7 +520,7 @@ def test_keys_of_the_speculators_library_about_training_change_nothing(tmp_path:
     edit(tmp_path, lambda c: c.update(anchor_cap_to_max_valid=False, prefix_valid_mask=True, eval_jacobi_passes=None))
     load(tmp_path)
     edit(tmp_path, lambda c: c.update(gamma=4.5))
-    with pytest.raises(UserError, match=r"with 'gamma' in config\.json is not supported"):
+    with pytest.raises(UserError, match=r"'gamma' in config\.json"):
         load(tmp_path)
 
 
@@ -531,7 +531,7 @@ def test_keys_of_the_speculators_library_about_training_change_nothing(tmp_path:
         ("hidden_size", None, "hidden_size cannot be None"),
         ("head_dim", -8, "head_dim cannot be -8"),
         ("num_key_value_heads", 0, "num_kv_heads cannot be 0"),
-        ("num_key_value_heads", 3, "4 heads of 8 on 3 key-value heads do not add up"),
+        ("num_key_value_heads", 3, "4 heads of 8 on 3 key-value heads"),
         ("rms_norm_eps", "small", "rms_norm_eps cannot be 'small'"),
         ("max_position_embeddings", 1.5, r"max_positions cannot be 1\.5"),
     ],
@@ -618,13 +618,12 @@ def test_a_tensor_of_another_body_is_named_with_its_kind(name: str, saved_dflash
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "says DFlash2DraftModel, but has no selector_rank"),
+        ({"architectures": ["DFlash2DraftModel"]}, r"DFlash2DraftModel, .*selector_rank"),
         ({"architectures": ["Gemma4DSparkModel"]}, "DSpark for Gemma 4"),
-        ({"markov_rank": 256}, "markov_rank = 256 in config.json is not supported: DSpark"),
+        ({"markov_rank": 256}, r"markov_rank = 256 .*DSpark"),
         (
             {"speculators_model_type": "pard2"},
-            "speculators draft of type 'pard2' is not supported; only dflash, dspark, xpress, dflare, dflash2, eagle3, "
-            "peagle",
+            r"'pard2' .*only dflash, dspark, xpress, dflare, dflash2, eagle3, peagle",
         ),
     ],
 )
@@ -636,7 +635,7 @@ def test_kinds_are_also_told_by_the_config(change: dict[str, Any], message: str,
 
 def test_a_p_eagle_draft_under_another_kinds_config_is_named(saved: Path) -> None:
     edit_tensors(saved, lambda t: t.update(mask_hidden=torch.zeros(2)))
-    with pytest.raises(UserError, match="is P-EAGLE by its tensor mask_hidden, but its config"):
+    with pytest.raises(UserError, match=r"P-EAGLE .*mask_hidden"):
         load(saved)
 
 
@@ -671,7 +670,7 @@ def test_the_masks_own_embedding_is_scaled_as_the_others_are(saved_dflash: Path)
     [
         ([1.0], "holds a list"),
         (torch.ones(3), "mask_embedding is"),
-        ({"mask_token_id": 7, "embedding": torch.ones(16)}, "is for token 7, but the draft's mask is 59"),
+        ({"mask_token_id": 7, "embedding": torch.ones(16)}, r"token 7, .* 59"),
         ({"mask_token_id": 59}, "holds a dict"),
     ],
 )
@@ -691,7 +690,7 @@ def test_a_mask_embedding_with_code_in_it_is_not_run(saved_dflash: Path) -> None
     ("content", "message"),
     [
         (b'{\n"block_size": 16,\n', r"config\.json: not valid JSON \(.* at line 3 column 1\)"),
-        (b"[1, 2]", "does not hold a JSON object"),
+        (b"[1, 2]", "JSON object"),
         (b"\x80\x04\x95", "not UTF-8"),
     ],
 )

@@ -106,12 +106,12 @@ def test_dspark_changes_its_format_and_stays_what_it_is(name: str, to: str, tmp_
 @pytest.mark.parametrize(
     ("name", "to", "message"),
     [
-        ("specforge-dspark-gated", "zlab", "the zlab format cannot hold"),
-        ("speculators-xpress", "deepspec", "the deepspec format cannot hold"),
-        ("speculators-dspark", "specforge", "the zlab format cannot hold this draft's draft_vocab_size = 288"),
-        ("specforge-domino-shifted", "nvidia", "the nvidia format cannot hold the head of a Domino draft"),
-        ("nvidia-lilicorr", "specforge", "the specforge format cannot hold the head of a LiLiCorr draft"),
-        ("specforge-domino-in-place", "speculators", "the speculators format cannot hold the head of a Domino draft"),
+        ("specforge-dspark-gated", "zlab", "the zlab format"),
+        ("speculators-xpress", "deepspec", "the deepspec format"),
+        ("speculators-dspark", "specforge", r"zlab .*draft_vocab_size = 288"),
+        ("specforge-domino-shifted", "nvidia", r"nvidia .*Domino"),
+        ("nvidia-lilicorr", "specforge", r"specforge .*LiLiCorr"),
+        ("specforge-domino-in-place", "speculators", r"speculators .*Domino"),
     ],
 )
 def test_a_format_that_has_no_place_for_a_head_says_so(name: str, to: str, message: str, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_format_that_has_no_place_for_a_head_says_so(name: str, to: str, messa
 
 def test_llamacpp_is_given_no_draft_whose_head_it_would_leave_out() -> None:
     _, checkpoint = read_checkpoint(CASES / "nvidia-lilicorr" / "draft", None)
-    with pytest.raises(UserError, match=r"llama\.cpp cannot run a draft with the head of a LiLiCorr draft"):
+    with pytest.raises(UserError, match=r"llama\.cpp .*LiLiCorr"):
         gguf_writer.describe(checkpoint, 4)
 
 
@@ -279,5 +279,5 @@ def test_every_format_of_a_head_is_in_the_table() -> None:
 def test_weights_that_are_no_numbers_are_refused(name: str, value: float, draft_of: Callable[[str], Path]) -> None:
     folder = draft_of(name)
     edit_tensors(folder, lambda tensors: tensors["fc.weight"].view(-1)[7:8].fill_(value))
-    with pytest.raises(UserError, match=r"fc\.weight holds NaN or infinite weights; copy the checkpoint again"):
+    with pytest.raises(UserError, match=r"fc\.weight holds NaN"):
         load(folder)

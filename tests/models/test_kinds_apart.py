@@ -256,7 +256,7 @@ def test_nvidias_dflash_2_is_read_as_dflash_2(tmp_path: Path) -> None:
 
 
 def test_a_plain_draft_that_says_dflash2_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="projector_type 'dflash2', but has no selector_rank"):
+    with pytest.raises(UserError, match=r"projector_type 'dflash2'.*selector_rank"):
         inspect(str(changed(tmp_path, "dflash", {"projector_type": "dflash2"})))
 
 
@@ -266,7 +266,7 @@ def test_angles_that_differ_between_its_layers_are_refused(theta: float, kinds: 
     angles = {"full_attention": {"rope_theta": 1_000_000.0}, "sliding_attention": {"rope_theta": theta}}
     folder = changed(tmp_path, "dflash", rope_parameters=angles, layer_types=kinds, sliding_window=64)
     if len({*kinds}) == 2 and theta == 10_000.0:
-        with pytest.raises(UserError, match=r"angles that differ by kind of layer \(sliding_attention, full_attention"):
+        with pytest.raises(UserError, match=r"\(sliding_attention, full_attention"):
             inspect(str(folder))
     else:
         assert read_checkpoint(folder, None)[1].config.rope_theta == 1_000_000.0  # type: ignore[union-attr]

@@ -90,12 +90,12 @@ def test_an_unknown_model_lists_the_known() -> None:
 
 
 def test_a_folder_that_is_no_model_says_what_it_needs(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is not a model: it needs target/config\.json"):
+    with pytest.raises(UserError, match=r"target/config\.json"):
         load(tmp_path)
 
 
 def test_a_method_without_a_draft_says_what_to_give(whole: Path) -> None:
-    with pytest.raises(UserError, match=r"no draft for eagle3 \(it has one for dflash\); give --draft eagle3=PATH"):
+    with pytest.raises(UserError, match=r"eagle3 .*dflash.*--draft eagle3=PATH"):
         load(whole, "eagle3")
 
 
@@ -148,7 +148,7 @@ def own_code(model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_code_in_a_checkpoint_never_runs_unless_it_is_trusted(own_code: Path) -> None:
-    with pytest.raises(UserError, match=r"needs code of its own, which runs only in a run with --trust-remote-code$"):
+    with pytest.raises(UserError, match=r"--trust-remote-code$"):
         load(own_code)
     assert not list(own_code.rglob("it_ran"))
     assert type(load(own_code, trust_remote_code=True).target).__name__ == "Mine"
@@ -156,7 +156,7 @@ def test_code_in_a_checkpoint_never_runs_unless_it_is_trusted(own_code: Path) ->
 
 
 def test_trust_in_code_that_is_not_there_has_no_effect(whole: Path) -> None:
-    with pytest.raises(UserError, match=r"--trust-remote-code has no effect: .*target brings no code"):
+    with pytest.raises(UserError, match=r"--trust-remote-code .*target"):
         load(whole, trust_remote_code=True)
 
 
@@ -164,7 +164,7 @@ def test_a_target_is_spread_by_accelerate_or_the_user_is_told_to_install_it(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets, "find_spec", lambda _name: None)
-    with pytest.raises(UserError, match=r"--device-map needs accelerate, .*; run: pip install accelerate"):
+    with pytest.raises(UserError, match=r"--device-map .*pip install accelerate"):
         load(whole, spread=True)
     monkeypatch.undo()
     pytest.importorskip("accelerate")
@@ -197,7 +197,7 @@ def test_a_draft_with_another_tokenizer_is_refused(model: Path) -> None:
     content = json.loads((model / "target/tokenizer.json").read_text())
     content["model"]["vocab"] |= {"a": 3, "b": 2}
     (model / "dflash/tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="another tokenizer: 2 of 4 ids differ; 2 is 'b' in the draft and 'a' in the"):
+    with pytest.raises(UserError, match=r"2 of 4 ids differ; 2 is 'b' .*'a'"):
         load(model, "dflash")
 
 
@@ -320,14 +320,14 @@ def test_a_prompt_that_no_token_ids_are_found_for_ends_in_one_line() -> None:
 
 def test_a_damaged_draft_is_refused(model: Path) -> None:
     halve("model.safetensors")(model / "dflash")
-    with pytest.raises(UserError, match="truncated or not a safetensors file"):
+    with pytest.raises(UserError, match="truncated"):
         load(model, "dflash")
 
 
 def test_a_draft_for_another_target_is_refused(model: Path) -> None:
     config = json.loads((model / "dflash" / "config.json").read_text())
     (model / "dflash" / "config.json").write_text(json.dumps({**config, "vocab_size": 5000}))
-    with pytest.raises(UserError, match="vocabulary of 5000, but the target's is 97"):
+    with pytest.raises(UserError, match=r"vocabulary of 5000, .* 97"):
         load(model, "dflash")
 
 
@@ -349,12 +349,12 @@ def with_eagle3(model: Path) -> Path:
         (
             "dflash",
             "eagle3",
-            "eagle3 is a draft for eagle3, and dflash needs one for dflash; give it as --draft eagle3=",
+            r"a draft for eagle3, .*--draft eagle3=",
         ),
         (
             "eagle3",
             "dflash",
-            "dflash is a draft for dflash, and eagle3 needs one for eagle3; give it as --draft dflash=",
+            r"a draft for dflash, .*--draft dflash=",
         ),
     ],
 )

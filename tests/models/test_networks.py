@@ -78,13 +78,13 @@ def test_all_kinds_are_loaded_in_the_targets_dtype_and_answer_exactly(model: Pat
 @pytest.mark.parametrize(
     ("method", "given", "message"),
     [
-        ("draft-model", "dflash", "dflash is a draft for dflash, and draft-model needs one for draft-model"),
-        ("block-diffusion", "eagle3", "eagle3 is a draft for eagle3, and block-diffusion needs one for block-diff"),
-        ("dflash", "medusa", "medusa is a draft for medusa, and dflash needs one for dflash; give .* --draft medusa="),
-        ("draft-model", "medusa", "medusa is a draft for medusa, and draft-model needs one for draft-model"),
-        ("medusa", "dflash", "holds no Medusa heads: medusa_lm_head.safetensors or medusa_lm_head.pt is missing"),
+        ("draft-model", "dflash", "a draft for dflash, and draft-model"),
+        ("block-diffusion", "eagle3", "a draft for eagle3, and block-diffusion"),
+        ("dflash", "medusa", r"a draft for medusa, and dflash .*--draft medusa="),
+        ("draft-model", "medusa", "a draft for medusa, and draft-model"),
+        ("medusa", "dflash", "medusa_lm_head.safetensors or medusa_lm_head.pt"),
         ("dflash", "draft-model", "draft-model is not a draft that we know"),
-        ("block-diffusion", "draft-model", "is not a block-diffusion model we know: config.json has no block_diff"),
+        ("block-diffusion", "draft-model", "config.json has no block_diff"),
     ],
 )
 def test_weights_of_another_kind_are_refused(method: str, given: str, message: str, model: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_config_that_cannot_be_read_as_blocks_is_refused(blocks: Any, message:
 
 def test_a_model_of_another_size_must_show_that_it_has_the_targets_tokenizer(model: Path, tmp_path: Path) -> None:
     other = language_model(tmp_path / "other", vocab_size=1040)
-    with pytest.raises(UserError, match=r"vocabulary of 1040, the target's is 1024, and there is no tokenizer"):
+    with pytest.raises(UserError, match=r"vocabulary of 1040, .* 1024"):
         load(model, draft_model=other)
     shutil.copy(model / "target" / "tokenizer.json", other)
     assert load(model, draft_model=other).drafts["draft-model"].config.vocab_size == 1040
@@ -129,10 +129,10 @@ def test_a_model_of_another_tokenizer_is_refused(model: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / "model.safetensors").unlink(), "cannot load a causal language model from"),
-        (lambda f: change(f, intermediate_size=48), "is missing or not as config.json says; copy the weights again"),
+        (lambda f: (f / "model.safetensors").unlink(), "cannot load"),
+        (lambda f: change(f, intermediate_size=48), "missing or not as config.json"),
         (lambda f: change(f, vocab_size=0), "vocab_size in its config.json cannot be 0"),
-        (lambda f: change(f, model_type="no such"), "cannot load a causal language model from"),
+        (lambda f: change(f, model_type="no such"), "cannot load"),
     ],
 )
 def test_a_damaged_draft_model_is_refused(damage: Callable[[Path], Any], message: str, model: Path) -> None:

@@ -94,11 +94,9 @@ def test_a_target_alone_is_a_model_without_drafts_and_beside_a_model_is_in_the_p
 
 
 def test_a_method_without_a_draft_says_what_to_give() -> None:
-    with pytest.raises(
-        UserError, match=r"no draft for eagle3 \(it has one for dflash, mtp\); give --draft eagle3=PATH or "
-    ):
+    with pytest.raises(UserError, match=r"eagle3 .*dflash, mtp.*--draft eagle3=PATH"):
         presets.require_drafts(presets.preset("qwen3.5-9b"), ["dflash", "eagle3"])
-    with pytest.raises(UserError, match=r"target a/b comes with no draft for dflash \(it has none\)"):
+    with pytest.raises(UserError, match=r"a/b .*dflash"):
         presets.require_drafts(Preset("a/b", {}), ["dflash"])
 
 

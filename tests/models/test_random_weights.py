@@ -44,12 +44,12 @@ def test_a_shape_has_as_many_parameters_as_its_model(name: str) -> None:
 def test_a_cut_target_keeps_the_kinds_of_its_first_layers() -> None:
     config = random_weights.config_of("Qwen/Qwen3-Coder-Next", 4)
     assert config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
-    with pytest.raises(UserError, match="--layers 40: Qwen/Qwen3-8B has only 36 layers"):
+    with pytest.raises(UserError, match=r"--layers 40: .* 36 layers"):
         random_weights.config_of("Qwen/Qwen3-8B", 40)
 
 
 def test_an_unknown_shape_lists_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"the shape of some/thing is not known here; .*qwen3-8b"):
+    with pytest.raises(UserError, match=r"some/thing .*qwen3-8b"):
         random_weights.config_of("some/thing")
 
 

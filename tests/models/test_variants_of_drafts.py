@@ -116,7 +116,7 @@ def test_keys_of_another_kind_than_the_architecture_are_refused(told: str, model
         ({"conv_kernel_size": 2, "conv_group_size": 7, "selector_rank": 8}, "conv_group_size cannot be 7"),
         ({"conv_kernel_size": 2, "conv_group_size": 0, "selector_rank": 8}, "conv_group_size cannot be 0"),
         ({"conv_kernel_size": 0, "selector_rank": 8, "selector_top_k": 10**6}, "selector_top_k cannot be 1000000"),
-        ({"conv_kernel_size": 2}, "says DFlash2DraftModel, but has no selector_rank"),
+        ({"conv_kernel_size": 2}, r"DFlash2DraftModel, .*selector_rank"),
     ],
 )
 def test_half_of_dflash_2_is_refused(changes: dict[str, Any], told: str, model: Path) -> None:
@@ -154,7 +154,7 @@ def test_an_adapter_for_a_target_of_another_width_is_refused(model: Path) -> Non
     edit(model / "dflash", "dflash_config", {"target_hidden_size": tiny.HIDDEN})
     read(model / "dflash")
     edit(model / "dflash", "dflash_config", {"target_hidden_size": 48})
-    with pytest.raises(UserError, match="an adapter for targets of another width is not supported"):
+    with pytest.raises(UserError, match="another width"):
         read(model / "dflash")
 
 
@@ -182,7 +182,7 @@ def test_an_unknown_key_of_eagle_config_is_refused_by_name(model: Path) -> None:
 
 def test_a_sliding_layer_of_an_eagle3_draft_is_refused(model: Path) -> None:
     edit(model / "eagle3", None, {"layer_types": ["sliding_attention"], "sliding_window": 8})
-    with pytest.raises(UserError, match="sliding-window layers is not supported"):
+    with pytest.raises(UserError, match="sliding-window"):
         read(model / "eagle3")
 
 

@@ -173,7 +173,7 @@ def test_fewer_rows_than_processes_are_refused(tmp_path: Path) -> None:
             return []
 
     recipe = trainer.DraftRecipe(steps=1, matrix_lr=0.1, other_lr=0.1)
-    with pytest.raises(UserError, match="2 rows of answers are too few for 4 processes"):
+    with pytest.raises(UserError, match=r"2 rows .* 4 processes"):
         trainer.train(Objective(), Rows(), recipe, tmp_path / "x.pt", print, group=ProcessGroup(0, 4))  # type: ignore[arg-type]
 
 

@@ -95,7 +95,7 @@ def test_dflash2_begins_as_the_draft_that_it_is_given(target: Path, tmp_path: Pa
     backend = open_backend(models, Preset(str(target), {}), [*map(parse, folders)], 24)
     one, two = (backend.generate_ids(name, [[5, 6, 7, 8]])[0] for name in folders)
     assert one.accepted == two.accepted and one.token_ids == two.token_ids
-    with pytest.raises(UserError, match="only a plain DFlash draft can be continued"):
+    with pytest.raises(UserError, match="plain DFlash"):
         performed(request(target, tmp_path / "third", init=folders["dflash@2"], slim=True))
 
 
@@ -156,21 +156,21 @@ def test_two_drafts_share_their_answers(target: Path, tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"slim": True}, "--slim needs --draft-vocab"),
-        ({"slim": True, "draft_vocab": 64, "format": "speculators"}, "--slim has no effect with --to speculators"),
+        ({"slim": True, "draft_vocab": 64, "format": "speculators"}, r"--slim .*--to speculators"),
         ({"method": "ar"}, "unknown method to train 'ar'"),
         ({"allow": ("all",)}, "overlap"),
         ({"written": 0}, "no prompts to train on"),
-        ({"openings": ("Write",)}, "--opening has no effect without --invented"),
-        ({"method": "eagle3", "layers": 3}, "--layers has no effect on eagle3"),
-        ({"method": "medusa", "mask_token": "x"}, "--mask-token has no effect on medusa"),
-        ({"method": "eagle3", "init": "mine"}, "--init has no effect on eagle3"),
-        ({"method": "dflash", "rank": 8}, "--rank has no effect on dflash"),
-        ({"method": "dspark", "depth": 2}, "--depth has no effect on dspark"),
-        ({"method": "dflash2", "init": "mine", "block_size": 8}, "--block-size has no effect with --init"),
+        ({"openings": ("Write",)}, r"--opening .*--invented"),
+        ({"method": "eagle3", "layers": 3}, r"--layers .*eagle3"),
+        ({"method": "medusa", "mask_token": "x"}, r"--mask-token .*medusa"),
+        ({"method": "eagle3", "init": "mine"}, r"--init .*eagle3"),
+        ({"method": "dflash", "rank": 8}, r"--rank .*dflash"),
+        ({"method": "dspark", "depth": 2}, r"--depth .*dspark"),
+        ({"method": "dflash2", "init": "mine", "block_size": 8}, r"--block-size .*--init"),
         ({"method": "dflash2", "slim": True, "draft_vocab": 64, "rank": 65}, "--rank is at most 64 with --slim"),
-        ({"method": "eagle3", "distil": 0.5}, "--distil has no effect on eagle3"),
-        ({"method": "medusa", "draft_vocab": 64}, "--draft-vocab has no effect on medusa"),
-        ({"epochs": 2.0}, "--steps and --epochs both say how long"),
+        ({"method": "eagle3", "distil": 0.5}, r"--distil .*eagle3"),
+        ({"method": "medusa", "draft_vocab": 64}, r"--draft-vocab .*medusa"),
+        ({"epochs": 2.0}, "--steps and --epochs"),
     ],
 )
 def test_contradictions_are_refused_before_anything_is_loaded(changes: dict[str, Any], said: str) -> None:
@@ -238,7 +238,7 @@ def test_prompts_of_a_test_suite_are_refused_unless_allowed(target: Path, tmp_pa
     rows = (NANO.parent.parent / "suites" / "embedded" / "gsm8k" / "test.jsonl").read_text().splitlines()[:4]
     (tmp_path / "leaked.jsonl").write_text("\n".join(rows))
     asked = request(target, tmp_path / "out", prompts=(f"gsm8k={tmp_path / 'leaked.jsonl'}",))
-    with pytest.raises(UserError, match=r"4 prompts share 13 words in a row with gsm8k \(embedded\)"):
+    with pytest.raises(UserError, match=r"4 prompts .* 13 words .*gsm8k"):
         performed(asked)
     folder = performed(replace(asked, allow=("overlap",)))
     assert "| gsm8k (embedded) | 32 | 4 |" in (folder / "README.md").read_text()
