@@ -46,12 +46,11 @@ class Run:
 
     def __init__(self, folder: str | Path, allow: Sequence[str] = (), notes: Sequence[str] = ()) -> None:
         """Read the run. Raises UserError as `load` does."""
-        from dflash_bench.diagnose.reread import with_sound_scores
         from dflash_bench.report import read_document
 
         self.folder = Path(folder)
         self.notes = tuple(notes)
-        self.document: Document = read_document(self.folder, tuple(allow), with_sound_scores)
+        self.document: Document = read_document(self.folder, tuple(allow))
         """For the command line and for reports; not part of the public API."""
 
     def __repr__(self) -> str:

@@ -208,13 +208,13 @@ def baseline(
     Give several runs of the same command, so that the file also records how much runs vary. Baselines of other machines
     stay in the file, if they are of the same command.
     """
+    from dflash_bench.analysis import scores
     from dflash_bench.analysis.gate import baselines
-    from dflash_bench.results import table
 
     folders = found(runs)
     baselines.require_distinct(folders)
     expectations = baselines.read_limits(limits) if limits else {}
-    read = [table.read_run(run) for run in folders]
+    read = [scores.read_run(run) for run in folders]
     others = baselines.write(read, out, with_timings=not time_free, limits=expectations)
     say(f"wrote {out}{others}")
 

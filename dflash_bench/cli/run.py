@@ -49,7 +49,6 @@ def run(
         stages.begin("starting")
         from dflash_bench import report
         from dflash_bench.api import measuring
-        from dflash_bench.results import table
         from dflash_bench.runner.session import Progress
 
         folder = output.out or measuring.default_folder(request)
@@ -59,8 +58,8 @@ def run(
             stages.end()
             note(_stopped(folder))
             sys.exit(net.stopped_status())
-    results = table.read_run(folder)
-    rows, document = results.rows, report.document_of(results)
+    document = report.read_document(folder)
+    rows = document.results.rows
     if as_json:
         say(json_text(report.as_json(document)))
     else:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
+from dflash_bench.analysis import scores
 from dflash_bench.analysis.findings import cells_of
 from dflash_bench.core import labels
 from dflash_bench.core.labels import WIDTH, visible
@@ -16,17 +17,16 @@ from dflash_bench.report import columns, perf, render, sections, tables
 from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.compare import IN_STRETCHES
 from dflash_bench.report.data import as_json, document_json
-from dflash_bench.report.document import ALLOWED, Document, document_of, read_document, require_answers
+from dflash_bench.report.document import ALLOWED, Document, read_document, require_answers
 from dflash_bench.report.html import MOST_ANSWERS, write_page
 from dflash_bench.report.screen import screen
 from dflash_bench.report.tables import Section
 from dflash_bench.report.terminal import card, suites_text
 from dflash_bench.report.words import memory
-from dflash_bench.results import table
 from dflash_bench.results.rounds import STRETCHES
 
 __all__ = [
-    "ALLOWED", "FORMATS", "MOST_ANSWERS", "RESULTS", "ROUNDS", "Document", "as_json", "card", "document_of", "memory",
+    "ALLOWED", "FORMATS", "MOST_ANSWERS", "RESULTS", "ROUNDS", "Document", "as_json", "card", "memory",
     "read_document", "require_answers", "screen", "suites_text", "table_by", "text", "write_page",
 ]  # fmt: skip
 
@@ -34,7 +34,7 @@ __all__ = [
 def table_by(document: Document, by: str, width: int = WIDTH) -> str:
     """Return the tables of `report`, with answers split by category, part or any other key of `read_run`."""
     require_answers(document)
-    results = table.read_run(document.folder, by=by, allow=document.allow)
+    results = scores.read_run(document.folder, by=by, allow=document.allow)
     cells = cells_of(results)
     notes = [*document.notes, *([IN_STRETCHES] if by in STRETCHES else [])]
     shown = [*sections.of_cells(cells, document.findings), sections.findings(document.findings)]

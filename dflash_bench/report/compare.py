@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dflash_bench.analysis import scores
 from dflash_bench.analysis.compare import (
     INCOMPATIBILITIES,
     Agreement,
@@ -46,7 +47,7 @@ from dflash_bench.report.changes import (
 )
 from dflash_bench.report.sections import paying_contexts
 from dflash_bench.report.tables import ReportTable, Section, Value, number
-from dflash_bench.results import rounds, table
+from dflash_bench.results import rounds
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.rounds import STRETCHES
 from dflash_bench.results.table import RunTable
@@ -108,7 +109,7 @@ def compared(
         raise UserError(f"--allow {idle[0]} has no effect on a single run")
     _refuse_what_has_no_effect(paths, by, against, compat)
     served = [one for path in paths if path.is_file() for one in benches.read_results(path)]
-    runs = [table.read_run(path, by=by, allow=allow) for path in paths if not path.is_file()]
+    runs = [scores.read_run(path, by=by, allow=allow) for path in paths if not path.is_file()]
     if not runs:
         raise UserError("compare needs the folder of at least one run")
     if against is not None:

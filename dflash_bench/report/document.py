@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_bench.analysis import findings as checked
-from dflash_bench.analysis import metrics, stats
+from dflash_bench.analysis import metrics, scores, stats
 from dflash_bench.analysis.concurrency import ConcurrencyCurve, concurrency_curves
 from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell
 from dflash_bench.analysis.stats import Interval
@@ -123,17 +123,25 @@ class Document:
         return beside_mean(self.findings, line.settings.id, speedup.contains(1)) if speedup else []
 
 
-def read_document(
-    folder: Path, allow: Sequence[str] = (), reread: Callable[[table.RunTable], table.RunTable] = lambda run: run
-) -> Document:
-    """Read a finished run; `reread` may remove scores.
+def read_document(folder: Path, allow: Sequence[str] = ()) -> Document:
+    """Read a finished run, without scores that the scorers contradict.
 
     Raises UserError for a run that is unfinished or damaged, unless `allow` names that.
     """
     for name in allow:
         if name not in ALLOWED:
             raise unknown("thing to allow", name, list(ALLOWED))
-    return document_of(reread(table.read_run(folder, allow=allow)), allow)
+    results = scores.read_run(folder, allow=allow)
+    info, cells = results.info, checked.cells_of(results)
+    return Document(
+        Path(results.name),
+        results,
+        cells,
+        findings(results.rows, cells, info.identity, info),
+        tuple(allow),
+        sweeps(cells, info.identity),
+        concurrency_curves(results.rows, cells, info.identity),
+    )
 
 
 def require_answers(document: Document) -> Document:
@@ -141,22 +149,6 @@ def require_answers(document: Document) -> Document:
     if document.why_empty:
         raise UserError(f"{document.folder}: {document.results.why_empty}", "run it again")
     return document
-
-
-def document_of(results: table.RunTable, allow: Sequence[str] = ()) -> Document:
-    info, rows = results.info, results.rows
-    identity = info.identity
-    cells = checked.cells_of(results)
-    found = findings(rows, cells, identity, info)
-    return Document(
-        Path(results.name),
-        results,
-        cells,
-        found,
-        tuple(allow),
-        sweeps(cells, identity),
-        concurrency_curves(rows, cells, identity),
-    )
 
 
 def over_all(cells: Sequence[Cell], line: MethodLine) -> tuple[Interval | None, float | None]:

@@ -28,6 +28,10 @@ BY_POSITION = ["suite", "method", "settings", "bin", "prompt_id"]
 """`settings` is their number in the run; `bin` is that of `position_bin`."""
 
 
+SCORES = ("answer", "passed", "score")
+"""What a scorer says of an answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredRows:
     """The stored rows that a table shows, part by part, in the order of the table."""
@@ -38,6 +42,8 @@ class StoredRows:
     """Number of rows shown per part, without damaged parts."""
     left_out: Mapping[Path, Any] = field(default_factory=dict)
     """The mask of rows that are not shown, [rows], for parts with any."""
+    unscored: frozenset[tuple[str, int, str]] = frozenset()
+    """Suite, number of settings and method of cells whose scores are not shown."""
 
     def batches(self, columns: Sequence[str]) -> Iterator[tuple[Any, Any]]:
         """Yield Arrow batches with these columns among others, and the number of each row's settings, [rows]."""
@@ -47,7 +53,26 @@ class StoredRows:
     def batches_of(self, part: Path, columns: Sequence[str]) -> Iterator[tuple[Any, Any]]:
         needed = list(dict.fromkeys([*columns, *needed_for(self.settings)]))
         for batch in parts.batches(part, needed, left_out=self.left_out.get(part)):
-            yield batch, checked_settings(batch, self.settings)
+            numbers = checked_settings(batch, self.settings)
+            yield self._without_scores(batch, numbers), numbers
+
+    def _without_scores(self, batch: Any, numbers: Any) -> Any:
+        """Return the batch with nulls for the scores of `unscored` cells."""
+        import pyarrow as pa
+        from pyarrow import compute
+
+        names = [name for name in SCORES if name in batch.schema.names] if self.unscored else []
+        if not names:
+            return batch
+        places = zip(
+            batch.column("suite").to_pylist(), numbers.tolist(), batch.column("method").to_pylist(), strict=True
+        )
+        hidden = pa.array([place in self.unscored for place in places], "bool")
+        for name in names:
+            column = batch.column(name)
+            shown = compute.if_else(hidden, pa.scalar(None, column.type), column)
+            batch = batch.set_column(batch.schema.get_field_index(name), name, shown)
+        return batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import zlib
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -30,6 +32,8 @@ Main = Callable[..., tuple[int, str, str]]
 Row = dict[str, Any]
 WORDS = ("run", "--suite", "gsm8k", "--limit", 3, "--max-new-tokens", 64, "--threads", 1, "--out", "run")
 BOTH = ("--method", "dflash", "--method", "eagle3-tree", "--concurrency", "1,3")
+CELL = "dflash", 1
+"""Method and concurrency of the answers whose scores are edited."""
 LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "round_s")
 
 
@@ -265,6 +269,7 @@ TOLD = {
     "all right": (lambda row: {"passed": True}, "score", "scored right, but gsm8k_number says wrong"),
     "all wrong": (lambda row: {"passed": False}, "score", "scored wrong, but gsm8k_number says right"),
     "answers": (lambda row: {"answer": "1234567"}, "score", "its answer is not what gsm8k_number takes from its text"),
+    "values": (lambda row: {"score": 0.5}, "score", "scored 0.5, but gsm8k_number says None"),
 }  # fmt: skip
 
 
@@ -280,11 +285,86 @@ def test_edited_texts_and_scores_fail_the_check_by_name(what: str, run: Path, ma
     assert all(told in check["reason"] for check in failed)
     table = db.load("run").metrics()
     contradicted = {check["method"] for check in failed if kind == "score"}
-    assert not contradicted & {*table[table["metric"] == "passed"]["method"]}
+    assert not contradicted & {*table[table["metric"].isin(("passed", "score"))]["method"]}
     code, out, _ = main("report", "run")
     assert code == 0 and ("is scored wrongly" in out.splitlines()[0] or kind == "text")
     code, out, _ = main("check", "run", "--no-rescore", "--json")
     assert (kind in {check["kind"] for check in json.loads(out)["checks"]}) == (kind == "text")
+
+
+def shares(*words: object) -> Callable[[Main], list[Any]]:
+    return lambda main: [
+        cell["passed"]
+        for cell in json.loads(main(*words)[1])["cells"]
+        if (cell["method"], cell["settings"]["concurrency"]) == ("dflash", 1)
+    ]
+
+
+def lines(*words: object) -> Callable[[Main], list[Any]]:
+    """None for a line of the cell that shows no share."""
+
+    def read(main: Main) -> list[Any]:
+        (first, *_) = main(*words)[1].partition("concurrency 1)")[2].partition("dflash ")[2].splitlines()
+        return [None if first.split()[-2:] == ["n/a", "n/a"] else first]
+
+    return read
+
+
+def of_page(path: str, *words: object) -> Callable[[Main], list[Any]]:
+    def read(main: Main) -> list[Any]:
+        assert main(*words)[0] == 0
+        (packed,) = re.findall(r'type="application/octet-stream">(.*?)</script>', Path(path).read_text(), re.DOTALL)
+        rows = json.loads(zlib.decompress(b64decode(packed)))["rows"]
+        own = [row for row in rows if row["method"] == "dflash" and "concurrency 1" in row["suite"]]
+        return [row.get(name) for row in own for name in ("passed", "answer")]
+
+    return read
+
+
+def of_answers(_: Main) -> list[Any]:
+    table = db.load("run").answers
+    own = table[(table["method"] == "dflash") & ~table["settings"].str.contains("concurrency")]
+    return [None if one != one else one for one in [*own["passed"], *own["answer"]]]
+
+
+READERS: dict[str, Callable[[Main], list[Any]]] = {
+    "report": shares("report", "run", "--format", "json"),
+    "report --by": lines("report", "run", "--by", "category"),
+    "page": of_page("page.html", "report", "run", "-o", "page.html"),
+    "index": of_page("site/run.html", "index", ".", "-o", "site"),
+    "compare": shares("compare", "run", "--json"),
+    "compare of two": shares("compare", "sound", "run", "--json"),
+    "closing screen": shares(*WORDS, *BOTH, "--resume", "--json"),
+    "answers": of_answers,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_no_reader_shows_a_score_that_check_refuses(reader: str, run: Path, main: Main) -> None:
+    shutil.copytree(run, "sound")
+    assert all(value is not None for value in READERS[reader](main))
+    edited(run, lambda row: {"passed": not row["passed"]}, lambda row: (row["method"], row["concurrency"]) == CELL)
+    shown = READERS[reader](main)
+    assert shown and shown.count(None) == len(shown) - (reader == "compare of two")
+
+
+def test_scores_that_check_refuses_are_no_baseline(run: Path, main: Main) -> None:
+    edited(run, lambda row: {"passed": not row["passed"]}, lambda row: (row["method"], row["concurrency"]) == CELL)
+    code, _, err = main("baseline", "run", "-o", "base.json")
+    assert code == 2 and "is scored wrongly" in err and not Path("base.json").exists()
+
+
+@pytest.mark.parametrize(
+    "damage", [{"reference": "none"}, {"row": "{"}, {"turns": None}], ids=lambda one: next(iter(one))
+)
+@pytest.mark.parametrize("command", ["check", "compare", "report"])
+def test_prompts_that_no_answer_can_be_scored_by_are_refused(command: str, damage: Row, run: Path, main: Main) -> None:
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    table = parquet.read_table(run / "prompts.parquet")
+    first, *rest = table.to_pylist()
+    parquet.write_table(arrow.Table.from_pylist([first | damage, *rest], table.schema), run / "prompts.parquet")
+    code, out, err = main(command, "run")
+    assert (code, out, err.count("\n")) == (2, "", 1)
 
 
 @pytest.mark.skipif(sandbox.strongest() is None, reason="nothing here cages model-written code")
@@ -305,7 +385,7 @@ def test_texts_are_not_tried_without_the_tokenizer_and_check_says_so(
     run: Path, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     edited(run, lambda row: {"text": row["text"] + "!"})
-    monkeypatch.setattr("dflash_bench.diagnose.reread._Reader._tokenizers", lambda _: iter([Path("absent")]))
+    monkeypatch.setattr("dflash_bench.diagnose.reread._tokenizers", lambda _: iter([Path("absent")]))
     out = main("check", "run", "--no-rescore")[1]
     assert "note: texts were not tried: " in out and "tokenizer" in out
 

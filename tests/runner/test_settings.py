@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.dataset
 import pytest
 
-from dflash_bench.analysis import metrics
+from dflash_bench.analysis import metrics, scores
 from dflash_bench.core import methods
 from dflash_bench.core.methods import MethodSpec
 from dflash_bench.core.types import Answer, Divergence, Generation, Listener, Message, Settings
@@ -187,7 +187,7 @@ def test_prompts_stand_once_beside_the_parts(tmp_path: Path) -> None:
     assert rows[1]["opening"][1] == {"role": "system", "content": "be brief", "more": '{"name": "x"}'}
     assert rows[1]["slices"] == [{"column": "language", "value": "da"}]
     assert run_info.read_slices(tmp_path / "run") == {"language": {("gsm8k", f"p{n}"): "da" for n in range(2)}}
-    read_again = reread._prompt(run_info.read_prompts(tmp_path / "run")[1])
+    read_again = scores.prompt_of(run_info.read_prompts(tmp_path / "run")[1])
     assert read_again == replace(some[1], slices={}), "what is scored again is what was asked"
     (tmp_path / "run" / "prompts.parquet").write_bytes(b"PAR1")
     with pytest.raises(Exception, match=r"cannot read .*prompts\.parquet"):

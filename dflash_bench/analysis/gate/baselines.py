@@ -143,6 +143,8 @@ def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: M
     """
     for other in runs[1:]:
         compare.require_comparable(runs[0], other, ())
+    if left_out := [text for results in runs for text in results.missing]:
+        raise UserError(f"these runs are no expectation: {left_out[0]}", "measure again")
     cells = by_key(runs, [compare.comparable_cells(results) for results in runs])
     if wrong := next((cell for of_runs in cells.values() for cell in of_runs if cell.forbidden), None):
         raise UserError(
