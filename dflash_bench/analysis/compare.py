@@ -13,7 +13,17 @@ import numpy as np
 
 from dflash_bench.analysis import metrics, noise, stats
 from dflash_bench.analysis.findings import cells_of
-from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, SUMS, Cell, has_baseline
+from dflash_bench.analysis.metrics import (
+    BASELINE,
+    COLUMN,
+    METRICS,
+    SUMS,
+    Cell,
+    columns_of,
+    has_baseline,
+    possible,
+    statistic_of,
+)
 from dflash_bench.analysis.noise import RunNoise
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.core.errors import UserError, unknown
@@ -191,11 +201,11 @@ def _pooled(cells: Sequence[Cell]) -> Cell:
     total = runs.sum(axis=0)
     names = [name for name in first.figures if all(name in cell.figures for cell in cells)] if len(total) else []
     known = [METRICS[name] for name in names]
-    statistics, noisy = [metric.statistic for metric in known], [metric.is_timing for metric in known]
+    statistics, noisy = [statistic_of(metric) for metric in known], [metric.is_timing for metric in known]
     pooled = noise.intervals(runs, statistics, noisy) if names else []
     widest = max(cell.widest for cell in cells)
     pairs = zip(known, pooled, strict=True)
-    figures = {metric.id: metric.possible(interval, widest) for metric, interval in pairs if interval}
+    figures = {metric.id: possible(metric, interval, widest) for metric, interval in pairs if interval}
     return replace(
         first, num_prompts=len(total), num_tokens=sum(cell.num_tokens for cell in cells), figures=figures, sums=total,
         num_errors=sum(cell.num_errors for cell in cells), widest=widest, prompts=(),
@@ -216,7 +226,7 @@ def _with_noise(compared: Comparison, old: Cell, new: Cell, repeated: Sequence[R
     before, after = on_common_prompts(old, new)
     changes, noises = dict(compared.changes), {}
     for name, change in compared.changes.items():
-        statistic = METRICS[name].statistic
+        statistic = statistic_of(METRICS[name])
         between_runs = noise.run_noise(known, statistic, 0.0) if METRICS[name].is_timing else None
         if between_runs is None or between_runs.source != "measured":
             continue
@@ -319,7 +329,7 @@ def ratios(metric_ids: Sequence[str], old_sums: Any, new_sums: Any) -> dict[str,
 
 def ratio_of(metric_id: str) -> stats.Ratio:
     """Return the ratio of a metric after to before; columns are the sums after, then the sums before."""
-    (top, bottom), shift = METRICS[metric_id].columns, len(SUMS)
+    (top, bottom), shift = columns_of(METRICS[metric_id]), len(SUMS)
     return [*top, *(shift + at for at in bottom)], [*bottom, *(shift + at for at in top)]
 
 
@@ -333,7 +343,7 @@ def over_suites(cells: Sequence[Cell], metric_id: str) -> list[tuple[Cell, Inter
         if cell.method != BASELINE and cell.num_prompts:
             lines.setdefault((cell.method, cell.settings.id), []).append(cell)
     several = [of_suites for of_suites in lines.values() if len(of_suites) > 1]
-    columns = METRICS[metric_id].columns
+    columns = columns_of(METRICS[metric_id])
     means = [stats.geometric_mean([(cell.sums, columns) for cell in of_suites]) for of_suites in several]
     return [(of_suites[0], mean) for of_suites, mean in zip(several, means, strict=True) if mean is not None]
 

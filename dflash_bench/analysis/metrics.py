@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from dflash_bench.analysis import stats
 from dflash_bench.analysis.stats import Floats, Interval
 from dflash_bench.core import labels
 from dflash_bench.core.methods import is_tree
+from dflash_bench.core.metric import Metric, Shown
 from dflash_bench.core.types import GREEDY, CellKey, Settings
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.plan import BASELINE as BASELINE
@@ -186,80 +187,24 @@ def prompt_sums(good: Any) -> Any:
 # these sums. Failed answers are in no sum. A metric that needs what the backend does not report is left out, never 0.
 
 
-Unit = Literal["tokens/round", "forwards/token", "share", "tokens/s", "x", "ms", "tokens", "points", "J/token"]
+def columns_of(metric: Metric) -> tuple[list[int], list[int]]:
+    """Return the indices of a metric's `top` and of its `bottom` in `SUMS`."""
+    return [COLUMN[name] for name in metric.top], [COLUMN[name] for name in metric.bottom]
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """A column of a report's tables that shows a metric."""
-
-    table: Literal["results", "rounds"]
-    position: int
-    """Position among the table's metrics."""
-    head: str
-    """With line breaks where a narrow column needs them."""
-    digits: int = 2
-    has_interval: bool = False
-    is_spare: bool = False
-    """Whether a narrow screen leaves it out."""
-    in_paper: bool = False
-    """Whether the LaTeX table, which is narrow, shows it."""
-    is_optional: bool = False
-    """Whether the table leaves it out where no row has it."""
+def statistic_of(metric: Metric) -> stats.Statistic:
+    top, bottom = map(tuple, columns_of(metric))
+    return stats.Statistic(top, bottom, metric.scale, of_logs=metric.of_logs, at_most=metric.at_most)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """`scale` times the product of the sums `top` over the product of the sums `bottom`, or exp(top / bottom).
+def is_beside_plain(metric: Metric) -> bool:
+    """Return whether plain decoding's times enter the metric."""
+    return not {*metric.top, *metric.bottom}.isdisjoint(BESIDE_PLAIN)
 
-    This is the only place where a metric is declared: tables, JSON, CSV, `compare`, the gate and the Python API read
-    it from here.
-    """
 
-    id: str
-    formula: str
-    unit: Unit
-    top: tuple[str, ...]
-    bottom: tuple[str, ...]
-    higher_is_better: bool = True
-    is_timing: bool = False
-    """Whether it depends on the machine and its load."""
-    of_logs: bool = False
-    scale: float = 1.0
-    at_least: float = 0.0
-    at_most: float = float("inf")
-    is_length: bool = False
-    """Whether the widest block of a round bounds it."""
-    needs_draft: bool = False
-    """Whether it means nothing for plain decoding."""
-    is_of_chains: bool = False
-    """Whether it means nothing for trees, whose nodes are alternatives."""
-    shown: tuple[Shown, ...] = ()
-    in_comparison: bool = False
-    """Whether `compare` shows it for each cell."""
-    is_compared: bool = False
-    """Whether `compare` divides it after by before."""
-    may_fall: float | None = None
-    """The share that a gate lets it fall by, unless a limits file says otherwise; None if no gate judges it."""
-
-    @property
-    def statistic(self) -> stats.Statistic:
-        top, bottom = map(tuple, self.columns)
-        return stats.Statistic(top, bottom, self.scale, of_logs=self.of_logs, at_most=self.at_most)
-
-    @property
-    def is_beside_plain(self) -> bool:
-        """Whether plain decoding's times enter the metric."""
-        return not {*self.top, *self.bottom}.isdisjoint(BESIDE_PLAIN)
-
-    @property
-    def columns(self) -> tuple[list[int], list[int]]:
-        """The indices of `top` and of `bottom` in `SUMS`."""
-        return [COLUMN[name] for name in self.top], [COLUMN[name] for name in self.bottom]
-
-    def possible(self, interval: Interval, widest: float) -> Interval:
-        """Clip the interval to the metric's possible values, with rounds of up to `widest` tokens."""
-        return interval.within(self.at_least, min(self.at_most, widest) if self.is_length else self.at_most)
+def possible(metric: Metric, interval: Interval, widest: float) -> Interval:
+    """Clip the interval to the metric's possible values, with rounds of up to `widest` tokens."""
+    return interval.within(metric.at_least, min(metric.at_most, widest) if metric.is_length else metric.at_most)
 
 
 _LENGTH: dict[str, Any] = {"unit": "tokens/round", "at_least": 1.0, "is_length": True}
@@ -467,7 +412,7 @@ class Cell:
         """Return the cell without the figures and sums that compare it with plain decoding, for the finding `code`."""
         sums = self.sums.copy()
         sums[:, [COLUMN[name] for name in BESIDE_PLAIN]] = 0
-        figures = {name: one for name, one in self.figures.items() if not METRICS[name].is_beside_plain}
+        figures = {name: one for name, one in self.figures.items() if not is_beside_plain(METRICS[name])}
         return replace(self, forbidden=code, figures=figures, sums=sums)
 
 
@@ -576,9 +521,9 @@ def _figures(sums: Any, method: str, widest: float) -> dict[str, Interval]:
         for metric in METRICS.values()
         if not (metric.needs_draft and method == BASELINE) and not (metric.is_of_chains and is_tree(method))
     ]
-    intervals = stats.intervals(sums, [metric.statistic for metric in known])
+    intervals = stats.intervals(sums, [statistic_of(metric) for metric in known])
     pairs = zip(known, intervals, strict=True)
-    return {metric.id: metric.possible(interval, widest) for metric, interval in pairs if interval}
+    return {metric.id: possible(metric, interval, widest) for metric, interval in pairs if interval}
 
 
 PARTED = 0.05

@@ -16,7 +16,7 @@ import numpy as np
 
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.compare import ALPHA, on_common_prompts, ratio_of
-from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell
+from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell, columns_of, possible
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.core import labels, methods
 from dflash_bench.core.errors import UserError
@@ -206,9 +206,9 @@ def _curve(series: str, values: Sequence[Value], rows: Sequence[Sequence[Cell]])
 def _figure(metric_id: str, cells: Sequence[Cell]) -> Interval | None:
     if len(cells) == 1:
         return cells[0].figures.get(metric_id)
-    mean = stats.geometric_mean([(cell.sums, METRICS[metric_id].columns) for cell in cells])
+    mean = stats.geometric_mean([(cell.sums, columns_of(METRICS[metric_id])) for cell in cells])
     widest = float(np.exp(np.mean(np.log([cell.widest for cell in cells]))))
-    return mean and METRICS[metric_id].possible(mean, widest)
+    return mean and possible(METRICS[metric_id], mean, widest)
 
 
 def _over_others(points: Sequence[Point], best: int) -> dict[int, Change]:

@@ -28,6 +28,7 @@ from dflash_bench.analysis.metrics import (
     BASELINE,
     COLUMN,
     METRICS,
+    columns_of,
     mismatched,
     prompt_sums,
     summarise,
@@ -444,7 +445,7 @@ def _merged(tables: Sequence[RunTable], known: Mapping[str, Parts]) -> dict[str,
 
 def _mean(parts: Parts, metric_id: str) -> Interval | None:
     """Return a metric's mean over suites, each of which counts once; None if a suite lacks it."""
-    top, bottom = METRICS[metric_id].columns
+    top, bottom = columns_of(METRICS[metric_id])
     whole = [(sums, (top, bottom)) for _, sums in parts.values()]
     if not whole or any(not sums[:, COLUMN[METRICS[metric_id].bottom[0]]].any() for sums, _ in whole):
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from dflash_bench.analysis import findings as checked
 from dflash_bench.analysis import metrics, scores, stats
 from dflash_bench.analysis.concurrency import ConcurrencyCurve, concurrency_curves
-from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell, columns_of, statistic_of
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import Sweep, sweeps
 from dflash_bench.core import labels
@@ -90,7 +90,9 @@ class Document:
         answered = [cell for cell in line.cells_of(self.cells) if cell.num_prompts]
         if pooled is None or pooled.low is None:
             return None
-        found = stats.geometric_mean([(cell.sums, METRICS["speedup.decode.geometric"].statistic) for cell in answered])
+        found = stats.geometric_mean(
+            [(cell.sums, statistic_of(METRICS["speedup.decode.geometric"])) for cell in answered]
+        )
         return found if found and metrics.parts(pooled, found) else None
 
     def fastest(self) -> tuple[MethodLine, Interval]:
@@ -156,7 +158,7 @@ def over_all(cells: Sequence[Cell], line: MethodLine) -> tuple[Interval | None, 
     answered = [cell for cell in line.cells_of(cells) if cell.num_prompts]
     if not answered:
         return None, None
-    speedup = METRICS["speedup.decode"].columns
+    speedup = columns_of(METRICS["speedup.decode"])
     terms = sum(cell.sums.sum(axis=0) for cell in answered)
     verified, rounds = (float(terms[COLUMN[name]]) for name in ("verified", "rounds"))
     return stats.geometric_mean([(cell.sums, speedup) for cell in answered]), verified / rounds if rounds else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import log
 from typing import TYPE_CHECKING
 
-from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell, Share
+from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell, Share, statistic_of
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.labels import visible
@@ -175,7 +175,7 @@ def speed_text(cells: Sequence[Cell]) -> str:
     sums = [cell.sums.sum(axis=0) for cell in cells if cell.num_prompts]
     if not sums:
         return "n/a"
-    value = float(METRICS["tps.decode"].statistic(sum(sums)))
+    value = float(statistic_of(METRICS["tps.decode"])(sum(sums)))
     return number(value, 0 if value >= 100 else 1) if value == value else "n/a"
 
 

@@ -21,7 +21,7 @@ from dflash_bench.analysis.findings import MIN_PROMPTS
 from dflash_bench.analysis.gate import checks as gate_checks
 from dflash_bench.analysis.gate.baselines import LIMITS
 from dflash_bench.analysis.gate.checks import adjust
-from dflash_bench.analysis.metrics import METRICS, SUMS, Cell
+from dflash_bench.analysis.metrics import METRICS, SUMS, Cell, statistic_of
 from dflash_bench.analysis.noise import METHOD_NOISE
 from studies._study import ROOT, Made, Work, tell, write
 
@@ -176,7 +176,7 @@ class Held:
         return float(np.quantile(self.reaches, 0.9))
 
 
-SPEEDUP_DECODE, GEOMETRIC = (METRICS[name].statistic for name in ("speedup.decode", "speedup.decode.geometric"))
+SPEEDUP_DECODE, GEOMETRIC = (statistic_of(METRICS[name]) for name in ("speedup.decode", "speedup.decode.geometric"))
 """Statistics over all tokens, and over prompts."""
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from dflash_bench.analysis import noise
 from dflash_bench.analysis.compare import Comparison, compare_runs, over_runs, over_suites, verdict
-from dflash_bench.analysis.metrics import METRICS, Cell, summarise
+from dflash_bench.analysis.metrics import METRICS, Cell, statistic_of, summarise
 from dflash_bench.analysis.noise import RunNoise
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.analysis.sweep import sweeps
@@ -223,7 +223,7 @@ def test_noise_between_runs_widens_timings_and_nothing_else() -> None:
     assert "to 3.0 % (standard deviation)" in next(_run_noise([found]))
     # 0.03 apart with an error of 0.03 * sqrt(2), which is Student's t of 1 / sqrt(2) with 2 degrees of freedom.
     after, before = (next(cell.sums for cell in run if cell.method == "dflash")[None] for run in (runs[1], runs[0]))
-    apart = noise.difference(after, before, METRICS["tps.decode"].statistic, seen)
+    apart = noise.difference(after, before, statistic_of(METRICS["tps.decode"]), seen)
     assert apart is not None and (apart.log, apart.p) == (pytest.approx(-0.03), pytest.approx(1 - 0.5**0.5 / 2.5**0.5))
 
 

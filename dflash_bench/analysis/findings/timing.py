@@ -201,7 +201,9 @@ def _values(rows: Any) -> dict[str, dict[str, float]]:
     by_method = dict(iter(sums.groupby(level="method", observed=True)))
     return {
         method: {
-            name: float(metrics.METRICS[name].statistic(by_method[method].to_numpy(dtype=np.float64).sum(axis=0)))
+            name: float(
+                metrics.statistic_of(metrics.METRICS[name])(by_method[method].to_numpy(dtype=np.float64).sum(axis=0))
+            )
             for name in SHOWN
         }
         for method in methods

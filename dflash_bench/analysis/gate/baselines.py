@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from dflash_bench.analysis import compare
-from dflash_bench.analysis.metrics import COLUMN, METRICS, SUMS, Cell
+from dflash_bench.analysis.metrics import COLUMN, METRICS, SUMS, Cell, statistic_of
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.types import SCHEMA_VERSION, CellKey, Settings
@@ -304,7 +304,7 @@ def _check_figures(stored: StoredCell, sums: Any) -> None:
         if name not in LIMITS or len(values) != len(sums):
             raise ValueError(f"{where} is unknown, or not a number for each run")
         for value, of_run in zip(values, sums, strict=True):
-            given = float(METRICS[name].statistic(of_run.sum(axis=0)))
+            given = float(statistic_of(METRICS[name])(of_run.sum(axis=0)))
             if not np.isclose(value, given, rtol=1e-5, atol=0):
                 raise ValueError(f"{where} is {value:g}, but its sums give {given:.6g}; one of the two was edited")
 

@@ -14,7 +14,18 @@ from dflash_bench.analysis import compare, noise, roofline, stats
 from dflash_bench.analysis.findings import DEAD_AL, forbidding, timing
 from dflash_bench.analysis.gate import baselines
 from dflash_bench.analysis.gate.baselines import ABSOLUTE, DEVICE, Baseline, Limit, Runs, cell_name
-from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell, mismatched, select, summarise, without_errors
+from dflash_bench.analysis.metrics import (
+    BASELINE,
+    COLUMN,
+    METRICS,
+    Cell,
+    is_beside_plain,
+    mismatched,
+    select,
+    statistic_of,
+    summarise,
+    without_errors,
+)
 from dflash_bench.analysis.noise import METHOD_NOISE, RunNoise
 from dflash_bench.analysis.roofline import TOO_SLOW_PLAIN
 from dflash_bench.core import labels
@@ -317,7 +328,7 @@ def slowdown_checks(cells: Sequence[Cell], before: Sequence[Cell], limits: Mappi
     intervals = [cell.figures.get(FLOORED) for cell in cells]
     if cells[0].method == BASELINE or not all(intervals):
         return
-    statistic, stated = METRICS[FLOORED].statistic, limits.get(FLOORED, Limit()).run_noise
+    statistic, stated = statistic_of(METRICS[FLOORED]), limits.get(FLOORED, Limit()).run_noise
     sides = [np.array(compare.on_common_prompts(*side)) for side in (cells, before) if side]
     runs, between_runs = sides[0], noise.run_noise(sides, statistic, assumed_noise(FLOORED), stated)
     difference = noise.difference(runs, None, statistic, between_runs) if runs.shape[1] else None
@@ -439,7 +450,7 @@ def cell_checks(
     for kind in kinds:
         if cell.method == BASELINE and kind not in ("passed", *ABSOLUTE):
             continue
-        if is_forbidden and (METRICS[kind].is_beside_plain or cell.value(kind) is None):
+        if is_forbidden and (is_beside_plain(METRICS[kind]) or cell.value(kind) is None):
             continue
         is_random = METRICS[kind].is_timing or not fixed
         # Where nothing is random, each run is judged by itself.
@@ -465,14 +476,14 @@ def _fall_checks(
 
 def pooled_value(kind: str, runs: Any) -> float | None:
     """Return a metric over runs [runs, prompts, sums]: timings as geometric mean over runs, others from all counts."""
-    statistic = METRICS[kind].statistic
+    statistic = statistic_of(METRICS[kind])
     value = noise.value(runs, statistic) if METRICS[kind].is_timing else float(statistic(runs.sum(axis=(0, 1))))
     return value if np.isfinite(value) else None
 
 
 def _random_fields(kind: str, before: Any, after: Any, limit: Limit) -> dict[str, Any]:
     """Return the statistical fields of a check: its p, and the noise between runs that p allows for."""
-    statistic, between_runs = METRICS[kind].statistic, None
+    statistic, between_runs = statistic_of(METRICS[kind]), None
     if METRICS[kind].unit == "share":
         tallies = [side[..., COLUMN[kind]] for side in (before, after)]
         # Differences of the means over runs, multiplied by both numbers of runs to stay whole numbers.

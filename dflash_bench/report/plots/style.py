@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell
+from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell, possible
 from dflash_bench.analysis.peers import paper, zlab
 from dflash_bench.analysis.stats import FEWEST, Interval
 from dflash_bench.core.errors import UserError
@@ -435,8 +435,8 @@ class Material:
             (interval,) = stats.intervals(sums, [stats.ratio([0], [1])])
             if interval is not None:
                 key = CellKey(suite, "", run_settings[settings].id, method)
-                possible = METRICS["al.pooled"].possible(interval, widest.get(key, float("inf")))
-                by_cell.setdefault(key, {})[bin_name(int(number))] = possible
+                clipped = possible(METRICS["al.pooled"], interval, widest.get(key, float("inf")))
+                by_cell.setdefault(key, {})[bin_name(int(number))] = clipped
         return by_cell
 
     @cached_property
