@@ -6,18 +6,13 @@ answer are not independent, so no interval is made from their number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from dflash_bench.analysis.controllers import Cut
-from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.replay import ReplayCell, stored_cells, walk
-from dflash_bench.core.types import CellKey
-from dflash_bench.results.rounds import StoredRows
-from dflash_bench.results.row_arrays import HEADROOM
 from dflash_bench.results.table import RunTable
 
 NUM_BINS = 10
@@ -112,82 +107,3 @@ def _cuts(cell: ReplayCell) -> Iterator[CutPoint]:
             threshold, (accepted + rounds) / rounds, verified / rounds, 1 - verified / all_verified,
             rounds / all_rounds - 1,
         )  # fmt: skip
-
-
-# Rank of the right token where a draft was wrong: train more, or rerank the draft's candidates?
-#
-# Read from the ranks that `run --headroom` records. Acceptance with reranking is a metric (`headroom.4`).
-
-
-COLUMNS = ("suite", "method", "error", "drafted", "verified", "accepted", "ranks")
-
-
-@dataclass(frozen=True, slots=True)
-class Headroom:
-    cell: Cell
-    num_candidates: int
-    found: tuple[tuple[int, float], ...]
-    """The share of first wrong tokens whose right token is among the draft's likeliest, by number of candidates up to
-    `num_candidates`; empty if no round of the cell was wrong."""
-    num_absent: int
-    """Answers that drafted differently when decoded again, so that their ranks are unknown."""
-    is_least: bool
-    """Whether the draft is made token by token, so that ranks stop at the first wrong token and acceptance is a lower
-    bound."""
-
-
-def headroom_of(run: RunTable, cells: Sequence[Cell]) -> list[Headroom]:
-    """Return the headroom of each cell with recorded ranks."""
-    num = run.info.identity.headroom
-    if num is None:
-        return []
-    ranks = _ranks(run.stored)
-    levels = sorted({*(level for level in HEADROOM if 1 < level < num), num})
-    found = []
-    for cell in cells:
-        if cell.method != BASELINE and (own := ranks.get(cell.key)) is not None and "headroom.1" in cell.figures:
-            wrong = np.concatenate(own.wrong)
-            shares = [(level, float(((wrong > 0) & (wrong <= level)).mean())) for level in levels if len(wrong)]
-            found.append(Headroom(cell, num, tuple(shares), own.num_absent, own.is_least))
-    return found
-
-
-@dataclass(slots=True)
-class _CellRanks:
-    wrong: list[np.ndarray]
-    """Ranks at the first wrong verified token of each round that has one."""
-    num_absent: int = 0
-    is_least: bool = False
-
-
-def _ranks(stored: StoredRows) -> dict[CellKey, _CellRanks]:
-    cells: dict[CellKey, _CellRanks] = {}
-    for key, drafted, verified, accepted, ranks in _answers(stored):
-        cell = cells.setdefault(key, _CellRanks([np.zeros(0)]))
-        if ranks is None:
-            cell.num_absent += 1
-            continue
-        is_wrong = accepted < verified
-        cell.wrong.append(ranks[(np.cumsum(drafted) - drafted + accepted)[is_wrong]])
-        cell.is_least |= bool((ranks == -1).any())
-    return cells
-
-
-def _answers(stored: StoredRows) -> Iterator[tuple[CellKey, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]]:
-    for batch, numbers in stored.batches(COLUMNS):
-        columns = {name: batch.column(name) for name in COLUMNS}
-        for row, number in enumerate(numbers.tolist()):
-            settings = stored.settings[number]
-            if columns["error"][row].is_valid or not settings.greedy or not columns["drafted"][row].is_valid:
-                continue
-            drafted, accepted = _numbers(columns["drafted"][row]), _numbers(columns["accepted"][row])
-            verified, ranks = (
-                _numbers(one) if one.is_valid else None for one in (columns["verified"][row], columns["ranks"][row])
-            )
-            key = CellKey(columns["suite"][row].as_py(), "", settings.id, columns["method"][row].as_py())
-            yield key, drafted, drafted if verified is None else verified, accepted, ranks
-
-
-def _numbers(scalar: Any) -> np.ndarray:
-    numbers: np.ndarray = scalar.values.to_numpy(zero_copy_only=False).astype(np.int64)
-    return numbers

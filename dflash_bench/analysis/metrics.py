@@ -12,12 +12,12 @@ import numpy as np
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.stats import Floats, Interval
 from dflash_bench.core import labels
+from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import is_tree
 from dflash_bench.core.metric import Metric, Shown
 from dflash_bench.core.types import GREEDY, CellKey, Settings
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.plan import BASELINE as BASELINE
-from dflash_bench.results.row_arrays import HEADROOM
 from dflash_bench.results.run_info import RunIdentity
 
 # Sums: per answer from the columns of the frame, then added up over the turns and repeats of a prompt.
@@ -66,6 +66,10 @@ class AnswerColumns:
         """Return the mask of answers that have this column, [answers]."""
         return ~np.isnan(self[name])
 
+    def where_known(self, name: str, counted: str) -> Floats:
+        """Return the column `counted` of answers that have the column `name`, and 0 for others, [answers]."""
+        return np.where(self.has(name), self[counted], 0)
+
     def plain(self, name: str) -> Floats:
         """Return the column of the baseline's answer to the same question, [answers]; NaN where there is none."""
         return np.where(self._plain_rows >= 0, self[name][self._plain_rows], np.nan)
@@ -90,14 +94,6 @@ def _mean_length(rows: AnswerColumns) -> Floats:
     """Return the mean of accepted + 1 over the rounds of each answer, [answers]; 0 without a round."""
     rounds = rows["num_rounds"]
     return np.divide(rows["num_accepted"] + rounds, rounds, out=np.zeros(len(rounds)), where=rounds > 0)
-
-
-def _right_of(num: int) -> Callable[[AnswerColumns], Any]:
-    return lambda rows: rows[f"headroom_{num}"] + rows["num_rounds"]
-
-
-def _ranked(num: int) -> Callable[[AnswerColumns], Any]:
-    return lambda rows: np.where(rows.has(f"headroom_{num}"), rows["num_rounds"], 0)
 
 
 OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
@@ -149,10 +145,7 @@ OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
     "prompt_tokens": lambda rows: rows["num_prompt_tokens"],
     "draft_prefill_s": lambda rows: rows["draft_prefill_s"],
     "draft_prefills": lambda rows: rows.has("draft_prefill_s"),
-    "energy_j": lambda rows: rows["energy_j"],
-    "energy_tokens": lambda rows: np.where(rows.has("energy_j"), rows["num_tokens"], 0),
-    **{f"right_of_{num}": _right_of(num) for num in HEADROOM},
-    **{f"ranked_{num}": _ranked(num) for num in HEADROOM},
+    **{name: sum_of for one in measurements() for name, sum_of in one.sums.items()},
 }
 """The contribution of each answer to the sums of its prompt; NaN adds 0.
 
@@ -236,15 +229,6 @@ _DECLARED = (
         unit="tokens/round", top=("checked",), bottom=("cut_rounds",), needs_draft=True,
         shown=(Shown("rounds", 7, "verified", is_optional=True),), in_comparison=True,
     ),
-    *(
-        Metric(
-            id=f"headroom.{num}",
-            formula=f"al.pooled if in each drafted place the right token were chosen among the {num} likeliest of the "
-            "draft, in the rounds that there were; for drafts made token by token up to the first wrong one",
-            top=(f"right_of_{num}",), bottom=(f"ranked_{num}",), **_LENGTH, needs_draft=True,
-        )
-        for num in HEADROOM
-    ),
     Metric(
         id="forwards_per_token", formula="sum(S) / sum(T - 1): target forwards for each token after the first",
         unit="forwards/token", top=("rounds",), bottom=("tokens_of_shown",), higher_is_better=False,
@@ -326,15 +310,10 @@ _DECLARED = (
         top=("plain_s",), bottom=("plain_tokens",), **_TIME,
     ),
     Metric(
-        id="joules_per_token",
-        formula="energy of the machine while answers were made, prompts included / sum(T); its idle power counts",
-        unit="J/token", top=("energy_j",), bottom=("energy_tokens",), higher_is_better=False, is_timing=True,
-        shown=(Shown("results", 8, "J/token", digits=3, is_optional=True),),
-    ),
-    Metric(
         id="prompt_tokens", formula="mean tokens of a prompt, the chat template included",
         unit="tokens", top=("prompt_tokens",), bottom=("answers",),
     ),
+    *(metric for one in measurements() for metric in one.metrics),
 )  # fmt: skip
 METRICS = {metric.id: metric for metric in _DECLARED}
 FORMULAS = {name: metric.formula for name, metric in METRICS.items()}

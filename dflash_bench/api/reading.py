@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.measurement import measurements
 from dflash_bench.core.types import Settings
 
 if TYPE_CHECKING:
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
     from dflash_bench.report.document import Document, MethodLine
     from dflash_bench.report.findings import Finding
 
+MEASURED = tuple(name for one in measurements() for name in one.numbers)
 OF_ANSWERS = (
     "suite", "prompt_id", "category", "turn", "repeat", "method", "settings", "order",
     "text", "token_ids", "finish_reason", "error", "answer", "passed", "score", "exactness", "audit",
-    "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "energy_j", "peak_memory_bytes",
-    "prompt_hash",
+    "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "peak_memory_bytes",
+    "prompt_hash", *MEASURED,
 )  # fmt: skip
 """The columns of `Run.answers`."""
 OF_ROUNDS = (
@@ -84,8 +86,8 @@ class Run:
         token_ids (an array [T]; empty if a server reports none), finish_reason (stop, length or error), error (why it
         failed, else None), answer (as the scorer extracted it), passed (True, False, or None if it was not scored),
         exactness (against the baseline: exact, near_tie, mismatch or differs), audit (against the published model),
-        num_prompt_tokens, prefill_s, decode_s, draft_prefill_s (seconds), energy_j (joules of the machine, if
-        measured), peak_memory_bytes, prompt_hash.
+        num_prompt_tokens, prefill_s, decode_s, draft_prefill_s (seconds), peak_memory_bytes, prompt_hash, and the
+        numbers of measurements, such as energy_j (joules of the machine).
 
         It includes failed answers, which no metric counts.
         """

@@ -361,6 +361,8 @@ def _of_plugin(name: str, found: object) -> MethodSpec:
     return found
 
 
+BASELINE = "ar"
+"""Autoregressive decoding, the baseline of all methods."""
 METHODS: Registry[MethodSpec] = Registry(plugins.DRAFTERS, _OWN, _of_plugin)
 
 
@@ -516,18 +518,6 @@ def require_recorded(method: Method) -> None:
         raise UserError(f"--record: {method.label} drafts {why}; methods that can be recorded: {known}")
     if "auto" in method.options.values():
         raise UserError(f"--record: {method.label} chooses by times of earlier rounds; give it a number")
-
-
-def require_ranked(method: Method) -> None:
-    """Raise UserError for a method whose rounds are not chains of tokens chosen by logits."""
-    kind, known = method.kind, ", ".join(kind.name for kind in METHODS.values() if kind.is_ranked)
-    is_tree = kind.weights is not None and kind.shape == "tree" and method.options.get("top_k") != 1
-    if is_tree or not kind.is_ranked:
-        why = "drafts trees, whose nodes are alternatives already" if is_tree else "drafts tokens without logits"
-        remedy = "; medusa:top_k=1 drafts a chain" if kind.name == "medusa" else f"; methods that have them: {known}"
-        raise UserError(f"--headroom: {method.label} {why}{remedy}")
-    if "auto" in method.options.values():
-        raise UserError(f"--headroom: {method.label} chooses by times of earlier rounds; give it a number")
 
 
 def has_draft(label: str) -> bool:

@@ -1,4 +1,4 @@
-"""Plug-ins: methods, server dialects and scorers that other packages declare as entry points.
+"""Plug-ins: methods, server dialects, scorers and measurements that other packages declare as entry points.
 
 A package declares, for instance, `[project.entry-points."dflash_bench.scorers"] longest = "my_package:longest"`. The
 object is of the same type as the entries of our own tables. It is imported when its name is first looked up, so that a

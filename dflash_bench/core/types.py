@@ -227,10 +227,6 @@ class Generation:
     """[N] Seconds until 1, 2, ... N tokens of such a draft existed; None if it is not made token by token."""
     recorded_verify_s: tuple[float, ...] | None = None
     """[N + 1] Seconds to verify there with a target pass over 1, 2, ... N + 1 tokens."""
-    ranks: tuple[int, ...] | None = None
-    """[sum(drafted)] The rank of the target's choice among the draft's likeliest tokens at each drafted position: 1 for
-    the likeliest, 0 if not among those kept, -1 if unknown, as after a wrong token of an autoregressive draft. None if
-    not recorded, or if another decoding drafted differently."""
     num_thinking_chars: int | None = None
     """Characters of `text` that are thinking, with its marks. None, as in older runs: all of it is the answer."""
     text_kinds: tuple[int, ...] | None = None
@@ -394,11 +390,11 @@ class Answer:
     """Rounds that the runner observed."""
     clock_passes: int | None = None
     """Forward passes of the target after the first token; None if other answers were decoded concurrently."""
-    energy_j: float | None = None
-    """Joules of this machine during the answer; concurrent answers share them by their tokens."""
     pass_s: float | None = None
     """Seconds of the quicker one-token passes right after a plain answer decoded alone, at its context."""
     worker: int | None = None
     """Index in `run.json` of the worker that measured it; None without workers."""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """The columns of measurements (`core.measurement`), without those that are null."""
     departure: Divergence | None = None
     """If the audit is not "exact", the place where the judge's best token is furthest ahead."""

@@ -533,13 +533,12 @@ class LocalBackend:
             recorded_draft_s=found.draft_s, recorded_verify_s=found.verify_s,
         )  # fmt: skip
 
-    def with_ranks(
+    def ranks(
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation, num: int
-    ) -> Generation:
-        """Return a greedy answer with the ranks of the right tokens among the draft's `num` likeliest tokens."""
+    ) -> tuple[int, ...] | None:
+        """Return the right tokens' ranks among the draft's `num` likeliest, of a greedy answer (`recording.py`)."""
         prompt, sampling = self.encode(messages, settings), Sampling.of(settings)
-        drafter = self.drafters[method]
-        return replace(generation, ranks=record_ranks(self.target, drafter, prompt, generation, sampling, num))
+        return record_ranks(self.target, self.drafters[method], prompt, generation, sampling, num)
 
     def divergence(
         self,

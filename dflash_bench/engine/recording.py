@@ -173,9 +173,11 @@ class CandidateListener:
 def record_ranks(
     target: Target, drafter: Any, prompt: Sequence[int], answer: Generation, sampling: Sampling, num: int
 ) -> tuple[int, ...] | None:
-    """Return `Generation.ranks` of a greedy answer among the `num` likeliest tokens of its draft in each place.
+    """Return the rank of the right token among the `num` likeliest tokens of the draft in each drafted place.
 
-    None if decoding again drafts or accepts anything else, or if the context ends before the last draft does.
+    [sum(drafted)]: 1 for the likeliest, 0 if not among them, -1 if unknown, as after a wrong token of a draft made
+    token by token. None if decoding again drafts or accepts anything else, or if the context ends before the last
+    draft does.
     """
     counts = answer.drafted or ()
     listener = CandidateListener(drafter.draft_sampler, num)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,10 +31,12 @@ from dflash_bench.analysis.metrics import (
     columns_of,
     mismatched,
     prompt_sums,
+    statistic_of,
     summarise,
     without_errors,
 )
 from dflash_bench.analysis.stats import FEWEST, Floats, Interval
+from dflash_bench.core.measurement import measurements
 from dflash_bench.results.table import RunTable
 
 SPEEDUP, LENGTH, BREAK_EVEN, PLAIN_MS = "speedup.decode", "al.pooled", "break_even_al", "plain_ms"
@@ -98,8 +100,12 @@ class Standing:
     """Error message if the method failed."""
     num_drafts: int | None = None
     """Most tokens drafted per round."""
-    joules_per_token: float | None = None
-    """If energy is measured: plain decoding's over the whole race, times the ratio to plain in the method's runs."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of measurements: plain decoding's over the whole race, times the ratio to plain in the method's runs."""
+
+
+MEASURED = tuple(metric for one in measurements() for metric in one.metrics if metric.shown)
+"""Metrics of measurements that a race shows beside speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +366,7 @@ class Race:
         return Standing(
             BASELINE, "baseline", self.num_rounds, _num_prompts(longest), one, None, one,
             tokens_per_s=_throughput(self.tables, BASELINE), ms_per_token=ms.value if ms else None,
-            joules_per_token=_joules(self.tables, BASELINE),
+            measured=_measured(self.tables, BASELINE),
         )  # fmt: skip
 
     def _standing(self, method: str, racing: Verdict | None, best: str | None, plain: Standing) -> Standing:
@@ -378,7 +384,7 @@ class Race:
             _scaled(plain.tokens_per_s, *(_throughput(with_it, name) for name in (method, BASELINE))),
             plain.ms_per_token / speedup.value if plain.ms_per_token and speedup and speedup.value else None, error,
             with_it[-1].info.identity.methods[method].num_drafts if with_it else None,
-            _scaled(plain.joules_per_token, *(_joules(with_it, name) for name in (method, BASELINE))),
+            _scaled_all(plain.measured, *(_measured(with_it, name) for name in (method, BASELINE))),
         )  # fmt: skip
 
 
@@ -472,16 +478,22 @@ def _throughput(tables: Sequence[RunTable], method: str) -> float | None:
     return tokens / seconds if seconds else None
 
 
-def _joules(tables: Sequence[RunTable], method: str) -> float | None:
-    """Return the joules per token of a method in these runs; None if energy was not measured."""
+def _measured(tables: Sequence[RunTable], method: str) -> dict[str, float]:
+    """Return the metrics of measurements of a method in these runs."""
     rows = [without_errors(table.rows[table.rows["method"] == method]) for table in tables]
-    joules, tokens = (sum(float(one[name].sum()) for one in rows) for name in ("energy_j", "num_tokens"))
-    return joules / tokens if joules and tokens else None
+    sums: Any = sum(prompt_sums(one).to_numpy(dtype=np.float64).sum(axis=0) for one in rows if len(one))
+    known = {one.id: statistic_of(one)(sums) for one in MEASURED if np.any(sums)}
+    return {name: float(value) for name, value in known.items() if np.isfinite(value)}
 
 
 def _scaled(plain: float | None, own: float | None, beside: float | None) -> float | None:
     """Return plain decoding's figure over the whole race, times the method's ratio to plain in the same runs."""
     return plain * own / beside if plain and own and beside else None
+
+
+def _scaled_all(plain: Mapping[str, float], own: Mapping[str, float], beside: Mapping[str, float]) -> dict[str, float]:
+    several = {name: _scaled(value, own.get(name), beside.get(name)) for name, value in plain.items()}
+    return {name: value for name, value in several.items() if value is not None}
 
 
 def first_size(concurrency: int) -> int:

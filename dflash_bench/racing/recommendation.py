@@ -16,7 +16,7 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import methods
 from dflash_bench.core.labels import WIDTH
 from dflash_bench.core.types import context_name
-from dflash_bench.racing.race import WORTH, Decision, Room, ServerRoom, Standing
+from dflash_bench.racing.race import MEASURED, WORTH, Decision, Room, ServerRoom, Standing
 from dflash_bench.report.data import json_value
 from dflash_bench.report.html import escape
 from dflash_bench.report.render import markdown, terminal
@@ -174,7 +174,9 @@ def as_json(found: Recommended) -> dict[str, Any]:
 
 def _standing_json(standing: Standing) -> dict[str, Any]:
     intervals = {name: getattr(standing, name) for name in ("speedup", "beside", "length")}
-    return {name: json_value(value) for name, value in (asdict(standing) | intervals).items()}
+    measured = {metric.id: standing.measured.get(metric.id) for metric in MEASURED}
+    values = {name: value for name, value in asdict(standing).items() if name != "measured"}
+    return {name: json_value(value) for name, value in (values | intervals | measured).items()}
 
 
 def points(made: Sequence[Decision]) -> dict[str, list[SpeedPoint]]:
@@ -386,20 +388,21 @@ def _outcome(one: Decision, standing: Standing) -> str:
 
 
 def _tried(made: Sequence[Decision]) -> Section:
-    has_joules = any(standing.joules_per_token for one in made for standing in one.standings)
+    known = {name for one in made for standing in one.standings for name in standing.measured}
+    measured = [metric for metric in MEASURED if metric.id in known]
     columns = [
         Column("method", "method", "left"), Column("speedup", "speed-up [95 %]"),
         Column("beside", "vs. fastest [95 %]", is_spare=True),
-        Column("length", "al.pooled", has_interval=False, is_spare=has_joules),
+        Column("length", "al.pooled", has_interval=False, is_spare=bool(measured)),
         Column("tokens_per_s", "tokens/s", digits=0), Column("ms_per_token", "ms/token"),
-        *([Column("joules", "J/token", digits=3)] if has_joules else []),
+        *(Column(one.id, one.shown[0].head, digits=one.shown[0].digits) for one in measured),
         Column("prompts", "prompts"), Column("outcome", "outcome", "left"),
     ]  # fmt: skip
     rows = [
         TableRow(
             [
                 standing.method, standing.speedup, standing.beside, standing.length, standing.tokens_per_s,
-                standing.ms_per_token, *([standing.joules_per_token] if has_joules else []), standing.num_prompts,
+                standing.ms_per_token, *(standing.measured.get(one.id) for one in measured), standing.num_prompts,
                 _outcome(one, standing),
             ],
             _load(one),

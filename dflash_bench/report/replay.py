@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dflash_bench.analysis.draft_quality import Calibration, CutPoint, Headroom, calibrations, headroom_of
+from dflash_bench.analysis.draft_quality import Calibration, CutPoint, calibrations
 from dflash_bench.analysis.replay import Replayed
 from dflash_bench.core.labels import WIDTH
 from dflash_bench.core.types import CellKey
@@ -98,61 +98,3 @@ def _cut(one: CutPoint) -> list[Value]:
 def _place(of: Calibration) -> tuple[str, CellKey]:
     cell = of.cell
     return f"{cell.suite} · {cell.method}", CellKey(cell.suite, "", cell.settings.id, cell.method)
-
-
-HEADROOM_LEGEND = (
-    "headroom.K = al.pooled if in each place the right token were chosen from the draft's best K, in the rounds that "
-    "there were; limit = the widest round; in best K = of the first wrong tokens of rounds, those in whose place the "
-    "right one was among the draft's best K."
-)
-LEAST = "≥: a draft made token by token is known up to its first wrong token; what would follow is not counted."
-
-
-def headroom(document: Document) -> list[Section]:
-    """Return tables on whether to train more or to rerank; empty for a run that recorded no ranks."""
-    found = headroom_of(document.results, document.cells)
-    if not found:
-        return []
-    levels = [level for level, _ in max((one.found for one in found), key=len)]
-    columns = [
-        Column("method", "method", "left"), Column("al.pooled", "al.pooled"),
-        Column("headroom.4", "headroom.4"), Column("headroom.16", "headroom.16"), Column("limit", "limit", digits=0),
-        *(Column(f"best_{level}", f"in best {level}") for level in levels),
-    ]  # fmt: skip
-    rows = [
-        TableRow(
-            [
-                one.cell.method, one.cell.value("al.pooled"),
-                *(_at_least(one, f"headroom.{num}") for num in (4, 16)), one.cell.widest,
-                *(Entry(share, f"{share:.0%}") for _, share in one.found),
-                *(None for _ in levels[len(one.found):]),
-            ],
-            one.cell.heading,
-            one.cell.key,
-        ) for one in found
-    ]  # fmt: skip
-    legend = [HEADROOM_LEGEND, *([LEAST] if any(one.is_least for one in found) else [])]
-    sentences = [text for one in found for text in _gains(one)]
-    return [Section("headroom", "Train more, or rerank?", ReportTable(columns, rows, "suite"), legend, sentences)]
-
-
-def _at_least(one: Headroom, metric: str) -> Value:
-    value = one.cell.value(metric)
-    return Entry(value, f"≥ {number(value)}") if one.is_least and value is not None else value
-
-
-def _gains(one: Headroom) -> list[str]:
-    where = f"{one.cell.method} on {one.cell.heading}"
-    known = [(num, one.cell.value(f"headroom.{num}")) for num in (16, 4)]
-    now, best = one.cell.value("al.pooled"), next(((num, value) for num, value in known if value is not None), None)
-    lines = []
-    if best is not None and now is not None:
-        least = "at least " if one.is_least else ""
-        lines.append(
-            f"{where}: a perfect choice among its best {best[0]} would bring {least}{number(best[1] - now)} tokens a "
-            f"round; {'at most ' if one.is_least else ''}{number(one.cell.widest - best[1])} more, up to the limit, "
-            "only another draft can."
-        )
-    if one.num_absent:
-        lines.append(f"{where}: {one.num_absent} answers were drafted otherwise when decoded again, and are left out.")
-    return lines

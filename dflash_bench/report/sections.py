@@ -11,6 +11,7 @@ from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import LENGTH, SPEEDUP, Point, Sweep, SweepCurve
 from dflash_bench.core import labels
+from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import Value
 from dflash_bench.core.types import CellKey, context_name
 from dflash_bench.report import columns, perf, replay
@@ -55,7 +56,7 @@ def of_document(document: Document) -> list[Section]:
         *contexts(document.cells),
         *sweeps(document.sweeps, info),
         *replay.confidence(document),
-        *replay.headroom(document),
+        *(section for one in measurements() for section in one.sections(document)),
         findings(document.findings),
     ]
 

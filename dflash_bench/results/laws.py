@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from dflash_bench.core.dialects import UNKNOWN_RULE, AcceptanceCounts, contradiction, rule_of
+from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.text_kinds import KINDS
 from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Exactness, FinishReason, is_greedy
-from dflash_bench.results.row_arrays import COUNTS, SECONDS, Facts, RowArrays, leads, lengths_of
+from dflash_bench.results.row_arrays import COUNTS, SECONDS, Facts, RowArrays, lengths_of
 
 TOKENS = ("num_hidden_tokens", "num_first_tokens", "num_cached_tokens")
 TOTALS = ("total_rounds", "total_drafted", "total_accepted")
@@ -35,11 +36,12 @@ VERDICTS = {
 """For each verdict, the columns of where the answer diverges, by how much, and how much rounding explains."""
 COLUMNS = (
     "method", "token_ids", "drafted_ids", "drafted_parents", "verified", "recorded_ids", "recorded_accepted",
-    "recorded_draft_s", "recorded_verify_s", "ranks", "text_kinds", "start_s", "end_s", "temperature",
+    "recorded_draft_s", "recorded_verify_s", "text_kinds", "start_s", "end_s", "temperature",
     "concurrency", "rate", "counted_by", "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s",
     "draft_prefill_s", "error",
     "order", *CLOCK, *COUNTS, *SECONDS, *VERDICTS,
     *(name for names in VERDICTS.values() for name in names), *TOKENS, *TOTALS, *THINKING, "text",
+    *(name for one in measurements() if one.checks for name in one.columns),
 )  # fmt: skip
 """The columns that the laws need."""
 SHARE, AT_LEAST_S = 1e-3, 1e-4
@@ -379,28 +381,6 @@ def _unknown_kinds(rows: RowArrays) -> Any:
     return other
 
 
-@law(PHYSICS, "its ranks are not those of its drafts and tokens")
-def _ranked_otherwise(rows: RowArrays) -> Any:
-    """Find ranks that are 1 anywhere but where a draft was accepted, or would have been had a round reached it."""
-    known = rows.lengths("ranks") >= 0
-    other = known & (~rows.has_ids | rows.ids_off_count | rows.is_known("drafted_parents"))
-    other |= known & (rows.lengths("ranks") != rows.lengths("drafted_ids"))
-    return other | rows.among(known & ~other, _ranked_off_the_drafts)
-
-
-def _ranked_off_the_drafts(rows: RowArrays) -> Any:
-    drafts, ranks, drafted = rows.drafts, rows.flat("ranks"), rows.flat("drafted").astype(np.int64)
-    right, accepted = leads(ranks, drafted, drafted, 1), rows.flat("accepted")
-    wrong = rows.per_row(np.minimum(right, drafts.verified) != accepted, drafts.owner)
-    # After a round's first wrong token a rank may be unknown, and after the answer's end the right token is.
-    ends = np.cumsum(rows.lengths("token_ids"))[drafts.owner][drafts.round]
-    is_inside = drafts.begins[drafts.round] + drafts.place < ends
-    is_right = drafts.ids == drafts.emitted(drafts.round, drafts.place)
-    off = (ranks < -1) | ((ranks == -1) & (drafts.place <= right[drafts.round]))
-    off |= is_inside & (ranks >= 0) & ((ranks == 1) != is_right)
-    return wrong | rows.per_row(off, drafts.owner[drafts.round])
-
-
 # Ends
 
 
@@ -470,6 +450,10 @@ def _contradicting(rows: RowArrays) -> Any:
 def _unknown_rule(rows: RowArrays) -> Any:
     named = rows.batch.column("counted_by").unique().to_pylist()
     return rows.is_one_of("counted_by", [way for way in named if way is not None and rule_of(way) is None])
+
+
+for _measurement in measurements():
+    LAWS.extend(RowLaw(why, broken, PHYSICS) for why, broken in _measurement.checks.items())
 
 
 def faults(batch: Any, facts: Facts) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.core import files
+from dflash_bench.core import files, measurement
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, require_file, write_text, write_whole
 from dflash_bench.core.types import SCHEMA_VERSION, Answer, Divergence, Generation, Settings
@@ -66,12 +66,14 @@ COLUMNS = {
     "recorded_ids": "list of int32", "recorded_accepted": "list of int16", "recorded_scores": "list of float",
     "recorded_draft_s": "list of float", "recorded_verify_s": "list of float",
     "score": "double",
-    "ranks": "list of int16", "energy_j": "double", "text_kinds": "list of int8",
+    "text_kinds": "list of int8",
     "num_thinking_chars": "int32", "pass_s": "double",
+    **measurement.columns(),
 }
 ADDED = (
     "verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores", "recorded_draft_s",
-    "recorded_verify_s", "score", "ranks", "energy_j", "text_kinds", "num_thinking_chars", "pass_s",
+    "recorded_verify_s", "score", "text_kinds", "num_thinking_chars", "pass_s",
+    *measurement.columns(),
 )
 # fmt: on
 """Columns added since version 1; null in older runs."""
@@ -80,7 +82,9 @@ PLACES = {
     "departure": {"index": "audit_index", "gap": "audit_gap", "tolerance": "audit_tolerance"},
 }
 """The columns of a record's divergences."""
-FLAT = tuple(field.name for field in fields(Answer) if field.name not in ("generation", "settings", *PLACES))
+FLAT = tuple(
+    field.name for field in fields(Answer) if field.name not in ("generation", "settings", "measured", *PLACES)
+)
 
 
 def schema() -> Any:
@@ -99,10 +103,10 @@ def schema() -> Any:
 def is_of_run(stored: Any) -> bool:
     """Return whether a part with this Arrow schema has the columns of a run, of this version or an older one."""
     wanted = schema()
-    for name in ADDED:
-        if name not in stored.names:
-            wanted = wanted.remove(wanted.get_field_index(name))
-    return bool(stored.equals(wanted))
+    known = [name for name in stored.names if name in wanted.names]
+    lacking = {*wanted.names} - {*ADDED, *known}
+    is_single = len({*stored.names}) == len(stored.names)
+    return is_single and not lacking and all(stored.field(name).equals(wanted.field(name)) for name in known)
 
 
 def with_added(table: Any, columns: Sequence[str]) -> Any:
@@ -134,6 +138,7 @@ def _row(record: Answer, identity: Identity) -> dict[str, Any]:
     row |= asdict(record.settings) | {SETTINGS_ID: record.settings.id}
     row |= {name: getattr(record, name) for name in FLAT}
     row |= {field.name: getattr(record.generation, field.name) for field in fields(Generation)}
+    row |= record.measured
     for place, columns in PLACES.items():
         row |= {column: getattr(getattr(record, place), name, None) for name, column in columns.items()}
     return row
@@ -147,6 +152,7 @@ def record_of(row: dict[str, Any]) -> Answer:
         settings=Settings(**{name: row[name] for name in NAMES}),
         divergence=_divergence(row, "divergence"),
         departure=_divergence(row, "departure"),
+        measured={name: row[name] for name in measurement.columns() if row[name] is not None},
     )
 
 

@@ -16,14 +16,13 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import BASELINE as BASELINE
 from dflash_bench.core.types import GREEDY, Settings
 from dflash_bench.results.identity import settings_of
 
 if TYPE_CHECKING:
     from dflash_bench.results.run_info import RunInfo
 
-BASELINE = "ar"
-"""Autoregressive decoding, the baseline of all methods."""
 MOST_ANSWERS = 20_000_000
 DRAWN = "drawn"
 """The order of prompts under a time limit: any leading part of it is a sample."""

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import is_tree
 from dflash_bench.core.text_kinds import KINDS
 from dflash_bench.core.types import NO_VALUE, CellKey, Settings
 from dflash_bench.results import parts
 from dflash_bench.results.identity import checked_settings, needed_for
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.results.row_arrays import HEADROOM, leads, lengths_of
+from dflash_bench.results.row_arrays import lengths_of
 
 # Data of a run besides the table of `table.read_run`, read once for all users.
 
@@ -266,9 +267,10 @@ class RoundTable:
         lengths = lengths_of(batch.column("accepted"), 0)
         has_rounds = batch.column("accepted").is_valid().to_numpy(zero_copy_only=False)
         owners = np.repeat(np.arange(len(lengths)), lengths)
-        values = {name: _flat(batch.column(name), lengths) for name in LISTS if name in batch.schema.names}
-        if "ranks" in batch.schema.names:
-            values |= _headroom(batch, owners)
+        values = {name: flat_as(batch.column(name), lengths) for name in LISTS if name in batch.schema.names}
+        for one in measurements():
+            if one.of_rounds is not None and {*one.columns} <= {*batch.schema.names}:
+                values |= one.of_rounds(batch, owners)
         if by not in STRETCHES:
             filled = np.flatnonzero(lengths)
             starts = (np.cumsum(lengths) - lengths)[filled]
@@ -310,9 +312,9 @@ class RoundTable:
             "first_draft_s": np.zeros(len(self.rows)),
         }
         sums["first_draft_s"][self.filled] = self.values["draft_s"][self.starts]
-        of_ranks = {name: self.sum_of(name) for name in (f"headroom_{num}" for num in HEADROOM)}
-        # Without rounds it is unknown whether ranks were recorded.
-        sums |= {name: np.where(sums["num_rounds"] > 0, values, np.nan) for name, values in of_ranks.items()}
+        # Without rounds it is unknown whether anything was measured in them.
+        measured = {name: self.sum_of(name) for name in self.values if name not in LISTS}
+        sums |= {name: np.where(sums["num_rounds"] > 0, values, np.nan) for name, values in measured.items()}
         return sums | {name: self.sum_of(name) for name in ("draft_s", "verify_s", "round_s")}
 
     def sum_of(self, name: str) -> Any:
@@ -348,7 +350,7 @@ def _prompts(batch: Any) -> Any:
     return np.maximum(batch.column("num_prompt_tokens").fill_null(0).to_numpy(zero_copy_only=False), 0)
 
 
-def _flat(column: Any, lengths: Any) -> Any:
+def flat_as(column: Any, lengths: Any) -> Any:
     """Concatenate all lists, [sum of lengths]; a null list counts as NaNs of its length in `lengths`."""
     values = column.flatten().to_numpy(zero_copy_only=False)
     stored = lengths_of(column, 0)
@@ -357,21 +359,6 @@ def _flat(column: Any, lengths: Any) -> Any:
     spread = np.full(int(lengths.sum()), np.nan)
     spread[np.repeat(stored > 0, lengths)] = values
     return spread
-
-
-def _headroom(batch: Any, owners: Any) -> dict[str, Any]:
-    """Return as `headroom_K` the tokens each round would accept from the draft's best K, [rounds]; NaN if unknown."""
-    has_ranks = batch.column("ranks").is_valid().to_numpy(zero_copy_only=False)
-    found = {f"headroom_{num}": np.full(len(owners), np.nan) for num in HEADROOM}
-    if has_ranks.any():
-        own = batch.take(np.flatnonzero(has_ranks))
-        drafted = own.column("drafted").flatten().to_numpy(zero_copy_only=False).astype(np.int64)
-        verified = _flat(own.column("verified"), lengths_of(own.column("drafted"), 0))
-        most = np.where(np.isnan(verified), drafted, verified)
-        ranks = own.column("ranks").flatten().to_numpy(zero_copy_only=False)
-        for num in HEADROOM:
-            found[f"headroom_{num}"][has_ranks[owners]] = leads(ranks, drafted, most, num)
-    return found
 
 
 # Plain answers, token by token: the target's own output.

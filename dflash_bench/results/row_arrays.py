@@ -238,7 +238,7 @@ class Drafts:
         num_rounds = np.maximum(chosen.lengths("accepted"), 0)
         first = (np.cumsum(num_rounds) - num_rounds)[of_round]
         begins = (np.cumsum(tokens) - tokens)[of_round] + 1 + before - before[first]
-        of_token, place = _places(drafted)
+        of_token, place = places_of(drafted)
         parents, is_tree = _parents(chosen, of_round)
         return cls(
             owner=at[of_round],
@@ -261,7 +261,7 @@ class Drafts:
         return self.tokens[np.minimum(self.begins[rounds] + place, len(self.tokens) - 1)]
 
 
-def _places(drafted: Any) -> tuple[Any, Any]:
+def places_of(drafted: Any) -> tuple[Any, Any]:
     """Return the round of each drafted token, and its position in it, [drafted]; 32 bits, since there are many."""
     of_token = np.repeat(np.arange(len(drafted), dtype=np.int32), drafted)
     begins = (np.cumsum(drafted, dtype=np.int64) - drafted).astype(np.int32)
@@ -274,7 +274,7 @@ def _parents(rows: RowArrays, of_round: Any) -> tuple[Any | None, Any]:
     is_tree = named[of_round]
     if not named.any():
         return None, is_tree
-    of_token, place = _places(rows.flat("drafted").astype(np.int32))
+    of_token, place = places_of(rows.flat("drafted").astype(np.int32))
     parents = place - 1
     parents[is_tree[of_token]] = rows.flat("drafted_parents")
     return parents, is_tree
@@ -303,25 +303,6 @@ def _down_the_trees(drafts: Drafts) -> tuple[Any, Any]:
         reached = np.zeros(len(nodes) + 1, dtype=bool)
         reached[goes_on] = True
     return drafts.is_tree & (depth < drafts.kept), right & drafts.is_uncut
-
-
-HEADROOM = (1, 4, 16)
-"""The numbers of the draft's likeliest tokens among which an ideal choice is simulated."""
-
-
-def leads(ranks: Any, drafted: Any, most: Any, num: int) -> Any:
-    """Return the accepted tokens per round if the right one of the best `num` were always chosen, [rounds].
-
-    `ranks` [drafted] are as in `Generation.ranks`; at most `most` [rounds] tokens per round are verified. Where ranks
-    are unknown from a position on, the result is a lower bound.
-    """
-    of_token, place = _places(drafted.astype(np.int32))
-    ends = np.where((ranks >= 1) & (ranks <= num), drafted[of_token], place)
-    found = np.zeros(len(drafted), dtype=np.int64)
-    has_some = drafted > 0
-    if has_some.any():
-        found[has_some] = np.minimum.reduceat(ends, (np.cumsum(drafted) - drafted)[has_some])
-    return np.minimum(found, most)
 
 
 def lengths_of(column: Any, of_null: int = -1) -> Any:

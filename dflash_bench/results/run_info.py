@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from dflash_bench.core import environment, files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, require_file, write_text, write_whole
 from dflash_bench.core.labels import visible
+from dflash_bench.core.measurement import measurements
 from dflash_bench.core.types import SCHEMA_VERSION, SESSION, Settings
 
 SCHEMA = "schema"
@@ -42,6 +43,10 @@ class StoredModel(BaseModel):
     def to_json(self) -> dict[str, Any]:
         """Return the object as it was read, with undeclared keys and without defaults."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+    def entry(self, name: str) -> Any:
+        """Return the entry of a measurement; None if there is none."""
+        return (self.model_extra or {}).get(name)
 
 
 class Gpu(StoredModel):
@@ -169,6 +174,18 @@ class JudgeEntry(StoredModel):
     weights: str | None = None
 
 
+def _check_entries(stored: StoredModel) -> StoredModel:
+    """Check the entries of measurements, which only their own files know. Raises ValueError."""
+    for one in measurements():
+        if one.entry is not None and (value := stored.entry(one.name)) is not None:
+            try:
+                TypeAdapter(one.entry).validate_python(value, strict=True)
+            except ValidationError as error:
+                fault = error.errors(include_url=False)[0]
+                raise ValueError(f"{one.name} is {_short(fault['input'])}: {fault['msg']}") from error
+    return stored
+
+
 class RunIdentity(StoredModel):
     """Settings that determine the answers of a run, which can be continued only under the same identity."""
 
@@ -196,8 +213,6 @@ class RunIdentity(StoredModel):
     workers: WorkersEntry | None = None
     audit: str | None = None
     record: str | None = None
-    headroom: Whole | None = None
-    """The number of the draft's likeliest tokens searched for the right one."""
     code: str | None = None
     plan: str | None = None
     """The SHA-256 of the plan."""
@@ -212,6 +227,8 @@ class RunIdentity(StoredModel):
     judge: JudgeEntry | None = None
     fallback: str | None = None
     why_torch: str | None = None
+
+    _entries = model_validator(mode="after")(_check_entries)
 
     def source_of(self, suite: str) -> str:
         """Return "embedded", "shipped", "hub ID@COMMIT", "folder PATH" or "file PATH"; empty for an unknown suite."""
@@ -338,6 +355,7 @@ class RunInfo(StoredModel):
     workers: list[WorkerEntry] = []
     forwards: ForwardTimes | None = None
     pass_at_end_s: Number = 0.0
+    _entries = model_validator(mode="after")(_check_entries)
 
 
 FILE = "run.json"

@@ -347,9 +347,10 @@ def without_rounds(record: Answer) -> Answer:
     bare = replace(
         record.generation, drafted=None, drafted_ids=None, drafted_parents=None, accepted=None, emitted=None,
         draft_s=None, verify_s=None, round_s=None, verified=None, recorded_ids=None, recorded_accepted=None,
-        recorded_scores=None, recorded_draft_s=None, recorded_verify_s=None, ranks=None, text_kinds=None,
+        recorded_scores=None, recorded_draft_s=None, recorded_verify_s=None, text_kinds=None,
     )  # fmt: skip
-    return replace(record, generation=bare)
+    measured = {name: value for name, value in record.measured.items() if not isinstance(value, tuple)}
+    return replace(record, generation=bare, measured=measured)
 
 
 def _orphans(table: Any, plan: Plan) -> Any:

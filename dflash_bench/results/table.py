@@ -12,6 +12,7 @@ import numpy as np
 
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.forwards import Size
+from dflash_bench.core.measurement import measurements
 from dflash_bench.core.types import Generation, Settings
 from dflash_bench.results import integrity, parts
 from dflash_bench.results.identity import COLUMNS as SETTINGS
@@ -21,7 +22,7 @@ from dflash_bench.results.integrity import IntegrityReport, PartSummary, Problem
 from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, RoundTable, StoredRows, sliced
-from dflash_bench.results.row_arrays import HEADROOM, lengths_of, numbers_of
+from dflash_bench.results.row_arrays import lengths_of, numbers_of
 from dflash_bench.results.run_info import (
     FILE,
     RunIdentity,
@@ -77,14 +78,15 @@ def _at_the_end(symbols: Any, least: int, longest: int) -> int:
 
 OF_ANSWERS = tuple(field.name for field in fields(Generation) if field.type == "float | None")
 """Columns measured once per answer, from which a metric may be made; stretches of an answer lack them."""
+MEASURED = tuple(name for one in measurements() for name in one.numbers)
 KEPT = (
     *OF_ANSWERS,
     "suite", "prompt_id", "prompt_hash", "category", "turn", "method", "repeat", "order",
     "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "error",
     "passed", "score", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
     "audit", "audit_index", "audit_gap", "audit_tolerance", "num_thinking_tokens", "start_s", "end_s",
-    "num_hidden_tokens", "num_cached_tokens", "total_drafted", "counted_by", "uncounted", "energy_j",
-    "clock_s", "pass_s",
+    "num_hidden_tokens", "num_cached_tokens", "total_drafted", "counted_by", "uncounted",
+    "clock_s", "pass_s", *MEASURED,
 )  # fmt: skip
 """Columns copied as stored."""
 NAMES = (
@@ -94,7 +96,8 @@ NAMES = (
 """Columns with few distinct values: kept as pandas categories."""
 TOTALS = ("num_first_tokens", "total_rounds", "total_accepted")
 """Columns used to complete the sums of lists."""
-COLUMNS = tuple(dict.fromkeys([*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", "text_kinds", "ranks", *CLOCK]))
+OF_ROUNDS = tuple(name for one in measurements() if one.of_rounds for name in one.columns)
+COLUMNS = tuple(dict.fromkeys([*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", "text_kinds", *OF_ROUNDS, *CLOCK]))
 QUICK = 0.25
 ALLOWED = ("damaged", *integrity.REMEDIES)
 """The problems that `--allow` lets a reader ignore."""
@@ -254,10 +257,8 @@ def _frame(tables: Sequence[Any], run_settings: Sequence[Settings], info: RunInf
         categories = frame[name].cat.categories
         frame[name] = frame[name].cat.set_categories(sorted(categories))
     frame["weights_s"] = _weights_s(frame, info)
-    for num in HEADROOM:
-        # A rank beyond the candidates kept is unknown.
-        if info is not None and (info.identity.headroom or 0) < num:
-            frame[f"headroom_{num}"] = np.nan
+    for one in measurements():
+        frame = one.frame(frame, info)
     return frame
 
 
@@ -380,7 +381,7 @@ def _without_wholes(table: Any) -> Any:
         "audit",
         "prefill_s",
         "finish_reason",
-        "energy_j",
+        *MEASURED,
         "pass_s",
         *OF_ANSWERS,
     ):

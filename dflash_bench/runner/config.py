@@ -6,12 +6,13 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from dflash_bench.core.dialects import DIALECTS
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import Method
 from dflash_bench.core.option import (
     MOST_AT_A_TIME,
@@ -460,33 +461,6 @@ class DecodingOptions:
         conflicts=(rules.SERVED, rules.ENGINE_HERE),
         in_race=False,
     )
-    headroom: int | None = _measuring(
-        "After each answer, outside the clock, also record whether the right token was among the N likeliest of the "
-        "draft in each drafted place; 16 is usual. The report then says what acceptance would be if it were always "
-        "chosen from the best 4 or 16. At temperature 0, with dflash, eagle3, p-eagle, mtp, draft-model and "
-        "medusa:top_k=1.",
-        metavar="N",
-        minimum=2,
-        most=1024,
-        needs=(
-            condition(
-                lambda options: any(map(is_greedy, options.temperature)),
-                "above temperature 0: no single token is then the right one",
-                is_of_sweep=True,
-            ),
-        ),
-        conflicts=(rules.SERVED, rules.ENGINE_HERE),
-        in_race=False,
-    )
-    energy: bool = _measuring(
-        "Also measure joules per token, by the counters of this machine's processors (Linux; as a rule they want root) "
-        "and GPUs (dflash-bench[energy]).",
-        default=False,
-        conflicts=(
-            condition(rules.is_served, "with --server, which spends energy elsewhere"),
-            rules.one_process("--energy", lambda options: options.workers is not None),
-        ),
-    )
     unsafe_code: bool = _measuring(
         "Run model-written code even where it cannot be sandboxed. Without it, such code is not run there.",
         default=False,
@@ -672,8 +646,21 @@ class MachineOptions:
     """The address of the cluster that workers run in; None: on this machine."""
 
 
+if TYPE_CHECKING:
+
+    class MeasurementOptions:
+        """The options of measurements, which only their files know by name."""
+else:
+    MeasurementOptions = make_dataclass(
+        "MeasurementOptions",
+        [(one.name, *one.option) for one in measurements() if one.option is not None],
+        frozen=True,
+        kw_only=True,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
-class RunRequest(MachineOptions, DecodingOptions, ServerOptions, ModelOptions, PromptOptions):
+class RunRequest(MachineOptions, MeasurementOptions, DecodingOptions, ServerOptions, ModelOptions, PromptOptions):
     """Everything that decides a measurement; the fields of the groups come from the last group to the first."""
 
     def __post_init__(self) -> None:

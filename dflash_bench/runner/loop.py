@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dflash_bench.core.labels import common_prefix_length
+from dflash_bench.core.measurement import Columns, Instrument
 from dflash_bench.core.methods import is_imposed, is_lossy, is_probe
 from dflash_bench.core.types import NOBODY, Answer, Divergence, Generation, Message, Settings, TimedGeneration
 from dflash_bench.results.identity import short_names
@@ -28,6 +30,19 @@ from dflash_bench.tasks.scorers.base import Score
 #
 # An answer is saved once the baseline answer that it is compared with exists. A run of a single method has no
 # baseline: its answers are only audited.
+
+
+def _begun(plan: WorkPlan) -> Stopwatch:
+    """Return the stopwatch for a call, before which all instruments are read."""
+    for one in plan.instruments.values():
+        one.call_begins()
+    return Stopwatch()
+
+
+def _ended(plan: WorkPlan, watch: Stopwatch, answers: Sequence[Generation]) -> None:
+    for one in plan.instruments.values():
+        one.call_ends(answers)
+    watch.served(answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +90,10 @@ class Conversation:
                 continue
             self.watcher.begins(self.item.suite, self.doing(method))
             start_s = self.run.seconds()
-            with Stopwatch(self.plan.meter) as watch:
+            watch = _begun(self.plan)
+            with watch:
                 generation = self.backend.generate(method, messages, self.item.settings, self.item.repeat, watch)
-            watch.served([generation])
+            _ended(self.plan, watch, [generation])
             served = TimedGeneration(generation, 0.0, self.run.seconds() - start_s)
             record = self.record(method, turn, served, start_s, watch)
             if method == BASELINE and not record.generation.error and isinstance(self.backend, TimesPasses):
@@ -114,10 +130,13 @@ class Conversation:
         if request is None:
             (self.warm.late.add if watch.is_late(is_probe(method)) else self.warm.late.discard)(method)
         times = start_s + served.start_s, start_s + served.end_s
-        columns = watch.columns(request) | {"energy_j": watch.share(generation.num_tokens)}
-        record = self.item.record(method, turn, generation, times, columns)
+        more = watch.columns(request) | {"measured": self._columns(lambda one: one.answer(generation))}
+        record = self.item.record(method, turn, generation, times, more)
         self.watcher.measured(record, self.doing(method))
         return record
+
+    def _columns(self, of: Callable[[Instrument], Columns]) -> dict[str, Any]:
+        return {name: value for one in self.plan.instruments.values() for name, value in of(one).items()}
 
     def _baseline_answer(self, turn: int, repeat: int | None = None) -> Generation | None:
         """Return the stored answer of the plan's first method, in this repeat or another."""
@@ -140,15 +159,14 @@ class Conversation:
 
     def _recorded(self, record: Answer, messages: Sequence[Message]) -> Answer:
         """Add recorded drafts beyond the answer's rounds; nothing is timed any more."""
-        settings, generation, num = self.item.settings, record.generation, self.plan.num_candidates
+        settings, generation = self.item.settings, record.generation
+        more = self._columns(lambda one: one.judged(record, messages, self.backend))
+        record = replace(record, measured={**record.measured, **more})
         is_drafted = record.method != BASELINE and generation.error is None
-        if not (self.plan.records or num) or not is_drafted or not settings.greedy:
+        if not self.plan.records or not is_drafted or not settings.greedy:
             return record
         assert isinstance(self.backend, DecodesAgain)
-        if self.plan.records:
-            generation = self.backend.with_positions(record.method, messages, settings, generation)
-        if num is not None:
-            generation = self.backend.with_ranks(record.method, messages, settings, generation, num)
+        generation = self.backend.with_positions(record.method, messages, settings, generation)
         return replace(record, generation=generation)
 
     def _judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:
@@ -242,9 +260,10 @@ def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
         watcher.begins(item.suite, first.doing(method))
         start_s = run.seconds()
         counted = _Counted(watcher, item.suite, first.doing(method), len(requests))
-        with Stopwatch(first.plan.meter) as watch:
+        watch = _begun(first.plan)
+        with watch:
             answers = first.backend.serve(method, requests, item.settings, counted, watch)
-        watch.served([served.generation for served in answers])
+        _ended(first.plan, watch, [served.generation for served in answers])
         for number, (conversation, served) in enumerate(zip(conversations, answers, strict=True)):
             records.append((number, conversation.record(method, turn, served, start_s, watch, number)))
     answer_of = {number: record.generation for number, record in records if record.method == first.plan.first}

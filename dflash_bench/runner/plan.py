@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from itertools import product
 from typing import Any, cast
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.measurement import Instrument, opened
 from dflash_bench.core.methods import Method
 from dflash_bench.core.option import OptionSpec, check_options, options_of, refuse_without_effect
 from dflash_bench.core.types import CODE_SCORERS, Audit, Settings, is_greedy
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.runner import config, energy
+from dflash_bench.runner import config
 from dflash_bench.runner.config import RunRequest, require_prompts, schema_of
-from dflash_bench.runner.energy import EnergyMeter
 from dflash_bench.runner.rules import THINKING
 from dflash_bench.tasks import prompts, sandbox, scorers, suites
 from dflash_bench.tasks.scorers import evaluated, schema
@@ -167,7 +167,8 @@ class RunPlan:
     """The sandbox for code written by the model; without one it is not run, and not scored."""
     cache_bytes: int = 0
     """Size of the KV caches in bytes, once known."""
-    meter: EnergyMeter | None = None
+    instruments: Mapping[str, Instrument] = field(default_factory=dict)
+    """By the name of their measurement."""
     has_date: bool = False
     """Whether the user gave the date of the request."""
 
@@ -212,13 +213,11 @@ def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Ru
     for method in chosen:
         if request.record is not None and method.name != BASELINE:
             methods.require_recorded(method)
-        if request.headroom is not None and method.name != BASELINE:
-            methods.require_ranked(method)
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
-    meter = energy.meter() if request.energy else None
+    instruments = opened(request, [method for method in chosen if method.name != BASELINE])
     isolation = _isolation(request, loaded)
-    return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), isolation, meter=meter)
+    return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), isolation, instruments=instruments)
 
 
 def _with_unscored(loaded: Loaded) -> Loaded:

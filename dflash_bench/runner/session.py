@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.measurement import identities
 from dflash_bench.core.option import to_json
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import LINE_EVERY_S, Stages, progress_bar
@@ -327,7 +328,7 @@ def _plan(resolved: RunPlan, settings: Sequence[Settings], prepared: PreparedRun
     repeats, paddings = resolved.request.repeats, prepared.contexts.paddings
     return WorkPlan(
         resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.isolation, paddings,
-        resolved.request.record is not None, resolved.request.headroom, resolved.meter,
+        resolved.request.record is not None, resolved.instruments,
     )  # fmt: skip
 
 
@@ -394,7 +395,7 @@ def _info(
         "memory": prepared.memory,
         "contexts": prepared.contexts.about,
         **({"left_out": left_out} if (left_out := prepared.contexts.left_out) else {}),
-        **({"energy": plan.meter.names} if plan.meter else {}),
+        **{name: entry for name, one in plan.instruments.items() if (entry := one.starts()) is not None},
     }
 
 
@@ -413,7 +414,7 @@ def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described, prepared: P
         **({"order": DRAWN} if resolved.request.budget else {}),
         **({"unpinned": unpinned} if (unpinned := prepared.unpinned(resolved)) else {}),
         **({"record": resolved.request.record} if resolved.request.record else {}),
-        **({"headroom": resolved.request.headroom} if resolved.request.headroom else {}),
+        **identities(resolved.request),
         **({schema.NAME: schema.fingerprint(told)} if (told := schema_of(resolved.request)) else {}),
         **({"slo": objectives(resolved.request.slo)} if resolved.request.slo else {}),
         **backend.describe(),

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Literal
 
 from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Generation, TimedGeneration
-from dflash_bench.runner.energy import EnergyMeter
 
 BESIDE_S, ONCE_S = 0.02, 0.25
 """Seconds that calls of a method may spend outside their answers' times, usually and in a single call.
@@ -118,7 +117,7 @@ class Stopwatch:
     A round costs two clock readings and a few statements: half a microsecond on the host.
     """
 
-    def __init__(self, meter: EnergyMeter | None = None) -> None:
+    def __init__(self) -> None:
         self.answers: dict[int, AnswerMoments] = {}
         self.call_s = 0.0
         self.before_s = self.after_s = 0.0
@@ -127,15 +126,12 @@ class Stopwatch:
         """The tokens of all answers."""
         self.ended: list[int] = []
         """The number of passes before each answer ended, ascending."""
-        self._meter, self._joules = meter, 0.0
         self._num_passes = 0
         self._open: list[Moment] = []
         self._start = self._captured_s = 0.0
         self._waited_s: float | None = None
 
     def __enter__(self) -> Stopwatch:
-        # Not timed.
-        self._joules = self._meter.joules() if self._meter else 0.0
         self._waited_s = waited_s()
         self._start = time.perf_counter()
         return self
@@ -143,7 +139,6 @@ class Stopwatch:
     def __exit__(self, *_: object) -> None:
         end = time.perf_counter()
         self.call_s = end - self._start
-        self._joules = self._meter.joules() - self._joules if self._meter else 0.0
         if heard := [answer for answer in self.answers.values() if answer.first is not None]:
             self.after_s = end - max(answer.last.before for answer in heard) - self._waited()
             self.ended = sorted(answer.passes[2] for answer in heard)
@@ -197,12 +192,6 @@ class Stopwatch:
         """Count the tokens of all answers of the call."""
         self.num_prompt_tokens = sum(one.num_prompt_tokens for one in generations)
         self.num_tokens = sum(one.num_tokens for one in generations)
-
-    def share(self, num_tokens: int) -> float | None:
-        """Return the joules of an answer of `num_tokens` tokens; None if energy is not measured."""
-        if self._meter is None:
-            return None
-        return self._joules * num_tokens / self.num_tokens if self.num_tokens else self._joules
 
     def columns(self, request: int | None = None) -> dict[str, float | int | None]:
         """Return the clock columns of a request's record; by default of the answer that was decoded alone."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any, Protocol, runtime_checkable
 
+from dflash_bench.core.measurement import Instrument
 from dflash_bench.core.types import (
     GREEDY,
     Answer,
@@ -21,7 +22,6 @@ from dflash_bench.core.types import (
     TimedGeneration,
 )
 from dflash_bench.results.store import Key
-from dflash_bench.runner.energy import EnergyMeter
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.padding import Paddings
 from dflash_bench.tasks.sandbox import Isolation
@@ -100,9 +100,9 @@ class DecodesAgain(Protocol):
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation
     ) -> Generation: ...
 
-    def with_ranks(
+    def ranks(
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation, num: int
-    ) -> Generation: ...
+    ) -> tuple[int, ...] | None: ...
 
 
 @runtime_checkable
@@ -156,10 +156,8 @@ class WorkPlan:
     """The padding of prompts under settings with a context."""
     records: bool = False
     """Whether drafts at every position of greedy answers are recorded."""
-    num_candidates: int | None = None
-    """The number of the draft's likeliest tokens to search for the right token; None if ranks are not recorded."""
-    meter: EnergyMeter | None = None
-    """Counts joules; None if they are not measured."""
+    instruments: Mapping[str, Instrument] = field(default_factory=dict)
+    """By the name of their measurement."""
 
     @property
     def first(self) -> str:
@@ -269,12 +267,12 @@ class WorkItem:
         turn: int,
         generation: Generation,
         times: tuple[float, float],
-        clock: Mapping[str, Any] | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """Make a record; `times` are start and end on the run's clock, `clock` the columns of the stopwatch."""
+        """Make a record; `times` are start and end on the run's clock, `more` the fields that others observed."""
         return Answer(
             suite=self.suite, suite_version=self.loaded.suite.version, prompt_id=self.prompt.prompt_id,
             prompt_hash=prompt_hash(self.prompt), category=self.prompt.category, turn=turn, method=method,
             repeat=self.repeat, order=self.order + turn * len(self.methods) + self.methods.index(method),
-            generation=generation, settings=self.settings, start_s=times[0], end_s=times[1], **(clock or {}),
+            generation=generation, settings=self.settings, start_s=times[0], end_s=times[1], **(more or {}),
         )  # fmt: skip

@@ -12,11 +12,12 @@ import pytest
 
 from dflash_bench.analysis.compare import compare_methods, compare_runs, verdict
 from dflash_bench.analysis.concurrency import concurrency_curves, context_curves, points_of
-from dflash_bench.analysis.draft_quality import calibration, headroom_of
+from dflash_bench.analysis.draft_quality import calibration
 from dflash_bench.analysis.metrics import METRICS, Cell, summarise
 from dflash_bench.analysis.replay import ReplayCell, StoredAnswer
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.core.types import Answer, Generation, Settings
+from dflash_bench.measurements.headroom import headroom_of
 from dflash_bench.report import data, sections
 from dflash_bench.results import parts
 from dflash_bench.results.identity import settings_to_json
@@ -27,7 +28,9 @@ from helpers.runs import about, frame_of, known
 
 def answered(method: str, prompt: str, accepted: tuple[int, ...], emitted: tuple[int, ...], **place: Any) -> Answer:
     """An answer with these rounds after the token from prefill; whatever is not of `Answer` belongs to the rounds."""
-    of_answer = {name: place.pop(name) for name in ("exactness", "passed", "score", "energy_j") if name in place}
+    of_answer = {
+        name: place.pop(name) for name in ("exactness", "passed", "score", "energy_j", "ranks") if name in place
+    }
     tokens = tuple(range(100, 101 + sum(emitted)))
     generated = Generation(tokens, "", "stop", accepted=accepted, emitted=emitted, **place)
     return record(method, prompt, generated, **of_answer)
@@ -296,15 +299,11 @@ def test_headroom_looks_where_a_round_first_was_wrong() -> None:
     missed = answered(
         "dflash", "e", (0,), (1,), drafted=(2,), num_prompt_tokens=9, prefill_s=0.1, decode_s=0.1, ranks=(0, 1)
     )
-    for last, is_least in ((missed, False), (generation_of(missed, ranks=(0, -1)), True)):
+    for last, is_least in ((missed, False), (replace(missed, measured={"ranks": (0, -1)}), True)):
         rows = [*own, last]
         batch = parts.to_table(rows, {}).combine_chunks().to_batches()[0]
         stored = SimpleNamespace(settings=[missed.settings], batches=lambda _: [(batch, np.zeros(len(rows), int))])  # noqa: B023
-        run = SimpleNamespace(info=SimpleNamespace(identity=SimpleNamespace(headroom=32)), stored=stored)
+        run = SimpleNamespace(info=SimpleNamespace(identity=SimpleNamespace(entry=lambda name: 32)), stored=stored)
         (found,) = headroom_of(run, summarise(frame_of(ROWS), known()))  # type: ignore[arg-type]
         assert found.found == ((4, 1 / 5), (16, 3 / 5), (32, 4 / 5))
         assert (found.num_candidates, found.num_absent, found.is_least) == (32, 1, is_least)
-
-
-def generation_of(row: Answer, **changes: Any) -> Answer:
-    return replace(row, generation=replace(row.generation, **changes))

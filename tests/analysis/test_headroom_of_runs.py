@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 import dflash_bench as db
-from dflash_bench.analysis.draft_quality import headroom_of
-from dflash_bench.core.methods import METHODS, parse, require_ranked
+from dflash_bench.core.methods import METHODS, parse
 from dflash_bench.engine import backend
+from dflash_bench.measurements.headroom import headroom_of, require_ranked, sections
 from dflash_bench.report import plots
-from dflash_bench.report.replay import headroom
 from helpers import tiny
 from helpers.refusals import assert_refused
 
@@ -64,7 +63,7 @@ def test_drawn_answers_and_plain_ones_have_no_ranks(run: db.Run) -> None:
 
 
 def test_a_report_says_it_and_a_plot_draws_it(run: db.Run) -> None:
-    (section,) = headroom(run.document)
+    (section,) = sections(run.document)
     assert section.table is not None and len(section.table.rows) == 4
     by_method = {row.values[0]: row for row in section.table.rows}
     columns = [column.id for column in section.table.columns]
@@ -93,7 +92,7 @@ def test_answers_that_are_drafted_otherwise_again_are_left_out_and_counted(
     spoiled = measured(folder, "spoiled")
     found = headroom_of(spoiled.document.results, spoiled.document.cells)
     assert sum(one.num_absent for one in found) == 2
-    (section,) = headroom(spoiled.document)
+    (section,) = sections(spoiled.document)
     assert sum("drafted otherwise" in text for text in section.sentences) >= 1
 
 

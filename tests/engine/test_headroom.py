@@ -18,9 +18,10 @@ from dflash_bench.engine.recording import CandidateListener, record_ranks
 from dflash_bench.engine.rows import HostClock, Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
+from dflash_bench.measurements.headroom import leads
 from dflash_bench.models.nets.dflash import DFlashDraft
 from dflash_bench.results import laws, parts
-from dflash_bench.results.row_arrays import Facts, leads
+from dflash_bench.results.row_arrays import Facts
 from helpers.drafts import draft_model, medusa, mtp, p_eagle
 from helpers.drafts.tiny import DFLASH, PROMPTS
 from helpers.heads import HEADS, draft_of, drafter_of
@@ -41,13 +42,15 @@ def answered(target: Target, drafter: Any, prompt: Sequence[int], length: int = 
     return trace.generation(HostClock(), "", frozenset(), None)
 
 
-def ranked(target: Target, drafter: Any, prompt: Sequence[int], num: int = NUM) -> Generation:
+def ranked(
+    target: Target, drafter: Any, prompt: Sequence[int], num: int = NUM
+) -> tuple[Generation, tuple[int, ...] | None]:
     answer = answered(target, drafter, prompt)
-    return replace(answer, ranks=record_ranks(target, drafter, prompt, answer, GREEDY, num))
+    return answer, record_ranks(target, drafter, prompt, answer, GREEDY, num)
 
 
-def broken(answer: Generation) -> list[str]:
-    batch = parts.to_table([record("dflash", "p", answer)], {}).combine_chunks().to_batches()[0]
+def broken(answer: Generation, ranks: tuple[int, ...] | None) -> list[str]:
+    batch = parts.to_table([record("dflash", "p", answer, ranks=ranks)], {}).combine_chunks().to_batches()[0]
     return [*laws.faults(batch, Facts(blocks={}, ceiling=1e-3))]
 
 
@@ -102,40 +105,40 @@ def test_ranks_are_those_that_the_logits_of_the_measured_rounds_give(
 
 
 def test_the_law_holds_and_shifted_ranks_break_it(target: Target, often_right: DFlashDrafter) -> None:
-    answer = ranked(target, often_right, PROMPTS[1])
-    assert answer.ranks is not None and not broken(answer)
-    first_right = answer.ranks.index(1)
-    first_wrong = next(at for at, rank in enumerate(answer.ranks) if rank != 1)
+    answer, ranks = ranked(target, often_right, PROMPTS[1])
+    assert ranks is not None and not broken(answer, ranks)
+    first_right = ranks.index(1)
+    first_wrong = next(at for at, rank in enumerate(ranks) if rank != 1)
     spoiled = {
-        "one slot on": (0, *answer.ranks[:-1]), "one slot back": (*answer.ranks[1:], 0),
-        "all are right": (1,) * len(answer.ranks), "none is": (2,) * len(answer.ranks),
-        "too few": answer.ranks[:-1],
-        "a right one is unknown": (*answer.ranks[:first_right], -1, *answer.ranks[first_right + 1 :]),
-        "the first wrong one is unknown": (*answer.ranks[:first_wrong], -1, *answer.ranks[first_wrong + 1 :]),
-        "not a rank": tuple(-2 if rank == 0 else rank for rank in answer.ranks),
+        "one slot on": (0, *ranks[:-1]), "one slot back": (*ranks[1:], 0),
+        "all are right": (1,) * len(ranks), "none is": (2,) * len(ranks),
+        "too few": ranks[:-1],
+        "a right one is unknown": (*ranks[:first_right], -1, *ranks[first_right + 1 :]),
+        "the first wrong one is unknown": (*ranks[:first_wrong], -1, *ranks[first_wrong + 1 :]),
+        "not a rank": tuple(-2 if rank == 0 else rank for rank in ranks),
     }  # fmt: skip
-    for what, ranks in spoiled.items():
-        assert broken(replace(answer, ranks=ranks)) == [LAW], what
-    assert not broken(replace(answer, ranks=None))
+    for what, other in spoiled.items():
+        assert broken(answer, other) == [LAW], what
+    assert not broken(answer, None)
 
 
 def test_choosing_from_more_accepts_as_much_or_more(target: Target, often_right: DFlashDrafter) -> None:
-    answer = ranked(target, often_right, PROMPTS[1])
-    ranks, drafted = torch.tensor(answer.ranks).numpy(), torch.tensor(answer.drafted).numpy()
-    one, four, sixteen = (leads(ranks, drafted, drafted, num) for num in (1, 4, 16))
+    answer, ranks = ranked(target, often_right, PROMPTS[1])
+    places, drafted = torch.tensor(ranks).numpy(), torch.tensor(answer.drafted).numpy()
+    one, four, sixteen = (leads(places, drafted, drafted, num) for num in (1, 4, 16))
     assert tuple(one) == answer.accepted
     assert (one <= four).all() and (four <= sixteen).all() and one.sum() < four.sum() < sixteen.sum() < drafted.sum()
-    few = ranked(target, often_right, PROMPTS[1], num=4)
-    assert few.ranks == tuple(rank if rank <= 4 else 0 for rank in answer.ranks or ())
+    _, few = ranked(target, often_right, PROMPTS[1], num=4)
+    assert few == tuple(rank if rank <= 4 else 0 for rank in ranks or ())
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_head_is_ranked_by_what_it_chose_from(target: Target, kind: str) -> None:
-    answer = ranked(target, drafter_of(target, kind), PROMPTS[1])
-    assert answer.ranks is not None and not broken(answer)
-    assert any(rank > 1 for rank in answer.ranks) or kind in OF_CANDIDATES
+    answer, ranks = ranked(target, drafter_of(target, kind), PROMPTS[1])
+    assert ranks is not None and not broken(answer, ranks)
+    assert any(rank > 1 for rank in ranks) or kind in OF_CANDIDATES
     # XPress chooses all tokens of a block at once; the others go from left to right.
-    assert (-1 in answer.ranks) == ("xpress" not in kind)
+    assert (-1 in ranks) == ("xpress" not in kind)
 
 
 OTHERS: dict[str, tuple[Callable[[Target], Any], bool]] = {
@@ -150,9 +153,9 @@ OTHERS: dict[str, tuple[Callable[[Target], Any], bool]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_chains_of_logits_are_ranked(target: Target, name: str) -> None:
     make, is_by_token = OTHERS[name]
-    answer = ranked(target, make(target), PROMPTS[1], num=97)
-    assert answer.ranks is not None and not broken(answer) and 0 not in answer.ranks
-    assert any(rank > 1 for rank in answer.ranks) and (-1 in answer.ranks) == is_by_token
+    answer, ranks = ranked(target, make(target), PROMPTS[1], num=97)
+    assert ranks is not None and not broken(answer, ranks) and 0 not in ranks
+    assert any(rank > 1 for rank in ranks) and (-1 in ranks) == is_by_token
 
 
 def test_candidates_are_ranked_by_their_scores_and_named_by_the_targets_ids(target: Target) -> None:
@@ -164,14 +167,12 @@ def test_candidates_are_ranked_by_their_scores_and_named_by_the_targets_ids(targ
 
 
 def test_what_a_cut_leaves_out_is_not_accepted_from_any_candidates(target: Target) -> None:
-    answer = ranked(
+    answer, ranks = ranked(
         target, CutDFlashDrafter(draft_of("gated"), target.embedding, target.head, threshold=0.4), PROMPTS[1]
     )
-    assert answer.ranks is not None and answer.verified is not None and not broken(answer)
-    ranks, drafted, verified = (
-        torch.tensor(values).numpy() for values in (answer.ranks, answer.drafted, answer.verified)
-    )
-    assert (leads(ranks, drafted, verified, 1000) <= verified).all() and (verified < drafted).any()
+    assert ranks is not None and answer.verified is not None and not broken(answer, ranks)
+    places, drafted, verified = (torch.tensor(values).numpy() for values in (ranks, answer.drafted, answer.verified))
+    assert (leads(places, drafted, verified, 1000) <= verified).all() and (verified < drafted).any()
 
 
 def test_rounds_that_are_others_the_second_time_have_no_ranks(target: Target, often_right: DFlashDrafter) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from dflash_bench.core import measurement
 from dflash_bench.core.types import Answer, Generation
 
 
@@ -35,7 +36,7 @@ def generation(accepted: Sequence[int] | None, block: int = 0, **changes: Any) -
 
 
 def record(method: str, prompt_id: str, generated: Generation, /, **changes: Any) -> Answer:
-    common = {
+    common: dict[str, Any] = {
         "suite": "gsm8k",
         "suite_version": 1,
         "prompt_hash": f"hash of {prompt_id}",
@@ -44,7 +45,9 @@ def record(method: str, prompt_id: str, generated: Generation, /, **changes: Any
         "repeat": 0,
         "order": 0,
     }
-    return Answer(**{**common, "method": method, "prompt_id": prompt_id, "generation": generated, **changes})
+    measured = {name: changes.pop(name) for name in measurement.columns() if name in changes}
+    common |= {"method": method, "prompt_id": prompt_id, "generation": generated, "measured": measured}
+    return Answer(**{**common, **changes})
 
 
 def plain(prompt_id: str, num_steps: int, changes: dict[str, Any] | None = None, **place: Any) -> Answer:

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.measurement import columns
 from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, Answer, Divergence, Exactness, Generation, Settings
 from dflash_bench.results import parts as stored_parts
 from dflash_bench.results import store
@@ -170,7 +171,12 @@ def test_every_field_of_the_records_has_a_column_and_every_column_a_field() -> N
     names = {field.name for kind in (Answer, Generation, Settings) for field in fields(kind)}
     places = {column for of_place in stored_parts.PLACES.values() for column in of_place.values()}
     of_run = {*OF_RUN, "method_name", "method_options", "draft", "draft_kind", "source", "settings_id"}
-    assert set(stored_parts.COLUMNS) == names - {"generation", "settings", *stored_parts.PLACES} | places | of_run
+    assert set(stored_parts.COLUMNS) == names - {
+        "generation",
+        "settings",
+        "measured",
+        *stored_parts.PLACES,
+    } | places | of_run | {*columns()}
 
 
 def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) -> None:

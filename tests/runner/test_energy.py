@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from types import ModuleType
 
@@ -13,10 +12,8 @@ import pytest
 
 import dflash_bench as db
 from dflash_bench.core.types import Generation
+from dflash_bench.measurements import energy
 from dflash_bench.results.run_info import read_info
-from dflash_bench.runner import energy
-from dflash_bench.runner.stopwatch import Stopwatch
-from helpers import tiny
 from helpers.fake_backend import FakeBackend, install, main
 
 ASKED = ("run", "--suite", "gsm8k", "--limit", "4", "--method", "dflash", "--out", "out")
@@ -50,7 +47,7 @@ def test_zones_that_contain_one_another_are_counted_once(powercap: Path) -> None
         plant(powercap, zone, name, joules * 1_000_000)
     (powercap / "intel-rapl:2").mkdir()  # one that nobody may read
     meter = energy.meter()
-    assert (meter.names, meter.joules()) == (["package-0", "dram"], 101.0)
+    assert (meter.starts(), meter.joules()) == (["package-0", "dram"], 101.0)
 
 
 def test_a_counter_begins_anew_behind_its_largest_number(powercap: Path) -> None:
@@ -77,36 +74,19 @@ def test_gpus_that_count_join_and_others_do_not(powercap: Path, monkeypatch: pyt
     nvml.nvmlDeviceGetTotalEnergyConsumption = used  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     meter = energy.meter()
-    assert (meter.names, meter.joules()) == (["GPU 0"], 2.5)
+    assert (meter.starts(), meter.joules()) == (["GPU 0"], 2.5)
 
 
 def test_answers_decoded_together_share_by_their_tokens(powercap: Path) -> None:
     counter = plant(powercap, "intel-rapl:0", "package-0")
-    watch = Stopwatch(energy.meter())
-    with watch:
-        add(counter, 6_000_000)
-    assert watch.share(5) == 6.0
-    watch.num_tokens = 12
-    assert [watch.share(tokens) for tokens in (2, 10)] == [1.0, 5.0]
-    assert Stopwatch().share(5) is None
-
-
-def test_a_wave_is_told_once(powercap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = count(step=5)
-
-    class Ticking:
-        names = ("ticks",)
-
-        def joules(self) -> int:
-            return next(readings)
-
-    monkeypatch.setattr(energy, "meter", Ticking)
-    Path("p.jsonl").write_text("".join(json.dumps({"prompt": f"What is {n} times 7?"}) + "\n" for n in (3, 4)))
-    tiny.build(powercap.with_name("model"))
-    run = db.run(
-        model="model", prompts="p.jsonl", methods="ngram:2", max_new_tokens=8, concurrency=2, out="out", energy=True
-    )
-    assert dict(run.answers.groupby("method")["energy_j"].sum()) == {"ar": 5.0, "ngram:2": 5.0}
+    meter = energy.meter()
+    meter.call_begins()
+    add(counter, 6_000_000)
+    few, many = (Generation(tuple(range(num)), "", "stop", 1, 0.1, 0.1) for num in (2, 10))
+    meter.call_ends([few, many])
+    assert [meter.answer(one)["energy_j"] for one in (few, many)] == [1.0, 5.0]
+    meter.num_tokens = 0
+    assert meter.answer(few) == {"energy_j": 6.0}
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from dflash_bench.analysis.compare import Difference
 from dflash_bench.analysis.concurrency import SpeedPoint
 from dflash_bench.core.errors import unknown
 from dflash_bench.core.files import require_output, write_output
+from dflash_bench.core.measurement import measurements
 from dflash_bench.perf.verdict import ProfiledBatch
 from dflash_bench.report.plots import acceptance, series, speed
 from dflash_bench.report.plots.curves import History, profile, training, trend
@@ -35,7 +36,7 @@ PLOTS: dict[str, Callable[[Material], Any]] = {
     "speedup": speed.speedup, "acceptance": acceptance.histogram, "positions": acceptance.positions,
     "output": acceptance.output, "rounds": speed.rounds, "prompts": speed.prompts,
     "load": series.load, "frontier": series.frontier, "sweep": series.sweep, "context": series.context,
-    "headroom": acceptance.headroom, "reliability": acceptance.reliability,
+    "reliability": acceptance.reliability,
 }  # fmt: skip
 CAPTIONS = {
     "speedup": "Seconds per token of plain decoding divided by those of the method, over the same answers.",
@@ -47,11 +48,12 @@ CAPTIONS = {
     "frontier": "Each point is a method under a load: to the left one answer comes faster, higher up all together do.",
     "sweep": "Where acceptance still rises but the speed-up does not, the longer round costs what the draft gains.",
     "context": "Where tokens a round fall below the dashed line, a longer context costs more than the draft gains.",
-    "headroom": "Hatched: the right token was among the draft's best, and a better choice among them would pay. What "
-    "is left up to the limit only another draft can bring.",
     "reliability": "Below the dashed line the draft is surer of itself than it should be, above it less sure.",
     "prompts": "Each point is a prompt: plain decoding's time per token across, the method's up. Lower is faster.",
 }
+for _measurement in measurements():
+    for _name, (_caption, _draw) in _measurement.plots.items():
+        PLOTS[_name], CAPTIONS[_name] = _draw, _caption
 
 
 def check_kind(kind: str, paper: str | None = None) -> None:
@@ -69,9 +71,9 @@ def names_for(material: Material) -> list[str]:
         "load": not material.document.loads,
         "frontier": not material.document.loads,
         "context": not by_context(material.cells),
-        "headroom": material.info.identity.headroom is None,
         "reliability": material.info.identity.record is None,
     }
+    lacking |= {name: not one.is_in(material.info) for one in measurements() for name in one.plots}
     return [name for name in PLOTS if not lacking.get(name)]
 
 

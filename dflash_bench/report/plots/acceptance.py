@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis.draft_quality import calibrations, headroom_of
+from dflash_bench.analysis.draft_quality import calibrations
 from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.report.plots.style import (
-    GRID,
     INK,
     MUTED,
     Group,
@@ -18,7 +17,6 @@ from dflash_bench.report.plots.style import (
     NothingToPlotError,
     bars_note,
     finish,
-    group_of,
     key_of,
     looks,
     mark,
@@ -26,7 +24,6 @@ from dflash_bench.report.plots.style import (
     panels,
     told,
     top_of,
-    type_size,
 )
 from dflash_bench.results.rounds import Histogram, accept_at
 
@@ -130,57 +127,6 @@ def _reached(counts: Histogram, method: str) -> list[tuple[int, float, float | N
 
 
 # Quality of a draft: the right token among its best candidates, and the reliability of its confidence.
-
-
-PARTS = {"al.pooled": "", "headroom.4": "///", "headroom.16": "\\\\\\"}
-"""Stacked parts of a bar, with their hatches."""
-
-
-def headroom(material: Material) -> Any:
-    """Draw al.pooled, and its value with the right token of the best 4 and 16, up to the limit of the block."""
-    found = {(*group_of(one.cell), one.cell.method): one for one in _known_headroom(material)}
-    look, groups = looks(material.methods), [group for group in material.groups if any(group == k[:2] for k in found)]
-    methods = [method for method in material.drafting if any(key[2] == method for key in found)]
-    figure, axes_of = panels(groups, 0.7 + 0.3 * len(methods), material.label, sharex=True)
-    for group, axes in axes_of.items():
-        mark(axes, suite=group[0], settings=group[1])
-        shown = [method for method in methods if (*group, method) in found]
-        for place, method in enumerate(shown):
-            one, left = found[*group, method], 0.0
-            mark(axes.barh(place, one.cell.widest, 0.72, color=GRID, label="up to the limit"), method=method)
-            for shade, (name, hatch) in zip((1.0, 0.6, 0.35), PARTS.items(), strict=True):
-                value = one.cell.value(name)
-                if value is None:
-                    continue
-                bar = axes.barh(place, value - left, 0.72, left=left, color=look[method]["color"], alpha=shade,
-                                hatch=hatch, label=name)  # fmt: skip
-                mark(bar, method=method)
-                left = value
-            text = f"{'≥ ' if one.is_least else ''}{left:.3g}"
-            axes.annotate(text, (left, place), (4, 0), textcoords="offset points", va="center", fontsize=type_size(10))
-        axes.set_yticks(range(len(shown)), shown)
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-    name_axes(axes_of, "tokens a round", "")
-    handles = _neutral(axes_of)
-    least = "≥: known up to the first wrong token" if any(one.is_least for one in found.values()) else ""
-    return finish(figure, axes_of, "Train more, or rerank?", least, len(groups), handles)
-
-
-def _known_headroom(material: Material) -> Any:
-    found = headroom_of(material.document.results, material.cells)
-    if not found:
-        raise NothingToPlotError("the run recorded no ranks: measure with --headroom 16")
-    return found
-
-
-def _neutral(axes_of: Any) -> list[Any]:
-    """Return the legend's entries, whose shades hold for all methods' colours."""
-    from matplotlib.patches import Patch
-
-    shades = zip((1.0, 0.6, 0.35), PARTS.items(), strict=True)
-    entries = [Patch(color=MUTED, alpha=shade, hatch=hatch, label=name) for shade, (name, hatch) in shades]
-    return [*entries, Patch(color=GRID, label="up to the limit")]
 
 
 def reliability(material: Material) -> Any:

@@ -11,9 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.measurement import Columns, Instrument, Measurement
+from dflash_bench.core.metric import Metric, Shown
+from dflash_bench.core.option import condition, under
+from dflash_bench.runner import rules
+
+if TYPE_CHECKING:
+    from dflash_bench.core.types import Generation
 
 POWERCAP = Path("/sys/class/powercap")
 ZONES = "intel-rapl:*"
@@ -58,21 +65,32 @@ class GpuCounter:
         return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu)) / 1000
 
 
-class EnergyMeter:
-    """All counters of the machine together."""
+class EnergyMeter(Instrument):
+    """All counters of the machine together; answers of one call share its joules by their tokens."""
 
     def __init__(self, counters: Sequence[EnergyCounter]) -> None:
         self.counters = tuple(counters)
-
-    @property
-    def names(self) -> list[str]:
-        return [counter.name for counter in self.counters]
+        self.num_tokens, self._joules = 0, 0.0
 
     def joules(self) -> float:
         return sum(counter.joules() for counter in self.counters)
 
+    def starts(self) -> list[str]:
+        return [counter.name for counter in self.counters]
 
-def meter() -> EnergyMeter:
+    def call_begins(self) -> None:
+        self._joules = self.joules()
+
+    def call_ends(self, answers: Sequence[Generation]) -> None:
+        self._joules = self.joules() - self._joules
+        self.num_tokens = sum(answer.num_tokens for answer in answers)
+
+    def answer(self, answer: Generation) -> Columns:
+        share = answer.num_tokens / self.num_tokens if self.num_tokens else 1.0
+        return {"energy_j": self._joules * share}
+
+
+def meter(*_: object) -> EnergyMeter:
     """Return the machine's meter. Raises UserError if there is no counter."""
     found = [*_zones(POWERCAP), *_gpus()]
     if not found:
@@ -106,3 +124,32 @@ def _gpus() -> Iterator[EnergyCounter]:
             yield GpuCounter(nvml, index)
         except nvml.NVMLError:
             continue
+
+
+MEASUREMENT = Measurement(
+    name="energy",
+    option=(bool, under("Measuring")(
+        "Also measure joules per token, by the counters of this machine's processors (Linux; as a rule they want root) "
+        "and GPUs (dflash-bench[energy]).",
+        default=False,
+        conflicts=(
+            condition(rules.is_served, "with --server, which spends energy elsewhere"),
+            rules.one_process("--energy", lambda options: options.workers is not None),
+        ),
+    )),
+    opens=meter,
+    entry=list[str],
+    columns={"energy_j": "double"},
+    sums={
+        "energy_j": lambda rows: rows["energy_j"],
+        "energy_tokens": lambda rows: rows.where_known("energy_j", "num_tokens"),
+    },
+    metrics=(
+        Metric(
+            id="joules_per_token",
+            formula="energy of the machine while answers were made, prompts included / sum(T); its idle power counts",
+            unit="J/token", top=("energy_j",), bottom=("energy_tokens",), higher_is_better=False, is_timing=True,
+            shown=(Shown("results", 8, "J/token", digits=3, is_optional=True),),
+        ),
+    ),
+)  # fmt: skip

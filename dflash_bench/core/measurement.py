@@ -1,0 +1,137 @@
+"""Measurements: what a run can record beside tokens, rounds and times, each declared in one file.
+
+A `Measurement` declares its option, the columns of its rows, what it does during a run (an `Instrument`), the row
+checks, sums and metrics made from its columns, and what reports show of it. Ours are in `dflash_bench.measurements`,
+others are entry points of the group `dflash_bench.measurements`. The packages that run, store, analyse and report know
+them only by this interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING, Any
+
+from dflash_bench.core.metric import Metric
+from dflash_bench.core.plugins import Registry
+
+if TYPE_CHECKING:
+    from dflash_bench.core.methods import Method
+    from dflash_bench.core.types import Answer, Generation, Message
+
+GROUP = "dflash_bench.measurements"
+OWN = ("headroom", "energy")
+"""Our own, in the order of --help: modules of `dflash_bench.measurements`, which hold a `MEASUREMENT`."""
+Columns = Mapping[str, Any]
+"""Values by column, for one row."""
+
+
+class Instrument:
+    """What a measurement does during a run; a subclass has only the hooks that it needs.
+
+    An instrument is opened once per run, before models are loaded. With workers, each job gets a copy.
+    """
+
+    def starts(self) -> Any:
+        """Return the measurement's entry in `run.json`; None for none."""
+        return None
+
+    def connected(self, backend: Any) -> None:
+        """Servers were reached, and nothing was asked yet."""
+
+    def call_begins(self) -> None:
+        """A backend is about to be called; this is not timed."""
+
+    def call_ends(self, answers: Sequence[Generation]) -> None:
+        """The call has ended, with its answers."""
+
+    def answer(self, answer: Generation) -> Columns:
+        """Return the columns of an answer of the last call."""
+        return {}
+
+    def judged(self, record: Answer, messages: Sequence[Message], backend: Any) -> Columns:
+        """Return the columns of a judged answer to `messages`; nothing is timed any more."""
+        return {}
+
+    def ends(self, launched: Any) -> Any:
+        """Return the entry in `run.json` once all is measured; None for none. `launched` are the run's own servers."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """A measurement; whatever it lacks is empty. Functions import what is heavy when they are called."""
+
+    name: str
+    """Name of its option, and of its entry in `run.json`."""
+    option: tuple[Any, Any] | None = None
+    """Type and field of its option (`core.option.under`); without one it is part of every run."""
+    opens: Callable[[Any, Sequence[Method]], Instrument]
+    """Called with the options and drafting methods of a run that asks for it. Raises UserError if it cannot measure."""
+    identity: Callable[[Any], Any] = lambda options: None
+    """Returns what decides the answers or rows of a run, and so belongs to its identity; None for nothing."""
+    entry: Any = None
+    """Type of its entry in `run.json`, as pydantic checks it; None if it has none."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Arrow type by column of a row, such as "double" or "list of int16". Numbers are also columns of the frame."""
+    checks: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    """By what is wrong with a row, a function of `RowArrays` that returns the mask of such rows, [rows]."""
+    of_rounds: Callable[[Any, Any], Mapping[str, Any]] | None = None
+    """Returns values per round, [rounds], by column of the frame, which holds their sums; its arguments are an Arrow
+    batch of answers and each round's row in it. NaN where a value is unknown."""
+    frame: Callable[[Any, Any], Any] = lambda frame, info: frame
+    """Returns the frame of a run with what only its `RunInfo` can add or take away."""
+    sums: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    """By name, what each answer adds to the sums that metrics divide: a function of `AnswerColumns`, [answers]."""
+    metrics: tuple[Metric, ...] = ()
+    sections: Callable[[Any], Sequence[Any]] = lambda document: ()
+    """Returns the sections of a run's report; empty if the run did not measure it."""
+    plots: Mapping[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
+    """By name, the caption of a plot and the function that draws it, or raises NothingToPlotError."""
+    findings: Mapping[str, tuple[Callable[[Any], Any], Any, Any]] = field(default_factory=dict)
+    """By code, the check of a cell (`CellContext` to `Observation` or None), its text, and its remedy."""
+
+    def is_asked(self, options: Any) -> bool:
+        """Return whether a run with these options measures it."""
+        return self.option is None or getattr(options, self.name) != self.option[1].default
+
+    def is_in(self, info: Any) -> bool:
+        """Return whether the run with this `RunInfo` has an entry of it."""
+        return info.entry(self.name) is not None or info.identity.entry(self.name) is not None
+
+    @property
+    def numbers(self) -> list[str]:
+        """Return the columns that are numbers, not lists."""
+        return [name for name, kind in self.columns.items() if not kind.startswith("list")]
+
+
+def _measurement(name: str, entry: object) -> Measurement:
+    if not isinstance(entry, Measurement) or entry.name != name:
+        raise TypeError(f"it is no Measurement of the name {name}, but {entry!r:.60}")
+    return entry
+
+
+@cache
+def measurements() -> tuple[Measurement, ...]:
+    """Return all measurements, our own first. Raises UserError for a broken plug-in."""
+    own = {name: EntryPoint(name, f"{GROUP}.{name}:MEASUREMENT", GROUP) for name in OWN}
+    return (*Registry(GROUP, own, _measurement).values(),)
+
+
+def opened(options: Any, methods: Sequence[Method]) -> dict[str, Instrument]:
+    """Return the instruments of a run with these options, by name. Raises UserError if it cannot be measured."""
+    return {one.name: one.opens(options, methods) for one in measurements() if one.is_asked(options)}
+
+
+def identities(options: Any) -> dict[str, Any]:
+    """Return what measurements add to the identity of a run with these options."""
+    found = {one.name: one.identity(options) for one in measurements() if one.is_asked(options)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@cache
+def columns() -> dict[str, str]:
+    """Return the Arrow type of each column of all measurements."""
+    return {name: kind for one in measurements() for name, kind in one.columns.items()}
