@@ -27,6 +27,7 @@ from dflash_bench.analysis.metrics import (
 from dflash_bench.analysis.noise import RunNoise
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.measurement import measurements
 from dflash_bench.core.types import CellKey
 from dflash_bench.results.identity import full_names, servers_in_words, settings_of, settings_to_json, short_names
 from dflash_bench.results.rounds import plain_answers
@@ -419,7 +420,7 @@ def _decisive(info: RunInfo) -> dict[str, dict[str, Any]]:
         if method.num_drafts is not None
     }
     suites, computed = identity.suites, _computed(identity)
-    return {
+    found: dict[str, dict[str, Any]] = {
         "suite": {f"version of {name}": suite.version for name, suite in suites.items()},
         "prompts": ({DATE: identity.date} if identity.date else {})
         | {f"style of {name}": suite.style for name, suite in suites.items()}
@@ -430,12 +431,17 @@ def _decisive(info: RunInfo) -> dict[str, dict[str, Any]]:
         },
         "model": _named(identity, "model") | {"revision of target": revisions.get("target")},
         "draft": drafts | lengths,
-        "sampling": _named(identity, "seed") | {"JSON schema": identity.json_schema or "none"},
+        "sampling": _named(identity, "seed"),
         "limits": _named(identity, "max_new_tokens", "repeats"),
         "dtype": computed["dtype"],
         "engine": {"engine": identity.engine or "local"} | servers_in_words(identity),
         "device": computed["device"] | {"processor": machine.cpu, "GPUs": [gpu.name for gpu in machine.gpus]},
     }
+    for one in measurements():
+        if one.difference is not None:
+            kind, words = one.difference
+            found[kind][words] = identity.entry(one.name) or "none"
+    return found
 
 
 def _computed(identity: RunIdentity) -> dict[str, dict[str, Any]]:

@@ -208,8 +208,8 @@ class ServerRequest:
     settings: Settings
     max_new_tokens: int
     seed: int
-    json_schema: Mapping[str, Any] | None = field(default=None, kw_only=True)
-    """The schema of the answer, for servers that support constrained output."""
+    in_chats: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    """More fields for chats, in OpenAI's format, such as response_format."""
     salt: str | None
     """Differs between requests, so that servers reuse nothing of another request; None if reuse is allowed."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dflash_bench.core.types import Answer, Generation, Message
 
 GROUP = "dflash_bench.measurements"
-OWN = ("headroom", "energy")
+OWN = ("record", "headroom", "energy", "json_schema", "prefix_reuse", "text_kinds")
 """Our own, in the order of --help: modules of `dflash_bench.measurements`, which hold a `MEASUREMENT`."""
 Columns = Mapping[str, Any]
 """Values by column, for one row."""
@@ -60,6 +60,16 @@ class Instrument:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """The stretches that an answer is divided into; a round belongs to the stretch in which it begins."""
+
+    names: tuple[str, ...]
+    of_rounds: Callable[[Any, Any, Any], Any]
+    """Returns the index in `names` of each round, [rounds]. Its arguments: an Arrow batch of answers, the number of
+    tokens of its answer before each round, and each round's row in the batch."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """A measurement; whatever it lacks is empty. Functions import what is heavy when they are called."""
@@ -72,6 +82,10 @@ class Measurement:
     """Called with the options and drafting methods of a run that asks for it. Raises UserError if it cannot measure."""
     identity: Callable[[Any], Any] = lambda options: None
     """Returns what decides the answers or rows of a run, and so belongs to its identity; None for nothing."""
+    difference: tuple[str, str] | None = None
+    """If runs whose identities differ in it are unlike: the kind of difference, and its words in `compare`."""
+    prompts: Callable[[Any, Sequence[Any]], Sequence[Any]] = lambda options, suites: suites
+    """Returns the loaded suites of a run that asks for it, such as with another scorer."""
     entry: Any = None
     """Type of its entry in `run.json`, as pydantic checks it; None if it has none."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -81,6 +95,8 @@ class Measurement:
     of_rounds: Callable[[Any, Any], Mapping[str, Any]] | None = None
     """Returns values per round, [rounds], by column of the frame, which holds their sums; its arguments are an Arrow
     batch of answers and each round's row in it. NaN where a value is unknown."""
+    stretches: Mapping[str, Stretches] = field(default_factory=dict)
+    """Slices for `--by` that divide answers by their rounds."""
     frame: Callable[[Any, Any], Any] = lambda frame, info: frame
     """Returns the frame of a run with what only its `RunInfo` can add or take away."""
     sums: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)

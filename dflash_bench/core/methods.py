@@ -510,16 +510,6 @@ def is_probe(label: str) -> bool:
     return kind is not None and kind.is_probe
 
 
-def require_recorded(method: Method) -> None:
-    """Raise UserError for a method whose draft at a position depends on more than the text committed there."""
-    known = ", ".join(kind.name for kind in METHODS.values() if kind.is_recorded)
-    if not method.kind.is_recorded:
-        why = "trees" if method.kind.shape == "tree" else "not the same number of tokens by the text alone"
-        raise UserError(f"--record: {method.label} drafts {why}; methods that can be recorded: {known}")
-    if "auto" in method.options.values():
-        raise UserError(f"--record: {method.label} chooses by times of earlier rounds; give it a number")
-
-
 def has_draft(label: str) -> bool:
     """Return whether it drafts with a trained network; True for unknown methods."""
     kind = METHODS.get(name_of(label))

@@ -217,20 +217,8 @@ class Generation:
     """Why totals are missing although rounds are hidden."""
     verified: tuple[int, ...] | None = None
     """[S] Drafted tokens per round that could be accepted, for drafts truncated before verification; None if all."""
-    recorded_ids: tuple[int, ...] | None = None
-    """[(T - 1) * N] The N tokens that the draft proposes after each token but the last; None if not recorded."""
-    recorded_accepted: tuple[int, ...] | None = None
-    """[T - 1] How many of these N tokens in a row match the target's own, also beyond the end of the answer."""
-    recorded_scores: tuple[float, ...] | None = None
-    """[(T - 1) * N] The draft's probability that each is accepted if its predecessors are; None if not available."""
-    recorded_draft_s: tuple[float, ...] | None = None
-    """[N] Seconds until 1, 2, ... N tokens of such a draft existed; None if it is not made token by token."""
-    recorded_verify_s: tuple[float, ...] | None = None
-    """[N + 1] Seconds to verify there with a target pass over 1, 2, ... N + 1 tokens."""
     num_thinking_chars: int | None = None
     """Characters of `text` that are thinking, with its marks. None, as in older runs: all of it is the answer."""
-    text_kinds: tuple[int, ...] | None = None
-    """[T] Each token's kind of text, as an index into `text_kinds.KINDS`; None without a tokenizer."""
 
     @property
     def hides_tokens(self) -> bool:

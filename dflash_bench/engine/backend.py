@@ -6,7 +6,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -34,7 +34,7 @@ from dflash_bench.engine.graphs import GraphCache, cuda_graph, inductor, keep_co
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.judge_weights import ChatJudge, chat_judge_of, judge_of_model
 from dflash_bench.engine.loop import decode
-from dflash_bench.engine.recording import record_positions, record_ranks
+from dflash_bench.engine.recording import Recorded, record_positions, record_ranks
 from dflash_bench.engine.rows import Clock, DecodingError, Limits, Round, clock_for
 from dflash_bench.engine.sampling import Sampling, inverse_cdf, likeliest, probabilities
 from dflash_bench.engine.selection import compile_like, network_name, target_of
@@ -520,18 +520,12 @@ class LocalBackend:
         """Return the answer with its amount of thinking (`chat.with_thinking`)."""
         return chat.with_thinking(self.tokenizer, prompt, generation)
 
-    def with_positions(
+    def positions(
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation
-    ) -> Generation:
-        """Return a greedy answer with the method's draft at each of its positions (`recording.py`)."""
+    ) -> Recorded | None:
+        """Return the method's draft at each position of a greedy answer (`recording.py`)."""
         prompt, sampling = self.encode(messages, settings), Sampling.of(settings)
-        found = record_positions(self.target, self.drafters[method], prompt, generation.token_ids, sampling)
-        if found is None:
-            return generation
-        return replace(
-            generation, recorded_ids=found.ids, recorded_accepted=found.accepted, recorded_scores=found.scores,
-            recorded_draft_s=found.draft_s, recorded_verify_s=found.verify_s,
-        )  # fmt: skip
+        return record_positions(self.target, self.drafters[method], prompt, generation.token_ids, sampling)
 
     def ranks(
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation, num: int

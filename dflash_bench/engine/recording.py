@@ -44,9 +44,9 @@ class Recorded:
     """[P * N], the draft's estimate that a token is accepted if all before it are: from its confidence head, or else
     the token's probability. None for drafts without probabilities."""
     draft_s: tuple[float, ...] | None
-    """[N], as `Generation.recorded_draft_s`; medians over positions."""
+    """[N], seconds until 1, 2, ... N tokens of a draft existed, medians over positions; None unless made one by one."""
     verify_s: tuple[float, ...] | None
-    """[N + 1], as `Generation.recorded_verify_s`; None for fewer positions."""
+    """[N + 1], seconds of target passes over 1, 2, ... N + 1 tokens; None for fewer positions."""
 
 
 Span = tuple[object, object]

@@ -14,7 +14,7 @@ from dflash_bench.core import labels
 from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import Value
 from dflash_bench.core.types import CellKey, context_name
-from dflash_bench.report import columns, perf, replay
+from dflash_bench.report import columns, perf
 from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.document import Document
 from dflash_bench.report.findings import Finding
@@ -55,7 +55,6 @@ def of_document(document: Document) -> list[Section]:
         *concurrency(document.loads),
         *contexts(document.cells),
         *sweeps(document.sweeps, info),
-        *replay.confidence(document),
         *(section for one in measurements() for section in one.sections(document)),
         findings(document.findings),
     ]

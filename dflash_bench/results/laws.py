@@ -20,7 +20,6 @@ import numpy as np
 from dflash_bench.core.dialects import UNKNOWN_RULE, AcceptanceCounts, contradiction, rule_of
 from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import is_lossy
-from dflash_bench.core.text_kinds import KINDS
 from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Exactness, FinishReason, is_greedy
 from dflash_bench.results.row_arrays import COUNTS, SECONDS, Facts, RowArrays, lengths_of
 
@@ -35,8 +34,7 @@ VERDICTS = {
 }
 """For each verdict, the columns of where the answer diverges, by how much, and how much rounding explains."""
 COLUMNS = (
-    "method", "token_ids", "drafted_ids", "drafted_parents", "verified", "recorded_ids", "recorded_accepted",
-    "recorded_draft_s", "recorded_verify_s", "text_kinds", "start_s", "end_s", "temperature",
+    "method", "token_ids", "drafted_ids", "drafted_parents", "verified", "start_s", "end_s", "temperature",
     "concurrency", "rate", "counted_by", "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s",
     "draft_prefill_s", "error",
     "order", *CLOCK, *COUNTS, *SECONDS, *VERDICTS,
@@ -338,47 +336,6 @@ def _kept_too_little(rows: RowArrays) -> Any:
     """Find rounds that kept too little; only lossless greedy decoding is certain to accept correct drafts."""
     greedy: Any = is_greedy(rows.numbers("temperature"))
     return rows.along_the_drafts[1] & greedy & ~rows.by_method(is_lossy)
-
-
-@law(PHYSICS, "its recorded drafts are not those of its tokens")
-def _recorded_something_else(rows: RowArrays) -> Any:
-    """Find recordings that are not one draft per token but the last, or that contradict the answer's own tokens."""
-    broken = np.zeros(rows.num, dtype=bool)
-    for row in np.flatnonzero(rows.is_known("recorded_accepted")).tolist():
-        ids, accepted, tokens = (
-            rows.batch.column(name)[row].values.to_numpy()
-            for name in ("recorded_ids", "recorded_accepted", "token_ids")
-        )
-        broken[row] = not _follows(ids, accepted, tokens)
-        for name, more in (("recorded_draft_s", 0), ("recorded_verify_s", 1)):
-            if (cell := rows.batch.column(name)[row]).is_valid:
-                seconds = cell.values.to_numpy()
-                is_sound = len(seconds) * len(accepted) == len(ids) + more * len(accepted)
-                broken[row] |= not (is_sound and np.isfinite(seconds).all() and seconds.min() >= 0)
-    return broken
-
-
-def _follows(ids: Any, accepted: Any, tokens: Any) -> bool:
-    num = len(accepted)
-    if num != len(tokens) - 1 or not num or len(ids) % num or not len(ids):
-        return False
-    drafts = ids.reshape(num, -1)
-    width = drafts.shape[1]
-    places = np.arange(num)[:, None] + 1 + np.arange(width)
-    is_same = drafts == tokens[np.minimum(places, num)]
-    is_inside, place = places <= num, np.arange(width)
-    is_kept = place < accepted[:, None]
-    ends = is_inside & (place == accepted[:, None]) & is_same
-    return bool(((accepted >= 0) & (accepted <= width)).all() and is_same[is_inside & is_kept].all() and not ends.any())
-
-
-@law(PHYSICS, "its tokens have other kinds of text than there are, or not one each")
-def _unknown_kinds(rows: RowArrays) -> Any:
-    lengths, kinds = rows.lengths("text_kinds"), rows.flat("text_kinds").astype(np.int64)
-    owners = np.repeat(np.arange(rows.num), np.maximum(lengths, 0))
-    other = (lengths >= 0) & (lengths != rows.lengths("token_ids"))
-    other[owners[(kinds < 0) | (kinds >= len(KINDS))]] = True
-    return other
 
 
 # Ends

@@ -63,16 +63,12 @@ COLUMNS = {
     "clock_rounds": "int32", "clock_passes": "int32",
     "settings_id": "string",
     "verified": "list of int16", "draft_kind": "string",
-    "recorded_ids": "list of int32", "recorded_accepted": "list of int16", "recorded_scores": "list of float",
-    "recorded_draft_s": "list of float", "recorded_verify_s": "list of float",
     "score": "double",
-    "text_kinds": "list of int8",
     "num_thinking_chars": "int32", "pass_s": "double",
     **measurement.columns(),
 }
 ADDED = (
-    "verified", "draft_kind", "recorded_ids", "recorded_accepted", "recorded_scores", "recorded_draft_s",
-    "recorded_verify_s", "score", "text_kinds", "num_thinking_chars", "pass_s",
+    "verified", "draft_kind", "score", "num_thinking_chars", "pass_s",
     *measurement.columns(),
 )
 # fmt: on

@@ -11,7 +11,6 @@ import numpy as np
 
 from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import is_tree
-from dflash_bench.core.text_kinds import KINDS
 from dflash_bench.core.types import NO_VALUE, CellKey, Settings
 from dflash_bench.results import parts
 from dflash_bench.results.identity import checked_settings, needed_for
@@ -166,12 +165,11 @@ def accept_at(histogram: Histogram, method: str) -> list[AcceptAt]:
 # Slices of a run: by category, turn, prompt length, position in the answer, thinking and answer, or a prompt column.
 
 
-STRETCHES = ("output-position", "context-position", "part", "text-kind")
+MEASURED = {name: of for one in measurements() for name, of in one.stretches.items()}
+STRETCHES = ("output-position", "context-position", "part", *MEASURED)
 """The slices that divide answers, by rounds: a round belongs to the stretch in which it begins."""
 SLICES = ("suite", "category", "turn", "prompt-length", *STRETCHES)
 PARTS = ("thinking", "answer")
-UNKNOWN_KIND = "unknown"
-"""For answers whose tokens have no kind of text, see `core.text_kinds`."""
 FIRST_EDGE = 32
 """Lengths and positions are divided at this number of tokens, twice, four times it, and so on."""
 
@@ -202,9 +200,9 @@ def sliced(frame: Any, by: str, values: Mapping[tuple[str, str], str] | None = N
         case "part":
             numbers, codes = np.unique(frame["stretch"], return_inverse=True)
             labels = [PARTS[number] for number in numbers]
-        case "text-kind":
+        case _ if by in MEASURED:
             numbers, codes = np.unique(frame["stretch"], return_inverse=True)
-            labels = [(*KINDS, UNKNOWN_KIND)[number] for number in numbers]
+            labels = [MEASURED[by].names[number] for number in numbers]
         case _:
             bins = position_bin(frame["num_prompt_tokens"]) if by == "prompt-length" else frame["stretch"]
             numbers, codes = np.unique(bins, return_inverse=True)
@@ -283,9 +281,9 @@ class RoundTable:
         if by == "part":
             # Without thinking, or if it is unknown, the whole answer counts as the answer.
             bins = part_of(out, batch.column("num_thinking_tokens").fill_null(0).to_numpy(zero_copy_only=False)[owners])
-        elif by == "text-kind":
-            bins = _kinds(batch, out, owners)
-            # Kinds alternate: group all rounds of one kind.
+        elif by in MEASURED:
+            bins = MEASURED[by].of_rounds(batch, out, owners)
+            # Stretches may alternate: group all rounds of one name.
             order = np.lexsort((bins, owners))
             values, owners, bins = {name: each[order] for name, each in values.items()}, owners[order], bins[order]
         else:
@@ -332,17 +330,6 @@ class RoundTable:
         total[self.filled] = values
         total[self.hidden] = np.nan
         return total
-
-
-def _kinds(batch: Any, out: Any, owners: Any) -> Any:
-    """Return the kind of text of the first token of rounds that begin after `out` tokens, [rounds]."""
-    column = batch.column("text_kinds")
-    lengths = lengths_of(column)
-    kinds, starts = column.flatten().to_numpy(zero_copy_only=False), np.cumsum(lengths) - lengths
-    is_known = out < lengths[owners]
-    found = np.full(len(owners), len(KINDS), dtype=np.int64)
-    found[is_known] = kinds[(starts[owners] + out)[is_known]]
-    return found
 
 
 def _prompts(batch: Any) -> Any:

@@ -212,7 +212,6 @@ class RunIdentity(StoredModel):
     threads: Whole | None = None
     workers: WorkersEntry | None = None
     audit: str | None = None
-    record: str | None = None
     code: str | None = None
     plan: str | None = None
     """The SHA-256 of the plan."""
@@ -222,8 +221,6 @@ class RunIdentity(StoredModel):
     slo: LatencyObjectives | None = None
     date: str | None = None
     """The date passed to the chat template, if it uses one."""
-    json_schema: str | None = None
-    """The hash of the schema to which servers constrained their answers."""
     judge: JudgeEntry | None = None
     fallback: str | None = None
     why_torch: str | None = None

@@ -28,7 +28,6 @@ import numpy as np
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, sync
-from dflash_bench.core.text_kinds import kinds_of
 from dflash_bench.core.types import SCHEMA_VERSION, Answer, Settings
 from dflash_bench.results import integrity, laws, parts, run_info
 from dflash_bench.results import plan as plans
@@ -228,28 +227,12 @@ class RunStore(AbstractContextManager["RunStore"]):
 
     def append(self, records: Sequence[Answer]) -> None:
         """Write records as one part and add them to `stored`; an impossible record becomes a failed row."""
-        if self.decode is not None:
-            records = [self._with_kinds(record, self.decode) for record in records]
         table = parts.to_table(records, self.identity)
         if wrong := self._wrong(table):
             kept = [_failed(record, wrong[row]) if row in wrong else record for row, record in enumerate(records)]
             self.keep(kept)
         else:
             self._write(records, table)
-
-    def _with_kinds(self, record: Answer, decode: Decode) -> Answer:
-        """Add each token's kind of text, unless the tokens are hidden or not the tokenizer's."""
-        generation = record.generation
-        if generation.error is not None or not generation.token_ids:
-            return record
-        unknown = list({*generation.token_ids} - self._pieces.keys())
-        try:
-            self._pieces |= zip(unknown, decode([[token] for token in unknown]), strict=True)
-        except OverflowError:
-            return record
-        num = generation.num_thinking_tokens if generation.num_thinking_chars else 0
-        kinds = kinds_of([self._pieces[token] for token in generation.token_ids], num)
-        return replace(record, generation=replace(generation, text_kinds=kinds))
 
     def why_wrong(self, record: Answer) -> str | None:
         """Return why this record is impossible as a measurement; None if it is possible."""
@@ -346,8 +329,7 @@ def without_rounds(record: Answer) -> Answer:
     """Return a record without its generation's data per round, which takes most of its memory."""
     bare = replace(
         record.generation, drafted=None, drafted_ids=None, drafted_parents=None, accepted=None, emitted=None,
-        draft_s=None, verify_s=None, round_s=None, verified=None, recorded_ids=None, recorded_accepted=None,
-        recorded_scores=None, recorded_draft_s=None, recorded_verify_s=None, text_kinds=None,
+        draft_s=None, verify_s=None, round_s=None, verified=None,
     )  # fmt: skip
     measured = {name: value for name, value in record.measured.items() if not isinstance(value, tuple)}
     return replace(record, generation=bare, measured=measured)

@@ -96,8 +96,8 @@ NAMES = (
 """Columns with few distinct values: kept as pandas categories."""
 TOTALS = ("num_first_tokens", "total_rounds", "total_accepted")
 """Columns used to complete the sums of lists."""
-OF_ROUNDS = tuple(name for one in measurements() if one.of_rounds for name in one.columns)
-COLUMNS = tuple(dict.fromkeys([*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", "text_kinds", *OF_ROUNDS, *CLOCK]))
+OF_ROUNDS = tuple(name for one in measurements() if one.of_rounds or one.stretches for name in one.columns)
+COLUMNS = tuple(dict.fromkeys([*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", *OF_ROUNDS, *CLOCK]))
 QUICK = 0.25
 ALLOWED = ("damaged", *integrity.REMEDIES)
 """The problems that `--allow` lets a reader ignore."""

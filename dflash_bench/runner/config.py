@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -245,30 +244,6 @@ class ServerOptions:
         conflicts=(rules.LAUNCHED,),
     )
     """The environment variable that holds the key; a request never holds the key itself."""
-    json_schema: Path | None = _servers(
-        "Ask servers for answers that a JSON Schema allows (response_format of chats), and score whether they are.",
-        metavar="FILE",
-        needs=(
-            Condition(
-                rules.is_alone,
-                "{flag} needs --server alone, without --model, --target and --launch: a judge here does not know what "
-                "a schema forbids",
-            ),
-        ),
-        conflicts=(
-            Condition(
-                lambda options: options.score is not None, "--score and {flag} both score; leave one of them out"
-            ),
-        ),
-        in_race=False,
-    )
-    prefix_reuse: bool = _servers(
-        "Let servers reuse what prompts share, as they would in service: the turns of a session, above all. Default: "
-        "every prompt is read whole, so that answers do not depend on those before them.",
-        default=False,
-        needs=(rules.SERVERS,),
-        in_race=False,
-    )
     timeout: float | None = _servers(
         "Seconds after which an unfinished answer counts as failed. Default: 600.",
         metavar="S",
@@ -444,22 +419,6 @@ class DecodingOptions:
             ),
         ),
         conflicts=(rules.SERVED_ALONE,),
-    )
-    record: str | None = _measuring(
-        "every-position: after each answer, outside the clock, also draft once at each of its positions, for exact "
-        "'replay' of other draft lengths, cuts and controllers. At temperature 0, with dflash, eagle3, mtp and "
-        "draft-model.",
-        metavar="WHAT",
-        choices=lambda: ("every-position",),
-        needs=(
-            condition(
-                lambda options: any(map(is_greedy, options.temperature)),
-                "above temperature 0: another draft length draws other tokens",
-                is_of_sweep=True,
-            ),
-        ),
-        conflicts=(rules.SERVED, rules.ENGINE_HERE),
-        in_race=False,
     )
     unsafe_code: bool = _measuring(
         "Run model-written code even where it cannot be sandboxed. Without it, such code is not run there.",
@@ -758,15 +717,6 @@ def check_access(request: RunRequest) -> None:
         if spec.is_given(request):
             refuse_value(spec, getattr(request, name))
     access_of(request)
-
-
-def schema_of(request: RunRequest) -> Mapping[str, Any] | None:
-    """Return the JSON Schema, if any. Raises UserError for a file without one."""
-    if request.json_schema is None:
-        return None
-    from dflash_bench.tasks.scorers import schema
-
-    return schema.read(request.json_schema)
 
 
 def addresses_of(request: RunRequest) -> list[Address]:

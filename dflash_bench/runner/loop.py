@@ -17,7 +17,6 @@ from dflash_bench.runner.stopwatch import Stopwatch
 from dflash_bench.runner.work import (
     AnswerStore,
     Backend,
-    DecodesAgain,
     ProgressListener,
     TimesPasses,
     WorkItem,
@@ -155,19 +154,9 @@ class Conversation:
 
     def judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:
         """Return the record with its verdicts and score; `first` is the first method's answer."""
-        return self._recorded(self._scored(self._judged(record, first, messages)), messages)
-
-    def _recorded(self, record: Answer, messages: Sequence[Message]) -> Answer:
-        """Add recorded drafts beyond the answer's rounds; nothing is timed any more."""
-        settings, generation = self.item.settings, record.generation
-        more = self._columns(lambda one: one.judged(record, messages, self.backend))
-        record = replace(record, measured={**record.measured, **more})
-        is_drafted = record.method != BASELINE and generation.error is None
-        if not self.plan.records or not is_drafted or not settings.greedy:
-            return record
-        assert isinstance(self.backend, DecodesAgain)
-        generation = self.backend.with_positions(record.method, messages, settings, generation)
-        return replace(record, generation=generation)
+        scored = self._scored(self._judged(record, first, messages))
+        more = self._columns(lambda one: one.judged(scored, messages, self.backend))
+        return replace(scored, measured={**scored.measured, **more})
 
     def _judged(self, record: Answer, first: Generation, messages: Sequence[Message]) -> Answer:
         """Compare a method with the baseline, the baseline with another baseline answer, and audit the answer."""

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.measurement import Instrument, opened
+from dflash_bench.core.measurement import Instrument, measurements, opened
 from dflash_bench.core.methods import Method
 from dflash_bench.core.option import OptionSpec, check_options, options_of, refuse_without_effect
 from dflash_bench.core.types import CODE_SCORERS, Audit, Settings, is_greedy
@@ -21,10 +21,10 @@ from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner import config
-from dflash_bench.runner.config import RunRequest, require_prompts, schema_of
+from dflash_bench.runner.config import RunRequest, require_prompts
 from dflash_bench.runner.rules import THINKING
 from dflash_bench.tasks import prompts, sandbox, scorers, suites
-from dflash_bench.tasks.scorers import evaluated, schema
+from dflash_bench.tasks.scorers import evaluated
 from dflash_bench.tasks.suites import Loaded
 
 # `--over`: values of options and settings, as a grid or varied one at a time.
@@ -210,9 +210,6 @@ def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Ru
     loaded = [_with_unscored(one) for one in loaded]
     refuse_too_few(loaded, max(request.concurrency, default=1))
     _refuse_shared_memory(request, chosen)
-    for method in chosen:
-        if request.record is not None and method.name != BASELINE:
-            methods.require_recorded(method)
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
     instruments = opened(request, [method for method in chosen if method.name != BASELINE])
@@ -331,8 +328,9 @@ def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
         loaded.append(prompts.load(request.prompts, limit, scorer, columns, balance, **own))
     if request.score is not None and evaluated.is_evaluated(request.score):
         loaded = _scored_by(request.score, loaded)
-    if (told := schema_of(request)) is not None:
-        loaded = [suites.with_scorer(one, schema.NAME, {schema.NAME: told}) for one in loaded]
+    for one in measurements():
+        if one.is_asked(request):
+            loaded = [*one.prompts(request, loaded)]
     return suites.without_first(loaded, request.skip) if request.skip else loaded
 
 

@@ -24,7 +24,7 @@ from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.plan import BASELINE, DRAWN
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import budget, config, loop, work, workers
-from dflash_bench.runner.config import RunRequest, schema_of
+from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import RunPlan, methods_and_model, modes_of, plan_run, settings_of
 from dflash_bench.runner.ray_workers import opened_workers, require_ray
 from dflash_bench.runner.rules import objectives
@@ -47,7 +47,6 @@ from dflash_bench.runner.workers import WorkerPool
 from dflash_bench.servers.launch import LaunchedServers
 from dflash_bench.tasks import sandbox, scorers
 from dflash_bench.tasks.padding import Contexts
-from dflash_bench.tasks.scorers import schema
 from dflash_bench.tasks.suites import STYLES, Loaded, chats
 
 # Progress: the cell, the share done, speed, acceptance, and the time left.
@@ -328,7 +327,7 @@ def _plan(resolved: RunPlan, settings: Sequence[Settings], prepared: PreparedRun
     repeats, paddings = resolved.request.repeats, prepared.contexts.paddings
     return WorkPlan(
         resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.isolation, paddings,
-        resolved.request.record is not None, resolved.instruments,
+        resolved.instruments,
     )  # fmt: skip
 
 
@@ -413,9 +412,7 @@ def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described, prepared: P
         **({"date": prepared.date} if prepared.date else {}),
         **({"order": DRAWN} if resolved.request.budget else {}),
         **({"unpinned": unpinned} if (unpinned := prepared.unpinned(resolved)) else {}),
-        **({"record": resolved.request.record} if resolved.request.record else {}),
         **identities(resolved.request),
-        **({schema.NAME: schema.fingerprint(told)} if (told := schema_of(resolved.request)) else {}),
         **({"slo": objectives(resolved.request.slo)} if resolved.request.slo else {}),
         **backend.describe(),
     }

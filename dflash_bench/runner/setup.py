@@ -61,9 +61,8 @@ def open_servers(resolved: RunPlan, addresses: Sequence[Address]) -> ServerBacke
         dialect=request.dialect, model=request.served_model,
     )  # fmt: skip
     backend.asks_to_think = request.thinking is not None
-    backend.json_schema = config.schema_of(request)
-    if request.prefix_reuse:
-        backend.reuse_prefixes()
+    for one in resolved.instruments.values():
+        one.connected(backend)
     return backend
 
 

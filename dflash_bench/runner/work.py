@@ -96,9 +96,11 @@ class Backend(Described, Protocol):
 class DecodesAgain(Protocol):
     """A backend that can draft again on a finished answer: at every position, and with the ranks of its tokens."""
 
-    def with_positions(
+    def positions(
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation
-    ) -> Generation: ...
+    ) -> Any: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def ranks(
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation, num: int
@@ -154,8 +156,6 @@ class WorkPlan:
     """The sandbox for code written by the model; without one it is not run, and not scored."""
     paddings: Paddings = field(default_factory=dict)
     """The padding of prompts under settings with a context."""
-    records: bool = False
-    """Whether drafts at every position of greedy answers are recorded."""
     instruments: Mapping[str, Instrument] = field(default_factory=dict)
     """By the name of their measurement."""
 

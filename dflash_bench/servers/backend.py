@@ -70,8 +70,8 @@ class ServerBackend:
         self.about: Mapping[str, Any] = {}
         self.asks_to_think = False
         """Whether the user chose a mode of thinking."""
-        self.json_schema: Mapping[str, Any] | None = None
-        """The schema that servers constrain their answers to."""
+        self.in_chats: Mapping[str, Any] = {}
+        """More fields of the requests of chats, in OpenAI's format."""
         self.sends_chats = False
         """Whether to send chats for the servers to render, even where they accept token ids."""
         self._salt, self._number = uuid4().hex, count()
@@ -262,7 +262,7 @@ class ServerBackend:
         seed = zlib.crc32(repr((self.seed, repeat, chat)).encode())
         salt = None if server.reuses_prefixes else f"{self._salt}-{next(self._number)}"
         return ServerRequest(
-            server.model, messages, ids, settings, self.max_new_tokens, seed, salt, json_schema=self.json_schema
+            server.model, messages, ids, settings, self.max_new_tokens, seed, salt, in_chats=self.in_chats
         )
 
     def divergence(

@@ -12,7 +12,6 @@ import pytest
 
 import dflash_bench as db
 from dflash_bench.analysis import controllers
-from dflash_bench.analysis.draft_quality import calibration
 from dflash_bench.analysis.replay import (
     MEASURED,
     Alternative,
@@ -27,14 +26,15 @@ from dflash_bench.analysis.replay import (
     replay,
     walk,
 )
-from dflash_bench.core.methods import METHODS, parse, require_recorded
+from dflash_bench.core.methods import METHODS, parse
 from dflash_bench.core.types import GREEDY
+from dflash_bench.measurements.record import calibration, require_recorded
 from dflash_bench.report import plots
 from dflash_bench.report.replay import confidence
 from dflash_bench.results import laws, parts
 from dflash_bench.results.row_arrays import Facts
 from helpers import tiny
-from helpers.rows import drafted, generation, plain, record
+from helpers.rows import drafted, plain, record
 from helpers.runs import about
 
 TEXTS = (
@@ -394,14 +394,13 @@ def test_a_recording_of_other_tokens_is_no_measurement() -> None:
     row = drafted("p", [1, 0], 2).generation
     tokens, facts = row.token_ids, Facts(blocks={}, ceiling=1e-3)
     ids = (tokens[1], 99, 99, 99, tokens[3], 99)
-    good = replace(row, recorded_ids=ids, recorded_accepted=(1, 0, 1))
+    good = {"recorded_ids": ids, "recorded_accepted": (1, 0, 1)}
     cases: list[tuple[dict[str, Any], bool]] = [
         *(({"recorded_accepted": kept}, kept != (1, 0, 1)) for kept in ((1, 0, 1), (2, 0, 1), (0, 0, 1), (1, 0))),
         *(({"recorded_draft_s": times}, times != (0.1, 0.2)) for times in ((0.1, 0.2), (0.1,), (0.1, float("nan")))),
         *(({"recorded_verify_s": times}, times != (0.1,) * 3) for times in ((0.1,) * 3, (0.1,) * 2, (0.1, -1.0, 0.1))),
     ]
     for changed, broken in cases:
-        one = record("dflash", "p", replace(good, **changed))
+        one = record("dflash", "p", row, **(good | changed))
         batch = parts.to_table([one, plain("p", 3)], {}).combine_chunks().to_batches()[0]
         assert bool(laws.faults(batch, facts)) == broken, changed
-    assert generation([1], 2).recorded_ids is None

@@ -412,7 +412,7 @@ def test_a_round_belongs_to_the_kind_of_text_of_its_first_token() -> None:
     # Rounds begin with tokens 1, 6, 11 and 14; kinds alternate, and those of one kind are one stretch.
     kinds = [0] * 6 + [1] * 5 + [0] * 3 + [2] * 5
     rows = [
-        replace(row, generation=replace(row.generation, text_kinds=tuple(kinds))) for row in pair("a", [4, 4, 2, 4])
+        replace(row, measured={"text_kinds": tuple(kinds)}) for row in pair("a", [4, 4, 2, 4])
     ]  # fmt: skip
     found = frame_of(rows, by="text-kind")
     own = found[found["method"] == "dflash"]

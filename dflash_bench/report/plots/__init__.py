@@ -36,7 +36,6 @@ PLOTS: dict[str, Callable[[Material], Any]] = {
     "speedup": speed.speedup, "acceptance": acceptance.histogram, "positions": acceptance.positions,
     "output": acceptance.output, "rounds": speed.rounds, "prompts": speed.prompts,
     "load": series.load, "frontier": series.frontier, "sweep": series.sweep, "context": series.context,
-    "reliability": acceptance.reliability,
 }  # fmt: skip
 CAPTIONS = {
     "speedup": "Seconds per token of plain decoding divided by those of the method, over the same answers.",
@@ -48,7 +47,6 @@ CAPTIONS = {
     "frontier": "Each point is a method under a load: to the left one answer comes faster, higher up all together do.",
     "sweep": "Where acceptance still rises but the speed-up does not, the longer round costs what the draft gains.",
     "context": "Where tokens a round fall below the dashed line, a longer context costs more than the draft gains.",
-    "reliability": "Below the dashed line the draft is surer of itself than it should be, above it less sure.",
     "prompts": "Each point is a prompt: plain decoding's time per token across, the method's up. Lower is faster.",
 }
 for _measurement in measurements():
@@ -71,7 +69,6 @@ def names_for(material: Material) -> list[str]:
         "load": not material.document.loads,
         "frontier": not material.document.loads,
         "context": not by_context(material.cells),
-        "reliability": material.info.identity.record is None,
     }
     lacking |= {name: not one.is_in(material.info) for one in measurements() for name in one.plots}
     return [name for name in PLOTS if not lacking.get(name)]

@@ -1,4 +1,4 @@
-"""Plots of accepted draft tokens per round, headroom, and reliability of the draft's confidence."""
+"""Plots of accepted draft tokens per round."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis.draft_quality import calibrations
 from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.report.plots.style import (
-    INK,
-    MUTED,
     Group,
     Material,
     NothingToPlotError,
@@ -124,32 +121,3 @@ def _reached(counts: Histogram, method: str) -> list[tuple[int, float, float | N
         (position.k, position.unconditional, p)
         for position, p in zip(positions[: longest + 1], conditional, strict=False)
     ]
-
-
-# Quality of a draft: the right token among its best candidates, and the reliability of its confidence.
-
-
-def reliability(material: Material) -> Any:
-    """Draw the share of draft tokens that were right by the draft's confidence, and the tokens of each point."""
-    found = calibrations(material.document.results)
-    if not found:
-        raise NothingToPlotError("the run recorded no confidences: measure with --record every-position")
-    of_group = [((one.cell.suite, one.cell.settings.id), one) for one in found]
-    groups, look = [group for group in material.groups if group in dict(of_group)], looks(material.methods)
-    figure, axes_of = panels(groups, 2.6, material.label, sharex=True, sharey=True)
-    for group, axes in axes_of.items():
-        mark(axes, suite=group[0], settings=group[1])
-        axes.plot([0, 100], [0, 100], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-        for one in (one for place, one in of_group if place == group):
-            style = look[one.cell.method]
-            said, right = ([100 * getattr(point, name) for point in one.bins] for name in ("confidence", "accepted"))
-            sizes = np.array([point.num_tokens for point in one.bins], dtype=float)
-            line = axes.plot(said, right, color=style["color"], zorder=2)
-            dots = axes.scatter(said, right, 14 + 90 * sizes / sizes.sum(), color=style["color"], edgecolor=INK,
-                                marker=style["marker"], linewidth=0.5, zorder=3, label=one.cell.method)  # fmt: skip
-            mark([*line, dots], method=one.cell.method)
-        axes.set_xlim(0, 105)
-        axes.set_ylim(0, 105)
-    name_axes(axes_of, "% said", "% right")
-    note = "points: larger where more tokens are; dashed: said what was right"
-    return finish(figure, axes_of, "How far a draft's confidence can be trusted", note, len(groups))

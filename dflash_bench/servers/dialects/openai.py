@@ -50,12 +50,9 @@ def chat_body(request: ServerRequest) -> dict[str, Any]:
     """Return the same with the chat, and the mode of thinking for the server's chat template."""
     thinking = request.settings.thinking
     told: dict[str, Any] = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
-    if request.json_schema is not None:
-        schema = {"name": "answer", "schema": request.json_schema, "strict": True}
-        told |= {"response_format": {"type": "json_schema", "json_schema": schema}}
     # Answers to chats may come without token ids, so pieces hold an unknown number of tokens.
     counts = {"stream_options": {"include_usage": True, COUNTS: True}}
-    return common_body(request) | counts | {"messages": request.chat} | told
+    return common_body(request) | counts | {"messages": request.chat} | told | {**request.in_chats}
 
 
 def read(event: Mapping[str, Any], state: StreamState) -> None:

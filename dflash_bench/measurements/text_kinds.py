@@ -9,8 +9,18 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
+from dflash_bench.core.measurement import Columns, Instrument, Measurement, Stretches
 from dflash_bench.core.thinking import answer_start
+from dflash_bench.core.types import Answer, Message
+from dflash_bench.runner.work import DecodesAgain
+
+if TYPE_CHECKING:
+    from dflash_bench.results.row_arrays import RowArrays
+
+UNKNOWN = "unknown"
+"""Stretches of answers whose tokens have no kind."""
 
 KINDS = ("prose", "code", "json", "tool-call", "thinking")
 """Kinds by the index that tokens store."""
@@ -69,3 +79,54 @@ def _is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return True
     return not text.lstrip()[end:].strip()
+
+
+class TextReader(Instrument):
+    """Reads answers token by token with the target's own tokenizer; servers' answers have none here."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[int, str] = {}
+        """Texts of tokens."""
+
+    def judged(self, record: Answer, messages: Sequence[Message], backend: Any) -> Columns:
+        answer = record.generation
+        if answer.error is not None or not answer.token_ids or not isinstance(backend, DecodesAgain):
+            return {}
+        for token in {*answer.token_ids} - self.pieces.keys():
+            self.pieces[token] = backend.decode([token])
+        num = answer.num_thinking_tokens if answer.num_thinking_chars else 0
+        return {"text_kinds": kinds_of([self.pieces[token] for token in answer.token_ids], num)}
+
+
+def unknown_kinds(rows: RowArrays) -> Any:
+    import numpy as np
+
+    lengths, kinds = rows.lengths("text_kinds"), rows.flat("text_kinds").astype(np.int64)
+    owners = np.repeat(np.arange(rows.num), np.maximum(lengths, 0))
+    other = (lengths >= 0) & (lengths != rows.lengths("token_ids"))
+    other[owners[(kinds < 0) | (kinds >= len(KINDS))]] = True
+    return other
+
+
+def of_rounds(batch: Any, out: Any, owners: Any) -> Any:
+    """Return the kind of text of the first token of rounds that begin after `out` tokens, [rounds]."""
+    import numpy as np
+
+    from dflash_bench.results.row_arrays import lengths_of
+
+    column = batch.column("text_kinds")
+    lengths = lengths_of(column)
+    kinds, starts = column.flatten().to_numpy(zero_copy_only=False), np.cumsum(lengths) - lengths
+    is_known = out < lengths[owners]
+    found = np.full(len(owners), len(KINDS), dtype=np.int64)
+    found[is_known] = kinds[(starts[owners] + out)[is_known]]
+    return found
+
+
+MEASUREMENT = Measurement(
+    name="text_kinds",
+    opens=lambda options, methods: TextReader(),
+    columns={"text_kinds": "list of int8"},
+    checks={"its tokens have other kinds of text than there are, or not one each": unknown_kinds},
+    stretches={"text-kind": Stretches((*KINDS, UNKNOWN), of_rounds)},
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_bench.core.text_kinds import KINDS, kinds_of
+from dflash_bench.measurements.text_kinds import KINDS, kinds_of
 
 CALL = '{"name": "ls", "arguments": {"path": "."}}'
 TEXTS = {
