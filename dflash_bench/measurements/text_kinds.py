@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from dflash_bench.core.measurement import Columns, Instrument, Measurement, Stretches
 from dflash_bench.core.thinking import answer_start
 from dflash_bench.core.types import Answer, Message
-from dflash_bench.runner.work import DecodesAgain
 
 if TYPE_CHECKING:
     from dflash_bench.results.row_arrays import RowArrays
@@ -89,6 +88,8 @@ class TextReader(Instrument):
         """Texts of tokens."""
 
     def judged(self, record: Answer, messages: Sequence[Message], backend: Any) -> Columns:
+        from dflash_bench.runner.work import DecodesAgain
+
         answer = record.generation
         if answer.error is not None or not answer.token_ids or not isinstance(backend, DecodesAgain):
             return {}
