@@ -18,6 +18,7 @@ from dflash_bench.analysis.findings.base import Observation
 from dflash_bench.analysis.findings.speed import parts_of
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.core import dialects
+from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import METHODS, name_of
 from dflash_bench.core.types import CellKey, Divergence
 from dflash_bench.report.tables import Badge
@@ -424,6 +425,7 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         "the target was computed by torch, because numba's kernels could not: {reason}",
         f"{SLOWER_CODE} --kernels torch",
     ),
+    **{code: (text, remedy) for one in measurements() for code, (_, text, remedy) in one.findings.items()},
 }  # fmt: skip
 """Text and remedy by kind; if a kind has several remedies, these by the code of the remedy."""
 

@@ -15,6 +15,7 @@ from dflash_bench.analysis.findings import servers, speed, timing
 from dflash_bench.analysis.findings.base import MIN_PROMPTS, CellContext, Observation, place_of
 from dflash_bench.analysis.findings.speed import DEAD_AL, never_drafts
 from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import has_draft, is_imposed, is_lossy, is_probe, is_tree
 from dflash_bench.core.types import CODE_SCORERS
 from dflash_bench.results.run_info import RunIdentity, RunInfo
@@ -215,4 +216,5 @@ CHECKS: tuple[Check, ...] = (
     speed.wide_interval, _code, servers.other_servers, servers.compared_by_text, servers.reused_prompts,
     servers.uncounted, servers.no_decode_speed, servers.derived_rounds, timing.shared_machine, timing.unlike_machines,
     _unpinned, timing.shared_weights, timing.fallback, timing.torch_kernels,
+    *(check for one in measurements() for check, _, _ in one.findings.values()),
 )  # fmt: skip

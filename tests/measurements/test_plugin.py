@@ -1,0 +1,59 @@
+"""A measurement of another package, one file: its run is checked, reported, drawn and compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "data/waiting"
+SCRIPT = """
+import json
+from itertools import count
+import my_waiting
+import dflash_bench as db
+from dflash_bench.core.errors import UserError
+
+def measured(out, step_s):
+    ticks = count()
+    my_waiting.waited_s = lambda: step_s * next(ticks)
+    return db.run(suite="gsm8k", methods="dflash", limit=3, max_new_tokens=16, out=out, waiting=True)
+
+quiet, busy = measured("quiet", 0.0), measured("busy", 10.0)
+without = db.run(suite="gsm8k", methods="dflash", limit=3, max_new_tokens=16, out="without")
+shares = {run.folder.name: [cell.value("on_core") for cell in run.document.cells] for run in (quiet, busy, without)}
+change = db.compare("quiet", "busy").table()
+print(json.dumps({
+    "waited_s": sorted({*busy.answers["waited_s"]}), "shares": shares,
+    "entry": json.loads((quiet.folder / "run.json").read_text())["waiting"],
+    "findings": {run.folder.name: [one.kind for one in run.findings] for run in (quiet, busy)},
+    "sections": {run.folder.name: "waiting for a core" in str(run).lower() for run in (quiet, without)},
+    "compared": sorted({*change["metric"]}),
+}))
+"""
+
+
+def ran(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": f"{PACKAGE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    return subprocess.run([sys.executable, *argv], cwd=folder, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not show waiting")
+def test_a_run_with_it_is_checked_reported_drawn_and_compared(tmp_path: Path) -> None:
+    done = ran(tmp_path, "-c", SCRIPT)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["waited_s"] == [10.0] and told["entry"] == "/proc/self/schedstat"
+    assert told["shares"]["quiet"] == [1.0, 1.0] and told["shares"]["without"] == [None, None]
+    assert "busy_machine" in told["findings"]["busy"] and "busy_machine" not in told["findings"]["quiet"]
+    assert told["sections"] == {"quiet": True, "without": False} and "on_core" in told["compared"]
+    tool = ("-m", "dflash_bench")
+    assert ran(tmp_path, *tool, "baseline", "quiet", "--out", "base.json").returncode == 0
+    checked = ran(tmp_path, *tool, "check", "busy", "--baseline", "base.json")
+    assert checked.returncode == 1 and "on_core" in checked.stdout
+    assert ran(tmp_path, *tool, "plot", "quiet").returncode == 0 and [*tmp_path.glob("**/waiting.*")]
+    assert "--waiting" in ran(tmp_path, *tool, "run", "--help").stdout
