@@ -26,7 +26,7 @@ def measured(out, step_s):
 quiet, busy = measured("quiet", 0.0), measured("busy", 10.0)
 without = db.run(suite="gsm8k", methods="dflash", limit=3, max_new_tokens=16, out="without")
 shares = {run.folder.name: [cell.value("on_core") for cell in run.document.cells] for run in (quiet, busy, without)}
-change = db.compare("quiet", "busy").table()
+change = db.compare("quiet", "busy").table
 print(json.dumps({
     "waited_s": sorted({*busy.answers["waited_s"]}), "shares": shares,
     "entry": json.loads((quiet.folder / "run.json").read_text())["waiting"],
