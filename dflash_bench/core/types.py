@@ -368,16 +368,6 @@ class Answer:
     """The judge's finding whether every token is the published model's own choice; None if not audited."""
     clock_s: float | None = None
     """Seconds on the runner's own clock from the request for this answer alone to its end."""
-    clock_prefill_s: float | None = None
-    """Least time to the first token on the runner's clock; None if it could not listen."""
-    clock_decode_s: float | None = None
-    """Least time from the first to the last token on the runner's clock."""
-    clock_slack_s: float | None = None
-    """Uncertainty of both: time between the runner's readings before and after the backend's own."""
-    clock_rounds: int | None = None
-    """Rounds that the runner observed."""
-    clock_passes: int | None = None
-    """Forward passes of the target after the first token; None if other answers were decoded concurrently."""
     pass_s: float | None = None
     """Seconds of the quicker one-token passes right after a plain answer decoded alone, at its context."""
     worker: int | None = None

@@ -19,7 +19,6 @@ from dflash_bench.results.identity import COLUMNS as SETTINGS
 from dflash_bench.results.identity import SETTINGS_ID, settings_numbers, settings_of
 from dflash_bench.results.integrity import COLUMNS as CHECKED
 from dflash_bench.results.integrity import IntegrityReport, PartSummary, Problem, check_integrity, summarize_part
-from dflash_bench.results.laws import CLOCK
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, RoundTable, StoredRows, sliced
 from dflash_bench.results.row_arrays import lengths_of, numbers_of
@@ -97,7 +96,7 @@ NAMES = (
 TOTALS = ("num_first_tokens", "total_rounds", "total_accepted")
 """Columns used to complete the sums of lists."""
 OF_ROUNDS = tuple(name for one in measurements() if one.of_rounds or one.stretches for name in one.columns)
-COLUMNS = tuple(dict.fromkeys([*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", *OF_ROUNDS, *CLOCK]))
+COLUMNS = tuple(dict.fromkeys([*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", *OF_ROUNDS]))
 QUICK = 0.25
 ALLOWED = ("damaged", *integrity.REMEDIES)
 """The problems that `--allow` lets a reader ignore."""

@@ -129,7 +129,10 @@ class Conversation:
         if request is None:
             (self.warm.late.add if watch.is_late(is_probe(method)) else self.warm.late.discard)(method)
         times = start_s + served.start_s, start_s + served.end_s
-        more = watch.columns(request) | {"measured": self._columns(lambda one: one.answer(generation))}
+        more = {
+            "clock_s": watch.call_s if request is None else None,
+            "measured": self._columns(lambda one: one.answer(generation)),
+        }
         record = self.item.record(method, turn, generation, times, more)
         self.watcher.measured(record, self.doing(method))
         return record

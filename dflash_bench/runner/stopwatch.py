@@ -193,23 +193,6 @@ class Stopwatch:
         self.num_prompt_tokens = sum(one.num_prompt_tokens for one in generations)
         self.num_tokens = sum(one.num_tokens for one in generations)
 
-    def columns(self, request: int | None = None) -> dict[str, float | int | None]:
-        """Return the clock columns of a request's record; by default of the answer that was decoded alone."""
-        alone = request is None
-        call_s = self.call_s if alone else None
-        answer = self.answers.get(request or 0)
-        if answer is None or answer.first is None:
-            return {"clock_s": call_s}
-        prefill, decode = answer.prefill, answer.decode
-        return {
-            "clock_s": call_s,
-            "clock_prefill_s": prefill.least,
-            "clock_decode_s": decode.least,
-            "clock_slack_s": max(prefill.slack, decode.slack),
-            "clock_rounds": answer.num_rounds,
-            "clock_passes": answer.num_passes if alone else None,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Objection:

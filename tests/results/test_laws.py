@@ -61,7 +61,7 @@ def edited(run: Path, change: Callable[[Row], Row], is_meant: Callable[[Row], bo
         table = parquet.read_table(part)
         rows = table.to_pylist()
         for row in filter(is_meant, rows):
-            row.update(change(row) | dict.fromkeys(laws.CLOCK) | {"clock_s": 1e6})
+            row.update(change(row) | {"clock_s": 1e6})
             num += 1
         parquet.write_table(arrow.Table.from_pylist(rows, table.schema), part)
     listed(run)

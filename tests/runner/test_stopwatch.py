@@ -21,7 +21,7 @@ from dflash_bench.engine.rows import HostClock
 from dflash_bench.engine.target import Target
 from dflash_bench.results import store
 from dflash_bench.runner import session, stopwatch
-from dflash_bench.runner.stopwatch import Objection, Span, Stopwatch
+from dflash_bench.runner.stopwatch import Objection, Stopwatch
 from helpers.faults.in_clocks import (
     HIDDEN_S,
     after_work,
@@ -190,16 +190,10 @@ def test_the_interval_of_one_of_several_answers_lies_in_the_runners(
 def test_of_a_sound_run_rows_hold_what_the_runner_saw(main: Main, words: tuple[str, ...]) -> None:
     assert main("run", *ASKED, *TWO, *words, "--out", "run")[0] == 0
     for row in store.load(Path("run"))[1]:
-        said = row.generation
-        assert said.accepted is not None and row.clock_rounds == len(said.accepted)
-        assert row.clock_prefill_s is not None and row.clock_decode_s is not None and row.clock_slack_s is not None
         if row.settings.is_shared:
-            assert row.clock_s is None and row.clock_passes is None
+            assert row.clock_s is None
             continue
-        assert row.clock_passes == row.clock_rounds
-        assert row.clock_s is not None and row.clock_s >= said.prefill_s + said.decode_s
-        assert Span(row.clock_prefill_s, row.clock_slack_s).agrees(said.prefill_s)
-        assert Span(row.clock_decode_s, row.clock_slack_s).agrees(said.decode_s)
+        assert row.clock_s is not None and row.clock_s >= row.generation.prefill_s + row.generation.decode_s
 
 
 @pytest.mark.parametrize(
@@ -208,8 +202,6 @@ def test_of_a_sound_run_rows_hold_what_the_runner_saw(main: Main, words: tuple[s
         ({"decode_s": 0.3}, "its times are not those of the runner's own clock"),
         ({"decode_s": 0.5, "prefill_s": 0.5}, "its times are not those of the runner's own clock"),
         ({"decode_s": 30.0}, "its times are not those of the runner's own clock"),
-        ({"clock_rounds": 0.5}, "its rounds are not those that the runner heard of"),
-        ({"clock_passes": 0.5}, "its rounds are not those that the runner heard of"),
     ],
 )
 def test_rows_that_were_edited_do_not_agree_with_the_runners_clock(
@@ -356,7 +348,7 @@ def test_who_tells_nothing_is_held_against_the_call_alone(clock: list[float]) ->
     assert stopwatch.objection(watch, TimedGeneration(SAID, -0.01, 0.08), request=0, tells_rounds=False)
     assert stopwatch.objection(watch, TimedGeneration(SAID, 0.01, 0.09), request=0, tells_rounds=False)
     assert stopwatch.objection(watch, TimedGeneration(SAID, 0.03, 0.08), request=0, tells_rounds=False)
-    assert watch.columns() == {"clock_s": pytest.approx(0.08)}
+    assert watch.call_s == pytest.approx(0.08)
 
 
 def test_a_failed_answer_stays_what_it_is(clock: list[float]) -> None:
