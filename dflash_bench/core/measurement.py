@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dflash_bench.core.types import Answer, Generation, Message
 
 GROUP = "dflash_bench.measurements"
-OWN = ("record", "headroom", "energy", "json_schema", "prefix_reuse", "text_kinds")
+OWN = ("record", "headroom", "energy", "json_schema", "prefix_reuse", "text_kinds", "server_memory")
 """Our own, in the order of --help: modules of `dflash_bench.measurements`, which hold a `MEASUREMENT`."""
 Columns = Mapping[str, Any]
 """Values by column, for one row."""

@@ -173,12 +173,12 @@ def server_rooms(tables: Sequence[RunTable], wanted: Sequence[str]) -> dict[str,
     """Return the memory of launched servers by method; empty with GPUs, whose memory a process does not show."""
     found: dict[str, ServerRoom] = {}
     for info in (table.info for table in tables if not table.info.environment.gpus):
-        if info.server_memory is None:
+        if (memory := info.entry("server_memory")) is None:
             continue
-        for method, held in info.server_memory.servers.items():
+        for method, held in memory["servers"].items():
             sizes = dict(found[method].sizes) if method in found else {}
-            sizes[held.tokens] = max(held.bytes, sizes.get(held.tokens, 0))
-            found[method] = ServerRoom(sizes, info.server_memory.free_bytes)
+            sizes[held["tokens"]] = max(held["bytes"], sizes.get(held["tokens"], 0))
+            found[method] = ServerRoom(sizes, memory["free_bytes"])
     return {method: found[method] for method in wanted if method in found}
 
 

@@ -302,20 +302,6 @@ NumTurns = Annotated[int, Field(gt=0, lt=2**31)]
 PromptEntry = Annotated[tuple[str, NumTurns, str], Field(strict=False)]
 
 
-class HeldByServer(StoredModel):
-    """The largest resident size of a launched server in bytes, with its total context in tokens."""
-
-    tokens: Count
-    bytes: Count
-
-
-class ServerMemory(StoredModel):
-    """Memory by method; `free_bytes` was free before the first server was started."""
-
-    free_bytes: Count | None
-    servers: dict[str, HeldByServer]
-
-
 class StoredPlan(StoredModel):
     """See `results/plan.py`. `prompts` holds (id, number of turns, hash) by suite."""
 
@@ -348,7 +334,6 @@ class RunInfo(StoredModel):
     since_s: Number = 0.0
     """Start of the answers that `times` covers: an earlier process that did not finish leaves no sums."""
     memory: MemoryForecast | None = None
-    server_memory: ServerMemory | None = None
     workers: list[WorkerEntry] = []
     forwards: ForwardTimes | None = None
     pass_at_end_s: Number = 0.0

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.measurement import identities
+from dflash_bench.core.measurement import Instrument, identities
 from dflash_bench.core.option import to_json
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import LINE_EVERY_S, Stages, progress_bar
@@ -315,7 +315,7 @@ def _run(
                 loop.execute(plan, backend, run, progress)
             report = _judges_report(judge_report(backend), run, tell)
             at_end = {"client_lag": late(backend)} if request.asks_servers else {}
-            run.mark_finished(at_end | _at_end(backend, launched) | report)
+            run.mark_finished(at_end | _at_end(backend, launched, plan.instruments) | report)
         else:
             _execute_within(budget.seconds(request.budget), plan, backend, run, caller, launched)
     for note in late(backend) if request.asks_servers else ():
@@ -347,7 +347,7 @@ def _execute_within(
     for suite in [suite for suite, number in counts.items() if not number]:
         caller.tell(f"note: there was no time for {suite}; raise --for")
     report = _judges_report(judge_report(backend), run, caller.tell)
-    run.mark_finished({"measured": counts, **_at_end(backend, launched), **report})
+    run.mark_finished({"measured": counts, **_at_end(backend, launched, plan.instruments), **report})
 
 
 def _judges_report(judges: JudgeReport, run: store.RunStore, tell: Callable[[str], object]) -> dict[str, Any]:
@@ -366,9 +366,11 @@ def _judges_report(judges: JudgeReport, run: store.RunStore, tell: Callable[[str
     return {"objections": dict(judges.objections)}
 
 
-def _at_end(backend: Backend, launched: LaunchedServers | None) -> dict[str, Any]:
-    held = {} if launched is None else {"server_memory": launched.memory()}
-    return {"captures": captured_of(backend), **pass_of(backend), **held}
+def _at_end(
+    backend: Backend, launched: LaunchedServers | None, instruments: Mapping[str, Instrument]
+) -> dict[str, Any]:
+    entries = {name: entry for name, one in instruments.items() if (entry := one.ends(launched)) is not None}
+    return {"captures": captured_of(backend), **pass_of(backend), **entries}
 
 
 def _info(

@@ -405,8 +405,8 @@ def test_a_server_that_dies_in_a_race_puts_its_own_method_out(
     assert found["dflash:3"]["num_prompts"] == 2
     assert found["eagle3:3"]["verdict"] == "failed"
     assert "vllm for eagle3:3" in found["eagle3:3"]["error"] and "exit status 3" in found["eagle3:3"]["error"]
-    held = table.read_run(Path("race/c1-1-1")).info.server_memory
-    assert held and {*held.servers} == {"ar", "dflash:3"} and held.free_bytes
+    held = table.read_run(Path("race/c1-1-1")).info.entry("server_memory")
+    assert {*held["servers"]} == {"ar", "dflash:3"} and held["free_bytes"]
     # A process of Python, started for as many tokens as nano has positions for.
-    assert all(one.bytes > 5e6 and one.tokens == 4096 for one in held.servers.values())
+    assert all(one["bytes"] > 5e6 and one["tokens"] == 4096 for one in held["servers"].values())
     assert json.loads(told)["flags"] == {}  # two prompts recommend nothing
