@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
@@ -9,6 +11,7 @@ from typing_extensions import TypedDict
 from dflash_bench.core.measurement import Instrument, Measurement
 
 if TYPE_CHECKING:
+    from dflash_bench.results.table import RunTable
     from dflash_bench.servers.launch import LaunchedServers
 
 
@@ -30,3 +33,32 @@ class MemoryReader(Instrument):
 
 
 MEASUREMENT = Measurement(name="server_memory", opens=lambda options, methods: MemoryReader(), entry=ServerMemory)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRoom:
+    """Peak resident bytes of a launched server, by the tokens of context that it was started with."""
+
+    sizes: Mapping[int, int]
+    free_bytes: int | None
+    """Free memory before any server was started."""
+
+    def longest(self, limit: int) -> int | None:
+        """Return the tokens of context that would fit, at most `limit`; None unless two sizes show a token's memory."""
+        (less, little), (more, much) = min(self.sizes.items()), max(self.sizes.items())
+        if self.free_bytes is None or more == less or much <= little:
+            return None
+        return max(0, min(limit, int(more + (self.free_bytes - much) * (more - less) / (much - little))))
+
+
+def server_rooms(tables: Sequence[RunTable], wanted: Sequence[str]) -> dict[str, ServerRoom]:
+    """Return the memory of launched servers by method; empty with GPUs, whose memory a process does not show."""
+    found: dict[str, ServerRoom] = {}
+    for info in (table.info for table in tables if not table.info.environment.gpus):
+        if (memory := info.entry("server_memory")) is None:
+            continue
+        for method, held in memory["servers"].items():
+            sizes = dict(found[method].sizes) if method in found else {}
+            sizes[held["tokens"]] = max(held["bytes"], sizes.get(held["tokens"], 0))
+            found[method] = ServerRoom(sizes, memory["free_bytes"])
+    return {method: found[method] for method in wanted if method in found}

@@ -153,35 +153,6 @@ class Room:
     limit: int
 
 
-@dataclass(frozen=True, slots=True)
-class ServerRoom:
-    """Peak resident bytes of a launched server, by the tokens of context that it was started with."""
-
-    sizes: Mapping[int, int]
-    free_bytes: int | None
-    """Free memory before any server was started."""
-
-    def longest(self, limit: int) -> int | None:
-        """Return the tokens of context that would fit, at most `limit`; None unless two sizes show a token's memory."""
-        (less, little), (more, much) = min(self.sizes.items()), max(self.sizes.items())
-        if self.free_bytes is None or more == less or much <= little:
-            return None
-        return max(0, min(limit, int(more + (self.free_bytes - much) * (more - less) / (much - little))))
-
-
-def server_rooms(tables: Sequence[RunTable], wanted: Sequence[str]) -> dict[str, ServerRoom]:
-    """Return the memory of launched servers by method; empty with GPUs, whose memory a process does not show."""
-    found: dict[str, ServerRoom] = {}
-    for info in (table.info for table in tables if not table.info.environment.gpus):
-        if (memory := info.entry("server_memory")) is None:
-            continue
-        for method, held in memory["servers"].items():
-            sizes = dict(found[method].sizes) if method in found else {}
-            sizes[held["tokens"]] = max(held["bytes"], sizes.get(held["tokens"], 0))
-            found[method] = ServerRoom(sizes, memory["free_bytes"])
-    return {method: found[method] for method in wanted if method in found}
-
-
 @dataclass(slots=True)
 class Race:
     """A race under one load, round by round."""

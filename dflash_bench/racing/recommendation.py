@@ -16,7 +16,8 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import methods
 from dflash_bench.core.labels import WIDTH
 from dflash_bench.core.types import context_name
-from dflash_bench.racing.race import MEASURED, WORTH, Decision, Room, ServerRoom, Standing
+from dflash_bench.measurements.server_memory import ServerRoom
+from dflash_bench.racing.race import MEASURED, WORTH, Decision, Room, Standing
 from dflash_bench.report.data import json_value
 from dflash_bench.report.html import escape
 from dflash_bench.report.render import markdown, terminal

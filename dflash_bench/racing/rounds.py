@@ -25,10 +25,11 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_of, write_json, write_text
 from dflash_bench.core.methods import Method
 from dflash_bench.core.option import check_options, options_of, to_json
+from dflash_bench.measurements.server_memory import server_rooms
 from dflash_bench.models import presets
 from dflash_bench.models.presets import MTP, Preset, parse_drafts
 from dflash_bench.racing import recommendation as shown
-from dflash_bench.racing.race import Load, Race, Room, decisions, drifted, server_rooms, slices
+from dflash_bench.racing.race import Load, Race, Room, decisions, drifted, slices
 from dflash_bench.racing.recommendation import Recommended
 from dflash_bench.report import plots
 from dflash_bench.results.plan import BASELINE

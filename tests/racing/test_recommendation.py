@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.measurements.server_memory import ServerRoom, server_rooms
 from dflash_bench.racing import recommendation as shown
-from dflash_bench.racing.race import Decision, Load, Room, ServerRoom, Standing, Verdict, server_rooms
+from dflash_bench.racing.race import Decision, Load, Room, Standing, Verdict
 from dflash_bench.racing.recommendation import Recommended
 from dflash_bench.results.table import RunTable
 from helpers.golden import assert_golden
