@@ -1,13 +1,26 @@
-"""Writes the parts of docs/ that the code decides: the table of methods, and llms.txt. `python docs/generate.py`"""
+"""Writes what the code decides: the table of methods, llms.txt and the types of `db.run`. `python docs/generate.py`"""
 
 from __future__ import annotations
 
 import re
+from inspect import formatannotation
 from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
+from dflash_bench.core.option import options_of
+from dflash_bench.core.secrets import Arguments
 from dflash_bench.report import terminal
+from dflash_bench.runner.config import RunRequest
 
 DOCS = Path(__file__).parent
+STUB = "../dflash_bench/api/options.pyi"
+NAMED = ("suites", "methods", "model", "limit")
+"""Parameters of `db.run` of their own."""
+FORMS = {
+    "drafts": "Mapping[str, str | Path]", "servers": "Mapping[str, str]", "over": "Mapping[str, Iterable[object]]",
+    "block_size": "int | str", "draft_steps": "int | str", "data": "str | Path", "target": "str | Path",
+}  # fmt: skip
+"""Options that a call gives in another form than a command line."""
 SUMMARY = (
     "Measures speculative decoding honestly: DFlash, EAGLE-3 and other methods against plain decoding; acceptance, "
     "speed, and exactness token for token, in process or on live servers."
@@ -15,9 +28,30 @@ SUMMARY = (
 
 
 def generated() -> dict[str, str]:
-    """File name in docs/ -> the text that it should have."""
+    """File name from docs/ -> the text that it should have."""
     page = (DOCS / "methods.md").read_text(encoding="utf-8")
-    return {"methods.md": between(page, "methods", terminal.markdown()), "llms.txt": llms()}
+    return {"methods.md": between(page, "methods", terminal.markdown()), "llms.txt": llms(), STUB: options()}
+
+
+def options() -> str:
+    """Return the stub of the options that `db.run` takes by name, for type checkers."""
+    types = get_type_hints(RunRequest)
+    given = {name: FORMS.get(name) or _form(types[name]) for name in options_of(RunRequest) if name not in NAMED}
+    return "\n".join([
+        "# For type checkers, written by docs/generate.py: the options of `dflash-bench run` by their names.",
+        "from collections.abc import Iterable, Mapping, Sequence", "from pathlib import Path",
+        "from typing import TypedDict", "", "class Options(TypedDict, total=False):",
+        *(f"    {name}: {form}" for name, form in given.items()), "",
+    ])  # fmt: skip
+
+
+def _form(kind: Any) -> str:
+    """Return the type of an option in a call: of several values one or a sequence, of a path or a text either."""
+    own = next(one for one in (*get_args(kind), kind) if one is not type(None))
+    if get_origin(kind) is tuple:
+        word = formatannotation(next(iter(get_args(kind))))
+        return f"{word} | Sequence[{word}]"
+    return "str | Path" if own is Path else "str" if own is Arguments else own.__name__
 
 
 def between(page: str, name: str, text: str) -> str:

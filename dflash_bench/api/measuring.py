@@ -6,15 +6,17 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
+from inspect import formatannotation
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from dflash_bench.api.reading import Run
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.results.store import RUNS
 
 if TYPE_CHECKING:
+    from dflash_bench.api.options import Options
     from dflash_bench.runner.config import RunRequest
 import sys
 from html import escape
@@ -24,79 +26,10 @@ from dflash_bench.runner.session import Progress
 
 Words = str | Sequence[str]
 """One value, or several."""
-Numbers = float | Sequence[float]
-Counts = int | Sequence[int]
 ALIASES = {
     "suite": "suites", "method": "methods", "draft": "drafts", "server": "servers",
 }  # fmt: skip
 """The singular names of options, as on the command line, and the fields that hold them."""
-
-
-class Options(TypedDict, total=False):
-    """The options of `dflash-bench run` by the names of its flags, which `dflash-bench run --help` describes.
-
-    Flags that may be repeated or have several values take one value or a sequence; drafts and servers map a method to a
-    place, and `over` a name to its values.
-    """
-
-    prompts: str | Path
-    every_answer: bool
-    score: str
-    data: str | Path
-    prompt_style: str
-    thinking: str
-    date: str
-    context: Sequence[int | None] | int
-    balance: str
-    skip: int
-    budget: str
-    """--for"""
-    target: str | Path
-    drafts: Mapping[str, str | Path]
-    trust_remote_code: bool
-    servers: Mapping[str, str]
-    dialect: str
-    served_model: str
-    api_key_env: str
-    json_schema: str | Path
-    prefix_reuse: bool
-    timeout: float
-    env_proxy: bool
-    launch: str
-    launch_with: str
-    launch_args: str
-    max_new_tokens: int
-    temperature: Numbers
-    top_k: Counts
-    top_p: Numbers
-    min_p: Numbers
-    repetition_penalty: Numbers
-    concurrency: Counts
-    rate: Numbers
-    slo: str
-    seed: int
-    block_size: int | str
-    draft_steps: int | str
-    repeats: int
-    audit: str
-    record: str
-    headroom: int
-    energy: bool
-    over: Mapping[str, Iterable[object]]
-    one_at_a_time: bool
-    device: str
-    device_map: str
-    dtype: str
-    attention: str
-    engine: str
-    kernels: str
-    graph: str
-    compile: str
-    quantize: str
-    threads: int
-    workers: int
-    ray_address: str
-    unsafe_code: bool
 
 
 def run(
@@ -117,8 +50,9 @@ def run(
     writes them, such as "dflash:8" (default: dflash). `model`: a name that `dflash-bench models` lists, or a folder
     (default: nano, the included model). `limit`: most prompts per suite. `out`: the folder to write, which must not
     exist (default: results/runs/TIME-MODEL); with `resume` the run to continue. `tell` is called with notes, which are
-    also in `Run.notes`. `options` are the fields of `Options`. `config` is a whole request, in place of everything
-    except `out`, `resume` and `tell`.
+    also in `Run.notes`. `options` are all others of `dflash-bench run --help` by their names, with _ for -: those with
+    several values take one or a sequence, drafts and servers map a method to a place, and `over` a name to values.
+    `config` is a whole request, in place of everything except `out`, `resume` and `tell`.
 
     Raises UserError for options that contradict each other or have no effect, for models and prompts that cannot be
     loaded, and if no answer succeeded. A run with wrong answers raises nothing; see `Run.findings`. An interrupted run
@@ -178,7 +112,7 @@ def typed_options(
 
     Raises UserError, which calls them a `kind`, for a name that is no field.
     """
-    types = {field.name: str(field.type) for field in fields(request)}
+    types = {field.name: _type_name(field.type) for field in fields(request)}
     chosen = {}
     for name, value in options.items():
         field = aliases.get(name, name)
@@ -187,6 +121,10 @@ def typed_options(
         if value is not None:
             chosen[field] = _value(field, types[field], value)
     return chosen
+
+
+def _type_name(kind: Any) -> str:
+    return kind if isinstance(kind, str) else formatannotation(kind).replace("pathlib.", "")
 
 
 def _value(field: str, kind: str, value: Any) -> Any:

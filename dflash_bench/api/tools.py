@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from dflash_bench.api.measuring import Options, Words, progress_display, request_of, typed_options
+from dflash_bench.api.measuring import Words, progress_display, request_of, typed_options
 from dflash_bench.core.errors import UserError
 
 if TYPE_CHECKING:
+    from dflash_bench.api.options import Options
     from dflash_bench.diagnose.compare_counts import CrosscheckResult
     from dflash_bench.diagnose.doctor import Diagnosis
     from dflash_bench.models.inspect import Inspection

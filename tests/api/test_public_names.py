@@ -9,14 +9,13 @@ import inspect
 import pkgutil
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import dflash_bench
 from dflash_bench import api
-from dflash_bench.api.measuring import ALIASES, Options, request_of
+from dflash_bench.api.measuring import request_of
 from dflash_bench.runner.config import RunRequest
 
 PACKAGE = Path(dflash_bench.__file__).parent
@@ -70,13 +69,6 @@ def test_it_is_a_command_as_a_module() -> None:
         [sys.executable, "-m", "dflash_bench", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"dflash-bench {dflash_bench.__version__}\n"
-
-
-def test_options_are_those_of_the_request() -> None:
-    spoken = {ALIASES.get(name, name) for name in Options.__annotations__}
-    named = {"suites", "methods", "model", "limit"}
-    assert spoken | named == {field.name for field in fields(RunRequest)}
-    assert not spoken & named
 
 
 def test_options_become_what_the_command_makes_of_them(tmp_path: Path) -> None:
