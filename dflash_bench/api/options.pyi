@@ -14,7 +14,7 @@ class Options(TypedDict, total=False):
     budget: str
     thinking: str
     date: str
-    context: int | None | Sequence[int | None]
+    context: int | Sequence[int | None] | None
     target: str | Path
     drafts: Mapping[str, str | Path]
     trust_remote_code: bool

@@ -199,8 +199,8 @@ def test_of_a_sound_run_rows_hold_what_the_runner_saw(main: Main, words: tuple[s
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"decode_s": 0.3}, "its times are not those of the runner's own clock"),
-        ({"decode_s": 0.5, "prefill_s": 0.5}, "its times are not those of the runner's own clock"),
+        ({"decode_s": 0.3}, "its rounds took longer than decode_s"),
+        ({"decode_s": 0.5, "prefill_s": 0.5}, "its rounds took longer than decode_s"),
         ({"decode_s": 30.0}, "its times are not those of the runner's own clock"),
     ],
 )
