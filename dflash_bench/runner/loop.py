@@ -130,7 +130,7 @@ class Conversation:
             (self.warm.late.add if watch.is_late(is_probe(method)) else self.warm.late.discard)(method)
         times = start_s + served.start_s, start_s + served.end_s
         more = {
-            "clock_s": watch.call_s if request is None else None,
+            "clock_s": watch.clock_s(request),
             "measured": self._columns(lambda one: one.answer(generation)),
         }
         record = self.item.record(method, turn, generation, times, more)

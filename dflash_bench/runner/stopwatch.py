@@ -188,6 +188,10 @@ class Stopwatch:
     def captured(self, seconds: float) -> None:
         self._captured_s += seconds
 
+    def clock_s(self, request: int | None) -> float | None:
+        """Return the seconds of the call, if it was for one answer alone (without a `request`)."""
+        return self.call_s if request is None else None
+
     def served(self, generations: Sequence[Generation]) -> None:
         """Count the tokens of all answers of the call."""
         self.num_prompt_tokens = sum(one.num_prompt_tokens for one in generations)
