@@ -28,9 +28,8 @@ from dflash_bench.analysis.replay import (
 )
 from dflash_bench.core.methods import METHODS, parse
 from dflash_bench.core.types import GREEDY
-from dflash_bench.measurements.record import calibration, require_recorded
+from dflash_bench.measurements.record import calibration, require_recorded, sections
 from dflash_bench.report import plots
-from dflash_bench.report.replay import confidence
 from dflash_bench.results import laws, parts
 from dflash_bench.results.row_arrays import Facts
 from helpers import tiny
@@ -326,14 +325,14 @@ def test_confidence_is_counted_where_all_before_was_right(recorded: db.Run) -> N
 def test_a_report_draws_how_far_confidence_can_be_trusted_and_says_what_cuts_save(recorded: db.Run) -> None:
     svg = plots.svg(plots.Material(recorded.document), "reliability")
     assert "% said" in svg and all(f'data-method="{method}"' in svg for method in OURS)
-    shown = {one.id: one for one in confidence(recorded.document)}
+    shown = {one.id: one for one in sections(recorded.document)}
     rows = shown["cuts"].table.rows if shown["cuts"].table else []
     assert [row.values[0] for row in rows[:3]] == ["none", "0.1", "0.3"]
 
 
 def test_a_run_of_batches_alone_has_nothing_to_calibrate(folder: Path) -> None:
     together = measured(folder, "together", "dflash", concurrency=2, record="every-position", max_new_tokens=8)
-    assert not confidence(together.document) and "Brier" not in str(together)
+    assert not sections(together.document) and "Brier" not in str(together)
 
 
 WRITES = (

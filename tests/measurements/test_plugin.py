@@ -23,10 +23,10 @@ def measured(out, step_s):
     my_waiting.waited_s = lambda: step_s * next(ticks)
     return db.run(suite="gsm8k", methods="dflash", limit=3, max_new_tokens=16, out=out, waiting=True)
 
-quiet, busy = measured("quiet", 0.0), measured("busy", 10.0)
+quiet, again, busy = measured("quiet", 0.0), measured("again", 0.0), measured("busy", 10.0)
 without = db.run(suite="gsm8k", methods="dflash", limit=3, max_new_tokens=16, out="without")
 shares = {run.folder.name: [cell.value("on_core") for cell in run.document.cells] for run in (quiet, busy, without)}
-change = db.compare("quiet", "busy").table
+change = db.compare("quiet", "again").table
 print(json.dumps({
     "waited_s": sorted({*busy.answers["waited_s"]}), "shares": shares,
     "entry": json.loads((quiet.folder / "run.json").read_text())["waiting"],

@@ -24,7 +24,7 @@ def span(value: float) -> Interval:
 def standing(method: str, verdict: Verdict, speedup: float, joules: float | None = None, even: float = 1.6) -> Standing:
     return Standing(
         method, verdict, 2, 16, span(speedup), span(speedup / 2), span(3.5), even, 100 * speedup, 10 / speedup,
-        num_drafts=7 if method.startswith("dflash") else 1, joules_per_token=joules,
+        num_drafts=7 if method.startswith("dflash") else 1, measured={} if joules is None else {"joules_per_token": joules},
     )  # fmt: skip
 
 
@@ -39,7 +39,7 @@ LOADED = Decision(
     Load(concurrency=8), "ar", "plain", None,
     (PLAIN, standing("dflash:7", "below_plain", 0.8, even=4.2), standing("mtp:1", "below_plain", 0.5)),
 )  # fmt: skip
-LOADED = replace(LOADED, standings=tuple(replace(one, joules_per_token=None) for one in LOADED.standings))
+LOADED = replace(LOADED, standings=tuple(replace(one, measured={}) for one in LOADED.standings))
 UNCLEAR = Decision(
     Load(1024, 8), "ngram", "unclear", span(1.02),
     (PLAIN, Standing("ngram", "leads", 2, 16, span(1.02))), more_prompts=1200,

@@ -181,16 +181,16 @@ def test_a_failed_answer_is_a_row_with_its_error_and_no_speed(tmp_path: Path) ->
 
 def test_what_was_rejected_and_expected_is_there(tmp_path: Path) -> None:
     assert len(REJECTED) == 2
-    folder = stored(tmp_path / "run", [replace(row, passed=False) for row in told()])
+    folder = stored(tmp_path / "run", [replace(row, passed=False, answer="7") for row in told()])
     (plain, drafted) = data(page_of(folder))["rows"]
     assert "rejected" not in plain
     said = drafted["rejected"].split("\0")
     assert set(said[:-1]) == {SAID}
     assert len(said) == len(drafted["counts"]) // 3
     assert "expected" not in drafted, "this run stored no prompts"
-    prompt = dict.fromkeys(run_info.PROMPTS_COLUMNS) | {"suite": "gsm8k", "prompt_id": "p0", "turns": ["3 + 4?"]}
-    run_info.write_prompts(folder, [prompt | {"reference": "3 + 4 = 7\n#### 7"}])
-    assert [row["expected"] for row in data(page_of(folder))["rows"]] == ["#### 7", "#### 7"]
+    prompt = dict.fromkeys(run_info.PROMPTS_COLUMNS) | {"suite": "gsm8k", "prompt_id": "p0", "turns": ["3 + 5?"]}
+    run_info.write_prompts(folder, [prompt | {"reference": "3 + 5 = 8\n#### 8"}])
+    assert [row["expected"] for row in data(page_of(folder))["rows"]] == ["#### 8", "#### 8"]
 
 
 def test_without_the_tokenizer_nothing_is_said_of_what_was_rejected(tmp_path: Path) -> None:
