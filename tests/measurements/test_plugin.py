@@ -16,7 +16,7 @@ import json
 from itertools import count
 import my_waiting
 import dflash_bench as db
-from dflash_bench.core.errors import UserError
+from dflash_bench.report.sections import of_document
 
 def measured(out, step_s):
     ticks = count()
@@ -31,7 +31,9 @@ print(json.dumps({
     "waited_s": sorted({*busy.answers["waited_s"]}), "shares": shares,
     "entry": json.loads((quiet.folder / "run.json").read_text())["waiting"],
     "findings": {run.folder.name: [one.kind for one in run.findings] for run in (quiet, busy)},
-    "sections": {run.folder.name: "waiting for a core" in str(run).lower() for run in (quiet, without)},
+    "sections": {
+        run.folder.name: "waiting" in [one.id for one in of_document(run.document)] for run in (quiet, without)
+    },
     "compared": sorted({*change["metric"]}),
 }))
 """

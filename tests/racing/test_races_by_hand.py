@@ -43,7 +43,8 @@ def run(
             rows.append(
                 replace(
                     row, method=method, suite=suite, settings=settings, generation=generated, start_s=begin,
-                    end_s=begin + 0.02 + own_s, energy_j=joules.get(method), category=prompt[0],
+                    end_s=begin + 0.02 + own_s, category=prompt[0],
+                    measured={"energy_j": joules[method]} if method in joules else {},
                     exactness=None if method == "ar" else "exact",
                 )
             )  # fmt: skip

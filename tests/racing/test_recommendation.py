@@ -24,7 +24,8 @@ def span(value: float) -> Interval:
 def standing(method: str, verdict: Verdict, speedup: float, joules: float | None = None, even: float = 1.6) -> Standing:
     return Standing(
         method, verdict, 2, 16, span(speedup), span(speedup / 2), span(3.5), even, 100 * speedup, 10 / speedup,
-        num_drafts=7 if method.startswith("dflash") else 1, measured={} if joules is None else {"joules_per_token": joules},
+        num_drafts=7 if method.startswith("dflash") else 1,
+        measured={} if joules is None else {"joules_per_token": joules},
     )  # fmt: skip
 
 

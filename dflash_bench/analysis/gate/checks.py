@@ -484,8 +484,8 @@ def pooled_value(kind: str, runs: Any) -> float | None:
 def _random_fields(kind: str, before: Any, after: Any, limit: Limit) -> dict[str, Any]:
     """Return the statistical fields of a check: its p, and the noise between runs that p allows for."""
     statistic, between_runs = statistic_of(METRICS[kind]), None
-    if METRICS[kind].unit == "share":
-        tallies = [side[..., COLUMN[kind]] for side in (before, after)]
+    if METRICS[kind].unit == "share" and not METRICS[kind].is_timing:
+        tallies = [side[..., COLUMN[METRICS[kind].top[0]]] for side in (before, after)]
         # Differences of the means over runs, multiplied by both numbers of runs to stay whole numbers.
         differences = tallies[1].sum(axis=0) * len(before) - tallies[0].sum(axis=0) * len(after)
         return {"p": stats.mcnemar(int((differences < 0).sum()), int((differences > 0).sum()))}
