@@ -297,7 +297,7 @@ def _failed(record: Answer, why: str) -> Answer:
     nothing = record.generation.refused(f"its measurement cannot be right: {why}")
     return replace(
         record, generation=nothing, answer=None, passed=None, score=None, exactness=None, divergence=None, audit=None,
-        departure=None,
+        departure=None, measured={},
     )  # fmt: skip
 
 
