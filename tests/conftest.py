@@ -20,6 +20,8 @@ from dflash_bench.core import terminal
 # Whoever runs the tests in the background has them ignore what Ctrl-C sends, and some libraries stop ignoring it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# What collecting the tests makes all stays, and searching it for garbage is a tenth of the time.
+gc.disable()
 # On a slow machine a line of progress would stand between a test and what it compares.
 terminal.LINE_EVERY_S = 3600.0
 
@@ -31,9 +33,25 @@ def pytest_collection_finish() -> None:
     if "torch" in sys.modules:
         from helpers import shared_models
 
-        shared_models.apply()
+        shared_models.compile_once()
     gc.collect()
     gc.freeze()
+    gc.enable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--in-full", action="store_true", help="no test shares nano's files or the machine's measures")
+
+
+@pytest.fixture(scope="module")
+def shared_models(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nano's files are read and the machine is measured once for all tests that ask for this; not with `--in-full`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "torch" in sys.modules and not request.config.getoption("in_full"):
+            from helpers import shared_models
+
+            shared_models.apply(patch)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +80,7 @@ def seed() -> None:
 
 @pytest.fixture
 def measured_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undoes what `shared_models.apply` does to it."""
+    """Undoes what `shared_models` does to it."""
     from dflash_bench.perf import measure
 
     for name in ("forward_curve", "least_s"):

@@ -54,11 +54,11 @@ sys.path.append({str(Path(__file__).parents[1])!r})
 
 
 @pytest.fixture
-def dflash_bench(dflash_bench):
+def dflash_bench(dflash_bench, monkeypatch):
     \"\"\"This machine is measured once.\"\"\"
     from helpers import shared_models
 
-    shared_models.apply()
+    shared_models.apply(monkeypatch)
     return dflash_bench
 """
 

@@ -12,12 +12,19 @@ import torch
 
 from dflash_bench.analysis.metrics import Cell, summarise
 from dflash_bench.core import environment
+from dflash_bench.models import chat, hub, targets
 from dflash_bench.perf import measure
 from dflash_bench.results import table
 from helpers.runs import answers, stored
 
 MIB = 2**20
 Main = Callable[..., tuple[int, str, str]]
+
+
+def test_tests_that_do_not_ask_for_shared_models_have_the_product_itself() -> None:
+    """Whatever ran before in this process."""
+    sound = measure.forward_curve, measure.least_s, hub.weights_sha256, targets.load, targets.tokenizer_of, chat.decoder
+    assert not any(hasattr(function, "__wrapped__") for function in sound)
 
 
 class Ticking:
