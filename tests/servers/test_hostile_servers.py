@@ -275,7 +275,7 @@ def test_proxies_of_the_environment_that_cannot_be_used(monkeypatch: pytest.Monk
 
 
 def test_a_cookie_is_neither_kept_nor_sent() -> None:
-    cookie = b"HTTP/1.1 200 X\r\nSet-Cookie: a=b\r\nContent-Length: 2\r\n\r\n{}"
+    cookie = b"HTTP/1.1 200 X\r\nSet-Cookie: a=b\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
     with server(raw=lambda path: [cookie] if path == "/props" else None) as running, backend(running) as opened:
         opened.generate("ar", CHAT)
         assert not any("cookie" in headers for _, _, headers in running.asked)
