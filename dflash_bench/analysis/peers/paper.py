@@ -1,6 +1,6 @@
 """Published figures, each with its source and formula.
 
-Figures of DFlash's authors are in results/published.csv, figures of its successors in successors.csv beside this file.
+Figures of DFlash's authors are in published.csv beside this file, figures of its successors in successors.csv.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dflash_bench.results.run_info import RunIdentity
 
 SOURCES = ("paper", "published")
 """The names that users may write for these figures."""
-SUCCESSORS = Path(__file__).with_name("successors.csv")
+PUBLISHED, SUCCESSORS = (Path(__file__).with_name(name) for name in ("published.csv", "successors.csv"))
 EMBEDDED = "embedded"
 MAX_NEW_TOKENS = 2048
 """The limit of the paper's main tables."""
@@ -99,13 +99,8 @@ class PaperComparison:
 
 @cache
 def load_figures() -> tuple[PaperFigure, ...]:
-    """Load all published figures. Raises UserError if the file is missing."""
-    folder = Path(__file__).parents[2]
-    packed, checkout = folder / "_results" / "published.csv", folder.parent / "results" / "published.csv"
-    path = packed if packed.exists() else checkout
-    if not path.exists():
-        raise UserError(f"no published figures: {path} is missing; reinstall dflash-bench")
-    return (*_figures(path), *_figures(SUCCESSORS))
+    """Load all published figures."""
+    return (*_figures(PUBLISHED), *_figures(SUCCESSORS))
 
 
 def _figures(path: Path) -> list[PaperFigure]:
