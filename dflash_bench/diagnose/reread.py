@@ -13,8 +13,8 @@ from dflash_bench.analysis.scores import Flaws, Reread, rescored
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import hub, presets
 from dflash_bench.report import answers as report_answers
-from dflash_bench.results import laws
-from dflash_bench.results.laws import Decode
+from dflash_bench.results import row_checks
+from dflash_bench.results.row_checks import Decode
 from dflash_bench.results.table import RunTable
 
 COLUMNS = (
@@ -45,7 +45,7 @@ def _retold(results: RunTable) -> Reread:
         for at in other:
             (row,) = batch.slice(at, 1).to_pylist()
             if row["error"] is None:
-                flaws.add("text", row, names[at], laws.OTHER)
+                flaws.add("text", row, names[at], row_checks.OTHER)
     if num_other and not _is_same_target(results, tokenizer):
         return Reread((), ("texts were not tried: the tokenizer on this disk is of other weights than the run's",))
     return Reread(flaws.problems(), ())
@@ -65,7 +65,7 @@ def _other(batch: Any, decode: Decode, tokenizer: Path) -> tuple[list[int], bool
 
     And whether there was this second opinion.
     """
-    if not (rows := laws.other(batch, decode)):
+    if not (rows := row_checks.other(batch, decode)):
         return [], False
     try:
         from dflash_bench.models.chat import decoder
@@ -73,7 +73,7 @@ def _other(batch: Any, decode: Decode, tokenizer: Path) -> tuple[list[int], bool
         slow = decoder(tokenizer.parent)
     except (ImportError, UserError):  # without torch there is no second opinion
         return rows, False
-    return [rows[at] for at in laws.other(batch.take(rows), slow)], True
+    return [rows[at] for at in row_checks.other(batch.take(rows), slow)], True
 
 
 def _is_same_target(results: RunTable, tokenizer: Path) -> bool:

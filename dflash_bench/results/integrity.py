@@ -12,12 +12,12 @@ import numpy as np
 
 from dflash_bench.core.methods import is_imposed, is_lossy
 from dflash_bench.core.types import CODE_SCORERS, Answer, Settings
-from dflash_bench.results import laws
 from dflash_bench.results import plan as plans
+from dflash_bench.results import row_checks
 from dflash_bench.results.identity import COLUMNS as SETTINGS
 from dflash_bench.results.identity import settings_numbers, short_names
 from dflash_bench.results.plan import BASELINE, Plan
-from dflash_bench.results.row_arrays import Facts, RowArrays, lengths_of
+from dflash_bench.results.row_arrays import RowArrays, RunFacts, lengths_of
 from dflash_bench.results.run_info import RunIdentity, RunInfo
 
 # The columns and sums of each part that checking a whole run needs.
@@ -31,13 +31,13 @@ FLAGS = {"failed": "error", "passed": "passed", "valued": "score", "audited": "a
          "clocked": "clock_s"}  # fmt: skip
 """Flags that are set where a column is not null: flag to column."""
 TIMES = ("start_s", "end_s", "prefill_s", "decode_s", "pass_s")
-COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *laws.COLUMNS, "worker", "passed", "score", "pass_s"]))
+COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *row_checks.COLUMNS, "worker", "passed", "score", "pass_s"]))
 """The columns that `summarize_part` needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """An Arrow table with a row per answer of one part, and the invalid rows by the law they break."""
+    """An Arrow table with a row per answer of one part, and the invalid rows by the check they fail."""
 
     rows: Any
     faults: Mapping[str, Any]
@@ -50,7 +50,7 @@ class PartSummary:
 
 def summarize_part(batches: Sequence[Any], run_settings: Sequence[Settings], info: RunInfo) -> PartSummary:
     """Summarize all batches of a part, which have the columns `COLUMNS`."""
-    facts = Facts.of(info.identity)
+    facts = RunFacts.of(info.identity)
     import pyarrow as pa
     from pyarrow import compute
 
@@ -64,7 +64,7 @@ def summarize_part(batches: Sequence[Any], run_settings: Sequence[Settings], inf
         columns |= {"settings": settings_numbers(batch, run_settings), "digest": _digests(batch)}
         columns |= _of_passes(RowArrays(batch, facts), least_by_width(info))
         tables.append(pa.table(columns))
-        for why, rows in laws.faults(batch, facts).items():
+        for why, rows in row_checks.faults(batch, facts).items():
             faults[why] = np.concatenate([faults.get(why, rows[:0]), rows + before])
         before += len(batch)
     return PartSummary(pa.concat_tables(tables), faults)

@@ -1,4 +1,4 @@
-"""The rows of an Arrow batch as arrays, for checking the laws."""
+"""The rows of an Arrow batch as arrays, for checking them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class RunFacts:
     """The facts in `run.json` that rows are checked against; None if absent."""
 
     blocks: Mapping[str, Block]
@@ -42,7 +42,7 @@ class Facts:
     stop_ids: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, identity: RunIdentity) -> Facts:
+    def of(cls, identity: RunIdentity) -> RunFacts:
         return cls(
             blocks={
                 label: Block(method.num_drafts, _is_whole(label, method))
@@ -62,7 +62,7 @@ def _is_whole(label: str, method: MethodEntry) -> bool:
 
 
 class RowArrays:
-    def __init__(self, batch: Any, facts: Facts) -> None:
+    def __init__(self, batch: Any, facts: RunFacts) -> None:
         self.batch, self.facts, self.num = batch, facts, len(batch)
         self._lengths: dict[str, Any] = {}
 
@@ -285,7 +285,7 @@ def _down_the_trees(drafts: Drafts) -> tuple[Any, Any]:
     assert drafts.parents is not None
     nodes = np.flatnonzero(drafts.is_tree[drafts.round])
     rounds, ids = drafts.round[nodes], drafts.ids[nodes]
-    # Index of each node's parent in `nodes`; the anchor is past the end. Another law checks for bad parents.
+    # Index of each node's parent in `nodes`; the anchor is past the end. Another check looks for bad parents.
     parents = np.clip(drafts.parents[nodes], -1, drafts.place[nodes] - 1)
     above = np.where(parents < 0, len(nodes), np.arange(len(nodes)) - drafts.place[nodes] + parents)
     kept = drafts.kept[rounds]

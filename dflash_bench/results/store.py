@@ -29,13 +29,13 @@ import numpy as np
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, sync
 from dflash_bench.core.types import SCHEMA_VERSION, Answer, Settings
-from dflash_bench.results import integrity, laws, parts, run_info
+from dflash_bench.results import integrity, parts, row_checks, run_info
 from dflash_bench.results import plan as plans
 from dflash_bench.results.identity import settings_numbers
 from dflash_bench.results.integrity import check_integrity, summarize_part
-from dflash_bench.results.laws import Decode
 from dflash_bench.results.plan import Plan
-from dflash_bench.results.row_arrays import Facts
+from dflash_bench.results.row_arrays import RunFacts
+from dflash_bench.results.row_checks import Decode
 from dflash_bench.results.run_info import FILE, RunInfo, carried, read_info, write_info
 
 MERGED_WHILE_RUNNING, MERGED_AT_THE_END = 2048, 32
@@ -124,7 +124,7 @@ class RunStore(AbstractContextManager["RunStore"]):
 
     def __init__(self, folder: Path, info: RunInfo) -> None:
         self.folder, self.identity, self.num_dropped = folder, carried(info), 0
-        self._facts = Facts.of(info.identity)
+        self._facts = RunFacts.of(info.identity)
         self.decode: Decode | None = None
         """Decodes tokens with the target's tokenizer, if available, to check texts."""
         self._pieces: dict[int, str] = {}
@@ -241,9 +241,9 @@ class RunStore(AbstractContextManager["RunStore"]):
     def _wrong(self, table: Any) -> dict[int, str]:
         """Return why rows are impossible as measurements, by index in the table; other rows are omitted."""
         batch = _batch(table)
-        broken = laws.faults(batch, self._facts)
+        broken = row_checks.faults(batch, self._facts)
         if self.decode is not None:
-            broken[laws.OTHER] = np.array(laws.other(batch, self.decode), dtype=np.int64)
+            broken[row_checks.OTHER] = np.array(row_checks.other(batch, self.decode), dtype=np.int64)
         return {row: why for why, rows in reversed(broken.items()) for row in rows.tolist()}
 
     def keep(self, records: Sequence[Answer]) -> None:

@@ -30,8 +30,8 @@ from dflash_bench.core.methods import METHODS, parse
 from dflash_bench.core.types import GREEDY
 from dflash_bench.measurements.record import calibration, require_recorded, sections
 from dflash_bench.report import plots
-from dflash_bench.results import laws, parts
-from dflash_bench.results.row_arrays import Facts
+from dflash_bench.results import parts, row_checks
+from dflash_bench.results.row_arrays import RunFacts
 from helpers import tiny
 from helpers.rows import drafted, plain, record
 from helpers.runs import about
@@ -391,7 +391,7 @@ def test_controllers_of_ones_own_and_ours(recorded: db.Run, tmp_path: Path) -> N
 
 def test_a_recording_of_other_tokens_is_no_measurement() -> None:
     row = drafted("p", [1, 0], 2).generation
-    tokens, facts = row.token_ids, Facts(blocks={}, ceiling=1e-3)
+    tokens, facts = row.token_ids, RunFacts(blocks={}, ceiling=1e-3)
     ids = (tokens[1], 99, 99, 99, tokens[3], 99)
     good = {"recorded_ids": ids, "recorded_accepted": (1, 0, 1)}
     cases: list[tuple[dict[str, Any], bool]] = [
@@ -402,4 +402,4 @@ def test_a_recording_of_other_tokens_is_no_measurement() -> None:
     for changed, broken in cases:
         one = record("dflash", "p", row, **(good | changed))
         batch = parts.to_table([one, plain("p", 3)], {}).combine_chunks().to_batches()[0]
-        assert bool(laws.faults(batch, facts)) == broken, changed
+        assert bool(row_checks.faults(batch, facts)) == broken, changed

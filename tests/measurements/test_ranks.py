@@ -1,4 +1,4 @@
-"""Where the right token is among a draft's likeliest ones: counted by the book, for every kind, and held to a law."""
+"""Where the right token is among a draft's likeliest ones: counted by the book, for every kind, and held to a check."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dflash_bench.engine.sampling import Sampling
 from dflash_bench.engine.target import Target
 from dflash_bench.measurements.headroom import leads
 from dflash_bench.models.nets.dflash import DFlashDraft
-from dflash_bench.results import laws, parts
-from dflash_bench.results.row_arrays import Facts
+from dflash_bench.results import parts, row_checks
+from dflash_bench.results.row_arrays import RunFacts
 from helpers.drafts import draft_model, medusa, mtp, p_eagle
 from helpers.drafts.tiny import DFLASH, PROMPTS
 from helpers.heads import HEADS, draft_of, drafter_of
@@ -32,7 +32,7 @@ LENGTH, NUM = 24, 16
 GREEDY = Sampling()
 OF_CANDIDATES = ("selector", "lilicorr", "wide lilicorr")
 """Random heads whose four or five candidates do not hold the right token."""
-LAW = "its ranks are not those of its drafts and tokens"
+CHECK = "its ranks are not those of its drafts and tokens"
 
 
 def answered(target: Target, drafter: Any, prompt: Sequence[int], length: int = LENGTH) -> Generation:
@@ -51,7 +51,7 @@ def ranked(
 
 def broken(answer: Generation, ranks: tuple[int, ...] | None) -> list[str]:
     batch = parts.to_table([record("dflash", "p", answer, ranks=ranks)], {}).combine_chunks().to_batches()[0]
-    return [*laws.faults(batch, Facts(blocks={}, ceiling=1e-3))]
+    return [*row_checks.faults(batch, RunFacts(blocks={}, ceiling=1e-3))]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_the_law_holds_and_shifted_ranks_break_it(target: Target, often_right: D
         "not a rank": tuple(-2 if rank == 0 else rank for rank in ranks),
     }  # fmt: skip
     for what, other in spoiled.items():
-        assert broken(answer, other) == [LAW], what
+        assert broken(answer, other) == [CHECK], what
     assert not broken(answer, None)
 
 

@@ -92,7 +92,7 @@ def change(**values: Any) -> Callable[[Path], None]:
 
 
 def edited(part: Path) -> None:
-    """So that no law is broken, and the checksum is as it was."""
+    """So that no check fails, and the checksum is as it was."""
     rewritten(part, lambda row: row | {"category": "another"})
     ledger = part.with_name("parts.sha256")
     ledger.write_text(re.sub(rf".*  {part.name}", f"{'0' * 64}  {part.name}", ledger.read_text()))

@@ -17,8 +17,8 @@ from dflash_bench.core.types import Answer
 from dflash_bench.models.formats import save_draft
 from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialise
-from dflash_bench.results import laws, parts
-from dflash_bench.results.row_arrays import Facts
+from dflash_bench.results import parts, row_checks
+from dflash_bench.results.row_arrays import RunFacts
 from helpers import tiny
 from helpers.rows import generation, record
 from helpers.runs import listed
@@ -99,8 +99,8 @@ def rows_of(*records: Answer) -> Any:
 )
 def test_what_a_row_says_must_lie_between_drafted_and_accepted(verified: Any, why: str | None) -> None:
     row = record("dflash", "p", replace(generation([3, 2, 0], 4), verified=verified))
-    facts = Facts(blocks={}, ceiling=1e-3)
-    assert [*laws.faults(rows_of(row), facts)] == ([] if why is None else [why])
+    facts = RunFacts(blocks={}, ceiling=1e-3)
+    assert [*row_checks.faults(rows_of(row), facts)] == ([] if why is None else [why])
 
 
 @pytest.mark.parametrize("verified", [None, (4, 1)])
@@ -110,7 +110,7 @@ def test_a_right_token_that_nobody_verified_is_no_fault(verified: Any) -> None:
     tokens = accepted.token_ids
     ids = (tokens[1], 99, 99, 99, tokens[3], tokens[4], 99, 99)
     row = record("dflash", "p", replace(accepted, drafted_ids=ids, verified=verified))
-    found = [*laws.faults(rows_of(row), Facts(blocks={}, ceiling=1e-3))]
+    found = [*row_checks.faults(rows_of(row), RunFacts(blocks={}, ceiling=1e-3))]
     assert found == (["a round accepted less than was right"] if verified is None else [])
 
 

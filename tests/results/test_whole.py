@@ -207,7 +207,7 @@ UNLIKE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def _renamed_category(part: Path) -> None:
-    """No law is broken by that."""
+    """No check fails for that."""
     parquet = import_module("pyarrow.parquet")
     table = parquet.read_table(part)
     rows = [row | {"category": "another"} for row in table.to_pylist()]

@@ -1,9 +1,8 @@
-"""The laws of a row: how its times, counts, tokens and verdicts must be consistent, whatever was measured.
+"""The checks of a row: how its times, counts, tokens and verdicts must be consistent, whatever was measured.
 
-Each is declared once, by `law`. Rows are checked when they are written, where an invalid row becomes a failed row, and
-whenever they are read. Checks across rows (overlapping answers, sums over the run) are in `integrity.py`. The laws
-find mistakes, including the engine's own bookkeeping, and careless edits; they do not detect a row forged to satisfy
-them all.
+Each is declared once, by `check`. Rows are checked when they are written, where an invalid row becomes a failed row,
+and whenever they are read. Checks across rows (overlapping answers, sums over the run) are in `integrity.py`. They find
+mistakes, including the engine's own bookkeeping, and careless edits; they do not detect a row forged to satisfy all.
 
 A failed generation is only required to have an error and no verdict. Valid are also an answer without rounds, an
 answer with hidden rounds (null lists), and a single token, which takes no time to decode.
@@ -21,7 +20,7 @@ from dflash_bench.core.dialects import UNKNOWN_RULE, AcceptanceCounts, contradic
 from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Exactness, FinishReason, is_greedy
-from dflash_bench.results.row_arrays import COUNTS, SECONDS, Facts, RowArrays, lengths_of
+from dflash_bench.results.row_arrays import COUNTS, SECONDS, RowArrays, RunFacts, lengths_of
 
 TOKENS = ("num_hidden_tokens", "num_first_tokens", "num_cached_tokens")
 TOTALS = ("total_rounds", "total_drafted", "total_accepted")
@@ -39,78 +38,78 @@ COLUMNS = (
     *(name for names in VERDICTS.values() for name in names), *TOKENS, *TOTALS, *THINKING, "text",
     *(name for one in measurements() if one.checks for name in one.columns),
 )  # fmt: skip
-"""The columns that the laws need."""
+"""The columns that the checks need."""
 SHARE, AT_LEAST_S = 1e-3, 1e-4
 """Two readings of one time agree within this share plus these seconds: rounds are stored in float32, and a GPU's clock
 is not the host's. The rounds of an answer follow each other without a gap, so nothing else is between them."""
 
 
-class RowLaw(NamedTuple):
+class RowCheck(NamedTuple):
     why: str
-    """The problem of a row that breaks the law."""
+    """The problem of a row that fails the check."""
     broken: Callable[[RowArrays], Any]
-    """Returns the mask of rows that break it, [rows]."""
+    """Returns the mask of rows that fail it, [rows]."""
     group: int
 
 
 FORM, VALUES, PHYSICS = range(3)
-"""A group of laws applies to rows that break no law of an earlier group: FORM to all rows, VALUES and PHYSICS to rows
+"""A group of checks applies to rows that fail none of an earlier group: FORM to all rows, VALUES and PHYSICS to rows
 that did not fail."""
-LAWS: list[RowLaw] = []
+ROW_CHECKS: list[RowCheck] = []
 """In order of declaration, in which a row's first problem is reported."""
 NO_TIME = "NaN, infinite, negative, or zero although work was done"
 
 
-def law(group: int, why: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare a law, or with names, one law per column, whose name replaces {} in `why`."""
+def check(group: int, why: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare a check, or with names, one per column, whose name replaces {} in `why`."""
 
     def declare(broken: Callable[..., Any]) -> Callable[..., Any]:
-        each = [RowLaw(why.format(name), partial(broken, name=name), group) for name in names]
-        LAWS.extend(each if names else [RowLaw(why, broken, group)])
+        each = [RowCheck(why.format(name), partial(broken, name=name), group) for name in names]
+        ROW_CHECKS.extend(each if names else [RowCheck(why, broken, group)])
         return broken
 
     return declare
 
 
 def of_counted(broken: Callable[[RowArrays], Any]) -> Callable[[RowArrays], Any]:
-    """Restrict a law to the rows that count their rounds."""
+    """Restrict a check to the rows that count their rounds."""
     return lambda rows: rows.among(rows.is_counted, broken)
 
 
 # Form: known words, lists of one length.
 
 
-@law(FORM, "its finish_reason is unknown")
+@check(FORM, "its finish_reason is unknown")
 def _unknown_end(rows: RowArrays) -> Any:
     return ~rows.is_one_of("finish_reason", get_args(FinishReason))
 
 
-@law(FORM, "error and finish_reason disagree about whether it failed")
+@check(FORM, "error and finish_reason disagree about whether it failed")
 def _fails_without_error(rows: RowArrays) -> Any:
     return rows.is_one_of("finish_reason", ["error"]) == rows.succeeded
 
 
-@law(FORM, "{} is missing or negative", "order", "num_prompt_tokens")
+@check(FORM, "{} is missing or negative", "order", "num_prompt_tokens")
 def _missing_or_negative(rows: RowArrays, name: str) -> Any:
     return rows.counts(name) < 0
 
 
-@law(FORM, "its {} is unknown", *VERDICTS)
+@check(FORM, "its {} is unknown", *VERDICTS)
 def _unknown_verdict(rows: RowArrays, name: str) -> Any:
     return rows.is_known(name) & ~rows.is_one_of(name, get_args(Exactness))
 
 
-@law(FORM, "it failed, yet it has a verdict ({})", *VERDICTS)
+@check(FORM, "it failed, yet it has a verdict ({})", *VERDICTS)
 def _verdict_of_failure(rows: RowArrays, name: str) -> Any:
     return rows.is_known(name) & ~rows.succeeded
 
 
-@law(FORM, "{} is exact but has a place of divergence, or the reverse", *VERDICTS)
+@check(FORM, "{} is exact but has a place of divergence, or the reverse", *VERDICTS)
 def _misplaced(rows: RowArrays, name: str) -> Any:
     return rows.is_known(name) & (rows.is_known(VERDICTS[name][0]) == rows.is_one_of(name, ["exact"]))
 
 
-@law(FORM, "{} contradicts its gap and tolerance", *VERDICTS)
+@check(FORM, "{} contradicts its gap and tolerance", *VERDICTS)
 def _contradicted(rows: RowArrays, name: str) -> Any:
     gap, tolerance = (rows.numbers(column) for column in VERDICTS[name][1:])
     is_explained = gap <= tolerance  # false for NaN
@@ -118,7 +117,7 @@ def _contradicted(rows: RowArrays, name: str) -> Any:
     return is_judged & (is_explained != rows.is_one_of(name, ["near_tie"]))
 
 
-@law(FORM, "{} has more or fewer entries than accepted", *COUNTS, *SECONDS, "verified")
+@check(FORM, "{} has more or fewer entries than accepted", *COUNTS, *SECONDS, "verified")
 def _uneven(rows: RowArrays, name: str) -> Any:
     return (rows.lengths(name) >= 0) & (rows.lengths(name) != rows.lengths("accepted"))
 
@@ -126,21 +125,21 @@ def _uneven(rows: RowArrays, name: str) -> Any:
 # Values: the range of each time and count.
 
 
-@law(VALUES, "a round accepts more tokens than it drafts, or fewer than 0")
+@check(VALUES, "a round accepts more tokens than it drafts, or fewer than 0")
 @of_counted
 def _accepts_too_much(rows: RowArrays) -> Any:
     drafted, accepted = rows.flat("drafted"), rows.flat("accepted")
     return rows.owning("accepted", (accepted > drafted) | (accepted < 0))
 
 
-@law(VALUES, "a round verifies more tokens than it drafts, or fewer than it accepts")
+@check(VALUES, "a round verifies more tokens than it drafts, or fewer than it accepts")
 @of_counted
 def _verifies_another_number(rows: RowArrays) -> Any:
     drafted, verified, accepted = rows.flat("drafted"), rows.verified, rows.flat("accepted")
     return rows.owning("drafted", (verified > drafted) | (verified < accepted))
 
 
-@law(VALUES, "a round does not emit one token more than it accepts")
+@check(VALUES, "a round does not emit one token more than it accepts")
 @of_counted
 def _emits_another_number(rows: RowArrays) -> Any:
     """Find rounds with a wrong emitted count; only an answer's last round can be truncated, to at least one token."""
@@ -151,7 +150,7 @@ def _emits_another_number(rows: RowArrays) -> Any:
     return rows.owning("emitted", other | (emitted < 1))
 
 
-@law(VALUES, f"{{}} is {NO_TIME}", *SECONDS)
+@check(VALUES, f"{{}} is {NO_TIME}", *SECONDS)
 def _no_round_time(rows: RowArrays, name: str) -> Any:
     return rows.owning(name, _no_time(rows.flat(name), np.True_ if name == "draft_s" else np.False_))
 
@@ -160,30 +159,30 @@ def _no_time(seconds: Any, can_be_zero: Any) -> Any:
     return ~((seconds > 0) | ((seconds == 0) & can_be_zero)) | ~np.isfinite(seconds)
 
 
-@law(VALUES, "its rounds do not add up to its tokens")
+@check(VALUES, "its rounds do not add up to its tokens")
 def _rounds_off_tokens(rows: RowArrays) -> Any:
     """Find rounds that do not add up to the tokens; the first comes from prefill, unless that was an omitted stop."""
     tokens, decoded = np.maximum(rows.lengths("token_ids"), 0), rows.round_sum("emitted")
     return rows.is_counted & (tokens != 1 + decoded) & ((tokens > 0) | (decoded > 0))
 
 
-@law(VALUES, "it hides its tokens, and has some")
+@check(VALUES, "it hides its tokens, and has some")
 def _hides_and_shows(rows: RowArrays) -> Any:
     return (rows.counts("num_hidden_tokens") >= 0) & (rows.lengths("token_ids") > 0)
 
 
-@law(VALUES, "more tokens arrived with the first than it has")
+@check(VALUES, "more tokens arrived with the first than it has")
 def _more_first_than_all(rows: RowArrays) -> Any:
     tokens = np.maximum(np.maximum(rows.lengths("token_ids"), 0), rows.counts("num_hidden_tokens"))
     return rows.counts("num_first_tokens") > np.maximum(tokens, 1)
 
 
-@law(VALUES, "{} is negative", *TOKENS, *TOTALS, *THINKING)
+@check(VALUES, "{} is negative", *TOKENS, *TOTALS, *THINKING)
 def _negative(rows: RowArrays, name: str) -> Any:
     return rows.numbers(name) < 0
 
 
-@law(VALUES, "it has more thinking than tokens or text")
+@check(VALUES, "it has more thinking than tokens or text")
 def _too_much_thinking(rows: RowArrays) -> Any:
     from pyarrow import compute
 
@@ -192,29 +191,29 @@ def _too_much_thinking(rows: RowArrays) -> Any:
     return (tokens > _num_tokens(rows)) | (characters > length) | ((tokens == 0) & (characters > 0))
 
 
-@law(VALUES, "its totals of rounds contradict each other")
+@check(VALUES, "its totals of rounds contradict each other")
 def _contradictory_totals(rows: RowArrays) -> Any:
     """Find totals with more accepted than drafted tokens, or with tokens but no round."""
     rounds, drafted, accepted = (rows.counts(name) for name in TOTALS)
     return ((drafted >= 0) & (accepted > drafted)) | ((rounds == 0) & ((drafted > 0) | (accepted > 0)))
 
 
-@law(VALUES, f"prefill_s is {NO_TIME}")
+@check(VALUES, f"prefill_s is {NO_TIME}")
 def _no_prefill_time(rows: RowArrays) -> Any:
     return _no_time(rows.numbers("prefill_s"), np.False_)
 
 
-@law(VALUES, f"decode_s is {NO_TIME}")
+@check(VALUES, f"decode_s is {NO_TIME}")
 def _no_decode_time(rows: RowArrays) -> Any:
     return _no_time(rows.numbers("decode_s"), rows.num_decoded <= 0)
 
 
-@law(VALUES, f"draft_prefill_s is {NO_TIME}")
+@check(VALUES, f"draft_prefill_s is {NO_TIME}")
 def _no_draft_prefill_time(rows: RowArrays) -> Any:
     return rows.is_known("draft_prefill_s") & _no_time(rows.numbers("draft_prefill_s"), np.True_)
 
 
-@law(VALUES, "its times are not those of the runner's own clock")
+@check(VALUES, "its times are not those of the runner's own clock")
 def _off_clock(rows: RowArrays) -> Any:
     """See `runner/stopwatch.py`, which checks more when an answer is measured."""
     prefill, decode, call = (rows.numbers(name) for name in ("prefill_s", "decode_s", "clock_s"))
@@ -225,15 +224,15 @@ def _off_clock(rows: RowArrays) -> Any:
 # Times
 
 
-@law(PHYSICS, "its rounds took longer than decode_s")
+@check(PHYSICS, "its rounds took longer than decode_s")
 def _rounds_are_longer(rows: RowArrays) -> Any:
     known = rows.lengths("round_s") >= 0
     return known & (rows.numbers("decode_s") < _least(_in_rounds(rows)))
 
 
-@law(PHYSICS, "its rounds took less than decode_s, and nothing else was done")
+@check(PHYSICS, "its rounds took less than decode_s, and nothing else was done")
 def _rounds_are_shorter(rows: RowArrays) -> Any:
-    # An answer without rounds takes no time to decode, which another law checks.
+    # An answer without rounds takes no time to decode, which another check looks.
     known = rows.lengths("round_s") > 0
     return known & (_least(rows.numbers("decode_s")) > _in_rounds(rows))
 
@@ -246,7 +245,7 @@ def _least(seconds: Any) -> Any:
     return seconds * (1 - SHARE) - AT_LEAST_S
 
 
-@law(PHYSICS, "drafting and verifying took longer than their round")
+@check(PHYSICS, "drafting and verifying took longer than their round")
 def _parts_are_longer(rows: RowArrays) -> Any:
     def broken(rows: RowArrays) -> Any:
         draft, verify, whole = (rows.flat(name) for name in SECONDS)
@@ -255,14 +254,14 @@ def _parts_are_longer(rows: RowArrays) -> Any:
     return rows.among(np.logical_and.reduce([rows.lengths(name) >= 0 for name in SECONDS]), broken)
 
 
-@law(PHYSICS, "prefill_s and decode_s are longer than from start_s to end_s")
+@check(PHYSICS, "prefill_s and decode_s are longer than from start_s to end_s")
 def _longer_than_its_interval(rows: RowArrays) -> Any:
     between = rows.numbers("end_s") - rows.numbers("start_s")
     wrong: Any = between < _least(rows.numbers("prefill_s") + rows.numbers("decode_s"))
     return wrong
 
 
-@law(PHYSICS, "prefill_s and decode_s are shorter than from start_s to end_s")
+@check(PHYSICS, "prefill_s and decode_s are shorter than from start_s to end_s")
 def _shorter_than_its_interval(rows: RowArrays) -> Any:
     """Check answers decoded concurrently here, which begin with their first pass and end with their last round."""
     if not rows.facts.is_engine:
@@ -272,7 +271,7 @@ def _shorter_than_its_interval(rows: RowArrays) -> Any:
     return is_shared & (_least(between) > rows.numbers("prefill_s") + rows.numbers("decode_s"))
 
 
-@law(PHYSICS, "it began before the run")
+@check(PHYSICS, "it began before the run")
 def _before_the_run(rows: RowArrays) -> Any:
     begin: Any = rows.numbers("start_s") < 0
     return begin
@@ -281,12 +280,12 @@ def _before_the_run(rows: RowArrays) -> Any:
 # Counts and tokens
 
 
-@law(PHYSICS, "drafted_ids or drafted_parents are not as many as were drafted")
+@check(PHYSICS, "drafted_ids or drafted_parents are not as many as were drafted")
 def _ids_off_count(rows: RowArrays) -> Any:
     return rows.ids_off_count
 
 
-@law(PHYSICS, "drafted_parents are no tree")
+@check(PHYSICS, "drafted_parents are no tree")
 def _no_tree(rows: RowArrays) -> Any:
     drafts = rows.drafts
     if drafts.parents is None:
@@ -295,14 +294,14 @@ def _no_tree(rows: RowArrays) -> Any:
     return rows.per_row(wrong, drafts.owner[drafts.round])
 
 
-@law(PHYSICS, "a round drafts more tokens than its method can")
+@check(PHYSICS, "a round drafts more tokens than its method can")
 def _wider_than_its_method(rows: RowArrays) -> Any:
     widest = rows.by_method(lambda label: rows.facts.blocks[label].widest if label in rows.facts.blocks else 1 << 16)
     owners = rows.owners("drafted")
     return rows.per_row(rows.flat("drafted") > widest[owners], owners)
 
 
-@law(PHYSICS, "a round drafts less than its method's block")
+@check(PHYSICS, "a round drafts less than its method's block")
 def _less_than_a_block(rows: RowArrays) -> Any:
     if not rows.facts.is_engine:
         return np.zeros(rows.num, dtype=bool)
@@ -312,12 +311,12 @@ def _less_than_a_block(rows: RowArrays) -> Any:
     return rows.per_row(rows.flat("drafted") < whole[owners], owners)
 
 
-@law(PHYSICS, "what a round accepted is not what it drafted")
+@check(PHYSICS, "what a round accepted is not what it drafted")
 def _kept_what_was_not_drafted(rows: RowArrays) -> Any:
     return rows.along_the_drafts[0]
 
 
-@law(PHYSICS, "a round accepted less than was right")
+@check(PHYSICS, "a round accepted less than was right")
 def _kept_too_little(rows: RowArrays) -> Any:
     """Find rounds that kept too little; only lossless greedy decoding is certain to accept correct drafts."""
     greedy: Any = is_greedy(rows.numbers("temperature"))
@@ -327,7 +326,7 @@ def _kept_too_little(rows: RowArrays) -> Any:
 # Ends
 
 
-@law(PHYSICS, "it does not end at its first stop token")
+@check(PHYSICS, "it does not end at its first stop token")
 def _wrong_end(rows: RowArrays) -> Any:
     """Find answers that do not end at their first stop token, which they contain, or at a limit."""
     facts, num = rows.facts, np.maximum(rows.lengths("token_ids"), 0)
@@ -341,7 +340,7 @@ def _wrong_end(rows: RowArrays) -> Any:
     return (num > 0) & np.where(stopped, ~last | (num_stops != 1), num_stops > 0)
 
 
-@law(PHYSICS, "it is longer than allowed, or was cut off before that")
+@check(PHYSICS, "it is longer than allowed, or was cut off before that")
 def _wrong_length(rows: RowArrays) -> Any:
     facts, num = rows.facts, np.maximum(rows.lengths("token_ids"), 0)
     if facts.max_new_tokens is None or facts.context_length is None or not facts.is_engine:
@@ -354,13 +353,13 @@ def _wrong_length(rows: RowArrays) -> Any:
 # Independent observations: totals of servers, and the runner's clock.
 
 
-@law(PHYSICS, "a verdict excuses more than rounding can")
+@check(PHYSICS, "a verdict excuses more than rounding can")
 def _excused_too_much(rows: RowArrays) -> Any:
     tolerances = (rows.numbers(columns[2]) for columns in VERDICTS.values())
     return np.logical_or.reduce([tolerance > rows.facts.ceiling * (1 + 1e-6) for tolerance in tolerances])
 
 
-@law(PHYSICS, "its totals of rounds are not those of its tokens")
+@check(PHYSICS, "its totals of rounds are not those of its tokens")
 def _totals_of_no_answer(rows: RowArrays) -> Any:
     """Find totals that contradict the server's counting rule, or the limits common to all rules."""
     num = _num_tokens(rows)
@@ -376,7 +375,7 @@ def _num_tokens(rows: RowArrays) -> Any:
 
 
 def _contradicting(rows: RowArrays) -> Any:
-    """Check the totals of rows that name a known rule; another law checks for unknown rules."""
+    """Check the totals of rows that name a known rule; another check looks for unknown rules."""
     ways, is_stopped = rows.batch.column("counted_by").to_pylist(), rows.is_one_of("finish_reason", ["stop"])
     hides, num = rows.is_known("num_hidden_tokens"), _num_tokens(rows)
     rounds, drafted, accepted = (rows.counts(name) for name in TOTALS)
@@ -389,26 +388,26 @@ def _contradicting(rows: RowArrays) -> Any:
     ], dtype=bool)  # fmt: skip
 
 
-@law(PHYSICS, f"its rounds follow {UNKNOWN_RULE}")
+@check(PHYSICS, f"its rounds follow {UNKNOWN_RULE}")
 def _unknown_rule(rows: RowArrays) -> Any:
     named = rows.batch.column("counted_by").unique().to_pylist()
     return rows.is_one_of("counted_by", [way for way in named if way is not None and rule_of(way) is None])
 
 
 for _measurement in measurements():
-    LAWS.extend(RowLaw(why, broken, PHYSICS) for why, broken in _measurement.checks.items())
+    ROW_CHECKS.extend(RowCheck(why, broken, PHYSICS) for why, broken in _measurement.checks.items())
 
 
-def faults(batch: Any, facts: Facts) -> dict[str, Any]:
-    """Return the indices of impossible rows, by the law they break; `batch` has all `COLUMNS`."""
+def faults(batch: Any, facts: RunFacts) -> dict[str, Any]:
+    """Return the indices of impossible rows, by the check they fail; `batch` has all `COLUMNS`."""
     found: dict[str, Any] = {}
     rows, at = RowArrays(batch, facts), np.arange(len(batch))
     with np.errstate(invalid="ignore"):
         for group in (FORM, VALUES, PHYSICS):
             is_sound = rows.succeeded.copy()
-            for law in LAWS:
-                if law.group == group and (broken := law.broken(rows)).any():
-                    found[law.why] = at[broken]
+            for one in ROW_CHECKS:
+                if one.group == group and (broken := one.broken(rows)).any():
+                    found[one.why] = at[broken]
                     is_sound &= ~broken
             rows, at = rows.only(is_sound), at[is_sound]
     return found

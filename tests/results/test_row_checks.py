@@ -1,6 +1,6 @@
 """Edited by hand, or measured by something broken: times, counts, texts and scores of a row that do not fit are found.
 
-The run is a real one of nano: what is sound passes all laws, and each edit of it alone breaks one.
+The run is a real one of nano: what is sound passes all checks, and each edit of it alone fails one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 import dflash_bench as db
 from dflash_bench.core.types import CEILINGS, Generation
 from dflash_bench.engine.backend import LocalBackend, RequestTrace
-from dflash_bench.results import laws, parts, store
+from dflash_bench.results import parts, row_checks, store
 from dflash_bench.runner import stopwatch
 from dflash_bench.tasks import sandbox, scorers
 from dflash_bench.tasks.scorers.base import Score
@@ -460,9 +460,9 @@ def test_the_ceilings_are_those_of_the_judge() -> None:
     from dflash_bench.engine import judge
 
     assert {str(kind).removeprefix("torch."): value for kind, value in judge.CEILINGS.items()} == CEILINGS
-    assert laws.Facts.of(known(dtype="bfloat16")).ceiling == 2.0
-    assert laws.Facts.of(known(dtype="float64")).ceiling == CEILINGS["float32"]
+    assert row_checks.RunFacts.of(known(dtype="bfloat16")).ceiling == 2.0
+    assert row_checks.RunFacts.of(known(dtype="float64")).ceiling == CEILINGS["float32"]
 
 
 def test_each_law_has_a_name_of_its_own() -> None:
-    assert len({law.why for law in laws.LAWS}) == len(laws.LAWS) > 40
+    assert len({one.why for one in row_checks.ROW_CHECKS}) == len(row_checks.ROW_CHECKS) > 40
