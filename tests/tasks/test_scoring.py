@@ -146,7 +146,7 @@ def test_a_formula_that_cannot_be_evaluated_in_time_fails_and_the_next_one_passe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(scorers.formulas, "_WALL_S", 1)
+        patched.setattr(scorers.formulas, "_CPU_S", 1)
         assert passed("math", "1", r"\boxed{9^{9^{9^{9}}} - 9^{9^{9^{9}}} + 1}") is False
     assert passed("math", "0.5", r"\boxed{\frac{1}{2}}") is True
 

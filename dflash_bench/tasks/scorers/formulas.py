@@ -17,7 +17,8 @@ from typing import Any
 from dflash_bench.core.types import Prompt
 from dflash_bench.tasks.scorers.base import MENTION, Score, last_box, reference, require_module
 
-_WALL_S = 10
+_CPU_S = 10
+"""Seconds of a processor that comparing two formulas may take: a busy machine must not make answers wrong."""
 _MEMORY_BYTES = 4 * 2**30
 
 
@@ -131,7 +132,7 @@ def _same_formula(right: str, answer: str) -> bool:
         worker = _math_worker()
         assert worker.stdin is not None
         assert worker.stdout is not None
-        worker.stdin.write(json.dumps([_WALL_S, f"${right}$", answer]).encode() + b"\n")
+        worker.stdin.write(json.dumps([_CPU_S, f"${right}$", answer]).encode() + b"\n")
         reply = worker.stdout.read(1)
         if not reply:  # it ran out of time or memory; the next formula gets a new one
             worker.communicate()
@@ -155,24 +156,24 @@ def _math_worker() -> subprocess.Popen[bytes]:
 
 
 def serve_math() -> None:
-    """Run the worker: read JSON lists, one per line, and write a byte for each. SIGALRM ends it if one is too slow."""
+    """Run the worker: read JSON lists, one per line, and write a byte for each. SIGPROF ends it if one is too slow."""
     import logging
 
     from math_verify import grader, parse, verify
 
     in_absolute_terms = grader.sympy_numeric_eq
     grader.sympy_numeric_eq = lambda a, b, *digits: in_absolute_terms(a, b, *digits) and _is_close(a, b)
-    logging.disable()  # math-verify warns that its own timeout is off; ours is SIGALRM
+    logging.disable()  # math-verify warns that its own timeout is off; ours is SIGPROF
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     sys.stdout.write("!")
     sys.stdout.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a formula that crashes it must not spoil the progress display
     for line in sys.stdin:
-        wall_s, *formulas = json.loads(line)
-        signal.alarm(wall_s)
+        cpu_s, *formulas = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
         right, answer = (parse(formula, parsing_timeout=None) for formula in formulas)
         is_same = verify(right, answer, timeout_seconds=None)
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write("1" if is_same else "0")
         sys.stdout.flush()
 
