@@ -16,8 +16,8 @@ from dflash_bench.core.types import Settings
 
 if TYPE_CHECKING:
     from dflash_bench.analysis.metrics import Cell
-    from dflash_bench.analysis.replay import Replayed
     from dflash_bench.analysis.stats import Interval
+    from dflash_bench.replay.replay import Replayed
     from dflash_bench.report.document import Document, MethodLine
     from dflash_bench.report.findings import Finding
 
@@ -176,7 +176,7 @@ class Run:
         length (al.pooled), verified, speedup and tokens_per_s; times are always estimates. Raises UserError for a
         change that the run's rounds cannot answer, and for a controller that raises, loops or returns no length.
         """
-        from dflash_bench.analysis.replay import changes_of, replay_all
+        from dflash_bench.replay.replay import changes_of, replay_all
         from dflash_bench.report import require_answers
 
         changes = changes_of(n, block, cut, nodes, controller)

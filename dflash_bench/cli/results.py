@@ -409,7 +409,7 @@ def replay(
     """
     from dflash_bench import api
     from dflash_bench.core import option
-    from dflash_bench.report import replay as shown
+    from dflash_bench.replay import text as shown
 
     def read(flag: str, text: str | None, *, whole: bool = True) -> Any:
         return () if text is None else option.numbers(text, flag, whole=whole)

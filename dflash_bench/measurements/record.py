@@ -21,7 +21,7 @@ from dflash_bench.runner import rules
 if TYPE_CHECKING:
     import numpy as np
 
-    from dflash_bench.analysis.replay import ReplayCell
+    from dflash_bench.replay.replay import ReplayCell
     from dflash_bench.report.document import Document
     from dflash_bench.report.plots.style import Material
     from dflash_bench.report.tables import Section, Value
@@ -141,7 +141,7 @@ class Calibration:
 
 def calibrations(run: RunTable) -> list[Calibration]:
     """Return the calibration of each recorded draft with a confidence; empty for a run that recorded none."""
-    from dflash_bench.analysis.replay import stored_cells
+    from dflash_bench.replay.replay import stored_cells
 
     if not MEASUREMENT.is_in(run.info):
         return []
@@ -190,8 +190,8 @@ def _cuts(cell: ReplayCell) -> Iterator[CutPoint]:
     """Yield the point without a cut (threshold 0), then a point for each threshold."""
     import numpy as np
 
-    from dflash_bench.analysis.controllers import Cut
-    from dflash_bench.analysis.replay import walk
+    from dflash_bench.replay.controllers import Cut
+    from dflash_bench.replay.replay import walk
 
     all_rounds = all_verified = 0.0
     for threshold in (0.0, *THRESHOLDS):

@@ -219,7 +219,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         pass
 
 
-_START = "import sys; sys.path.insert(0, sys.argv[1]); from dflash_bench.analysis.controllers import serve; serve()"
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from dflash_bench.replay.controllers import serve; serve()"
 START_S = 60.0
 """Seconds that the process may take to start on a busy machine."""
 

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.controllers import Controller, Cut, ExpectedSpeed, Fixed, controller_of
 from dflash_bench.analysis.roofline import stored as stored_curve
 from dflash_bench.analysis.stats import Floats, Interval
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import name_of
 from dflash_bench.core.option import MOST_AT_A_TIME
 from dflash_bench.core.types import CellKey, Settings
+from dflash_bench.replay.controllers import Controller, Cut, ExpectedSpeed, Fixed, controller_of
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.results.rounds import StoredRows
 from dflash_bench.results.run_info import RunInfo, read_sessions, unit_of

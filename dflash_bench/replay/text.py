@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dflash_bench.analysis.replay import Replayed
 from dflash_bench.core.labels import WIDTH
+from dflash_bench.replay.replay import Replayed
 from dflash_bench.report.data import json_value
 from dflash_bench.report.render import terminal
 from dflash_bench.report.tables import Column, ReportTable, Section, TableRow, number, with_interval

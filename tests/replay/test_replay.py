@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 import dflash_bench as db
-from dflash_bench.analysis import controllers
-from dflash_bench.analysis.replay import (
+from dflash_bench.core.methods import METHODS, parse
+from dflash_bench.core.types import GREEDY
+from dflash_bench.measurements.record import calibration, require_recorded, sections
+from dflash_bench.replay import controllers
+from dflash_bench.replay.replay import (
     MEASURED,
     Alternative,
     ReplayCell,
@@ -26,9 +29,6 @@ from dflash_bench.analysis.replay import (
     replay,
     walk,
 )
-from dflash_bench.core.methods import METHODS, parse
-from dflash_bench.core.types import GREEDY
-from dflash_bench.measurements.record import calibration, require_recorded, sections
 from dflash_bench.report import plots
 from dflash_bench.results import parts, row_checks
 from dflash_bench.results.row_arrays import RunFacts
