@@ -14,8 +14,10 @@ from functools import cache
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
 
+from dflash_bench.core.errors import UserError
 from dflash_bench.core.metric import Metric
 from dflash_bench.core.plugins import Registry
+from dflash_bench.core.terminal import note
 
 if TYPE_CHECKING:
     from dflash_bench.core.methods import Method
@@ -131,9 +133,14 @@ def _measurement(name: str, entry: object) -> Measurement:
 
 @cache
 def measurements() -> tuple[Measurement, ...]:
-    """Return all measurements, our own first. Raises UserError for a broken plug-in."""
+    """Return all measurements, our own first. Without those of other packages if one is broken, which a note says."""
     own = {name: EntryPoint(name, f"{GROUP}.{name}:MEASUREMENT", GROUP) for name in OWN}
-    return (*Registry(GROUP, own, _measurement).values(),)
+    registry = Registry(GROUP, own, _measurement)
+    try:
+        return (*registry.values(),)
+    except UserError as error:
+        note(f"note: {error}; measurements of other packages are left out")
+        return tuple(registry[name] for name in OWN)
 
 
 def opened(options: Any, methods: Sequence[Method]) -> dict[str, Instrument]:

@@ -41,8 +41,17 @@ print(json.dumps({
 """
 
 
-def ran(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": f"{PACKAGE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+def test_a_broken_one_is_named_and_left_out(tmp_path: Path) -> None:
+    metadata = tmp_path / "my_broken-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-broken\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[dflash_bench.measurements]\nbroken = my_broken:MEASUREMENT\n")
+    done = ran(tmp_path, "-m", "dflash_bench", "methods", packages=tmp_path)
+    assert done.returncode == 0 and done.stderr.count("\n") == 1 and "my-broken 1.0" in done.stderr
+
+
+def ran(folder: Path, *argv: str, packages: Path = PACKAGE) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": f"{packages}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     return subprocess.run([sys.executable, *argv], cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
