@@ -31,7 +31,7 @@ Columns = Mapping[str, Any]
 
 
 class Instrument:
-    """What a measurement does during a run; a subclass has only the hooks that it needs.
+    """Hooks of a measurement during a run; a subclass overrides only those that it needs.
 
     An instrument is opened once per run, before models are loaded. With workers, each job gets a copy.
     """
@@ -39,6 +39,14 @@ class Instrument:
     def starts(self) -> Any:
         """Return the measurement's entry in `run.json`; None for none."""
         return None
+
+    def identity(self) -> Any:
+        """Return the part of the run's identity that decides its answers or rows; None for nothing."""
+        return None
+
+    def scored(self, suites: Sequence[Any]) -> Sequence[Any]:
+        """Return the loaded suites of the run, with another scorer if this measurement has one."""
+        return suites
 
     def connected(self, backend: Any) -> None:
         """Servers were reached, and nothing was asked yet."""
@@ -82,18 +90,14 @@ class Measurement:
     """Type and field of its option (`core.option.under`); without one it is part of every run."""
     opens: Callable[[Any, Sequence[Method]], Instrument]
     """Called with the options and drafting methods of a run that asks for it. Raises UserError if it cannot measure."""
-    identity: Callable[[Any], Any] = lambda options: None
-    """Returns what decides the answers or rows of a run, and so belongs to its identity; None for nothing."""
     difference: tuple[str, str] | None = None
     """If runs whose identities differ in it are unlike: the kind of difference, and its words in `compare`."""
-    prompts: Callable[[Any, Sequence[Any]], Sequence[Any]] = lambda options, suites: suites
-    """Returns the loaded suites of a run that asks for it, such as with another scorer."""
     entry: Any = None
     """Type of its entry in `run.json`, as pydantic checks it; None if it has none."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Arrow type by column of a row, such as "double" or "list of int16". Numbers are also columns of the frame."""
     checks: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """By what is wrong with a row, a function of `RowArrays` that returns the mask of such rows, [rows]."""
+    """Reason a row is invalid, and a function of `RowArrays` that returns the mask of invalid rows, [rows]."""
     of_rounds: Callable[[Any, Any], Mapping[str, Any]] | None = None
     """Returns values per round, [rounds], by column of the frame, which holds their sums; its arguments are an Arrow
     batch of answers and each round's row in it. NaN where a value is unknown."""
@@ -102,14 +106,14 @@ class Measurement:
     frame: Callable[[Any, Any], Any] = lambda frame, info: frame
     """Returns the frame of a run with what only its `RunInfo` can add or take away."""
     sums: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """By name, what each answer adds to the sums that metrics divide: a function of `AnswerColumns`, [answers]."""
+    """Sums that metrics divide: a name, and a function of `AnswerColumns` of each answer's part, [answers]."""
     metrics: tuple[Metric, ...] = ()
     sections: Callable[[Any], Sequence[Any]] = lambda document: ()
     """Returns the sections of a run's report; empty if the run did not measure it."""
     plots: Mapping[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
-    """By name, the caption of a plot and the function that draws it, or raises NothingToPlotError."""
+    """Plots: a name, with the caption and the function that draws it or raises NothingToPlotError."""
     findings: Mapping[str, tuple[Callable[[Any], Any], Any, Any]] = field(default_factory=dict)
-    """By code, the check of a cell (`CellContext` to `Observation` or None), its text, and its remedy."""
+    """Findings: a code, with the check (`CellContext` to `Observation` or None), the text and the remedy."""
 
     def is_asked(self, options: Any) -> bool:
         """Return whether a run with these options measures it."""
@@ -148,10 +152,9 @@ def opened(options: Any, methods: Sequence[Method]) -> dict[str, Instrument]:
     return {one.name: one.opens(options, methods) for one in measurements() if one.is_asked(options)}
 
 
-def identities(options: Any) -> dict[str, Any]:
-    """Return what measurements add to the identity of a run with these options."""
-    found = {one.name: one.identity(options) for one in measurements() if one.is_asked(options)}
-    return {name: value for name, value in found.items() if value is not None}
+def entries(instruments: Mapping[str, Instrument], of: Callable[[Instrument], Any]) -> dict[str, Any]:
+    """Return what a hook of the instruments gives, by name, without None."""
+    return {name: entry for name, one in instruments.items() if (entry := of(one)) is not None}
 
 
 @cache

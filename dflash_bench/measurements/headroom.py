@@ -39,6 +39,9 @@ LEVELS = (1, 4, 16)
 class RankRecorder(Instrument):
     num_candidates: int
 
+    def identity(self) -> int:
+        return self.num_candidates
+
     def judged(self, record: Answer, messages: Sequence[Message], backend: Any) -> Columns:
         if not record.settings.greedy or record.generation.error or record.method == BASELINE:
             return {}
@@ -362,7 +365,6 @@ MEASUREMENT = Measurement(
         in_race=False,
     )),
     opens=opened,
-    identity=lambda options: options.headroom,
     entry=int,
     columns={"ranks": "list of int16"},
     checks={"its ranks are not those of its drafts and tokens": ranked_otherwise},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dflash_bench.core.measurement import Instrument, Measurement
 from dflash_bench.core.option import Condition, under
@@ -22,23 +22,20 @@ class SchemaRequest(Instrument):
 
         self.schema = schema.read(path)
 
+    def identity(self) -> str:
+        from dflash_bench.tasks.scorers import schema
+
+        return schema.fingerprint(self.schema)
+
+    def scored(self, suites: Sequence[Loaded]) -> list[Loaded]:
+        from dflash_bench.tasks.scorers import schema
+        from dflash_bench.tasks.suites import with_scorer
+
+        return [with_scorer(one, schema.NAME, {schema.NAME: self.schema}) for one in suites]
+
     def connected(self, backend: ServerBackend) -> None:
         asked = {"name": "answer", "schema": self.schema, "strict": True}
         backend.in_chats = {"response_format": {"type": "json_schema", "json_schema": asked}}
-
-
-def fingerprint(options: Any) -> str:
-    from dflash_bench.tasks.scorers import schema
-
-    return schema.fingerprint(schema.read(options.json_schema))
-
-
-def scored(options: Any, several: Sequence[Loaded]) -> list[Loaded]:
-    from dflash_bench.tasks import suites
-    from dflash_bench.tasks.scorers import schema
-
-    told = schema.read(options.json_schema)
-    return [suites.with_scorer(one, schema.NAME, {schema.NAME: told}) for one in several]
 
 
 MEASUREMENT = Measurement(
@@ -61,8 +58,6 @@ MEASUREMENT = Measurement(
         in_race=False,
     )),
     opens=lambda options, methods: SchemaRequest(options.json_schema),
-    identity=fingerprint,
     entry=str,
     difference=("sampling", "JSON schema"),
-    prompts=scored,
 )  # fmt: skip

@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from dflash_bench.results.table import RunTable
 
 
+EVERY_POSITION = "every-position"
+
+
 class DraftRecorder(Instrument):
+    def identity(self) -> str:
+        return EVERY_POSITION
+
     def judged(self, record: Answer, messages: Sequence[Message], backend: Any) -> Columns:
         if not record.settings.greedy or record.generation.error or record.method == BASELINE:
             return {}
@@ -296,7 +302,7 @@ MEASUREMENT = Measurement(
         "'replay' of other draft lengths, cuts and controllers. At temperature 0, with dflash, eagle3, mtp and "
         "draft-model.",
         metavar="WHAT",
-        choices=lambda: ("every-position",),
+        choices=lambda: (EVERY_POSITION,),
         needs=(
             condition(
                 lambda options: any(map(is_greedy, options.temperature)),
@@ -308,7 +314,6 @@ MEASUREMENT = Measurement(
         in_race=False,
     )),
     opens=opened,
-    identity=lambda options: options.record,
     entry=str,
     # For an answer of T tokens, the N tokens that the draft proposes after each but the last, [(T - 1) * N]; how many
     # of them in a row match the target's own, [T - 1]; the draft's probability that each is accepted if its

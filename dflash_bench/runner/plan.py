@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.measurement import Instrument, measurements, opened
+from dflash_bench.core.measurement import Instrument, opened
 from dflash_bench.core.methods import Method
 from dflash_bench.core.option import OptionSpec, check_options, options_of, refuse_without_effect
 from dflash_bench.core.types import CODE_SCORERS, Audit, Settings, is_greedy
@@ -168,7 +168,7 @@ class RunPlan:
     cache_bytes: int = 0
     """Size of the KV caches in bytes, once known."""
     instruments: Mapping[str, Instrument] = field(default_factory=dict)
-    """By the name of their measurement."""
+    """Instruments, keyed by the name of their measurement."""
     has_date: bool = False
     """Whether the user gave the date of the request."""
 
@@ -203,7 +203,10 @@ def methods_and_model(request: RunRequest) -> tuple[RunRequest, list[Method], Pr
 
 def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> RunPlan:
     """Load the prompts, and check all that can be checked without weights. Raises UserError."""
+    instruments = opened(request, [method for method in chosen if method.name != BASELINE])
     loaded = prompts_of(request, model)
+    for instrument in instruments.values():
+        loaded = [*instrument.scored(loaded)]
     scorers.require({one.suite.scorer for one in loaded}, request.trust_remote_code)
     for one in loaded:
         scorers.check_references(one.suite.scorer, one.prompts)
@@ -212,7 +215,6 @@ def plan_run(request: RunRequest, chosen: Sequence[Method], model: Preset) -> Ru
     _refuse_shared_memory(request, chosen)
     if request.budget is not None:
         loaded = [suites.as_drawn(one) for one in loaded]
-    instruments = opened(request, [method for method in chosen if method.name != BASELINE])
     isolation = _isolation(request, loaded)
     return RunPlan(request, tuple(chosen), model, tuple(loaded), _audit(request), isolation, instruments=instruments)
 
@@ -328,9 +330,6 @@ def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
         loaded.append(prompts.load(request.prompts, limit, scorer, columns, balance, **own))
     if request.score is not None and evaluated.is_evaluated(request.score):
         loaded = _scored_by(request.score, loaded)
-    for one in measurements():
-        if one.is_asked(request):
-            loaded = [*one.prompts(request, loaded)]
     return suites.without_first(loaded, request.skip) if request.skip else loaded
 
 

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.measurement import Instrument, identities
+from dflash_bench.core.measurement import entries
 from dflash_bench.core.option import to_json
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import LINE_EVERY_S, Stages, progress_bar
@@ -306,19 +306,14 @@ def _run(
             run.decode = decoder_of(model.target, request.trust_remote_code)
         if isinstance(backend, WorkerPool):
             with caller.progress(plan.num_generations, len(run.stored)) as progress:
-                captured = workers.execute(plan, backend, run, progress)
-            report = _judges_report(backend.judge_report(), run, tell)
-            run.mark_finished({"captures": captured, **report})
-            return
-        if request.budget is None:
-            with caller.progress(plan.num_generations, len(run.stored)) as progress:
-                loop.execute(plan, backend, run, progress)
-            report = _judges_report(judge_report(backend), run, tell)
-            at_end = {"client_lag": late(backend)} if request.asks_servers else {}
-            run.mark_finished(at_end | _at_end(backend, launched, plan.instruments) | report)
+                at_end: dict[str, Any] = {"captures": workers.execute(plan, backend, run, progress)}
+            judges = backend.judge_report()
         else:
-            _execute_within(budget.seconds(request.budget), plan, backend, run, caller, launched)
-    for note in late(backend) if request.asks_servers else ():
+            at_end = _execute(plan, backend, run, caller, request)
+            judges = judge_report(backend)
+        at_end |= entries(plan.instruments, lambda one: one.ends(launched))
+        run.mark_finished(at_end | _judges_report(judges, run, tell))
+    for note in at_end.get("client_lag", ()):
         tell(f"note: {note}")
 
 
@@ -331,23 +326,25 @@ def _plan(resolved: RunPlan, settings: Sequence[Settings], prepared: PreparedRun
     )  # fmt: skip
 
 
-def _execute_within(
-    budget_s: float,
-    plan: WorkPlan,
-    backend: Backend,
-    run: store.RunStore,
-    caller: Caller,
-    launched: LaunchedServers | None = None,
-) -> None:
-    """Run the prompts there is time for, and cut the plan to them."""
-    end_s = run.seconds() + budget_s - run.spent_s
-    with caller.progress(plan.num_generations, len(run.stored), left_s=lambda: end_s - run.seconds()) as progress:
-        loop.execute(plan, backend, run, progress, budget.items(plan, run, budget_s))
-    counts = budget.measured(plan, run)
-    for suite in [suite for suite, number in counts.items() if not number]:
-        caller.tell(f"note: there was no time for {suite}; raise --for")
-    report = _judges_report(judge_report(backend), run, caller.tell)
-    run.mark_finished({"measured": counts, **_at_end(backend, launched, plan.instruments), **report})
+def _execute(
+    plan: WorkPlan, backend: Backend, run: store.RunStore, caller: Caller, request: RunRequest
+) -> dict[str, Any]:
+    """Run all prompts, or those there is time for. Return what `run.json` stores at the end."""
+    at_end: dict[str, Any] = {}
+    if request.budget is None:
+        with caller.progress(plan.num_generations, len(run.stored)) as progress:
+            loop.execute(plan, backend, run, progress)
+    else:
+        budget_s = budget.seconds(request.budget)
+        end_s = run.seconds() + budget_s - run.spent_s
+        with caller.progress(plan.num_generations, len(run.stored), left_s=lambda: end_s - run.seconds()) as progress:
+            loop.execute(plan, backend, run, progress, budget.items(plan, run, budget_s))
+        at_end["measured"] = budget.measured(plan, run)
+        for suite in [suite for suite, number in at_end["measured"].items() if not number]:
+            caller.tell(f"note: there was no time for {suite}; raise --for")
+    if request.asks_servers:
+        at_end["client_lag"] = late(backend)
+    return at_end | {"captures": captured_of(backend)} | pass_of(backend)
 
 
 def _judges_report(judges: JudgeReport, run: store.RunStore, tell: Callable[[str], object]) -> dict[str, Any]:
@@ -364,13 +361,6 @@ def _judges_report(judges: JudgeReport, run: store.RunStore, tell: Callable[[str
     for what, number in judges.objections.items():
         tell(f"note: the judge objected {number} times: {what}")
     return {"objections": dict(judges.objections)}
-
-
-def _at_end(
-    backend: Backend, launched: LaunchedServers | None, instruments: Mapping[str, Instrument]
-) -> dict[str, Any]:
-    entries = {name: entry for name, one in instruments.items() if (entry := one.ends(launched)) is not None}
-    return {"captures": captured_of(backend), **pass_of(backend), **entries}
 
 
 def _info(
@@ -396,7 +386,7 @@ def _info(
         "memory": prepared.memory,
         "contexts": prepared.contexts.about,
         **({"left_out": left_out} if (left_out := prepared.contexts.left_out) else {}),
-        **{name: entry for name, one in plan.instruments.items() if (entry := one.starts()) is not None},
+        **entries(plan.instruments, lambda one: one.starts()),
     }
 
 
@@ -414,7 +404,7 @@ def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described, prepared: P
         **({"date": prepared.date} if prepared.date else {}),
         **({"order": DRAWN} if resolved.request.budget else {}),
         **({"unpinned": unpinned} if (unpinned := prepared.unpinned(resolved)) else {}),
-        **identities(resolved.request),
+        **entries(plan.instruments, lambda one: one.identity()),
         **({"slo": objectives(resolved.request.slo)} if resolved.request.slo else {}),
         **backend.describe(),
     }
