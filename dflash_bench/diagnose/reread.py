@@ -25,12 +25,12 @@ COLUMNS = (
 
 def reread(results: RunTable, rescore: bool | None) -> Reread:
     """Check all texts of a run, and if these are right, its scores (`rescored`, which says what it raises)."""
-    texts = _retold(results)
+    texts = _decoded_again(results)
     scores = Reread((), ()) if texts.flaws else rescored(results, rescore)
     return Reread(texts.flaws + scores.flaws, texts.notes + scores.notes)
 
 
-def _retold(results: RunTable) -> Reread:
+def _decoded_again(results: RunTable) -> Reread:
     """Decode the tokens of all answers again."""
     tokenizer = next((path for path in _tokenizers(results) if path.is_file()), None)
     if tokenizer is None:

@@ -95,8 +95,8 @@ def meter(*_: object) -> EnergyMeter:
     found = [*_zones(POWERCAP), *_gpus()]
     if not found:
         raise UserError(
-            f"--energy: this machine tells no energy: {POWERCAP} has no counter that this user may read, and no GPU is "
-            "known to NVML (which needs dflash-bench[energy]); leave it out, or run as a user who may read them"
+            f"--energy: this machine reports no energy: {POWERCAP} has no counter that this user may read, and NVML "
+            "(dflash-bench[energy]) finds no GPU; leave it out, or run as a user who may read the counters"
         )
     return EnergyMeter(found)
 

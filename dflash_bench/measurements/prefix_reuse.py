@@ -1,4 +1,4 @@
-"""What servers reuse of prompts, as they would in service; otherwise their prefix caches do not help."""
+"""Prefix reuse on servers, as in service; without it, prefix caches are emptied or bypassed."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def sections(found: Recommended) -> list[Section]:
     parts = [
         Section("decision", f"Recommendation for {found.model}", sentences=[*_by_load(made)]),
         Section("changes", "What would change it", sentences=[*_changes(made)]),
-        Section("flags", "How a server is told", sentences=[line for one in drafting for line in _flags(one, found)]),
+        Section("flags", "Flags of the server", sentences=[line for one in drafting for line in _flags(one, found)]),
         Section("memory", "Memory", sentences=[line for one in drafting for line in _memory(one, found)]),
         _sliced(made),
         _tried(made),

@@ -29,7 +29,7 @@ BY_POSITION = ["suite", "method", "settings", "bin", "prompt_id"]
 
 
 SCORES = ("answer", "passed", "score")
-"""What a scorer says of an answer."""
+"""The columns of an answer's score."""
 
 
 @dataclass(frozen=True, slots=True)

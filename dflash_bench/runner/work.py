@@ -157,7 +157,7 @@ class WorkPlan:
     paddings: Paddings = field(default_factory=dict)
     """The padding of prompts under settings with a context."""
     instruments: Mapping[str, Instrument] = field(default_factory=dict)
-    """By the name of their measurement."""
+    """Instruments, keyed by the name of their measurement."""
 
     @property
     def first(self) -> str:

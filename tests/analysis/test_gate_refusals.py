@@ -1,4 +1,4 @@
-"""What `check` and `baseline` refuse: one line that names what is wrong, exit status 2, and no file."""
+"""Refusals of `check` and `baseline`: one line that names the fault, exit status 2, no file."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def failures(found: Any) -> set[str]:
 
 SPEED = {"dflash speedup.decode", "dflash speedup.e2e"}
 NOT_SURE = "below the baseline, but not significantly"
-"""What is lower and may be so by chance, in the column of reasons, which scripts read."""
+"""The reason of a figure that may be lower by chance; scripts read it."""
 
 
 # Timings

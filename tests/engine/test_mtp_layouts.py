@@ -228,7 +228,7 @@ class ByHand:
 
     @torch.inference_mode()
     def drafts(self, text: Sequence[int], num_drafts: int) -> tuple[list[int], Tensor]:
-        """As `Published.drafts`. Several modules each read the output of the one before, a token further on."""
+        """Draft like `Published.drafts`; each of several modules reads the previous one's output, one token further."""
         states, tokens = self.model.model(torch.tensor([list(text[:-1])])).last_hidden_state, torch.tensor([text[1:]])
         pairs, logits = self.pair(0, tokens, states), []
         for number in range(num_drafts):

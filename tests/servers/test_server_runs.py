@@ -226,7 +226,7 @@ def test_a_failed_answer_is_a_row_and_fails_the_run(
 
 
 def found_of(main: Main) -> dict[str, tuple[str | None, dict[str, Any]]]:
-    """Of each finding of the run its remedy's code and the values of its first place, by its code."""
+    """Return the remedy's code and the first place's values of each finding, by its code."""
     findings = json.loads(main("report", "run", "--format", "json")[1])["findings"]
     return {one["kind"]: (one["remedy_code"], one["places"][0]["values"]) for one in findings}
 

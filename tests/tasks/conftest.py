@@ -23,5 +23,5 @@ def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.fixture
 def cold(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a program gets from its start is that of a run."""
+    """Start every program anew, so that faults planted in the cage take effect."""
     monkeypatch.setattr(sandbox, "subprocess", subprocess)

@@ -95,7 +95,7 @@ class Formula:
         return linear(silu(linear(x, gate)) * linear(x, up), down)
 
     def states(self, tokens: Sequence[int], hidden: Tensor) -> Tensor:
-        """What the head reads [N, H], for the tokens behind states [N, H]."""
+        """Return the head's input [N, H] for the tokens that follow states [N, H]."""
         embedded = self.model.get_input_embeddings().weight[torch.tensor(tokens)]
         pair = [self.norm(embedded, "pre_fc_norm_embedding"), self.norm(hidden, "pre_fc_norm_hidden")]
         x = torch.cat(pair, dim=-1) @ self.w["fc.weight"].T
