@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.measurement import measurements
+from dflash_bench.core.measurement import number_columns
 from dflash_bench.core.types import Settings
 
 if TYPE_CHECKING:
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from dflash_bench.report.document import Document, MethodLine
     from dflash_bench.report.findings import Finding
 
-MEASURED = tuple(name for one in measurements() for name in one.numbers)
 OF_ANSWERS = (
     "suite", "prompt_id", "category", "turn", "repeat", "method", "settings", "order",
     "text", "token_ids", "finish_reason", "error", "answer", "passed", "score", "exactness", "audit",
     "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "peak_memory_bytes",
-    "prompt_hash", *MEASURED,
+    "prompt_hash", *number_columns(),
 )  # fmt: skip
 """The columns of `Run.answers`."""
 OF_ROUNDS = (

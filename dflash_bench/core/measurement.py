@@ -123,11 +123,6 @@ class Measurement:
         """Return whether the run with this `RunInfo` has an entry of it."""
         return info.entry(self.name) is not None or info.identity.entry(self.name) is not None
 
-    @property
-    def numbers(self) -> list[str]:
-        """Return the columns that are numbers, not lists."""
-        return [name for name, kind in self.columns.items() if not kind.startswith("list")]
-
 
 def _measurement(name: str, entry: object) -> Measurement:
     if not isinstance(entry, Measurement) or entry.name != name:
@@ -161,3 +156,8 @@ def entries(instruments: Mapping[str, Instrument], of: Callable[[Instrument], An
 def columns() -> dict[str, str]:
     """Return the Arrow type of each column of all measurements."""
     return {name: kind for one in measurements() for name, kind in one.columns.items()}
+
+
+def number_columns() -> tuple[str, ...]:
+    """Return the columns of all measurements that are numbers, not lists."""
+    return tuple(name for name, kind in columns().items() if not kind.startswith("list"))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Interval
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.measurement import Columns, Instrument, Measurement
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from dflash_bench.results.run_info import RunInfo
     from dflash_bench.results.table import RunTable
 
+MOST = 1024
+"""Most candidates recorded per place."""
 LEVELS = (1, 4, 16)
 """The numbers of the draft's likeliest tokens among which an ideal choice is simulated."""
 
@@ -353,7 +357,7 @@ MEASUREMENT = Measurement(
         "medusa:top_k=1.",
         metavar="N",
         minimum=2,
-        most=1024,
+        most=MOST,
         needs=(
             condition(
                 lambda options: any(map(is_greedy, options.temperature)),
@@ -365,7 +369,7 @@ MEASUREMENT = Measurement(
         in_race=False,
     )),
     opens=opened,
-    entry=int,
+    entry=Annotated[int, Interval(ge=2, le=MOST)],
     columns={"ranks": "list of int16"},
     checks={"its ranks are not those of its drafts and tokens": ranked_otherwise},
     of_rounds=per_round,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from annotated_types import Interval
 from typing_extensions import TypedDict
 
 from dflash_bench.core.measurement import Instrument, Measurement
@@ -15,15 +16,18 @@ if TYPE_CHECKING:
     from dflash_bench.servers.launch import LaunchedServers
 
 
+Count = Annotated[int, Interval(ge=0, lt=2**53)]
+
+
 class HeldByServer(TypedDict):
     """The total context that a server was started with, and the bytes that it held."""
 
-    tokens: int
-    bytes: int
+    tokens: Count
+    bytes: Count
 
 
 class ServerMemory(TypedDict):
-    free_bytes: int | None
+    free_bytes: Count | None
     servers: dict[str, HeldByServer]
 
 
@@ -40,7 +44,7 @@ class ServerRoom:
     """Peak resident bytes of a launched server, by the tokens of context that it was started with."""
 
     sizes: Mapping[int, int]
-    free_bytes: int | None
+    free_bytes: Count | None
     """Free memory before any server was started."""
 
     def longest(self, limit: int) -> int | None:

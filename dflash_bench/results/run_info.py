@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -174,12 +175,18 @@ class JudgeEntry(StoredModel):
     weights: str | None = None
 
 
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return pydantic's checker of a type, which is slow to build."""
+    return TypeAdapter(kind)
+
+
 def _check_entries(stored: StoredModel) -> StoredModel:
     """Check the entries of measurements, which only their own files know. Raises ValueError."""
     for one in measurements():
         if one.entry is not None and (value := stored.entry(one.name)) is not None:
             try:
-                TypeAdapter(one.entry).validate_python(value, strict=True)
+                _adapter(one.entry).validate_python(value, strict=True)
             except ValidationError as error:
                 fault = error.errors(include_url=False)[0]
                 raise ValueError(f"{one.name} is {_short(fault['input'])}: {fault['msg']}") from error

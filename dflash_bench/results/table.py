@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.forwards import Size
-from dflash_bench.core.measurement import measurements
+from dflash_bench.core.measurement import measurements, number_columns
 from dflash_bench.core.types import Generation, Settings
 from dflash_bench.results import integrity, parts
 from dflash_bench.results.identity import COLUMNS as SETTINGS
@@ -77,7 +77,7 @@ def _at_the_end(symbols: Any, least: int, longest: int) -> int:
 
 OF_ANSWERS = tuple(field.name for field in fields(Generation) if field.type == "float | None")
 """Columns measured once per answer, from which a metric may be made; stretches of an answer lack them."""
-MEASURED = tuple(name for one in measurements() for name in one.numbers)
+MEASURED = number_columns()
 KEPT = (
     *OF_ANSWERS,
     "suite", "prompt_id", "prompt_hash", "category", "turn", "method", "repeat", "order",

@@ -32,10 +32,13 @@ __all__ = [
 ]  # fmt: skip
 
 KINDS = ("png", "svg", "pdf", "pgf")
+MEASURED = {name: plot for one in measurements() for name, plot in one.plots.items()}
+"""Captions and functions of the plots of measurements."""
 PLOTS: dict[str, Callable[[Material], Any]] = {
     "speedup": speed.speedup, "acceptance": acceptance.histogram, "positions": acceptance.positions,
     "output": acceptance.output, "rounds": speed.rounds, "prompts": speed.prompts,
     "load": series.load, "frontier": series.frontier, "sweep": series.sweep, "context": series.context,
+    **{name: draw for name, (_, draw) in MEASURED.items()},
 }  # fmt: skip
 CAPTIONS = {
     "speedup": "Seconds per token of plain decoding divided by those of the method, over the same answers.",
@@ -48,10 +51,8 @@ CAPTIONS = {
     "sweep": "Where acceptance still rises but the speed-up does not, the longer round costs what the draft gains.",
     "context": "Where tokens a round fall below the dashed line, a longer context costs more than the draft gains.",
     "prompts": "Each point is a prompt: plain decoding's time per token across, the method's up. Lower is faster.",
+    **{name: caption for name, (caption, _) in MEASURED.items()},
 }
-for _measurement in measurements():
-    for _name, (_caption, _draw) in _measurement.plots.items():
-        PLOTS[_name], CAPTIONS[_name] = _draw, _caption
 
 
 def check_kind(kind: str, paper: str | None = None) -> None:
