@@ -234,10 +234,6 @@ class RunStore(AbstractContextManager["RunStore"]):
         else:
             self._write(records, table)
 
-    def why_wrong(self, record: Answer) -> str | None:
-        """Return why this record is impossible as a measurement; None if it is possible."""
-        return self._wrong(parts.to_table([record], self.identity)).get(0)
-
     def _wrong(self, table: Any) -> dict[int, str]:
         """Return why rows are impossible as measurements, by index in the table; other rows are omitted."""
         batch = _batch(table)
