@@ -17,8 +17,8 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.measurement import Columns, Instrument, Measurement
 from dflash_bench.core.methods import BASELINE, METHODS, Method
 from dflash_bench.core.metric import Metric
-from dflash_bench.core.option import condition, under
-from dflash_bench.core.types import Answer, CellKey, Message, is_greedy
+from dflash_bench.core.option import under
+from dflash_bench.core.types import Answer, CellKey, Message
 from dflash_bench.runner import rules
 
 if TYPE_CHECKING:
@@ -358,13 +358,7 @@ MEASUREMENT = Measurement(
         metavar="N",
         minimum=2,
         most=MOST,
-        needs=(
-            condition(
-                lambda options: any(map(is_greedy, options.temperature)),
-                "above temperature 0: no single token is then the right one",
-                is_of_sweep=True,
-            ),
-        ),
+        needs=(rules.greedy("no single token is then the right one"),),
         conflicts=(rules.SERVED, rules.ENGINE_HERE),
         in_race=False,
     )),

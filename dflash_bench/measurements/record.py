@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.measurement import Columns, Instrument, Measurement
 from dflash_bench.core.methods import BASELINE, METHODS, Method
-from dflash_bench.core.option import condition, under
-from dflash_bench.core.types import Answer, CellKey, Message, is_greedy
+from dflash_bench.core.option import under
+from dflash_bench.core.types import Answer, CellKey, Message
 from dflash_bench.runner import rules
 
 if TYPE_CHECKING:
@@ -303,13 +303,7 @@ MEASUREMENT = Measurement(
         "draft-model.",
         metavar="WHAT",
         choices=lambda: (EVERY_POSITION,),
-        needs=(
-            condition(
-                lambda options: any(map(is_greedy, options.temperature)),
-                "above temperature 0: another draft length draws other tokens",
-                is_of_sweep=True,
-            ),
-        ),
+        needs=(rules.greedy("another draft length draws other tokens"),),
         conflicts=(rules.SERVED, rules.ENGINE_HERE),
         in_race=False,
     )),

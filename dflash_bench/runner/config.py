@@ -411,13 +411,7 @@ class DecodingOptions:
         "(only those that differ from the plain answer) or none.",
         metavar="WHICH",
         choices=lambda: get_args(Audit),
-        needs=(
-            condition(
-                lambda options: any(map(is_greedy, options.temperature)),
-                "above temperature 0: no single token is then the right one",
-                is_of_sweep=True,
-            ),
-        ),
+        needs=(rules.greedy("no single token is then the right one"),),
         conflicts=(rules.SERVED_ALONE,),
     )
     unsafe_code: bool = _measuring(

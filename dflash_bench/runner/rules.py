@@ -13,6 +13,7 @@ from dflash_bench.core.option import (
     Condition,
     condition,
 )
+from dflash_bench.core.types import is_greedy
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ATTENTION = ("sdpa", "eager")
@@ -51,6 +52,11 @@ SERVED_ALONE = condition(
     "judge its answers here",
 )
 """Options that servers decide themselves, so they apply only to a target in this process."""
+
+
+def greedy(why: str) -> Condition:
+    """Return the need of a temperature of 0, with the reason."""
+    return condition(lambda options: any(map(is_greedy, options.temperature)), f"above temperature 0: {why}", True)
 
 
 def all_together(flag: str, is_so: Any) -> Condition:
