@@ -13,9 +13,25 @@ from importlib import import_module
 
 __version__ = "1.0.0"
 __all__ = [
-    "CheckResult", "Compared", "Engine", "Recommended", "Reply", "ReplyStream", "Run", "UserError",
-    "check", "compare", "crosscheck", "doctor", "inspect", "load", "profile", "recommend", "run", "train",
-]  # fmt: skip
+    "CheckResult",
+    "Compared",
+    "Engine",
+    "Recommended",
+    "Reply",
+    "ReplyStream",
+    "Run",
+    "UserError",
+    "check",
+    "compare",
+    "crosscheck",
+    "doctor",
+    "inspect",
+    "load",
+    "profile",
+    "recommend",
+    "run",
+    "train",
+]
 
 
 def __getattr__(name: str) -> object:

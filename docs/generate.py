@@ -17,9 +17,14 @@ STUB = "../dflash_bench/api/options.pyi"
 NAMED = ("suites", "methods", "model", "limit")
 """Parameters of `db.run` of their own."""
 FORMS = {
-    "drafts": "Mapping[str, str | Path]", "servers": "Mapping[str, str]", "over": "Mapping[str, Iterable[object]]",
-    "block_size": "int | str", "draft_steps": "int | str", "data": "str | Path", "target": "str | Path",
-}  # fmt: skip
+    "drafts": "Mapping[str, str | Path]",
+    "servers": "Mapping[str, str]",
+    "over": "Mapping[str, Iterable[object]]",
+    "block_size": "int | str",
+    "draft_steps": "int | str",
+    "data": "str | Path",
+    "target": "str | Path",
+}
 """Options that a call gives in another form than a command line."""
 SUMMARY = (
     "Measures speculative decoding honestly: DFlash, EAGLE-3 and other methods against plain decoding; acceptance, "
@@ -37,12 +42,18 @@ def options() -> str:
     """Return the stub of the options that `db.run` takes by name, for type checkers."""
     types = get_type_hints(RunRequest)
     given = {name: FORMS.get(name) or _form(types[name]) for name in options_of(RunRequest) if name not in NAMED}
-    return "\n".join([
-        "# For type checkers, written by docs/generate.py: the options of `dflash-bench run` by their names.",
-        "from collections.abc import Iterable, Mapping, Sequence", "from pathlib import Path",
-        "from typing import TypedDict", "", "class Options(TypedDict, total=False):",
-        *(f"    {name}: {form}" for name, form in given.items()), "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "# For type checkers, written by docs/generate.py: the options of `dflash-bench run` by their names.",
+            "from collections.abc import Iterable, Mapping, Sequence",
+            "from pathlib import Path",
+            "from typing import TypedDict",
+            "",
+            "class Options(TypedDict, total=False):",
+            *(f"    {name}: {form}" for name, form in given.items()),
+            "",
+        ]
+    )
 
 
 def _form(kind: Any) -> str:
@@ -69,11 +80,18 @@ def llms() -> str:
     lines = [_line(name) for name in names]
     return "\n".join(
         [
-            "# dflash-bench", "", f"> {SUMMARY}", "",
-            "Paths are relative to the root of the repository, and of the site.", "", "## Documentation", "",
-            *lines, "",
+            "# dflash-bench",
+            "",
+            f"> {SUMMARY}",
+            "",
+            "Paths are relative to the root of the repository, and of the site.",
+            "",
+            "## Documentation",
+            "",
+            *lines,
+            "",
         ]
-    )  # fmt: skip
+    )
 
 
 def _line(name: str) -> str:

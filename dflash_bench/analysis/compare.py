@@ -208,12 +208,19 @@ def _pooled(cells: Sequence[Cell]) -> Cell:
     pairs = zip(known, pooled, strict=True)
     figures = {metric.id: possible(metric, interval, widest) for metric, interval in pairs if interval}
     return replace(
-        first, num_prompts=len(total), num_tokens=sum(cell.num_tokens for cell in cells), figures=figures, sums=total,
-        num_errors=sum(cell.num_errors for cell in cells), widest=widest, prompts=(),
-        exact=metrics.share(total, "exact", "compared"), as_text=int(total[:, COLUMN["as_text"]].sum()),
+        first,
+        num_prompts=len(total),
+        num_tokens=sum(cell.num_tokens for cell in cells),
+        figures=figures,
+        sums=total,
+        num_errors=sum(cell.num_errors for cell in cells),
+        widest=widest,
+        prompts=(),
+        exact=metrics.share(total, "exact", "compared"),
+        as_text=int(total[:, COLUMN["as_text"]].sum()),
         passed=metrics.share(total, "passed", "scored"),
         num_near_ties=sum(cell.num_near_ties for cell in cells),
-    )  # fmt: skip
+    )
 
 
 def _with_noise(compared: Comparison, old: Cell, new: Cell, repeated: Sequence[Repeats]) -> Comparison:
@@ -267,11 +274,12 @@ def _adjusted(comparisons: Sequence[Comparison]) -> list[Comparison]:
     )
     return [
         replace(
-            compared, p_passed=1.0 if p_passed is None else p_passed,
+            compared,
+            p_passed=1.0 if p_passed is None else p_passed,
             changes={name: replace(change, p=ps[number, name]) for name, change in compared.changes.items()},
         )
         for number, (compared, p_passed) in enumerate(zip(comparisons, ps_passed, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def _compare(old: Cell, new: Cell, runs: tuple[str, str] | None = None) -> Comparison | None:
@@ -285,10 +293,19 @@ def _compare(old: Cell, new: Cell, runs: tuple[str, str] | None = None) -> Compa
     lost, gained = int((difference < 0).sum()), int((difference > 0).sum())
     before, after = runs or (old.method, new.method)
     return Comparison(
-        new.key if runs else new.key._replace(method=""), new.setting, (old.source, new.source), before, after,
-        len(old_sums), ratios(_compared_metrics(old, new, runs is None), old_sums, new_sums), lost, gained,
-        int(both.sum()), runs is None and all(map(_is_exact, (old, new))), stats.mcnemar(lost, gained),
-    )  # fmt: skip
+        new.key if runs else new.key._replace(method=""),
+        new.setting,
+        (old.source, new.source),
+        before,
+        after,
+        len(old_sums),
+        ratios(_compared_metrics(old, new, runs is None), old_sums, new_sums),
+        lost,
+        gained,
+        int(both.sum()),
+        runs is None and all(map(_is_exact, (old, new))),
+        stats.mcnemar(lost, gained),
+    )
 
 
 def _compared_metrics(old: Cell, new: Cell, of_one_run: bool) -> list[str]:

@@ -183,11 +183,16 @@ def _prompts(folder: Path) -> dict[tuple[str, str], Prompt]:
 def prompt_of(row: Mapping[str, Any]) -> Prompt:
     """Return the prompt that a row of the run's prompts holds."""
     return Prompt(
-        suite=row["suite"], prompt_id=row["prompt_id"], turns=tuple(row["turns"]),
-        opening=_messages(row["opening"]), closing=_messages(row["closing"]), category=row["category"],
-        reference=row["reference"], alternatives=tuple(row["alternatives"] or ()),
+        suite=row["suite"],
+        prompt_id=row["prompt_id"],
+        turns=tuple(row["turns"]),
+        opening=_messages(row["opening"]),
+        closing=_messages(row["closing"]),
+        category=row["category"],
+        reference=row["reference"],
+        alternatives=tuple(row["alternatives"] or ()),
         row=json.loads(row["row"]) if row["row"] else {},
-    )  # fmt: skip
+    )
 
 
 def _messages(stored: Sequence[Mapping[str, Any]] | None) -> tuple[Message, ...]:

@@ -185,16 +185,16 @@ def as_json(run: RunTable, method: str) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "measured": True,
         "method": method,
-        "draft_checkpoint": {
-            "name": draft.name, "revision": revisions.get(entry.draft or ""), "kind": draft.kind
-        } if draft else None,
+        "draft_checkpoint": {"name": draft.name, "revision": revisions.get(entry.draft or ""), "kind": draft.kind}
+        if draft
+        else None,
         "target_model": {"name": info.identity.target or info.identity.model, "revision": revisions.get("target")},
         "num_speculative_tokens": num_drafts,
         "draft_shape": kind.shape if kind else None,
         **_figures(first),
         "parts": [_figures(part) for part in others],
         "measurement_conditions": _conditions(info),
-    }  # fmt: skip
+    }
 
 
 def _figures(profile: AcceptanceProfile) -> dict[str, Any]:
@@ -232,15 +232,22 @@ def _conditions(info: RunInfo) -> dict[str, Any]:
     identity, machine = info.identity, info.environment
     suites = {
         name: {
-            "version": suite.version, "source": _without_path(suite.source), "prompts": suite.prompts,
+            "version": suite.version,
+            "source": _without_path(suite.source),
+            "prompts": suite.prompts,
             "sha256": suite.sha256,
-        } for name, suite in identity.suites.items()
-    }  # fmt: skip
+        }
+        for name, suite in identity.suites.items()
+    }
     names = ("max_new_tokens", "repeats", "seed", "dtype", "quantize", "attention", "engine", "device")
     return {
-        "tool": f"dflash-bench {__version__}", "run_id": info.run_id, "started": info.started,
-        "machine": machine.one_line(), "suites": suites, **{name: getattr(identity, name) for name in names},
-    }  # fmt: skip
+        "tool": f"dflash-bench {__version__}",
+        "run_id": info.run_id,
+        "started": info.started,
+        "machine": machine.one_line(),
+        "suites": suites,
+        **{name: getattr(identity, name) for name in names},
+    }
 
 
 def _without_path(source: str) -> str:

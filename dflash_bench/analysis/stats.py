@@ -341,10 +341,14 @@ def _spreads(columns: Floats, statistics: Sequence[Statistic], seed: int) -> lis
     second = dict(zip(pairs, means[len(used) :], strict=True))
     return [
         _spread(
-            columns, statistic, np.stack([first[column] for column in column_set], axis=-1),
-            np.array([[second[min(i, j), max(i, j)] for j in column_set] for i in column_set]), len(units) - 1,
-        ) for statistic, column_set in zip(statistics, column_sets, strict=True)
-    ]  # fmt: skip
+            columns,
+            statistic,
+            np.stack([first[column] for column in column_set], axis=-1),
+            np.array([[second[min(i, j), max(i, j)] for j in column_set] for i in column_set]),
+            len(units) - 1,
+        )
+        for statistic, column_set in zip(statistics, column_sets, strict=True)
+    ]
 
 
 def _spread(columns: Floats, statistic: Statistic, means: Floats, moments: Floats, df: int) -> _Spread:

@@ -191,10 +191,15 @@ def _curve(series: str, values: Sequence[Value], rows: Sequence[Sequence[Cell]])
     """Return the curve of `rows`, which has a row per suite with a cell for each value."""
     points = tuple(
         Point(
-            value, column[0].method, sum(cell.num_prompts for cell in column), _figure(LENGTH, column),
-            _figure(SPEEDUP, column), column,
-        ) for value, column in zip(values, zip(*rows, strict=True), strict=True)
-    )  # fmt: skip
+            value,
+            column[0].method,
+            sum(cell.num_prompts for cell in column),
+            _figure(LENGTH, column),
+            _figure(SPEEDUP, column),
+            column,
+        )
+        for value, column in zip(values, zip(*rows, strict=True), strict=True)
+    )
     suites = tuple(row[0].label for row in rows)
     known = {number: point.speedup.value for number, point in enumerate(points) if point.speedup}
     if not known:

@@ -21,9 +21,25 @@ if TYPE_CHECKING:
     from dflash_bench.racing.recommendation import Recommended
 
 __all__ = [
-    "CheckResult", "Compared", "Engine", "Recommended", "Reply", "ReplyStream", "Run", "UserError",
-    "check", "compare", "crosscheck", "doctor", "inspect", "load", "profile", "recommend", "run", "train",
-]  # fmt: skip
+    "CheckResult",
+    "Compared",
+    "Engine",
+    "Recommended",
+    "Reply",
+    "ReplyStream",
+    "Run",
+    "UserError",
+    "check",
+    "compare",
+    "crosscheck",
+    "doctor",
+    "inspect",
+    "load",
+    "profile",
+    "recommend",
+    "run",
+    "train",
+]
 _HOMES = {
     "dflash_bench.api.engine": ("Engine", "Reply", "ReplyStream"),
     "dflash_bench.api.judging": ("CheckResult", "Compared", "check", "compare"),

@@ -153,10 +153,17 @@ class Engine(AbstractContextManager["Engine"]):
 
         texts = tuple(f"{name}={place}" for name, place in (drafts or {}).items())
         request = RunRequest(
-            model=None if model is None else str(model), target=None if target is None else str(target),
-            device=device, dtype=dtype, threads=threads, attention=attention, engine=engine, kernels=kernels,
-            quantize=quantize, trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+            model=None if model is None else str(model),
+            target=None if target is None else str(target),
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            attention=attention,
+            engine=engine,
+            kernels=kernels,
+            quantize=quantize,
+            trust_remote_code=trust_remote_code,
+        )
         check_options(request)
         self.preset = presets.combine(request.model, request.target, presets.parse_drafts(texts))
         self._request = request
@@ -209,17 +216,31 @@ class Engine(AbstractContextManager["Engine"]):
 
     @overload
     def generate(
-        self, prompt: PromptInput, method: str = ..., *, max_new_tokens: int | None = ...,
-        stop_ids: Iterable[int] | None = ..., temperature: float = ..., seed: int = ..., thinking: bool = ...,
+        self,
+        prompt: PromptInput,
+        method: str = ...,
+        *,
+        max_new_tokens: int | None = ...,
+        stop_ids: Iterable[int] | None = ...,
+        temperature: float = ...,
+        seed: int = ...,
+        thinking: bool = ...,
         stream: Literal[False] = ...,
-    ) -> Reply: ...  # fmt: skip
+    ) -> Reply: ...
 
     @overload
     def generate(
-        self, prompt: PromptInput, method: str = ..., *, max_new_tokens: int | None = ...,
-        stop_ids: Iterable[int] | None = ..., temperature: float = ..., seed: int = ..., thinking: bool = ...,
+        self,
+        prompt: PromptInput,
+        method: str = ...,
+        *,
+        max_new_tokens: int | None = ...,
+        stop_ids: Iterable[int] | None = ...,
+        temperature: float = ...,
+        seed: int = ...,
+        thinking: bool = ...,
         stream: Literal[True],
-    ) -> ReplyStream: ...  # fmt: skip
+    ) -> ReplyStream: ...
 
     def generate(
         self,
@@ -367,6 +388,12 @@ def _reply(method: Method, generation: Generation, steps: Sequence[tuple[int, Ro
         )
     )
     return Reply(
-        generation.text, generation.token_ids, tuple(rounds), method.label, generation.finish_reason,
-        generation.num_prompt_tokens, generation.prefill_s, generation.decode_s,
-    )  # fmt: skip
+        generation.text,
+        generation.token_ids,
+        tuple(rounds),
+        method.label,
+        generation.finish_reason,
+        generation.num_prompt_tokens,
+        generation.prefill_s,
+        generation.decode_s,
+    )

@@ -127,9 +127,11 @@ class CheckResult:
         """
         import pandas as pd
 
-        names = (
-            "suite", "method", "setting", "kind", "run", "found", "expected", "tolerance", "p", "failed", "reason",
-        )  # fmt: skip
+        names = tuple(
+            """
+            suite method setting kind run found expected tolerance p failed reason
+            """.split()
+        )
         rows = [[getattr(check, name) for name in names] for check in self.found.outcome.checks]
         return pd.DataFrame(rows, columns=list(names)).astype(dict.fromkeys(["found", "expected", "p"], float))
 

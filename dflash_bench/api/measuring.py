@@ -26,9 +26,7 @@ from dflash_bench.runner.session import Progress
 
 Words = str | Sequence[str]
 """One value, or several."""
-ALIASES = {
-    "suite": "suites", "method": "methods", "draft": "drafts", "server": "servers",
-}  # fmt: skip
+ALIASES = {"suite": "suites", "method": "methods", "draft": "drafts", "server": "servers"}
 """The singular names of options, as on the command line, and the fields that hold them."""
 
 

@@ -22,16 +22,19 @@ if TYPE_CHECKING:
     from dflash_bench.report.findings import Finding
 
 OF_ANSWERS = (
-    "suite", "prompt_id", "category", "turn", "repeat", "method", "settings", "order",
-    "text", "token_ids", "finish_reason", "error", "answer", "passed", "score", "exactness", "audit",
-    "num_prompt_tokens", "prefill_s", "decode_s", "draft_prefill_s", "peak_memory_bytes",
-    "prompt_hash", *number_columns(),
-)  # fmt: skip
+    *"""
+        suite prompt_id category turn repeat method settings order text token_ids finish_reason error answer passed
+        score exactness audit num_prompt_tokens prefill_s decode_s draft_prefill_s peak_memory_bytes prompt_hash
+        """.split(),
+    *number_columns(),
+)
 """The columns of `Run.answers`."""
-OF_ROUNDS = (
-    "suite", "prompt_id", "turn", "repeat", "method", "settings", "round", "position",
-    "drafted", "drafted_ids", "ranks", "verified", "accepted", "emitted", "draft_s", "verify_s", "round_s",
-)  # fmt: skip
+OF_ROUNDS = tuple(
+    """
+    suite prompt_id turn repeat method settings round position drafted drafted_ids ranks verified accepted emitted
+    draft_s verify_s round_s
+    """.split()
+)
 """The columns of `Run.rounds`."""
 _PLACE = ("suite", "prompt_id", "turn", "repeat", "method")
 _OF_TOKENS = ("drafted_ids", "ranks")
@@ -164,10 +167,16 @@ class Run:
         return self.document.findings
 
     def replay(
-        self, method: str | None = None, *, n: Sequence[int] = (), block: Sequence[int] = (),
-        cut: Sequence[float] = (), nodes: Sequence[int] = (), controller: Sequence[str] = (),
+        self,
+        method: str | None = None,
+        *,
+        n: Sequence[int] = (),
+        block: Sequence[int] = (),
+        cut: Sequence[float] = (),
+        nodes: Sequence[int] = (),
+        controller: Sequence[str] = (),
         concurrency: Sequence[int] = (1,),
-    ) -> list[Replayed]:  # fmt: skip
+    ) -> list[Replayed]:
         """Replay the run with other draft lengths, blocks, cuts, trees, controllers or loads, without a model.
 
         For one method or all, the run as measured first. `controller` holds "ours", "average", "fixed:N" or the path of

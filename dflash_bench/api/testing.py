@@ -47,9 +47,13 @@ class Bench:
         return run
 
     def check(
-        self, *runs: Run | str | Path, baseline: str | Path | None = None, limits: str | Path | None = None,
-        allow: Sequence[str] = (), require_speed: bool = False,
-    ) -> CheckResult:  # fmt: skip
+        self,
+        *runs: Run | str | Path,
+        baseline: str | Path | None = None,
+        limits: str | Path | None = None,
+        allow: Sequence[str] = (),
+        require_speed: bool = False,
+    ) -> CheckResult:
         """Fail the test with the failed checks, as `dflash-bench check` lists them; return the result otherwise."""
         import dflash_bench as db
 

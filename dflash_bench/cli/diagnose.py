@@ -25,9 +25,21 @@ app = typer.Typer()
 
 @app.command(cls=Command)
 @options.with_options(
-    "method", "model", "target", "drafts", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "draws",
-    "length", "seed", "device", "dtype",
-)  # fmt: skip
+    "method",
+    "model",
+    "target",
+    "drafts",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "draws",
+    "length",
+    "seed",
+    "device",
+    "dtype",
+)
 def verify_distribution(
     request: RunRequest,
     method: Annotated[
@@ -94,10 +106,23 @@ _models, _shapes, _results = under("Models"), under("Shapes"), under("Results")
 
 @app.command(cls=GroupedHelp)
 @options.with_options(
-    *options.MODELS, "random_weights", "layers", "batch", "context", "width", "acceptance", "device", "dtype",
-    "attention", "engine", "kernels", "graph", "compile", "threads",
+    *options.MODELS,
+    "random_weights",
+    "layers",
+    "batch",
+    "context",
+    "width",
+    "acceptance",
+    "device",
+    "dtype",
+    "attention",
+    "engine",
+    "kernels",
+    "graph",
+    "compile",
+    "threads",
     helps={"methods": "Method whose drafts to time, from 'dflash-bench methods'; may be repeated. Default: dflash."},
-)  # fmt: skip
+)
 def profile(
     request: RunRequest,
     random_weights: Annotated[
@@ -143,9 +168,14 @@ def profile(
     from dflash_bench.report import plots
 
     profile_request = profile.ProfileRequest(
-        request, random_weights, layers, whole_numbers(batch, "--batch"),
-        whole_numbers(context, "--context"), whole_numbers(width, "--width"), acceptance,
-    )  # fmt: skip
+        request,
+        random_weights,
+        layers,
+        whole_numbers(batch, "--batch"),
+        whole_numbers(context, "--context"),
+        whole_numbers(width, "--width"),
+        acceptance,
+    )
     profile.check_out(out)
     with status() as tell:
         profiled = profile.profile(profile_request, tell)
@@ -161,14 +191,26 @@ def profile(
 
 @app.command(cls=GroupedHelp)
 @options.with_options(
-    "suites", "prompts", "data", "limit", "thinking", *options.MODELS, "trust_remote_code", "max_new_tokens", "device",
-    "device_map", "dtype", "attention", "quantize", "threads",
+    "suites",
+    "prompts",
+    "data",
+    "limit",
+    "thinking",
+    *options.MODELS,
+    "trust_remote_code",
+    "max_new_tokens",
+    "device",
+    "device_map",
+    "dtype",
+    "attention",
+    "quantize",
+    "threads",
     helps={
         "methods": "The draft to examine: dflash or eagle3. Default: dflash.",
         "limit": "Use at most N prompts of each suite, the same ones on every machine. Default for our own prompts: 4.",
         "max_new_tokens": "Stop answers after N tokens. Default: 96.",
     },
-)  # fmt: skip
+)
 def doctor(request: RunRequest, as_json: options.AsJson = False) -> None:
     """Find out why few draft tokens are accepted.
 
@@ -203,16 +245,36 @@ OF_CASES = ("servers", *OF_SERVER, "device", "threads")
 @app.command("crosscheck", cls=GroupedHelp, hidden=True)
 @app.command(cls=GroupedHelp)
 @options.with_options(
-    "cases", "forward", "suites", "prompts", "data", "limit", "thinking", *options.MODELS, "trust_remote_code",
-    "servers", "chats", *OF_SERVER, "max_new_tokens", "device", "device_map", "dtype", "attention", "engine", "kernels",
-    "quantize", "threads", "out", "as_json",
+    "cases",
+    "forward",
+    "suites",
+    "prompts",
+    "data",
+    "limit",
+    "thinking",
+    *options.MODELS,
+    "trust_remote_code",
+    "servers",
+    "chats",
+    *OF_SERVER,
+    "max_new_tokens",
+    "device",
+    "device_map",
+    "dtype",
+    "attention",
+    "engine",
+    "kernels",
+    "quantize",
+    "threads",
+    "out",
+    "as_json",
     helps={
         "methods": "How our engine drafts, if not by the NAME of --server alone: dflash:n=7 for --server dflash=URL.",
         "servers": "NAME=URL: the server to compare with our engine, by its method; may be repeated. URL: the server "
         "that has loaded the CASE's target and draft.",
         "device": "cpu or cuda. Default: cuda if there is one; cpu for golden cases.",
     },
-)  # fmt: skip
+)
 def conform(
     context: Context,
     request: RunRequest,

@@ -21,9 +21,18 @@ LEAST_ADDRESSES = 12 * 10**8
 REFUSED = ("failed to map segment", "cannot allocate memory", "cannot apply additional memory protection")
 """Messages of the dynamic loader when a library does not fit in memory."""
 NOT_ENOUGH = (
-    "not enough memory", "out of memory", "defaultcpuallocator", "bad_alloc", "std::bad_alloc", "unable to allocate",
-    "can't start new thread", "cannot allocate memory", "failed to allocate", "unable to mmap", "alloc_cpu",
-)  # fmt: skip
+    "not enough memory",
+    "out of memory",
+    "defaultcpuallocator",
+    "bad_alloc",
+    "std::bad_alloc",
+    "unable to allocate",
+    "can't start new thread",
+    "cannot allocate memory",
+    "failed to allocate",
+    "unable to mmap",
+    "alloc_cpu",
+)
 """Messages of torch, numpy and Python if memory, or a thread, is refused."""
 FROM_OUTSIDE = (OSError, MemoryError, ImportError, RuntimeError, SystemError)
 """Types of errors of files, disks and memory; each may still be a bug, which `explain` decides."""

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from dflash_bench.report.document import Document
 
 app = typer.Typer()
-ENDINGS = {
-    ".html": "page", ".md": "markdown", ".json": "json", ".csv": "csv", ".tex": "latex", ".txt": "table",
-}  # fmt: skip
+ENDINGS = {".html": "page", ".md": "markdown", ".json": "json", ".csv": "csv", ".tex": "latex", ".txt": "table"}
 """Formats of `report`, by the ending of the file's name."""
 LAYOUTS = ("rows", "paper")
 """Layouts of the LaTeX table."""
@@ -415,9 +413,14 @@ def replay(
         return () if text is None else option.numbers(text, flag, whole=whole)
 
     replayed = api.load(found_one(run), allow or ()).replay(
-        method, n=read("--n", n), block=read("--block", block), cut=read("--cut", cut, whole=False),
-        nodes=read("--nodes", nodes), controller=controller or (), concurrency=read("--concurrency", concurrency),
-    )  # fmt: skip
+        method,
+        n=read("--n", n),
+        block=read("--block", block),
+        cut=read("--cut", cut, whole=False),
+        nodes=read("--nodes", nodes),
+        controller=controller or (),
+        concurrency=read("--concurrency", concurrency),
+    )
     say(json_text(shown.as_json(replayed)) if as_json else shown.text(replayed, wide()).rstrip("\n"))
 
 

@@ -74,16 +74,19 @@ def run(
 
 
 app.command(
-    "sweep", cls=GroupedHelp,
+    "sweep",
+    cls=GroupedHelp,
     help="Find the best value of an option.\n\n"
     "Measures several values of options or settings (--over) and names the fastest on this machine. All other options "
     "are those of 'run'.",
-)(run)  # fmt: skip
+)(run)
 
 
 @app.command(cls=GroupedHelp)
 @options.with_options(
-    *(name for name, spec in options_of(RunRequest).items() if spec.in_race), "out", "as_json",
+    *(name for name, spec in options_of(RunRequest).items() if spec.in_race),
+    "out",
+    "as_json",
     helps={
         "budget": "Measure for about this long, such as 30m: no round of a race is begun that is expected to take "
         "longer. Default: until the races are decided, or the prompts are used up.",
@@ -92,19 +95,21 @@ app.command(
         "concurrency": "The loads: answers decoded at the same time, such as 1,8,32, each with a race of its own.",
         "context": "Pad every prompt to about N tokens, such as 1k; several, such as 1k,8k, are loads of their own.",
     },
-)  # fmt: skip
+)
 def recommend(
     request: RunRequest,
     out: Annotated[
         Path | None,
         options.under("Results")(
-            "-o", "--out", metavar="DIR",
+            "-o",
+            "--out",
+            metavar="DIR",
             help="Folder for the runs, recommendation.md, recommendation.json and frontier.svg. Default: one in "
             "results/runs, the same for the same options.",
         ),
     ] = None,
     as_json: options.AsJson = False,
-) -> None:  # fmt: skip
+) -> None:
     """Race methods under your loads, and say which to serve with.
 
     Each round of a race is a run of its own that 'report' can read. Methods leave as soon as intervals say that they

@@ -9,14 +9,24 @@ from dflash_bench.core.errors import unknown
 
 DFLASH = "DFlash"
 FAMILY = {
-    "dflash": DFLASH, "jetspec": "JetSpec", "dflash2": "DFlash 2", "dspark": "DSpark", "domino": "Domino",
-    "xpress": "XPress", "lilicorr": "LiLiCorr", "dflare": "DFlare",
-}  # fmt: skip
+    "dflash": DFLASH,
+    "jetspec": "JetSpec",
+    "dflash2": "DFlash 2",
+    "dspark": "DSpark",
+    "domino": "Domino",
+    "xpress": "XPress",
+    "lilicorr": "LiLiCorr",
+    "dflare": "DFlare",
+}
 """Kinds of the method dflash."""
 KINDS = FAMILY | {
-    "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE", "mtp": "MTP", "medusa": "Medusa", "draft-model": "draft model",
+    "eagle3": "EAGLE-3",
+    "p-eagle": "P-EAGLE",
+    "mtp": "MTP",
+    "medusa": "Medusa",
+    "draft-model": "draft model",
     "block-diffusion": "block diffusion",
-}  # fmt: skip
+}
 
 
 def name_of_kind(kind: str) -> str:

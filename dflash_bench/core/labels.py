@@ -44,9 +44,13 @@ def wrapped(text: str, width: int | None = WIDTH, first: str = "", others: str =
     if width is None:
         return first + visible(text)
     return textwrap.fill(
-        visible(text), min(width, WIDTH), initial_indent=first, subsequent_indent=others, break_on_hyphens=False,
+        visible(text),
+        min(width, WIDTH),
+        initial_indent=first,
+        subsequent_indent=others,
+        break_on_hyphens=False,
         break_long_words=False,
-    )  # fmt: skip
+    )
 
 
 def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:

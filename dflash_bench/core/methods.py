@@ -158,14 +158,19 @@ _BLOCK = Option(
     "tokens",
 )
 _RULE = Option(
-    "rule", "above temperature 0: match keeps drafted tokens that the target draws, too; rejection draws drafts from "
-    "their own distribution and compares probabilities with the target's", "match",
-    words=("match", "rejection"), kind=str,
-)  # fmt: skip
+    "rule",
+    "above temperature 0: match keeps drafted tokens that the target draws, too; rejection draws drafts from "
+    "their own distribution and compares probabilities with the target's",
+    "match",
+    words=("match", "rejection"),
+    kind=str,
+)
 _SHIFT = Option(
-    "shift", "each slot predicts the token after it: for JetSpec's heads, whose files do not say; by default no",
-    words=("no", "yes"), kind=str,
-)  # fmt: skip
+    "shift",
+    "each slot predicts the token after it: for JetSpec's heads, whose files do not say; by default no",
+    words=("no", "yes"),
+    kind=str,
+)
 _PACED = "auto chooses by costs measured during the run, so that counts differ from run to run"
 
 _SEED = Option("seed", "random seed", 0, 0, 999_999)

@@ -64,10 +64,11 @@ class Forward:
 FORWARDS = {
     one.name: one
     for one in (
-        Forward("numba", "native", "numba"), Forward("torch", "native", "torch"),
+        Forward("numba", "native", "numba"),
+        Forward("torch", "native", "torch"),
         Forward("transformers", "transformers", None),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +286,15 @@ class _Checked:
             if (difference := next(differences_of(case, together), None)) is not None:
                 decoded, difference = together, replace(difference, together=True)
         found = Conformance(
-            case, self.forward.name, "equal" if difference is None else "differs",
-            num_equal=num_equal_rounds(case, decoded), num_rounds=case.num_rounds,
-            accepted=accepted_per_round(case, decoded), expected=case.accepted_per_round, difference=difference,
-        )  # fmt: skip
+            case,
+            self.forward.name,
+            "equal" if difference is None else "differs",
+            num_equal=num_equal_rounds(case, decoded),
+            num_rounds=case.num_rounds,
+            accepted=accepted_per_round(case, decoded),
+            expected=case.accepted_per_round,
+            difference=difference,
+        )
         if difference is None:
             return self._with_details(target, found)
         if difference.together:

@@ -119,9 +119,12 @@ def crosscheck(request: RunRequest, tell: Tell, sends_chats: bool = False) -> li
     reference, chosen, model = methods_and_model(replace(request.without(ServerOptions), methods=labels))
     resolved = plan_run(reference, chosen, model)
     with ServerBackend(
-        [pair.address for pair in pairs], config.access_of(request), resolved.max_new_tokens,
-        dialect=request.dialect, model=request.served_model,
-    ) as servers:  # fmt: skip
+        [pair.address for pair in pairs],
+        config.access_of(request),
+        resolved.max_new_tokens,
+        dialect=request.dialect,
+        model=request.served_model,
+    ) as servers:
         tell("loading the models")
         local = open_local(resolved)
         attach(servers, local)
@@ -175,11 +178,16 @@ class CrossCheck:
         side = self._reference_side(pair, base, chats)
         prompt_tokens = sum(one.num_prompt_tokens for one in own), sum(one.num_prompt_tokens for one in theirs)
         return CrosscheckResult(
-            method.label, self._about(server, method.label), base, counted_by, conversion if counted_by else None,
-            next((one.uncounted for one in theirs if one.uncounted), None), tuple(failed),
+            method.label,
+            self._about(server, method.label),
+            base,
+            counted_by,
+            conversion if counted_by else None,
+            next((one.uncounted for one in theirs if one.uncounted), None),
+            tuple(failed),
             prompt_tokens if side.server_renders else None,
             tuple(self._try_causes(side, base, counted, conversion)) if needs_causes(base) else (),
-        )  # fmt: skip
+        )
 
     def _progress(self, doing: str) -> Iterator[tuple[Message, ...]]:
         for number, chat in enumerate(self.chats, start=1):
@@ -219,11 +227,16 @@ class CrossCheck:
         method = pair.method
         prompts = [self.local.encode(chat, self.settings) for chat in chats]
         return ReferenceSide(
-            self.local, method, drafts_per_round(base)[1] or self._num_drafts(method), prompts, chats, self.settings,
+            self.local,
+            method,
+            drafts_per_round(base)[1] or self._num_drafts(method),
+            prompts,
+            chats,
+            self.settings,
             self.resolved.request,
             lambda machine: open_engine(self.model, [method], machine, self.resolved.max_new_tokens),
             not self.servers.sends_ids(pair.address.method.label),
-        )  # fmt: skip
+        )
 
     def _try_causes(
         self, side: ReferenceSide, base: CountComparison, counted: Sequence[CountedAnswer], conversion: Conversion
@@ -345,14 +358,26 @@ class Served:
         conversion = self._conversion(counts)
         due = [self._expected(one, conversion) for one in self.asked]
         difference = next(self._differences(counts, conversion), None)
-        told = [name for name, is_told in (("rounds", any(map(self._tells_rounds, self.answers))),
-                                           ("counts", bool(known)), ("tokens", not hidden)) if is_told]  # fmt: skip
+        told = [
+            name
+            for name, is_told in (
+                ("rounds", any(map(self._tells_rounds, self.answers))),
+                ("counts", bool(known)),
+                ("tokens", not hidden),
+            )
+            if is_told
+        ]
         found = Conformance(
-            self.case, self.reader, "equal", num_rounds=sum(len(one.prompt.rounds) for one in self.asked),
+            self.case,
+            self.reader,
+            "equal",
+            num_rounds=sum(len(one.prompt.rounds) for one in self.asked),
             expected=_mean([one.rounds for one in due], [one.accepted for one in due]),
-            accepted=_mean([one.rounds for one in known], [one.accepted for one in known]), compared=tuple(told),
-            num_equal=self._num_equal(counts, conversion) if known else None, difference=difference,
-        )  # fmt: skip
+            accepted=_mean([one.rounds for one in known], [one.accepted for one in known]),
+            compared=tuple(told),
+            num_equal=self._num_equal(counts, conversion) if known else None,
+            difference=difference,
+        )
         if difference is not None:
             return replace(found, state="differs", explanations=tuple(self._explanations(counts, conversion)))
         if not known:

@@ -125,10 +125,12 @@ def _spots(new: Sequence[int], step: Round, proposal: Proposal, row: int) -> Ite
     for depth, token in enumerate(new, start=1):
         below = [node for node, parent in enumerate(parents) if parent in here]
         yield Spot(
-            depth, is_bonus=not below and depth > proposal.forced[row], is_forced=depth <= proposal.forced[row],
+            depth,
+            is_bonus=not below and depth > proposal.forced[row],
+            is_forced=depth <= proposal.forced[row],
             favourites=_favourites_at([drafted[node] for node in below], proposal, row, depth),
             is_kept=depth <= step.accepted[row],
-        )  # fmt: skip
+        )
         here = {node for node in below if drafted[node] == token}
 
 

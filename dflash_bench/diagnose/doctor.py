@@ -288,31 +288,39 @@ class _Examiner:
             other = replace(self.settings, thinking=not self.settings.thinking)
             on, off = ("on", "off") if other.thinking else ("off", "on")
             yield self._change(
-                f"thinking {on}", f"the draft was trained with thinking {on}",
-                f"give --thinking {on}, or a draft that was trained with thinking {off}", self._encode(chats, other),
-            )  # fmt: skip
+                f"thinking {on}",
+                f"the draft was trained with thinking {on}",
+                f"give --thinking {on}, or a draft that was trained with thinking {off}",
+                self._encode(chats, other),
+            )
         if self.backend.tokenizer.chat_template is not None:
             texts = ["\n".join(message.content for message in chat) for chat in chats]
             yield self._change(
-                "without the chat template", "the draft was trained on plain text, and not on chats in this template",
+                "without the chat template",
+                "the draft was trained on plain text, and not on chats in this template",
                 "ask as it was trained, or train it on the target's answers to chats",
                 [self.backend.tokenizer.encode(text) for text in texts],
-            )  # fmt: skip
+            )
         config = read_config(targets.find_target(self.request.target or self.request.model or "nano"))
         own = str(config.get("dtype") or config.get("torch_dtype") or "")
         used = dtype_name(self.backend.target.model.dtype)
         # A draft learns from the target in its checkpoint's dtype.
         if own and own != used:
             yield self._change(
-                f"the target in {own}", f"the draft was trained on the target in {own}, and not in {used}",
-                f"give --dtype {own}", prompts, self._open(replace(self.request, dtype="auto")),
-            )  # fmt: skip
+                f"the target in {own}",
+                f"the draft was trained on the target in {own}, and not in {used}",
+                f"give --dtype {own}",
+                prompts,
+                self._open(replace(self.request, dtype="auto")),
+            )
         if (kind := self.request.quantize) is not None:
             yield self._change(
-                "the unquantised target", f"the draft was trained on the unquantised target, and not in {kind}",
+                "the unquantised target",
+                f"the draft was trained on the unquantised target, and not in {kind}",
                 f"leave out --quantize {kind}, or train the draft on the quantised target's answers",
-                prompts, self._open(replace(self.request, quantize=None)),
-            )  # fmt: skip
+                prompts,
+                self._open(replace(self.request, quantize=None)),
+            )
 
     def _change(
         self, name: str, cause: str, remedy: str, prompts: Sequence[Sequence[int]], backend: LocalBackend | None = None
@@ -346,9 +354,11 @@ def _perhaps(tried: Sequence[ChangeTrial], as_it_is: Sample) -> Iterator[DraftFi
     if best is not None and best.gain >= LEAST_GAIN:
         finding, chance = _trial_finding(best, as_it_is), "" if best.p is None else f" (p {best.p:.2f})"
         yield DraftFinding(
-            f"perhaps {finding.cause}", f"{finding.evidence}, which may be chance{chance}",
-            "try more prompts with --limit before you change anything", is_cause=False,
-        )  # fmt: skip
+            f"perhaps {finding.cause}",
+            f"{finding.evidence}, which may be chance{chance}",
+            "try more prompts with --limit before you change anything",
+            is_cause=False,
+        )
 
 
 def _domain(samples: Sequence[Sample], card: cards.Acceptance | None, is_explained: bool) -> Iterator[DraftFinding]:
@@ -388,15 +398,18 @@ def _doubts(notes: Sequence[str], model: Preset) -> Iterator[DraftFinding]:
     if quantised := config.get("quantization_config"):
         how = quantised.get("quant_method", "an unknown method")
         yield DraftFinding(
-            "the target is quantised", f"by its config.json with {how}; most drafts are trained on the original",
-            "measure the original target as well", is_cause=False,
-        )  # fmt: skip
+            "the target is quantised",
+            f"by its config.json with {how}; most drafts are trained on the original",
+            "measure the original target as well",
+            is_cause=False,
+        )
 
 
 def _weak(samples: Sequence[Sample], card: cards.Acceptance | None) -> Iterator[DraftFinding]:
     best = max(sample.al for sample in samples)
     if best < WEAK and (card is None or best < FAR_BELOW * card.al_pooled):
         yield DraftFinding(
-            "the draft has learnt too little", f"{best:.2f} tokens per round at best, and no change helps",
+            "the draft has learnt too little",
+            f"{best:.2f} tokens per round at best, and no change helps",
             "train it longer, on more of the target's own answers",
-        )  # fmt: skip
+        )

@@ -130,12 +130,13 @@ class _ForcedDrafter:
             return draft
         width = self.random.randint(1, most)
         return replace(
-            draft, tokens=draft.tokens[:, :width],
+            draft,
+            tokens=draft.tokens[:, :width],
             # Parents come before their children.
             parents=None if draft.parents is None else draft.parents[:, :width],
             probs=None if draft.probs is None else draft.probs[:, :width],
             lengths=None if draft.lengths is None else [min(length, width) for length in draft.lengths],
-        )  # fmt: skip
+        )
 
     def _forced(self, draft: Draft) -> tuple[Draft, list[int]]:
         """Replace tokens along a path from the anchor by those that the target will draw, in some rows."""

@@ -169,11 +169,19 @@ def read_case(name: str) -> GoldenCase:
     kind, settings = stored["kind"], stored["settings"]
     draft = folder / "draft"
     return GoldenCase(
-        name, kind, stored["what"], stored["source"]["repository"], (folder / stored["target"]).resolve(),
-        draft if draft.is_dir() else None, method_of(kind, settings), settings["drafts_per_round"],
-        tuple(map(_prompt, stored["cases"])), tuple(map(_reading, stored["wrong_readings"])),
-        *_trees(stored.get("tree")), tuple(map(_drawn, stored.get("sampled", ()))),
-    )  # fmt: skip
+        name,
+        kind,
+        stored["what"],
+        stored["source"]["repository"],
+        (folder / stored["target"]).resolve(),
+        draft if draft.is_dir() else None,
+        method_of(kind, settings),
+        settings["drafts_per_round"],
+        tuple(map(_prompt, stored["cases"])),
+        tuple(map(_reading, stored["wrong_readings"])),
+        *_trees(stored.get("tree")),
+        tuple(map(_drawn, stored.get("sampled", ()))),
+    )
 
 
 def method_of(kind: str, settings: Mapping[str, Any]) -> str:
@@ -212,19 +220,25 @@ def _trees(stored: Mapping[str, Any] | None) -> tuple[str | None, tuple[FirstTre
     method = f"ddtree:nodes={stored['budget'] - 1},top_k={stored['tree_width']},tree=expanded"
     firsts = [
         FirstTree(
-            one["prompt_index"], tuple(one["first_tree"]["token_ids"][1:]),
-            tuple(parent - 1 for parent in one["first_tree"]["parent_indices"][1:]), len(one["nodes_verified"]),
+            one["prompt_index"],
+            tuple(one["first_tree"]["token_ids"][1:]),
+            tuple(parent - 1 for parent in one["first_tree"]["parent_indices"][1:]),
+            len(one["nodes_verified"]),
         )
         for one in stored["cases"]
-    ]  # fmt: skip
+    ]
     return method, tuple(firsts)
 
 
 def _drawn(stored: Mapping[str, Any]) -> DrawnBlock:
     return DrawnBlock(
-        tuple(stored["prompt"]), stored["anchor"], stored["temperature"], stored["top_p"], stored["top_k"],
+        tuple(stored["prompt"]),
+        stored["anchor"],
+        stored["temperature"],
+        stored["top_p"],
+        stored["top_k"],
         tuple(map(_slot, stored["slots"])),
-    )  # fmt: skip
+    )
 
 
 def _slot(stored: Mapping[str, Any]) -> DrawnSlot:
@@ -234,9 +248,12 @@ def _slot(stored: Mapping[str, Any]) -> DrawnSlot:
 
 def _reading(stored: Mapping[str, Any]) -> WrongReading:
     return WrongReading(
-        stored["reading"], stored["prompts_with_other_rounds"], stored["accepted_per_round"], stored.get("edit"),
+        stored["reading"],
+        stored["prompts_with_other_rounds"],
+        stored["accepted_per_round"],
+        stored.get("edit"),
         stored.get("method"),
-    )  # fmt: skip
+    )
 
 
 def edited_copy(draft: Path, edit: Mapping[str, Any], folder: Path) -> Path:
@@ -306,7 +323,10 @@ def asked_prompts(case: GoldenCase) -> Iterator[AskedPrompt]:
             kept, done = kept + 1, done + one.accepted + 1
         if kept:
             part = replace(
-                prompt, tokens=prompt.tokens[:done], rounds=prompt.rounds[:kept], max_new_tokens=done,
+                prompt,
+                tokens=prompt.tokens[:done],
+                rounds=prompt.rounds[:kept],
+                max_new_tokens=done,
                 stop_ids=frozenset(),
-            )  # fmt: skip
+            )
             yield AskedPrompt(number, part)

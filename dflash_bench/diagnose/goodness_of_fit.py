@@ -27,11 +27,12 @@ from dflash_bench.analysis.stats import holm
 
 Columns = Mapping[str, Any]
 """Arrays of equal length, by name."""
-SCORED = (
-    "is_open", "is_impossible", "rank", "by_id",
-    "likelihood", "likelihood_mean", "likelihood_variance", "likelihood_third",
-    "leaning", "leaning_mean", "leaning_variance", "leaning_third",
-)  # fmt: skip
+SCORED = tuple(
+    """
+    is_open is_impossible rank by_id likelihood likelihood_mean likelihood_variance likelihood_third leaning
+    leaning_mean leaning_variance leaning_third
+    """.split()
+)
 COLUMNS = ("place", "depth", "is_bonus", "is_forced", "is_kept", *SCORED)
 
 

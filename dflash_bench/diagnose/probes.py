@@ -265,10 +265,11 @@ def _positions(subject: DraftUnderTest) -> Iterator[Probe]:
         return
     for offset, where in ((1, "after"), (-1, "before")):
         moved = DraftChange(
-            "positions", f"block one place {where}",
+            "positions",
+            f"block one place {where}",
             f"its block was trained one place {where} where it is put here: positions",
             "train it again with the anchor at its own position; no checkpoint can express this",
-        )  # fmt: skip
+        )
         yield Probe(moved, partial(build_drafter, subject.draft, subject.target, subject.num_drafts, offset=offset))
 
 
@@ -373,13 +374,25 @@ def _body(subject: DraftUnderTest) -> Iterator[Probe]:
     body, num_layers = subject.draft.config.body, subject.draft.config.num_layers
     views = tuple(map(body.view, range(num_layers)))
     for name, changed, cause, remedy in (
-        ("every layer causal", [replace(view, is_causal=True) for view in views],
-         "its slots see only those before them, as a causal head's do", "set is_causal to true in config.json"),
-        ("no layer causal", [replace(view, is_causal=False) for view in views],
-         "its slots see the whole block, and not only those before them", "set is_causal to false in config.json"),
-        ("sliding layers run as full", [replace(view, window=None) for view in views],
-         "its layers see the whole context, and no window of it", "correct layer_types in config.json"),
-    ):  # fmt: skip
+        (
+            "every layer causal",
+            [replace(view, is_causal=True) for view in views],
+            "its slots see only those before them, as a causal head's do",
+            "set is_causal to true in config.json",
+        ),
+        (
+            "no layer causal",
+            [replace(view, is_causal=False) for view in views],
+            "its slots see the whole block, and not only those before them",
+            "set is_causal to false in config.json",
+        ),
+        (
+            "sliding layers run as full",
+            [replace(view, window=None) for view in views],
+            "its layers see the whole context, and no window of it",
+            "correct layer_types in config.json",
+        ),
+    ):
         if tuple(changed) != views:
             yield _probe(subject, "network", name, cause, remedy, body=replace(body, views=tuple(changed)))
     if body.embedding_scale != 1:

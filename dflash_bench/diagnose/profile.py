@@ -94,11 +94,18 @@ def profile(request: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
     workload = measure.Workload(request.batches, request.contexts, request.widths)
     measured, captured = measure.measure(models, target, drafting, workload, is_cut, tell, of_run.capture)
     about = {
-        "model": of_run.name, "target": preset.target, "methods": [method.label for method in drafting],
-        "layers": cut.num_layers, "all_layers": subject.num_layers, "random_weights": request.random_weights,
-        "device": device, "dtype": dtype_name(target.model.dtype), "threads": threads,
-        "engine": network_name(target), "capture": captured,
-    }  # fmt: skip
+        "model": of_run.name,
+        "target": preset.target,
+        "methods": [method.label for method in drafting],
+        "layers": cut.num_layers,
+        "all_layers": subject.num_layers,
+        "random_weights": request.random_weights,
+        "device": device,
+        "dtype": dtype_name(target.model.dtype),
+        "threads": threads,
+        "engine": network_name(target),
+        "capture": captured,
+    }
     return judged(about, measured, subject.full, acceptance)
 
 

@@ -17,10 +17,11 @@ from dflash_bench.results import row_checks
 from dflash_bench.results.row_checks import Decode
 from dflash_bench.results.table import RunTable
 
-COLUMNS = (
-    "suite", "prompt_id", "method", "turn", "repeat", "token_ids", "text", "error",
-    "num_thinking_tokens", "num_thinking_chars",
-)  # fmt: skip
+COLUMNS = tuple(
+    """
+    suite prompt_id method turn repeat token_ids text error num_thinking_tokens num_thinking_chars
+    """.split()
+)
 
 
 def reread(results: RunTable, rescore: bool | None) -> Reread:

@@ -29,7 +29,7 @@ from dflash_bench.diagnose.goodness_of_fit import (
     FitVerdict,
     Kind,
     count_decisions,
-)  # fmt: skip
+)
 from dflash_bench.report import render
 from dflash_bench.report.tables import (
     ABSENT,
@@ -102,8 +102,11 @@ def diagnosis_as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "findings": [asdict(finding) for finding in diagnosis.findings],
         "samples": [
             {
-                "name": sample.name, "al_pooled": sample.al, "by_position": sample.by_position,
-                "num_prompts": len(sample.answers), "num_loops": sample.num_loops,
+                "name": sample.name,
+                "al_pooled": sample.al,
+                "by_position": sample.by_position,
+                "num_prompts": len(sample.answers),
+                "num_loops": sample.num_loops,
             }
             for sample in diagnosis.samples
         ],
@@ -111,7 +114,7 @@ def diagnosis_as_json(diagnosis: Diagnosis) -> dict[str, Any]:
             {"change": one.change.name, "al_pooled": one.al, "gain": one.gain, "p": one.p} for one in diagnosis.trials
         ],
         "card": None if diagnosis.card is None else asdict(diagnosis.card),
-    }  # fmt: skip
+    }
 
 
 # `crosscheck`
@@ -163,10 +166,14 @@ def sections(checked: CrosscheckResult) -> Iterator[Section]:
     yield Section("same_answers", "Answers that are the same", totals)
     if positions := checked.base.positions():
         rows = [
-            [str(p.place), *(number(share, 4) for share in (p.reference, p.server)), f"{p.server - p.reference:+.4f}",
-             number(p.allowed, 4)]
+            [
+                str(p.place),
+                *(number(share, 4) for share in (p.reference, p.server)),
+                f"{p.server - p.reference:+.4f}",
+                number(p.allowed, 4),
+            ]
             for p in positions
-        ]  # fmt: skip
+        ]
         table = ReportTable.of(["position", "here", "server", "difference", "allowed"], rows)
         yield Section("positions", "Share of rounds that accept the draft at a position", table)
     if checked.trials:
@@ -301,12 +308,17 @@ def crosscheck_as_json(all_checked: Sequence[CrosscheckResult]) -> list[dict[str
 def _json(checked: CrosscheckResult) -> dict[str, Any]:
     base = checked.base
     return {
-        "method": checked.method, "about": dict(checked.about), "verdict": checked.verdict,
-        "sentence": sentence(checked), "counted_by": checked.counted_by,
+        "method": checked.method,
+        "about": dict(checked.about),
+        "verdict": checked.verdict,
+        "sentence": sentence(checked),
+        "counted_by": checked.counted_by,
         "conversion": checked.conversion
         and {"id": checked.conversion.id, "description": checked.conversion.description},
-        "uncounted": checked.uncounted, "failed": list(checked.failed),
-        "num_prompt_tokens": checked.num_prompt_tokens, **_numbers(base),
+        "uncounted": checked.uncounted,
+        "failed": list(checked.failed),
+        "num_prompt_tokens": checked.num_prompt_tokens,
+        **_numbers(base),
         "positions": [asdict(position) for position in base.positions()],
         "answers": [
             {
@@ -322,7 +334,7 @@ def _json(checked: CrosscheckResult) -> dict[str, Any]:
             for one in checked.trials
         ],
         "named": [one.cause.name for one in fitting_causes(checked.trials)],
-    }  # fmt: skip
+    }
 
 
 def _counts_json(counts: AcceptanceCounts) -> dict[str, Any]:
@@ -333,10 +345,13 @@ def _numbers(comparison: CountComparison) -> dict[str, Any]:
     ratio, sides = comparison.ratio(), list(zip(*comparison.counted, strict=True))
     pooled = [_pooled(side) for side in sides] or [None, None]
     return {
-        "num_answers": len(comparison.pairs), "num_same_answers": comparison.num_equal,
-        "num_counted": len(comparison.counted), "num_same_counts": comparison.num_identical,
-        "al_pooled": {"here": pooled[0], "server": pooled[1]}, "ratio": ratio and asdict(ratio),
-    }  # fmt: skip
+        "num_answers": len(comparison.pairs),
+        "num_same_answers": comparison.num_equal,
+        "num_counted": len(comparison.counted),
+        "num_same_counts": comparison.num_identical,
+        "al_pooled": {"here": pooled[0], "server": pooled[1]},
+        "ratio": ratio and asdict(ratio),
+    }
 
 
 # `verify-distribution`
@@ -345,8 +360,10 @@ def _numbers(comparison: CountComparison) -> dict[str, Any]:
 NAMES = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Neutral values of settings, which are not shown."""
 SIZES: dict[Kind, str] = {
-    "likelihood": "log p off by {:.3f}", "leaning": "draft off by {:.3f}", "rank": "shares off by {:.1%}",
-}  # fmt: skip
+    "likelihood": "log p off by {:.3f}",
+    "leaning": "draft off by {:.3f}",
+    "rank": "shares off by {:.1%}",
+}
 VIEWS: dict[Kind, str] = {"by_id": "{}, by id", "pairs": "steps to the next"}
 HEADS = ["method", "tested", "tokens", "log p", "due", "p", "draft", "due", "p", "off by", "chance", "p", ""]
 LEGEND = (

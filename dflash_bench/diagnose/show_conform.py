@@ -15,9 +15,13 @@ from dflash_bench.report.tables import ABSENT, ReportTable, Section, in_markdown
 
 HEADS = ["case", "kind", "forward", "rounds equal", "accepted", "verdict"]
 VERDICTS: dict[State, str] = {
-    "equal": "conforms", "differs": "differs", "unread": "not read", "failed": "failed",
-    "inapplicable": "not computed by it", "untold": "cannot tell",
-}  # fmt: skip
+    "equal": "conforms",
+    "differs": "differs",
+    "unread": "not read",
+    "failed": "failed",
+    "inapplicable": "not computed by it",
+    "untold": "cannot tell",
+}
 CONFIRMED: dict[How, str] = {
     "rounds": "decoded here with it, every round is the same",
     "counts": "with it, every count is the same",
@@ -160,12 +164,20 @@ def verdict(found: Sequence[Conformance]) -> str:
 def conform_as_json(found: Sequence[Conformance]) -> list[dict[str, Any]]:
     return [
         {
-            "case": one.case.name, "kind": one.case.kind, "method": one.case.method, "reader": one.reader,
-            "state": one.state, "why": one.why or None, "num_equal_rounds": one.num_equal,
-            "num_rounds": one.num_rounds or one.case.num_rounds, "accepted_per_round": one.accepted,
+            "case": one.case.name,
+            "kind": one.case.kind,
+            "method": one.case.method,
+            "reader": one.reader,
+            "state": one.state,
+            "why": one.why or None,
+            "num_equal_rounds": one.num_equal,
+            "num_rounds": one.num_rounds or one.case.num_rounds,
+            "accepted_per_round": one.accepted,
             "expected_per_round": one.case.accepted_per_round if one.expected is None else one.expected,
-            "difference": one.difference and asdict(one.difference), "compared": list(one.compared),
-            "named": [asdict(explained) for explained in one.explanations], "details": list(one.details),
+            "difference": one.difference and asdict(one.difference),
+            "compared": list(one.compared),
+            "named": [asdict(explained) for explained in one.explanations],
+            "details": list(one.details),
         }
         for one in found
-    ]  # fmt: skip
+    ]

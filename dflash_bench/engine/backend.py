@@ -256,10 +256,13 @@ def open_backend(
     chat_judge.require_unchanged()
     limits = Limits(max_new_tokens, stop_ids(models.target, models.tokenizer))
     computed = {
-        "network": network_name(target), "fallback": target.fallback, "why_torch": target.why_torch,
+        "network": network_name(target),
+        "fallback": target.fallback,
+        "why_torch": target.why_torch,
         "capture": capture_passes(target, drafters.values(), capture),
-        "stop_ids": sorted(limits.stop_ids), "context_length": target.context_length,
-    }  # fmt: skip
+        "stop_ids": sorted(limits.stop_ids),
+        "context_length": target.context_length,
+    }
     about = _about(models, preset, methods, drafters) | computed | dict(machine or {})
     about["judge"] = {"target": about["target"], "dtype": about["dtype"], "weights": chat_judge.weights}
     return LocalBackend(target, models.tokenizer, drafters, limits, seed, about, chat_judge)
@@ -282,7 +285,9 @@ def _about(
         "engine": "local",
         "methods": {
             method.label: {
-                "name": method.name, "draft": method.draft, "options": dict(method.options),
+                "name": method.name,
+                "draft": method.draft,
+                "options": dict(method.options),
                 "num_drafts": drafters[method.label].num_drafts,
             }
             for method in methods
@@ -292,7 +297,7 @@ def _about(
         "revisions": models.revisions | {method.label: sha for method in methods for sha in _sha256_of_files(method)},
         "dtype": dtype_name(models.target.dtype),
         "attention": models.target.config._attn_implementation,
-    }  # fmt: skip
+    }
 
 
 def _sha256_of_files(method: Method) -> Iterator[str]:

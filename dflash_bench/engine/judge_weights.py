@@ -93,9 +93,13 @@ class ChatJudge:
             return ids
         chat, tools = template_input(messages)
         rendered = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=True, return_dict=True, enable_thinking=bool(settings.thinking),
+            chat,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            enable_thinking=bool(settings.thinking),
             **({"tools": tools} if tools else {}),
-        )  # fmt: skip
+        )
         return list(rendered["input_ids"])
 
     def audit(
@@ -259,9 +263,12 @@ def _read(source: Source, options: Mapping[str, Any]) -> Any:
 
     how = source.placement
     return AutoModelForCausalLM.from_pretrained(
-        source.folder, dtype=source.dtype, attn_implementation=how.attention,
-        trust_remote_code=how.trust_remote_code, **options,
-    )  # fmt: skip
+        source.folder,
+        dtype=source.dtype,
+        attn_implementation=how.attention,
+        trust_remote_code=how.trust_remote_code,
+        **options,
+    )
 
 
 def _outside(module: nn.Module, layers: Mapping[str, nn.Module], prefix: str = "") -> Iterator[str]:

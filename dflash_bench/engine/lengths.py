@@ -56,9 +56,18 @@ class Lengths:
         """
         begins = self._row_begins(keys.stride(0) // keys.stride(2))
         attended: Tensor = varlen_attn(
-            queries, _all_places(keys), _all_places(values), self.queries, begins, self.width, keys.shape[2],
-            scale=scale, window_size=self.window, enable_gqa=queries.shape[1] != keys.shape[1], seqused_k=self.used,
-        )  # fmt: skip
+            queries,
+            _all_places(keys),
+            _all_places(values),
+            self.queries,
+            begins,
+            self.width,
+            keys.shape[2],
+            scale=scale,
+            window_size=self.window,
+            enable_gqa=queries.shape[1] != keys.shape[1],
+            seqused_k=self.used,
+        )
         return attended
 
     def _row_begins(self, size: int) -> Tensor:

@@ -220,10 +220,18 @@ class _State:
         tokens = torch.tensor(padded, device=self.target.device)
         self.drafter.observe(
             Committed(
-                hidden, tokens, anchor, starts, counts, [slot.text for slot in slots], self.sampler,
-                first=first, is_prompt=True, requests=[slot.request for slot in slots],
+                hidden,
+                tokens,
+                anchor,
+                starts,
+                counts,
+                [slot.text for slot in slots],
+                self.sampler,
+                first=first,
+                is_prompt=True,
+                requests=[slot.request for slot in slots],
             )
-        )  # fmt: skip
+        )
         for place, slot in enumerate(slots, start=first):
             self.starts[place] = slot.num_read
 
@@ -331,10 +339,17 @@ class _State:
         self.sampler.emitted([len(slot.tokens) for slot in self.slots])
         self.drafter.observe(
             Committed(
-                hidden, tokens[:, :longest], self.anchor, list(self.starts), counts, texts, self.sampler, choices,
+                hidden,
+                tokens[:, :longest],
+                self.anchor,
+                list(self.starts),
+                counts,
+                texts,
+                self.sampler,
+                choices,
                 requests=[slot.request for slot in self.slots],
             )
-        )  # fmt: skip
+        )
         self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
 
 

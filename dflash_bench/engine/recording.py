@@ -141,9 +141,12 @@ def record_positions(
     accepted = [_num_right(draft, text[place + 1 :]) for place, draft in enumerate(drafts)]
     scores = torch.cat(recorder.scores[:num]).tolist() if recorder.scores else None
     return Recorded(
-        tuple(token for draft in drafts for token in draft), tuple(accepted), None if scores is None else tuple(scores),
-        recorder.draft_s(), recorder.verify_s(steps[1:]),
-    )  # fmt: skip
+        tuple(token for draft in drafts for token in draft),
+        tuple(accepted),
+        None if scores is None else tuple(scores),
+        recorder.draft_s(),
+        recorder.verify_s(steps[1:]),
+    )
 
 
 def _num_right(draft: Sequence[int], following: Sequence[int]) -> int:

@@ -128,15 +128,18 @@ def _gpus() -> Iterator[EnergyCounter]:
 
 MEASUREMENT = Measurement(
     name="energy",
-    option=(bool, under("Measuring")(
-        "Also measure joules per token, by the counters of this machine's processors (Linux; as a rule they want root) "
-        "and GPUs (dflash-bench[energy]).",
-        default=False,
-        conflicts=(
-            condition(rules.is_served, "with --server, which spends energy elsewhere"),
-            rules.one_process("--energy", lambda options: options.workers is not None),
+    option=(
+        bool,
+        under("Measuring")(
+            "Also measure joules per token, by the counters of this machine's processors (Linux; as a rule they want "
+            "root) and GPUs (dflash-bench[energy]).",
+            default=False,
+            conflicts=(
+                condition(rules.is_served, "with --server, which spends energy elsewhere"),
+                rules.one_process("--energy", lambda options: options.workers is not None),
+            ),
         ),
-    )),
+    ),
     opens=meter,
     entry=list[str],
     columns={"energy_j": "double"},
@@ -148,8 +151,12 @@ MEASUREMENT = Measurement(
         Metric(
             id="joules_per_token",
             formula="energy of the machine while answers were made, prompts included / sum(T); its idle power counts",
-            unit="J/token", top=("energy_j",), bottom=("energy_tokens",), higher_is_better=False, is_timing=True,
+            unit="J/token",
+            top=("energy_j",),
+            bottom=("energy_tokens",),
+            higher_is_better=False,
+            is_timing=True,
             shown=(Shown("results", 8, "J/token", digits=3, is_optional=True),),
         ),
     ),
-)  # fmt: skip
+)

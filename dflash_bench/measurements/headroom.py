@@ -257,22 +257,28 @@ def sections(document: Document) -> list[Section]:
 
     levels = [level for level, _ in max((one.found for one in found), key=len)]
     columns = [
-        Column("method", "method", "left"), Column("al.pooled", "al.pooled"),
-        Column("headroom.4", "headroom.4"), Column("headroom.16", "headroom.16"), Column("limit", "limit", digits=0),
+        Column("method", "method", "left"),
+        Column("al.pooled", "al.pooled"),
+        Column("headroom.4", "headroom.4"),
+        Column("headroom.16", "headroom.16"),
+        Column("limit", "limit", digits=0),
         *(Column(f"best_{level}", f"in best {level}") for level in levels),
-    ]  # fmt: skip
+    ]
     rows = [
         TableRow(
             [
-                one.cell.method, one.cell.value("al.pooled"),
-                *(bound(one, f"headroom.{num}") for num in (4, 16)), one.cell.widest,
+                one.cell.method,
+                one.cell.value("al.pooled"),
+                *(bound(one, f"headroom.{num}") for num in (4, 16)),
+                one.cell.widest,
                 *(Entry(share, f"{share:.0%}") for _, share in one.found),
-                *(None for _ in levels[len(one.found):]),
+                *(None for _ in levels[len(one.found) :]),
             ],
             one.cell.heading,
             one.cell.key,
-        ) for one in found
-    ]  # fmt: skip
+        )
+        for one in found
+    ]
     legend = [LEGEND, *([LEAST] if any(one.is_least for one in found) else [])]
     sentences = [text for one in found for text in _gains(one)]
     return [Section("headroom", "Train more, or rerank?", ReportTable(columns, rows, "suite"), legend, sentences)]
@@ -350,18 +356,21 @@ CAPTION = (
 _SUMS: Mapping[str, Any] = dict(_sums())
 MEASUREMENT = Measurement(
     name="headroom",
-    option=(int | None, under("Measuring")(
-        "After each answer, outside the clock, also record whether the right token was among the N likeliest of the "
-        "draft in each drafted place; 16 is usual. The report then says what acceptance would be if it were always "
-        "chosen from the best 4 or 16. At temperature 0, with dflash, eagle3, p-eagle, mtp, draft-model and "
-        "medusa:top_k=1.",
-        metavar="N",
-        minimum=2,
-        most=MOST,
-        needs=(rules.greedy("no single token is then the right one"),),
-        conflicts=(rules.SERVED, rules.ENGINE_HERE),
-        in_race=False,
-    )),
+    option=(
+        int | None,
+        under("Measuring")(
+            "After each answer, outside the clock, also record whether the right token was among the N likeliest of "
+            "the draft in each drafted place; 16 is usual. The report then says what acceptance would be if it were "
+            "always chosen from the best 4 or 16. At temperature 0, with dflash, eagle3, p-eagle, mtp, draft-model and "
+            "medusa:top_k=1.",
+            metavar="N",
+            minimum=2,
+            most=MOST,
+            needs=(rules.greedy("no single token is then the right one"),),
+            conflicts=(rules.SERVED, rules.ENGINE_HERE),
+            in_race=False,
+        ),
+    ),
     opens=opened,
     entry=Annotated[int, Interval(ge=2, le=MOST)],
     columns={"ranks": "list of int16"},
@@ -374,11 +383,15 @@ MEASUREMENT = Measurement(
             id=f"headroom.{num}",
             formula=f"al.pooled if in each drafted place the right token were chosen among the {num} likeliest of the "
             "draft, in the rounds that there were; for drafts made token by token up to the first wrong one",
-            unit="tokens/round", at_least=1.0, is_length=True, needs_draft=True,
-            top=(f"right_of_{num}",), bottom=(f"ranked_{num}",),
+            unit="tokens/round",
+            at_least=1.0,
+            is_length=True,
+            needs_draft=True,
+            top=(f"right_of_{num}",),
+            bottom=(f"ranked_{num}",),
         )
         for num in LEVELS
     ),
     sections=sections,
     plots={"headroom": (CAPTION, plot)},
-)  # fmt: skip
+)

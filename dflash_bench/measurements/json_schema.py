@@ -40,24 +40,27 @@ class SchemaRequest(Instrument):
 
 MEASUREMENT = Measurement(
     name="json_schema",
-    option=(Path | None, under("Servers")(
-        "Ask servers for answers that a JSON Schema allows (response_format of chats), and score whether they are.",
-        metavar="FILE",
-        needs=(
-            Condition(
-                rules.is_alone,
-                "{flag} needs --server alone, without --model, --target and --launch: a judge here does not know what "
-                "a schema forbids",
+    option=(
+        Path | None,
+        under("Servers")(
+            "Ask servers for answers that a JSON Schema allows (response_format of chats), and score whether they are.",
+            metavar="FILE",
+            needs=(
+                Condition(
+                    rules.is_alone,
+                    "{flag} needs --server alone, without --model, --target and --launch: a judge here does not know "
+                    "what a schema forbids",
+                ),
             ),
-        ),
-        conflicts=(
-            Condition(
-                lambda options: options.score is not None, "--score and {flag} both score; leave one of them out"
+            conflicts=(
+                Condition(
+                    lambda options: options.score is not None, "--score and {flag} both score; leave one of them out"
+                ),
             ),
+            in_race=False,
         ),
-        in_race=False,
-    )),
+    ),
     opens=lambda options, methods: SchemaRequest(options.json_schema),
     entry=str,
     difference=("sampling", "JSON schema"),
-)  # fmt: skip
+)

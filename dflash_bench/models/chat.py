@@ -36,8 +36,15 @@ LIMIT_BYTES = 1 << 30
 LONGEST = 1 << 24
 """The longest prompt in characters, more than fits any context."""
 FAILURES = (
-    TemplateError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError,
-)  # fmt: skip
+    TemplateError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
 """All errors that a template can raise, except running out of memory, which is handled separately."""
 LONGEST_MARK = 32
 """The most tokens of a mark that opens thinking, including white space after it."""

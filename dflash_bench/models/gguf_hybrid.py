@@ -23,20 +23,33 @@ from dflash_bench.models.nets.mtp import PREFIX
 MODEL_TYPE, ARCHITECTURE = "qwen3_5_text", "qwen35"
 FULL = "full_attention"
 IN_LAYER = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
-}  # fmt: skip
+}
 BARE = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
 OUTSIDE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 HEADS = {
-    "fc": "nextn.eh_proj", "pre_fc_norm_embedding": "nextn.enorm", "pre_fc_norm_hidden": "nextn.hnorm",
+    "fc": "nextn.eh_proj",
+    "pre_fc_norm_embedding": "nextn.enorm",
+    "pre_fc_norm_hidden": "nextn.hnorm",
     "norm": "nextn.shared_head_norm",
-}  # fmt: skip
+}
 OF_IMAGES, OF_TEXT = "visual.", "language_model."
 
 
@@ -45,9 +58,7 @@ def text_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str,
 
     Raises UserError for incomplete heads.
     """
-    kept = {
-        name.removeprefix(OF_TEXT): tensor for name, tensor in tensors.items() if not name.startswith(OF_IMAGES)
-    }  # fmt: skip
+    kept = {name.removeprefix(OF_TEXT): tensor for name, tensor in tensors.items() if not name.startswith(OF_IMAGES)}
     heads = {name: tensor for name, tensor in kept.items() if name.startswith(PREFIX)}
     if heads:
         mtp_heads.read(folder, headers_only=True)

@@ -47,15 +47,21 @@ LAYER = {
     "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
 OUTSIDE = {
-    "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output", "fc": "fc",
-    "markov_head.markov_w1": "markov_w1", "markov_head.markov_w2": "markov_w2", "confidence_head.proj": "conf_proj",
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "fc": "fc",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
     "candidate_selector.hidden_projection": "selector_hidden",
-}  # fmt: skip
+}
 BARE = {
-    "attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "mlp_conv.base_kernel": "ffn_conv_base",
     "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
     "candidate_selector.successor_codebook": "selector_successor.weight",
-}  # fmt: skip
+}
 """Parameters without `.weight` in our files; llama.cpp reads those of layers without it, too."""
 _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -140,12 +146,17 @@ def _fill(path: Path, architecture: str, settings: Mapping[str, Any], tensors: M
     from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
     scalars = {
-        bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING
-    }  # fmt: skip
+        bool: GGUFValueType.BOOL,
+        int: GGUFValueType.UINT32,
+        float: GGUFValueType.FLOAT32,
+        str: GGUFValueType.STRING,
+    }
     types = {
-        torch.float32: GGMLQuantizationType.F32, torch.float16: GGMLQuantizationType.F16,
-        torch.bfloat16: GGMLQuantizationType.BF16, torch.int64: GGMLQuantizationType.I64,
-    }  # fmt: skip
+        torch.float32: GGMLQuantizationType.F32,
+        torch.float16: GGMLQuantizationType.F16,
+        torch.bfloat16: GGMLQuantizationType.BF16,
+        torch.int64: GGMLQuantizationType.I64,
+    }
     writer = GGUFWriter(path, architecture)
     try:
         for key, value in settings.items():

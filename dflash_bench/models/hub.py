@@ -186,9 +186,18 @@ def cached_folder(reference: str) -> Path:
 
 
 UNREADABLE = (
-    OSError, ValueError, ImportError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError,
-    AssertionError, StrictDataclassError, struct.error,
-)  # fmt: skip
+    OSError,
+    ValueError,
+    ImportError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    AssertionError,
+    StrictDataclassError,
+    struct.error,
+)
 
 
 def is_unreadable(error: BaseException) -> bool:

@@ -149,22 +149,36 @@ def _of_heads(folder: Path, shape: TargetShape | None, target: str | None) -> In
     config, tensors = medusa.read(folder, headers_only=True)
     blocks = f"{config.num_layers} residual block{'s' if config.num_layers > 1 else ''}"
     return Inspection(
-        format="fasterdecoding", method="medusa", used_by=tuple(users_of("medusa")), num_drafts=config.num_heads,
-        vocab_size=config.vocab_size, draft_vocab_size=config.vocab_size, own_embedding=None,
-        layers=f"{config.num_heads} heads of {blocks} of {config.hidden_size}", target=target, **_size(tensors),
+        format="fasterdecoding",
+        method="medusa",
+        used_by=tuple(users_of("medusa")),
+        num_drafts=config.num_heads,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.vocab_size,
+        own_embedding=None,
+        layers=f"{config.num_heads} heads of {blocks} of {config.hidden_size}",
+        target=target,
+        **_size(tensors),
         problems=() if shape is None else tuple(medusa.misfits(config, shape)),
-    )  # fmt: skip
+    )
 
 
 def _of_mtp_heads(folder: Path, shape: TargetShape | None, target: str | None) -> Inspection:
     config, tensors = mtp_heads.read(folder, headers_only=True)
     return Inspection(
-        format=f"MTP heads ({config.text.model_type})", method=presets.MTP, used_by=tuple(users_of(presets.MTP)),
-        vocab_size=config.vocab_size, draft_vocab_size=config.vocab_size,
-        own_embedding=False, own_head=False, layers=_layers(config), target=target, **_size(tensors),
+        format=f"MTP heads ({config.text.model_type})",
+        method=presets.MTP,
+        used_by=tuple(users_of(presets.MTP)),
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.vocab_size,
+        own_embedding=False,
+        own_head=False,
+        layers=_layers(config),
+        target=target,
+        **_size(tensors),
         trained_for=f"a target of {config.num_target_layers} layers",
         problems=() if shape is None else tuple(mtp_heads.misfits(config, shape)),
-    )  # fmt: skip
+    )
 
 
 def _of_language_model(folder: Path, shape: TargetShape | None, target: str | None) -> Inspection:
@@ -177,12 +191,20 @@ def _of_language_model(folder: Path, shape: TargetShape | None, target: str | No
     tensors = weights.read_tensors(folder, weights.only_maps)
     note, inner = mtp_heads.note(folder, tensors), optional(config, "intermediate_size", default="?")
     return Inspection(
-        format=f"language model ({config.model_type})", method=method, used_by=tuple(users_of(method)),
-        block_size=blocks and blocks["block_size"], mask_token_id=blocks and blocks["mask_token_id"],
-        vocab_size=rows, draft_vocab_size=rows, own_embedding=True, target=target, problems=tuple(problems),
+        format=f"language model ({config.model_type})",
+        method=method,
+        used_by=tuple(users_of(method)),
+        block_size=blocks and blocks["block_size"],
+        mask_token_id=blocks and blocks["mask_token_id"],
+        vocab_size=rows,
+        draft_vocab_size=rows,
+        own_embedding=True,
+        target=target,
+        problems=tuple(problems),
         layers=f"{config.num_hidden_layers} of {config.hidden_size}/{inner}",
-        notes=(note,) if note else (), **_size(tensors),
-    )  # fmt: skip
+        notes=(note,) if note else (),
+        **_size(tensors),
+    )
 
 
 def _size(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

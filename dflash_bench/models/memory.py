@@ -184,9 +184,11 @@ class MemoryDemand:
             if method.draft is not None
         ]
         return MemoryUse(
-            self.target.weights_bytes, self.rows * places * self.target.place_bytes,
-            sum(draft.weights_bytes for draft in self.drafts.values()), self.rows * sum(caches),
-        )  # fmt: skip
+            self.target.weights_bytes,
+            self.rows * places * self.target.place_bytes,
+            sum(draft.weights_bytes for draft in self.drafts.values()),
+            self.rows * sum(caches),
+        )
 
     def longest_within(self, num_bytes: int) -> int:
         """Return the tokens of the longest row that fits; 0 or less if the weights alone do not fit."""

@@ -92,11 +92,13 @@ def verifier(config: Mapping[str, Any]) -> str | None:
 
 
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
-IF_GIVEN = (
-    "max_position_embeddings", "head_dim", "intermediate_size", "num_key_value_heads", "num_experts",
-    "num_experts_per_tok", "num_local_experts", "moe_intermediate_size", "linear_num_key_heads",
-    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-)  # fmt: skip
+IF_GIVEN = tuple(
+    """
+    max_position_embeddings head_dim intermediate_size num_key_value_heads num_experts num_experts_per_tok
+    num_local_experts moe_intermediate_size linear_num_key_heads linear_num_value_heads linear_key_head_dim
+    linear_value_head_dim linear_conv_kernel_dim
+    """.split()
+)
 """Sizes that only some kinds of targets have; numbers of experts may be 0."""
 SEVERAL_STREAMS = ("gemma3n_text",)
 LARGEST = 1 << 24
@@ -327,9 +329,13 @@ def load(folder: Path, device: str, dtype: torch.dtype | str, placement: Placeme
         options["device_map"] = "auto"
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=placement.attention, output_loading_info=True,
-            ignore_mismatched_sizes=True, **options,
-        )  # fmt: skip
+            folder,
+            dtype=dtype,
+            attn_implementation=placement.attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
     except SafetensorError as error:
         raise UserError(f"{folder}: weights are truncated or not safetensors ({error}); copy them again") from error
     except UNREADABLE as error:

@@ -145,9 +145,18 @@ def _pickled(path: Path) -> dict[str, Tensor]:
         ) from error
     except (
         # All errors that torch's pickle reader can raise for invalid bytes.
-        RuntimeError, EOFError, OSError, ValueError, TypeError, LookupError, AttributeError, AssertionError,
-        ArithmeticError, MemoryError, struct.error,
-    ) as error:  # fmt: skip
+        RuntimeError,
+        EOFError,
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        AssertionError,
+        ArithmeticError,
+        MemoryError,
+        struct.error,
+    ) as error:
         raise UserError(f"{path} is truncated or not a PyTorch file ({first_line(error)}); copy it again") from error
     if not isinstance(tensors, dict) or not all(isinstance(k, str) and _is_plain(v) for k, v in tensors.items()):
         raise UserError(f"{path} does not map names to plain tensors; it is not a checkpoint of a draft")

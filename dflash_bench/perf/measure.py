@@ -226,10 +226,13 @@ def _mtp_passes(draft: MTPDraft, target: Any, num_drafts: int, kept: int) -> tup
         num_experts, per_token = memory.experts_of(draft.config.text)
         stored = memory.bytes_of(experts)
         step = replace(
-            step, weight_bytes=step.weight_bytes - stored, num_experts=num_experts, experts_per_token=per_token,
+            step,
+            weight_bytes=step.weight_bytes - stored,
+            num_experts=num_experts,
+            experts_per_token=per_token,
             expert_bytes=stored // num_experts,
             expert_elements=sum(weight.numel() for weight in experts) // num_experts,
-        )  # fmt: skip
+        )
     head = _part_size([target.get_output_embeddings()], draft)
     if draft.further:
         return DraftPass(step, kept + num_drafts - 1, num_drafts), DraftPass(head, 1, num_drafts)
@@ -357,9 +360,12 @@ def forward_curve(target: Target) -> dict[str, Any]:
 
 
 BUILDERS: Mapping[str, Callable[[Models, Target, Method], Any]] = {
-    "dflash": dflash.build, "ddtree": ddtree.build, "eagle3": eagle3.build, "p-eagle": p_eagle.build,
+    "dflash": dflash.build,
+    "ddtree": ddtree.build,
+    "eagle3": eagle3.build,
+    "p-eagle": p_eagle.build,
     "mtp": mtp.build,
-}  # fmt: skip
+}
 """The methods whose drafts can be timed without a text."""
 KEPT = 4
 """Tokens that a draft reads of the previous round, unless it can keep fewer."""
@@ -407,9 +413,14 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def measure(
-    models: Models, target: Target, methods: Sequence[Method], workload: Workload, is_cut: bool,
-    tell: Callable[[str], None], capture: str | None = None,
-) -> tuple[ProfileData, str]:  # fmt: skip
+    models: Models,
+    target: Target,
+    methods: Sequence[Method],
+    workload: Workload,
+    is_cut: bool,
+    tell: Callable[[str], None],
+    capture: str | None = None,
+) -> tuple[ProfileData, str]:
     """Return timings, and the mode of capture. If the target `is_cut` to fewer layers, its head is timed, too."""
     tell("measuring the device")
     rates = measure_rates(target.device, target.model.dtype)

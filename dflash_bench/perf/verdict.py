@@ -129,13 +129,18 @@ def _rounds(measured: ProfileData, forwards: Sequence[ForwardTiming], drafts: Se
     rates = measured.rates
     return [
         RoundCost(
-            method, width, seconds[1] + hosts["ar"],
-            by_width[width].seconds if width in by_width else between.at(width - 1), seconds[width], hosts[method],
+            method,
+            width,
+            seconds[1] + hosts["ar"],
+            by_width[width].seconds if width in by_width else between.at(width - 1),
+            seconds[width],
+            hosts[method],
             least_s_of_draft(by_width[width].passes, rows, context, rates) if width in by_width else None,
             least_s(work(measured.size, rows, width, context), rates),
         )
-        for width in sorted(seconds) if 1 < width <= max(by_width)
-    ]  # fmt: skip
+        for width in sorted(seconds)
+        if 1 < width <= max(by_width)
+    ]
 
 
 def _between(drafts: Sequence[DraftTiming]) -> LinearCost:
@@ -202,8 +207,9 @@ def published_acceptance(target: str, method: str, num_drafts: int) -> tuple[flo
         for figure in load_figures()
         if last_part(figure.target_model) == last_part(target.partition("@")[0])
         and (figure.method, figure.temperature, figure.concurrency) == (name_of(method), 0, 1)
-        and figure.formula.startswith("al.") and figure.num_drafts in (None, num_drafts)
-    ]  # fmt: skip
+        and figure.formula.startswith("al.")
+        and figure.num_drafts in (None, num_drafts)
+    ]
     if not figures:
         return None
     values, sources = sorted(figure.value for figure in figures), {figure.source for figure in figures}

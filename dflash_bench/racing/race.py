@@ -55,9 +55,19 @@ ENOUGH = 32
 """With fewer prompts, at least two methods continue whose intervals do not separate them."""
 
 Verdict = Literal[
-    "leads", "level", "behind", "slower", "no_gain", "below_plain", "wrong", "failed", "drifted", "no_time", "waiting",
+    "leads",
+    "level",
+    "behind",
+    "slower",
+    "no_gain",
+    "below_plain",
+    "wrong",
+    "failed",
+    "drifted",
+    "no_time",
+    "waiting",
     "baseline",
-]  # fmt: skip
+]
 """`level`: not told apart from the leader; `behind`: the same, but not in the faster half of a round; `no_gain`: at
 most `WORTH` faster than the leader; `drifted`: faster than its acceptance length allows (`DRIFT`); `waiting`: not yet
 measured."""
@@ -335,10 +345,17 @@ class Race:
             return Standing(BASELINE, "waiting")
         ms, one = _mean(longest, PLAIN_MS), Interval(1.0, 1.0, 1.0)
         return Standing(
-            BASELINE, "baseline", self.num_rounds, _num_prompts(longest), one, None, one,
-            tokens_per_s=_throughput(self.tables, BASELINE), ms_per_token=ms.value if ms else None,
+            BASELINE,
+            "baseline",
+            self.num_rounds,
+            _num_prompts(longest),
+            one,
+            None,
+            one,
+            tokens_per_s=_throughput(self.tables, BASELINE),
+            ms_per_token=ms.value if ms else None,
             measured=_measured(self.tables, BASELINE),
-        )  # fmt: skip
+        )
 
     def _standing(self, method: str, racing: Verdict | None, best: str | None, plain: Standing) -> Standing:
         verdict, error = self.left.get(method, (racing or "waiting", ""))
@@ -349,14 +366,20 @@ class Race:
         speedup, even = self.speedup(method), _mean(parts, BREAK_EVEN)
         with_it = [table for table in self.tables if (table.rows["method"] == method).any()]
         return Standing(
-            method, verdict, self.rounds.get(method, 0), _num_prompts(parts), speedup,
+            method,
+            verdict,
+            self.rounds.get(method, 0),
+            _num_prompts(parts),
+            speedup,
             None if best is None or best == method else self.beside(method, best),
-            _mean(parts, LENGTH), even.value if even else None,
+            _mean(parts, LENGTH),
+            even.value if even else None,
             _scaled(plain.tokens_per_s, *(_throughput(with_it, name) for name in (method, BASELINE))),
-            plain.ms_per_token / speedup.value if plain.ms_per_token and speedup and speedup.value else None, error,
+            plain.ms_per_token / speedup.value if plain.ms_per_token and speedup and speedup.value else None,
+            error,
             with_it[-1].info.identity.methods[method].num_drafts if with_it else None,
             _scaled_all(plain.measured, *(_measured(with_it, name) for name in (method, BASELINE))),
-        )  # fmt: skip
+        )
 
 
 def decisions(races: Sequence[Race]) -> list[Decision]:

@@ -99,11 +99,19 @@ class Recommended:
 
         rows = [
             (
-                one.load.concurrency, one.load.context, tried.method, tried.verdict, tried.num_prompts,
+                one.load.concurrency,
+                one.load.context,
+                tried.method,
+                tried.verdict,
+                tried.num_prompts,
                 *(getattr(tried.speedup, name, None) for name in ("value", "low", "high")),
-                getattr(tried.length, "value", None), tried.tokens_per_s, tried.ms_per_token,
-            ) for one in self.decisions for tried in one.standings
-        ]  # fmt: skip
+                getattr(tried.length, "value", None),
+                tried.tokens_per_s,
+                tried.ms_per_token,
+            )
+            for one in self.decisions
+            for tried in one.standings
+        ]
         numbers = ["speedup", "low", "high", "al_pooled", "tokens_per_s", "ms_per_token"]
         columns = ["concurrency", "context", "method", "verdict", "prompts", *numbers]
         return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(numbers, float))
@@ -153,15 +161,21 @@ def page(found: Recommended, plot: str | None) -> str:
 def as_json(found: Recommended) -> dict[str, Any]:
     """Return everything as codes and numbers; intervals as [value, low, high]."""
     return {
-        "model": found.model, "machine": found.machine, "spent_s": json_value(found.spent_s),
+        "model": found.model,
+        "machine": found.machine,
+        "spent_s": json_value(found.spent_s),
         "decisions": [
             {
-                **asdict(one.load), "choice": one.choice, "verdict": one.verdict, "speedup": json_value(one.speedup),
+                **asdict(one.load),
+                "choice": one.choice,
+                "verdict": one.verdict,
+                "speedup": json_value(one.speedup),
                 "more_prompts": one.more_prompts,
                 "slices": [[name, num, json_value(speedup)] for name, num, speedup in one.slices],
                 "loses_from": json_value(one.loses_from),
                 "tried": [_standing_json(standing) for standing in one.standings],
-            } for one in found.decisions
+            }
+            for one in found.decisions
         ],
         "flags": found.flags,
         "longest_context": {method: asdict(room) for method, room in found.rooms.items()},
@@ -170,7 +184,7 @@ def as_json(found: Recommended) -> dict[str, Any]:
             for method, room in found.held.items()
         },
         "runs": [str(run) for run in found.runs],
-    }  # fmt: skip
+    }
 
 
 def _standing_json(standing: Standing) -> dict[str, Any]:
@@ -392,25 +406,34 @@ def _tried(made: Sequence[Decision]) -> Section:
     known = {name for one in made for standing in one.standings for name in standing.measured}
     measured = [metric for metric in MEASURED if metric.id in known]
     columns = [
-        Column("method", "method", "left"), Column("speedup", "speed-up [95 %]"),
+        Column("method", "method", "left"),
+        Column("speedup", "speed-up [95 %]"),
         Column("beside", "vs. fastest [95 %]", is_spare=True),
         Column("length", "al.pooled", has_interval=False, is_spare=bool(measured)),
-        Column("tokens_per_s", "tokens/s", digits=0), Column("ms_per_token", "ms/token"),
+        Column("tokens_per_s", "tokens/s", digits=0),
+        Column("ms_per_token", "ms/token"),
         *(Column(one.id, one.shown[0].head, digits=one.shown[0].digits) for one in measured),
-        Column("prompts", "prompts"), Column("outcome", "outcome", "left"),
-    ]  # fmt: skip
+        Column("prompts", "prompts"),
+        Column("outcome", "outcome", "left"),
+    ]
     rows = [
         TableRow(
             [
-                standing.method, standing.speedup, standing.beside, standing.length, standing.tokens_per_s,
-                standing.ms_per_token, *(standing.measured.get(one.id) for one in measured), standing.num_prompts,
+                standing.method,
+                standing.speedup,
+                standing.beside,
+                standing.length,
+                standing.tokens_per_s,
+                standing.ms_per_token,
+                *(standing.measured.get(one.id) for one in measured),
+                standing.num_prompts,
                 _outcome(one, standing),
             ],
             _load(one),
         )
         for one in made
         for standing in one.standings
-    ]  # fmt: skip
+    ]
     whys = {
         f"{standing.method} {WHYS[standing.verdict]}{f': {standing.error}' if standing.error else ''}": None
         for one in made

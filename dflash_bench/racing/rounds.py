@@ -106,10 +106,17 @@ def _race(
         programs[method.label] = [(one.program, one.words, one.first) for one in served]
         rooms[method.label] = course.room(method.label)
     return Recommended(
-        _model_of(asked, held[0]), held[0].info.environment.one_line(), made, out,
-        tuple(Path(table.name) for table in held), clock.spent_s(), programs, rooms,
-        server_rooms(held, [BASELINE, *programs]), labels if asked.servers else (),
-    )  # fmt: skip
+        _model_of(asked, held[0]),
+        held[0].info.environment.one_line(),
+        made,
+        out,
+        tuple(Path(table.name) for table in held),
+        clock.spent_s(),
+        programs,
+        rooms,
+        server_rooms(held, [BASELINE, *programs]),
+        labels if asked.servers else (),
+    )
 
 
 def _model_of(request: RunRequest, table: RunTable) -> str:

@@ -35,11 +35,13 @@ from dflash_bench.results.rounds import StoredRows
 from dflash_bench.results.run_info import RunInfo, read_sessions, unit_of
 from dflash_bench.results.table import RunTable
 
-COLUMNS = (
-    "suite", "method", "prompt_id", "turn", "repeat", "error", "token_ids", "decode_s", "drafted", "accepted",
-    "emitted", "draft_s", "verify_s", "round_s", "verified", "drafted_ids", "drafted_parents", "recorded_ids",
-    "recorded_accepted", "recorded_scores", "recorded_draft_s", "recorded_verify_s",
-)  # fmt: skip
+COLUMNS = tuple(
+    """
+    suite method prompt_id turn repeat error token_ids decode_s drafted accepted emitted draft_s verify_s round_s
+    verified drafted_ids drafted_parents recorded_ids recorded_accepted recorded_scores recorded_draft_s
+    recorded_verify_s
+    """.split()
+)
 STEPPING = ("eagle3", "mtp", "draft-model")
 """Methods that draft token by token: half as many tokens take half the time. Others fill a block in one pass."""
 BLOCKS = ("dflash",)
@@ -182,9 +184,12 @@ _Question = tuple[str, int, int]
 
 
 def _cell(
-    suite: str, method: str, settings: Settings, own: Mapping[_Question, StoredAnswer],
+    suite: str,
+    method: str,
+    settings: Settings,
+    own: Mapping[_Question, StoredAnswer],
     plain: Mapping[_Question, tuple[float, float]],
-) -> ReplayCell:  # fmt: skip
+) -> ReplayCell:
     """Pair each answer with plain decoding's; a failed answer excludes its counterpart, too."""
     sums: dict[str, tuple[float, float]] = {}
     for question, answer in own.items():
@@ -223,12 +228,24 @@ def _answer(row: dict[str, Any]) -> StoredAnswer:
         num_off = int((~np.array(same) | (np.minimum(positions[starts], verified) != accepted)).sum())
     draft_s, verify_s, round_s = (float(row[name].sum()) for name in ("draft_s", "verify_s", "round_s"))
     return StoredAnswer(
-        row["prompt_id"], len(row["token_ids"]) - 1, row["decode_s"], drafted, accepted, verified,
-        draft_s, verify_s, round_s, positions, scores,
-        _ways(row) if row["drafted_parents"] is not None else None, num_off,
-        row["recorded_draft_s"], row["recorded_verify_s"],
-        float(np.median(row["draft_s"])), float(np.median(row["verify_s"])),
-    )  # fmt: skip
+        row["prompt_id"],
+        len(row["token_ids"]) - 1,
+        row["decode_s"],
+        drafted,
+        accepted,
+        verified,
+        draft_s,
+        verify_s,
+        round_s,
+        positions,
+        scores,
+        _ways(row) if row["drafted_parents"] is not None else None,
+        num_off,
+        row["recorded_draft_s"],
+        row["recorded_verify_s"],
+        float(np.median(row["draft_s"])),
+        float(np.median(row["verify_s"])),
+    )
 
 
 def _ways(row: dict[str, Any]) -> list[list[int]]:
@@ -448,9 +465,12 @@ def replay(cell: ReplayCell, change: Alternative, info: RunInfo, concurrency: in
     """Replay a cell with a change that its rounds can answer (`why_not`)."""
     costs = RoundCosts(cell, WidthSeconds(info))
     is_exact = change.name == MEASURED or (
-        cell.is_recorded and not cell.num_off and change.block is None and change.nodes is None
+        cell.is_recorded
+        and not cell.num_off
+        and change.block is None
+        and change.nodes is None
         and (change.n is None or change.n <= cell.most)
-    )  # fmt: skip
+    )
     table, length, speedup = _figures(cell, change, costs, _walks(cell, change, costs), concurrency)
     if not is_exact and change.n is not None and change.block is None:
         for several in zip(*(_bounds(answer, change.n, cell.most) for answer in cell.answers), strict=True):
@@ -463,9 +483,18 @@ def replay(cell: ReplayCell, change: Alternative, info: RunInfo, concurrency: in
     has_times = costs.curve.line is not None
     speed = concurrency * float(total[TOKENS] / total[SECONDS]) if has_times and total[SECONDS] > 0 else None
     return Replayed(
-        cell.suite, cell.method, cell.settings, change.name, concurrency, is_exact, len(table), length,
-        float(total[VERIFIED] / total[ROUNDS]), speedup if total[PLAIN_S] > 0 else None, speed,
-    )  # fmt: skip
+        cell.suite,
+        cell.method,
+        cell.settings,
+        change.name,
+        concurrency,
+        is_exact,
+        len(table),
+        length,
+        float(total[VERIFIED] / total[ROUNDS]),
+        speedup if total[PLAIN_S] > 0 else None,
+        speed,
+    )
 
 
 def _figures(
@@ -529,9 +558,12 @@ def why_not(cell: ReplayCell, change: Alternative, info: RunInfo) -> str | None:
 
 
 def changes_of(
-    n: Sequence[int] = (), block: Sequence[int] = (), cut: Sequence[float] = (), nodes: Sequence[int] = (),
+    n: Sequence[int] = (),
+    block: Sequence[int] = (),
+    cut: Sequence[float] = (),
+    nodes: Sequence[int] = (),
     controller: Sequence[str] = (),
-) -> list[Alternative]:  # fmt: skip
+) -> list[Alternative]:
     """Return a change for each value. Raises UserError for an impossible value or a broken controller."""
     for name, values, least in (("n", n, 1), ("block", block, 2), ("nodes", nodes, 1)):
         _require_between(name, values, least, MOST_DRAFTED)

@@ -22,21 +22,29 @@ LEGEND = (
 def text(replayed: Sequence[Replayed], width: int | None = WIDTH) -> str:
     loads = len({one.concurrency for one in replayed}) > 1
     columns = [
-        Column("change", "change", "left"), *([Column("concurrency", "concurrency")] if loads else []),
-        Column("al.pooled", "al.pooled [95 %]"), Column("counts", "counts", "left"),
+        Column("change", "change", "left"),
+        *([Column("concurrency", "concurrency")] if loads else []),
+        Column("al.pooled", "al.pooled [95 %]"),
+        Column("counts", "counts", "left"),
         Column("verified", "verified", is_spare=True),
-        Column("speedup", "speed-up [95 %]"), Column("tokens_per_s", "tokens/s"),
-    ]  # fmt: skip
+        Column("speedup", "speed-up [95 %]"),
+        Column("tokens_per_s", "tokens/s"),
+    ]
     rows = [
         TableRow(
             [
-                one.change, *([one.concurrency] if loads else []), with_interval(one.length),
-                "exact" if one.is_exact else "estimate", number(one.verified), with_interval(one.speedup),
+                one.change,
+                *([one.concurrency] if loads else []),
+                with_interval(one.length),
+                "exact" if one.is_exact else "estimate",
+                number(one.verified),
+                with_interval(one.speedup),
                 number(one.tokens_per_s, 0),
             ],
             f"{one.suite} · {one.method}",
-        ) for one in replayed
-    ]  # fmt: skip
+        )
+        for one in replayed
+    ]
     few = [FEW] if any(one.num_prompts < 5 for one in replayed) else []
     table = ReportTable(columns, rows, "suite · method")
     return f"{terminal(Section('replay', 'Replayed', table, [LEGEND, *few]), width)}\n"

@@ -26,9 +26,23 @@ from dflash_bench.report.words import memory
 from dflash_bench.results.rounds import STRETCHES
 
 __all__ = [
-    "ALLOWED", "FORMATS", "MOST_ANSWERS", "RESULTS", "ROUNDS", "Document", "as_json", "card", "memory",
-    "read_document", "require_answers", "screen", "suites_text", "table_by", "text", "write_page",
-]  # fmt: skip
+    "ALLOWED",
+    "FORMATS",
+    "MOST_ANSWERS",
+    "RESULTS",
+    "ROUNDS",
+    "Document",
+    "as_json",
+    "card",
+    "memory",
+    "read_document",
+    "require_answers",
+    "screen",
+    "suites_text",
+    "table_by",
+    "text",
+    "write_page",
+]
 
 
 def table_by(document: Document, by: str, width: int = WIDTH) -> str:
@@ -83,6 +97,9 @@ def _latex(document: Document) -> str:
 
 
 FORMATS: dict[str, Callable[[Document], str]] = {
-    "table": text, "markdown": _markdown, "json": _json, "latex": _latex,
+    "table": text,
+    "markdown": _markdown,
+    "json": _json,
+    "latex": _latex,
     "csv": lambda document: render.csv_text(columns.all_figures(document.cells)),
-}  # fmt: skip
+}

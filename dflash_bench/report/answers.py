@@ -95,12 +95,13 @@ LONGEST_REFERENCE = 80
 MOST_PADDING = 1200
 """Characters of the padding before a prompt that are shown."""
 COLUMNS = (
-    "suite", "prompt_id", "turn", "repeat", "method", "order", "token_ids", "text", "finish_reason",
-    "decode_s", "drafted", "drafted_ids", "verified", "accepted", "emitted", "draft_s", "verify_s", "error", "answer",
-    "passed", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
-    "audit", "audit_index", "audit_gap", "audit_tolerance", "num_thinking_tokens",
-    "num_thinking_chars", *NAMES,
-)  # fmt: skip
+    *"""
+        suite prompt_id turn repeat method order token_ids text finish_reason decode_s drafted drafted_ids verified
+        accepted emitted draft_s verify_s error answer passed exactness first_divergence divergence_gap
+        divergence_tolerance audit audit_index audit_gap audit_tolerance num_thinking_tokens num_thinking_chars
+        """.split(),
+    *NAMES,
+)
 NUL, REPLACED = "\0", "\ufffd"
 COUNTS = ["num_tokens", "decode_tokens", "num_rounds", "num_accepted"]
 """Columns of the run's table, which are also known for servers that hide rounds."""

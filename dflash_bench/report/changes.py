@@ -101,9 +101,12 @@ def _cell_table(cells: Sequence[Cell], ids: Sequence[str], shares: Sequence[str]
     ]
     spare = ["prompts", *(name for name in known_ids if name not in JUDGED_BY)]
     return ReportTable.of(
-        ["method", "prompts", *known_ids, *shares], rows,
-        keys=[cell.key for cell in cells], spare=spare, groups=[cell.heading for cell in cells],
-    )  # fmt: skip
+        ["method", "prompts", *known_ids, *shares],
+        rows,
+        keys=[cell.key for cell in cells],
+        spare=spare,
+        groups=[cell.heading for cell in cells],
+    )
 
 
 def change_sections(comparisons: Sequence[Comparison]) -> list[Section]:
@@ -123,9 +126,12 @@ def change_sections(comparisons: Sequence[Comparison]) -> list[Section]:
         ]
         if rows:
             table = ReportTable.of(
-                ["figure", "ratio [95 %]", "p (Holm)", ""], rows, keys=[charts.key_of(versus) for versus, *_ in shown],
-                spare=["p (Holm)"], groups=[heading for _, heading, *_ in shown],
-            )  # fmt: skip
+                ["figure", "ratio [95 %]", "p (Holm)", ""],
+                rows,
+                keys=[charts.key_of(versus) for versus, *_ in shown],
+                spare=["p (Holm)"],
+                groups=[heading for _, heading, *_ in shown],
+            )
             made.append(Section("changes", f"{title}, {pair or 'after / before'}", table))
     return [*made, *_answered_right(comparisons, headings), Section("legend", sentences=NO_CHANGE)]
 
@@ -162,10 +168,13 @@ def _answered_right(comparisons: Sequence[Comparison], headings: Sequence[str]) 
     if unchanged:
         fewest = min(unchanged, key=lambda versus: versus.num_scored)
         where = f"in {len(unchanged)} {'other ' if changed else ''}comparison{'s' * (len(unchanged) > 1)}"
-        yield Section("unchanged", sentences=[
-            f"{where} the same prompts were answered right; {fewest.num_scored:,} scored prompts do not rule out a "
-            f"change of {points(fewest.passed)} points"
-        ])  # fmt: skip
+        yield Section(
+            "unchanged",
+            sentences=[
+                f"{where} the same prompts were answered right; {fewest.num_scored:,} scored prompts do not rule out a "
+                f"change of {points(fewest.passed)} points"
+            ],
+        )
 
 
 def points(change: Interval | None) -> str:

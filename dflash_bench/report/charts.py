@@ -85,12 +85,15 @@ def overall(document: Document, means: Sequence[Mean]) -> list[Placed]:
     """Return each method's speed-up over all suites."""
     return [
         (
-            CellKey("", "", line.settings.id, line.method), "all suites", line.name, colour_of(document, line.method),
+            CellKey("", "", line.settings.id, line.method),
+            "all suites",
+            line.name,
+            colour_of(document, line.method),
             speedup,
         )
         for line, speedup, _ in means
         if speedup
-    ]  # fmt: skip
+    ]
 
 
 def forest(document: Document, means: Sequence[Mean]) -> list[ForestRow]:
@@ -116,12 +119,14 @@ def changes(comparisons: Sequence[tuple[str, Comparison]]) -> list[ForestRow]:
     Each comparison comes with its heading.
     """
     colours = {"better": "--good", "worse": "--lost"}
-    return placed([
-        (key_of(versus), group, name, colours.get(verdict(name, change), "--plain"), change.ratio)
-        for group, versus in comparisons
-        for name in JUDGED_BY
-        if (change := versus.changes.get(name))
-    ])  # fmt: skip
+    return placed(
+        [
+            (key_of(versus), group, name, colours.get(verdict(name, change), "--plain"), change.ratio)
+            for group, versus in comparisons
+            for name in JUDGED_BY
+            if (change := versus.changes.get(name))
+        ]
+    )
 
 
 def placed(known: Sequence[Placed]) -> list[ForestRow]:
@@ -135,11 +140,18 @@ def placed(known: Sequence[Placed]) -> list[ForestRow]:
 
     return [
         ForestRow(
-            key, group, name, colour, with_interval(interval), place(interval.value),
-            place(_ends(interval)[0]), place(_ends(interval)[1]), place(1.0),
+            key,
+            group,
+            name,
+            colour,
+            with_interval(interval),
+            place(interval.value),
+            place(_ends(interval)[0]),
+            place(_ends(interval)[1]),
+            place(1.0),
         )
         for key, group, name, colour, interval in known
-    ]  # fmt: skip
+    ]
 
 
 def waterfalls(document: Document) -> list[Waterfall]:
@@ -149,12 +161,15 @@ def waterfalls(document: Document) -> list[Waterfall]:
     top = max(top, 1.0)
     return [
         Waterfall(
-            cell.key, cell.heading, cell.method, colour_of(document, cell.method),
+            cell.key,
+            cell.heading,
+            cell.method,
+            colour_of(document, cell.method),
             [Step(name, text, f"{number(value)}x", round(100 * value / top, 2)) for name, text, value in steps],
             round(100 / top, 2),
         )
         for cell, steps in made
-    ]  # fmt: skip
+    ]
 
 
 def _steps(cell: Cell) -> list[tuple[str, str, float]]:

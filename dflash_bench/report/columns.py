@@ -18,12 +18,17 @@ def _metric_columns(table: str) -> list[Column]:
     places = ((metric, shown) for metric in METRICS.values() for shown in metric.shown if shown.table == table)
     return [
         Column(
-            metric.id, shown.head, "left" if shown.has_interval else "right", digits=shown.digits,
-            has_interval=shown.has_interval, is_spare=shown.is_spare, in_paper=shown.in_paper,
+            metric.id,
+            shown.head,
+            "left" if shown.has_interval else "right",
+            digits=shown.digits,
+            has_interval=shown.has_interval,
+            is_spare=shown.is_spare,
+            in_paper=shown.in_paper,
             is_optional=shown.is_optional,
         )
         for metric, shown in sorted(places, key=lambda place: place[1].position)
-    ]  # fmt: skip
+    ]
 
 
 METHOD = Column("method", "method", "left")

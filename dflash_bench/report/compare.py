@@ -96,9 +96,14 @@ class _Found:
 
 
 def compared(
-    paths: Sequence[Path], *, by: str = "suite", against: str | None = None, compat: str | None = None,
-    allow: Sequence[str] = (), width: int | None = None,
-) -> ComparisonText:  # fmt: skip
+    paths: Sequence[Path],
+    *,
+    by: str = "suite",
+    against: str | None = None,
+    compat: str | None = None,
+    allow: Sequence[str] = (),
+    width: int | None = None,
+) -> ComparisonText:
     """Compare runs (folders) and result files of other benchmarks, as text for a terminal of this width.
 
     Raises UserError if they cannot be compared.
@@ -130,8 +135,10 @@ def compared(
     notes += _run_noise(changes) if others else []
     notes += [
         f"{name}: {cell.heading} {cell.method} has no speed-up: {FORBIDDEN[cell.forbidden]}"
-        for name, cells in cells_of.items() for cell in cells if cell.forbidden and cell.method != BASELINE
-    ]  # fmt: skip
+        for name, cells in cells_of.items()
+        for cell in cells
+        if cell.forbidden and cell.method != BASELINE
+    ]
     alike = [one for after in runs[1:] for one in agreements(runs[0], after)] if by == "suite" else []
     pooled = {
         f"over {len(places)} runs: {', '.join(runs[place].name for place in places)}": over_runs(cells)
@@ -144,8 +151,9 @@ def compared(
     if others:
         made["differences"] = [asdict(difference) for difference in unlike]
     short = _last_parts(cells_of)
-    shown = [replace(one, before=short.get(one.before, one.before), after=short.get(one.after, one.after))
-             for one in found]  # fmt: skip
+    shown = [
+        replace(one, before=short.get(one.before, one.before), after=short.get(one.after, one.after)) for one in found
+    ]
     same = [replace(one, before=short[one.before], after=short[one.after]) for one in alike]
     told = verdicts(shown)
     sections = _sections({short[name]: cells for name, cells in cells_of.items()}, pooled, shown, same, by)
@@ -281,15 +289,34 @@ def _against(run: RunTable, against: str) -> _Found:
     named = {settings.id: name for settings, name in short_names(settings_of(identity)).items()}
     spare = ("drafts", "published for", "thinking", "conc.", "hardware", "source")
     heads = [
-        "method", "drafts", "formula", "this run", "published", "published drafts", "published for", "thinking",
-        "conc.", "hardware", "source",
-    ]  # fmt: skip
+        "method",
+        "drafts",
+        "formula",
+        "this run",
+        "published",
+        "published drafts",
+        "published for",
+        "thinking",
+        "conc.",
+        "hardware",
+        "source",
+    ]
     rows: list[list[Value]] = [
-        [b.method, number(b.num_drafts, 0), b.published.formula, b.own, b.published.value,
-         number(b.published.num_drafts, 0), b.published.config, b.published.thinking,
-         str(b.published.concurrency or "not stated"),
-         b.published.hardware, b.published.source] for b in figures
-    ]  # fmt: skip
+        [
+            b.method,
+            number(b.num_drafts, 0),
+            b.published.formula,
+            b.own,
+            b.published.value,
+            number(b.published.num_drafts, 0),
+            b.published.config,
+            b.published.thinking,
+            str(b.published.concurrency or "not stated"),
+            b.published.hardware,
+            b.published.source,
+        ]
+        for b in figures
+    ]
     suites = [labels.with_settings(_label(run, one.suite), named[one.settings_id]) for one in figures]
     known = zlab.FORMULAS | paper.FORMULAS
     section = Section(
@@ -325,9 +352,15 @@ def _beside_served(runs: Sequence[RunTable], served: Sequence[benches.BenchResul
     ]
     # This engine answers one prompt at a time.
     rows: list[list[Value]] = [
-        [f"{name} {cell.heading} {cell.method}", f"{cell.num_prompts} prompts", cell.num_errors, "1",
-         *(positions.get(of, cell.value(of)) for of in ids)] for name, cell, positions in ours
-    ]  # fmt: skip
+        [
+            f"{name} {cell.heading} {cell.method}",
+            f"{cell.num_prompts} prompts",
+            cell.num_errors,
+            "1",
+            *(positions.get(of, cell.value(of)) for of in ids),
+        ]
+        for name, cell, positions in ours
+    ]
     notes = [*_other_models(runs, served), *left_out(served)]
     return _Found([_served_section(rows, served, ids)], data.served_json(ours, served), notes)
 
@@ -335,9 +368,15 @@ def _beside_served(runs: Sequence[RunTable], served: Sequence[benches.BenchResul
 def _served_section(rows: Sequence[list[Value]], served: Sequence[benches.BenchResult], ids: Sequence[str]) -> Section:
     """Return our rows, and a row for each result of another program, by formula."""
     theirs: list[list[Value]] = [
-        [f"{bench.name} ({bench.model})", f"{bench.num_requests or 'some'} requests", bench.num_failed,
-         str(bench.concurrency or "no limit"), *(bench.figures.get(name) for name in ids)] for bench in served
-    ]  # fmt: skip
+        [
+            f"{bench.name} ({bench.model})",
+            f"{bench.num_requests or 'some'} requests",
+            bench.num_failed,
+            str(bench.concurrency or "no limit"),
+            *(bench.figures.get(name) for name in ids),
+        ]
+        for bench in served
+    ]
     spare = ["answers", "failed", "conc.", *ids[1:]]
     shown = ReportTable.of(["what", "answers", "failed", "conc.", *ids], [*rows, *theirs], spare=spare)
     formulas = {name: text for name, text in {**FORMULAS, **benches.FORMULAS}.items() if name in ids}

@@ -56,11 +56,17 @@ def _json_cell(cell: Cell) -> dict[str, Any]:
         for name in IN_TABLES
     }
     made = {
-        "suite": cell.suite, "source": cell.source or None, "settings_id": cell.settings.id,
-        "settings": asdict(cell.settings), "method": cell.method, "num_prompts": cell.num_prompts,
-        "num_tokens": cell.num_tokens, **figures, **{name: getattr(cell, name) for name in SHARES},
+        "suite": cell.suite,
+        "source": cell.source or None,
+        "settings_id": cell.settings.id,
+        "settings": asdict(cell.settings),
+        "method": cell.method,
+        "num_prompts": cell.num_prompts,
+        "num_tokens": cell.num_tokens,
+        **figures,
+        **{name: getattr(cell, name) for name in SHARES},
         "exact_as_text": cell.as_text if cell.exact else None,
-    }  # fmt: skip
+    }
     return cast(dict[str, Any], json_value(made, exact=("settings",)))
 
 
@@ -70,17 +76,23 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
         place._asdict() | {"values": json_value(dict(own))} for place, own in zip(finding.places, values, strict=True)
     ]
     return {
-        "kind": finding.kind, "text": finding.text, "remedy": finding.remedy,
-        "remedy_code": finding.remedy_code or None, "forbids_speedup": finding.forbids, "places": places,
-    }  # fmt: skip
+        "kind": finding.kind,
+        "text": finding.text,
+        "remedy": finding.remedy,
+        "remedy_code": finding.remedy_code or None,
+        "forbids_speedup": finding.forbids,
+        "places": places,
+    }
 
 
 def _load_json(load: ConcurrencyCurve) -> dict[str, Any]:
     return {
-        "suite": load.suite, "method": load.method, "setting": load.setting,
+        "suite": load.suite,
+        "method": load.method,
+        "setting": load.setting,
         **_paying_json(load.crossing),
         "levels": [_level_json(level) for level in load.levels],
-    }  # fmt: skip
+    }
 
 
 def _paying_json(crossing: Crossing | None) -> dict[str, Any]:
@@ -90,7 +102,9 @@ def _paying_json(crossing: Crossing | None) -> dict[str, Any]:
 
 def _level_json(level: Level) -> dict[str, Any]:
     return {
-        "concurrency": level.concurrency, "rate": level.rate, "num_answers": level.num_answers,
+        "concurrency": level.concurrency,
+        "rate": level.rate,
+        "num_answers": level.num_answers,
         "goodput": level.goodput and {"per_s": level.goodput.per_s, "share": level.goodput.share},
         "tps_total": level.tokens_per_s,
         "over_plain": level.over_plain,
@@ -98,13 +112,15 @@ def _level_json(level: Level) -> dict[str, Any]:
         "ttft_s": {f"p{percent}": seconds for percent, seconds in level.ttft_s.items()},
         "tpot_s": {f"p{percent}": seconds for percent, seconds in level.tpot_s.items()},
         "speedup_decode": level.speedup,
-    }  # fmt: skip
+    }
 
 
 def _sweep_json(sweep: Sweep) -> dict[str, Any]:
     return {
-        "option": sweep.option, "unit": sweep.unit or None, "curves": [_curve_json(curve) for curve in sweep.curves],
-    }  # fmt: skip
+        "option": sweep.option,
+        "unit": sweep.unit or None,
+        "curves": [_curve_json(curve) for curve in sweep.curves],
+    }
 
 
 def _curve_json(curve: SweepCurve) -> dict[str, Any]:
@@ -121,9 +137,14 @@ def _point_json(curve: SweepCurve, number: int, point: Point) -> dict[str, Any]:
     """Return a point; `best_over_this` is the speed-up of the best value over the speed-up of this value."""
     over = curve.over.get(number)
     return {
-        "value": point.value, "method": point.method, "num_prompts": point.num_prompts, "al_pooled": point.length,
-        "speedup_decode": point.speedup, "best_over_this": over and over.ratio, "p": over and over.p,
-    }  # fmt: skip
+        "value": point.value,
+        "method": point.method,
+        "num_prompts": point.num_prompts,
+        "al_pooled": point.length,
+        "speedup_decode": point.speedup,
+        "best_over_this": over and over.ratio,
+        "p": over and over.p,
+    }
 
 
 def json_value(value: Any, exact: Sequence[str] = ()) -> Any:
@@ -151,14 +172,21 @@ def json_value(value: Any, exact: Sequence[str] = ()) -> Any:
 def cells_json(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     return [
         {
-            "suite": cell.suite, "source": cell.source or None, "settings_id": cell.settings.id,
+            "suite": cell.suite,
+            "source": cell.source or None,
+            "settings_id": cell.settings.id,
             "settings": asdict(cell.settings),
-            "slice": cell.slice or None, "method": cell.method,
-            "num_prompts": cell.num_prompts, "time_free": _figures(cell, is_timing=False), "exact": cell.exact,
-            "passed": cell.passed, "cut": cell.cut, "timings": _figures(cell, is_timing=True),
+            "slice": cell.slice or None,
+            "method": cell.method,
+            "num_prompts": cell.num_prompts,
+            "time_free": _figures(cell, is_timing=False),
+            "exact": cell.exact,
+            "passed": cell.passed,
+            "cut": cell.cut,
+            "timings": _figures(cell, is_timing=True),
         }
         for cell in cells
-    ]  # fmt: skip
+    ]
 
 
 def _figures(cell: Cell, *, is_timing: bool) -> dict[str, Any]:
@@ -193,12 +221,15 @@ def contexts_json(cells_of: Mapping[str, Sequence[Cell]]) -> list[dict[str, Any]
     """Return the context from which on each method stops paying, of cells sliced by context-position."""
     return [
         {
-            "run": name, "suite": curve.cells[0].suite, "settings_id": curve.cells[0].settings.id,
-            "method": curve.cells[0].method, **_paying_json(curve.crossing),
+            "run": name,
+            "suite": curve.cells[0].suite,
+            "settings_id": curve.cells[0].settings.id,
+            "method": curve.cells[0].method,
+            **_paying_json(curve.crossing),
         }
         for name, cells in cells_of.items()
         for curve in context_curves(cells)
-    ]  # fmt: skip
+    ]
 
 
 def compat_json(name: str, official: Sequence[Official], ours: Sequence[Cell], ids: Sequence[str]) -> dict[str, Any]:
@@ -228,10 +259,16 @@ def versus_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     return [
         {
             **{name: value or None for name, value in versus.key._asdict().items()},
-            "setting": versus.setting or None, "sources": versus.sources,
-            "before": versus.before, "after": versus.after,
-            "num_prompts": versus.num_prompts, "lost": versus.lost, "gained": versus.gained,
-            "num_scored": versus.num_scored, "p_passed": versus.p_passed, "passed_verdict": versus.passed_verdict,
+            "setting": versus.setting or None,
+            "sources": versus.sources,
+            "before": versus.before,
+            "after": versus.after,
+            "num_prompts": versus.num_prompts,
+            "lost": versus.lost,
+            "gained": versus.gained,
+            "num_scored": versus.num_scored,
+            "p_passed": versus.p_passed,
+            "passed_verdict": versus.passed_verdict,
             "passed_change": None if versus.passed is None else interval_json(versus.passed),
             "ratios": {
                 name: {"ratio": interval_json(change.ratio), "p": change.p, "verdict": verdict(name, change)}
@@ -239,4 +276,4 @@ def versus_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
             },
         }
         for versus in comparisons
-    ]  # fmt: skip
+    ]

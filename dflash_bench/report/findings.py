@@ -61,9 +61,14 @@ def _finding(alike: Sequence[Observation]) -> Finding:
     fields = _fields(first)
     text, remedy = _filled(WORDS[first.kind][0], fields), _filled(_remedy(first), fields)
     return Finding(
-        first.kind, f"{_wheres([first])}: {text}{also}", remedy, tuple(seen.place for seen in alike),
-        first.remedy, tuple(seen.values for seen in alike), bool(first.forbids),
-    )  # fmt: skip
+        first.kind,
+        f"{_wheres([first])}: {text}{also}",
+        remedy,
+        tuple(seen.place for seen in alike),
+        first.remedy,
+        tuple(seen.values for seen in alike),
+        bool(first.forbids),
+    )
 
 
 def _wheres(others: Sequence[Observation]) -> str:
@@ -224,27 +229,35 @@ ON = {True: "on", False: "off"}
 APART = ("loops",)
 """Kinds whose text differs by place, so that they are not merged with others that have the same remedy."""
 WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
-    "mismatch": (_mismatch, {
-        "engine": "rounding does not explain this: the engine has a bug; do not use these numbers",
-        "control": "the control failed: use --dtype float32, or find out what makes plain decoding random",
-        "method": "rounding does not explain this: the method has a bug; do not use these numbers",
-    }),
+    "mismatch": (
+        _mismatch,
+        {
+            "engine": "rounding does not explain this: the engine has a bug; do not use these numbers",
+            "control": "the control failed: use --dtype float32, or find out what makes plain decoding random",
+            "method": "rounding does not explain this: the method has a bug; do not use these numbers",
+        },
+    ),
     "hidden_time": (
-        lambda num_answers, more_s, took_s:
-        f"beside the times of its {num_answers:,} answers ({1000 * took_s:.3g} ms), calls take {1000 * more_s:.3g} ms "
-        "more than those of plain decoding: part of the work is in no figure",
+        lambda num_answers, more_s, took_s: (
+            f"beside the times of its {num_answers:,} answers ({1000 * took_s:.3g} ms), calls take {1000 * more_s:.3g} "
+            "ms more than those of plain decoding: part of the work is in no figure"
+        ),
         "the method works before or after it is timed; do not use these numbers",
     ),
     "slow_plain": (
-        lambda round_s, pass_s:
-        f"{FLATTERED}; a round takes {1000 * round_s:.3g} ms, and a pass over one token {1000 * pass_s:.3g} ms",
+        lambda round_s, pass_s: (
+            f"{FLATTERED}; a round takes {1000 * round_s:.3g} ms, and a pass over one token {1000 * pass_s:.3g} ms"
+        ),
         "keep the machine free of other work and run again; if it stays, find out where the rest of a round goes",
     ),
-    "worse_answers": (_worse, {
-        "judge": "give --model or --target with the same weights, so that a judge says where its tokens depart from "
-                 "the model's",
-        "exactness": "see exactness in 'compare': a lossless method gives the target's own answers",
-    }),
+    "worse_answers": (
+        _worse,
+        {
+            "judge": "give --model or --target with the same weights, so that a judge says where its tokens depart "
+            "from the model's",
+            "exactness": "see exactness in 'compare': a lossless method gives the target's own answers",
+        },
+    ),
     "plain_drafts": (
         'the "plain" server is speculating ({num_drafted:,} draft tokens): this is no baseline',
         "start that server without speculation, or swap the two URLs, and run again",
@@ -259,29 +272,32 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
             "unfinished": "finish the run with --resume, or run it again",
             "plain_server": ADD_PLAIN,
             "plain_server_and_judge": f"{ADD_PLAIN}; and --model or --target with the same weights, so that a judge "
-                                      "reads the answers",
+            "reads the answers",
         },
     ),
-    "unjudged": (_unjudged, {
-        "judge": "give --model or --target with the same weights, and --dtype as the server computes",
-        "token_ids": "use a server that returns token ids, which can be judged",
-    }),
+    "unjudged": (
+        _unjudged,
+        {
+            "judge": "give --model or --target with the same weights, and --dtype as the server computes",
+            "token_ids": "use a server that returns token ids, which can be judged",
+        },
+    ),
     "lossy": (
         "the method changes the target's output, so its speed-up is for different answers, which were only scored",
         "compare its passed % with that of plain decoding, on suites with a scorer",
     ),
-    "imposed": (
-        _imposed,
-        "use its times alone; a draft's own acceptance is measured by its method",
-    ),
+    "imposed": (_imposed, "use its times alone; a draft's own acceptance is measured by its method"),
     "near_tie": (
-        lambda tally, gap: f"{tally} chose the other of two tokens that only rounding separates"
-        + ("" if gap is None else f", at most {gap:.2g} logits apart"),
+        lambda tally, gap: (
+            f"{tally} chose the other of two tokens that only rounding separates"
+            + ("" if gap is None else f", at most {gap:.2g} logits apart")
+        ),
         "rounding explains this; --dtype float32 avoids it",
     ),
     "nothing_drafted": (
-        lambda num_answers, num_rounds:
-        f"no token was drafted in {f'{num_rounds} rounds' if num_rounds else _answers(num_answers)}",
+        lambda num_answers, num_rounds: (
+            f"no token was drafted in {f'{num_rounds} rounds' if num_rounds else _answers(num_answers)}"
+        ),
         {
             "more_tokens": f"{MORE}, and check that the draft belongs to this model",
             "trained_draft": REPEATS,
@@ -293,47 +309,57 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         "read these answers, check the chat template, --dtype and --repetition-penalty, and use the other answers",
     ),
     "other_mode": (
-        lambda thinking, trained_thinking:
-        f"thinking is {ON[thinking]} in this run, but the draft was trained with thinking {ON[trained_thinking]}",
+        lambda thinking, trained_thinking: (
+            f"thinking is {ON[thinking]} in this run, but the draft was trained with thinking {ON[trained_thinking]}"
+        ),
         lambda trained_thinking: f"add --thinking {ON[trained_thinking]}, or use another draft",
     ),
     "other_target": (
         "the draft was made for {verifier}, but this run's target is {target}",
         "expect lower acceptance than with --target {verifier}",
     ),
-    "dead_draft": ("al.pooled is {al_pooled:.2f}: almost no draft token is accepted", {
-        "check_training": "check that the draft was trained for this model: revision, chat template, tapped layers",
-        "trained_draft": REPEATS,
-    }),
-    "unknown_text": (
-        lambda first_kept, al_pooled:
-        f"the draft does not fit this text: its first token is rejected in {1 - first_kept:.0%} of rounds "
-        f"(accept_at[1] {first_kept:.2f}, al.pooled {al_pooled:.2f})",
+    "dead_draft": (
+        "al.pooled is {al_pooled:.2f}: almost no draft token is accepted",
         {
-            "check_texts": "check that it was trained for exactly this target, chat template and thinking mode, and on "
-                           "texts like these prompts; drafting fewer tokens per round will not help",
+            "check_training": "check that the draft was trained for this model: revision, chat template, tapped layers",
             "trained_draft": REPEATS,
         },
     ),
-    "slower": (_slower, {
-        "other_texts": "drafting fewer tokens per round will not help: use a draft trained on text like this",
-        "fewer_tokens_of_server": "start its server with fewer draft tokens, or measure the same draft here to see "
-                                  "where a round spends its time",
-        "fewer_tokens": f"{FEWER}, and run a local model to see where a round spends its time",
-        "cost_of_draft": f"{FEWER}, or use a smaller draft",
-        "cost_of_verify": f"{FEWER}: on this device, verifying so many tokens at once costs too much",
-        "cost_of_other": "the time is not spent in the models: try --threads 1, and keep the machine free of other "
-                         "work",
-    }),
+    "unknown_text": (
+        lambda first_kept, al_pooled: (
+            f"the draft does not fit this text: its first token is rejected in {1 - first_kept:.0%} of rounds "
+            f"(accept_at[1] {first_kept:.2f}, al.pooled {al_pooled:.2f})"
+        ),
+        {
+            "check_texts": "check that it was trained for exactly this target, chat template and thinking mode, and on "
+            "texts like these prompts; drafting fewer tokens per round will not help",
+            "trained_draft": REPEATS,
+        },
+    ),
+    "slower": (
+        _slower,
+        {
+            "other_texts": "drafting fewer tokens per round will not help: use a draft trained on text like this",
+            "fewer_tokens_of_server": "start its server with fewer draft tokens, or measure the same draft here to see "
+            "where a round spends its time",
+            "fewer_tokens": f"{FEWER}, and run a local model to see where a round spends its time",
+            "cost_of_draft": f"{FEWER}, or use a smaller draft",
+            "cost_of_verify": f"{FEWER}: on this device, verifying so many tokens at once costs too much",
+            "cost_of_other": "the time is not spent in the models: try --threads 1, and keep the machine free of other "
+            "work",
+        },
+    ),
     "unclear": (_unclear, "raise --limit, or leave it out"),
     "saturated": (
-        lambda num_whole, num_rounds:
-        f"{num_whole} of {num_rounds} rounds ({num_whole / num_rounds:.0%}) accept the whole draft",
+        lambda num_whole, num_rounds: (
+            f"{num_whole} of {num_rounds} rounds ({num_whole / num_rounds:.0%}) accept the whole draft"
+        ),
         {"more_tokens": MORE, "more_tokens_if_trained": f"{MORE}, if the draft was trained for more"},
     ),
     "slow_first": (
-        lambda step_s, over_median:
-        f"the first answer took {1000 * step_s:.3g} ms per step, {over_median:.1f} times the median",
+        lambda step_s, over_median: (
+            f"the first answer took {1000 * step_s:.3g} ms per step, {over_median:.1f} times the median"
+        ),
         "the warm-up was too short; a higher --repeats gives this answer less weight",
     ),
     "outliers": (
@@ -343,17 +369,22 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
     "drift": (_drift, "let the machine cool, stop other work, set --threads, and run again"),
     "truncated": ("{tally} were cut at the token limit", "raise --max-new-tokens"),
     "few_prompts": (
-        lambda cell, num_prompts: f"only {num_prompts} {'session' if num_prompts < cell.num_prompts else 'prompt'}"
-        f"{'s' if num_prompts != 1 else ''}, too few to trust the interval",
+        lambda cell, num_prompts: (
+            f"only {num_prompts} {'session' if num_prompts < cell.num_prompts else 'prompt'}"
+            f"{'s' if num_prompts != 1 else ''}, too few to trust the interval"
+        ),
         f"raise --limit to {MIN_PROMPTS} or more, or leave it out",
     ),
     "wide_interval": (
-        lambda speedup_decode, half_width:
-        f"speedup.decode {speedup_decode:.2f} is only known to ± {half_width:.2f} ({half_width / speedup_decode:.0%})",
+        lambda speedup_decode, half_width: (
+            f"speedup.decode {speedup_decode:.2f} is only known to ± {half_width:.2f} "
+            f"({half_width / speedup_decode:.0%})"
+        ),
         "raise --limit, or add suites",
     ),
     "code_not_run": (
-        f"the answers are code, which was not run and so is not scored: {sandbox.NO_SANDBOX}", sandbox.REMEDY,
+        f"the answers are code, which was not run and so is not scored: {sandbox.NO_SANDBOX}",
+        sandbox.REMEDY,
     ),
     "code_unsafe": (
         "the answers are code, which ran without a sandbox and can have forged its verdict",
@@ -398,14 +429,17 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         "to measure speed leave --workers out, or use one worker per machine",
     ),
     "unlike_machines": (
-        lambda num_kinds, machines:
-        f"workers ran on {num_kinds} kinds of machines ({'; '.join(machines)}): times and speeds are a mixture; each "
-        "prompt's speed-up compares times of the same machine",
+        lambda num_kinds, machines: (
+            f"workers ran on {num_kinds} kinds of machines ({'; '.join(machines)}): times and speeds are a mixture; "
+            "each prompt's speed-up compares times of the same machine"
+        ),
         "for absolute speeds use machines of one kind",
     ),
     "unpinned": (
-        lambda commits: f"{' and '.join(commits)} came from the hub by names that can change; here they were "
-        f"{' and '.join(commits.values())}",
+        lambda commits: (
+            f"{' and '.join(commits)} came from the hub by names that can change; here they were "
+            f"{' and '.join(commits.values())}"
+        ),
         "to measure the same again, name these commits: ID@COMMIT",
     ),
     "shared_weights": (
@@ -418,7 +452,7 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         {
             "not_covered": f"{SLOWER_CODE} --engine transformers",
             "disagrees": "plain decoding is slower this way, and speed-ups over it are higher: fetch or join the "
-                         "weights again, or report a fault of the engine; --engine transformers accepts it",
+            "weights again, or report a fault of the engine; --engine transformers accepts it",
         },
     ),
     "torch_kernels": (
@@ -426,7 +460,7 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
         f"{SLOWER_CODE} --kernels torch",
     ),
     **{code: (text, remedy) for one in measurements() for code, (_, text, remedy) in one.findings.items()},
-}  # fmt: skip
+}
 """Text and remedy by kind; if a kind has several remedies, these by the code of the remedy."""
 
 

@@ -20,11 +20,17 @@ from dflash_bench.report.tables import VAGUE, Column, ReportTable, Section, Tabl
 
 COUNTS = ("mismatch", "failed", "plain_drafts", "nothing_drafted", "fallback", "ungated")
 COLUMNS = (
-    Column("result", "result", "left"), Column("suite", "suite", "left"), Column("method", "method", "left"),
-    Column("metric", "figure", "left"), Column("found", "found"), Column("expected", "expected"),
-    Column("change", "change"), Column("allowed", "allowed", is_spare=True), Column("p", "p (Holm)", is_spare=True),
+    Column("result", "result", "left"),
+    Column("suite", "suite", "left"),
+    Column("method", "method", "left"),
+    Column("metric", "figure", "left"),
+    Column("found", "found"),
+    Column("expected", "expected"),
+    Column("change", "change"),
+    Column("allowed", "allowed", is_spare=True),
+    Column("p", "p (Holm)", is_spare=True),
     Column("why", "why"),
-)  # fmt: skip
+)
 UNITS = {name: metric.unit for name, metric in METRICS.items() if metric.may_fall}
 """Units of the metrics that github-action-benchmark draws: those with a gate's tolerance."""
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

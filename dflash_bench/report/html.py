@@ -139,15 +139,19 @@ def _tile(document: Document, mean: Mean, bars: Mapping[CellKey, charts.ForestRo
     how = screen.standing(document, line)
     whole = {"exact": "text" if words.num_as_text(document, line) else "exact", "judged": "exact"}
     return {
-        "name": line.name, "value": f"{speedup.value:.2f}" if speedup else "", "badges": document.badges(line),
-        "lines": [row for row in rows if row], "colour": charts.colour_of(document, line.method),
+        "name": line.name,
+        "value": f"{speedup.value:.2f}" if speedup else "",
+        "badges": document.badges(line),
+        "lines": [row for row in rows if row],
+        "colour": charts.colour_of(document, line.method),
         "shares": [
             (f"{name} {share[0]:,}/{share[1]:,}", whole[name] if share[0] == share[1] else how)
-            for name, share in shares if share
+            for name, share in shares
+            if share
         ],
         "marks": screen.MARKS,
         "bar": bars[CellKey("", "", line.settings.id, line.method)] if has_interval else None,
-    }  # fmt: skip
+    }
 
 
 def _extent(listed: answers.PageAnswers) -> str:

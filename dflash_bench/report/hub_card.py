@@ -43,11 +43,14 @@ def _entries(document: Document, line: MethodLine) -> list[dict[str, Any]]:
         right, scored = cell.passed
         entries.append(
             EvalResultEntry(
-                dataset_id=dataset, task_id=cell.suite, dataset_revision=revision or None,
-                value=round(100 * right / scored, 2), date=document.results.info.started or None,
+                dataset_id=dataset,
+                task_id=cell.suite,
+                dataset_revision=revision or None,
+                value=round(100 * right / scored, 2),
+                date=document.results.info.started or None,
                 notes=_note(document, cell, line),
             )
-        )  # fmt: skip
+        )
     written: list[dict[str, Any]] = eval_result_entries_to_yaml(entries)
     return written
 

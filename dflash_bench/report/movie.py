@@ -22,10 +22,11 @@ from dflash_bench.report.answers import load_tokenizer, pieces
 from dflash_bench.report.document import Document, require_answers
 from dflash_bench.report.words import facts
 
-COLUMNS_READ = (
-    "suite", "prompt_id", "turn", "repeat", "method", "token_ids", "text", "error", "accepted", "emitted", "round_s",
-    "decode_s",
-)  # fmt: skip
+COLUMNS_READ = tuple(
+    """
+    suite prompt_id turn repeat method token_ids text error accepted emitted round_s decode_s
+    """.split()
+)
 COLUMNS, MOST_LINES = 46, 18
 """Most characters per line, and lines per answer; the rest is cut."""
 CHARACTER, LINE, MARGIN, HEAD = 7.8, 18, 14, 34

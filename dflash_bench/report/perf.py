@@ -119,20 +119,26 @@ def sections(profile: Profiled) -> Iterator[Section]:
     is_cut = about["layers"] != about["all_layers"]
     depth = f"{about['layers']} of {about['all_layers']} layers" if is_cut else f"{about['layers']} layers"
     weights = "random weights" if about["random_weights"] else "its own weights"
-    yield Section("about", sentences=[
-        f"{about['model']}: {depth}, {weights}, {about['dtype']} on {about['device']}. The device copies "
-        f"{rates.bandwidth / 1e9:,.1f} GB/s (read and written) and multiplies {rates.products / 1e9:,.0f} GFLOP/s."
-    ])  # fmt: skip
+    yield Section(
+        "about",
+        sentences=[
+            f"{about['model']}: {depth}, {weights}, {about['dtype']} on {about['device']}. The device copies "
+            f"{rates.bandwidth / 1e9:,.1f} GB/s (read and written) and multiplies {rates.products / 1e9:,.0f} GFLOP/s."
+        ],
+    )
     yield from _passes(profile.places, "measured")
     if not profile.estimated:
         yield Section("meaning", sentences=[meaning(profile.places[0].curve)])
     if not is_cut:
         yield from _rounds(profile.places, "")
     elif profile.estimated:
-        yield Section("estimate", sentences=[
-            f"An estimate, not a measurement: all {about['all_layers']} layers, if each takes as long as the "
-            f"{about['layers']} measured here; the output head is counted once."
-        ])  # fmt: skip
+        yield Section(
+            "estimate",
+            sentences=[
+                f"An estimate, not a measurement: all {about['all_layers']} layers, if each takes as long as the "
+                f"{about['layers']} measured here; the output head is counted once."
+            ],
+        )
         yield from _passes(profile.estimated, "estimated")
         yield Section("meaning", sentences=[meaning(profile.estimated[0].curve)])
         yield from _rounds(profile.estimated, ", estimated")
@@ -145,23 +151,35 @@ def _title(place: ProfiledBatch) -> str:
 
 
 PASS_COLUMNS = (
-    Column("width", "tokens"), Column("ms", "ms"), Column("roofline_ms", "roofline ms"),
-    Column("over_roofline", "times", digits=1), Column("bound", "bound by"), Column("megabytes", "MB read", digits=1),
-    Column("gflop", "GFLOP"), Column("plain_steps", "in plain steps"),
-)  # fmt: skip
+    Column("width", "tokens"),
+    Column("ms", "ms"),
+    Column("roofline_ms", "roofline ms"),
+    Column("over_roofline", "times", digits=1),
+    Column("bound", "bound by"),
+    Column("megabytes", "MB read", digits=1),
+    Column("gflop", "GFLOP"),
+    Column("plain_steps", "in plain steps"),
+)
 
 
 def _passes(places: Sequence[ProfiledBatch], how: str) -> Iterator[Section]:
     for place in places:
         plain = place.readings[0].forward.seconds
         rows = [
-            TableRow([
-                one.forward.width, 1000 * one.forward.seconds, 1000 * one.roofline_s,
-                one.forward.seconds / one.roofline_s, one.bound, one.num_bytes / 1e6, one.flops / 1e9,
-                one.forward.seconds / plain,
-            ])
+            TableRow(
+                [
+                    one.forward.width,
+                    1000 * one.forward.seconds,
+                    1000 * one.roofline_s,
+                    one.forward.seconds / one.roofline_s,
+                    one.bound,
+                    one.num_bytes / 1e6,
+                    one.flops / 1e9,
+                    one.forward.seconds / plain,
+                ]
+            )
             for one in place.readings
-        ]  # fmt: skip
+        ]
         legend = [f"{formula(place.curve)}; {place.curve.regime}"]
         yield Section(
             "passes", f"{_title(place)}: passes of the target, {how}", ReportTable(PASS_COLUMNS, rows), legend
@@ -169,11 +187,16 @@ def _passes(places: Sequence[ProfiledBatch], how: str) -> Iterator[Section]:
 
 
 ROUND_COLUMNS = (
-    Column("method", "method", "left"), Column("width", "width"), Column("draft_ms", "draft ms"),
-    Column("draft_roofline_ms", "roofline ms"), Column("verify_ms", "verify ms"),
-    Column("verify_roofline_ms", "roofline ms"), Column("host_ms", "host ms"),
-    Column("cost", "cost in plain steps"), Column("break_even_al", "break_even_al"),
-)  # fmt: skip
+    Column("method", "method", "left"),
+    Column("width", "width"),
+    Column("draft_ms", "draft ms"),
+    Column("draft_roofline_ms", "roofline ms"),
+    Column("verify_ms", "verify ms"),
+    Column("verify_roofline_ms", "roofline ms"),
+    Column("host_ms", "host ms"),
+    Column("cost", "cost in plain steps"),
+    Column("break_even_al", "break_even_al"),
+)
 
 
 def _rounds(places: Sequence[ProfiledBatch], how: str) -> Iterator[Section]:
@@ -236,16 +259,24 @@ def _place(place: ProfiledBatch) -> dict[str, Any]:
     rounds = [asdict(one) | {"cost": one.cost, "break_even_al": one.break_even_al} for one in place.rounds]
     verdicts = [
         {
-            "method": one.round.method, "width": one.round.width, "binding": one.binding, "al": one.al,
-            "al_source": one.al_source or None, "speedup": one.speedup, "sentence": sentence(one),
+            "method": one.round.method,
+            "width": one.round.width,
+            "binding": one.binding,
+            "al": one.al,
+            "al_source": one.al_source or None,
+            "speedup": one.speedup,
+            "sentence": sentence(one),
         }
         for one in place.verdicts
-    ]  # fmt: skip
+    ]
     return {
-        "rows": place.rows, "context": place.context, "curve": through,
+        "rows": place.rows,
+        "context": place.context,
+        "curve": through,
         "passes": [asdict(one.forward) | _without(asdict(one), "forward") for one in place.readings],
-        "rounds": rounds, "verdicts": verdicts,
-    }  # fmt: skip
+        "rounds": rounds,
+        "verdicts": verdicts,
+    }
 
 
 def _without(values: dict[str, Any], name: str) -> dict[str, Any]:

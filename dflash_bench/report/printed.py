@@ -14,19 +14,37 @@ from dflash_bench.report.render import latex_escaped
 from dflash_bench.report.words import compared, facts, tally
 
 SUITES = {
-    "gsm8k": "GSM8K", "math500": "MATH-500", "aime24": "AIME 2024", "aime25": "AIME 2025", "humaneval": "HumanEval",
-    "mbpp": "MBPP", "mt_bench": "MT-Bench",
-}  # fmt: skip
+    "gsm8k": "GSM8K",
+    "math500": "MATH-500",
+    "aime24": "AIME 2024",
+    "aime25": "AIME 2025",
+    "humaneval": "HumanEval",
+    "mbpp": "MBPP",
+    "mt_bench": "MT-Bench",
+}
 METHODS = {
-    BASELINE: "plain decoding", "dflash": "DFlash", "eagle3": "EAGLE-3", "eagle3-tree": "EAGLE-3 (tree)",
-    "ddtree": "DDTree", "dflash+ngram": "DFlash + n-gram", "medusa": "Medusa", "block-diffusion": "block diffusion",
-    "draft-model": "draft model", "ngram": "n-gram", "suffix": "suffix decoding", "lookahead": "lookahead",
-    "rest": "REST", "mtp": "MTP", "p-eagle": "P-EAGLE",
-}  # fmt: skip
+    BASELINE: "plain decoding",
+    "dflash": "DFlash",
+    "eagle3": "EAGLE-3",
+    "eagle3-tree": "EAGLE-3 (tree)",
+    "ddtree": "DDTree",
+    "dflash+ngram": "DFlash + n-gram",
+    "medusa": "Medusa",
+    "block-diffusion": "block diffusion",
+    "draft-model": "draft model",
+    "ngram": "n-gram",
+    "suffix": "suffix decoding",
+    "lookahead": "lookahead",
+    "rest": "REST",
+    "mtp": "MTP",
+    "p-eagle": "P-EAGLE",
+}
 AXES = {
-    "speedup.decode": "speed-up over plain decoding", "al.pooled": "acceptance length (tokens per round)",
-    "tps.decode": "tokens per second", "tps.total": "tokens per second, all answers",
-}  # fmt: skip
+    "speedup.decode": "speed-up over plain decoding",
+    "al.pooled": "acceptance length (tokens per round)",
+    "tps.decode": "tokens per second",
+    "tps.total": "tokens per second, all answers",
+}
 
 
 def printed(text: str) -> str:

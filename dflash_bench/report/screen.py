@@ -32,17 +32,33 @@ MOST_NAMED = 48
 LEAVES_OUT = ("bar", "tps", "al", "interval", "exact")
 """The columns that a narrow terminal leaves out, in this order."""
 FAULTS = (
-    *(kind for kind in WRONG if kind != "mismatch"), "worse_answers", "other_target", "other_servers", "reused_prompts",
+    *(kind for kind in WRONG if kind != "mismatch"),
+    "worse_answers",
+    "other_target",
+    "other_servers",
+    "reused_prompts",
     "unjudged",
-)  # fmt: skip
+)
 """Findings to show, the worst first; those that forbid a speed-up stand above them, in sentences."""
 WEAKNESSES = (
-    "no_decode_speed", "slow_plain", "fallback", "shared_machine", "drift", "loops", "truncated", "few_prompts",
-)  # fmt: skip
+    "no_decode_speed",
+    "slow_plain",
+    "fallback",
+    "shared_machine",
+    "drift",
+    "loops",
+    "truncated",
+    "few_prompts",
+)
 HEADS = {
-    "name": "", "speedup": "speed-up", "bar": "", "interval": "95 %", "al": "tokens/round", "tps": "tokens/s",
+    "name": "",
+    "speedup": "speed-up",
+    "bar": "",
+    "interval": "95 %",
+    "al": "tokens/round",
+    "tps": "tokens/s",
     "exact": "exact",
-}  # fmt: skip
+}
 LEFT = ("name", "bar", "interval")
 MARKS = {"exact": "✓", "wrong": "✗", "alike": "≈", "text": "as text", "unjudged": "?"}
 """Marks of methods by their answers: all plain decoding's tokens, some wrong, all alike up to rounding, compared as
@@ -108,9 +124,7 @@ def _in_columns(cells: Sequence[Cell]) -> dict[Settings, dict[str, str]]:
         for name in NAMES
         if len(set(values := [getattr(settings, name) for settings in several])) > 1
     }
-    return {
-        settings: {name: those[getattr(settings, name)] for name, those in words.items()} for settings in several
-    }  # fmt: skip
+    return {settings: {name: those[getattr(settings, name)] for name, those in words.items()} for settings in several}
 
 
 def _plain_rows(document: Document, settings_texts: Mapping[Settings, dict[str, str]]) -> Iterator[ScreenRow]:
@@ -125,7 +139,7 @@ def _plain_rows(document: Document, settings_texts: Mapping[Settings, dict[str, 
 
 def _texts(
     line: MethodLine, speedup: Interval | None, al: float | None, speed: str, scale: tuple[float, float]
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     interval, bar = "", ""
     if speedup and speedup.low is not None and speedup.high is not None:
         interval = bounds(speedup)

@@ -33,10 +33,11 @@ from dflash_bench.results.identity import short_names
 from dflash_bench.results.rounds import edges_of
 from dflash_bench.results.run_info import RunInfo
 
-WRONG = (
-    "mismatch", "plain_drafts", "failed", "no_baseline", "lossy", "imposed", "near_tie",
-    "nothing_drafted", "dead_draft", "unknown_text", "slower",
-)  # fmt: skip
+WRONG = tuple(
+    """
+    mismatch plain_drafts failed no_baseline lossy imposed near_tie nothing_drafted dead_draft unknown_text slower
+    """.split()
+)
 """Findings that a reader must not miss; all others are about weak numbers."""
 
 
@@ -85,11 +86,14 @@ def formulas() -> Section:
 
 
 LOAD_COLUMNS = (
-    Column("num_answers", "answers"), Column("tps.total", "tps.total"), Column("over_plain", "/ plain"),
-    Column("tps.decode", "tps.decode", is_spare=True), Column("ttft_ms", "ttft ms", is_spare=True),
+    Column("num_answers", "answers"),
+    Column("tps.total", "tps.total"),
+    Column("over_plain", "/ plain"),
+    Column("tps.decode", "tps.decode", is_spare=True),
+    Column("ttft_ms", "ttft ms", is_spare=True),
     Column("tpot_ms", "tpot ms", is_spare=True),
     Column("speedup.decode", "speedup.decode [95 %]"),
-)  # fmt: skip
+)
 LOAD_LEGEND = (
     "tps.total = tokens of all answers per second, in which any was being decoded; tps.decode = of single answers, the "
     "slowest/median/fastest; ttft = from having a place to the first token, tpot = per token after it: "
@@ -124,12 +128,15 @@ def concurrency(loads: Sequence[ConcurrencyCurve]) -> list[Section]:
 
 def _level(level: Level, rates: Mapping[float, str]) -> list[Any]:
     return [
-        str(level.concurrency) if level.rate is None else rates[level.rate], level.num_answers,
+        str(level.concurrency) if level.rate is None else rates[level.rate],
+        level.num_answers,
         number(level.tokens_per_s, 1),
         "" if level.over_plain is None else level.over_plain,
         "/".join(number(speed, 1) for speed in (level.slowest, level.median, level.fastest)),
-        _milliseconds(level.ttft_s), _milliseconds(level.tpot_s), level.speedup or "",
-    ]  # fmt: skip
+        _milliseconds(level.ttft_s),
+        _milliseconds(level.tpot_s),
+        level.speedup or "",
+    ]
 
 
 def _goodput(level: Level) -> str:
@@ -261,10 +268,13 @@ def value_texts(option: str, values: Iterable[Value]) -> dict[Value, str]:
     several = list(dict.fromkeys(values))
     numbers = labels.number_words(value for value in several if isinstance(value, float))
     return {
-        value: numbers[value] if isinstance(value, float)
-        else context_name(value) if option == "context" and isinstance(value, int) else str(value)
+        value: numbers[value]
+        if isinstance(value, float)
+        else context_name(value)
+        if option == "context" and isinstance(value, int)
+        else str(value)
         for value in several
-    }  # fmt: skip
+    }
 
 
 def _texts_of(option: str, curve: SweepCurve) -> list[str]:
@@ -284,10 +294,12 @@ def _sweep_table(sweep: Sweep) -> ReportTable:
         texts = _texts_of(sweep.option, curve)
         rows += [TableRow(_point(texts[at], curve, at, point), group) for at, point in enumerate(curve.points)]
     columns = [
-        Column(sweep.option, sweep.option, "left"), Column("num_prompts", "prompts"),
-        Column(LENGTH, f"{LENGTH} [95 %]"), Column(SPEEDUP, f"{SPEEDUP} [95 %]", "left"),
+        Column(sweep.option, sweep.option, "left"),
+        Column("num_prompts", "prompts"),
+        Column(LENGTH, f"{LENGTH} [95 %]"),
+        Column(SPEEDUP, f"{SPEEDUP} [95 %]", "left"),
         Column("best_over_this", "best / this [95 %]"),
-    ]  # fmt: skip
+    ]
     return ReportTable(columns, rows, "suite · method" if has_several else "suite")
 
 
@@ -334,13 +346,17 @@ CONTEXT_LEGEND = (
     "answer; plain step: a token of plain decoding; below break_even_al speculation loses."
 )
 CONTEXT_COLUMNS = (
-    Column("context", "context", "left"), Column("prompt_tokens", "prompt\ntokens", digits=0, has_interval=False),
-    Column("num_prompts", "prompts"), Column("al.pooled", "al.\npooled [95 %]"),
+    Column("context", "context", "left"),
+    Column("prompt_tokens", "prompt\ntokens", digits=0, has_interval=False),
+    Column("num_prompts", "prompts"),
+    Column("al.pooled", "al.\npooled [95 %]"),
     Column("break_even_al", "break_even_al", has_interval=False),
     Column("draft_prefill_ms", "draft\nprefill ms", has_interval=False),
-    Column("draft_ms", "draft\nms", has_interval=False), Column("verify_ms", "verify\nms", has_interval=False),
-    Column("plain_ms", "plain\nstep ms", has_interval=False), Column("speedup.decode", "speedup.\ndecode [95 %]"),
-)  # fmt: skip
+    Column("draft_ms", "draft\nms", has_interval=False),
+    Column("verify_ms", "verify\nms", has_interval=False),
+    Column("plain_ms", "plain\nstep ms", has_interval=False),
+    Column("speedup.decode", "speedup.\ndecode [95 %]"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,11 +94,18 @@ def _line(document: Document, line: MethodLine, page: str) -> SiteLine:
     speedup, al = over_all(document.cells, line)
     suites = labels.suite_list(dict.fromkeys((cell.suite, cell.source) for cell in document.cells if cell.num_prompts))
     return SiteLine(
-        page, str(info.started or "")[:16].replace("T", " "), Path(str(info.identity.model)).name, suites, line.name,
-        with_interval(speedup), number(al), speed_text(line.cells_of(document.cells)),
+        page,
+        str(info.started or "")[:16].replace("T", " "),
+        Path(str(info.identity.model)).name,
+        suites,
+        line.name,
+        with_interval(speedup),
+        number(al),
+        speed_text(line.cells_of(document.cells)),
         "all failed" if document.why_empty else exact_text(document, line),
-        about.get("machine", ""), str(info.identity.network or info.identity.engine or ""),
-    )  # fmt: skip
+        about.get("machine", ""),
+        str(info.identity.network or info.identity.engine or ""),
+    )
 
 
 def _index(lines: Sequence[SiteLine]) -> str:
@@ -168,8 +175,12 @@ def runs_text(several: Sequence[RunListing], width: int | None = None) -> str:
 def as_json(several: Sequence[RunListing]) -> list[dict[str, Any]]:
     return [
         {
-            "run": f"@{number}", "folder": str(one.folder), "suites": one.suites, "methods": one.methods,
-            "state": one.state, "error": one.error,
+            "run": f"@{number}",
+            "folder": str(one.folder),
+            "suites": one.suites,
+            "methods": one.methods,
+            "state": one.state,
+            "error": one.error,
         }
         for number, one in enumerate(several, start=1)
-    ]  # fmt: skip
+    ]

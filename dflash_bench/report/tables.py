@@ -158,9 +158,14 @@ class ReportTable:
 
     @classmethod
     def of(
-        cls, heads: Sequence[str], rows: Sequence[Sequence[Value]], left: int = 1, keys: Sequence[CellKey] = (),
-        spare: Sequence[str] = (), groups: Sequence[str] = (),
-    ) -> ReportTable:  # fmt: skip
+        cls,
+        heads: Sequence[str],
+        rows: Sequence[Sequence[Value]],
+        left: int = 1,
+        keys: Sequence[CellKey] = (),
+        spare: Sequence[str] = (),
+        groups: Sequence[str] = (),
+    ) -> ReportTable:
         """Make a table whose columns are identified by their heads alone; the first `left` hold names.
 
         `keys` are the rows' keys, if a page can filter them, and `groups` the suites above them; narrow screens leave

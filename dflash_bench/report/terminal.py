@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from dflash_bench.tasks.suites import SuiteListing
 
 
-def suites_text(
-    listings: Sequence[SuiteListing], groups: Mapping[str, Sequence[str]], width: int | None = None
-) -> str:  # fmt: skip
+def suites_text(listings: Sequence[SuiteListing], groups: Mapping[str, Sequence[str]], width: int | None = None) -> str:
     """Return one line per suite, with its title and source below; then the groups."""
     heads = ("suite", "embedded", "scored by", "licence")
     below = [[one.suite.title, _source(one)] for one in listings]
@@ -47,7 +45,7 @@ def _source(listing: SuiteListing) -> str:
 
 def _list(
     heads: Sequence[str], rows: Sequence[Sequence[str]], below: Sequence[Sequence[str]], width: int | None
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """Yield a table whose rows have paragraphs below them; its values are stacked if it does not fit."""
     head, *lines = tables.aligned(heads, rows, left=len(heads)).splitlines()
     if width is None or max(map(len, [head, *lines])) <= width:
@@ -133,12 +131,14 @@ def markdown() -> str:
     heads = ("method", "what it is", "weights", "drafts", "lossless")
     rows = [
         (
-            f"`{kind.name}{'[:N]' if kind.count else ''}`", tables.in_markdown(kind.summary),
+            f"`{kind.name}{'[:N]' if kind.count else ''}`",
+            tables.in_markdown(kind.summary),
             f"`{kind.weights}`" if kind.weights else "none",
-            DRAFTED[kind.shape], "yes" if kind.lossless else "**no**",
+            DRAFTED[kind.shape],
+            "yes" if kind.lossless else "**no**",
         )
         for kind in METHODS.values()
-    ]  # fmt: skip
+    ]
     sections = (f"### {kind.name}\n\n{_options_in_markdown(kind)}" for kind in METHODS.values() if kind.options)
     return "\n\n".join([_table_methods(heads, rows), "## Options of each method", *sections])
 

@@ -25,9 +25,7 @@ from dflash_bench.results.run_info import (
 )
 
 GB = 1e9
-PLAIN_WORDS = {
-    "speedup.decode": "speed-up", "al.pooled": "tokens a round", "tps.total": "tokens/s of all answers",
-}  # fmt: skip
+PLAIN_WORDS = {"speedup.decode": "speed-up", "al.pooled": "tokens a round", "tps.total": "tokens/s of all answers"}
 """Names of figures where space is short: at the axes of plots, which explain the ids below."""
 
 

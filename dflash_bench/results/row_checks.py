@@ -31,13 +31,20 @@ VERDICTS = {
 }
 """For each verdict, the columns of where the answer diverges, by how much, and how much rounding explains."""
 COLUMNS = (
-    "method", "token_ids", "drafted_ids", "drafted_parents", "verified", "start_s", "end_s", "temperature",
-    "concurrency", "rate", "counted_by", "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s",
-    "draft_prefill_s", "error",
-    "order", "clock_s", *COUNTS, *SECONDS, *VERDICTS,
-    *(name for names in VERDICTS.values() for name in names), *TOKENS, *TOTALS, *THINKING, "text",
+    *"""
+        method token_ids drafted_ids drafted_parents verified start_s end_s temperature concurrency rate counted_by
+        finish_reason num_prompt_tokens prefill_s decode_s draft_prefill_s error order clock_s
+        """.split(),
+    *COUNTS,
+    *SECONDS,
+    *VERDICTS,
+    *(name for names in VERDICTS.values() for name in names),
+    *TOKENS,
+    *TOTALS,
+    *THINKING,
+    "text",
     *(name for one in measurements() if one.checks for name in one.columns),
-)  # fmt: skip
+)
 """The columns that the checks need."""
 SHARE, AT_LEAST_S = 1e-3, 1e-4
 """Two readings of one time agree within this share plus these seconds: rounds are stored in float32, and a GPU's clock
@@ -379,13 +386,22 @@ def _contradicting(rows: RowArrays) -> Any:
     ways, is_stopped = rows.batch.column("counted_by").to_pylist(), rows.is_one_of("finish_reason", ["stop"])
     hides, num = rows.is_known("num_hidden_tokens"), _num_tokens(rows)
     rounds, drafted, accepted = (rows.counts(name) for name in TOTALS)
-    return np.array([
-        rule_of(way) is not None and contradiction(
-            AcceptanceCounts(int(rounds[at]), int(accepted[at]), None if drafted[at] < 0 else int(drafted[at]), by=way),
-            int(num[at]), at_limit=not is_stopped[at], hides_tokens=bool(hides[at]),
-        ) is not None
-        for at, way in enumerate(ways)
-    ], dtype=bool)  # fmt: skip
+    return np.array(
+        [
+            rule_of(way) is not None
+            and contradiction(
+                AcceptanceCounts(
+                    int(rounds[at]), int(accepted[at]), None if drafted[at] < 0 else int(drafted[at]), by=way
+                ),
+                int(num[at]),
+                at_limit=not is_stopped[at],
+                hides_tokens=bool(hides[at]),
+            )
+            is not None
+            for at, way in enumerate(ways)
+        ],
+        dtype=bool,
+    )
 
 
 @check(PHYSICS, f"its rounds follow {UNKNOWN_RULE}")

@@ -455,10 +455,11 @@ def _are_lists_of_objects(*values: Any) -> bool:
 
 
 PROMPTS_FILE = "prompts.parquet"
-PROMPTS_COLUMNS = (
-    "suite", "prompt_id", "prompt_hash", "category", "opening", "turns", "closing", "reference", "alternatives",
-    "slices", "paddings", "row",
-)  # fmt: skip
+PROMPTS_COLUMNS = tuple(
+    """
+    suite prompt_id prompt_hash category opening turns closing reference alternatives slices paddings row
+    """.split()
+)
 """`opening` holds the messages before the first turn, with their roles, and in `more` other fields for chat templates,
 as JSON; `turns` the user's messages; `closing` the messages between the only turn and its answer; `alternatives` other
 correct references; `slices` the columns by which answers can be grouped; `row` what scorers read besides the reference,
@@ -475,10 +476,13 @@ def write_prompts(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     text = pa.string()
     messages, texts = pa.list_(pa.struct([("role", text), ("content", text), ("more", text)])), pa.list_(text)
     kinds = {
-        "opening": messages, "turns": texts, "closing": messages, "alternatives": texts,
+        "opening": messages,
+        "turns": texts,
+        "closing": messages,
+        "alternatives": texts,
         "slices": pa.list_(pa.struct([("column", text), ("value", text)])),
         "paddings": pa.list_(pa.struct([("context", pa.int32()), ("text", text)])),
-    }  # fmt: skip
+    }
     schema = pa.schema([(name, kinds.get(name, pa.string())) for name in PROMPTS_COLUMNS])
     table = pa.Table.from_pylist([dict(row) for row in rows], schema)
     write_whole(folder / PROMPTS_FILE, lambda file: parquet.write_table(table, file, compression="zstd"))

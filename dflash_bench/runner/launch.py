@@ -167,9 +167,17 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
     num_copies = len(resolved.methods) + (0 if num_gpus and device == "cpu" else 1)
     _refuse_too_little(home, num_copies, list(drafts.values()), num_gpus)
     plain = LaunchSpec(
-        resolved.methods[0], request.name.rpartition("/")[2], home, None, None, _length(resolved, home),
-        max(request.concurrency, default=1), dtype, GPU_SHARE / num_copies, request.trust_remote_code,
-    )  # fmt: skip
+        resolved.methods[0],
+        request.name.rpartition("/")[2],
+        home,
+        None,
+        None,
+        _length(resolved, home),
+        max(request.concurrency, default=1),
+        dtype,
+        GPU_SHARE / num_copies,
+        request.trust_remote_code,
+    )
     if program.wants_gguf:
         plain = replace(plain, target=str(_as_gguf(home, None, tell)))
     specs = [plain]
@@ -188,9 +196,11 @@ def launch_specs(program: Program, resolved: RunPlan, tell: Callable[[str], obje
         if isinstance(config, DFlashConfig):
             _refuse_more(method, len(rates), config.num_drafts(config.block_size))
         drafting = replace(
-            own, num_drafts=_num_drafts(drafter, model, config), kind=getattr(config, "kind", ""),
+            own,
+            num_drafts=_num_drafts(drafter, model, config),
+            kind=getattr(config, "kind", ""),
             shifted=getattr(config, "shifted_labels", False),
-        )  # fmt: skip
+        )
         if not computes(program, drafting):
             raise UserError(
                 f"--launch {program.name} cannot draft by {method.label}, a {drafting.kind} draft; of its family it "

@@ -57,9 +57,13 @@ def open_servers(resolved: RunPlan, addresses: Sequence[Address]) -> ServerBacke
 
     request = resolved.request
     backend = ServerBackend(
-        addresses, config.access_of(request), resolved.max_new_tokens, request.seed or 0,
-        dialect=request.dialect, model=request.served_model,
-    )  # fmt: skip
+        addresses,
+        config.access_of(request),
+        resolved.max_new_tokens,
+        request.seed or 0,
+        dialect=request.dialect,
+        model=request.served_model,
+    )
     backend.asks_to_think = request.thinking is not None
     for one in resolved.instruments.values():
         one.connected(backend)
@@ -155,19 +159,30 @@ def open_engine(
         models = models.sharing_memory(num_workers)
     where = {"device": device, "device_map": request.device_map, "threads": threads, "quantize": request.quantize}
     return open_backend(
-        models, model, methods, max_new_tokens, request.seed or 0, where, request.engine, request.capture, cache_bytes,
-        request.kernels, lets_go,
-    )  # fmt: skip
+        models,
+        model,
+        methods,
+        max_new_tokens,
+        request.seed or 0,
+        where,
+        request.engine,
+        request.capture,
+        cache_bytes,
+        request.kernels,
+        lets_go,
+    )
 
 
 def placement_of(request: RunRequest) -> Placement:
     from dflash_bench.models.targets import Placement
 
     return Placement(
-        spread=request.device_map is not None, attention=request.attention,
-        trust_remote_code=request.trust_remote_code, quantize=request.quantize,
+        spread=request.device_map is not None,
+        attention=request.attention,
+        trust_remote_code=request.trust_remote_code,
+        quantize=request.quantize,
         date=request.date or date.today().isoformat(),
-    )  # fmt: skip
+    )
 
 
 def forwards_of(backend: Backend) -> dict[str, Any] | None:

@@ -284,8 +284,9 @@ def _passes(answer: AnswerMoments) -> Objection | None:
 def _timed(answer: AnswerMoments, generation: Generation, *, is_alone: bool) -> Objection | None:
     """Compare the times; in a batch an answer may end after its last token is observed, and prefill during decoding."""
     times: Mapping[str, tuple[float, Span]] = {
-        "decoding": (generation.decode_s, answer.decode), "prefill": (generation.prefill_s, answer.prefill)
-    }  # fmt: skip
+        "decoding": (generation.decode_s, answer.decode),
+        "prefill": (generation.prefill_s, answer.prefill),
+    }
     for what, (seconds, span) in times.items():
         if not (span.agrees(seconds) if is_alone else span.at_least(seconds)):
             return _late(what, seconds, span)

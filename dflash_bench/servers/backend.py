@@ -302,10 +302,15 @@ def _failed(generation: Generation, text: str) -> Generation:
     place = common_prefix_length(_bare(generation.text), _bare(text))
     server, decoded = (visible(shortened(_bare(one)[place:], 40)) for one in (generation.text, text))
     return Generation(
-        generation.token_ids, generation.text, "error", generation.num_prompt_tokens, 0.0, 0.0,
+        generation.token_ids,
+        generation.text,
+        "error",
+        generation.num_prompt_tokens,
+        0.0,
+        0.0,
         error=f"its text is not that of its tokens: from character {place} on it is '{server}', and they are "
         f"'{decoded}'",
-    )  # fmt: skip
+    )
 
 
 def arrivals(num: int, rate: float, seed: str) -> list[float]:

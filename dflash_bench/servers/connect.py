@@ -193,7 +193,11 @@ def _choose_model(client: Client, pages: Pages, wanted: str | None) -> str | Non
 def describe(server: Server, prompts: str) -> Mapping[str, Any]:
     """Describe a server for `run.json`; `prompts` is the form of the prompts sent to it."""
     return {
-        "address": server.address, "dialect": server.dialect.name, "version": server.info.version,
-        "model": server.model, "prompts": prompts, "prefix_cache": server.prefix_cache,
+        "address": server.address,
+        "dialect": server.dialect.name,
+        "version": server.info.version,
+        "model": server.model,
+        "prompts": prompts,
+        "prefix_cache": server.prefix_cache,
         "facts": dict(server.info.properties),
-    }  # fmt: skip
+    }

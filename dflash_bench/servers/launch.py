@@ -142,10 +142,13 @@ class LaunchedServers:
             log.write(f"{hidden(str(argv), self.secrets)}\n".encode())
             log.flush()
             self.processes[spec.method.label] = subprocess.Popen(
-                [sys.executable, "-I", supervisor.__file__, *argv.reveal()], stdin=subprocess.PIPE, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
+                [sys.executable, "-I", supervisor.__file__, *argv.reveal()],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
                 env={**os.environ, supervisor.TO_HIDE: json.dumps(forms)},
-            )  # fmt: skip
+            )
 
     def _wait(self, label: str, port: int, tell: Callable[[str], None]) -> None:
         begin_s = time.monotonic()

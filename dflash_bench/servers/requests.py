@@ -167,19 +167,19 @@ def _count(timed: TimedGeneration, counts: AcceptanceCounts | str) -> TimedGener
     generation, why = timed.generation, counts if isinstance(counts, str) else None
     if not isinstance(counts, str):
         at_limit = generation.finish_reason != "stop"
-        wrong = contradiction(
-            counts, generation.num_tokens, at_limit=at_limit, hides_tokens=generation.hides_tokens
-        )  # fmt: skip
+        wrong = contradiction(counts, generation.num_tokens, at_limit=at_limit, hides_tokens=generation.hides_tokens)
         if wrong is None:
             counted = replace(
-                generation, total_rounds=counts.rounds, total_drafted=counts.drafted, total_accepted=counts.accepted,
-                counted_by=counts.by, uncounted=None,
-            )  # fmt: skip
+                generation,
+                total_rounds=counts.rounds,
+                total_drafted=counts.drafted,
+                total_accepted=counts.accepted,
+                counted_by=counts.by,
+                uncounted=None,
+            )
             return replace(timed, generation=counted, accepted_at=counts.by_position)
         why = f"the server's counts cannot be right ({counts.by}): {wrong}"
-        generation = replace(
-            generation, total_rounds=None, total_drafted=None, total_accepted=None, counted_by=None
-        )  # fmt: skip
+        generation = replace(generation, total_rounds=None, total_drafted=None, total_accepted=None, counted_by=None)
     return replace(timed, generation=replace(generation, uncounted=why), accepted_at=None)
 
 

@@ -15,10 +15,18 @@ MOST = 2**31
 LETTERS = 1024
 """The most characters per token of an answer, on average; a little slack is added."""
 FINISHES: dict[str, FinishReason] = {
-    "stop": "stop", "eos": "stop", "eos_token": "stop", "end_turn": "stop", "stop_sequence": "stop",
-    "tool_calls": "stop", "tool_use": "stop", "function_call": "stop",
-    "length": "length", "limit": "length", "max_tokens": "length",
-}  # fmt: skip
+    "stop": "stop",
+    "eos": "stop",
+    "eos_token": "stop",
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "tool_calls": "stop",
+    "tool_use": "stop",
+    "function_call": "stop",
+    "length": "length",
+    "limit": "length",
+    "max_tokens": "length",
+}
 """Servers' names for the two ways in which an answer ends."""
 UNFINISHED = ("", "null", "None")
 """Finish reasons that some servers write before there is one."""

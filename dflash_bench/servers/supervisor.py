@@ -39,9 +39,12 @@ def main() -> int:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
     secrets = [text.encode() for text in json.loads(os.environ.pop(TO_HIDE, "[]"))]
     process = subprocess.Popen(
-        sys.argv[1:], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        sys.argv[1:],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         preexec_fn=_die_with_parent if ON_LINUX else None,
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     log = threading.Thread(target=_copy, args=(process.stdout.fileno(), Log(), secrets), daemon=True)
     log.start()

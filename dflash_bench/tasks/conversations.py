@@ -20,9 +20,16 @@ from dflash_bench.core.types import SESSION, TOOLS, Message
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """OpenAI's roles, and their equivalents in chat templates."""
 SPEAKERS = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
-    "bard": "assistant", "bing": "assistant", "bot": "assistant", "assistant": "assistant",
-}  # fmt: skip
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "bot": "assistant",
+    "assistant": "assistant",
+}
 """ShareGPT's names in `from`, and their roles."""
 MESSAGES = f"a list of {{role, content}} with a message of the user; roles: {', '.join(ROLES)}"
 AS_OPENAI = "write it as OpenAI's API has it"

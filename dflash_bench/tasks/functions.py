@@ -31,10 +31,15 @@ TYPES = {
 DOCUMENTS = "multi_turn_func_doc"
 """The folder beside its multi-turn files that holds the functions of each class."""
 DOCUMENT_OF = {
-    "GorillaFileSystem": "gorilla_file_system", "MathAPI": "math_api", "MessageAPI": "message_api",
-    "TicketAPI": "ticket_api", "TradingBot": "trading_bot", "TravelAPI": "travel_booking", "TwitterAPI": "posting_api",
+    "GorillaFileSystem": "gorilla_file_system",
+    "MathAPI": "math_api",
+    "MessageAPI": "message_api",
+    "TicketAPI": "ticket_api",
+    "TradingBot": "trading_bot",
+    "TravelAPI": "travel_booking",
+    "TwitterAPI": "posting_api",
     "VehicleControlAPI": "vehicle_control",
-}  # fmt: skip
+}
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]")
 """Characters that OpenAI's API rejects in function names; BFCL has dots."""
 

@@ -215,9 +215,15 @@ def _start(request: dict[str, Any], folder: str) -> Iterator[_Supervisor]:
         file.write(marshal.dumps(request))  # a file, so as not to wait for a supervisor that does not read
         file.seek(0)
         with subprocess.Popen(
-            _SUPERVISOR, stdin=file, stdout=subprocess.PIPE, stderr=errors, cwd=folder, env=_SUPERVISOR_ENV,
-            pass_fds=(request["receiving"], request["sending"]), start_new_session=True,
-        ) as process:  # fmt: skip
+            _SUPERVISOR,
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            cwd=folder,
+            env=_SUPERVISOR_ENV,
+            pass_fds=(request["receiving"], request["sending"]),
+            start_new_session=True,
+        ) as process:
             supervisor = _Supervisor(process, errors.fileno())
             try:
                 yield supervisor

@@ -157,9 +157,13 @@ def _answer(
 
 
 def decode_all(
-    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], limits: Limits, sampling: Sampling,
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    sampling: Sampling,
     seeds: Sequence[int],
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Return the tokens of the answers to all prompts, decoded together."""
     answers: list[list[int]] = [[] for _ in prompts]
     for step in decode(target, drafter, prompts, limits, sampling, HostClock(), seeds):

@@ -60,9 +60,16 @@ def acceptance_of(folder: Path) -> Acceptance | None:
 
 
 def write(
-    folder: Path, request: TrainRequest, prompts: Sequence[Chat], overlaps: Sequence[Overlap], history: History,
-    rate: float, num_answer_tokens: int, num_later: int, measured: Acceptance,
-) -> None:  # fmt: skip
+    folder: Path,
+    request: TrainRequest,
+    prompts: Sequence[Chat],
+    overlaps: Sequence[Overlap],
+    history: History,
+    rate: float,
+    num_answer_tokens: int,
+    num_later: int,
+    measured: Acceptance,
+) -> None:
     """Write the card, and beside it acceptance and history in machine-readable form."""
     name = presets.name(request.target)
     sources = Counter(Path(prompt.source).name for prompt in prompts)

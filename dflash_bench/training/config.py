@@ -23,10 +23,11 @@ MOST_SLIM_RANK = 64
 SLIM = ("zlab", "specforge", "safeailab")
 """Formats of drafts that may leave their head to the target."""
 
-DECISIVE = (
-    "init", "layers", "block_size", "rank", "depth", "draft_vocab", "mask_token", "epochs", "steps", "distil",
-    "patience", "slim",
-)  # fmt: skip
+DECISIVE = tuple(
+    """
+    init layers block_size rank depth draft_vocab mask_token epochs steps distil patience slim
+    """.split()
+)
 """Options that determine the draft, besides its rate and seed."""
 
 _options, _prompts, _answers = under("Options"), under("Prompts"), under("Answers")

@@ -21,9 +21,15 @@ from dflash_bench.training.trainer import Objective
 
 
 def block_hidden(
-    draft: DFlashDraft, features: Tensor, embedding: Tensor, tables: Rotary, position: Tensor, tokens: Tensor,
-    start: Tensor, visible: Tensor,
-) -> Tensor:  # fmt: skip
+    draft: DFlashDraft,
+    features: Tensor,
+    embedding: Tensor,
+    tables: Rotary,
+    position: Tensor,
+    tokens: Tensor,
+    start: Tensor,
+    visible: Tensor,
+) -> Tensor:
     """Return the normed states [R, A, B, H] of all blocks of a batch at once; blocks never see each other.
 
     `features` [R, N, K * H] are the target's states, `tokens` [R, A] the anchors' ids, `start` [R, A] their positions,
@@ -80,9 +86,15 @@ class DFlashObjective(Objective):
     draft: DFlashDraft
 
     def __init__(
-        self, draft: DFlashDraft, rows: Data, vocab: DraftVocab, num_anchors: int, gamma: float, distil: float = 0.0,
+        self,
+        draft: DFlashDraft,
+        rows: Data,
+        vocab: DraftVocab,
+        num_anchors: int,
+        gamma: float,
+        distil: float = 0.0,
         compiled: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(draft, rows)
         self.vocab, self.num_anchors, self.distil = vocab, num_anchors, distil
         self.weights = slot_weights(draft.config.block_size, gamma).to(self.device)
@@ -102,9 +114,15 @@ class DFlashObjective(Objective):
         labels, valid = self.labels(batch, anchors, real)
         with self.half():
             hidden = self.hidden(
-                self.draft, features, self.vocab.embedding, self.tables, batch.position, batch.ids.gather(1, anchors),
-                batch.position.gather(1, anchors), context_mask(batch, anchors),
-            )  # fmt: skip
+                self.draft,
+                features,
+                self.vocab.embedding,
+                self.tables,
+                batch.position,
+                batch.ids.gather(1, anchors),
+                batch.position.gather(1, anchors),
+                context_mask(batch, anchors),
+            )
         return hidden, labels, valid, anchors
 
     def loss(self, index: list[int], step: int) -> Tensor:
@@ -150,9 +168,15 @@ class CorrectedObjective(DFlashObjective):
     """
 
     def __init__(
-        self, draft: Any, rows: Data, vocab: DraftVocab, num_anchors: int, gamma: float, distil: float = 0.0,
+        self,
+        draft: Any,
+        rows: Data,
+        vocab: DraftVocab,
+        num_anchors: int,
+        gamma: float,
+        distil: float = 0.0,
         compiled: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(draft, rows, vocab, num_anchors, gamma, distil, compiled)
         config = draft.config
         self.num_drafts, self.slots = config.num_drafts(config.block_size), config.slots(config.block_size)

@@ -96,18 +96,27 @@ def mask_token(tokenizer: Any, num_embeddings: int, wanted: str | None) -> int:
 
 
 def new_dflash(
-    target: Any, layers: tuple[int, ...], num_layers: int, block_size: int, mask_token_id: int, seed: int,
+    target: Any,
+    layers: tuple[int, ...],
+    num_layers: int,
+    block_size: int,
+    mask_token_id: int,
+    seed: int,
     token_ids: Tensor | None = None,
-) -> DFlashDraft:  # fmt: skip
+) -> DFlashDraft:
     """Return a fresh DFlash draft whose last norm starts as the target's.
 
     With `token_ids` [Vd], ascending, it drafts only these tokens: its head holds the target's rows for them, untrained.
     """
     reduced: dict[str, Any] = {} if token_ids is None else {"own_head": True, "draft_vocab_size": len(token_ids)}
     config = DFlashConfig(
-        num_layers=num_layers, block_size=block_size, mask_token_id=mask_token_id, target_layer_ids=layers,
-        **reduced, **_shape(target),
-    )  # fmt: skip
+        num_layers=num_layers,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        target_layer_ids=layers,
+        **reduced,
+        **_shape(target),
+    )
     draft = DFlashDraft(config)
     dflash.initialise(draft, seed)
     _quieten(draft.norm, target)

@@ -52,9 +52,13 @@ def step_states(
 
 
 def distillation_loss(
-    scores: Callable[[Tensor], Tensor], states: list[Tensor], teacher: Tensor, places: Tensor, masks: list[Tensor],
+    scores: Callable[[Tensor], Tensor],
+    states: list[Tensor],
+    teacher: Tensor,
+    places: Tensor,
+    masks: list[Tensor],
     t2d: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the soft cross-entropy against the target's logits [n, V] at `places` [R, N], over the draft vocabulary.
 
     `scores` maps states [m, H] to logits [m, Vd]; it is called only where something is learnt, since it takes most of a

@@ -166,9 +166,14 @@ def num_steps(request: TrainRequest, num_rows: int, group: ProcessGroup = ALONE)
 
 def recipe_of(request: TrainRequest, steps: int, rate: float) -> DraftRecipe:
     return DraftRecipe(
-        steps=steps, matrix_lr=rate, other_lr=rate * OF_OTHERS, rows=ROWS, warmup=max(1, min(60, steps // 10)),
-        seed=request.seed, patience=request.patience,
-    )  # fmt: skip
+        steps=steps,
+        matrix_lr=rate,
+        other_lr=rate * OF_OTHERS,
+        rows=ROWS,
+        warmup=max(1, min(60, steps // 10)),
+        seed=request.seed,
+        patience=request.patience,
+    )
 
 
 def searched_rate(prepared: PreparedTraining, rows: PackedRows, tell: Tell) -> float:
@@ -280,9 +285,16 @@ def perform(request: TrainRequest, tell: Tell) -> Path | None:
     trained, held_out = split(items, request.seed)
     model = prepared.models.target
     rows = PackedRows(
-        trained, prepared.layers, final_norm(model), ROW_LENGTH, pad_id(prepared.models), request.seed, held_out,
-        prepared.target.device, prepared.compute,
-    )  # fmt: skip
+        trained,
+        prepared.layers,
+        final_norm(model),
+        ROW_LENGTH,
+        pad_id(prepared.models),
+        request.seed,
+        held_out,
+        prepared.target.device,
+        prepared.compute,
+    )
     rate = request.rate or searched_rate(prepared, rows, tell)
     objective, history, before = fitted(prepared, rows, held_out, rate, tell)
     if not group.is_first:
@@ -368,9 +380,14 @@ def estimate(request: TrainRequest, tell: Tell) -> Estimate:
     steps = num_steps(request, num_rows)
     unit = 1 if sys.platform == "darwin" else 1024
     return Estimate(
-        num_answers, num_tokens, num_tokens * token_s, steps, steps * step_s,
-        disk_bytes(prepared), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-    )  # fmt: skip
+        num_answers,
+        num_tokens,
+        num_tokens * token_s,
+        steps,
+        steps * step_s,
+        disk_bytes(prepared),
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+    )
 
 
 def _try_answers(prepared: PreparedTraining, folder: Path) -> float:

@@ -219,9 +219,13 @@ def train(
 
 
 def _step(
-    objective: Objective, made: list[torch.optim.Optimizer], index: list[int], step: int, path: Path,
+    objective: Objective,
+    made: list[torch.optim.Optimizer],
+    index: list[int],
+    step: int,
+    path: Path,
     group: ProcessGroup,
-) -> float:  # fmt: skip
+) -> float:
     """Take one step and return the loss. Raises UserError if it is NaN or infinite."""
     loss = objective.loss(index, step)
     value = group.mean(loss.item(), loss.device)

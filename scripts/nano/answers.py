@@ -160,9 +160,15 @@ def pack_rows(items: list[Conversation], length: int, pad: int, seed: int) -> li
 
 
 def compute(
-    model: Any, items: list[Conversation], layers: tuple[int, ...], folder: Path, length: int, pad: int, seed: int,
+    model: Any,
+    items: list[Conversation],
+    layers: tuple[int, ...],
+    folder: Path,
+    length: int,
+    pad: int,
+    seed: int,
     report: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     """Store the packed rows, and the outputs of `layers` and the final states on them, in `folder`."""
     batches = pack_rows(items, length, pad, seed)
     for layer in model.model.layers:

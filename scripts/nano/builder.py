@@ -129,9 +129,14 @@ class Builder:
         recipe, path = self.recipe, self.work / "responses.pt"
         if not path.exists():
             items = answers.collect(
-                model, tokenizer, recipe.num_greedy, recipe.num_sampled, recipe.response_seed, recipe.row_length,
+                model,
+                tokenizer,
+                recipe.num_greedy,
+                recipe.num_sampled,
+                recipe.response_seed,
+                recipe.row_length,
                 self.report,
-            )  # fmt: skip
+            )
             trainer.save_whole(path, [(item.ids, item.prompt_length) for item in items])
         if not (self.work / "rows.pt").exists():
             items = [answers.Conversation(*pair) for pair in torch.load(path, weights_only=True)]
@@ -158,11 +163,18 @@ class Builder:
         """Return a fresh draft with the target's final norm, because it uses the target's head."""
         recipe, size = self.recipe, self.recipe.target
         config = DFlashConfig(
-            hidden_size=size.hidden, intermediate_size=size.intermediate, num_layers=recipe.num_draft_layers,
-            num_heads=recipe.num_heads, num_kv_heads=recipe.num_kv_heads, head_dim=64, vocab_size=NUM_EMBEDDINGS,
-            block_size=recipe.block_size, mask_token_id=MASK_TOKEN_ID, target_layer_ids=self._five(),
+            hidden_size=size.hidden,
+            intermediate_size=size.intermediate,
+            num_layers=recipe.num_draft_layers,
+            num_heads=recipe.num_heads,
+            num_kv_heads=recipe.num_kv_heads,
+            head_dim=64,
+            vocab_size=NUM_EMBEDDINGS,
+            block_size=recipe.block_size,
+            mask_token_id=MASK_TOKEN_ID,
+            target_layer_ids=self._five(),
             num_target_layers=size.layers,
-        )  # fmt: skip
+        )
         draft = DFlashDraft(config)
         dflash_models.initialise(draft, recipe.dflash.seed)
         draft.norm.weight.data.copy_(self._target_weight("model.norm.weight"))
@@ -172,10 +184,16 @@ class Builder:
         """Return a fresh draft with the target's norm and head, for the most frequent answer tokens only."""
         recipe, size = self.recipe, self.recipe.target
         config = Eagle3Config(
-            hidden_size=size.hidden, intermediate_size=size.intermediate, num_heads=recipe.num_heads,
-            num_kv_heads=recipe.num_kv_heads, head_dim=64, vocab_size=NUM_EMBEDDINGS,
-            draft_vocab_size=recipe.draft_vocab_size, target_layer_ids=self._three(), num_target_layers=size.layers,
-        )  # fmt: skip
+            hidden_size=size.hidden,
+            intermediate_size=size.intermediate,
+            num_heads=recipe.num_heads,
+            num_kv_heads=recipe.num_kv_heads,
+            head_dim=64,
+            vocab_size=NUM_EMBEDDINGS,
+            draft_vocab_size=recipe.draft_vocab_size,
+            target_layer_ids=self._three(),
+            num_target_layers=size.layers,
+        )
         draft = Eagle3Draft(config)
         dflash_models.initialise(draft, recipe.eagle3.seed)
         counts = torch.bincount(rows.ids[rows.answer], minlength=NUM_EMBEDDINGS)

@@ -92,10 +92,16 @@ REBUILD = "- rebuild: `scripts/nano/train` (in bfloat16, so that another CPU giv
 
 
 def write(
-    output: Path, recipe: dict[str, Any], histories: dict[str, History], sweep: dict[str, Any], num_rows: int,
-    num_answer_tokens: int, extra: Path | None, overlaps: Mapping[str, tuple[Sequence[Overlap], int]],
+    output: Path,
+    recipe: dict[str, Any],
+    histories: dict[str, History],
+    sweep: dict[str, Any],
+    num_rows: int,
+    num_answer_tokens: int,
+    extra: Path | None,
+    overlaps: Mapping[str, tuple[Sequence[Overlap], int]],
     acceptance: AcceptedBySuite,
-) -> None:  # fmt: skip
+) -> None:
     """Write the cards; `overlaps` with test suites by `target` and `drafts`, with the number of prompts compared."""
     for name, history in histories.items():
         own = recipe[name.replace("-", "_")]
@@ -149,9 +155,15 @@ def acceptance(target: Path, drafts: Mapping[str, Path], out: Path) -> AcceptedB
     """Decode all embedded prompts with each draft, by the defaults of `run`."""
     most = presets.preset("nano").max_new_tokens
     run = db.run(
-        suite=list(SUITES), methods=list(drafts), target=target, drafts=drafts, data="embedded", out=out, device="cpu",
+        suite=list(SUITES),
+        methods=list(drafts),
+        target=target,
+        drafts=drafts,
+        data="embedded",
+        out=out,
+        device="cpu",
         max_new_tokens=most,
-    )  # fmt: skip
+    )
     found = run.metrics()
     of = found[found["metric"] == "al.pooled"].set_index(["suite", "method"])["value"]
     return {suite: {name: float(of[suite, name]) for name in drafts} for suite in SUITES}

@@ -64,41 +64,54 @@ def _alike(name: str, **changes: Any) -> Variant:
 
 TABLES = (
     Table(
-        "Layers of the draft", "Paper, table 6: acceptance rises from 3 to 5 to 8 layers",
+        "Layers of the draft",
+        "Paper, table 6: acceptance rises from 3 to 5 to 8 layers",
         tuple(_alike(f"{n} layers" if n > 1 else "1 layer", layers=n) for n in (1, 2, 4, 5)),
         ("5 layers", "4 layers", "base", "2 layers", "1 layer"),
     ),
     Table(
-        "Layers of the target that are tapped", "Paper, table 7: five features beat three",
+        "Layers of the target that are tapped",
+        "Paper, table 7: five features beat three",
         (_alike("3 features", num_features=3), _alike("1 feature", num_features=1)),
         ("base", "3 features", "1 feature"),
     ),
     Table(
-        "Block size trained, and used", "Paper, table 8: 16 used 16, 8 used 8, 16 used 8, 8 used 16",
-        (_alike("trained 8", block=8),), ("base", "trained 8"),
+        "Block size trained, and used",
+        "Paper, table 8: 16 used 16, 8 used 8, 16 used 8, 8 used 16",
+        (_alike("trained 8", block=8),),
+        ("base", "trained 8"),
     ),
     Table(
-        "Conditioning", "Paper, tables 9 and 10: KV injection beats input fusion, and that no features at all",
+        "Conditioning",
+        "Paper, tables 9 and 10: KV injection beats input fusion, and that no features at all",
         (_alike("input fusion", conditioning="input fusion"), _alike("tokens only", conditioning="tokens")),
         ("base", "input fusion", "tokens only"),
     ),
     Table(
-        "Anchors", "Paper, table 13: sampled anchors beat uniform blocks",
-        (_alike("uniform blocks", anchors="uniform"),), ("base", "uniform blocks"),
+        "Anchors",
+        "Paper, table 13: sampled anchors beat uniform blocks",
+        (_alike("uniform blocks", anchors="uniform"),),
+        ("base", "uniform blocks"),
     ),
     Table(
-        "Decay of the loss along the block", "Paper, ablations: drafts learn faster with it, and end alike",
-        (_alike("no decay", decay=False),), ("base", "no decay"),
+        "Decay of the loss along the block",
+        "Paper, ablations: drafts learn faster with it, and end alike",
+        (_alike("no decay", decay=False),),
+        ("base", "no decay"),
     ),
     Table(
-        "Whose answers", "Paper, section 5.1: the target's own", (_alike("reference answers", answers="reference"),),
+        "Whose answers",
+        "Paper, section 5.1: the target's own",
+        (_alike("reference answers", answers="reference"),),
         ("base", "reference answers"),
     ),
     Table(
-        "Slots beyond an answer's end", "Not in the paper; implementations leave them out of the loss",
-        (_alike("all slots", masked=False),), ("base", "all slots"),
+        "Slots beyond an answer's end",
+        "Not in the paper; implementations leave them out of the loss",
+        (_alike("all slots", masked=False),),
+        ("base", "all slots"),
     ),
-)  # fmt: skip
+)
 
 
 def variants() -> Iterator[Variant]:
@@ -116,13 +129,19 @@ def new_draft(variant: Variant, target: Any, mask_token_id: int, seed: int) -> D
     config = target.config
     draft = DFlashDraft(
         DFlashConfig(
-            hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, num_layers=variant.layers,
-            num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
-            vocab_size=target.get_input_embeddings().weight.shape[0], block_size=variant.block,
-            mask_token_id=mask_token_id, target_layer_ids=taps(variant, config.num_hidden_layers),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=variant.layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            vocab_size=target.get_input_embeddings().weight.shape[0],
+            block_size=variant.block,
+            mask_token_id=mask_token_id,
+            target_layer_ids=taps(variant, config.num_hidden_layers),
             num_target_layers=config.num_hidden_layers,
         )
-    )  # fmt: skip
+    )
     initialise(draft, seed)
     draft.norm.weight.data.copy_(target.model.norm.weight)
     return draft
@@ -176,9 +195,15 @@ def uniform_anchors(batch: Batch, block: int, count: int) -> tuple[Tensor, Tenso
 
 
 def token_hidden(
-    draft: DFlashDraft, features: Tensor, embedding: Tensor, tables: Rotary, position: Tensor, tokens: Tensor,
-    start: Tensor, visible: Tensor,
-) -> Tensor:  # fmt: skip
+    draft: DFlashDraft,
+    features: Tensor,
+    embedding: Tensor,
+    tables: Rotary,
+    position: Tensor,
+    tokens: Tensor,
+    start: Tensor,
+    visible: Tensor,
+) -> Tensor:
     """Return `block_hidden` of features that only repeat the embedding of their token, once per feature.
 
     `TokenRows` makes such features.
@@ -187,9 +212,15 @@ def token_hidden(
 
 
 def fused_hidden(
-    draft: DFlashDraft, features: Tensor, embedding: Tensor, tables: Rotary, position: Tensor, tokens: Tensor,
-    start: Tensor, visible: Tensor,
-) -> Tensor:  # fmt: skip
+    draft: DFlashDraft,
+    features: Tensor,
+    embedding: Tensor,
+    tables: Rotary,
+    position: Tensor,
+    tokens: Tensor,
+    start: Tensor,
+    visible: Tensor,
+) -> Tensor:
     """Return the hidden states if features are inputs: context places pass through the draft's layers like tokens.
 
     A layer's keys and values then come from the previous layer's output, not from the features.

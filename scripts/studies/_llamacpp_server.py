@@ -76,9 +76,13 @@ class Server(AbstractContextManager["Server"]):
     def __enter__(self) -> Server:
         self.log = tempfile.TemporaryFile("w+", prefix="llamacpp-")
         self.process = subprocess.Popen(
-            [self.python, __file__, json.dumps(asdict(self.settings))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.log, text=True, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-        )  # fmt: skip
+            [self.python, __file__, json.dumps(asdict(self.settings))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        )
         try:
             self.address = self._address()
             self.counted = self._counters()
@@ -119,8 +123,12 @@ class Server(AbstractContextManager["Server"]):
     def complete(self, prompt: list[int], max_tokens: int) -> Completion:
         """Return the greedy answer to a single prompt, without a prompt cache."""
         body = {
-            "prompt": prompt, "n_predict": max_tokens, "temperature": 0, "return_tokens": True, "cache_prompt": False,
-        }  # fmt: skip
+            "prompt": prompt,
+            "n_predict": max_tokens,
+            "temperature": 0,
+            "return_tokens": True,
+            "cache_prompt": False,
+        }
         answer = self.ask("/completion", body)
         timings = answer["timings"]
         before, self.counted = self.counted, self._counters()

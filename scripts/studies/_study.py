@@ -91,8 +91,11 @@ def bench(*words: object, allowed: Sequence[int] = (0,), shown: bool = False) ->
     texts = list(map(_word, words))
     done = subprocess.run(
         [sys.executable, "-m", "dflash_bench.cli", *texts],
-        stdout=sys.stderr if shown else subprocess.PIPE, text=True, check=False, cwd=ROOT,
-    )  # fmt: skip
+        stdout=sys.stderr if shown else subprocess.PIPE,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
     if done.returncode not in allowed:
         said = "" if shown else f":\n{done.stdout[-3000:]}"
         raise StudyError(f"{shlex.join(['dflash-bench', *texts])} ended with exit status {done.returncode}{said}")
@@ -119,9 +122,12 @@ def tell(text: str) -> None:
 def add_data(parser: ArgumentParser, files: str) -> None:
     """Add `--data`: rows of public suites, from a folder or from the hub."""
     parser.add_argument(
-        "--data", type=_folder, default="hub", metavar="FOLDER",
+        "--data",
+        type=_folder,
+        default="hub",
+        metavar="FOLDER",
         help=f"holds {files} as on the hub; without it the hub's are used, which needs a network",
-    )  # fmt: skip
+    )
 
 
 def _folder(word: str) -> str:

@@ -41,8 +41,9 @@ def make(work: Work, options: Namespace) -> Made:
     run = document.read_document(folder)
     info, swept = run.results.info, [sweep for sweep in run.sweeps if sweep.option == "block"]
     page = PAGE.format(
-        command=work.command, machine=info.environment.one_line(),
+        command=work.command,
+        machine=info.environment.one_line(),
         swept="\n\n".join(map(render.markdown, sections.sweeps(swept, info))),
         formulas="\n".join(f"- `{name}`: {FORMULAS[name]}" for name in ("al.pooled", "speedup.decode")),
-    )  # fmt: skip
+    )
     return Made({PAGES[0]: page, PAGES[1]: work.plots(folder) / "sweep.svg"})

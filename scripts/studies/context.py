@@ -95,8 +95,16 @@ def section(name: str, run: Document, picture: str) -> str:
     folder = Path(info.options.to_json()["data"] or "").parent
     command = re.sub(r" --out \S+", "", info.command).replace(f"{folder}/", "")
     return RUN.format(
-        model=name, num=run.cells[0].num_prompts, suite=run.cells[0].label, command=command,
-        exact=sum(right for right, _ in drafting), compared=sum(of for _, of in drafting),
-        audit=sum(right for right, _ in audits), audited=sum(of for _, of in audits), about=ABOUT[name],
-        table=context_table(run), memory=words.memory(info), picture=picture,
-    )  # fmt: skip
+        model=name,
+        num=run.cells[0].num_prompts,
+        suite=run.cells[0].label,
+        command=command,
+        exact=sum(right for right, _ in drafting),
+        compared=sum(of for _, of in drafting),
+        audit=sum(right for right, _ in audits),
+        audited=sum(of for _, of in audits),
+        about=ABOUT[name],
+        table=context_table(run),
+        memory=words.memory(info),
+        picture=picture,
+    )

@@ -84,17 +84,33 @@ def make(work: Work, options: Namespace) -> Made:
         if found < WANTED
     ]
     text = HEAD.format(
-        command=work.command, machine=one_line(describe()), settings=SETTINGS, num_draws=NUM_DRAWS, length=LENGTH,
-        num_prompts=len(QUESTIONS), level=LEVEL, num_simulated=NUM_SIMULATED, vocabulary=VOCABULARY, alarms=strict,
-        error=(LEVEL / NUM_SIMULATED) ** 0.5, loose=LOOSE, loose_alarms=loose,
-        loose_error=(LOOSE * (1 - LOOSE) / NUM_SIMULATED) ** 0.5, num_halves=NUM_HALVES,
-        right=table(["method", "kept", "impossible", "clearest", "alarms"],
-                    [_row(label, draws, power(draws)) for label, draws in right]),
-        wrong=table(["mistake", "method", "kept", "impossible", "clearest", "found"],
-                    [[rule.name, *_row(label, draws, found)] for rule, label, draws, found in powers]),
+        command=work.command,
+        machine=one_line(describe()),
+        settings=SETTINGS,
+        num_draws=NUM_DRAWS,
+        length=LENGTH,
+        num_prompts=len(QUESTIONS),
+        level=LEVEL,
+        num_simulated=NUM_SIMULATED,
+        vocabulary=VOCABULARY,
+        alarms=strict,
+        error=(LEVEL / NUM_SIMULATED) ** 0.5,
+        loose=LOOSE,
+        loose_alarms=loose,
+        loose_error=(LOOSE * (1 - LOOSE) / NUM_SIMULATED) ** 0.5,
+        num_halves=NUM_HALVES,
+        right=table(
+            ["method", "kept", "impossible", "clearest", "alarms"],
+            [_row(label, draws, power(draws)) for label, draws in right],
+        ),
+        wrong=table(
+            ["mistake", "method", "kept", "impossible", "clearest", "found"],
+            [[rule.name, *_row(label, draws, found)] for rule, label, draws, found in powers],
+        ),
         missed="\n".join([f"Found in less than {WANTED:.0%} of halves:\n", *(f"- {one}" for one in missed)])
-        if missed else "All are found in every half.",
-    )  # fmt: skip
+        if missed
+        else "All are found in every half.",
+    )
     passed = [
         f"{rule.name} (`{label}`) is found in {found:.1%} of halves only"
         for rule, label, _, found in powers
@@ -166,9 +182,12 @@ def simulated(seed: int) -> Draws:
     columns = score_tokens(log_p, tokens, ids, favour, uniform, torch.zeros(number, dtype=torch.bool))
     is_bonus = (depth > 0) & (torch.rand(number, generator=rng) < 0.2)
     standing = {
-        "place": torch.arange(LENGTH).repeat(num_answers) + 1, "depth": depth, "is_bonus": is_bonus,
-        "is_forced": torch.zeros_like(is_bonus), "is_kept": depth % 2 == 0,
-    }  # fmt: skip
+        "place": torch.arange(LENGTH).repeat(num_answers) + 1,
+        "depth": depth,
+        "is_bonus": is_bonus,
+        "is_forced": torch.zeros_like(is_bonus),
+        "is_kept": depth % 2 == 0,
+    }
     return Draws("simulated", num_answers, {name: (columns | standing)[name].numpy() for name in COLUMNS})
 
 

@@ -78,9 +78,13 @@ def make(work: Work, options: Namespace) -> Made:
     outside, silent = tried_around(work.folder)
     missed += silent
     head = HEAD.format(
-        command=work.command, machine=one_line(describe()), methods=", ".join(matrix.METHODS),
-        suites=" and ".join(matrix.SUITES), most=matrix.MOST, rounding=matrix.MORE_THAN_ROUNDING,
-    )  # fmt: skip
+        command=work.command,
+        machine=one_line(describe()),
+        methods=", ".join(matrix.METHODS),
+        suites=" and ".join(matrix.SUITES),
+        most=matrix.MOST,
+        rounding=matrix.MORE_THAN_ROUNDING,
+    )
     text = "\n".join([head, *lines, AROUND_HEAD.format(together=outside_engine.TOGETHER), *outside])
     return Made({PAGES[0]: f"{text}\n"}, [f"missed: {one}" for one in missed])
 

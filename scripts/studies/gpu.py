@@ -55,9 +55,12 @@ class Size:
 
 
 FULL = Size(
-    ("qwen3-4b", "qwen3-8b", "qwen3-coder-30b-a3b"), "1,8,32", "1024,4096", ("--dtype", "bfloat16"),
+    ("qwen3-4b", "qwen3-8b", "qwen3-coder-30b-a3b"),
+    "1,8,32",
+    "1024,4096",
+    ("--dtype", "bfloat16"),
     {"graph": ("--graph", "on"), "eager": ("--graph", "off")},
-)  # fmt: skip
+)
 TOY = Size(("qwen3-4b",), "1,2", "128", ("--layers", "1", "--device", "cpu"), {"eager": ("--graph", "off")})
 
 
@@ -89,10 +92,25 @@ def make(work: Work, options: Namespace) -> Made:
 def measured(model: str, size: Size, flags: Sequence[str], left_s: float) -> Any:
     """Return the output of `profile`, or why there is none."""
     command = [
-        sys.executable, "-m", "dflash_bench.cli", "profile", "--json", "--model", model, "--random-weights",
-        "--method", "dflash", "--batch", size.rows, "--context", size.contexts, "--width", "1,8,16",
-        *size.options, *flags,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "dflash_bench.cli",
+        "profile",
+        "--json",
+        "--model",
+        model,
+        "--random-weights",
+        "--method",
+        "dflash",
+        "--batch",
+        size.rows,
+        "--context",
+        size.contexts,
+        "--width",
+        "1,8,16",
+        *size.options,
+        *flags,
+    ]
     print(f"{' '.join(command[2:])}", file=sys.stderr)
     if left_s < 1:
         return "there was no time left"
@@ -114,26 +132,44 @@ def lines(model: str, mode: str, profiled: Mapping[str, Any]) -> Iterator[list[s
         share = plain["num_bytes"] / step_s / bandwidth
         verdict = next(iter(place["verdicts"]), None)
         yield [
-            model, mode, "" if profiled["capture"] in ("off", "graph") else profiled["capture"], str(place["rows"]),
-            str(place["context"]), number(1000 * step_s, 2), f"{share:.0%}",
+            model,
+            mode,
+            "" if profiled["capture"] in ("off", "graph") else profiled["capture"],
+            str(place["rows"]),
+            str(place["context"]),
+            number(1000 * step_s, 2),
+            f"{share:.0%}",
             *(number(whole[part] / step_s, 2) for part in ("verify_s", "draft_s", "host_s")),
             number(whole["cost"], 2),
             ABSENT if verdict is None else f"{verdict['speedup']:.2f} at {verdict['al']:.2f}",
-        ]  # fmt: skip
+        ]
 
 
 def page(
     work: Work, rows: Sequence[Sequence[str]], sources: Mapping[str, str], about: Mapping[str, Any], toy: bool
 ) -> Made:
     heads = [
-        "shape", "passes", "note", "rows", "context", "plain step [ms]", "bandwidth", "verify", "draft", "host",
-        "round", "speed-up, predicted",
-    ]  # fmt: skip
+        "shape",
+        "passes",
+        "note",
+        "rows",
+        "context",
+        "plain step [ms]",
+        "bandwidth",
+        "verify",
+        "draft",
+        "host",
+        "round",
+        "speed-up, predicted",
+    ]
     described = environment.describe()
     gpus = [gpu["name"] for gpu in described.get("gpus", [])]
     text = HEAD.format(
-        command=work.command, machine=environment.one_line(described), dtype=about["dtype"],
-        bandwidth=f"{about['measured']['rates']['bandwidth'] / 1e9:,.0f} GB/s", table=markdown(heads, rows, left=3),
+        command=work.command,
+        machine=environment.one_line(described),
+        dtype=about["dtype"],
+        bandwidth=f"{about['measured']['rates']['bandwidth'] / 1e9:,.0f} GB/s",
+        table=markdown(heads, rows, left=3),
         sources="\n".join(f"- {model}: {source}" for model, source in sources.items()),
-    )  # fmt: skip
+    )
     return Made({f"gpu-{'toy' if toy or not gpus else gpus[0].lower().replace(' ', '-')}.md": text})

@@ -143,12 +143,27 @@ def speeds(rng: np.random.Generator, world: World, size: int, width: int) -> Any
 def sums_of(tokens: Any, plain_s: Any, method_s: Any) -> Any:
     sums = np.zeros((len(tokens), len(SUMS)))
     terms = {
-        "answers": 1, "paired": 1, "decode_tokens": tokens, "decode_s": method_s, "plain_s": plain_s,
-        "plain_tokens": tokens, "own_s": method_s, "own_tokens": tokens, "plain_e2e_s": plain_s + 0.02,
-        "own_e2e_s": method_s + 0.02, "plain_e2e_tokens": tokens + 1, "own_e2e_tokens": tokens + 1,
-        "rounds": np.maximum(tokens // 4, 1), "verified": tokens, "exact": 1, "compared": 1, "passed": 1, "scored": 1,
-        "log_ratio": np.log(plain_s / method_s), "log_ratios": 1,
-    }  # fmt: skip
+        "answers": 1,
+        "paired": 1,
+        "decode_tokens": tokens,
+        "decode_s": method_s,
+        "plain_s": plain_s,
+        "plain_tokens": tokens,
+        "own_s": method_s,
+        "own_tokens": tokens,
+        "plain_e2e_s": plain_s + 0.02,
+        "own_e2e_s": method_s + 0.02,
+        "plain_e2e_tokens": tokens + 1,
+        "own_e2e_tokens": tokens + 1,
+        "rounds": np.maximum(tokens // 4, 1),
+        "verified": tokens,
+        "exact": 1,
+        "compared": 1,
+        "passed": 1,
+        "scored": 1,
+        "log_ratio": np.log(plain_s / method_s),
+        "log_ratios": 1,
+    }
     for name, values in terms.items():
         sums[:, SUMS.index(name)] = values
     return sums
@@ -250,9 +265,12 @@ def alarms(
             for check in gate_checks.cell_checks(
                 [cell(method, sums[number]) for sums in before],
                 [cell(method, slowed(sums[number], slowdown)) for sums in after],
-                RATIOS, LIMITS, [], fixed=True,
+                RATIOS,
+                LIMITS,
+                [],
+                fixed=True,
             )
-        ]  # fmt: skip
+        ]
         num_alarms += any(check.failed for check in adjust(checks))
     return num_alarms / num_simulations
 
@@ -263,9 +281,18 @@ def slowed(sums: Any, times: float) -> Any:
 
 def cell(method: str, sums: Any) -> Cell:
     return Cell(
-        suite="simulated", method=method, num_prompts=len(sums), num_tokens=0, num_errors=0, num_near_ties=0,
-        exact=None, passed=None, figures={}, prompts=tuple(map(str, range(len(sums)))), sums=sums,
-    )  # fmt: skip
+        suite="simulated",
+        method=method,
+        num_prompts=len(sums),
+        num_tokens=0,
+        num_errors=0,
+        num_near_ties=0,
+        exact=None,
+        passed=None,
+        figures={},
+        prompts=tuple(map(str, range(len(sums)))),
+        sums=sums,
+    )
 
 
 def table(heads: list[str], rows: Iterator[list[str]]) -> str:
@@ -459,10 +486,12 @@ def make(work: Work, options: Namespace) -> Made:
         return str(kept(f"gate-{loss:g}", lambda: table(heads, gated(loss, number))))
 
     found = Found(
-        intervals(0.0, 1, NUM_COVERED), intervals(RUN_NOISE, 1, NUM_NOISY)["share"],
+        intervals(0.0, 1, NUM_COVERED),
+        intervals(RUN_NOISE, 1, NUM_NOISY)["share"],
         {number: intervals(RUN_NOISE, number)["share"] for number in SEVERAL},
-        kept("by-length", by_length), kept("seeds", moved),
-    )  # fmt: skip
+        kept("by-length", by_length),
+        kept("seeds", moved),
+    )
     write(options.coverage, as_json(found.alone["share"], found.noisy))
     tell(f"wrote {options.coverage}")
     losses = kept("losses", lambda: table(["runs", *(f"{loss:.0%}" for loss in LOSSES)], caught()))

@@ -86,10 +86,16 @@ def make(work: Work, options: Namespace) -> Made:
         1 - kernels["dflash"] / statistics.median(block),
     ]
     text = HEAD.format(
-        command=work.command, machine=one_line(describe()).rstrip("."), prompts=NUM_PROMPTS, tokens=MAX_NEW_TOKENS,
-        step=milliseconds(step), block=milliseconds(block), published=milliseconds(slow),
-        step_kernels=1000 * kernels["ar"], block_kernels=1000 * kernels["dflash"],
-    )  # fmt: skip
+        command=work.command,
+        machine=one_line(describe()).rstrip("."),
+        prompts=NUM_PROMPTS,
+        tokens=MAX_NEW_TOKENS,
+        step=milliseconds(step),
+        block=milliseconds(block),
+        published=milliseconds(slow),
+        step_kernels=1000 * kernels["ar"],
+        block_kernels=1000 * kernels["dflash"],
+    )
     lines = [line(what, figure) for what, figure in zip(LIMITS, figures, strict=True)]
     return Made({PAGES[0]: text + "".join(lines)}, [f"missed: {one.strip()}" for one in lines if MISSED in one])
 

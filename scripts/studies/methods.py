@@ -21,10 +21,12 @@ from studies._study import Made, Work, add_data, bench
 TAKES = "forty minutes of one core"
 PAGES = ("methods-nano-cpu.md",)
 DRAFTING = (
-    "dflash", "dflash@2", "dflash@dspark", "mtp", "ddtree", "ddtree@2", "ddtree:nodes=auto", "dflash:block=auto",
-    "eagle3", "eagle3-tree:nodes=15,top_k=4,depth=6", "medusa", "draft-model", "ngram", "dflash+ngram", "suffix",
-    "lookahead", "rest:datastore={store}",
-)  # fmt: skip
+    *"""
+        dflash dflash@2 dflash@dspark mtp ddtree ddtree@2 ddtree:nodes=auto dflash:block=auto eagle3
+        eagle3-tree:nodes=15,top_k=4,depth=6 medusa draft-model ngram dflash+ngram suffix lookahead
+        """.split(),
+    "rest:datastore={store}",
+)
 OTHERS = ("block-diffusion", "oracle", "random")
 REJECTING = tuple(f"{name}:rule=rejection" for name in ("dflash", "dflash@2", "dflash@dspark", "mtp", "draft-model"))
 RUNS = {"embedded": "--suite paper", "real": "--suite gsm8k --suite math500 --suite humaneval --suite mt_bench"}
@@ -111,10 +113,15 @@ def page(
 ) -> str:
     verdicts = {verdict["method"]: verdict["state"] for verdict in tested["verdicts"]}
     head = HEAD.format(
-        command=work.command, machine=documents[0].results.info.environment.one_line(), limit=limit,
-        al=FORMULAS["al.pooled"], tested=Settings(**tested["settings"]), draws=tested["draws"], level=tested["level"],
+        command=work.command,
+        machine=documents[0].results.info.environment.one_line(),
+        limit=limit,
+        al=FORMULAS["al.pooled"],
+        tested=Settings(**tested["settings"]),
+        draws=tested["draws"],
+        level=tested["level"],
         texts=NUM_TEXTS,
-    )  # fmt: skip
+    )
     sections = [
         _section(run, settings, verdicts)
         for run in documents

@@ -65,11 +65,19 @@ def make(work: Work, options: Namespace) -> Made:
         if seconds > MOST_SECONDS or heap / 1e6 > MOST_HEAP_MB or (size == SIZES[0] and megabytes > MOST_PAGE_MB):
             missed.append(f"{size:,} answers miss a goal: {', '.join(rows[-1][1:])}")
     text = HEAD.format(
-        command=work.command, machine=one_line(describe()), browser=version, run=f"dflash-bench run {RUN}",
-        num=len(few.rows), mean=sum(row["tokens"] for row in few.rows) / len(few.rows), times=options.times,
+        command=work.command,
+        machine=one_line(describe()),
+        browser=version,
+        run=f"dflash-bench run {RUN}",
+        num=len(few.rows),
+        mean=sum(row["tokens"] for row in few.rows) / len(few.rows),
+        times=options.times,
         table=markdown(("answers", "page", "ready", "heap", "nodes of the document"), rows, left=0),
-        seconds=MOST_SECONDS, heap=MOST_HEAP_MB, size=MOST_PAGE_MB, verdict="; missed" if missed else ": met",
-    )  # fmt: skip
+        seconds=MOST_SECONDS,
+        heap=MOST_HEAP_MB,
+        size=MOST_PAGE_MB,
+        verdict="; missed" if missed else ": met",
+    )
     return Made({PAGES[0]: text}, missed)
 
 

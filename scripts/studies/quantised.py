@@ -96,9 +96,21 @@ def measured(work: Work, model: str, source: str, limit: int, tokens: int) -> di
             kind, ("--quantize", kind, "--engine", "transformers")
         )
         run = work.run(
-            f"{name}-{dtype}-{kind}", *RUN.split(), "--model", model, "--data", source, "--limit", limit,
-            "--max-new-tokens", tokens, "--dtype", dtype, *how, allowed=(0, 1),
-        )  # fmt: skip
+            f"{name}-{dtype}-{kind}",
+            *RUN.split(),
+            "--model",
+            model,
+            "--data",
+            source,
+            "--limit",
+            limit,
+            "--max-new-tokens",
+            tokens,
+            "--dtype",
+            dtype,
+            *how,
+            allowed=(0, 1),
+        )
         found[name, dtype, kind] = document.read_document(run)
     return found
 
@@ -111,11 +123,13 @@ def page(work: Work, known: dict[Any, Document]) -> str:
     packages = known[sections[0], DTYPES[0], "nf4"].results.info.environment.packages
     versions = ", ".join(f"{name} {packages[name]}" for name in ("transformers", "bitsandbytes"))
     head = HEAD.format(
-        command=work.command, machine=first.environment.one_line(), packages=versions,
+        command=work.command,
+        machine=first.environment.one_line(),
+        packages=versions,
         sizes="; ".join(_size(name, known[name, DTYPES[0], "none"]) for name in sections),
         weights=weights_table(known, sections),
         formulas="\n".join(f"- `{name}`: {FORMULAS[name]}" for name in ("al.pooled", "tps.decode", "speedup.decode")),
-    )  # fmt: skip
+    )
     parts = [head, *(section(name, known) for name in sections)]
     notes = "\n\n".join(columns.notes([cell for run in known.values() for cell in run.cells]))
     return "\n".join([*parts, f"{notes}\n"])
@@ -174,7 +188,7 @@ def section(name: str, known: dict[Any, Document]) -> str:
     ]
     return SECTION.format(
         title=title, tokens=tokens, figures=markdown(heads, figures, left=3), against=markdown(beside, against, left=3)
-    )  # fmt: skip
+    )
 
 
 def _figures(runs: dict[Any, Document], dtype: str, kind: str) -> Iterator[list[str]]:
@@ -186,9 +200,17 @@ def _figures(runs: dict[Any, Document], dtype: str, kind: str) -> Iterator[list[
         rows = run.results.rows
         wrong = int((mismatched(rows) & (rows["method"] == cell.method)).sum())
         yield [
-            dtype, weights, cell.method, _figure(cell, "al.pooled"), _share(cell.exact), _share(cell.audit), str(wrong),
-            _share(cell.passed), number(cell.value("tps.decode"), 1), _figure(cell, "speedup.decode"),
-        ]  # fmt: skip
+            dtype,
+            weights,
+            cell.method,
+            _figure(cell, "al.pooled"),
+            _share(cell.exact),
+            _share(cell.audit),
+            str(wrong),
+            _share(cell.passed),
+            number(cell.value("tps.decode"), 1),
+            _figure(cell, "speedup.decode"),
+        ]
 
 
 def _figure(cell: Cell, name: str) -> str:

@@ -34,9 +34,18 @@ from dflash_bench import report
 print(report.FORMATS["table"](report.read_document(Path(sys.argv[1]))))
 """
 SAME_IN_ALL = {
-    "run_id": "0" * 32, "model": "made up", "target": "made up", "dtype": "float32", "device": "cpu", "engine": "local",
-    "method_options": "{}", "seed": 0, "concurrency": 1, "source": "embedded", **asdict(Settings()),
-}  # fmt: skip
+    "run_id": "0" * 32,
+    "model": "made up",
+    "target": "made up",
+    "dtype": "float32",
+    "device": "cpu",
+    "engine": "local",
+    "method_options": "{}",
+    "seed": 0,
+    "concurrency": 1,
+    "source": "embedded",
+    **asdict(Settings()),
+}
 COMPARE = "import sys; sys.argv[1:1] = ['compare']; from dflash_bench.cli import main; main()"
 
 

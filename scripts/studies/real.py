@@ -67,9 +67,24 @@ def options(parser: ArgumentParser) -> None:
 def make(work: Work, options: Namespace) -> Made:
     bench("fetch", "smollm2", shown=True)
     run = work.run(
-        "run", "--model", "smollm2", "--suite", ",".join(SUITES), "--method", ",".join(METHODS), "--data", options.data,
-        "--limit", options.limit, "--max-new-tokens", NUM_TOKENS, "--dtype", "float32", "--threads", 1,
-    )  # fmt: skip
+        "run",
+        "--model",
+        "smollm2",
+        "--suite",
+        ",".join(SUITES),
+        "--method",
+        ",".join(METHODS),
+        "--data",
+        options.data,
+        "--limit",
+        options.limit,
+        "--max-new-tokens",
+        NUM_TOKENS,
+        "--dtype",
+        "float32",
+        "--threads",
+        1,
+    )
     plotted = work.plots(run)
     pictures = {f"{NAME}-{name}.svg": plotted / f"{name}.svg" for name in PICTURES}
     training = work.folder / "training.svg"
@@ -81,10 +96,15 @@ def make(work: Work, options: Namespace) -> Made:
 def page(work: Work, run: Document, num: int) -> str:
     info = run.results.info
     head = HEAD.format(
-        command=work.command, machine=info.environment.one_line(), source=run.cells[0].source.partition(" ")[0],
-        tokens=NUM_TOKENS, num=num, dtype=info.identity.dtype, measured=measured(run),
+        command=work.command,
+        machine=info.environment.one_line(),
+        source=run.cells[0].source.partition(" ")[0],
+        tokens=NUM_TOKENS,
+        num=num,
+        dtype=info.identity.dtype,
+        measured=measured(run),
         widest=f"{widest(run.cells):.0f}",
-    )  # fmt: skip
+    )
     parts = [head]
     for name, caption in PICTURES.items():
         parts.append(f"![{caption}]({NAME}-{name}.svg)\n")

@@ -47,12 +47,23 @@ def make(work: Work, options: Namespace) -> Made:
     ]
     runs = [document.read_document(folder) for folder in folders]
     rows = [
-        [cell.label, cell.method, str(cell.num_prompts), f"{cell.num_tokens:,}",
-         with_interval(cell.figures.get("al.pooled")), "/".join(map(str, cell.exact or ()))]
-        for run in runs for cell in run.cells if cell.method != BASELINE
-    ]  # fmt: skip
+        [
+            cell.label,
+            cell.method,
+            str(cell.num_prompts),
+            f"{cell.num_tokens:,}",
+            with_interval(cell.figures.get("al.pooled")),
+            "/".join(map(str, cell.exact or ())),
+        ]
+        for run in runs
+        for cell in run.cells
+        if cell.method != BASELINE
+    ]
     page = PAGE.format(
-        command=work.command, machine=runs[0].results.info.environment.one_line(), limit=options.limit,
-        table=markdown(HEADS, rows, left=2), formula=FORMULAS["al.pooled"],
-    )  # fmt: skip
+        command=work.command,
+        machine=runs[0].results.info.environment.one_line(),
+        limit=options.limit,
+        table=markdown(HEADS, rows, left=2),
+        formula=FORMULAS["al.pooled"],
+    )
     return Made({PAGES[0]: page})

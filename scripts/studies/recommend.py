@@ -109,18 +109,21 @@ def make(work: Work, options: Namespace) -> Made:
             problems += wrong
             machine = read_run(work.folder / f"{one.model}-grid").info.environment.one_line()
     page = PAGE.format(
-        command=work.command, machine=machine, suites=", ".join(SUITES), most=SHARE, repeats=REPEATS,
-        again=options.again, sections="\n\n".join(sections),
-    )  # fmt: skip
+        command=work.command,
+        machine=machine,
+        suites=", ".join(SUITES),
+        most=SHARE,
+        repeats=REPEATS,
+        again=options.again,
+        sections="\n\n".join(sections),
+    )
     return Made({PAGES[0]: page}, problems)
 
 
 def _on_model(work: Work, field: Field, limit: int, again: int) -> tuple[str, list[str]]:
     """Return a model's section, and its contradictions to the claims."""
     prompts = work.once(f"{field.model}.jsonl", lambda: _rows(limit))
-    given = (
-        "--model", field.model, "--prompts", prompts, "--threads", 1, "--max-new-tokens", field.max_new_tokens,
-    )  # fmt: skip
+    given = ("--model", field.model, "--prompts", prompts, "--threads", 1, "--max-new-tokens", field.max_new_tokens)
     loads = ",".join(map(str, field.loads))
     raced, grid_name = work.folder / f"{field.model}-race", f"{field.model}-grid"
     race_words = ("recommend", *given, "--method", field.methods, "--concurrency", loads, "--out", raced)
@@ -137,14 +140,25 @@ def _on_model(work: Work, field: Field, limit: int, again: int) -> tuple[str, li
         if (speedup := grid.speedup(best)) is None or speedup.value < 1:
             best = "ar"
         repeats += _again(work, field, (*given, "--limit", again), load, choice, best)
-        rows.append([
-            str(load.concurrency), choice, with_interval(_interval(one["speedup"])), best,
-            *(with_interval(grid.speedup(name)) if name in labels else "1.00" for name in (best, choice)),
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(load.concurrency),
+                choice,
+                with_interval(_interval(one["speedup"])),
+                best,
+                *(with_interval(grid.speedup(name)) if name in labels else "1.00" for name in (best, choice)),
+            ]
+        )
     num_right, share = sum(repeat.is_right for repeat in repeats), race_s / grid_s
     text = SECTION.format(
-        model=field.model, num_methods=len(labels), num_prompts=len(prompts.read_text(encoding="utf-8").splitlines()),
-        max_new_tokens=field.max_new_tokens, race_s=race_s, grid_s=grid_s, share=share, num_right=num_right,
+        model=field.model,
+        num_methods=len(labels),
+        num_prompts=len(prompts.read_text(encoding="utf-8").splitlines()),
+        max_new_tokens=field.max_new_tokens,
+        race_s=race_s,
+        grid_s=grid_s,
+        share=share,
+        num_right=num_right,
         num_repeats=len(repeats),
         chosen=markdown(
             ["at a time", "races' choice", "by the races", "grid's best", "by the grid", "the choice by the grid"], rows
@@ -153,12 +167,17 @@ def _on_model(work: Work, field: Field, limit: int, again: int) -> tuple[str, li
             ["at a time", "repeat", "choice", "grid's best", "choice / best [95 %]", "right"],
             [
                 [
-                    str(one.load.concurrency), str(one.number + 1), one.choice, one.best,
-                    "the same" if one.beside is None else with_interval(one.beside), "yes" if one.is_right else "no",
-                ] for one in repeats
+                    str(one.load.concurrency),
+                    str(one.number + 1),
+                    one.choice,
+                    one.best,
+                    "the same" if one.beside is None else with_interval(one.beside),
+                    "yes" if one.is_right else "no",
+                ]
+                for one in repeats
             ],
         ),
-    )  # fmt: skip
+    )
     is_right = num_right >= RIGHT * len(repeats)
     problems = [] if is_right else [f"{field.model}: {num_right} of {len(repeats)} repeats are right"]
     problems += [f"{field.model}: the races took {number(share)} of the grid's time"] if share > SHARE else []
@@ -173,7 +192,7 @@ def _rows(limit: int) -> str:
         {"id": f"{prompt.suite}-{prompt.prompt_id}", "prompt": prompt.turns[0], "category": prompt.suite}
         for several in zip(*(one.prompts for one in loaded), strict=True)
         for prompt in several
-    ]  # fmt: skip
+    ]
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 

@@ -99,17 +99,29 @@ def make(work: Work, options: Namespace) -> Made:
     covered = [one for one in found if one.estimate.length and one.estimate.length.contains(_value(_length(one)))]
     off = [_value(one.estimate.length) / _value(_length(one)) - 1 for one in found]
     page = PAGE.format(
-        command=work.command, machine=stored.info.environment.one_line(), methods="`, `".join(LENGTHS),
-        num_prompts=options.limit, suites=", ".join(SUITES), num=len(found), num_equal=len(equal),
+        command=work.command,
+        machine=stored.info.environment.one_line(),
+        methods="`, `".join(LENGTHS),
+        num_prompts=options.limit,
+        suites=", ".join(SUITES),
+        num=len(found),
+        num_equal=len(equal),
         unequal="" if len(equal) == len(found) else ", and is off in the others",
-        num_covered=len(covered), noise=doubts([measured]), least=min(off), most=max(off),
+        num_covered=len(covered),
+        noise=doubts([measured]),
+        least=min(off),
+        most=max(off),
         lengths=markdown(
             ["suite", "method", "measured", "exact", "estimate [from, to]", "contains it"],
             [
                 [
-                    *one.name, number(_value(_length(one))), number(_value(one.exact.length)),
-                    with_interval(one.estimate.length), "yes" if one in covered else "no",
-                ] for one in found
+                    *one.name,
+                    number(_value(_length(one))),
+                    number(_value(one.exact.length)),
+                    with_interval(one.estimate.length),
+                    "yes" if one in covered else "no",
+                ]
+                for one in found
             ],
             left=2,
         ),
@@ -117,16 +129,19 @@ def make(work: Work, options: Namespace) -> Made:
             ["suite", "method", "measured [95 %]", "with the recordings", "from rounds alone"],
             [
                 [
-                    *one.name, with_interval(one.cell.figures[SPEEDUP]), with_interval(one.exact.speedup),
+                    *one.name,
+                    with_interval(one.cell.figures[SPEEDUP]),
+                    with_interval(one.exact.speedup),
                     with_interval(one.estimate.speedup),
-                ] for one in found
+                ]
+                for one in found
             ],
             left=2,
         ),
         **_spread("exact", [(one.exact, one.cell) for one in found]),
         **_spread("speed", [(one.estimate, one.cell) for one in found]),
         formulas="\n".join(f"- `{name}`: {FORMULAS[name]}" for name in (LENGTH, SPEEDUP)),
-    )  # fmt: skip
+    )
     problems = [] if len(equal) == len(found) else [f"{len(found) - len(equal)} exact lengths are not those measured"]
     return Made({PAGES[0]: page}, problems)
 

@@ -33,9 +33,20 @@ REAL_PROMPTS = 13
 
 WIDTHS, WRONG_EVERY = (3, 7, 15), 5
 HEADS = (
-    "dtype", "answers", "tokens", "two best tokens: median", "99 %", "largest", "leave plain", "not first choice",
-    "largest gap", "tolerance there", "most of a tolerance used", "ceiling", "mismatches",
-)  # fmt: skip
+    "dtype",
+    "answers",
+    "tokens",
+    "two best tokens: median",
+    "99 %",
+    "largest",
+    "leave plain",
+    "not first choice",
+    "largest gap",
+    "tolerance there",
+    "most of a tolerance used",
+    "ceiling",
+    "mismatches",
+)
 HEAD = """# How far rounding moves what a target says, and what the judge allows for it
 
 ```

@@ -126,9 +126,7 @@ def over_prompts(times: Sequence[Sequence[float]], by: By) -> float:
 
 def ratio(slow: Sequence[Sequence[float]], fast: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return the speed ratio, the median over prompts, by both statistics."""
-    quickest, typical = (
-        statistics.median(by(a) / by(b) for a, b in zip(slow, fast, strict=True)) for by in BOTH
-    )  # fmt: skip
+    quickest, typical = (statistics.median(by(a) / by(b) for a, b in zip(slow, fast, strict=True)) for by in BOTH)
     return quickest, typical
 
 
@@ -241,11 +239,14 @@ def goals(machine: str, runs: Sequence[Run]) -> str:
     heads = ["model", "what", *(run.begun.replace("T", " ").removesuffix("+00:00") for run in runs), "worst", "goal"]
     rows = [
         [
-            goal.model, goal.what, *(number(run.figures.get(name)) for run in runs), number(worst(name, runs)),
+            goal.model,
+            goal.what,
+            *(number(run.figures.get(name)) for run in runs),
+            number(worst(name, runs)),
             f"at least {goal.at_least:g}{MISSED if is_missed(name, runs) else ''}",
         ]
         for name, goal in GOALS.items()
-    ]  # fmt: skip
+    ]
     return f"{machine}; its memory gave a sum {bandwidths} GB/s.\n\n{markdown(heads, rows, left=2)}"
 
 
@@ -253,9 +254,15 @@ def section(model: str, timed: Timed) -> str:
     prompts, tokens = SIZES[model]
     absent = "".join(f"\n`{name}` was not measured: {why}." for name, why in timed.absent.items())
     return MODEL.format(
-        model=model, prompts=prompts, tokens=tokens, network=timed.network, absent=absent,
-        speeds=speeds(timed), gains=gains(timed), shares=shares(timed),
-    )  # fmt: skip
+        model=model,
+        prompts=prompts,
+        tokens=tokens,
+        network=timed.network,
+        absent=absent,
+        speeds=speeds(timed),
+        gains=gains(timed),
+        shares=shares(timed),
+    )
 
 
 def speeds(timed: Timed) -> str:
@@ -285,11 +292,15 @@ def gains(timed: Timed) -> str:
         return Arm(OURS, FLOAT32, method) if engine == OURS else faster(timed, FLOAT32, method)
 
     rows = [
-        [engine, method, both(over(timed, arm(engine, method), arm(engine, "ar"))),
-         both(over(timed, arm(engine, method), eight_bits))]
+        [
+            engine,
+            method,
+            both(over(timed, arm(engine, method), arm(engine, "ar"))),
+            both(over(timed, arm(engine, method), eight_bits)),
+        ]
         for engine in (OURS, THEIRS)
         for method in DRAFTING
-    ]  # fmt: skip
+    ]
     return markdown(("engine", "method", "over its own plain decoding", "over Q8_0"), rows, left=2)
 
 

@@ -52,9 +52,14 @@ def make(work: Work, options: Namespace) -> Made:
 def serve(interval_s: float, streams: int) -> None:
     """Run the server in a separate process, until its standard input ends."""
     with FakeServer(
-        accepts=(KEPT,), block=4, counts_by_request=True, has_metrics=False, waits_for=streams, round_s=interval_s,
+        accepts=(KEPT,),
+        block=4,
+        counts_by_request=True,
+        has_metrics=False,
+        waits_for=streams,
+        round_s=interval_s,
         answer=lambda *_: range(10, 10 + NUM_TOKENS),
-    ) as server:  # fmt: skip
+    ) as server:
         print(server.url, flush=True)
         sys.stdin.read()
     sys.exit(0)
@@ -84,9 +89,13 @@ def measured(streams: int, interval_s: float) -> tuple[list[str], list[str]]:
     set_s = interval_s / (KEPT + 1)
     pieces_per_s = streams / interval_s
     row = [
-        number(1000 * interval_s, 0), number(pieces_per_s, 0), f"{100 * cpu_s / wall_s:.0f} %",
-        number(1000 * lag_s, 1), number(1000 * set_s, 1), number(1000 * per_token_s, 1),
-    ]  # fmt: skip
+        number(1000 * interval_s, 0),
+        number(pieces_per_s, 0),
+        f"{100 * cpu_s / wall_s:.0f} %",
+        number(1000 * lag_s, 1),
+        number(1000 * set_s, 1),
+        number(1000 * per_token_s, 1),
+    ]
     return row, problems(answers, streams, interval_s)
 
 
@@ -103,9 +112,13 @@ def problems(answers: Sequence[TimedGeneration], streams: int, interval_s: float
 
 def page(command: str, streams: int, rows: Sequence[Sequence[str]]) -> str:
     heads = [
-        "a round every, ms", "pieces per second", "client's share of a core", "lag, ms (p95)", "TPOT as set, ms",
+        "a round every, ms",
+        "pieces per second",
+        "client's share of a core",
+        "lag, ms (p95)",
+        "TPOT as set, ms",
         "TPOT as measured, ms (median)",
-    ]  # fmt: skip
+    ]
     blocks = [
         f"# {streams:,} streams at a time",
         f"```\n{command}\n```",

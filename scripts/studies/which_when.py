@@ -25,9 +25,12 @@ TAKES = "five minutes of one core"
 PAGES = ("which-when-nano-cpu.md", "which-when-nano-cpu-headroom.svg", "which-when-nano-cpu-reliability.svg")
 CUT = "dflash@dspark:cut=0.5"
 METHODS = {
-    "mtp": name_of_kind("mtp"), "dflash": name_of_kind("dflash"), "dflash@2": name_of_kind("dflash2"),
-    "dflash@dspark": name_of_kind("dspark"), CUT: f"{name_of_kind('dspark')}, cut at 0.5",
-}  # fmt: skip
+    "mtp": name_of_kind("mtp"),
+    "dflash": name_of_kind("dflash"),
+    "dflash@2": name_of_kind("dflash2"),
+    "dflash@dspark": name_of_kind("dspark"),
+    CUT: f"{name_of_kind('dspark')}, cut at 0.5",
+}
 SUITES = "--suite gsm8k --suite humaneval --suite mt_bench --audit divergent --threads 1"
 TOGETHER = 4
 LITTLE, MUCH = 0.02, 0.05
@@ -115,11 +118,17 @@ def make(work: Work, options: Namespace) -> Made:
     found = [_figures(alone, line, beside) for line in alone.lines]
     page = PAGE.format(
         doubts=doubts([alone, beside]),
-        command=work.command, machine=alone.results.info.environment.one_line(), limit=options.limit,
-        together=TOGETHER, headroom=FORMULAS["headroom.4"].replace("the 4 likeliest", "the K likeliest"),
-        advice=advice(found, calibrated := _calibrations(alone)), figures=_table(found), by_suite=_by_suite(alone),
-        confidence=_confidence(calibrated), cuts=_cuts(calibrated),
-    )  # fmt: skip
+        command=work.command,
+        machine=alone.results.info.environment.one_line(),
+        limit=options.limit,
+        together=TOGETHER,
+        headroom=FORMULAS["headroom.4"].replace("the 4 likeliest", "the K likeliest"),
+        advice=advice(found, calibrated := _calibrations(alone)),
+        figures=_table(found),
+        by_suite=_by_suite(alone),
+        confidence=_confidence(calibrated),
+        cuts=_cuts(calibrated),
+    )
     drawings = {PAGES[1]: plots / "headroom.svg", PAGES[2]: plots / "reliability.svg"}
     return Made({PAGES[0]: page, **drawings})
 
@@ -138,35 +147,59 @@ def _figures(run: Document, line: MethodLine, beside: Document) -> Figures:
     is_cut = sums[COLUMN["cut_rounds"]] > 0
     assert alone is not None and together is not None and length is not None
     return Figures(
-        METHODS[line.method], length, 1 + (ratio("checked", "cut_rounds") if is_cut else ratio("drafted", "rounds")),
+        METHODS[line.method],
+        length,
+        1 + (ratio("checked", "cut_rounds") if is_cut else ratio("drafted", "rounds")),
         max(cell.widest for cell in cells),
         1000 * (ratio("draft_s", "draft_rounds") + ratio("verify_s", "verify_rounds")),
-        ratio("right_of_4", "ranked_4"), ratio("right_of_16", "ranked_16"), is_least, alone, together,
+        ratio("right_of_4", "ranked_4"),
+        ratio("right_of_16", "ranked_16"),
+        is_least,
+        alone,
+        together,
         f"{sum(cell.exact[0] for cell in cells if cell.exact)}/{sum(cell.exact[1] for cell in cells if cell.exact)}",
-    )  # fmt: skip
+    )
 
 
 def _table(found: Sequence[Figures]) -> str:
     heads = [
-        "method", "al.pooled", "verified", "headroom.4", "headroom.16", "round ms", "one at a time [95 %]",
-        f"{TOGETHER} at a time [95 %]", "exact",
-    ]  # fmt: skip
+        "method",
+        "al.pooled",
+        "verified",
+        "headroom.4",
+        "headroom.16",
+        "round ms",
+        "one at a time [95 %]",
+        f"{TOGETHER} at a time [95 %]",
+        "exact",
+    ]
     rows = [
         [
-            one.name, number(one.length), number(one.width, 1),
+            one.name,
+            number(one.length),
+            number(one.width, 1),
             *(f"{'≥ ' if one.is_least else ''}{number(value)}" for value in (one.four, one.sixteen)),
-            number(one.round_ms), with_interval(one.alone), with_interval(one.together), one.exact,
-        ] for one in found
-    ]  # fmt: skip
+            number(one.round_ms),
+            with_interval(one.alone),
+            with_interval(one.together),
+            one.exact,
+        ]
+        for one in found
+    ]
     return markdown(heads, rows)
 
 
 def _by_suite(run: Document) -> str:
     rows = [
-        [METHODS[line.method], *(f"{number(cell.value('speedup.decode'))} ({number(cell.value('al.pooled'))})"
-                                 for cell in line.cells_of(run.cells))]
+        [
+            METHODS[line.method],
+            *(
+                f"{number(cell.value('speedup.decode'))} ({number(cell.value('al.pooled'))})"
+                for cell in line.cells_of(run.cells)
+            ),
+        ]
         for line in run.lines
-    ]  # fmt: skip
+    ]
     return markdown(["method", *run.suites], rows)
 
 
@@ -189,10 +222,14 @@ def _confidence(found: dict[str, Calibration]) -> str:
     bins = sorted({one.low for of in found.values() for one in of.bins})
     heads = ["method", "Brier", "always the mean", *(f"{low:.1f} to {low + 0.1:.1f}" for low in bins)]
     rows = [
-        [name, number(of.brier, 3), number(of.brier_of_share, 3),
-         *({one.low: f"{one.accepted:.0%}" for one in of.bins}.get(low, "") for low in bins)]
+        [
+            name,
+            number(of.brier, 3),
+            number(of.brier_of_share, 3),
+            *({one.low: f"{one.accepted:.0%}" for one in of.bins}.get(low, "") for low in bins),
+        ]
         for name, of in found.items()
-    ]  # fmt: skip
+    ]
     return f"The share of drafted tokens that were right, by how sure the draft was:\n\n{markdown(heads, rows)}"
 
 
@@ -210,11 +247,15 @@ def _cuts(found: dict[str, Calibration]) -> str:
 
 def advice(found: Sequence[Figures], calibrated: dict[str, Calibration]) -> str:
     """Return a paragraph of template sentences, chosen and filled by the measurements."""
-    return "\n".join([
-        _fastest("One answer at a time", [(one.name, one.alone) for one in found]),
-        _fastest(f"{TOGETHER} at a time", [(one.name, one.together) for one in found]),
-        _cheapest(found), _room(found), *_cutting(found, calibrated),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            _fastest("One answer at a time", [(one.name, one.alone) for one in found]),
+            _fastest(f"{TOGETHER} at a time", [(one.name, one.together) for one in found]),
+            _cheapest(found),
+            _room(found),
+            *_cutting(found, calibrated),
+        ]
+    )
 
 
 def _fastest(when: str, speeds: Sequence[tuple[str, Interval]]) -> str:
@@ -261,8 +302,11 @@ def _cutting(found: Sequence[Figures], calibrated: dict[str, Calibration]) -> li
         lines.append(
             f"{best}'s confidence says most (Brier {of.brier:.3f}, where its mean alone has {of.brier_of_share:.3f})."
         )
-    free = [f"{name} {cut.saved:.0%} (at {cut.threshold:g})"
-            for name, of in calibrated.items() if (cut := _free(of)) is not None]  # fmt: skip
+    free = [
+        f"{name} {cut.saved:.0%} (at {cut.threshold:g})"
+        for name, of in calibrated.items()
+        if (cut := _free(of)) is not None
+    ]
     if free:
         lines.append(f"With at most {LITTLE:.0%} more rounds a cut saves, of what is verified: {', '.join(free)}.")
     if plain in by_name and METHODS[CUT] in by_name:

@@ -40,8 +40,9 @@ def cells_of(results: RunTable) -> list[Cell]:
 
 def forbidding(results: RunTable, cells: Sequence[Cell]) -> list[Observation]:
     """Return the observations that forbid speed-ups of a run."""
-    return [seen for seen in _seen(_FORBIDDING, results.rows, cells, results.info.identity, results.info)
-            if seen.forbids]  # fmt: skip
+    return [
+        seen for seen in _seen(_FORBIDDING, results.rows, cells, results.info.identity, results.info) if seen.forbids
+    ]
 
 
 def observe(
@@ -62,10 +63,18 @@ def _seen(
     contexts = []
     for cell in cells:
         of_cell = metrics.select(rows, cell.key)
-        contexts.append(CellContext(
-            cell, of_cell, metrics.without_errors(of_cell), identity or UNKNOWN, rows,
-            (cell.suite, cell.settings) in plain, (cell.suite, cell.settings.id) == first, info,
-        ))  # fmt: skip
+        contexts.append(
+            CellContext(
+                cell,
+                of_cell,
+                metrics.without_errors(of_cell),
+                identity or UNKNOWN,
+                rows,
+                (cell.suite, cell.settings) in plain,
+                (cell.suite, cell.settings.id) == first,
+                info,
+            )
+        )
     return [seen for check in checks for context in contexts if (seen := check(context))]
 
 
@@ -204,17 +213,45 @@ _CODE = {"not run": "code_not_run", "unsafe": "code_unsafe", "caged": "code_by_h
 
 
 Check = Callable[[CellContext], Observation | None]
-_FORBIDDING: tuple[Check, ...] = (_mismatch, servers.plain_drafts, _nothing_drafted,
-    timing.hidden_time,
-)  # fmt: skip
+_FORBIDDING: tuple[Check, ...] = (_mismatch, servers.plain_drafts, _nothing_drafted, timing.hidden_time)
 CHECKS: tuple[Check, ...] = (
-    _mismatch, timing.hidden_time, timing.slow_plain,
-    servers.worse_answers, servers.plain_drafts, _failed, _no_baseline, servers.unjudged, _lossy,
-    _near_ties, _nothing_drafted,
-    timing.loops, _other_mode, _other_target, speed.dead_draft, speed.unknown_text, speed.slower_than_plain,
-    speed.unclear, _saturated, timing.first_is_slow, timing.outliers, timing.drift, _truncated, _few_prompts,
-    speed.wide_interval, _code, servers.other_servers, servers.compared_by_text, servers.reused_prompts,
-    servers.uncounted, servers.no_decode_speed, servers.derived_rounds, timing.shared_machine, timing.unlike_machines,
-    _unpinned, timing.shared_weights, timing.fallback, timing.torch_kernels,
+    _mismatch,
+    timing.hidden_time,
+    timing.slow_plain,
+    servers.worse_answers,
+    servers.plain_drafts,
+    _failed,
+    _no_baseline,
+    servers.unjudged,
+    _lossy,
+    _near_ties,
+    _nothing_drafted,
+    timing.loops,
+    _other_mode,
+    _other_target,
+    speed.dead_draft,
+    speed.unknown_text,
+    speed.slower_than_plain,
+    speed.unclear,
+    _saturated,
+    timing.first_is_slow,
+    timing.outliers,
+    timing.drift,
+    _truncated,
+    _few_prompts,
+    speed.wide_interval,
+    _code,
+    servers.other_servers,
+    servers.compared_by_text,
+    servers.reused_prompts,
+    servers.uncounted,
+    servers.no_decode_speed,
+    servers.derived_rounds,
+    timing.shared_machine,
+    timing.unlike_machines,
+    _unpinned,
+    timing.shared_weights,
+    timing.fallback,
+    timing.torch_kernels,
     *(check for one in measurements() for check, _, _ in one.findings.values()),
-)  # fmt: skip
+)

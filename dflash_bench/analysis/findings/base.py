@@ -13,10 +13,13 @@ from dflash_bench.results.run_info import DraftEntry, RunIdentity, RunInfo
 
 MIN_PROMPTS = 20
 FORBIDS: Mapping[tuple[str, str], str] = {
-    ("mismatch", "engine"): "cell", ("mismatch", "control"): "cell", ("mismatch", "method"): "cell",
-    ("plain_drafts", ""): "cell", ("nothing_drafted", "draft_of_server"): "cell",
+    ("mismatch", "engine"): "cell",
+    ("mismatch", "control"): "cell",
+    ("mismatch", "method"): "cell",
+    ("plain_drafts", ""): "cell",
+    ("nothing_drafted", "draft_of_server"): "cell",
     ("hidden_time", ""): "cell",
-}  # fmt: skip
+}
 """The scope of speed-ups that an observation forbids, by kind and remedy: its cell, or the whole run.
 
 A cell of plain decoding stands for every method compared with it. A forbidden speed-up is shown nowhere, its run

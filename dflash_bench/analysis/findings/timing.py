@@ -183,7 +183,8 @@ def _of_methods(here: Any, looping: Any) -> dict[str, dict[str, Any]]:
     methods = here["method"].astype(str).to_numpy()
     return {
         method: {
-            "num_answers": int(looping[methods == method].sum()), "num_all": int((methods == method).sum()),
+            "num_answers": int(looping[methods == method].sum()),
+            "num_all": int((methods == method).sum()),
             "metrics": {
                 name: {"all": value, "without": without}
                 for name, value in values.items()
@@ -191,7 +192,7 @@ def _of_methods(here: Any, looping: Any) -> dict[str, dict[str, Any]]:
             },
         }
         for method, values in before.items()
-    }  # fmt: skip
+    }
 
 
 def _values(rows: Any) -> dict[str, dict[str, float]]:

@@ -287,11 +287,22 @@ def _cells_of_json(stored: StoredCell, named: Mapping[Settings, str]) -> tuple[C
     _check_figures(stored, sums)
     return tuple(
         Cell(
-            suite=stored.suite, settings=settings, setting=named[settings], method=stored.method,
-            num_prompts=len(of_run), num_tokens=0, num_errors=0,
-            num_near_ties=0, exact=None, passed=None, figures={}, prompts=tuple(stored.prompts), sums=of_run,
-        ) for of_run in sums
-    )  # fmt: skip
+            suite=stored.suite,
+            settings=settings,
+            setting=named[settings],
+            method=stored.method,
+            num_prompts=len(of_run),
+            num_tokens=0,
+            num_errors=0,
+            num_near_ties=0,
+            exact=None,
+            passed=None,
+            figures={},
+            prompts=tuple(stored.prompts),
+            sums=of_run,
+        )
+        for of_run in sums
+    )
 
 
 def _check_figures(stored: StoredCell, sums: Any) -> None:

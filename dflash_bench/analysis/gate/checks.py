@@ -172,9 +172,12 @@ def check_runs(
 
 
 def judge(
-    runs: Sequence[RunTable], cells_of_runs: Sequence[Sequence[Cell]], baseline: Baseline | None,
-    limits: Mapping[str, Limit] | None = None, allow: Sequence[str] = (),
-) -> GateOutcome:  # fmt: skip
+    runs: Sequence[RunTable],
+    cells_of_runs: Sequence[Sequence[Cell]],
+    baseline: Baseline | None,
+    limits: Mapping[str, Limit] | None = None,
+    allow: Sequence[str] = (),
+) -> GateOutcome:
     """Make all checks of runs without flaws.
 
     Raises UserError for a baseline of other cells or prompts, for runs that differ, and if nothing can be judged.
@@ -247,9 +250,19 @@ def _needs_no_baseline(name: str, limit: Limit) -> bool:
 def _check(cell: Cell, kind: str, found: float, expected: float, code: str, reason: str, **more: Any) -> Check:
     """Return a check of a cell, which fails with a `code`; without a code there is no reason either."""
     return Check(
-        suite=cell.suite, source=cell.source, settings_id=cell.settings.id, setting=cell.setting, method=cell.method,
-        kind=kind, found=found, expected=expected, failed=bool(code), code=code, reason=reason if code else "", **more,
-    )  # fmt: skip
+        suite=cell.suite,
+        source=cell.source,
+        settings_id=cell.settings.id,
+        setting=cell.setting,
+        method=cell.method,
+        kind=kind,
+        found=found,
+        expected=expected,
+        failed=bool(code),
+        code=code,
+        reason=reason if code else "",
+        **more,
+    )
 
 
 def flaw_checks(results: RunTable, allow: Sequence[str], run: str = "") -> list[Check]:
@@ -257,12 +270,21 @@ def flaw_checks(results: RunTable, allow: Sequence[str], run: str = "") -> list[
     allowed, identity = {*allow, "unfinished"} if results.damaged else {*allow}, results.info.identity
     return [
         Check(
-            suite=flaw.suite, source=identity.source_of(flaw.suite), setting=flaw.setting, method=flaw.method,
-            kind=flaw.kind, run=run, found=flaw.num, expected=0, failed=True, code=flaw.kind, reason=flaw.what,
+            suite=flaw.suite,
+            source=identity.source_of(flaw.suite),
+            setting=flaw.setting,
+            method=flaw.method,
+            kind=flaw.kind,
+            run=run,
+            found=flaw.num,
+            expected=0,
+            failed=True,
+            code=flaw.kind,
+            reason=flaw.what,
         )
         for flaw in results.problems
         if flaw.kind not in allowed
-    ]  # fmt: skip
+    ]
 
 
 def _nothing_to_judge(results: RunTable, run: str) -> Iterator[Check]:
@@ -335,9 +357,16 @@ def slowdown_checks(cells: Sequence[Cell], before: Sequence[Cell], limits: Mappi
     highest = max(interval.value if interval.high is None else interval.high for interval in intervals if interval)
     found = float(np.exp(np.mean([np.log(interval.value) for interval in intervals if interval])))
     yield _check(
-        cells[0], FLOORED, found, 1, "slower" if highest < 1 else "", "slower than plain decoding", is_floor=True,
-        p=1.0 if difference is None else difference.p, **_noise_fields(between_runs),
-    )  # fmt: skip
+        cells[0],
+        FLOORED,
+        found,
+        1,
+        "slower" if highest < 1 else "",
+        "slower than plain decoding",
+        is_floor=True,
+        p=1.0 if difference is None else difference.p,
+        **_noise_fields(between_runs),
+    )
 
 
 def _limit_checks(
@@ -385,9 +414,16 @@ def _speed_check(run: RunTable) -> Check:
     """Return a failed check; a note has the reason."""
     suite = next(iter(run.info.identity.suites))
     return Check(
-        suite=suite, source=run.info.identity.source_of(suite), method="", kind="ungated", found=1, expected=0,
-        failed=True, code="speed_not_gated", reason="see the note",
-    )  # fmt: skip
+        suite=suite,
+        source=run.info.identity.source_of(suite),
+        method="",
+        kind="ungated",
+        found=1,
+        expected=0,
+        failed=True,
+        code="speed_not_gated",
+        reason="see the note",
+    )
 
 
 def warn_fewer_prompts(name: str, cells: Runs, baseline: Baseline, allow: Sequence[str]) -> list[str]:
@@ -433,9 +469,13 @@ def baseline_checks(
 
 
 def cell_checks(
-    before: Sequence[Cell], after: Sequence[Cell], kinds: Sequence[str], limits: Mapping[str, Limit],
-    names: Sequence[str], fixed: bool,
-) -> Iterator[Check]:  # fmt: skip
+    before: Sequence[Cell],
+    after: Sequence[Cell],
+    kinds: Sequence[str],
+    limits: Mapping[str, Limit],
+    names: Sequence[str],
+    fixed: bool,
+) -> Iterator[Check]:
     """Check one suite, settings and method, with a cell for each run on either side.
 
     With `fixed`, nothing is random except times. Raises UserError if the two sides share no prompt.

@@ -87,10 +87,19 @@ def _unknown(path: Path) -> UserError:
 TIMES = {"tps.served": "output_throughput", "tpot.mean_ms": "mean_tpot_ms", "ttft.mean_ms": "mean_ttft_ms"}
 POSITIONS = "spec_decode_per_position_acceptance_rates"
 OF_SERVING = (
-    "completed", "failed", "max_concurrency", "model_id", *TIMES.values(), "accept_length", POSITIONS,
-    "spec_decode_num_drafts", "spec_decode_draft_tokens", "spec_decode_accepted_tokens",
-    "spec_decode_acceptance_length", "spec_decode_acceptance_rate",
-)  # fmt: skip
+    "completed",
+    "failed",
+    "max_concurrency",
+    "model_id",
+    *TIMES.values(),
+    "accept_length",
+    POSITIONS,
+    "spec_decode_num_drafts",
+    "spec_decode_draft_tokens",
+    "spec_decode_accepted_tokens",
+    "spec_decode_acceptance_length",
+    "spec_decode_acceptance_rate",
+)
 
 
 def _served(kind: str, figures_of: Callable[[str, Mapping[str, Any]], Mapping[str, float | None]]) -> Any:
@@ -159,10 +168,15 @@ def _aiperf(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
     counts = {key: block["avg"] for key in (REQUESTS, FAILED) if _is_block(block := result.get(key))}
     shown = {metric for name, (metric, *_) in AIPERF.items() if name in figures}
     yield BenchResult(
-        where, "AIPerf", _aiperf_model(result), _count(where, counts, REQUESTS), _count(where, counts, FAILED), None,
+        where,
+        "AIPerf",
+        _aiperf_model(result),
+        _count(where, counts, REQUESTS),
+        _count(where, counts, FAILED),
+        None,
         _known({**figures, **_reached(where, result.get(HISTOGRAM))}),
         left_out=tuple(key for key, value in result.items() if _is_block(value) and key not in {*shown, *counts}),
-    )  # fmt: skip
+    )
 
 
 def _aiperf_model(result: Mapping[str, Any]) -> str:
@@ -200,20 +214,28 @@ def _specdec(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
     total = sum(counts.values())
     mean = sum(size * number for size, number in counts.items()) / total if total else None
     figures = {
-        "al.specdec_bench": _number(where, "Average_AL", result.get("Average_AL")), "al.specdec_bench.pooled": mean
-    }  # fmt: skip
+        "al.specdec_bench": _number(where, "Average_AL", result.get("Average_AL")),
+        "al.specdec_bench.pooled": mean,
+    }
     requests = result.get("Request_AL")
     yield BenchResult(
-        where, "specdec_bench", UNSTATED, len(requests) if isinstance(requests, dict) else None, None, None,
-        _known(figures), left_out=_numbers_besides(result, ("Average_AL",)),
-    )  # fmt: skip
+        where,
+        "specdec_bench",
+        UNSTATED,
+        len(requests) if isinstance(requests, dict) else None,
+        None,
+        None,
+        _known(figures),
+        left_out=_numbers_besides(result, ("Average_AL",)),
+    )
 
 
 def _profile(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
     """Read a speculation profile: ours counts rounds, Model-Optimizer's chunks, including the first from prefill."""
     is_ours = str(result.get("schema", "")).startswith("dflash-bench.")
-    pooled, by_request = ("al.pooled", "al.request_mean") if is_ours else (
-        "al.specdec_bench.pooled", "al.specdec_bench")  # fmt: skip
+    pooled, by_request = (
+        ("al.pooled", "al.request_mean") if is_ours else ("al.specdec_bench.pooled", "al.specdec_bench")
+    )
     figures = {
         pooled: _number(where, "mean_accept_length", result.get("mean_accept_length")),
         by_request: _number(where, "mean_accept_length_per_request", result.get("mean_accept_length_per_request")),
@@ -226,9 +248,15 @@ def _profile(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
     target = result.get("target_model")
     model = target.get("name") if isinstance(target, dict) else target
     yield BenchResult(
-        where, "profile", str(model or UNSTATED), _count(where, result, "num_prompts"), None, None,
-        _known(figures), left_out=() if is_ours else ("marginal_accept_rates", "conditional_accept_rates"),
-    )  # fmt: skip
+        where,
+        "profile",
+        str(model or UNSTATED),
+        _count(where, result, "num_prompts"),
+        None,
+        None,
+        _known(figures),
+        left_out=() if is_ours else ("marginal_accept_rates", "conditional_accept_rates"),
+    )
 
 
 # SpecForge's bench_eagle3: a list of configurations for each data set.
@@ -260,9 +288,15 @@ def _specforge(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
                     "tps.served": _number(name, "output_throughput", metrics.get("output_throughput")),
                 }
                 yield BenchResult(
-                    name, "SpecForge", model, _count(name, metrics, "num_questions"), None,
-                    _count(name, one, "batch_size"), _known(figures), left_out=_numbers_besides(metrics, OF_SPECFORGE),
-                )  # fmt: skip
+                    name,
+                    "SpecForge",
+                    model,
+                    _count(name, metrics, "num_questions"),
+                    None,
+                    _count(name, one, "batch_size"),
+                    _known(figures),
+                    left_out=_numbers_besides(metrics, OF_SPECFORGE),
+                )
 
 
 @dataclass(frozen=True, slots=True)

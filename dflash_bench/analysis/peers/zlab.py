@@ -41,13 +41,15 @@ class HarnessVersion:
 
 APRIL = HarnessVersion("zlab", cuts=False, times_first_draft=False, formulas=FORMULAS)
 AUGUST = HarnessVersion(
-    "zlab-2026-08", cuts=True, times_first_draft=True,
+    "zlab-2026-08",
+    cuts=True,
+    times_first_draft=True,
     formulas={
         "al.zlab-2026-08": "mean over responses of the mean over rounds of e_i, cut at a stop token and at the limit",
         "tps.zlab-2026-08": "1 / mean over responses of (seconds since the first token / T), the first draft included",
         "speedup.zlab-2026-08": "mean seconds per token, plain / the method's, the first draft included",
     },
-)  # fmt: skip
+)
 VERSIONS = {version.name: version for version in (APRIL, AUGUST)}
 
 
@@ -85,10 +87,15 @@ def official(rows: Any, version: HarnessVersion = APRIL, cells: Sequence[Cell] =
         tpot, al = float(cell["tpot", "mean"]), float(cell["al", "mean"])
         figures.append(
             Official(
-                suite, settings_id, method, int(cell["tpot", "size"]), None if al != al else al,
-                1 / tpot if tpot else 0.0, plain / tpot if plain and tpot else None,
+                suite,
+                settings_id,
+                method,
+                int(cell["tpot", "size"]),
+                None if al != al else al,
+                1 / tpot if tpot else 0.0,
+                plain / tpot if plain and tpot else None,
             )
-        )  # fmt: skip
+        )
     return figures
 
 

@@ -197,9 +197,13 @@ class Levels:
             sizes.append(size)
         ends = list(accumulate(map(len, above)))
         return cls(
-            tuple(above), tuple(sizes), (0, *ends[:-1]),
-            torch.tensor(parents, device=device), torch.tensor(choices, device=device), min(nodes, sum(sizes)),
-        )  # fmt: skip
+            tuple(above),
+            tuple(sizes),
+            (0, *ends[:-1]),
+            torch.tensor(parents, device=device),
+            torch.tensor(choices, device=device),
+            min(nodes, sum(sizes)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

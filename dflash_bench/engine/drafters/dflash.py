@@ -509,6 +509,13 @@ class BlockCorrector:
         context = read.pop() if self.reads_context else None
         before = read.pop().to(self.weight.device, non_blocking=True) if self.reads_before else None
         return BlockPass(
-            hidden.to(self.weight.dtype), logits, slots, anchor[:, 0], embed, self.draft.target_ids, before, context,
+            hidden.to(self.weight.dtype),
+            logits,
+            slots,
+            anchor[:, 0],
+            embed,
+            self.draft.target_ids,
+            before,
+            context,
             self.reads_confidence or self.sampler.listener is not None,
-        )  # fmt: skip
+        )

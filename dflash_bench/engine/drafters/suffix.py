@@ -271,6 +271,10 @@ class SuffixDrafter(HostDrafter):
 
 def build(models: Models, target: Target, method: Method) -> SuffixDrafter:
     return SuffixDrafter(
-        method.number("n"), method.real("threshold"), method.number("depth"), method.real("factor"),
-        method.option("earlier") == "yes", target.device,
-    )  # fmt: skip
+        method.number("n"),
+        method.real("threshold"),
+        method.number("depth"),
+        method.real("factor"),
+        method.option("earlier") == "yes",
+        target.device,
+    )

@@ -36,14 +36,31 @@ LAYER = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "qkv", "output", "gate_up", "down",
-            "qkv_bias", "output_bias", "gate_up_bias", "down_bias",
-            "qkv_scale", "output_scale", "gate_up_scale", "down_scale",
-            "input_norm", "head_norm", "after_attention", "feed_norm", "after_feed", "kind",
-            "attention_conv", "attention_base", "feed_conv", "feed_base",
+            "qkv",
+            "output",
+            "gate_up",
+            "down",
+            "qkv_bias",
+            "output_bias",
+            "gate_up_bias",
+            "down_bias",
+            "qkv_scale",
+            "output_scale",
+            "gate_up_scale",
+            "down_scale",
+            "input_norm",
+            "head_norm",
+            "after_attention",
+            "feed_norm",
+            "after_feed",
+            "kind",
+            "attention_conv",
+            "attention_base",
+            "feed_conv",
+            "feed_base",
         )
     ]
-)  # fmt: skip
+)
 """Offsets of the parts of a layer: products in `Decoder.weights`, all others in `Decoder.numbers`."""
 
 

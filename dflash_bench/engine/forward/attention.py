@@ -47,9 +47,16 @@ def rotate(decoder: Decoder, kind: int, heads: np.ndarray, norm_at: int, tables:
 
 @kernel
 def store_kv(
-    decoder: Decoder, layer: Any, index: int, num_rows: int, num: int, placed: Placed, store: Store, work: Workspace,
+    decoder: Decoder,
+    layer: Any,
+    index: int,
+    num_rows: int,
+    num: int,
+    placed: Placed,
+    store: Store,
+    work: Workspace,
     team: Team,
-) -> None:  # fmt: skip
+) -> None:
     """Rotate queries and keys [T, heads + 2 * KV, D] in the workspace, and store keys and values at their places."""
     size, heads, groups = decoder.head_dim, decoder.num_heads, decoder.num_kv
     stride = padded((heads + 2 * groups) * size)
@@ -69,9 +76,15 @@ def store_kv(
 
 @kernel
 def score(
-    queries: np.ndarray, queries_at: int, size: int, keys: np.ndarray, keys_at: int, count: int, scores: np.ndarray,
+    queries: np.ndarray,
+    queries_at: int,
+    size: int,
+    keys: np.ndarray,
+    keys_at: int,
+    count: int,
+    scores: np.ndarray,
     at: int,
-) -> None:  # fmt: skip
+) -> None:
     """Write products of keys [count, D] with LANES queries [D, LANES] to scores [count, LANES]."""
     place = 0
     while place < count:
@@ -92,9 +105,17 @@ def score(
 
 @kernel
 def score_few(
-    queries: np.ndarray, queries_at: int, used: int, size: int, keys: np.ndarray, keys_at: int, count: int,
-    scores: np.ndarray, at: int, stride: int,
-) -> None:  # fmt: skip
+    queries: np.ndarray,
+    queries_at: int,
+    used: int,
+    size: int,
+    keys: np.ndarray,
+    keys_at: int,
+    count: int,
+    scores: np.ndarray,
+    at: int,
+    stride: int,
+) -> None:
     """Write products of keys [count, D] with a few queries [used, D] to scores [used, stride]."""
     for lane in range(used):
         query, row = view(queries, queries_at + lane * size, size), view(scores, at + lane * stride, count)
@@ -134,9 +155,17 @@ def weigh_row(scores: np.ndarray) -> np.float32:
 
 @kernel
 def add_values(
-    used: int, weights: np.ndarray, at: int, stride: int, values: np.ndarray, values_at: int, size: int, count: int,
-    out: np.ndarray, out_at: int,
-) -> None:  # fmt: skip
+    used: int,
+    weights: np.ndarray,
+    at: int,
+    stride: int,
+    values: np.ndarray,
+    values_at: int,
+    size: int,
+    count: int,
+    out: np.ndarray,
+    out_at: int,
+) -> None:
     """Write sums of values [count, D] by weights [used, stride] to out [used, D]."""
     block = 0
     while block < size:
@@ -151,9 +180,16 @@ def add_values(
 
 @kernel
 def attend(
-    decoder: Decoder, layer: Any, index: int, problem: int, num: int, placed: Placed, store: Store, work: Workspace,
+    decoder: Decoder,
+    layer: Any,
+    index: int,
+    problem: int,
+    num: int,
+    placed: Placed,
+    store: Store,
+    work: Workspace,
     team: Team,
-) -> None:  # fmt: skip
+) -> None:
     """Attend with up to LANES of the G * N queries of one row and key head; `problem` is the index of this group.
 
     Lanes run through the tokens of one head after another. Their scores lie side by side [places, LANES], so that a key

@@ -132,9 +132,18 @@ class CompiledLinear:
         """Return [num_tokens, out] for inputs [num_tokens or more, in], padded to a multiple of TILE tokens."""
         out = np.empty((round_up(num_tokens, TILE), round_up(self.outputs, LANES)), np.float32)
         run(
-            kernels.project, self.weights, self.numbers, 0, self.bias, self.scale, self.size, inputs.reshape(-1),
-            num_tokens, out.reshape(-1), self.outputs,
-        )  # fmt: skip
+            kernels.project,
+            self.weights,
+            self.numbers,
+            0,
+            self.bias,
+            self.scale,
+            self.size,
+            inputs.reshape(-1),
+            num_tokens,
+            out.reshape(-1),
+            self.outputs,
+        )
         return torch.from_numpy(out)[:num_tokens, : self.outputs]
 
 
@@ -214,10 +223,22 @@ class CompiledLayers:
         input_width, width = attention.qkv.weight.shape[0], attention.output.weight.shape[1]
         weights, numbers = packing.laid_out()
         self.decoder = Decoder(
-            weights, numbers, rows, width, input_width, attention.num_heads, attention.num_kv, attention.head_dim,
-            feed.down.weight.shape[0], np.float32(layers[0].input_norm.eps), np.float32(attention.scale),
-            CODES[feed.activation], last, taps, group_size,
-        )  # fmt: skip
+            weights,
+            numbers,
+            rows,
+            width,
+            input_width,
+            attention.num_heads,
+            attention.num_kv,
+            attention.head_dim,
+            feed.down.weight.shape[0],
+            np.float32(layers[0].input_norm.eps),
+            np.float32(attention.scale),
+            CODES[feed.activation],
+            last,
+            taps,
+            group_size,
+        )
         self._work: Workspace | None = None
         self._room = (0, 0, 0)
 
@@ -226,16 +247,22 @@ class CompiledLayers:
         feed = layer.feed
         assert isinstance(feed, Gated)
         products = {
-            "qkv": layer.attention.qkv, "output": layer.attention.output, "gate_up": feed.gate_up, "down": feed.down,
-        }  # fmt: skip
+            "qkv": layer.attention.qkv,
+            "output": layer.attention.output,
+            "gate_up": feed.gate_up,
+            "down": feed.down,
+        }
         for name, linear in products.items():
             row[name] = packing.weight(linear)
             row[f"{name}_bias"] = packing.number(linear.bias)
             row[f"{name}_scale"] = packing.number(linear.scale)
         for name, norm in {
-            "input_norm": layer.input_norm, "head_norm": layer.attention.head_norm,
-            "after_attention": layer.after_attention, "feed_norm": layer.feed_norm, "after_feed": layer.after_feed,
-        }.items():  # fmt: skip
+            "input_norm": layer.input_norm,
+            "head_norm": layer.attention.head_norm,
+            "after_attention": layer.after_attention,
+            "feed_norm": layer.feed_norm,
+            "after_feed": layer.after_feed,
+        }.items():
             row[name] = packing.number(None if norm is None else norm.weight)
 
     def work(self, num_tokens: int, num_places: int) -> Workspace:
@@ -256,9 +283,7 @@ class CompiledLayers:
             scores = np.zeros(threads * places * LANES, np.float32)
             number = round_up(2 * shape.taps * (shape.width // shape.group_size), LANES)
             coefficients = np.zeros(tokens * number, np.float32)
-            self._work = Workspace(
-                normed, others[0], attended, wide, gated, others[1], queries, scores, coefficients
-            )  # fmt: skip
+            self._work = Workspace(normed, others[0], attended, wide, gated, others[1], queries, scores, coefficients)
         return self._work
 
     def store(self, kv: KVCache, cos: np.ndarray, sin: np.ndarray) -> Store:
@@ -285,9 +310,17 @@ class CompiledLayers:
         work = self.work(num_tokens, store.capacity + placed.seen.shape[3])
         tapped = np.empty((num_tokens, len(taps) * self.decoder.width), np.float32)
         run(
-            kernels.run_layers, self.decoder, x.view(-1).numpy(), *shape, is_given, placed,
-            store, work, _numbers(tuple(taps)), tapped.reshape(-1),
-        )  # fmt: skip
+            kernels.run_layers,
+            self.decoder,
+            x.view(-1).numpy(),
+            *shape,
+            is_given,
+            placed,
+            store,
+            work,
+            _numbers(tuple(taps)),
+            tapped.reshape(-1),
+        )
         return work, tapped
 
 
@@ -366,9 +399,7 @@ class CompiledForward:
     def serve(self, kv: KVCache, device: torch.device) -> None:
         """Write into this cache from now on; prepare rotary tables for all of its places."""
         tables = rotary_tables(self.rotary, self.layers.kinds, kv.capacity, self.embedding.weight.dtype, device)
-        cos, sin = (
-            np.stack([tables[kind][i].float().numpy() for kind in self.layers.kinds]) for i in range(2)
-        )  # fmt: skip
+        cos, sin = (np.stack([tables[kind][i].float().numpy() for kind in self.layers.kinds]) for i in range(2))
         self.cache, self._store = kv, self.layers.store(kv, cos, sin)
 
     def clear(self) -> None:
@@ -546,9 +577,15 @@ class CompiledEagle3(Eagle3Network):
         store, placed = self.layers.store(cache, *_tables_of(tables, shape)), _seen_by([seen], cache, shape)
         work = self.layers.work(len(x), store.capacity + placed.seen.shape[3])
         run(
-            kernels.join_inputs, _flat(embedded), _flat(hidden), self.norms, self.eps,
-            self.config.norm_before_residual, work.normed, x.view(-1).numpy(),
-        )  # fmt: skip
+            kernels.join_inputs,
+            _flat(embedded),
+            _flat(hidden),
+            self.norms,
+            self.eps,
+            self.config.norm_before_residual,
+            work.normed,
+            x.view(-1).numpy(),
+        )
         self.layers.through(x, shape, placed, store, is_given=True)
         if self.config.norm_output:
             return torch.from_numpy(work.normed)[: x.numel()].clone().view(hidden.shape)

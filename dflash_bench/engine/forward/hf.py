@@ -301,9 +301,8 @@ class HFForward:
         begins = not any(inputs.mask.starts)
         with recurrence.reading(width, inputs.counts, inputs.rows, begins) if recurrence else nullcontext():
             out = self.model(
-                input_ids=inputs.tokens, position_ids=inputs.positions, attention_mask=masks, use_cache=True,
-                **options,
-            )  # fmt: skip
+                input_ids=inputs.tokens, position_ids=inputs.positions, attention_mask=masks, use_cache=True, **options
+            )
         return out.logits, [self._tapped[i] for i in self._taps]
 
     def commit(self, counts: Sequence[int]) -> None:

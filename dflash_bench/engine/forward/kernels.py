@@ -33,9 +33,16 @@ SILU, GELU_TANH = 0, 1
 
 @kernel
 def multiply(
-    weights: np.ndarray, at: int, width: int, x: np.ndarray, num_tokens: int, out: np.ndarray, out_width: int,
-    first: int, last: int,
-) -> None:  # fmt: skip
+    weights: np.ndarray,
+    at: int,
+    width: int,
+    x: np.ndarray,
+    num_tokens: int,
+    out: np.ndarray,
+    out_width: int,
+    first: int,
+    last: int,
+) -> None:
     """Write blocks `first` to `last` of the product of x [T, width] with weights from `at` on to out [T, out_width].
 
     x and out are padded to whole tiles: up to 7 tokens more. The order of sums depends on the number of tokens alone,
@@ -69,9 +76,18 @@ def multiply(
 
 @kernel
 def project(
-    weights: np.ndarray, numbers: np.ndarray, at: int, bias: int, scale: int, width: int, x: np.ndarray,
-    num_tokens: int, out: np.ndarray, out_width: int, team: Team,
-) -> None:  # fmt: skip
+    weights: np.ndarray,
+    numbers: np.ndarray,
+    at: int,
+    bias: int,
+    scale: int,
+    width: int,
+    x: np.ndarray,
+    num_tokens: int,
+    out: np.ndarray,
+    out_width: int,
+    team: Team,
+) -> None:
     """Write a linear layer of x [T, width] to out [T, padded out_width], this thread its share of the outputs."""
     num_blocks = padded(out_width) // LANES
     first, last = num_blocks * team.number // team.size, num_blocks * (team.number + 1) // team.size
@@ -132,16 +148,32 @@ def read_coefficients(decoder: Decoder, at: int, num_tokens: int, work: Workspac
     """Write the coefficients of both sides of a sublayer's convolution, computed from its normed input."""
     number = 2 * decoder.taps * (decoder.width // decoder.group_size)
     project(
-        decoder.weights, decoder.numbers, at, -1, -1, decoder.width, work.normed, num_tokens, work.coefficients,
-        number, team,
-    )  # fmt: skip
+        decoder.weights,
+        decoder.numbers,
+        at,
+        -1,
+        -1,
+        decoder.width,
+        work.normed,
+        num_tokens,
+        work.coefficients,
+        number,
+        team,
+    )
 
 
 @kernel
 def filter_block(
-    decoder: Decoder, x: np.ndarray, stride: int, num_rows: int, num: int, base_at: int, side: int, work: Workspace,
+    decoder: Decoder,
+    x: np.ndarray,
+    stride: int,
+    num_rows: int,
+    num: int,
+    base_at: int,
+    side: int,
+    work: Workspace,
     team: Team,
-) -> None:  # fmt: skip
+) -> None:
     """Filter x [T, stride] over the `num` tokens of each row, in place, this thread its share of the channels.
 
     Side 0 is a sublayer's input, side 1 its output. Tap t is the t-th token before, within the row.
@@ -169,9 +201,18 @@ def filter_block(
 
 @kernel
 def run_layers(
-    decoder: Decoder, x: np.ndarray, num_rows: int, num: int, is_normed: bool, placed: Placed, store: Store,
-    work: Workspace, taps: np.ndarray, tapped: np.ndarray, team: Team,
-) -> None:  # fmt: skip
+    decoder: Decoder,
+    x: np.ndarray,
+    num_rows: int,
+    num: int,
+    is_normed: bool,
+    placed: Placed,
+    store: Store,
+    work: Workspace,
+    taps: np.ndarray,
+    tapped: np.ndarray,
+    team: Team,
+) -> None:
     """Send tokens through all layers: x [T, H], flat, is the residual stream before and after.
 
     Outputs of layers `taps` go to `tapped` [T, K * H]. With `is_normed` the first layer's attention reads work.normed
@@ -194,9 +235,18 @@ def run_layers(
             barrier(team)
         reads = decoder.input_width if index == 0 else width
         project(
-            decoder.weights, decoder.numbers, layer.qkv, layer.qkv_bias, layer.qkv_scale, reads, work.normed,
-            num_tokens, work.qkv, heads + 2 * decoder.num_kv * decoder.head_dim, team,
-        )  # fmt: skip
+            decoder.weights,
+            decoder.numbers,
+            layer.qkv,
+            layer.qkv_bias,
+            layer.qkv_scale,
+            reads,
+            work.normed,
+            num_tokens,
+            work.qkv,
+            heads + 2 * decoder.num_kv * decoder.head_dim,
+            team,
+        )
         barrier(team)
         store_kv(decoder, layer, index, num_rows, num, placed, store, work, team)
         barrier(team)
@@ -204,9 +254,18 @@ def run_layers(
             attend(decoder, layer, index, problem, num, placed, store, work, team)
         barrier(team)
         project(
-            decoder.weights, decoder.numbers, layer.output, layer.output_bias, layer.output_scale, heads,
-            work.attended, num_tokens, work.update, width, team,
-        )  # fmt: skip
+            decoder.weights,
+            decoder.numbers,
+            layer.output,
+            layer.output_bias,
+            layer.output_scale,
+            heads,
+            work.attended,
+            num_tokens,
+            work.update,
+            width,
+            team,
+        )
         barrier(team)
         if layer.attention_conv >= 0:
             filter_block(decoder, work.update, padded(width), num_rows, num, layer.attention_base, 1, work, team)
@@ -219,16 +278,34 @@ def run_layers(
             filter_block(decoder, work.normed, width, num_rows, num, layer.feed_base, 0, work, team)
             barrier(team)
         project(
-            decoder.weights, decoder.numbers, layer.gate_up, layer.gate_up_bias, layer.gate_up_scale, width,
-            work.normed, num_tokens, work.wide, 2 * decoder.inner, team,
-        )  # fmt: skip
+            decoder.weights,
+            decoder.numbers,
+            layer.gate_up,
+            layer.gate_up_bias,
+            layer.gate_up_scale,
+            width,
+            work.normed,
+            num_tokens,
+            work.wide,
+            2 * decoder.inner,
+            team,
+        )
         barrier(team)
         activate(decoder, num_tokens, work, team)
         barrier(team)
         project(
-            decoder.weights, decoder.numbers, layer.down, layer.down_bias, layer.down_scale, decoder.inner,
-            work.gated, num_tokens, work.update, width, team,
-        )  # fmt: skip
+            decoder.weights,
+            decoder.numbers,
+            layer.down,
+            layer.down_bias,
+            layer.down_scale,
+            decoder.inner,
+            work.gated,
+            num_tokens,
+            work.update,
+            width,
+            team,
+        )
         barrier(team)
         if layer.feed_conv >= 0:
             filter_block(decoder, work.update, padded(width), num_rows, num, layer.feed_base, 1, work, team)
@@ -284,9 +361,15 @@ def norm_rows(x: np.ndarray, weights: np.ndarray, eps: np.float32, out: np.ndarr
 
 @kernel
 def join_inputs(
-    embedded: np.ndarray, hidden: np.ndarray, weights: np.ndarray, eps: np.float32, adds_normed: bool,
-    pair: np.ndarray, x: np.ndarray, team: Team,
-) -> None:  # fmt: skip
+    embedded: np.ndarray,
+    hidden: np.ndarray,
+    weights: np.ndarray,
+    eps: np.float32,
+    adds_normed: bool,
+    pair: np.ndarray,
+    x: np.ndarray,
+    team: Team,
+) -> None:
     """Write EAGLE-3's inputs: norms of embeddings and features [T, H] side by side to pair [T, 2 * H], and the stream.
 
     `weights` holds the weights of both norms. The stream is the features, or with `adds_normed` their norm.

@@ -139,12 +139,20 @@ class NativeDFlash(DFlashNetwork):
             self.fc, self.context_norm = linear_of(draft.fc), norm_of(draft.hidden_norm)
         self.norm, self.value_scale = norm_of(draft.norm), config.body.value_scale
         plain = [
-            with_sinks(layer_of(
-                layer, config.body.view(index).name, config.num_heads, config.num_kv_heads, "silu",
-                qkv=Linear(weight.t(), bias),
-            ), layer, self.value_scale)
+            with_sinks(
+                layer_of(
+                    layer,
+                    config.body.view(index).name,
+                    config.num_heads,
+                    config.num_kv_heads,
+                    "silu",
+                    qkv=Linear(weight.t(), bias),
+                ),
+                layer,
+                self.value_scale,
+            )
             for index, (layer, weight, bias) in enumerate(zip(layers, weights, biases, strict=True))
-        ]  # fmt: skip
+        ]
         self.use(plain)
 
     def use(self, plain: list[Layer]) -> None:

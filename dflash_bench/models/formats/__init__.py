@@ -50,10 +50,18 @@ __all__ = [
 FORMATS = {
     (form.name, form.kind): form
     for form in (
-        zlab.DFLASH, speculators.DFLASH, speculators.EAGLE3, deepspec.DFLASH, deepspec.EAGLE3, safeailab.EAGLE3,
-        projectors.SPECFORGE, projectors.NVIDIA, p_eagle.SPECFORGE, p_eagle.SPECULATORS,
+        zlab.DFLASH,
+        speculators.DFLASH,
+        speculators.EAGLE3,
+        deepspec.DFLASH,
+        deepspec.EAGLE3,
+        safeailab.EAGLE3,
+        projectors.SPECFORGE,
+        projectors.NVIDIA,
+        p_eagle.SPECFORGE,
+        p_eagle.SPECULATORS,
     )
-}  # fmt: skip
+}
 SPECULATORS = {
     "dflash": speculators.DFLASH,
     "dspark": speculators.DFLASH,

@@ -104,13 +104,14 @@ SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 """Rotary scalings independent of the text length, and their required keys."""
-READ = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "num_hidden_layers", "rms_norm_eps", "hidden_act", "rope_theta", "rope_scaling", "rope_parameters",
-    "partial_rotary_factor", "attention_bias", "max_position_embeddings", "original_max_position_embeddings",
-    "target_hidden_size", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers",
-    "quantization_config",
-)  # fmt: skip
+READ = tuple(
+    """
+    vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim num_hidden_layers
+    rms_norm_eps hidden_act rope_theta rope_scaling rope_parameters partial_rotary_factor attention_bias
+    max_position_embeddings original_max_position_embeddings target_hidden_size layer_types sliding_window
+    use_sliding_window max_window_layers quantization_config
+    """.split()
+)
 """Keys that describe a draft's layers, at any level of a config."""
 EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Variants of an EAGLE-3 network, in files and in `Eagle3Config`."""
@@ -292,10 +293,12 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 FLAGS = ("attention_bias", "shifted_labels", "last_slot_idle", "own_embedding", "own_head", "qk_norm", *EAGLE3_FLAGS)
 OTHER_FLAGS = ("is_causal", "has_sinks", "turns_neighbours", "enable_confidence_head", "confidence_head_with_markov")
-REALS = (
-    "rms_norm_eps", "rope_theta", "embedding_scale", "output_multiplier", "logit_softcap", "value_scale",
-    "lilicorr_mlp_ratio", "lilicorr_logit_scale", "lilicorr_vector_eps",
-)  # fmt: skip
+REALS = tuple(
+    """
+    rms_norm_eps rope_theta embedding_scale output_multiplier logit_softcap value_scale lilicorr_mlp_ratio
+    lilicorr_logit_scale lilicorr_vector_eps
+    """.split()
+)
 EXPECTED = {
     **dict.fromkeys((*FLAGS, *OTHER_FLAGS), "true or false"),
     **dict.fromkeys(REALS, "a number above 0"),

@@ -24,9 +24,10 @@ USUAL_WINDOW = 4096
 CAUSAL = ("is_causal", "causal", "causal_head")
 """Keys of `dflash_config`: z-lab's, NeMo's and JetSpec's own, of which the first present is used."""
 SCALES = {
-    "embedding_scale": "input_embedding_scale", "output_multiplier": "output_multiplier",
+    "embedding_scale": "input_embedding_scale",
+    "output_multiplier": "output_multiplier",
     "logit_softcap": "final_logit_softcapping",
-}  # fmt: skip
+}
 """Fields of `DraftBody`, and their keys."""
 CONVOLUTION = ("conv_kernel_size", "conv_group_size")
 SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias")
@@ -175,11 +176,17 @@ TURNED = r"\.self_attn\.([qk]_proj|k_proj_target|[qk]_norm)\.(weight|bias)$"
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "DFlashDraftModel": ("DFlash", "JetSpec", "DSpark", "Domino", "LiLiCorr"),
-    "DFlash2DraftModel": ("DFlash 2",), "QwenDFlareDraftModel": ("DFlare",), "DSparkDraftModel": ("DSpark",),
-    "DominoDraftModel": ("Domino",), "LiLiCorrDraftModel": ("LiLiCorr",),
-    "dflash": ("DFlash",), "dflash2": ("DFlash 2",), "dflare": ("DFlare",), "dspark": ("DSpark",),
+    "DFlash2DraftModel": ("DFlash 2",),
+    "QwenDFlareDraftModel": ("DFlare",),
+    "DSparkDraftModel": ("DSpark",),
+    "DominoDraftModel": ("Domino",),
+    "LiLiCorrDraftModel": ("LiLiCorr",),
+    "dflash": ("DFlash",),
+    "dflash2": ("DFlash 2",),
+    "dflare": ("DFlare",),
+    "dspark": ("DSpark",),
     "xpress": ("XPress",),
-}  # fmt: skip
+}
 """Kinds of drafts for each architecture or `speculators_model_type`; older heads are `DFlashDraftModel`."""
 
 
@@ -205,9 +212,10 @@ def refuse_other_kinds(config: Json, draft: DFlashConfig, names: Iterable[str]) 
 TENSORS: Mapping[str, tuple[str, Callable[[DraftBody], bool]]] = {
     r".*\.(attention|mlp)_conv\.": ("DFlash 2", lambda body: body.conv_kernel_size is not None),
     r"(layer_)?fusion_weights$|fusion_norms\.|.*\.[kv]_proj_target\.": (
-        "DFlare", lambda body: body.mixing is not Mixing.JOINED,
+        "DFlare",
+        lambda body: body.mixing is not Mixing.JOINED,
     ),
-}  # fmt: skip
+}
 """Names that only tensors of these kinds have, and a test for bodies with such tensors."""
 
 

@@ -15,47 +15,71 @@ from dflash_bench.models.formats import variants
 from dflash_bench.models.formats.base import Json
 
 ARCHITECTURES = {
-    "DFlashDraftModel": "DFlash", "DFlashSpeculator": "DFlash", "DFlash2DraftModel": "DFlash 2",
-    "DFlash2Speculator": "DFlash 2", "DominoDraftModel": "Domino", "DSparkDraftModel": "DSpark",
-    "DSparkSpeculator": "DSpark", "Qwen3DSparkModel": "DSpark", "Gemma4DSparkModel": "DSpark",
-    "QwenDFlareDraftModel": "DFlare", "DFlareDraftModel": "DFlare", "DFlareSpeculator": "DFlare",
-    "LiLiCorrDraftModel": "LiLiCorr", "XPressSpeculator": "XPress", "XPressDraftModel": "XPress",
-    "PEagleDraftModel": "P-EAGLE", "PEagleSpeculator": "P-EAGLE",
+    "DFlashDraftModel": "DFlash",
+    "DFlashSpeculator": "DFlash",
+    "DFlash2DraftModel": "DFlash 2",
+    "DFlash2Speculator": "DFlash 2",
+    "DominoDraftModel": "Domino",
+    "DSparkDraftModel": "DSpark",
+    "DSparkSpeculator": "DSpark",
+    "Qwen3DSparkModel": "DSpark",
+    "Gemma4DSparkModel": "DSpark",
+    "QwenDFlareDraftModel": "DFlare",
+    "DFlareDraftModel": "DFlare",
+    "DFlareSpeculator": "DFlare",
+    "LiLiCorrDraftModel": "LiLiCorr",
+    "XPressSpeculator": "XPress",
+    "XPressDraftModel": "XPress",
+    "PEagleDraftModel": "P-EAGLE",
+    "PEagleSpeculator": "P-EAGLE",
     "MuseGlimmerAssistantModel": "an assistant for transformers' own DFlash",
-    "Eagle3Speculator": "EAGLE-3", "Eagle3DraftModel": "EAGLE-3", "Qwen3Eagle3Model": "EAGLE-3",
-}  # fmt: skip
+    "Eagle3Speculator": "EAGLE-3",
+    "Eagle3DraftModel": "EAGLE-3",
+    "Qwen3Eagle3Model": "EAGLE-3",
+}
 OTHER_NAMES = {
-    "QwenDFlashDraftModel": "DFlashDraftModel", "Qwen3DFlashDraftModel": "DFlashDraftModel",
+    "QwenDFlashDraftModel": "DFlashDraftModel",
+    "Qwen3DFlashDraftModel": "DFlashDraftModel",
     "Qwen3DFlash2DraftModel": "DFlash2DraftModel",
-}  # fmt: skip
+}
 """AngelSlim's and NeMo's names for architectures with the same computation."""
 SPECULATORS = {
-    "dflash": "DFlash", "dflash2": "DFlash 2", "dspark": "DSpark", "dflare": "DFlare", "xpress": "XPress",
-    "peagle": "P-EAGLE", "eagle3": "EAGLE-3", "jetspec": "JetSpec", "dels_spec": "DeLS-Spec", "pard2": "PARD-2",
+    "dflash": "DFlash",
+    "dflash2": "DFlash 2",
+    "dspark": "DSpark",
+    "dflare": "DFlare",
+    "xpress": "XPress",
+    "peagle": "P-EAGLE",
+    "eagle3": "EAGLE-3",
+    "jetspec": "JetSpec",
+    "dels_spec": "DeLS-Spec",
+    "pard2": "PARD-2",
     "mtp": "MTP",
-}  # fmt: skip
+}
 PROJECTORS = {"dflash2": "DFlash 2", "domino": "Domino", "dspark": "DSpark", "lilicorr": "LiLiCorr"}
-DESCRIBING = (
-    "architectures", "auto_map", "model_type", "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings",
-    "speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config",
-    "aux_hidden_state_layer_ids", "sliding_window_non_causal", "num_jacobi_passes", "eval_jacobi_passes",
-    "embed_requires_grad", "has_no_defaults_at_init", "max_anchors", "loss_config", "layer_types",
-    "progressive_gamma", "gamma_start", "gamma_max", "loss_decay_gamma", "ce_loss_alpha", "l1_loss_alpha",
-    "anchor_cap_to_max_valid", "prefix_valid_mask",
-)  # fmt: skip
+DESCRIBING = tuple(
+    """
+    architectures auto_map model_type dtype torch_dtype transformers_version tie_word_embeddings
+    speculators_model_type speculators_config speculators_version transformer_layer_config aux_hidden_state_layer_ids
+    sliding_window_non_causal num_jacobi_passes eval_jacobi_passes embed_requires_grad has_no_defaults_at_init
+    max_anchors loss_config layer_types progressive_gamma gamma_start gamma_max loss_decay_gamma ce_loss_alpha
+    l1_loss_alpha anchor_cap_to_max_valid prefix_valid_mask
+    """.split()
+)
 """Keys of flat configs that identify a checkpoint, or how it was trained."""
-OF_TRANSFORMERS_4 = (
-    "add_cross_attention", "attention_dropout", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
-    "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty",
-    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
-    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label", "initializer_range", "is_decoder",
-    "is_encoder_decoder", "label2id", "length_penalty", "max_length", "min_length", "mlp_bias", "no_repeat_ngram_size",
-    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
-    "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "pruned_heads",
-    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id",
-    "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder",
-    "tokenizer_class", "top_k", "top_p", "torchscript", "typical_p", "use_bfloat16", "use_cache",
-)  # fmt: skip
+OF_TRANSFORMERS_4 = tuple(
+    """
+    add_cross_attention attention_dropout bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id id2label initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length
+    min_length mlp_bias no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
+    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript
+    typical_p use_bfloat16 use_cache
+    """.split()
+)
 """Keys that every config of transformers 4 has; none affects a draft."""
 
 
@@ -78,22 +102,26 @@ def named_kind(config: Json) -> str | None:
 
 OTHERS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "PARD": (
-        ("pard",), "a language model trained to draft all tokens in one pass",
+        ("pard",),
+        "a language model trained to draft all tokens in one pass",
         "use the model that it was made from with --method draft-model, or a P-EAGLE draft",
     ),
     "EAGLE-1 or EAGLE-2": (
         ("eagle", "EAGLEModel", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle", "EagleSpeculator"),
-        "a draft that reads the target's last layer alone", "use an EAGLE-3 draft of this target",
+        "a draft that reads the target's last layer alone",
+        "use an EAGLE-3 draft of this target",
     ),
     "an MLP speculator": (
-        ("mlp_speculator", "MLPSpeculatorPreTrainedModel"), "heads that read each other's tokens",
+        ("mlp_speculator", "MLPSpeculatorPreTrainedModel"),
+        "heads that read each other's tokens",
         "use Medusa heads or an EAGLE-3 draft of this target",
     ),
     "Gemma's assistant": (
-        ("gemma4_assistant", "gemma4_unified_assistant"), "a draft over its target's keys and values",
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "a draft over its target's keys and values",
         "use a DFlash or EAGLE-3 draft of this target, or measure a server that runs it (--server)",
     ),
-}  # fmt: skip
+}
 """Kinds of drafts that are not supported: the types and architectures that identify them, a description, and an
 alternative."""
 

@@ -67,10 +67,14 @@ def _recommended(config: Json) -> int | None:
 def write_specforge(checkpoint: Checkpoint) -> Stored:
     config = _config_of(checkpoint)
     base.cannot_hold(
-        "specforge", query_and_key_norms=config.qk_norm, attention_bias=config.attention_bias,
-        norm_before_fc=config.norm_before_fc, fc_norm=config.fc_norm, rope_scaling=config.rope_scaling,
+        "specforge",
+        query_and_key_norms=config.qk_norm,
+        attention_bias=config.attention_bias,
+        norm_before_fc=config.norm_before_fc,
+        fc_norm=config.fc_norm,
+        rope_scaling=config.rope_scaling,
         window=config.window,
-    )  # fmt: skip
+    )
     width = {} if config.target_hidden_size is None else {"target_hidden_size": config.target_hidden_size}
     written = {
         "architectures": ["PEagleDraftModel"],
@@ -101,12 +105,12 @@ def write_speculators(checkpoint: Checkpoint) -> Stored:
         "speculators_model_type": "peagle",
         "mask_token_id": config.mask_token_id,
         "transformer_layer_config": {
-            **written["transformer_layer_config"], "num_hidden_layers": config.num_layers, **kinds,
+            **written["transformer_layer_config"],
+            "num_hidden_layers": config.num_layers,
+            **kinds,
         },
-        "speculators_config": {
-            **written["speculators_config"], "algorithm": "peagle", "proposal_methods": [proposal],
-        },
-    }  # fmt: skip
+        "speculators_config": {**written["speculators_config"], "algorithm": "peagle", "proposal_methods": [proposal]},
+    }
     return written, _named_as_published(checkpoint)
 
 

@@ -14,9 +14,7 @@ from dflash_bench.models.nets.eagle3 import Eagle3Config, default_target_layers
 
 FORMULA = "1, n//2 - 1, n - 4"
 WHAT = "an EAGLE-3 draft"
-READ = (
-    *base.READ, "eagle_aux_hidden_state_layer_ids", *base.EAGLE3_FLAGS, "draft_vocab_size",
-)  # fmt: skip
+READ = (*base.READ, "eagle_aux_hidden_state_layer_ids", *base.EAGLE3_FLAGS, "draft_vocab_size")
 """Keys of `eagle_config` that are read here."""
 OLDER_NAME = "norm_output is read as in EAGLE 3.1; SpecForge used the name for something else before September 2026"
 

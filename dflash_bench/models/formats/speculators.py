@@ -53,9 +53,11 @@ def _flat(config: Json) -> Json:
     return {**config, "hidden_size": config["transformer_layer_config"]["hidden_size"]}
 
 
-REFINER = (
-    "down_h", "down_g", "token_embed", "in_proj", "mix_l", "mlp_gate", "mlp_up", "mlp_down", "readout",
-)  # fmt: skip
+REFINER = tuple(
+    """
+    down_h down_g token_embed in_proj mix_l mlp_gate mlp_up mlp_down readout
+    """.split()
+)
 """XPress's tensors, which some files store without their module's name."""
 
 

@@ -75,9 +75,13 @@ OF_LAYERS: Variants = {
 }
 VARIANTS: Variants = {**OF_BLOCKS, **OF_LAYERS}
 HARMLESS = (
-    "num_anchors", "attn_implementation", "swa_window_size", "markov_head_type",
-    "confidence_head_with_markov", "confidence_head_alpha",
-)  # fmt: skip
+    "num_anchors",
+    "attn_implementation",
+    "swa_window_size",
+    "markov_head_type",
+    "confidence_head_with_markov",
+    "confidence_head_alpha",
+)
 """Keys of inner configs about training or serving, without effect on their own."""
 
 

@@ -18,12 +18,10 @@ from dflash_bench.models.nets.dflash import DFlashConfig, default_target_layers
 
 
 WHAT = "a DFlash draft"
-UNREAD: variants.Variants = {
-    name: told for name, told in variants.VARIANTS.items() if name not in bodies.READ_INSIDE
-}  # fmt: skip
+UNREAD: variants.Variants = {name: told for name, told in variants.VARIANTS.items() if name not in bodies.READ_INSIDE}
 UNREAD_BESIDE: variants.Variants = {
     name: told for name, told in variants.VARIANTS.items() if name not in bodies.READ_BESIDE
-}  # fmt: skip
+}
 """Keys that change the computation, and are not read, in `dflash_config` and beside it."""
 OF_BODIES = tuple(name for name in variants.VARIANTS if name in bodies.READ_INSIDE)
 FORMULA = "round(1 + i * (n - 4) / (K - 1)) of K layers"
@@ -96,9 +94,16 @@ def _unfused(config: Json, tensors: Tensors) -> dict[str, Tensor]:
 
 
 READ = (
-    *base.READ, "mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "draft_vocab_size",
-    TARGET_HEAD, "sample_from_anchor", *bodies.READ_INSIDE,
-)  # fmt: skip
+    *base.READ,
+    "mask_token_id",
+    "target_layer_ids",
+    "block_size",
+    "num_target_layers",
+    "draft_vocab_size",
+    TARGET_HEAD,
+    "sample_from_anchor",
+    *bodies.READ_INSIDE,
+)
 """Keys of `dflash_config` that are read here."""
 SECOND = "DFlash2DraftModel"
 PROJECTOR = "dflash2"

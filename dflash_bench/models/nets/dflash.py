@@ -84,9 +84,13 @@ class DFlashConfig(DraftShape):
     def head_sizes(self) -> HeadSizes:
         """Return the sizes that a correction head must fit."""
         return HeadSizes(
-            self.hidden_size, self.vocab_size, self.draft_vocab_size or self.vocab_size, self.block_size,
-            self.shifted_labels, self.rms_norm_eps,
-        )  # fmt: skip
+            self.hidden_size,
+            self.vocab_size,
+            self.draft_vocab_size or self.vocab_size,
+            self.block_size,
+            self.shifted_labels,
+            self.rms_norm_eps,
+        )
 
 
 class DFlashLayer(DraftLayer):

@@ -145,9 +145,14 @@ class Rotary:
     """Tables of half-rotation (NeoX) for positions below `length`; angles are always computed in float32."""
 
     def __init__(
-        self, head_dim: int, theta: float, length: int, device: torch.device, dtype: torch.dtype,
+        self,
+        head_dim: int,
+        theta: float,
+        length: int,
+        device: torch.device,
+        dtype: torch.dtype,
         scaling: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         inverse, amplitude = frequencies(head_dim, theta, scaling)
         angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * inverse.to(device)
         self.cos = (torch.cat([angles, angles], dim=-1).cos() * amplitude).to(dtype)

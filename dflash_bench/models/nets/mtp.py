@@ -58,17 +58,21 @@ BEHIND = Layout(re.compile(r"((?:(?:model|language_model)\.)*layers\.)(\d{1,4})\
 MIMO = Layout(
     re.compile(r"((?:model\.)?mtp_layers\.)(\d{1,4})\.(.+)"),
     {
-        "token_layernorm": "pre_fc_norm_embedding", "hidden_layernorm": "pre_fc_norm_hidden", "input_proj": "fc",
+        "token_layernorm": "pre_fc_norm_embedding",
+        "hidden_layernorm": "pre_fc_norm_hidden",
+        "input_proj": "fc",
         "final_layernorm": "norm",
     },
-)  # fmt: skip
+)
 MIMO_V2 = Layout(
     re.compile(r"((?:model\.)?mtp\.layers\.)(\d{1,4})\.(.+)"),
     {
-        **_PARTS, "final_layernorm": "norm", "pre_mlp_layernorm": "layers.0.post_attention_layernorm",
+        **_PARTS,
+        "final_layernorm": "norm",
+        "pre_mlp_layernorm": "layers.0.post_attention_layernorm",
         "self_attn.attention_sink_bias": "layers.0.self_attn.sinks",
     },
-)  # fmt: skip
+)
 LAYOUTS = (BEHIND, MIMO, MIMO_V2)
 
 
@@ -205,9 +209,11 @@ class MTPDraft(nn.Module):
         for a single token that sees everything, and `cache` is transformers' or None.
         """
         out = self.layer(
-            self.pair(embedded, hidden), position_embeddings=angles, attention_mask=mask,
+            self.pair(embedded, hidden),
+            position_embeddings=angles,
+            attention_mask=mask,
             **{cache_argument(self.layer): cache},
-        )  # fmt: skip
+        )
         normed: Tensor = self.norm(out[0] if isinstance(out, tuple) else out)
         return normed
 

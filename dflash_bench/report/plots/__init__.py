@@ -27,19 +27,38 @@ from dflash_bench.report.plots.style import (
 from dflash_bench.report.sections import by_context
 
 __all__ = [
-    "CAPTIONS", "KINDS", "PLOTS", "Material", "NothingToPlotError", "check_kind", "drawn", "names_for", "svg",
-    "write_frontier", "write_plot", "write_profile", "write_training", "write_trend",
-]  # fmt: skip
+    "CAPTIONS",
+    "KINDS",
+    "PLOTS",
+    "Material",
+    "NothingToPlotError",
+    "check_kind",
+    "drawn",
+    "names_for",
+    "svg",
+    "write_frontier",
+    "write_plot",
+    "write_profile",
+    "write_training",
+    "write_trend",
+]
 
 KINDS = ("png", "svg", "pdf", "pgf")
 MEASURED = {name: plot for one in measurements() for name, plot in one.plots.items()}
 """Captions and functions of the plots of measurements."""
 PLOTS: dict[str, Callable[[Material], Any]] = {
-    "speedup": speed.speedup, "acceptance": acceptance.histogram, "positions": acceptance.positions,
-    "output": acceptance.output, "rounds": speed.rounds, "prompts": speed.prompts,
-    "load": series.load, "frontier": series.frontier, "sweep": series.sweep, "context": series.context,
+    "speedup": speed.speedup,
+    "acceptance": acceptance.histogram,
+    "positions": acceptance.positions,
+    "output": acceptance.output,
+    "rounds": speed.rounds,
+    "prompts": speed.prompts,
+    "load": series.load,
+    "frontier": series.frontier,
+    "sweep": series.sweep,
+    "context": series.context,
     **{name: draw for name, (_, draw) in MEASURED.items()},
-}  # fmt: skip
+}
 CAPTIONS = {
     "speedup": "Seconds per token of plain decoding divided by those of the method, over the same answers.",
     "acceptance": "Tall bars on the right: longer drafts may pay. A tall bar at 0: the draft does not know the text.",

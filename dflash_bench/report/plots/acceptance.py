@@ -40,8 +40,14 @@ def histogram(material: Material) -> Any:
             for (_, kept), number in material.histograms.get(key_of(group, method), {}).items():
                 counts[kept] += number
             xs, shares = np.array(sorted(counts)), np.array([counts[kept] for kept in sorted(counts)], dtype=float)
-            bars = axes.bar(xs + (at - (len(methods) - 1) / 2) * width, 100 * shares / (shares.sum() or 1), width,
-                            color=look[method]["color"], hatch=look[method]["hatch"], label=method)  # fmt: skip
+            bars = axes.bar(
+                xs + (at - (len(methods) - 1) / 2) * width,
+                100 * shares / (shares.sum() or 1),
+                width,
+                color=look[method]["color"],
+                hatch=look[method]["hatch"],
+                label=method,
+            )
             mark(bars, method=method)
         axes.grid(axis="x", visible=False)
     name_axes(axes_of, "tokens accepted in a round", "% of rounds")

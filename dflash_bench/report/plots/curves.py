@@ -39,10 +39,16 @@ def profile(places: Sequence[ProfiledBatch], title: str) -> Any:
             widths, [1000 * one.forward.seconds for one in place.readings], "o", color=SERIES[0], label="measured"
         )
         ends = [min(widths), max(widths)]
-        axes.plot(ends, [1000 * place.curve.line.at(width) for width in ends], color=SERIES[0], linewidth=1,
-                  label="c0 + c1 n")  # fmt: skip
-        axes.plot(widths, [1000 * one.roofline_s for one in place.readings], color=MUTED, linestyle=(0, (4, 3)),
-                  label="roofline")  # fmt: skip
+        axes.plot(
+            ends, [1000 * place.curve.line.at(width) for width in ends], color=SERIES[0], linewidth=1, label="c0 + c1 n"
+        )
+        axes.plot(
+            widths,
+            [1000 * one.roofline_s for one in place.readings],
+            color=MUTED,
+            linestyle=(0, (4, 3)),
+            label="roofline",
+        )
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
     name_axes(axes_of, "tokens that a forward reads", "milliseconds")
@@ -74,9 +80,12 @@ def training(histories: Mapping[str, History]) -> Any:
     axes, look = axes_of[title], looks(list(points))
     for name, measured in points.items():
         axes.plot(
-            [tokens / MILLION for tokens, _ in measured], [al for _, al in measured],
-            label=name, color=look[name]["color"], marker=look[name]["marker"],
-        )  # fmt: skip
+            [tokens / MILLION for tokens, _ in measured],
+            [al for _, al in measured],
+            label=name,
+            color=look[name]["color"],
+            marker=look[name]["marker"],
+        )
     axes.set_ylim(bottom=1)
     axes.set_xlim(left=0)
     axes.set_xlabel("tokens of answers read, in millions (each epoch reads all again)")

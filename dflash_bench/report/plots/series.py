@@ -119,8 +119,12 @@ def sweep(material: Material) -> Any:
         if (top := top_of(_drawn(swept, suites, figure_id))) is not None:
             axes.set_ylim(0, top)
             tops.append(top)
-    everywhere = [interval for (_, suites), swept in rows.items() for figure_id in FIGURES
-                  for interval in _drawn(swept, suites, figure_id)]  # fmt: skip
+    everywhere = [
+        interval
+        for (_, suites), swept in rows.items()
+        for figure_id in FIGURES
+        for interval in _drawn(swept, suites, figure_id)
+    ]
     note = f"{bars_note(everywhere, max(tops, default=None))}; ring: highest speed-up"
     title = "Acceptance and speed-up by the value of an option"
     return finish(figure, axes_of, title, note, len(names))
@@ -225,8 +229,9 @@ def _lines(axes: Any, series: ContextCurve, figure_ids: Sequence[str], look: dic
     mark(line, method=series.method)
     for figure_id in dashed:
         known = [cell for cell in series.cells if figure_id in cell.figures]
-        line = axes.plot([_place(cell) for cell in known], [cell.value(figure_id) for cell in known],
-                         linestyle=(0, (4, 3)), **style)  # fmt: skip
+        line = axes.plot(
+            [_place(cell) for cell in known], [cell.value(figure_id) for cell in known], linestyle=(0, (4, 3)), **style
+        )
         mark(line, method=series.method)
 
 

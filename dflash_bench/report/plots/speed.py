@@ -69,9 +69,15 @@ def speedup(material: Material) -> Any:
         for x, interval in zip(xs, intervals, strict=True):
             if len(groups) * len(methods) <= MOST_LABELS:
                 above = min(told(interval).high or interval.value, top or inf)
-                axes.annotate(f"{interval.value:.2f}", (x, above), (0, 3),
-                              textcoords="offset points", ha="center", va="bottom",
-                              fontsize=type_size(10.5))  # fmt: skip
+                axes.annotate(
+                    f"{interval.value:.2f}",
+                    (x, above),
+                    (0, 3),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    fontsize=type_size(10.5),
+                )
     draw_plain(axes)
     _name_groups(axes, labels)
     axes.grid(axis="x", visible=False)
@@ -188,8 +194,15 @@ def prompts(material: Material) -> Any:
         mark(axes, suite=group[0], settings=group[1])
         for method in material.drafting:
             points_of_cell = points.get((*group, method), np.zeros((0, 2)))
-            dots = axes.plot(*points_of_cell.T, look[method]["marker"], color=look[method]["color"], alpha=0.75,
-                             label=method, markersize=5.5, markeredgewidth=0)  # fmt: skip
+            dots = axes.plot(
+                *points_of_cell.T,
+                look[method]["marker"],
+                color=look[method]["color"],
+                alpha=0.75,
+                label=method,
+                markersize=5.5,
+                markeredgewidth=0,
+            )
             mark(dots, method=method)
     name_axes(axes_of, "plain ms / token", "ms / token")
     lines = _speedup_lines(
@@ -226,7 +239,14 @@ def _speedup_lines(all_axes: list[Any], points: Any) -> list[int]:
             end = min(right, top * times)
             leaves_above = end < right
             axes.plot([0, end], [0, end / times], color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-            axes.annotate(f"{times}×", (end, end / times), (3, -5) if leaves_above else (2, 0), fontsize=type_size(9.5),
-                          textcoords="offset points", color=MUTED, va="top" if leaves_above else "center",
-                          annotation_clip=False)  # fmt: skip
+            axes.annotate(
+                f"{times}×",
+                (end, end / times),
+                (3, -5) if leaves_above else (2, 0),
+                fontsize=type_size(9.5),
+                textcoords="offset points",
+                color=MUTED,
+                va="top" if leaves_above else "center",
+                annotation_clip=False,
+            )
     return drawn

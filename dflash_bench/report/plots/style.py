@@ -55,16 +55,42 @@ TALLEST = 3.0
 """An axis ends at this many times the highest value at most."""
 DPI = 200
 SETTINGS: Any = {
-    "axes.axisbelow": True, "axes.edgecolor": MUTED, "axes.grid": True, "axes.labelcolor": INK,
-    "axes.labelsize": 11, "axes.linewidth": 0.8, "axes.spines.right": False, "axes.spines.top": False,
-    "axes.titlelocation": "left", "axes.titlesize": 11.5, "axes.titlecolor": INK, "figure.facecolor": PAPER,
-    "axes.facecolor": PAPER, "font.family": "sans-serif", "font.size": 11, "grid.color": GRID, "grid.linewidth": 0.8,
-    "hatch.color": PAPER, "hatch.linewidth": 0.8, "legend.fontsize": 11, "legend.frameon": False,
-    "legend.handlelength": 1.6, "legend.columnspacing": 1.4, "lines.linewidth": 1.8, "lines.markersize": 5,
-    "svg.fonttype": "none", "svg.hashsalt": "dflash-bench", "text.color": INK, "xtick.color": MUTED,
-    "xtick.labelcolor": INK, "ytick.color": MUTED, "ytick.labelcolor": INK, "xtick.labelsize": 10.5,
-    "ytick.labelsize": 10.5, "text.parse_math": False,
-}  # fmt: skip
+    "axes.axisbelow": True,
+    "axes.edgecolor": MUTED,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 11,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11.5,
+    "axes.titlecolor": INK,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "hatch.color": PAPER,
+    "hatch.linewidth": 0.8,
+    "legend.fontsize": 11,
+    "legend.frameon": False,
+    "legend.handlelength": 1.6,
+    "legend.columnspacing": 1.4,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "dflash-bench",
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.color": MUTED,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 10.5,
+    "ytick.labelsize": 10.5,
+    "text.parse_math": False,
+}
 
 
 Panel = TypeVar("Panel", bound=Hashable)
@@ -75,9 +101,16 @@ _canvas: ContextVar[Any] = ContextVar("canvas", default=None)
 PAPER_WIDTHS = {"column": 3.3, "page": 6.9}
 """Inches of a column and of a page."""
 PAPER_SETTINGS: Any = {
-    "axes.labelsize": 8, "axes.titlesize": 8, "font.size": 8, "legend.fontsize": 8, "lines.linewidth": 1.2,
-    "lines.markersize": 3.5, "pdf.fonttype": 42, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
-}  # fmt: skip
+    "axes.labelsize": 8,
+    "axes.titlesize": 8,
+    "font.size": 8,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3.5,
+    "pdf.fonttype": 42,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+}
 _paper: ContextVar[float | None] = ContextVar("paper", default=None)
 
 

@@ -39,11 +39,17 @@ def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     """Send every setting: the server's defaults are top_k 40, top_p 0.95 and min_p 0.05."""
     settings = request.settings
     body: dict[str, Any] = {
-        "temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p,
-        "min_p": settings.min_p, "repeat_penalty": settings.repetition_penalty,
-        "seed": request.seed % 2**31, "cache_prompt": request.salt is None, "stream": True, "return_tokens": True,
+        "temperature": settings.temperature,
+        "top_k": settings.top_k,
+        "top_p": settings.top_p,
+        "min_p": settings.min_p,
+        "repeat_penalty": settings.repetition_penalty,
+        "seed": request.seed % 2**31,
+        "cache_prompt": request.salt is None,
+        "stream": True,
+        "return_tokens": True,
         "timings_per_token": True,
-    }  # fmt: skip
+    }
     if settings.repetition_penalty != 1:
         body["repeat_last_n"] = openai.FAR
     if request.prompt_ids is None:
@@ -98,9 +104,7 @@ def _convert_timings(answer: DecodedAnswer) -> AcceptanceCounts:
 # `llama-server`: options as in llama.cpp's documentation of its server and of speculation (docs/speculative.md).
 
 
-EXACT = (
-    "--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32",
-)  # fmt: skip
+EXACT = ("--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32")
 """Flash attention computes in float16 on a CPU, and the cache holds float16, whatever the weights are."""
 EXACT_DRAFT = ("--cache-type-k-draft", "f32", "--cache-type-v-draft", "f32")
 
@@ -108,13 +112,24 @@ EXACT_DRAFT = ("--cache-type-k-draft", "f32", "--cache-type-v-draft", "f32")
 def argv(spec: LaunchSpec, port: int) -> list[str]:
     exact = spec.dtype == "float32"
     return [
-        "--model", spec.target, "--alias", spec.model, "--host", "127.0.0.1", "--port", str(port),
+        "--model",
+        spec.target,
+        "--alias",
+        spec.model,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
         # The server divides its context between concurrent answers.
-        "--ctx-size", str(spec.length * spec.slots), "--parallel", str(spec.slots), "--metrics",
+        "--ctx-size",
+        str(spec.length * spec.slots),
+        "--parallel",
+        str(spec.slots),
+        "--metrics",
         *(EXACT if exact else ()),
         *(_speculation(spec) if spec.num_drafts is not None else ()),
         *(EXACT_DRAFT if exact and (spec.draft or spec.drafter.name == "mtp") else ()),
-    ]  # fmt: skip
+    ]
 
 
 def _speculation(spec: LaunchSpec) -> list[str]:
@@ -126,14 +141,23 @@ def _speculation(spec: LaunchSpec) -> list[str]:
         return ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", size, "--spec-ngram-simple-size-m", number]
     name = "dspark" if spec.shifted else spec.drafter.name
     return [
-        *(() if spec.draft is None else ("--model-draft", spec.draft)), "--spec-type", f"draft-{name}",
-        "--spec-draft-n-max", str(spec.num_drafts),
+        *(() if spec.draft is None else ("--model-draft", spec.draft)),
+        "--spec-type",
+        f"draft-{name}",
+        "--spec-draft-n-max",
+        str(spec.num_drafts),
         *(("--spec-synth-rates", ",".join(map(str, spec.rates))) if spec.rates else ()),
-    ]  # fmt: skip
+    ]
 
 
 DIALECT = Dialect(
-    "llamacpp", (PROPS,), identify, call, read, prefix_cache="off", counters="llamacpp",
+    "llamacpp",
+    (PROPS,),
+    identify,
+    call,
+    read,
+    prefix_cache="off",
+    counters="llamacpp",
     rules=(
         CountingRule(
             "llamacpp.counters",
@@ -149,7 +173,8 @@ DIALECT = Dialect(
                 ),
             ),
             # With one token left there is no round; drafts that reach the limit are accepted without a bonus token.
-            short=1, beyond=1,
+            short=1,
+            beyond=1,
         ),
         CountingRule(
             "llamacpp.timings",
@@ -163,14 +188,18 @@ DIALECT = Dialect(
                     _convert_timings,
                 ),
             ),
-            beyond=1, is_derived=True,
+            beyond=1,
+            is_derived=True,
         ),
     ),
     remedies={"uncounted": "start llama.cpp's server with --metrics, and let nobody else use it"},
     program=Program(
-        "llama.cpp", "llama-server", True,
-        {"dflash": ("n", "block"), "eagle3": ("n",), "mtp": ("n",), "ngram": ("n", "max"),
-         "synthetic": IMPOSED},
-        ("DFlash", "JetSpec", "DFlash 2", "DSpark"), "LLAMA_API_KEY", argv,
+        "llama.cpp",
+        "llama-server",
+        True,
+        {"dflash": ("n", "block"), "eagle3": ("n",), "mtp": ("n",), "ngram": ("n", "max"), "synthetic": IMPOSED},
+        ("DFlash", "JetSpec", "DFlash 2", "DSpark"),
+        "LLAMA_API_KEY",
+        argv,
     ),
-)  # fmt: skip
+)

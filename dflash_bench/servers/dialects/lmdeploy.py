@@ -20,17 +20,22 @@ def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     """Send every setting: the server's defaults are top_k 40 and temperature 0.7. /generate takes no seed."""
     settings = request.settings
     sampling = {
-        "temperature": settings.temperature, "top_p": settings.top_p, "min_p": settings.min_p,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "min_p": settings.min_p,
         # top_k 1 is greedy, however the server treats temperature 0.
-        "top_k": 1 if settings.greedy else settings.top_k, "repetition_penalty": settings.repetition_penalty,
-    }  # fmt: skip
+        "top_k": 1 if settings.greedy else settings.top_k,
+        "repetition_penalty": settings.repetition_penalty,
+    }
     if request.prompt_ids is None:
         return openai.CHAT, openai.chat_body(request) | sampling | {"seed": request.seed % 2**31}
     return "/generate", sampling | {
-        "input_ids": list(request.prompt_ids), "max_tokens": request.max_new_tokens, "stream": True,
+        "input_ids": list(request.prompt_ids),
+        "max_tokens": request.max_new_tokens,
+        "stream": True,
         # Otherwise the stop token is neither named nor counted.
         "include_stop_str_in_output": True,
-    }  # fmt: skip
+    }
 
 
 def read(event: Mapping[str, Any], state: StreamState) -> None:
@@ -46,17 +51,24 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
 
 
 DIALECT = Dialect(
-    NAME, (openai.MODELS,), identify, call, read, counters=NAME,
+    NAME,
+    (openai.MODELS,),
+    identify,
+    call,
+    read,
+    counters=NAME,
     rules=(
         CountingRule(
             "lmdeploy.counters",
             "differences of lmdeploy:spec_decode_num_drafts (S), _num_draft_tokens and _num_accepted_tokens around the "
             "answer",
-            UNMEASURED, beyond=None, may_omit_stop=True,
+            UNMEASURED,
+            beyond=None,
+            may_omit_stop=True,
         ),
     ),
     remedies={
         "uncounted": "start lmdeploy without --disable-metrics, measure one answer at a time, and let nobody else use "
-        "it",
+        "it"
     },
-)  # fmt: skip
+)

@@ -41,9 +41,12 @@ def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
 def common_body(request: ServerRequest) -> dict[str, Any]:
     """Return the fields that all OpenAI-compatible servers accept, for chats and for token ids."""
     return {
-        "model": request.model, "stream": True, "stream_options": {"include_usage": True},
-        "temperature": request.settings.temperature, "max_tokens": request.max_new_tokens,
-    }  # fmt: skip
+        "model": request.model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": request.settings.temperature,
+        "max_tokens": request.max_new_tokens,
+    }
 
 
 def chat_body(request: ServerRequest) -> dict[str, Any]:
@@ -60,10 +63,11 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
         raise AnswerError(f"the server stopped with an error: {_message(event['error'])}")
     usage = as_object(event.get("usage"))
     state.set_counts(
-        num_tokens=usage.get("completion_tokens"), num_prompt_tokens=usage.get("prompt_tokens"),
+        num_tokens=usage.get("completion_tokens"),
+        num_prompt_tokens=usage.get("prompt_tokens"),
         num_cached_tokens=as_object(usage.get("prompt_tokens_details")).get("cached_tokens"),
         num_reasoning_tokens=as_object(usage.get("completion_tokens_details")).get("reasoning_tokens"),
-    )  # fmt: skip
+    )
     if choice := first_choice(event):
         finish = choice.get("finish_reason")
         delta = as_object(choice.get("delta"))
@@ -92,8 +96,17 @@ def _message(error: Any) -> str:
 
 
 DIALECT = Dialect(
-    "openai", (MODELS,), identify, call, read, takes_ids=False, takes_thinking=False, is_general=True,
+    "openai",
+    (MODELS,),
+    identify,
+    call,
+    read,
+    takes_ids=False,
+    takes_thinking=False,
+    is_general=True,
     unsupported=("top_k", "min_p", "repetition_penalty"),
-    remedies={"uncounted": "OpenAI's specification has no counts of drafts; name the server's own --dialect, if it has "
-              "one here"},
-)  # fmt: skip
+    remedies={
+        "uncounted": "OpenAI's specification has no counts of drafts; name the server's own --dialect, if it has "
+        "one here"
+    },
+)

@@ -24,11 +24,13 @@ from dflash_bench.servers.stream import StreamState, as_count, as_ids, as_object
 
 INFO = ("/server_info", "/get_server_info")
 """The new and the old name."""
-PROPERTIES = (
-    "model_path", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "tp_size", "speculative_algorithm",
-    "speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens",
-    "disable_radix_cache",
-)  # fmt: skip
+PROPERTIES = tuple(
+    """
+    model_path dtype quantization kv_cache_dtype attention_backend tp_size speculative_algorithm
+    speculative_draft_model_path speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens
+    disable_radix_cache
+    """.split()
+)
 PROPOSED = ("spec_proposed_drafts", "spec_num_proposed_drafts", "spec_draft_token_num")
 ACCEPTED = ("spec_accepted_drafts", "spec_num_correct_drafts", "spec_accept_token_num")
 """Names by version, newest first."""
@@ -46,9 +48,12 @@ def identify(pages: Pages) -> ServerInfo | None:
 def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     settings = request.settings
     sampling = {
-        "temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k or -1,
-        "min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty,
-    }  # fmt: skip
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k or -1,
+        "min_p": settings.min_p,
+        "repetition_penalty": settings.repetition_penalty,
+    }
     if request.prompt_ids is None:
         return openai.CHAT, openai.chat_body(request) | sampling | {"return_meta_info": True}
     sampling["max_new_tokens"] = request.max_new_tokens
@@ -82,9 +87,10 @@ def _new_ids(ids: list[int] | None, num: int | None, before: int) -> list[int] |
 
 def _read_meta(meta: Mapping[str, Any], state: StreamState) -> None:
     state.set_counts(
-        num_tokens=meta.get("completion_tokens"), num_prompt_tokens=meta.get("prompt_tokens"),
+        num_tokens=meta.get("completion_tokens"),
+        num_prompt_tokens=meta.get("prompt_tokens"),
         num_cached_tokens=meta.get("cached_tokens"),
-    )  # fmt: skip
+    )
     rounds = as_count(meta.get("spec_verify_ct"))
     if rounds is None or state.finish is None:
         return
@@ -109,12 +115,26 @@ def _derive(answer: DecodedAnswer) -> AcceptanceCounts:
 def argv(spec: LaunchSpec, port: int) -> list[str]:
     """Return options as in SGLang's documentation of server arguments and of speculative decoding."""
     return [
-        "serve", "--model-path", spec.target, "--served-model-name", spec.model, "--host", "127.0.0.1",
-        "--port", str(port), "--context-length", str(spec.length), "--dtype", spec.dtype,
-        "--mem-fraction-static", f"{spec.memory_share:.2f}", "--max-running-requests", str(spec.slots),
+        "serve",
+        "--model-path",
+        spec.target,
+        "--served-model-name",
+        spec.model,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--context-length",
+        str(spec.length),
+        "--dtype",
+        spec.dtype,
+        "--mem-fraction-static",
+        f"{spec.memory_share:.2f}",
+        "--max-running-requests",
+        str(spec.slots),
         *(["--trust-remote-code"] if spec.trust_remote_code else []),
         *([] if spec.num_drafts is None else _speculation(spec, spec.num_drafts)),
-    ]  # fmt: skip
+    ]
 
 
 ALGORITHMS = {"dflash": "DFLASH", "eagle3": "EAGLE3", "mtp": "NEXTN", "ngram": "NGRAM"}
@@ -138,12 +158,19 @@ def _speculation(spec: LaunchSpec, num_drafts: int) -> list[str]:
 
 
 DIALECT = Dialect(
-    "sglang", INFO, identify, call, read, flush="/flush_cache", repeats=True,
+    "sglang",
+    INFO,
+    identify,
+    call,
+    read,
+    flush="/flush_cache",
+    repeats=True,
     rules=(
         CountingRule(
             "sglang.request",
             "meta_info of the answer: S is spec_verify_ct, with the proposed and accepted drafts",
-            UNMEASURED, beyond=None,
+            UNMEASURED,
+            beyond=None,
         ),
         CountingRule(
             "sglang.derived",
@@ -164,9 +191,13 @@ DIALECT = Dialect(
         "reused_prompts": "start SGLang with --disable-radix-cache",
     },
     program=Program(
-        "sglang", "sglang", False,
+        "sglang",
+        "sglang",
+        False,
         {"dflash": ("n", "block"), "eagle3": ("n",), "mtp": ("n",), "ngram": ("n",)},
-        ("DFlash", "DFlash 2", "DSpark"), "", argv,
+        ("DFlash", "DFlash 2", "DSpark"),
+        "",
+        argv,
         lacks={"synthetic": "it can be told a mean length (SGLANG_SIMULATE_ACC_LEN), and not a rate for each token"},
     ),
-)  # fmt: skip
+)

@@ -21,38 +21,51 @@ def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     """Send only known fields: the server refuses others."""
     settings = request.settings
     sampling = {
-        "top_p": settings.top_p, "top_k": settings.top_k, "min_p": settings.min_p,
-        "repetition_penalty": settings.repetition_penalty, "seed": request.seed % 2**31,
-    }  # fmt: skip
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "min_p": settings.min_p,
+        "repetition_penalty": settings.repetition_penalty,
+        "seed": request.seed % 2**31,
+    }
     if request.prompt_ids is None:
         return openai.CHAT, openai.chat_body(request) | sampling
     # Token ids come only in place of text, and some stop tokens only on request.
     return "/v1/completions", openai.common_body(request) | sampling | {
-        "prompt": list(request.prompt_ids), "detokenize": False, "include_stop_str_in_output": True,
-    }  # fmt: skip
+        "prompt": list(request.prompt_ids),
+        "detokenize": False,
+        "include_stop_str_in_output": True,
+    }
 
 
 def read(event: Mapping[str, Any], state: StreamState) -> None:
     openai.read(event, state)
     counts = as_object(openai.first_choice(event).get("speculative_decoding"))
     state.set_acceptance(
-        "tensorrt_llm.request", counts.get("num_spec_steps"), counts.get("total_draft_tokens"),
-        counts.get("total_accepted_draft_tokens"), counts.get("acceptance_histogram"),
-    )  # fmt: skip
+        "tensorrt_llm.request",
+        counts.get("num_spec_steps"),
+        counts.get("total_draft_tokens"),
+        counts.get("total_accepted_draft_tokens"),
+        counts.get("acceptance_histogram"),
+    )
 
 
 DIALECT = Dialect(
-    NAME, (VERSION, openai.MODELS), identify, call, read,
+    NAME,
+    (VERSION, openai.MODELS),
+    identify,
+    call,
+    read,
     rules=(
         CountingRule(
             "tensorrt_llm.request",
             "speculative_decoding of the answer's choice: S is num_spec_steps, with total_draft_tokens and "
             "total_accepted_draft_tokens",
-            UNMEASURED, beyond=None, may_omit_stop=True,
+            UNMEASURED,
+            beyond=None,
+            may_omit_stop=True,
         ),
     ),
     remedies={
-        "uncounted": "put 'per_request_spec_decode_stats: true' into the file for trtllm-serve "
-        "--extra_llm_api_options",
+        "uncounted": "put 'per_request_spec_decode_stats: true' into the file for trtllm-serve --extra_llm_api_options"
     },
-)  # fmt: skip
+)

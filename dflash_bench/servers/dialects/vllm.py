@@ -36,9 +36,13 @@ def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     """Send every setting: the server takes missing settings from the model's generation_config."""
     settings = request.settings
     own: dict[str, Any] = {
-        "top_p": settings.top_p, "top_k": settings.top_k or -1, "min_p": settings.min_p,
-        "repetition_penalty": settings.repetition_penalty, "seed": request.seed % 2**31, "return_token_ids": True,
-    }  # fmt: skip
+        "top_p": settings.top_p,
+        "top_k": settings.top_k or -1,
+        "min_p": settings.min_p,
+        "repetition_penalty": settings.repetition_penalty,
+        "seed": request.seed % 2**31,
+        "return_token_ids": True,
+    }
     if request.salt is not None:
         own["cache_salt"] = request.salt
     if request.prompt_ids is not None:
@@ -50,20 +54,34 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
     openai.read(event, state)
     counts = as_object(as_object(event.get("metrics")).get("speculative_decoding"))
     state.set_acceptance(
-        "vllm.request", counts.get("num_spec_steps"), counts.get("num_draft_tokens"),
-        counts.get("num_accepted_draft_tokens"), counts.get("acceptance_histogram"),
-    )  # fmt: skip
+        "vllm.request",
+        counts.get("num_spec_steps"),
+        counts.get("num_draft_tokens"),
+        counts.get("num_accepted_draft_tokens"),
+        counts.get("acceptance_histogram"),
+    )
 
 
 def argv(spec: LaunchSpec, port: int) -> list[str]:
     """Return options as in vLLM's documentation of speculative decoding (docs/features/speculative_decoding)."""
     return [
-        "serve", spec.target, "--served-model-name", spec.model, "--host", "127.0.0.1", "--port", str(port),
-        "--max-model-len", str(spec.length), "--dtype", spec.dtype,
-        "--gpu-memory-utilization", f"{spec.memory_share:.2f}",
+        "serve",
+        spec.target,
+        "--served-model-name",
+        spec.model,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--max-model-len",
+        str(spec.length),
+        "--dtype",
+        spec.dtype,
+        "--gpu-memory-utilization",
+        f"{spec.memory_share:.2f}",
         *(["--trust-remote-code"] if spec.trust_remote_code else []),
         *_speculation(spec),
-    ]  # fmt: skip
+    ]
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -96,7 +114,13 @@ def _speculation(spec: LaunchSpec) -> list[str]:
 
 
 DIALECT = Dialect(
-    "vllm", (VERSION, openai.MODELS), identify, call, read, prefix_cache="salted", flush="/reset_prefix_cache",
+    "vllm",
+    (VERSION, openai.MODELS),
+    identify,
+    call,
+    read,
+    prefix_cache="salted",
+    flush="/reset_prefix_cache",
     counters="vllm",
     rules=(
         CountingRule(
@@ -119,10 +143,21 @@ DIALECT = Dialect(
         "--no-enable-prefix-caching",
     },
     program=Program(
-        "vllm", "vllm", False,
-        {"dflash": ("n", "block"), "eagle3": ("n",), "p-eagle": ("n",), "mtp": ("n",),
-         "ngram": ("n", "max", "min"), "synthetic": IMPOSED},
+        "vllm",
+        "vllm",
+        False,
+        {
+            "dflash": ("n", "block"),
+            "eagle3": ("n",),
+            "p-eagle": ("n",),
+            "mtp": ("n",),
+            "ngram": ("n", "max", "min"),
+            "synthetic": IMPOSED,
+        },
         # vLLM recognises a JetSpec draft only by a key that its publisher's files lack.
-        ("DFlash", "DFlash 2", "DSpark"), "VLLM_API_KEY", argv, COUNTING,
+        ("DFlash", "DFlash 2", "DSpark"),
+        "VLLM_API_KEY",
+        argv,
+        COUNTING,
     ),
-)  # fmt: skip
+)

@@ -182,9 +182,11 @@ def program(machine: str, pid: int) -> bytes:
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     absent = (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)
     instructions = [
-        (_LOAD, 0, 0, _ARCHITECTURE), (_JUMP_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL_PROCESS),
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_JUMP_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL_PROCESS),
         (_LOAD, 0, 0, _NUMBER),
-    ]  # fmt: skip
+    ]
     for name, number in numbers.items():
         body = [*_checks(conditions.get(name, ())), (_RETURN, 0, 0, _ALLOW)]
         instructions += [(_JUMP_EQUAL, 0, len(body), number), *body]
@@ -263,9 +265,7 @@ _NUM_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _TCP_BIND_AND_CONNECT, _ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
 
 _READ = _READ_FILE | _READ_DIR
-_WRITE = (
-    _READ | _WRITE_FILE | _REMOVE_DIR | _REMOVE_FILE | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _REFER | _TRUNCATE
-)  # fmt: skip
+_WRITE = _READ | _WRITE_FILE | _REMOVE_DIR | _REMOVE_FILE | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _REFER | _TRUNCATE
 
 
 def restrict_files(folder: str, writable: bool) -> None:

@@ -142,12 +142,15 @@ COLUMNS: dict[str, dict[str, type]] = {
 }
 """Columns of a prompt's row that scorers need."""
 CHECKS: Mapping[str, Callable[[Prompt], object]] = {
-    "choice": choices.right_letter, instructions.NAME: instructions.check, "livecodebench": contests.contest_of,
-}  # fmt: skip
+    "choice": choices.right_letter,
+    instructions.NAME: instructions.check,
+    "livecodebench": contests.contest_of,
+}
 """Functions that raise UserError if a scorer cannot use a prompt's columns or reference."""
 UNSCORED: Mapping[str, Callable[[Prompt], str]] = {
-    instructions.NAME: instructions.unscored, "livecodebench": contests.unscored,
-}  # fmt: skip
+    instructions.NAME: instructions.unscored,
+    "livecodebench": contests.unscored,
+}
 """Functions that return why the answers to a prompt cannot be scored; empty if they can."""
 METRIC = str(Path(__file__).parent / "evaluate_metric.py")
 """The path for `evaluate.load`, along with the name of a text scorer."""

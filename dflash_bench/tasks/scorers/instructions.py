@@ -172,9 +172,7 @@ def _ends(text: str, end_phrase: str) -> bool:
 
 
 CHECKS: Mapping[str, tuple[Callable[..., bool], Mapping[str, Any]]] = {
-    "keywords:existence": (
-        lambda text, keywords: all(_times(word, text) for word in keywords), {"keywords": list},
-    ),
+    "keywords:existence": (lambda text, keywords: all(_times(word, text) for word in keywords), {"keywords": list}),
     "keywords:frequency": (
         lambda text, keyword, frequency, relation: _holds(_times(keyword, text), relation, frequency),
         {"keyword": str, "frequency": int, "relation": RELATIONS},
@@ -194,10 +192,12 @@ CHECKS: Mapping[str, tuple[Callable[..., bool], Mapping[str, Any]]] = {
         {"num_words": int, "relation": RELATIONS},
     ),
     "length_constraints:nth_paragraph_first_word": (
-        _first_word, {"num_paragraphs": int, "nth_paragraph": int, "first_word": str},
+        _first_word,
+        {"num_paragraphs": int, "nth_paragraph": int, "first_word": str},
     ),
     "detectable_content:number_placeholders": (
-        lambda text, num_placeholders: len(re.findall(r"\[.*?\]", text)) >= num_placeholders, {"num_placeholders": int},
+        lambda text, num_placeholders: len(re.findall(r"\[.*?\]", text)) >= num_placeholders,
+        {"num_placeholders": int},
     ),
     "detectable_content:postscript": (_postscript, {"postscript_marker": str}),
     "detectable_format:number_bullet_lists": (_bullets, {"num_bullets": int}),
@@ -205,9 +205,7 @@ CHECKS: Mapping[str, tuple[Callable[..., bool], Mapping[str, Any]]] = {
     "detectable_format:number_highlighted_sections": (_highlights, {"num_highlights": int}),
     "detectable_format:multiple_sections": (_sections, {"section_spliter": str, "num_sections": int}),
     "detectable_format:json_format": (_is_json, {}),
-    "detectable_format:title": (
-        lambda text: any(title.strip("<> ") for title in re.findall(r"<<[^\n]+>>", text)), {},
-    ),
+    "detectable_format:title": (lambda text: any(title.strip("<> ") for title in re.findall(r"<<[^\n]+>>", text)), {}),
     "combination:two_responses": (_two_responses, {}),
     "combination:repeat_prompt": (
         lambda text, prompt_to_repeat: text.strip().lower().startswith(prompt_to_repeat.strip().lower()),
@@ -219,6 +217,6 @@ CHECKS: Mapping[str, tuple[Callable[..., bool], Mapping[str, Any]]] = {
     "change_case:english_capital": (lambda text: text.isupper(), {}),
     "change_case:english_lowercase": (lambda text: text.islower(), {}),
     "punctuation:no_comma": (lambda text: "," not in text, {}),
-}  # fmt: skip
+}
 """For each kind of instruction, its check of a text, and its parameters with their types."""
 UNCHECKED = ("language:response_language",)

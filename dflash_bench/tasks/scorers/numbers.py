@@ -127,6 +127,8 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(_MIXED), _fraction),
     (re.compile(rf"(?P<times>{_DECIMAL})\s*(?:\\times|\\cdot|[×·*])\s*" + _POWER.replace(r"\d{1,4}", "10")), _power),
     (re.compile(rf"(?P<times>)(?<![\w.}}]){_POWER}"), _power),
-    (re.compile(rf"(?<![\w.])(?P<times>{_DECIMAL})[eE](?P<braced>[+-]?\d{{1,2}})(?!\w)(?P<base>)(?P<exponent>)"),
-     lambda match: str(Fraction(match["times"]) * Fraction(10) ** int(match["braced"]))),
-)  # fmt: skip
+    (
+        re.compile(rf"(?<![\w.])(?P<times>{_DECIMAL})[eE](?P<braced>[+-]?\d{{1,2}})(?!\w)(?P<base>)(?P<exponent>)"),
+        lambda match: str(Fraction(match["times"]) * Fraction(10) ** int(match["braced"])),
+    ),
+)

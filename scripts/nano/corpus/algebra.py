@@ -114,5 +114,13 @@ def rectangle(rng: Random) -> Task:
 
 
 FAMILIES: tuple[Family, ...] = (
-    linear, linear, bracket, quadratic_value, simplify_fraction, system, expand, sequence, rectangle,
-)  # fmt: skip
+    linear,
+    linear,
+    bracket,
+    quadratic_value,
+    simplify_fraction,
+    system,
+    expand,
+    sequence,
+    rectangle,
+)

@@ -103,6 +103,15 @@ def clock(rng: Random) -> Task:
 
 
 FAMILIES: tuple[Family, ...] = (
-    power_remainder, power_remainder, multiples, handshakes, choices, arrangements, first_sum, digit_sum, digit_sum,
-    clock, choices,
-)  # fmt: skip
+    power_remainder,
+    power_remainder,
+    multiples,
+    handshakes,
+    choices,
+    arrangements,
+    first_sum,
+    digit_sum,
+    digit_sum,
+    clock,
+    choices,
+)
