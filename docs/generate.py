@@ -1,4 +1,4 @@
-"""Writes what the code decides: the table of methods, llms.txt and the types of `db.run`. `python docs/generate.py`"""
+"""Writes what the code decides: tables of methods and columns, llms.txt, types of db.run. `python docs/generate.py`"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from dflash_bench.core.option import options_of
 from dflash_bench.core.secrets import Arguments
 from dflash_bench.report import terminal
+from dflash_bench.results import columns
 from dflash_bench.runner.config import RunRequest
 
 DOCS = Path(__file__).parent
@@ -34,8 +35,11 @@ SUMMARY = (
 
 def generated() -> dict[str, str]:
     """File name from docs/ -> the text that it should have."""
-    page = (DOCS / "methods.md").read_text(encoding="utf-8")
-    return {"methods.md": between(page, "methods", terminal.markdown()), "llms.txt": llms(), STUB: options()}
+    tables = {"methods": ("methods.md", terminal.markdown()), "columns": ("format.md", columns.markdown())}
+    pages = {
+        file: between((DOCS / file).read_text(encoding="utf-8"), name, text) for name, (file, text) in tables.items()
+    }
+    return pages | {"llms.txt": llms(), STUB: options()}
 
 
 def options() -> str:
@@ -61,7 +65,8 @@ def _form(kind: Any) -> str:
     own = next(one for one in (*get_args(kind), kind) if one is not type(None))
     if get_origin(kind) is tuple:
         word = formatannotation(next(iter(get_args(kind))))
-        return f"{word} | Sequence[{word}]"
+        none = " | None" * word.endswith(" | None")
+        return f"{word.removesuffix(none)} | Sequence[{word}]{none}"
     return "str | Path" if own is Path else "str" if own is Arguments else own.__name__
 
 

@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, Any
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import number_words
 from dflash_bench.core.types import Settings, context_name
+from dflash_bench.results.columns import of_source
 
 if TYPE_CHECKING:
     from dflash_bench.results.run_info import RunIdentity, ServerEntry
 
 Identity = Mapping[str, Any]
-OF_RUN = ("run_id", "model", "target", "dtype", "quantize", "device", "engine", "seed")
-"""Columns with the same value in all rows of a run."""
 NAMES = tuple(item.name for item in fields(Settings))
 """Columns of the settings."""
 SETTINGS_ID = "settings_id"
-COLUMNS = (*NAMES, SETTINGS_ID)
-"""The columns that `settings_numbers` needs."""
 OF_SAMPLING = ("top_k", "top_p", "min_p")
 """Settings without effect in greedy decoding."""
 
@@ -87,7 +84,7 @@ def value_words(name: str, values: Iterable[float | None]) -> dict[float | None,
 
 
 def columns_of_run(identity: Identity) -> dict[str, Any]:
-    return {name: identity.get(name) for name in OF_RUN}
+    return {name: identity.get(name) for name in of_source("run")}
 
 
 def columns_of_method(identity: Identity, label: str) -> dict[str, Any]:
@@ -150,7 +147,7 @@ def checked_settings(batch: Any, run_settings: Sequence[Settings]) -> Any:
 
 
 def needed_for(run_settings: Sequence[Settings]) -> tuple[str, ...]:
-    return COLUMNS if len(run_settings) > 1 else ()
+    return (*of_source("settings"),) if len(run_settings) > 1 else ()
 
 
 def _as_numbers(column: Any) -> Any:

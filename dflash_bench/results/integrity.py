@@ -14,7 +14,6 @@ from dflash_bench.core.methods import is_imposed, is_lossy
 from dflash_bench.core.types import CODE_SCORERS, Answer, Settings
 from dflash_bench.results import plan as plans
 from dflash_bench.results import row_checks
-from dflash_bench.results.identity import COLUMNS as SETTINGS
 from dflash_bench.results.identity import settings_numbers, short_names
 from dflash_bench.results.plan import BASELINE, Plan
 from dflash_bench.results.row_arrays import RowArrays, RunFacts, lengths_of
@@ -31,8 +30,6 @@ FLAGS = {"failed": "error", "passed": "passed", "valued": "score", "audited": "a
          "clocked": "clock_s"}  # fmt: skip
 """Flags that are set where a column is not null: flag to column."""
 TIMES = ("start_s", "end_s", "prefill_s", "decode_s", "pass_s")
-COLUMNS = tuple(dict.fromkeys([*KEY, *SETTINGS, *row_checks.COLUMNS, "worker", "passed", "score", "pass_s"]))
-"""The columns that `summarize_part` needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class PartSummary:
 
 
 def summarize_part(batches: Sequence[Any], run_settings: Sequence[Settings], info: RunInfo) -> PartSummary:
-    """Summarize all batches of a part, which have the columns `COLUMNS`."""
+    """Summarize all batches of a part, which have the columns `READ`."""
     facts = RunFacts.of(info.identity)
     import pyarrow as pa
     from pyarrow import compute

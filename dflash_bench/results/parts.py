@@ -13,93 +13,37 @@ import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.core import files, measurement
+from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import io_error, require_file, write_text, write_whole
 from dflash_bench.core.types import SCHEMA_VERSION, Answer, Divergence, Generation, Settings
-from dflash_bench.results.identity import (
-    NAMES,
-    SETTINGS_ID,
-    Identity,
-    columns_of_method,
-    columns_of_run,
-    columns_of_suite,
-)
+from dflash_bench.results.columns import COLUMNS, STORED, of_source, values_at
+from dflash_bench.results.identity import Identity, columns_of_method, columns_of_run, columns_of_suite
 from dflash_bench.results.run_info import SCHEMA, differences, refuse_other_schema
 
-# The columns of a run's rows on disk, and the conversion of records to rows and back.
-#
-# Each row repeats what distinguishes its run from others, so that the rows of many runs can form one table.
-
-# fmt: off
-COLUMNS = {
-    "suite": "string", "suite_version": "int32", "prompt_id": "string", "prompt_hash": "string",
-    "category": "string", "turn": "int32", "method": "string", "repeat": "int32", "order": "int64",
-    "token_ids": "list of int32", "text": "string", "finish_reason": "string", "num_prompt_tokens": "int32",
-    "prefill_s": "double", "decode_s": "double", "draft_prefill_s": "double",
-    "drafted": "list of int16", "accepted": "list of int16", "emitted": "list of int16",
-    "draft_s": "list of float", "verify_s": "list of float", "round_s": "list of float",
-    "peak_memory_bytes": "int64", "error": "string", "answer": "string", "passed": "bool",
-    "exactness": "string",
-    "first_divergence": "int32", "divergence_gap": "double", "divergence_tolerance": "double",
-    "audit": "string", "audit_index": "int32", "audit_gap": "double", "audit_tolerance": "double",
-    "run_id": "string", "model": "string", "target": "string", "dtype": "string", "device": "string",
-    "engine": "string", "method_name": "string", "method_options": "string", "draft": "string",
-    "temperature": "double", "top_k": "int32", "top_p": "double", "min_p": "double", "repetition_penalty": "double",
-    "thinking": "bool", "seed": "int64", "concurrency": "int32", "source": "string",
-    "drafted_ids": "list of int32", "drafted_parents": "list of int16", "num_thinking_tokens": "int32",
-    "start_s": "double", "end_s": "double", "context": "int32",
-    "quantize": "string",
-    "num_hidden_tokens": "int32", "num_first_tokens": "int32", "num_cached_tokens": "int32",
-    "total_rounds": "int32", "total_drafted": "int32", "total_accepted": "int32",
-    "counted_by": "string", "uncounted": "string", "rate": "double",
-    "worker": "int32",
-    "clock_s": "double",
-    "settings_id": "string",
-    "verified": "list of int16", "draft_kind": "string",
-    "score": "double",
-    "num_thinking_chars": "int32", "pass_s": "double",
-    **measurement.columns(),
-}
-ADDED = (
-    "verified", "draft_kind", "score", "num_thinking_chars", "pass_s",
-    *measurement.columns(),
-)
-# fmt: on
-"""Columns added since version 1; null in older runs."""
-PLACES = {
-    "divergence": {"index": "first_divergence", "gap": "divergence_gap", "tolerance": "divergence_tolerance"},
-    "departure": {"index": "audit_index", "gap": "audit_gap", "tolerance": "audit_tolerance"},
-}
-"""The columns of a record's divergences."""
-FLAT = tuple(
-    field.name for field in fields(Answer) if field.name not in ("generation", "settings", "measured", *PLACES)
-)
+# Records as rows of Arrow tables, and back.
 
 
 def schema() -> Any:
     """Return the Arrow schema of a part; its lists contain no nulls."""
     import pyarrow as pa
 
-    columns = {name: pa.type_for_alias(kind.removeprefix("list of ")) for name, kind in COLUMNS.items()}
-    lists = {
-        name: pa.list_(pa.field("element", columns[name], nullable=False))
-        for name, kind in COLUMNS.items()
-        if kind.startswith("list")
-    }
-    return pa.schema(columns | lists, metadata={SCHEMA: str(SCHEMA_VERSION)})
+    types = {name: pa.type_for_alias(column.item) for name, column in COLUMNS.items()}
+    for name, column in COLUMNS.items():
+        if column.is_list:
+            types[name] = pa.list_(pa.field("element", types[name], nullable=False))
+    return pa.schema(types, metadata={SCHEMA: str(SCHEMA_VERSION)})
 
 
 def is_of_run(stored: Any) -> bool:
     """Return whether a part with this Arrow schema has the columns of a run, of this version or an older one."""
     wanted = schema()
     known = [name for name in stored.names if name in wanted.names]
-    lacking = {*wanted.names} - {*ADDED, *known}
+    lacking = {name for name, column in COLUMNS.items() if not column.is_newer} - {*known}
     is_single = len({*stored.names}) == len(stored.names)
     return is_single and not lacking and all(stored.field(name).equals(wanted.field(name)) for name in known)
 
@@ -115,11 +59,6 @@ def with_added(table: Any, columns: Sequence[str]) -> Any:
     return table.select(columns)
 
 
-def leaf(name: str) -> str:
-    """Return the name that Parquet uses for the values of a column."""
-    return f"{name}.list.element" if COLUMNS[name].startswith("list") else name
-
-
 def to_table(records: Sequence[Answer], identity: Identity) -> Any:
     """Return records as an Arrow table; `identity` includes the run's id, as in the run's parts."""
     import pyarrow as pa
@@ -130,29 +69,27 @@ def to_table(records: Sequence[Answer], identity: Identity) -> Any:
 def _row(record: Answer, identity: Identity) -> dict[str, Any]:
     row = columns_of_run(identity) | columns_of_method(identity, record.method)
     row |= columns_of_suite(identity, record.suite)
-    row |= asdict(record.settings) | {SETTINGS_ID: record.settings.id}
-    row |= {name: getattr(record, name) for name in FLAT}
-    row |= {field.name: getattr(record.generation, field.name) for field in fields(Generation)}
     row |= record.measured
-    for place, columns in PLACES.items():
-        row |= {column: getattr(getattr(record, place), name, None) for name, column in columns.items()}
+    for source in STORED:
+        row |= values_at(record if source == "answer" else getattr(record, source), of_source(source))
     return row
 
 
 def record_of(row: dict[str, Any]) -> Answer:
     row |= {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
+    given = {source: {name: row[column] for column, name in of_source(source).items()} for source in STORED}
+    del given["settings"]["id"]
     return Answer(
-        **{name: row[name] for name in FLAT},
-        generation=Generation(**{field.name: row[field.name] for field in fields(Generation)}),
-        settings=Settings(**{name: row[name] for name in NAMES}),
-        divergence=_divergence(row, "divergence"),
-        departure=_divergence(row, "departure"),
-        measured={name: row[name] for name in measurement.columns() if row[name] is not None},
+        **given["answer"],
+        generation=Generation(**given["generation"]),
+        settings=Settings(**given["settings"]),
+        divergence=_divergence(given["divergence"]),
+        departure=_divergence(given["departure"]),
+        measured={name: row[name] for name in of_source("measured") if row[name] is not None},
     )
 
 
-def _divergence(row: dict[str, Any], place: str) -> Divergence | None:
-    values = {name: row[column] for name, column in PLACES[place].items()}
+def _divergence(values: dict[str, Any]) -> Divergence | None:
     return None if values["index"] is None else Divergence(**values)
 
 
@@ -265,11 +202,11 @@ def write(table: Any, part: Path, identity: Identity) -> None:
     from pyarrow import parquet
 
     # Times rarely repeat: byte stream split takes three quarters of a dictionary's space, and half the time to read.
-    times = [leaf(name) for name, kind in COLUMNS.items() if kind.removeprefix("list of ") in ("float", "double")]
+    times = [column.leaf for column in COLUMNS.values() if column.item in ("float", "double")]
     options = {
         "compression": "zstd",
         "write_page_checksum": True,
-        "use_dictionary": [name for name in map(leaf, COLUMNS) if name not in times],
+        "use_dictionary": [column.leaf for column in COLUMNS.values() if column.leaf not in times],
         "column_encoding": dict.fromkeys(times, "BYTE_STREAM_SPLIT"),
     }
     marked = table.replace_schema_metadata(table.schema.metadata | {"identity": json.dumps(identity, sort_keys=True)})

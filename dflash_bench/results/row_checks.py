@@ -30,22 +30,6 @@ VERDICTS = {
     "audit": ("audit_index", "audit_gap", "audit_tolerance"),
 }
 """For each verdict, the columns of where the answer diverges, by how much, and how much rounding explains."""
-COLUMNS = (
-    *"""
-        method token_ids drafted_ids drafted_parents verified start_s end_s temperature concurrency rate counted_by
-        finish_reason num_prompt_tokens prefill_s decode_s draft_prefill_s error order clock_s
-        """.split(),
-    *COUNTS,
-    *SECONDS,
-    *VERDICTS,
-    *(name for names in VERDICTS.values() for name in names),
-    *TOKENS,
-    *TOTALS,
-    *THINKING,
-    "text",
-    *(name for one in measurements() if one.checks for name in one.columns),
-)
-"""The columns that the checks need."""
 SHARE, AT_LEAST_S = 1e-3, 1e-4
 """Two readings of one time agree within this share plus these seconds: rounds are stored in float32, and a GPU's clock
 is not the host's. The rounds of an answer follow each other without a gap, so nothing else is between them."""
@@ -386,22 +370,13 @@ def _contradicting(rows: RowArrays) -> Any:
     ways, is_stopped = rows.batch.column("counted_by").to_pylist(), rows.is_one_of("finish_reason", ["stop"])
     hides, num = rows.is_known("num_hidden_tokens"), _num_tokens(rows)
     rounds, drafted, accepted = (rows.counts(name) for name in TOTALS)
-    return np.array(
-        [
-            rule_of(way) is not None
-            and contradiction(
-                AcceptanceCounts(
-                    int(rounds[at]), int(accepted[at]), None if drafted[at] < 0 else int(drafted[at]), by=way
-                ),
-                int(num[at]),
-                at_limit=not is_stopped[at],
-                hides_tokens=bool(hides[at]),
-            )
-            is not None
-            for at, way in enumerate(ways)
-        ],
-        dtype=bool,
-    )
+    return np.array([
+        rule_of(way) is not None and contradiction(
+            AcceptanceCounts(int(rounds[at]), int(accepted[at]), None if drafted[at] < 0 else int(drafted[at]), by=way),
+            int(num[at]), at_limit=not is_stopped[at], hides_tokens=bool(hides[at]),
+        ) is not None
+        for at, way in enumerate(ways)
+    ], dtype=bool)  # fmt: skip
 
 
 @check(PHYSICS, f"its rounds follow {UNKNOWN_RULE}")
@@ -415,7 +390,7 @@ for _measurement in measurements():
 
 
 def faults(batch: Any, facts: RunFacts) -> dict[str, Any]:
-    """Return the indices of impossible rows, by the check they fail; `batch` has all `COLUMNS`."""
+    """Return the indices of impossible rows, by the check they fail; `batch` has the columns `READ`."""
     found: dict[str, Any] = {}
     rows, at = RowArrays(batch, facts), np.arange(len(batch))
     with np.errstate(invalid="ignore"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,17 @@ import numpy as np
 
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.forwards import Size
-from dflash_bench.core.measurement import measurements, number_columns
-from dflash_bench.core.types import Generation, Settings
+from dflash_bench.core.measurement import measurements
+from dflash_bench.core.types import Settings
 from dflash_bench.results import integrity, parts
-from dflash_bench.results.identity import COLUMNS as SETTINGS
+from dflash_bench.results.columns import READ, Use, using
 from dflash_bench.results.identity import SETTINGS_ID, settings_numbers, settings_of
-from dflash_bench.results.integrity import COLUMNS as CHECKED
 from dflash_bench.results.integrity import IntegrityReport, PartSummary, Problem, check_integrity, summarize_part
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.results.rounds import LISTS, SLICES, STRETCHES, RoundTable, StoredRows, sliced
+from dflash_bench.results.rounds import SLICES, STRETCHES, RoundTable, StoredRows, sliced
 from dflash_bench.results.row_arrays import lengths_of, numbers_of
 from dflash_bench.results.run_info import (
     FILE,
-    RunIdentity,
     RunInfo,
     carried,
     read_info,
@@ -75,28 +73,6 @@ def _at_the_end(symbols: Any, least: int, longest: int) -> int:
 # one and only sums of their lists are kept, so that a million answers fit into memory.
 
 
-OF_ANSWERS = tuple(field.name for field in fields(Generation) if field.type == "float | None")
-"""Columns measured once per answer, from which a metric may be made; stretches of an answer lack them."""
-MEASURED = number_columns()
-KEPT = (
-    *OF_ANSWERS,
-    "suite", "prompt_id", "prompt_hash", "category", "turn", "method", "repeat", "order",
-    "finish_reason", "num_prompt_tokens", "prefill_s", "decode_s", "error",
-    "passed", "score", "exactness", "first_divergence", "divergence_gap", "divergence_tolerance",
-    "audit", "audit_index", "audit_gap", "audit_tolerance", "num_thinking_tokens", "start_s", "end_s",
-    "num_hidden_tokens", "num_cached_tokens", "total_drafted", "counted_by", "uncounted",
-    "clock_s", "pass_s", *MEASURED,
-)  # fmt: skip
-"""Columns copied as stored."""
-NAMES = (
-    "suite", "prompt_id", "prompt_hash", "category", "method", "finish_reason", "exactness", "audit", "counted_by",
-    "uncounted",
-)  # fmt: skip
-"""Columns with few distinct values: kept as pandas categories."""
-TOTALS = ("num_first_tokens", "total_rounds", "total_accepted")
-"""Columns used to complete the sums of lists."""
-OF_ROUNDS = tuple(name for one in measurements() if one.of_rounds or one.stretches for name in one.columns)
-COLUMNS = tuple(dict.fromkeys([*KEPT, *TOTALS, *SETTINGS, *LISTS, "token_ids", *OF_ROUNDS]))
 QUICK = 0.25
 ALLOWED = ("damaged", *integrity.REMEDIES)
 """The problems that `--allow` lets a reader ignore."""
@@ -105,8 +81,8 @@ NAMED = {"score": "scored wrongly, so these passed % are left out"}
 
 @dataclass(frozen=True, slots=True)
 class RunTable:
-    """A loaded run. `rows` has the columns `KEPT`, `settings_id`, `slice`, `RoundTable.sums`, `is_loop` (whether the
-    answer was cut off in a loop) and, for plain answers decoded alone, `quick_round_s` and `weights_s`."""
+    """A loaded run. `rows` has the columns in use as `Use.FRAME`, `settings_id`, `slice`, `RoundTable.sums`, `is_loop`
+    (whether the answer was cut off in a loop) and, for plain answers decoded alone, `quick_round_s` and `weights_s`."""
 
     name: str
     info: RunInfo
@@ -167,7 +143,7 @@ def read_run(folder: Path, *, by: str = "suite", allow: Sequence[str] = (), judg
             left_out[part] = dropped
         # Invalid rows were already left out when the part was read.
         again = dropped.sum() > summary.faulty.sum()
-        batches = parts.batches(part, _columns(info.identity), carried(info), dropped) if again else ()
+        batches = parts.batches(part, READ, carried(info), dropped) if again else ()
         tables.append(_table(batches, run_settings, by) if again else table)
         sizes[part] = len(dropped) - int(dropped.sum())
     if not sum(map(len, tables)) and not (judging and found.problems):
@@ -213,16 +189,10 @@ def _read_parts(
     return read, damaged
 
 
-def _columns(identity: RunIdentity) -> tuple[str, ...]:
-    """Return the columns to read; texts, which are most of a part, only if tokens may be hidden."""
-    return (*COLUMNS, "text") if identity.servers else COLUMNS
-
-
 def _read_part(part: Path, info: RunInfo, run_settings: Sequence[Settings], by: str) -> Any:
     """Return a part's table and `PartSummary`, or the error: a truncated part is left out completely."""
-    columns = tuple(dict.fromkeys([*_columns(info.identity), *CHECKED]))
     try:
-        batches = list(parts.batches(part, columns, carried(info)))
+        batches = list(parts.batches(part, READ, carried(info)))
     except parts.DamagedError as error:
         return error
     summary = summarize_part(batches, run_settings, info)
@@ -252,7 +222,7 @@ def _table(batches: Iterable[Any], run_settings: Sequence[Settings], by: str) ->
 def _frame(tables: Sequence[Any], run_settings: Sequence[Settings], info: RunInfo | None = None) -> Any:
     frame = _concatenated(tables).to_pandas(self_destruct=True)
     frame[SETTINGS_ID] = frame[SETTINGS_ID].cat.set_categories([settings.id for settings in run_settings])
-    for name in NAMES:  # sorted, so that no sum depends on the order of the rows
+    for name in using(Use.CATEGORY):  # sorted, so that no sum depends on the order of the rows
         categories = frame[name].cat.categories
         frame[name] = frame[name].cat.set_categories(sorted(categories))
     frame["weights_s"] = _weights_s(frame, info)
@@ -285,8 +255,8 @@ def _scalars(batch: Any, run_settings: Sequence[Settings], by: str) -> Any:
     import pyarrow as pa
 
     segments = RoundTable.of(batch, by)
-    kept = {name: batch.column(name) for name in KEPT}
-    kept |= {name: kept[name].dictionary_encode() for name in NAMES}
+    kept = {name: batch.column(name) for name in using(Use.FRAME)}
+    kept |= {name: kept[name].dictionary_encode() for name in using(Use.CATEGORY)}
     kept[SETTINGS_ID] = _settings_ids(settings_numbers(batch, run_settings), run_settings)
     kept["passed"] = kept["passed"].cast("int8").cast("double")  # 1, 0, or NaN if not scored
     table = pa.table(kept)
@@ -340,7 +310,7 @@ def _loops(batch: Any) -> Any:
     for row in np.flatnonzero(cut.to_numpy(zero_copy_only=False)).tolist():
         if not hidden[row].as_py():
             loops[row] = in_tokens(tokens[row].values.to_numpy()) > 0
-        elif "text" in batch.schema.names:
+        else:
             loops[row] = in_text(batch.column("text")[row].as_py() or "") > 0
     return loops
 
@@ -373,17 +343,7 @@ def _without_wholes(table: Any) -> Any:
     """Return the table with nulls in columns that describe only whole answers."""
     import pyarrow as pa
 
-    for name in (
-        "passed",
-        "score",
-        "exactness",
-        "audit",
-        "prefill_s",
-        "finish_reason",
-        *MEASURED,
-        "pass_s",
-        *OF_ANSWERS,
-    ):
+    for name in using(Use.WHOLE):
         at = table.schema.get_field_index(name)
         table = table.set_column(at, name, pa.nulls(len(table), table.schema.field(name).type))
     return table

@@ -18,11 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.measurement import columns
 from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, Answer, Divergence, Exactness, Generation, Settings
-from dflash_bench.results import parts as stored_parts
 from dflash_bench.results import store
-from dflash_bench.results.identity import OF_RUN
+from dflash_bench.results.columns import STORED, Source, of_source
 from helpers.forked import forked
 from helpers.refusals import refusal
 from helpers.rows import compared, generation, pair, plain, record
@@ -168,15 +166,12 @@ def test_any_records_come_back_in_order(parts: list[list[Answer]]) -> None:
 
 
 def test_every_field_of_the_records_has_a_column_and_every_column_a_field() -> None:
-    names = {field.name for kind in (Answer, Generation, Settings) for field in fields(kind)}
-    places = {column for of_place in stored_parts.PLACES.values() for column in of_place.values()}
-    of_run = {*OF_RUN, "method_name", "method_options", "draft", "draft_kind", "source", "settings_id"}
-    assert set(stored_parts.COLUMNS) == names - {
-        "generation",
-        "settings",
-        "measured",
-        *stored_parts.PLACES,
-    } | places | of_run | {*columns()}
+    records: dict[Source, type] = {"answer": Answer, "generation": Generation, "settings": Settings}
+    for source, kind in records.items():
+        stored = {field.name for field in fields(kind)} - {"measured", *STORED[1:]}
+        assert {*of_source(source).values()} - {"id"} == stored
+    for source in ("divergence", "departure"):
+        assert {*of_source(source).values()} == {"index", "gap", "tolerance"}
 
 
 def test_a_part_is_plain_parquet_with_the_types_of_the_design(tmp_path: Path) -> None:
