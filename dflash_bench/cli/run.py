@@ -47,7 +47,6 @@ def run(
     with Stages() as stages:
         # Importing torch takes seconds on a slow disk.
         stages.begin("starting")
-        from dflash_bench import report
         from dflash_bench.api import measuring
         from dflash_bench.runner.session import Progress
 
@@ -58,6 +57,8 @@ def run(
             stages.end()
             note(_stopped(folder))
             sys.exit(net.stopped_status())
+    from dflash_bench import report
+
     document = report.read_document(folder)
     rows = document.results.rows
     if as_json:
