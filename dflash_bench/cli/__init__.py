@@ -6,6 +6,9 @@ The only package that prints and exits.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -13,12 +16,21 @@ from typer import Context, Option
 from typer.core import TyperGroup
 
 from dflash_bench import __version__
-from dflash_bench.cli import demo, diagnose, models, net, results, run, train
+from dflash_bench.cli import net
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.terminal import note, prepare, say
 
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 """Base class of typer's usage errors, which typer does not export."""
+PARTS = {
+    "run": "run sweep recommend suites methods",
+    "demo": "demo",
+    "diagnose": "verify-distribution profile doctor conform crosscheck",
+    "models": "models fetch inspect convert build-datastore",
+    "train": "train",
+    "results": "runs index open compare import baseline check report replay card movie plot",
+}
+"""The files of commands in the order of --help, and their commands."""
 
 
 class Root(TyperGroup):
@@ -46,14 +58,26 @@ class Root(TyperGroup):
             raise UserError(f"a process or server that was written to has ended ({error})") from error
 
 
-app = typer.Typer(
-    cls=Root,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # Rich loads as long as all the rest of --help
-    help="Measure speculative decoding honestly: acceptance, speed and token-for-token exactness.\n\n"
-    "To begin, with the small model that is included: dflash-bench run --suite gsm8k --limit 4",
-)
+@cache
+def program(*parts: str) -> typer.Typer:
+    """Return the command line with the commands of these files, by default of all."""
+    app = typer.Typer(
+        cls=Root,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # Rich loads as long as all the rest of --help
+        help="Measure speculative decoding honestly: acceptance, speed and token-for-token exactness.\n\n"
+        "To begin, with the small model that is included: dflash-bench run --suite gsm8k --limit 4",
+    )
+    app.callback()(_root)
+    for part in parts or PARTS:
+        app.add_typer(import_module(f"{__name__}.{part}").app)
+    return app
+
+
+def _parts(words: Sequence[str]) -> list[str]:
+    """Return the file of the command that is typed; none for help, completion and errors, which name all commands."""
+    return [part for part, commands in PARTS.items() if words and words[0] in commands.split()]
 
 
 def main() -> None:
@@ -65,7 +89,7 @@ def main() -> None:
     try:
         _refuse_undecodable(sys.argv)
         with net.stopping_on_signals():
-            status = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
+            status = program(*_parts(sys.argv[1:]))(args=sys.argv[1:] or ["--help"], standalone_mode=False)
         sys.stdout.flush()  # a full disk is an error of this command
         sys.exit(status)
     except UserError as error:
@@ -94,21 +118,9 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, Option("-V", "--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     pass
-
-
-for part in (
-    run,
-    demo,
-    diagnose,
-    models,
-    train,
-    results,
-):  # as --help lists them
-    app.add_typer(part.app)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
+from dflash_bench import cli
 from dflash_bench.cli.command import EXAMPLES
 from dflash_bench.core import methods
 from dflash_bench.core.option import split_at_commas
@@ -21,6 +24,11 @@ ALL = [(name, line) for name, lines in EXAMPLES.items() for line in lines]
 
 def test_every_command_has_one() -> None:
     assert set(EXAMPLES) == set(shown.PROGRAM.commands)
+
+
+def test_every_file_has_the_commands_that_the_table_names() -> None:
+    made: Any = typer.main.get_command
+    assert {part: " ".join(made(cli.program(part)).commands) for part in cli.PARTS} == cli.PARTS
 
 
 @pytest.mark.parametrize(("name", "line"), ALL)

@@ -414,7 +414,7 @@ def test_every_whole_number_of_a_group_has_an_upper_bound(group: type) -> None:
 
 def test_so_has_every_other_one_of_a_command() -> None:
     declared = {*options_of(RunRequest), *options_of(TrainRequest)}
-    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    commands = get_command(cli.program()).commands  # type: ignore[attr-defined]
     params = [(name, param) for name, command in commands.items() for param in command.params]
     whole = [(name, param) for name, param in params if getattr(param, "min", None) is not None]
     assert [(name, param.name) for name, param in whole if param.max is None and param.name not in declared] == []

@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)", re.DOTALL)
 COMMAND = re.compile(r"(?:^|[;&|] *|\bdo |\brun: )(dflash-bench|scripts/run) ([^;]*)")
-PROGRAM: Any = typer.main.get_command(cli.app)
+PROGRAM: Any = typer.main.get_command(cli.program())
 
 
 @dataclass(frozen=True, slots=True)

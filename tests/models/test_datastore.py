@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dflash_bench.cli import app
+from dflash_bench.cli import program
 from dflash_bench.core.errors import UserError
 from dflash_bench.models import datastore, presets, targets
 from dflash_bench.runner import datastore as runner_datastore
@@ -34,7 +34,7 @@ def nano_tokenizer() -> Any:
 
 
 def invoke(*words: str) -> None:
-    app(args=["build-datastore", *words], standalone_mode=False)
+    program()(args=["build-datastore", *words], standalone_mode=False)
 
 
 def lines(path: Path, *rows: dict[str, Any]) -> Path:
