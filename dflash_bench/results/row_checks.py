@@ -370,13 +370,22 @@ def _contradicting(rows: RowArrays) -> Any:
     ways, is_stopped = rows.batch.column("counted_by").to_pylist(), rows.is_one_of("finish_reason", ["stop"])
     hides, num = rows.is_known("num_hidden_tokens"), _num_tokens(rows)
     rounds, drafted, accepted = (rows.counts(name) for name in TOTALS)
-    return np.array([
-        rule_of(way) is not None and contradiction(
-            AcceptanceCounts(int(rounds[at]), int(accepted[at]), None if drafted[at] < 0 else int(drafted[at]), by=way),
-            int(num[at]), at_limit=not is_stopped[at], hides_tokens=bool(hides[at]),
-        ) is not None
-        for at, way in enumerate(ways)
-    ], dtype=bool)  # fmt: skip
+    return np.array(
+        [
+            rule_of(way) is not None
+            and contradiction(
+                AcceptanceCounts(
+                    int(rounds[at]), int(accepted[at]), None if drafted[at] < 0 else int(drafted[at]), by=way
+                ),
+                int(num[at]),
+                at_limit=not is_stopped[at],
+                hides_tokens=bool(hides[at]),
+            )
+            is not None
+            for at, way in enumerate(ways)
+        ],
+        dtype=bool,
+    )
 
 
 @check(PHYSICS, f"its rounds follow {UNKNOWN_RULE}")
