@@ -11,7 +11,7 @@ method. Numbers per second are per second of the method's own time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -20,8 +20,9 @@ import numpy as np
 
 from dflash_bench.analysis.metrics import BASELINE, Cell, is_pace_unknown, without_errors
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.core.types import Settings
-from dflash_bench.results.identity import full_names, settings_of
+from dflash_bench.core import labels
+from dflash_bench.core.types import CellKey, Settings
+from dflash_bench.results.identity import full_names, settings_of, short_names
 from dflash_bench.results.rounds import edges_of
 from dflash_bench.results.run_info import LatencyObjectives, RunIdentity
 
@@ -86,59 +87,77 @@ class Crossing:
 
 
 @dataclass(frozen=True, slots=True)
-class ConcurrencyCurve:
-    """A method on a suite by concurrency, all other settings equal."""
+class Curve:
+    """A method on a suite under a growing load (concurrency, rate or context), with everything else equal."""
 
-    suite: str
-    """Name and source."""
-    method: str
+    cells: tuple[Cell, ...]
+    """From the lowest load to the highest."""
     setting: str
     """Label that distinguishes the other settings from those of the run's other curves; mostly empty."""
-    levels: tuple[Level, ...]
+    key: CellKey
+    """With the id of the settings without the load, the same for all methods."""
     crossing: Crossing | None = None
-    """None for plain decoding, and where a level has no interval."""
-    key: tuple[str, str] = ("", "")
-    """The suite, and the id of the settings at concurrency 1, the same for all methods."""
+    """None for plain decoding, and where a cell has no interval."""
+    levels: tuple[Level, ...] = ()
+    """For loads of several answers at a time, in the order of `cells`."""
+
+    @property
+    def suite(self) -> str:
+        """Name and source."""
+        return self.cells[0].label
+
+    @property
+    def method(self) -> str:
+        return self.key.method
+
+    @property
+    def label(self) -> str:
+        return labels.with_settings(self.suite, self.setting)
 
 
-def concurrency_curves(rows: Any, cells: Sequence[Cell], identity: RunIdentity) -> list[ConcurrencyCurve]:
+def curves(
+    cells: Iterable[Cell], place: Callable[[Cell], tuple[CellKey, str]], load: Callable[[Cell], Any]
+) -> list[Curve]:
+    """Group cells by their key without the load, which `place` returns with the settings' label; sort them by load."""
+    groups: dict[CellKey, tuple[str, list[Cell]]] = {}
+    for cell in cells:
+        key, setting = place(cell)
+        groups.setdefault(key, (setting, []))[1].append(cell)
+    return [Curve(tuple(sorted(members, key=load)), setting, key) for key, (setting, members) in groups.items()]
+
+
+def concurrency_curves(rows: Any, cells: Sequence[Cell], identity: RunIdentity) -> list[Curve]:
     """Return the curves of a run with concurrent answers, the baseline's first; empty for other runs."""
     all_settings = settings_of(identity)
     if not any(settings.is_shared for settings in all_settings):
         return []
     others = list(dict.fromkeys(_one_at_a_time(settings) for settings in all_settings))
-    named = full_names(others)
-    known = {(cell.suite, cell.method, cell.settings): cell for cell in cells if not cell.slice and cell.num_prompts}
+    named = full_names(others) if len(others) > 1 else dict.fromkeys(others, "")
+    answered = [cell for cell in cells if not cell.slice and cell.num_prompts]
     by_place = dict(tuple(rows.groupby(["suite", "method", "settings_id"], observed=True)))
-    curves = []
-    for suite, method in dict.fromkeys((cell.suite, cell.method) for cell in known.values()):
-        for other in others:
-            levels = tuple(
-                _level(by_place, known, (suite, method, settings), identity.slo)
-                for settings in sorted(all_settings, key=lambda settings: (settings.rate or 0.0, settings.concurrency))
-                if _one_at_a_time(settings) == other and (suite, method, settings) in known
-            )
-            if levels:
-                label = next(cell.label for cell in known.values() if cell.suite == suite)
-                setting = named[other] if len(others) > 1 else ""
-                key = suite, other.id
-                curves.append(ConcurrencyCurve(label, method, setting, levels, _crossing(levels), key))
-    return curves
+    found = []
 
+    def place(cell: Cell) -> tuple[CellKey, str]:
+        other = _one_at_a_time(cell.settings)
+        return cell.key._replace(settings_id=other.id), named[other]
 
-Key = tuple[str, str, Settings]
+    for curve in curves(answered, place, lambda cell: (cell.settings.rate or 0.0, cell.settings.concurrency)):
+        levels = tuple(_level(by_place, cell, identity.slo) for cell in curve.cells)
+        found.append(replace(curve, levels=levels, crossing=_crossing(levels)))
+    order = list(dict.fromkeys((cell.suite, cell.method) for cell in answered))
+    return sorted(found, key=lambda curve: order.index((curve.key.suite, curve.method)))
 
 
 def _one_at_a_time(settings: Settings) -> Settings:
     return replace(settings, concurrency=1, rate=None)
 
 
-def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo: LatencyObjectives | None) -> Level:
-    suite, method, settings = key
-    requested = by_place[suite, method, settings.id]
+def _level(by_place: Mapping[Any, Any], cell: Cell, slo: LatencyObjectives | None) -> Level:
+    method, settings = cell.method, cell.settings
+    requested = by_place[cell.suite, method, settings.id]
     answers = without_errors(requested)
     throughput = _throughput(answers)
-    plain = None if known[key].forbidden else by_place.get((suite, BASELINE, settings.id))
+    plain = None if cell.forbidden else by_place.get((cell.suite, BASELINE, settings.id))
     # An answer that arrived in one piece has no time between its tokens.
     decoded = answers[(answers["decode_tokens"] > 0) & (answers["decode_s"] > 0)]
     tpot = (decoded["decode_s"] / decoded["decode_tokens"]).to_numpy()
@@ -153,7 +172,7 @@ def _level(by_place: Mapping[Any, Any], known: Mapping[Key, Cell], key: Key, slo
         fastest=float(speeds.max()),
         ttft_s=_percentiles(answers["prefill_s"].to_numpy()),
         tpot_s=_percentiles(tpot),
-        speedup=known[key].figures.get(SPEEDUP) if method != BASELINE else None,
+        speedup=cell.figures.get(SPEEDUP) if method != BASELINE else None,
         rate=settings.rate,
         goodput=_goodput(requested, slo, is_open=settings.rate is not None) if slo and settings.is_shared else None,
     )
@@ -224,28 +243,28 @@ def crossing_of(at: Sequence[float], intervals: Sequence[Interval | None]) -> Cr
     return Crossing(value, low, high, pays, surely, maybe)
 
 
-@dataclass(frozen=True, slots=True)
-class PayingCurve:
-    """A method on a suite by the context length at which its rounds begin."""
+def by_context(cells: Iterable[Cell]) -> list[Curve]:
+    """Return the curves of methods with answers at several contexts; none in a run with a single context."""
+    answered = [cell for cell in cells if cell.num_prompts and cell.method != BASELINE]
+    named = short_names(list(dict.fromkeys(replace(cell.settings, context=None) for cell in answered)))
 
-    cells: tuple[Cell, ...]
-    """The cells with a speed-up, by length."""
-    crossing: Crossing | None
-    """None where a length has no interval."""
+    def place(cell: Cell) -> tuple[CellKey, str]:
+        other = replace(cell.settings, context=None)
+        return cell.key._replace(settings_id=other.id), "; ".join(filter(None, [cell.slice, named[other]]))
+
+    found = curves(answered, place, lambda cell: cell.settings.context or 0)
+    return [curve for curve in found if len(curve.cells) > 1]
 
 
-def context_curves(cells: Sequence[Cell]) -> list[PayingCurve]:
+def context_curves(cells: Iterable[Cell]) -> list[Curve]:
     """Return the curve of each method over cells sliced by context-position, at the middle of each slice."""
-    groups: dict[tuple[str, str, Settings], list[Cell]] = {}
-    for cell in cells:
-        if cell.method != BASELINE and SPEEDUP in cell.figures:
-            groups.setdefault((cell.suite, cell.method, cell.settings), []).append(cell)
-    curves = []
-    for group in groups.values():
-        ordered = sorted(group, key=lambda cell: edges_of(cell.slice))
-        at = [math.sqrt(math.prod(edges_of(cell.slice))) for cell in ordered]
-        curves.append(PayingCurve(tuple(ordered), crossing_of(at, [cell.figures[SPEEDUP] for cell in ordered])))
-    return curves
+    known = (cell for cell in cells if cell.method != BASELINE and SPEEDUP in cell.figures)
+    found = []
+    for curve in curves(known, lambda cell: (cell.key._replace(slice=""), cell.setting), lambda c: edges_of(c.slice)):
+        at = [math.sqrt(math.prod(edges_of(cell.slice))) for cell in curve.cells]
+        crossing = crossing_of(at, [cell.figures[SPEEDUP] for cell in curve.cells])
+        found.append(replace(curve, crossing=crossing))
+    return found
 
 
 def paying(at: Sequence[float], speedups: Sequence[float]) -> Ranges:
@@ -285,7 +304,7 @@ def frontier(points: Sequence[SpeedPoint]) -> list[SpeedPoint]:
     return found
 
 
-def points_of(curves: Sequence[ConcurrencyCurve]) -> list[SpeedPoint]:
+def points_of(curves: Sequence[Curve]) -> list[SpeedPoint]:
     """Return a point for each level of the curves, with the latency of its median answer."""
     return [
         SpeedPoint(curve.method, level.concurrency, 1000 / level.median, level.tokens_per_s)

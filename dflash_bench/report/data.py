@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from dflash_bench.analysis.compare import Agreement, Comparison, verdict
-from dflash_bench.analysis.concurrency import ConcurrencyCurve, Crossing, Level, context_curves
+from dflash_bench.analysis.concurrency import Crossing, Curve, Level, context_curves
 from dflash_bench.analysis.metrics import FORMULAS, METRICS, Cell
 from dflash_bench.analysis.peers.benches import BenchResult
 from dflash_bench.analysis.peers.paper import PaperComparison
@@ -85,7 +85,7 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _load_json(load: ConcurrencyCurve) -> dict[str, Any]:
+def _load_json(load: Curve) -> dict[str, Any]:
     return {
         "suite": load.suite,
         "method": load.method,
@@ -222,9 +222,9 @@ def contexts_json(cells_of: Mapping[str, Sequence[Cell]]) -> list[dict[str, Any]
     return [
         {
             "run": name,
-            "suite": curve.cells[0].suite,
-            "settings_id": curve.cells[0].settings.id,
-            "method": curve.cells[0].method,
+            "suite": curve.key.suite,
+            "settings_id": curve.key.settings_id,
+            "method": curve.method,
             **_paying_json(curve.crossing),
         }
         for name, cells in cells_of.items()

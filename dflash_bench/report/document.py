@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dflash_bench.analysis import findings as checked
 from dflash_bench.analysis import metrics, scores, stats
-from dflash_bench.analysis.concurrency import ConcurrencyCurve, concurrency_curves
+from dflash_bench.analysis.concurrency import Curve, concurrency_curves
 from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell, columns_of, statistic_of
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import Sweep, sweeps
@@ -51,7 +51,7 @@ class Document:
     findings: Sequence[Finding]
     allow: tuple[str, ...] = ()
     sweeps: Sequence[Sweep] = ()
-    loads: Sequence[ConcurrencyCurve] = ()
+    loads: Sequence[Curve] = ()
 
     @property
     def notes(self) -> list[str]:

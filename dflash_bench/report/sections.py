@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from dflash_bench.analysis.concurrency import LEAST, ConcurrencyCurve, Crossing, Level, Ranges, context_curves
+from dflash_bench.analysis.concurrency import LEAST, Crossing, Curve, Level, Ranges, by_context, context_curves
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import LENGTH, SPEEDUP, Point, Sweep, SweepCurve
 from dflash_bench.core import labels
 from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import Value
-from dflash_bench.core.types import CellKey, context_name
+from dflash_bench.core.types import context_name
 from dflash_bench.report import columns, perf
 from dflash_bench.report.columns import RESULTS, ROUNDS
 from dflash_bench.report.document import Document
@@ -29,7 +29,6 @@ from dflash_bench.report.tables import (
     number,
     with_interval,
 )
-from dflash_bench.results.identity import short_names
 from dflash_bench.results.rounds import edges_of
 from dflash_bench.results.run_info import RunInfo
 
@@ -102,7 +101,7 @@ LOAD_LEGEND = (
 )
 
 
-def concurrency(loads: Sequence[ConcurrencyCurve]) -> list[Section]:
+def concurrency(loads: Sequence[Curve]) -> list[Section]:
     """Return the table by concurrency, with goodput for a run with an objective; empty for single answers."""
     if not loads:
         return []
@@ -113,13 +112,9 @@ def concurrency(loads: Sequence[ConcurrencyCurve]) -> list[Section]:
     rows = []
     for load in loads:
         rates = labels.number_words(level.rate for level in load.levels if level.rate is not None)
-        group = f"{labels.with_settings(load.suite, load.setting)} · {load.method}"
+        group = f"{load.label} · {load.method}"
         rows += [
-            TableRow(
-                [*_level(level, rates), *([_goodput(level)] if has_goodput else [])],
-                group,
-                CellKey(load.key[0], "", load.key[1], load.method),
-            )
+            TableRow([*_level(level, rates), *([_goodput(level)] if has_goodput else [])], group, load.key)
             for level in load.levels
         ]
     table = ReportTable([level, *LOAD_COLUMNS, *goodput], rows, "suite · method")
@@ -148,10 +143,10 @@ def _milliseconds(percentiles: Mapping[int, float | None]) -> str:
     return "/".join(number(1000 * seconds, 1) for seconds in percentiles.values() if seconds is not None)
 
 
-def crossings(loads: Sequence[ConcurrencyCurve]) -> list[str]:
+def crossings(loads: Sequence[Curve]) -> list[str]:
     """Return the concurrency up to which each method pays, on each suite."""
     return [
-        f"{load.method} on {labels.with_settings(load.suite, load.setting)} {_pays_at(load.levels, load.crossing)}."
+        f"{load.method} on {load.label} {_pays_at(load.levels, load.crossing)}."
         for load in loads
         if load.method != BASELINE and load.levels[-1].rate is None
     ]
@@ -170,8 +165,8 @@ def paying_contexts(cells: Sequence[Cell]) -> list[Section]:
     for curve in context_curves(cells):
         first, last = curve.cells[0], curve.cells[-1]
         ends = edges_of(first.slice)[0], edges_of(last.slice)[1]
-        where = f"{first.method} on {labels.with_settings(first.label, first.setting)}"
-        said.append(f"{where} {_pays(curve.crossing, ends, last.figures[SPEEDUP], CONTEXT)}.")
+        pays = _pays(curve.crossing, ends, last.figures[SPEEDUP], CONTEXT)
+        said.append(f"{curve.method} on {curve.label} {pays}.")
     return [Section("paying_contexts", sentences=said)] if said else []
 
 
@@ -359,36 +354,6 @@ CONTEXT_COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ContextCurve:
-    """A method on one suite, with everything else equal: a cell for each context, the shortest first."""
-
-    suite: str
-    """Label with the source, and with the other settings if the run has several."""
-    method: str
-    cells: tuple[Cell, ...]
-    key: CellKey
-    """Key with the id of the settings without a context."""
-
-
-def by_context(cells: Sequence[Cell]) -> list[ContextCurve]:
-    """Return the curves of methods with answers at several contexts; none in a run with a single context."""
-    answered = [cell for cell in cells if cell.num_prompts and cell.method != BASELINE]
-    others = short_names(list(dict.fromkeys(replace(cell.settings, context=None) for cell in answered)))
-    groups: dict[CellKey, list[Cell]] = {}
-    names = {}
-    for cell in answered:
-        other = replace(cell.settings, context=None)
-        key = cell.key._replace(settings_id=other.id)
-        groups.setdefault(key, []).append(cell)
-        names[key] = labels.with_settings(cell.label, "; ".join(filter(None, [cell.slice, others[other]])))
-    return [
-        ContextCurve(names[key], key.method, tuple(sorted(members, key=lambda cell: cell.settings.context or 0)), key)
-        for key, members in groups.items()
-        if len(members) > 1
-    ]
-
-
 def contexts(cells: Sequence[Cell]) -> list[Section]:
     """Return the table by context; empty for a run with a single context."""
     rows = [
@@ -397,7 +362,7 @@ def contexts(cells: Sequence[Cell]) -> list[Section]:
                 context_name(cell.settings.context),
                 *(columns.value_of(column.id, cell) for column in CONTEXT_COLUMNS[1:]),
             ],
-            f"{curve.suite} · {curve.method}",
+            f"{curve.label} · {curve.method}",
             cell.key,
         )
         for curve in by_context(cells)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_bench.analysis import metrics
+from dflash_bench.analysis.concurrency import by_context
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.option import context_lengths
@@ -21,7 +22,6 @@ from dflash_bench.report import plots, read_document
 from dflash_bench.report.answers import page_answers
 from dflash_bench.report.html import read_page
 from dflash_bench.report.plots.style import Material, scope_of
-from dflash_bench.report.sections import by_context
 from dflash_bench.results import run_info, store, table
 from dflash_bench.results.identity import full_names, settings_to_json, short_names
 from dflash_bench.runner.config import RunRequest
@@ -297,7 +297,7 @@ def test_other_settings_are_told_apart(tmp_path: Path) -> None:
     ]
     run = stored(tmp_path / "run", rows, settings=settings_to_json([NONE, SHORT, *warm]))
     series = by_context(read_document(run).cells)
-    assert [(one.suite, len(one.cells)) for one in series] == [
+    assert [(one.label, len(one.cells)) for one in series] == [
         ("gsm8k (embedded; temperature 0)", 2), ("gsm8k (embedded; temperature 1)", 2),
     ]  # fmt: skip
 

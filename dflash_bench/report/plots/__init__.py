@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.analysis.compare import Difference
-from dflash_bench.analysis.concurrency import SpeedPoint
+from dflash_bench.analysis.concurrency import SpeedPoint, by_context
 from dflash_bench.core.errors import unknown
 from dflash_bench.core.files import require_output, write_output
 from dflash_bench.core.measurement import measurements
@@ -24,7 +24,6 @@ from dflash_bench.report.plots.style import (
     inline,
     with_style,
 )
-from dflash_bench.report.sections import by_context
 
 __all__ = [
     "CAPTIONS",

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_bench.analysis.concurrency import ConcurrencyCurve, SpeedPoint, points_of
+from dflash_bench.analysis.concurrency import Curve, SpeedPoint, by_context, points_of
 from dflash_bench.analysis.concurrency import frontier as best_of
 from dflash_bench.analysis.metrics import BASELINE, Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import LENGTH, NONE, Point, Sweep, SweepCurve
-from dflash_bench.analysis.sweep import SPEEDUP as SWEEP_SPEEDUP
-from dflash_bench.core import labels
 from dflash_bench.core.methods import name_of
 from dflash_bench.core.types import context_name
 from dflash_bench.report.plots.style import (
@@ -32,7 +30,7 @@ from dflash_bench.report.plots.style import (
     top_of,
     type_size,
 )
-from dflash_bench.report.sections import ContextCurve, by_context, value_texts
+from dflash_bench.report.sections import option_name, value_texts
 
 # Throughput and speed-up by the number of answers decoded at a time.
 
@@ -42,18 +40,16 @@ THROUGHPUT, SPEEDUP = "tps.total", "speedup.decode"
 
 def load(material: Material) -> Any:
     """Draw both side by side, a row for each suite; throughput alone without a baseline."""
-    loads = [one for one in material.document.loads if one.levels[-1].rate is None]
-    if not loads:
-        raise NothingToPlotError("this run has no levels of concurrency")
-    suites = list(dict.fromkeys(_suite(one) for one in loads))
-    methods = list(dict.fromkeys(one.method for one in loads))
-    shown_ids = [THROUGHPUT, *([SPEEDUP] if any(level.speedup for one in loads for level in one.levels) else [])]
-    names = [(suite, figure_id) for suite in suites for figure_id in shown_ids]
+    loads = _loads(material)
+    several = [one for curves in loads.values() for one in curves]
+    methods = list(dict.fromkeys(one.method for one in several))
+    everywhere = [level.speedup for one in several for level in one.levels if level.speedup]
+    names = [(label, figure_id) for label in loads for figure_id in (THROUGHPUT, *([SPEEDUP] if everywhere else []))]
     figure, axes_of = panels(names, 2.2, lambda name: name[0])
     tops = []
-    for (suite, figure_id), axes in axes_of.items():
-        mark(axes, suite=next(one.key[0] for one in loads if _suite(one) == suite), settings="")
-        shown = [one for one in loads if _suite(one) == suite and (figure_id == THROUGHPUT or one.method != BASELINE)]
+    for (label, figure_id), axes in axes_of.items():
+        mark(axes, suite=loads[label][0].key.suite, settings="")
+        shown = [one for one in loads[label] if figure_id == THROUGHPUT or one.method != BASELINE]
         for one in shown:
             number = methods.index(one.method)
             look = {"color": SERIES[number % 7], "marker": MARKERS[number % 7], "label": one.method}
@@ -64,21 +60,24 @@ def load(material: Material) -> Any:
         axes.set_xlabel("concurrency")
         axes.set_ylabel(figure_id)
         drawn = [level.speedup for one in shown for level in one.levels if level.speedup]
-        top = top_of(drawn) if figure_id == SPEEDUP else None
-        axes.set_ylim(0, top)
-        if top is not None:
-            tops.append(top)
-    title = "Throughput and speed-up by concurrency" if SPEEDUP in shown_ids else "Throughput by concurrency"
-    everywhere = [level.speedup for one in loads for level in one.levels if level.speedup]
-    note = bars_note(everywhere, max(tops, default=None))
-    return finish(figure, axes_of, title, note, len(names))
+        tops.append(top_of(drawn) if figure_id == SPEEDUP else None)
+        axes.set_ylim(0, tops[-1])
+    title = "Throughput and speed-up by concurrency" if everywhere else "Throughput by concurrency"
+    return finish(figure, axes_of, title, bars_note(everywhere, max(filter(None, tops), default=None)), len(names))
 
 
-def _suite(one: ConcurrencyCurve) -> str:
-    return labels.with_settings(one.suite, one.setting)
+def _loads(material: Material) -> dict[str, list[Curve]]:
+    """Return the curves by concurrency, by the label of their suite. Raises NothingToPlotError without levels."""
+    by_suite: dict[str, list[Curve]] = {}
+    for one in material.document.loads:
+        if one.levels[-1].rate is None:
+            by_suite.setdefault(one.label, []).append(one)
+    if not by_suite:
+        raise NothingToPlotError("this run has no levels of concurrency")
+    return by_suite
 
 
-def _draw(axes: Any, one: ConcurrencyCurve, figure_id: str, look: dict[str, Any]) -> None:
+def _draw(axes: Any, one: Curve, figure_id: str, look: dict[str, Any]) -> None:
     if figure_id == THROUGHPUT:
         at, speeds = [level.concurrency for level in one.levels], [level.tokens_per_s for level in one.levels]
         mark(axes.plot(at, speeds, **look), method=one.method)
@@ -91,7 +90,7 @@ def _draw(axes: Any, one: ConcurrencyCurve, figure_id: str, look: dict[str, Any]
 # Acceptance and speed-up by the values of an option.
 
 
-FIGURES = {LENGTH: lambda point: point.length, SWEEP_SPEEDUP: lambda point: point.speedup}
+FIGURES = {LENGTH: lambda point: point.length, SPEEDUP: lambda point: point.speedup}
 
 
 def sweep(material: Material) -> Any:
@@ -119,12 +118,7 @@ def sweep(material: Material) -> Any:
         if (top := top_of(_drawn(swept, suites, figure_id))) is not None:
             axes.set_ylim(0, top)
             tops.append(top)
-    everywhere = [
-        interval
-        for (_, suites), swept in rows.items()
-        for figure_id in FIGURES
-        for interval in _drawn(swept, suites, figure_id)
-    ]
+    everywhere = [one for option, suites, name in names for one in _drawn(rows[option, suites], suites, name)]
     note = f"{bars_note(everywhere, max(tops, default=None))}; ring: highest speed-up"
     title = "Acceptance and speed-up by the value of an option"
     return finish(figure, axes_of, title, note, len(names))
@@ -166,7 +160,7 @@ def _line(axes: Any, swept: Sweep, curve: SweepCurve, figure_id: str, number: in
     cells = _cells(curve)
     scope = {"method": only(cell.method for cell in cells), "settings": only(cell.settings.id for cell in cells)}
     mark(draw_intervals(axes, points, label=curve.series, **look), **scope)
-    if curve.best is not None and figure_id == SWEEP_SPEEDUP:
+    if curve.best is not None and figure_id == SPEEDUP:
         best: Point = curve.points[curve.best]
         assert best.speedup is not None
         ring = {"markersize": 11, "fillstyle": "none", "color": look["color"]}
@@ -176,9 +170,9 @@ def _line(axes: Any, swept: Sweep, curve: SweepCurve, figure_id: str, number: in
 def _name_sweep_axes(axes: Any, swept: Sweep, figure_id: str) -> None:
     place = _places(swept)
     axes.set_xticks(list(place.values()), list(value_texts(swept.option, place).values()))
-    axes.set_xlabel(f"{swept.option} ({swept.unit})" if swept.unit else swept.option)
+    axes.set_xlabel(option_name(swept))
     axes.set_ylabel(figure_id)
-    if figure_id == SWEEP_SPEEDUP:
+    if figure_id == SPEEDUP:
         draw_plain(axes)
     axes.margins(y=0.12)
 
@@ -186,15 +180,14 @@ def _name_sweep_axes(axes: Any, swept: Sweep, figure_id: str) -> None:
 # Acceptance, speed and the cost of a round, by the length of the context.
 
 
-SPEEDUP_TERM = "speedup.decode"
 PANELS = {
     "al.pooled": ("al.pooled", "break_even_al"),
-    SPEEDUP_TERM: (SPEEDUP_TERM,),
+    SPEEDUP: (SPEEDUP,),
     "ms per round": ("verify_ms", "draft_ms"),
     "draft prefill ms": ("draft_prefill_ms",),
 }
 """The figures of each panel by the label of its axis: the first is drawn solid, the second dashed."""
-WITH_BARS = ("al.pooled", SPEEDUP_TERM)
+WITH_BARS = ("al.pooled", SPEEDUP)
 """Milliseconds have narrow intervals, which would only hide the points."""
 NOTE = "dashed: where drafting breaks even (break_even_al), draft ms; grey: a plain step"
 
@@ -204,12 +197,12 @@ def context(material: Material) -> Any:
     series = by_context(material.cells)
     if not series:
         raise NothingToPlotError("there is one context in this run; give several with --context")
-    suites = list(dict.fromkeys(one.suite for one in series))
+    suites = dict.fromkeys(one.label for one in series)
     names = [(suite, beside) for suite in suites for beside in PANELS]
     figure, axes_of = panels(names, 2.3, lambda name: name[0])
     look = looks(material.methods)
     for (suite, beside), axes in axes_of.items():
-        of_suite = [one for one in series if one.suite == suite]
+        of_suite = [one for one in series if one.label == suite]
         mark(axes, suite=of_suite[0].key.suite, settings="")
         for one in of_suite:
             _lines(axes, one, PANELS[beside], look[one.method])
@@ -221,7 +214,7 @@ def context(material: Material) -> Any:
     return finish(figure, axes_of, "By context", f"{NOTE}; {bars_note(drawn, what='bars')}", len(names))
 
 
-def _lines(axes: Any, series: ContextCurve, figure_ids: Sequence[str], look: dict[str, Any]) -> None:
+def _lines(axes: Any, series: Curve, figure_ids: Sequence[str], look: dict[str, Any]) -> None:
     through, *dashed = figure_ids
     style = {"color": look["color"], "marker": look["marker"]}
     points = [(_place(cell), cell.figures[through]) for cell in series.cells if through in cell.figures]
@@ -235,9 +228,9 @@ def _lines(axes: Any, series: ContextCurve, figure_ids: Sequence[str], look: dic
         mark(line, method=series.method)
 
 
-def _plain(axes: Any, beside: str, series: Sequence[ContextCurve]) -> None:
+def _plain(axes: Any, beside: str, series: Sequence[Curve]) -> None:
     """Draw plain decoding: at 1, or the time of its steps, which all methods of a suite share."""
-    if beside == SPEEDUP_TERM:
+    if beside == SPEEDUP:
         draw_plain(axes)
     if beside == "ms per round":
         cells = [cell for cell in series[0].cells if "plain_ms" in cell.figures]
@@ -248,7 +241,7 @@ def _place(cell: Any) -> float:
     return float(cell.value("prompt_tokens") or 1)
 
 
-def _name_axes(axes: Any, beside: str, series: Sequence[ContextCurve]) -> None:
+def _name_axes(axes: Any, beside: str, series: Sequence[Curve]) -> None:
     """Label axes, with a logarithmic length axis that keeps the shortest lengths apart."""
     places = {_place(cell): context_name(cell.settings.context) for one in series for cell in one.cells}
     axes.set_xscale("log", base=2)
@@ -267,14 +260,9 @@ FRONTIER_TITLE = "Throughput against latency"
 
 def frontier(material: Material) -> Any:
     """Draw a panel for each suite, over all levels of concurrency. Raises NothingToPlotError without levels."""
-    loads = [one for one in material.document.loads if one.levels[-1].rate is None]
-    if not loads:
-        raise NothingToPlotError("this run has no levels of concurrency")
-    by_suite: dict[str, list[Any]] = {}
-    for one in loads:
-        by_suite.setdefault(labels.with_settings(one.suite, one.setting), []).append(one)
-    suites = {suite: curves[0].key[0] for suite, curves in by_suite.items()}
-    return drawn_frontier({suite: points_of(curves) for suite, curves in by_suite.items()}, suites)
+    loads = _loads(material)
+    suites = {label: several[0].key.suite for label, several in loads.items()}
+    return drawn_frontier({label: points_of(several) for label, several in loads.items()}, suites)
 
 
 def drawn_frontier(points_by_panel: Mapping[str, Sequence[SpeedPoint]], suites: Mapping[str, str] | None = None) -> Any:
