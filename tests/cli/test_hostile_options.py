@@ -199,7 +199,7 @@ def test_prompts_are_scored_and_what_nothing_reads_is_told(here: Path, main: Mai
     assert next(line.split()[-1] for line in out.splitlines() if line.startswith("  ar ")) == "0.0"
 
 
-KNOWN = "aime_integer, choice, evaluate:FOLDER, gsm8k_number, humaneval, ifeval, json_schema, livecodebench, math, "
+KNOWN = "aime_integer, choice, evaluate:FOLDER, gsm8k_number, humaneval, json_schema, livecodebench, math, "
 
 
 @pytest.mark.parametrize(

@@ -373,9 +373,6 @@ THOUGHTS = [
     ("choice", prompt("B"), "The answer is A?", "B", True),
     ("choice", prompt("B"), "The answer is B", "The answer is C", False),
     ("json_schema", prompt(row={"json_schema": {"type": "object"}}), "{", '{"a": 1}', True),
-    ("ifeval", prompt(row={"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}), "a, b", "a b", True),
-    ("ifeval", prompt(row={"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["rain"]}]}),
-     "I must say rain", "sun", False),
 ]  # fmt: skip
 
 

@@ -22,7 +22,6 @@ from dflash_bench.tasks.scorers import (
     contests,
     evaluated,
     formulas,
-    instructions,
     needles,
     numbers,
     schema,
@@ -123,7 +122,6 @@ SCORERS: Registry[Callable[..., Score]] = Registry(
     {
         **_TEXT_SCORERS,
         "humaneval": code.humaneval,
-        instructions.NAME: instructions.ifeval,
         "livecodebench": contests.livecodebench,
         "mbpp": code.mbpp,
         "mrcr": needles.mrcr,
@@ -134,7 +132,6 @@ SCORERS: Registry[Callable[..., Score]] = Registry(
 )
 COLUMNS: dict[str, dict[str, type]] = {
     "humaneval": {"prompt": str, "entry_point": str, "test": str},
-    instructions.NAME: {instructions.IDS: list, instructions.PARAMETERS: list},
     "livecodebench": dict.fromkeys((contests.PUBLIC, contests.PRIVATE, contests.ABOUT), str),
     "mbpp": {"test_list": list, "test_imports": list},
     "mrcr": {needles.PREFIX: str},
@@ -142,15 +139,10 @@ COLUMNS: dict[str, dict[str, type]] = {
 }
 """Columns of a prompt's row that scorers need."""
 CHECKS: Mapping[str, Callable[[Prompt], object]] = {
-    "choice": choices.right_letter,
-    instructions.NAME: instructions.check,
-    "livecodebench": contests.contest_of,
-}
+    "choice": choices.right_letter, "livecodebench": contests.contest_of,
+}  # fmt: skip
 """Functions that raise UserError if a scorer cannot use a prompt's columns or reference."""
-UNSCORED: Mapping[str, Callable[[Prompt], str]] = {
-    instructions.NAME: instructions.unscored,
-    "livecodebench": contests.unscored,
-}
+UNSCORED: Mapping[str, Callable[[Prompt], str]] = {"livecodebench": contests.unscored}
 """Functions that return why the answers to a prompt cannot be scored; empty if they can."""
 METRIC = str(Path(__file__).parent / "evaluate_metric.py")
 """The path for `evaluate.load`, along with the name of a text scorer."""
