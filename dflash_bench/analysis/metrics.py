@@ -103,10 +103,10 @@ OF_ANSWERS: Mapping[str, Callable[[AnswerColumns], Any]] = {
     "e2e_tokens": lambda rows: np.where(rows.has("prefill_s"), rows["num_tokens"], 0),
     "e2e_s": lambda rows: rows["e2e_s"],
     "rounds": lambda rows: rows["num_rounds"],
-    "verified": lambda rows: rows["num_accepted"] + rows["num_rounds"],
+    "emittable": lambda rows: rows["num_accepted"] + rows["num_rounds"],
     "accepted": lambda rows: rows["num_accepted"],
     "drafted": lambda rows: rows["num_drafted"],
-    "checked": lambda rows: rows["num_verified"],
+    "verified_drafts": lambda rows: rows["num_verified"],
     "cut_rounds": lambda rows: np.where(rows.has("num_verified"), rows["num_rounds"], 0),
     "emitted": lambda rows: rows["num_emitted"],
     "tokens_of_shown": lambda rows: np.where(rows.has("num_rounds"), rows["num_emitted"], 0),
@@ -205,7 +205,7 @@ _TIME: dict[str, Any] = {"unit": "ms", "higher_is_better": False, "is_timing": T
 _DECLARED = (
     Metric(
         id="al.pooled", formula="sum(a_i + 1) / sum(S), over all rounds of all prompts",
-        top=("verified",), bottom=("rounds",), **_LENGTH,
+        top=("emittable",), bottom=("rounds",), **_LENGTH,
         shown=(Shown("results", 1, "al.\npooled", in_paper=True), Shown("rounds", 4, "al.\npooled")),
         in_comparison=True, is_compared=True,
         may_fall=0.005,  # another processor's rounding can change what a draft proposes
@@ -226,7 +226,7 @@ _DECLARED = (
     ),
     Metric(
         id="verified", formula="sum(v_i) / sum(S): draft tokens that the target read, where drafts are cut before",
-        unit="tokens/round", top=("checked",), bottom=("cut_rounds",), needs_draft=True,
+        unit="tokens/round", top=("verified_drafts",), bottom=("cut_rounds",), needs_draft=True,
         shown=(Shown("rounds", 7, "verified", is_optional=True),), in_comparison=True,
     ),
     Metric(

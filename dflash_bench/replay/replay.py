@@ -85,7 +85,7 @@ class StoredAnswer:
     """Whether plain decoding answered the same question."""
 
     @property
-    def verified_tokens(self) -> float:
+    def num_emittable(self) -> float:
         """The tokens of its rounds as al.pooled counts them, before the last round was cut at the answer's end."""
         return float((self.accepted + 1).sum())
 
@@ -287,7 +287,7 @@ def walk(answer: StoredAnswer, controller: Controller) -> Walk:
         controller.learn(length, kept)
         rounds, accepted, verified, emitted = rounds + 1, accepted + kept, verified + length, emitted + kept + 1
         place += kept + 1 if is_exact else 1
-    times = 1.0 if is_exact else answer.verified_tokens / emitted
+    times = 1.0 if is_exact else answer.num_emittable / emitted
     return rounds * times, accepted * times, verified * times
 
 
@@ -298,7 +298,7 @@ def _longer(answer: StoredAnswer, n: int, most: int, rate: float) -> Walk:
     """
     beyond = sum(rate**step for step in range(1, n - most + 1))
     accepted = answer.accepted + beyond * (answer.accepted == most)
-    rounds = answer.verified_tokens / float((accepted + 1).mean())
+    rounds = answer.num_emittable / float((accepted + 1).mean())
     return (
         rounds,
         rounds * float(accepted.mean()),
@@ -329,7 +329,7 @@ def _bounds(answer: StoredAnswer, n: int, most: int) -> tuple[Walk, Walk]:
 
 def _fewer_nodes(answer: StoredAnswer, nodes: int) -> Walk:
     accepted = np.array([sum(place < nodes for place in way) for way in answer.depths])
-    rounds = answer.verified_tokens / float((accepted + 1).mean())
+    rounds = answer.num_emittable / float((accepted + 1).mean())
     return rounds, rounds * float(accepted.mean()), rounds * float(np.minimum(answer.drafted, nodes).mean())
 
 

@@ -160,5 +160,5 @@ def over_all(cells: Sequence[Cell], line: MethodLine) -> tuple[Interval | None, 
         return None, None
     speedup = columns_of(METRICS["speedup.decode"])
     terms = sum(cell.sums.sum(axis=0) for cell in answered)
-    verified, rounds = (float(terms[COLUMN[name]]) for name in ("verified", "rounds"))
-    return stats.geometric_mean([(cell.sums, speedup) for cell in answered]), verified / rounds if rounds else None
+    emittable, rounds = (float(terms[COLUMN[name]]) for name in ("emittable", "rounds"))
+    return stats.geometric_mean([(cell.sums, speedup) for cell in answered]), emittable / rounds if rounds else None

@@ -80,7 +80,7 @@ class RunRounds:
     histograms: Mapping[CellKey, Histogram]
     """Only of drafting methods."""
     by_position: Any
-    """A pandas frame of the tokens verified and the rounds of drafting methods, by `BY_POSITION`."""
+    """A pandas frame of the emittable tokens and the rounds of drafting methods, by `BY_POSITION`."""
     answers: Sequence[dict[str, Any]] = ()
     """The chosen rows."""
 
@@ -109,7 +109,7 @@ def read_rounds(stored: StoredRows, chosen: Any | None = None, columns: Sequence
 
 
 def _of_batch(batch: Any, numbers: Any) -> tuple[Any, Any]:
-    """Return the number of rounds by `BY_COUNTS`, and the tokens verified and the rounds by `BY_POSITION`."""
+    """Return the number of rounds by `BY_COUNTS`, and the emittable tokens and the rounds by `BY_POSITION`."""
     import pandas as pd
     from pyarrow import compute
 
@@ -123,7 +123,7 @@ def _of_batch(batch: Any, numbers: Any) -> tuple[Any, Any]:
     rounds = RoundTable.of(good, "output-position")
     lengths = np.diff(rounds.starts, append=len(rounds.values["accepted"]))
     bins = answers.iloc[rounds.rows].assign(
-        bin=rounds.bins, verified=rounds.sum_of("accepted") + lengths, rounds=lengths
+        bin=rounds.bins, emittable=rounds.sum_of("accepted") + lengths, rounds=lengths
     )
     each = answers.iloc[np.repeat(rounds.rows, lengths)].assign(
         drafted=rounds.values["drafted"], accepted=rounds.values["accepted"]

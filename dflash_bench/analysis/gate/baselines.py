@@ -58,6 +58,8 @@ LIMITS = {name: Limit(metric.may_fall) for name, metric in METRICS.items() if me
 ABSOLUTE = tuple(name for name in LIMITS if METRICS[name].unit == "tokens/s")
 """Gated only if the limits name them: no test can tell a busy or throttled machine from a slower program."""
 RELATIVE = {name: limit for name, limit in LIMITS.items() if name not in ABSOLUTE}
+FORMER = {"verified": "emittable", "checked": "verified_drafts"}
+"""Names of sums in older baselines."""
 Runs = Mapping[CellKey, tuple[Cell, ...]]
 """The cells of each run, by key."""
 
@@ -277,6 +279,7 @@ def _cells_of_json(stored: StoredCell, named: Mapping[Settings, str]) -> tuple[C
     num_runs = max(map(len, stored.sums.values()), default=0)
     sums = np.zeros((num_runs, len(stored.prompts), len(SUMS)))
     for name, values in stored.sums.items():
+        name = FORMER.get(name, name)
         if name not in SUMS or len(values) != num_runs:
             raise ValueError(f"the sums {name!r} are unknown, or not a list of numbers for each run")
         if any(len(of_run) != sums.shape[1] or min(of_run) < 0 for of_run in values):
