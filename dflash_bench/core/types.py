@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -219,6 +219,14 @@ class Generation:
     """[S] Drafted tokens per round that could be accepted, for drafts truncated before verification; None if all."""
     num_thinking_chars: int | None = None
     """Characters of `text` that are thinking, with its marks. None, as in older runs: all of it is the answer."""
+    # Not stored, and so not compared.
+    start_s: float = field(default=0.0, compare=False)
+    """When it began and ended, in seconds since the call for it and others, or on a clock."""
+    end_s: float = field(default=0.0, compare=False)
+    accepted_at: tuple[int, ...] | None = field(default=None, compare=False)
+    """The number of rounds that accepted each draft position, if a server reports it."""
+    pieces: tuple[int, ...] = field(default=(), compare=False)
+    """The number of tokens in each chunk of a server's stream."""
 
     @property
     def hides_tokens(self) -> bool:
@@ -247,7 +255,8 @@ class Generation:
     def refused(self, why: str) -> Generation:
         """Return a failed generation that keeps the answer, but no measurement."""
         prompt = max(self.num_prompt_tokens, 0)
-        return Generation(self.token_ids, self.text, "error", prompt, 0.0, 0.0, error=self.error or why)
+        failed = Generation(self.token_ids, self.text, "error", prompt, 0.0, 0.0, error=self.error or why)
+        return replace(failed, start_s=self.start_s, end_s=self.end_s)
 
     def same_answer(self, other: Generation) -> bool:
         """Compare token ids, or texts if a backend hides its tokens."""
@@ -289,21 +298,6 @@ class Nobody(Listener):
 
 
 NOBODY = Nobody()
-
-
-@dataclass(frozen=True, slots=True)
-class TimedGeneration:
-    """A generation with its start and end in seconds, on a clock or since the first of several began.
-
-    `accepted_at[i]` is the number of rounds that accepted draft position i, if a server reports it; `pieces` holds the
-    number of tokens in each chunk of a server's stream.
-    """
-
-    generation: Generation
-    start_s: float
-    end_s: float
-    accepted_at: tuple[int, ...] | None = None
-    pieces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dflash_bench.core.dialects import WHOLE, AcceptanceCounts, Conversion, Deco
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method, parse
 from dflash_bench.core.option import check_options
-from dflash_bench.core.types import Divergence, Generation, Message, Settings, TimedGeneration
+from dflash_bench.core.types import Divergence, Generation, Message, Settings
 from dflash_bench.diagnose.causes import ONE_NORM, Hypothesis, OneNorm, ReferenceSide, hypotheses
 from dflash_bench.diagnose.compare_counts import (
     CauseTrial,
@@ -53,13 +53,12 @@ Texts = Sequence[tuple[tuple[int, ...], str]]
 """Token ids and text by answer."""
 
 
-def reported(answer: TimedGeneration) -> AcceptanceCounts | None:
+def reported(answer: Generation) -> AcceptanceCounts | None:
     """Return a server's counts for an answer, or None if it reports none."""
-    one = answer.generation
-    if one.total_rounds is None or one.total_accepted is None:
+    if answer.total_rounds is None or answer.total_accepted is None:
         return None
     return AcceptanceCounts(
-        one.total_rounds, one.total_accepted, one.total_drafted, answer.accepted_at, one.counted_by or ""
+        answer.total_rounds, answer.total_accepted, answer.total_drafted, answer.accepted_at, answer.counted_by or ""
     )
 
 
@@ -163,11 +162,11 @@ class CrossCheck:
         all_own = [self.local.generate(method.label, chat, self.settings) for chat in self._progress(f"{method.label}")]
         if error := next((one.error for one in all_own if one.error is not None), None):
             raise UserError(f"{method.label} failed in our own engine: {error}")
-        failed = [one.generation.error for one in answers if one.generation.error is not None]
-        kept = [number for number, one in enumerate(answers) if one.generation.error is None]
+        failed = [one.error for one in answers if one.error is not None]
+        kept = [number for number, one in enumerate(answers) if one.error is None]
         if not kept:
             raise UserError(f"--server {server}: all {len(answers)} answers failed, the first with: {failed[0]}")
-        theirs, own = [answers[number].generation for number in kept], [all_own[number] for number in kept]
+        theirs, own = [answers[number] for number in kept], [all_own[number] for number in kept]
         chats = [self.chats[number] for number in kept]
         counted_by = next((one.counted_by for one in theirs if one.counted_by is not None), None)
         counted = [_counted(answers[number], counted_by) for number in kept]
@@ -282,10 +281,10 @@ def needs_causes(base: CountComparison) -> bool:
     return bool(base.mismatches) or base.state in ("alike", "differ") or has_other_drafts(base)
 
 
-def _counted(answer: TimedGeneration, counted_by: str | None) -> CountedAnswer:
+def _counted(answer: Generation, counted_by: str | None) -> CountedAnswer:
     """Return an answer without its counts if they follow another rule than the other answers'."""
-    one = answer.generation
-    return CountedAnswer(one.token_ids, one.text, reported(answer) if one.counted_by == counted_by else None)
+    counts = reported(answer) if answer.counted_by == counted_by else None
+    return CountedAnswer(answer.token_ids, answer.text, counts)
 
 
 def _best(
@@ -343,17 +342,16 @@ class Served:
 
     case: GoldenCase
     asked: Sequence[AskedPrompt]
-    answers: Sequence[TimedGeneration]
+    answers: Sequence[Generation]
     reader: str
     dialect: str
     tell: Tell
 
     def conformance(self) -> Conformance:
-        generations = [one.generation for one in self.answers]
-        if error := next((one.error for one in generations if one.error is not None), None):
+        if error := next((one.error for one in self.answers if one.error is not None), None):
             return Conformance(self.case, self.reader, "failed", error)
         counts = [reported(one) for one in self.answers]
-        hidden = all(one.hides_tokens for one in generations)
+        hidden = all(one.hides_tokens for one in self.answers)
         known = [one for one in counts if one is not None]
         conversion = self._conversion(counts)
         due = [self._expected(one, conversion) for one in self.asked]
@@ -381,7 +379,7 @@ class Served:
         if difference is not None:
             return replace(found, state="differs", explanations=tuple(self._explanations(counts, conversion)))
         if not known:
-            why = next((one.uncounted for one in generations if one.uncounted), "it reports no rounds")
+            why = next((one.uncounted for one in self.answers if one.uncounted), "it reports no rounds")
             to_do = remedy(self.dialect, "uncounted") or "use a server that reports its rounds"
             return replace(found, state="untold", why=f"{why}; {to_do}")
         return found
@@ -404,17 +402,17 @@ class Served:
             if theirs is not None and theirs.same_as(self._expected(one, conversion))
         )
 
-    def _tells_rounds(self, answer: TimedGeneration) -> bool:
-        generation, pieces = answer.generation, answer.pieces
-        return sum(pieces) == generation.num_tokens and len(pieces) - 1 == generation.total_rounds and pieces[0] == 1
+    def _tells_rounds(self, answer: Generation) -> bool:
+        pieces = answer.pieces
+        return sum(pieces) == answer.num_tokens and len(pieces) - 1 == answer.total_rounds and pieces[0] == 1
 
     def _differences(
         self, counts: Sequence[AcceptanceCounts | None], conversion: Conversion
     ) -> Iterator[RoundDifference]:
         """Yield the first difference of every prompt: in its tokens, its rounds or its counts."""
         for one, answer, theirs in zip(self.asked, self.answers, counts, strict=True):
-            tokens = answer.generation.token_ids
-            if not answer.generation.hides_tokens and tokens != one.prompt.tokens:
+            tokens = answer.token_ids
+            if not answer.hides_tokens and tokens != one.prompt.tokens:
                 yield RoundDifference(one.number, None, None, "tokens", one.prompt.tokens, tokens)
                 continue
             if self._tells_rounds(answer) and (place := _first_other(one.emitted, answer.pieces[1:])) is not None:

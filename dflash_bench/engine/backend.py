@@ -6,7 +6,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -26,7 +26,6 @@ from dflash_bench.core.types import (
     Listener,
     Message,
     Settings,
-    TimedGeneration,
 )
 from dflash_bench.engine.drafter import Captures, Drafter, Foresees
 from dflash_bench.engine.forward.fused import fuse, unfuse
@@ -68,14 +67,14 @@ class RequestTrace:
     def begin(self) -> object:
         return self.rounds[0][1].marks[0]
 
-    def span(self, clock: Clock, since: object) -> tuple[float, float]:
-        """Return the seconds from `since` to the request's start and to its end; 0 and 0 if it never started."""
+    def timed(self, generation: Generation, clock: Clock, since: object) -> Generation:
+        """Return the generation with its start and end in seconds since `since`; unchanged if it never started."""
         if not self.rounds:
-            return 0.0, 0.0
+            return generation
         _, first = self.rounds[0]
         _, last = self.rounds[-1]
         end = last.marks[4] if len(self.rounds) > 1 else first.marks[1]
-        return clock.seconds(since, self.begin), clock.seconds(since, end)
+        return replace(generation, start_s=clock.seconds(since, self.begin), end_s=clock.seconds(since, end))
 
     def generation(
         self, clock: Clock, text: str, stop_ids: frozenset[int], peak_memory_bytes: int | None
@@ -439,7 +438,7 @@ class LocalBackend:
     ) -> Generation:
         """Answer one chat. Every prompt and repeat has its own random numbers, the same for every method."""
         (answer,) = self.serve(method, [(messages, repeat)], settings, listener=listener)
-        return answer.generation
+        return answer
 
     def serve(
         self,
@@ -448,7 +447,7 @@ class LocalBackend:
         settings: Settings,
         ended: Callable[[], object] = lambda: None,
         listener: Listener = NOBODY,
-    ) -> list[TimedGeneration]:
+    ) -> list[Generation]:
         """Answer chats, given with their repeats, `settings.concurrency` at a time; call `ended` whenever a chat ends.
 
         Each chat draws the random numbers that it would draw alone.
@@ -459,7 +458,7 @@ class LocalBackend:
         traces, error = self._decode(method, prompts, sampling, seeds, settings.concurrency, ended, listener)
         begin = next((trace.begin for trace in traces if trace.rounds), None)
         return [
-            TimedGeneration(self.with_thinking(generation, trace.prompt), *trace.span(self.clock, begin))
+            trace.timed(self.with_thinking(generation, trace.prompt), self.clock, begin)
             for generation, trace in zip(self._generations(traces, error), traces, strict=True)
         ]
 

@@ -9,7 +9,7 @@ from typing import Any
 from dflash_bench.core.labels import common_prefix_length
 from dflash_bench.core.measurement import Columns, Instrument
 from dflash_bench.core.methods import is_imposed, is_lossy, is_probe
-from dflash_bench.core.types import NOBODY, Answer, Divergence, Generation, Message, Settings, TimedGeneration
+from dflash_bench.core.types import NOBODY, Answer, Divergence, Generation, Message, Settings
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.plan import BASELINE
 from dflash_bench.runner import stopwatch
@@ -93,8 +93,8 @@ class Conversation:
             with watch:
                 generation = self.backend.generate(method, messages, self.item.settings, self.item.repeat, watch)
             _ended(self.plan, watch, [generation])
-            served = TimedGeneration(generation, 0.0, self.run.seconds() - start_s)
-            record = self.record(method, turn, served, start_s, watch)
+            timed = replace(generation, start_s=0.0, end_s=self.run.seconds() - start_s)
+            record = self.record(method, turn, timed, start_s, watch)
             if method == BASELINE and not record.generation.error and isinstance(self.backend, TimesPasses):
                 context = generation.num_prompt_tokens + generation.num_tokens // 2
                 record = replace(record, pass_s=self.backend.pass_s(context, self.item.settings))
@@ -112,7 +112,7 @@ class Conversation:
         self,
         method: str,
         turn: int,
-        served: TimedGeneration,
+        generation: Generation,
         start_s: float,
         watch: Stopwatch,
         request: int | None = None,
@@ -122,13 +122,14 @@ class Conversation:
         `start_s` is the start of the call on the run's clock; `request` the answer's index in a batched call.
         """
         why = stopwatch.objection(
-            watch, served, request=request, tells_rounds=self.backend.tells_rounds,
+            watch, generation, request=request, tells_rounds=self.backend.tells_rounds,
             num_rows=self.item.settings.concurrency, is_probe=is_probe(method), was_late=method in self.warm.late,
         )  # fmt: skip
-        generation = served.generation if why is None else served.generation.refused(str(why))
         if request is None:
             (self.warm.late.add if watch.is_late(is_probe(method)) else self.warm.late.discard)(method)
-        times = start_s + served.start_s, start_s + served.end_s
+        times = start_s + generation.start_s, start_s + generation.end_s
+        if why is not None:
+            generation = generation.refused(str(why))
         more = {
             "clock_s": watch.clock_s(request),
             "measured": self._columns(lambda one: one.answer(generation)),
@@ -255,9 +256,9 @@ def run_concurrently(conversations: Sequence[Conversation], turn: int) -> None:
         watch = _begun(first.plan)
         with watch:
             answers = first.backend.serve(method, requests, item.settings, counted, watch)
-        _ended(first.plan, watch, [served.generation for served in answers])
-        for number, (conversation, served) in enumerate(zip(conversations, answers, strict=True)):
-            records.append((number, conversation.record(method, turn, served, start_s, watch, number)))
+        _ended(first.plan, watch, answers)
+        for number, (conversation, answer) in enumerate(zip(conversations, answers, strict=True)):
+            records.append((number, conversation.record(method, turn, answer, start_s, watch, number)))
     answer_of = {number: record.generation for number, record in records if record.method == first.plan.first}
     # The baseline first: its verdicts are reused for equal answers of other methods.
     records.sort(key=lambda one: one[1].method != first.plan.first)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Generation, TimedGeneration
+from dflash_bench.core.types import CLOCK_S, CLOCK_SHARE, Generation
 
 BESIDE_S, ONCE_S = 0.02, 0.25
 """Seconds that calls of a method may spend outside their answers' times, usually and in a single call.
@@ -211,7 +211,7 @@ class Objection:
 
 def objection(
     watch: Stopwatch,
-    served: TimedGeneration,
+    generation: Generation,
     *,
     tells_rounds: bool,
     request: int | None = None,
@@ -224,13 +224,12 @@ def objection(
     Without a `request` the answer was decoded alone. In a batch of `num_rows` its interval must lie within the call's.
     Only a probe may read its prompts before they start. `was_late`: the method's previous call was late.
     """
-    generation = served.generation
     if generation.error is not None:
         return None
     call = Span(watch.call_s, 0.0)
-    took_s = call.least if request is None else served.end_s - served.start_s
-    if request is not None and (served.start_s < 0 or served.end_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S):
-        why = f"the answer is said to have ended after {served.end_s:.3f} s, but all of them took {call}"
+    took_s = call.least if request is None else generation.end_s - generation.start_s
+    if request is not None and (generation.start_s < 0 or generation.end_s > call.least * (1 + CLOCK_SHARE) + CLOCK_S):
+        why = f"the answer is said to have ended after {generation.end_s:.3f} s, but all of them took {call}"
         return Objection("clock", why)
     if generation.prefill_s + generation.decode_s > took_s * (1 + CLOCK_SHARE) + CLOCK_S:
         claimed_ms = 1000 * (generation.prefill_s + generation.decode_s)

@@ -19,7 +19,6 @@ from dflash_bench.core.types import (
     Message,
     Prompt,
     Settings,
-    TimedGeneration,
 )
 from dflash_bench.results.store import Key
 from dflash_bench.tasks import scorers
@@ -76,7 +75,7 @@ class Backend(Described, Protocol):
         settings: Settings,
         ended: Callable[[], object],
         listener: Listener,
-    ) -> Sequence[TimedGeneration]:
+    ) -> Sequence[Generation]:
         """Answer chats, given with their repeat, at `settings.concurrency` or at `settings.rate`; `ended` is called
         after each answer. The listener identifies a request by its index in `requests`."""
         ...

@@ -16,7 +16,7 @@ from dflash_bench.core.dialects import AnswerError, ServerRequest
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import common_prefix_length, shortened, visible
 from dflash_bench.core.thinking import answer_start
-from dflash_bench.core.types import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Settings, TimedGeneration
+from dflash_bench.core.types import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Settings
 from dflash_bench.servers import connect
 from dflash_bench.servers.address import Access, Address
 from dflash_bench.servers.connect import Server
@@ -175,17 +175,17 @@ class ServerBackend:
         listener: Listener = NOBODY,
     ) -> Generation:
         """Request a single answer. The listener is not called: a server's rounds are hidden."""
-        return self.answer(method, messages, settings, repeat).generation
+        return self.answer(method, messages, settings, repeat)
 
     def answer(
         self, method: str, messages: Sequence[Message], settings: Settings = GREEDY, repeat: int = 0
-    ) -> TimedGeneration:
+    ) -> Generation:
         """Request a single answer; the result includes the accepted drafts by position."""
         server = self.servers[method]
         request = self._request(server, messages, settings, repeat)
         return self._read_here(self._runner.run(sequential(server, request, self.clock)), request)
 
-    def answer_ids(self, method: str, prompt: Sequence[int], max_new_tokens: int) -> TimedGeneration:
+    def answer_ids(self, method: str, prompt: Sequence[int], max_new_tokens: int) -> Generation:
         """Request a single greedy answer to token ids, without a target in this process.
 
         Raises UserError for a server that accepts no token ids.
@@ -207,7 +207,7 @@ class ServerBackend:
         settings: Settings,
         ended: Callable[[], object] = lambda: None,
         listener: Listener = NOBODY,
-    ) -> list[TimedGeneration]:
+    ) -> list[Generation]:
         """Send requests at `settings.concurrency`, or at `settings.rate`. An answer starts when its request is sent.
 
         Raises UserError if a server is gone, rejects every request, or does not empty its prefix cache.
@@ -227,16 +227,16 @@ class ServerBackend:
         self.lags[method, settings] = max(self.lags.get((method, settings), 0.0), server.lag_s)
         return [replace(one, start_s=one.start_s - start_s, end_s=one.end_s - start_s) for one in timed]
 
-    def _read_here(self, timed: TimedGeneration, request: ServerRequest) -> TimedGeneration:
+    def _read_here(self, generation: Generation, request: ServerRequest) -> Generation:
         """Decode the answer's tokens here, and separate its thinking."""
-        if self.local is None or timed.generation.error is not None:
-            return timed
-        generation = self._with_text(timed.generation, request)
+        if self.local is None or generation.error is not None:
+            return generation
+        generation = self._with_text(generation, request)
         if generation.error is None and self._unknown(generation.token_ids) is None:
             prompt = request.prompt_ids
             prompt = self.local.encode(request.messages, request.settings) if prompt is None else prompt
             generation = self.local.with_thinking(generation, prompt)
-        return replace(timed, generation=generation)
+        return generation
 
     def _with_text(self, generation: Generation, request: ServerRequest) -> Generation:
         """Replace the text by the decoded tokens; the answer fails if the server sent a different text.
@@ -301,15 +301,8 @@ def _bare(text: str) -> str:
 def _failed(generation: Generation, text: str) -> Generation:
     place = common_prefix_length(_bare(generation.text), _bare(text))
     server, decoded = (visible(shortened(_bare(one)[place:], 40)) for one in (generation.text, text))
-    return Generation(
-        generation.token_ids,
-        generation.text,
-        "error",
-        generation.num_prompt_tokens,
-        0.0,
-        0.0,
-        error=f"its text is not that of its tokens: from character {place} on it is '{server}', and they are "
-        f"'{decoded}'",
+    return generation.refused(
+        f"its text is not that of its tokens: from character {place} on it is '{server}', and they are '{decoded}'"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from dflash_bench.core.dialects import AcceptanceCounts, AnswerError, ServerRequest, contradiction, rule_of
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.types import Generation, TimedGeneration
+from dflash_bench.core.types import Generation
 from dflash_bench.servers import prometheus
 from dflash_bench.servers.client import Bounds, StatusError
 from dflash_bench.servers.connect import Server
@@ -34,7 +34,7 @@ CONCURRENT = "the server counts no rounds in its answers, and several answers ra
 Clock = Callable[[], float]
 
 
-async def ask(server: Server, request: ServerRequest, clock: Clock) -> TimedGeneration:
+async def ask(server: Server, request: ServerRequest, clock: Clock) -> Generation:
     """Request an answer, regardless of concurrent requests. Times are on `clock`, in seconds.
 
     Raises UserError if the server is gone, or rejects every request.
@@ -45,14 +45,14 @@ async def ask(server: Server, request: ServerRequest, clock: Clock) -> TimedGene
     try:
         await _read_answer(server, request, state)
         generation = state.generation(num_prompt)
-        whole = TimedGeneration(generation, state.start_s, state.now_s, pieces=tuple(state.pieces))
-        timed = _count(whole, state.acceptance or CONCURRENT)
+        whole = replace(generation, start_s=state.start_s, end_s=state.now_s, pieces=tuple(state.pieces))
+        answer = _count(whole, state.acceptance or CONCURRENT)
         server.has_answered = True
     except AnswerError as error:
         _refuse_wrong_dialect(server, error)
-        generation = state.failed(num_prompt, server.client.shown(str(error)))
-        timed = TimedGeneration(generation, state.start_s, clock())
-    return replace(timed, generation=_without_secrets(server, timed.generation))
+        failed = state.failed(num_prompt, server.client.shown(str(error)))
+        answer = replace(failed, start_s=state.start_s, end_s=clock())
+    return _without_secrets(server, answer)
 
 
 def _refuse_wrong_dialect(server: Server, error: AnswerError) -> None:
@@ -64,25 +64,24 @@ def _refuse_wrong_dialect(server: Server, error: AnswerError) -> None:
         ) from error
 
 
-async def sequential(server: Server, request: ServerRequest, clock: Clock) -> TimedGeneration:
+async def sequential(server: Server, request: ServerRequest, clock: Clock) -> Generation:
     """Request a single answer, with an empty prefix cache. If it does not report its rounds, use the counters."""
     try:
         await server.flush()
     except AnswerError as error:
         state = StreamState(clock, request.max_new_tokens)
         failed = state.failed(None, f"the server's prefix cache could not be emptied: {error}")
-        return TimedGeneration(failed, clock(), clock())
+        return replace(failed, start_s=clock(), end_s=clock())
     before = await server.counters()
-    timed = await ask(server, request, clock)
-    generation = timed.generation
-    rule = rule_of(generation.counted_by or "")
-    if generation.error is not None or (rule is not None and not rule.is_derived):
-        return timed
-    counts = await _count_difference(server, before, generation.num_tokens)
+    answer = await ask(server, request, clock)
+    rule = rule_of(answer.counted_by or "")
+    if answer.error is not None or (rule is not None and not rule.is_derived):
+        return answer
+    counts = await _count_difference(server, before, answer.num_tokens)
     # Prefer the answer's own report to unusable counters.
-    if isinstance(counts, str) and generation.uncounted != CONCURRENT:
-        return timed
-    return _count(timed, counts)
+    if isinstance(counts, str) and answer.uncounted != CONCURRENT:
+        return answer
+    return _count(answer, counts)
 
 
 def _without_secrets(server: Server, generation: Generation) -> Generation:
@@ -162,37 +161,37 @@ async def _count_difference(server: Server, before: CounterPage | None, num_toke
     return prometheus.difference(before, after, num_tokens)
 
 
-def _count(timed: TimedGeneration, counts: AcceptanceCounts | str) -> TimedGeneration:
+def _count(generation: Generation, counts: AcceptanceCounts | str) -> Generation:
     """Add counts, or the reason why there are none; impossible counts also remove earlier ones."""
-    generation, why = timed.generation, counts if isinstance(counts, str) else None
+    why = counts if isinstance(counts, str) else None
     if not isinstance(counts, str):
         at_limit = generation.finish_reason != "stop"
         wrong = contradiction(counts, generation.num_tokens, at_limit=at_limit, hides_tokens=generation.hides_tokens)
         if wrong is None:
-            counted = replace(
+            return replace(
                 generation,
                 total_rounds=counts.rounds,
                 total_drafted=counts.drafted,
                 total_accepted=counts.accepted,
                 counted_by=counts.by,
                 uncounted=None,
+                accepted_at=counts.by_position,
             )
-            return replace(timed, generation=counted, accepted_at=counts.by_position)
         why = f"the server's counts cannot be right ({counts.by}): {wrong}"
         generation = replace(generation, total_rounds=None, total_drafted=None, total_accepted=None, counted_by=None)
-    return replace(timed, generation=replace(generation, uncounted=why), accepted_at=None)
+    return replace(generation, uncounted=why, accepted_at=None)
 
 
 async def open_loop(
     server: Server, requests: Sequence[ServerRequest], clock: Clock, due_s: Sequence[float], ended: Callable[[], object]
-) -> list[TimedGeneration]:
+) -> list[Generation]:
     """Send requests `due_s` seconds after the start, whether earlier answers have ended or not."""
 
-    async def send(request: ServerRequest, due: float) -> TimedGeneration:
+    async def send(request: ServerRequest, due: float) -> Generation:
         await asyncio.sleep(max(0.0, start_s + due - clock()))
-        timed = await ask(server, request, clock)
+        answer = await ask(server, request, clock)
         ended()
-        return timed
+        return answer
 
     await server.flush()
     start_s = clock()
@@ -201,23 +200,21 @@ async def open_loop(
 
 async def closed_loop(
     server: Server, requests: Sequence[ServerRequest], clock: Clock, concurrency: int, ended: Callable[[], object]
-) -> list[TimedGeneration]:
+) -> list[Generation]:
     """Keep `concurrency` requests in flight."""
     places = asyncio.Semaphore(concurrency)
 
-    async def send(request: ServerRequest) -> TimedGeneration:
+    async def send(request: ServerRequest) -> Generation:
         async with places:
-            timed = await ask(server, request, clock)
+            answer = await ask(server, request, clock)
         ended()
-        return timed
+        return answer
 
     await server.flush()
     return await _gather(server, [send(request) for request in requests], clock)
 
 
-async def _gather(
-    server: Server, answers: Sequence[Coroutine[Any, Any, TimedGeneration]], clock: Clock
-) -> list[TimedGeneration]:
+async def _gather(server: Server, answers: Sequence[Coroutine[Any, Any, Generation]], clock: Clock) -> list[Generation]:
     """Run all requests, and record the lag of this process meanwhile. Raises UserError as `ask` does."""
     lags: list[float] = []
     watch = asyncio.create_task(_watch(lags, clock))

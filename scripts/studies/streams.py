@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from dflash_bench.core.environment import describe, one_line
-from dflash_bench.core.types import GREEDY, Message, TimedGeneration
+from dflash_bench.core.types import GREEDY, Generation, Message
 from dflash_bench.report.tables import markdown, number
 from dflash_bench.servers.address import Access, parse
 from dflash_bench.servers.backend import ServerBackend
@@ -85,7 +85,7 @@ def measured(streams: int, interval_s: float) -> tuple[list[str], list[str]]:
         answers = backend.serve("ar", requests, replace(GREEDY, concurrency=streams))
         wall_s, cpu_s = time.monotonic() - begin_s, time.process_time() - begin_cpu_s
         lag_s = max(backend.lags.values())
-    per_token_s = statistics.median(one.generation.decode_s / (NUM_TOKENS - 1) for one in answers)
+    per_token_s = statistics.median(one.decode_s / (NUM_TOKENS - 1) for one in answers)
     set_s = interval_s / (KEPT + 1)
     pieces_per_s = streams / interval_s
     row = [
@@ -99,14 +99,12 @@ def measured(streams: int, interval_s: float) -> tuple[list[str], list[str]]:
     return row, problems(answers, streams, interval_s)
 
 
-def problems(answers: Sequence[TimedGeneration], streams: int, interval_s: float) -> list[str]:
+def problems(answers: Sequence[Generation], streams: int, interval_s: float) -> list[str]:
     expected = tuple(range(10, 10 + NUM_TOKENS))
-    wrong = [one for one in answers if one.generation.error is not None or one.generation.token_ids != expected]
+    wrong = [one for one in answers if one.error is not None or one.token_ids != expected]
     where = f"a round every {interval_s:g} s"
     lost = [f"{where}: {len(answers)} answers to {streams} questions"] * (len(answers) != streams)
-    bad = (
-        [f"{where}: {len(wrong)} answers failed or are not what was sent: {wrong[0].generation.error}"] if wrong else []
-    )
+    bad = [f"{where}: {len(wrong)} answers failed or are not what was sent: {wrong[0].error}"] if wrong else []
     return [*lost, *bad]
 
 

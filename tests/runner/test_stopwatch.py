@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from dflash_bench.core.types import Answer, Generation, TimedGeneration
+from dflash_bench.core.types import Answer, Generation
 from dflash_bench.engine.backend import LocalBackend, RequestTrace
 from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.drafters.ngram import NGramDrafter
@@ -232,7 +232,7 @@ def test_rows_that_were_edited_do_not_agree_with_the_runners_clock(
 def objection_alone(
     watch: Stopwatch, said: Generation, *, tells_rounds: bool, was_late: bool = False
 ) -> Objection | None:
-    served = TimedGeneration(said, 0.0, watch.call_s)
+    served = replace(said, start_s=0.0, end_s=watch.call_s)
     return stopwatch.objection(watch, served, tells_rounds=tells_rounds, was_late=was_late)
 
 
@@ -344,10 +344,10 @@ def test_who_tells_nothing_is_held_against_the_call_alone(clock: list[float]) ->
     assert objection_alone(watch, SAID, tells_rounds=True) == Objection("counter", "the runner heard of no token")
     assert objection_alone(watch, SAID, tells_rounds=False) is None
     assert objection_alone(watch, replace(SAID, decode_s=0.07), tells_rounds=False)
-    assert stopwatch.objection(watch, TimedGeneration(SAID, 0.0, 0.081), request=0, tells_rounds=False) is None
-    assert stopwatch.objection(watch, TimedGeneration(SAID, -0.01, 0.08), request=0, tells_rounds=False)
-    assert stopwatch.objection(watch, TimedGeneration(SAID, 0.01, 0.09), request=0, tells_rounds=False)
-    assert stopwatch.objection(watch, TimedGeneration(SAID, 0.03, 0.08), request=0, tells_rounds=False)
+    assert stopwatch.objection(watch, replace(SAID, start_s=0.0, end_s=0.081), request=0, tells_rounds=False) is None
+    assert stopwatch.objection(watch, replace(SAID, start_s=-0.01, end_s=0.08), request=0, tells_rounds=False)
+    assert stopwatch.objection(watch, replace(SAID, start_s=0.01, end_s=0.09), request=0, tells_rounds=False)
+    assert stopwatch.objection(watch, replace(SAID, start_s=0.03, end_s=0.08), request=0, tells_rounds=False)
     assert watch.call_s == pytest.approx(0.08)
 
 

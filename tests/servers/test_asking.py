@@ -235,7 +235,7 @@ def test_a_field_that_a_server_refuses_is_left_out_once_it_has_said_so(refuses: 
 def test_several_that_are_refused_at_once_are_all_asked_again() -> None:
     with FakeServer(dialect="openai", refuses=("stream_options",)) as server, backend(server) as opened:
         served = opened.serve("ar", [(CHAT, number) for number in range(4)], Settings(concurrency=4))
-    assert [one.generation.error for one in served] == [None] * 4
+    assert [one.error for one in served] == [None] * 4
 
 
 @pytest.mark.parametrize(
@@ -275,15 +275,15 @@ def test_several_at_a_time_are_as_many_as_asked_and_none_is_lost_or_doubled() ->
         served = opened.serve("ar", chats, Settings(concurrency=8), lambda: ended.append(1))
         alone = [opened.generate("ar", messages) for messages, _ in chats]
     assert (len(served), len(ended), server.most_at_once) == (40, 40, 8)
-    assert sum(one.generation.error is not None for one in served) == 2
+    assert sum(one.error is not None for one in served) == 2
     assert server.num_answers == 80
     for one_served, other in zip(served, alone, strict=True):
         assert one_served.start_s <= one_served.end_s
-        if one_served.generation.error is None:
-            assert one_served.generation.token_ids == other.token_ids
+        if one_served.error is None:
+            assert one_served.token_ids == other.token_ids
             # The server counts all of them together.
-            assert one_served.generation.total_rounds is None
-            assert "several" in (one_served.generation.uncounted or "")
+            assert one_served.total_rounds is None
+            assert "several" in (one_served.uncounted or "")
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,8 @@ def test_a_thousand_streams_at_a_time(many_files: None) -> None:
         requests = [(chat, 0) for chat in chats]
         served = opened.serve("ar", requests, replace(GREEDY, concurrency=MANY), lambda: ended.append(None))
     assert (server.most_at_once, server.num_answers, len(served), len(ended)) == (MANY,) * 4
-    for chat, one in zip(chats, served, strict=True):
+    for chat, answer in zip(chats, served, strict=True):
         tokens = tokens_of(json.dumps(Tokenizer().encode(chat, GREEDY)), 64)
         rounds = server._rounds(len(tokens))
-        answer = one.generation
         assert (answer.error, answer.token_ids) == (None, tuple(tokens))
         assert (answer.total_rounds, answer.total_accepted) == (len(rounds), sum(rounds))

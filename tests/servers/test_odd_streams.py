@@ -213,6 +213,6 @@ def test_servers_are_asked_to_count_as_they_go(dialect: str) -> None:
     does: dict[str, Any] = {"gives_ids": False, "accepts": (2,), "block": 3, "answer": lambda *_: range(10, 20)}
     with FakeServer(dialect=dialect, **does) as server, backend(server, local=False) as opened:
         found = opened.answer("ar", CHAT)
-    assert found.generation.num_tokens == 10
+    assert found.num_tokens == 10
     # OpenAI's specification has no such option, and this server ignores it.
     assert sum(found.pieces) == (10 if dialect != "openai" else len(found.pieces))
