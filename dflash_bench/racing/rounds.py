@@ -335,10 +335,10 @@ class Course:
     def room(self, label: str) -> Room:
         """Return the context lengths that fit with a method's draft, and without."""
         request = replace(self.request, methods=(label,), concurrency=())
-        prepared = check_fits(plan.plan_run(request, methods.chosen([label]), self.model))
-        found = prepared.memory or {}
+        checked = check_fits(plan.plan_run(request, methods.chosen([label]), self.model))
+        found = checked.memory or {}
         with_draft, without = (found.get(name) or 0 for name in ("largest_context", "largest_context_without_drafts"))
-        return Room(with_draft, without, prepared.limit)
+        return Room(with_draft, without, checked.limit)
 
     def begun(self, name: str) -> tuple[str, ...]:
         """Return the methods of a run that an earlier process began; empty if there is none."""

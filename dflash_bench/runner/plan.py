@@ -24,6 +24,7 @@ from dflash_bench.runner import config
 from dflash_bench.runner.config import RunRequest, require_prompts
 from dflash_bench.runner.rules import THINKING
 from dflash_bench.tasks import prompts, sandbox, scorers, suites
+from dflash_bench.tasks.padding import Contexts
 from dflash_bench.tasks.scorers import evaluated
 from dflash_bench.tasks.suites import Loaded
 
@@ -156,21 +157,42 @@ def _with(method: Method, axis: Axis, text: str) -> Method:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A validated run, before any weights are loaded; `request` has its sweep expanded."""
+    """A validated run, before any weights are loaded; `request` has its sweep expanded.
+
+    What follows `has_date` is known once the checkpoints are fetched and the prompts counted (`setup.check_fits`).
+    """
 
     request: RunRequest
     methods: tuple[Method, ...]
     model: Preset
+    """The target and its drafts; from the hub with their commits, once fetched."""
     suites: tuple[Loaded, ...]
+    """The prompts, without those that exceed the target's context."""
     audit: Audit
     isolation: sandbox.Isolation | None
     """The sandbox for code written by the model; without one it is not run, and not scored."""
-    cache_bytes: int = 0
-    """Size of the KV caches in bytes, once known."""
     instruments: Mapping[str, Instrument] = field(default_factory=dict)
     """Instruments, keyed by the name of their measurement."""
     has_date: bool = False
     """Whether the user gave the date of the request."""
+    contexts: Contexts = field(default_factory=lambda: Contexts(0, 0))
+    memory: Mapping[str, int | None] | None = None
+    """The memory as in `run.json`; None if nothing is loaded."""
+    unpinned: tuple[str, ...] = ()
+    """The parts of the model, "target" or drafts, whose ids named no commit."""
+    limit: int = 0
+    """The target's positions in tokens, less those of answers; 0 if nothing is loaded."""
+    date: str | None = None
+    """The date for the chat template, if it uses a date."""
+    rendered: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """The hash of all rendered first turns, by suite and thinking ("on", "off")."""
+    has_template: bool = True
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV caches of target and drafts."""
+        footprint = self.memory or {}
+        return sum(footprint.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
 
     @property
     def drafts(self) -> list[str]:

@@ -29,7 +29,6 @@ from dflash_bench.runner.plan import RunPlan, methods_and_model, modes_of, plan_
 from dflash_bench.runner.ray_workers import opened_workers, require_ray
 from dflash_bench.runner.rules import objectives
 from dflash_bench.runner.setup import (
-    PreparedRun,
     add_judge,
     captured_of,
     check_fits,
@@ -41,12 +40,12 @@ from dflash_bench.runner.setup import (
     open_local,
     open_servers,
     pass_of,
+    reference,
 )
 from dflash_bench.runner.work import Backend, Described, JudgeReport, WorkPlan
 from dflash_bench.runner.workers import WorkerPool
 from dflash_bench.servers.launch import LaunchedServers
 from dflash_bench.tasks import sandbox, scorers
-from dflash_bench.tasks.padding import Contexts
 from dflash_bench.tasks.suites import STYLES, Loaded, chats
 
 # Progress: the cell, the share done, speed, acceptance, and the time left.
@@ -218,8 +217,7 @@ def _perform(request: RunRequest, folder: Path, resume: bool, caller: Caller) ->
     resolved = replace(plan_run(request, methods, model), has_date=has_date)
     with ExitStack() as stack:
         if request.launch is None:
-            prepared, backend = _opened(resolved, stack, caller)
-            _run(resolved, prepared, backend, folder, resume, caller)
+            _run(*_opened(resolved, stack, caller), folder, resume, caller)
         else:
             _run_launched(resolved, stack, folder, resume, caller)
 
@@ -233,10 +231,10 @@ def _run_launched(resolved: RunPlan, stack: ExitStack, folder: Path, resume: boo
     caller.measures()
     launched, addresses = launch.launch(resolved, folder, stack, caller.tell)
     backend = stack.enter_context(open_servers(resolved, addresses))
-    prepared = check_fits(resolved.judging)
-    add_judge(backend, prepared.pinned(resolved))
+    resolved = check_fits(resolved)
+    add_judge(backend, resolved)
     try:
-        _run(resolved, prepared, backend, folder, resume, caller, launched)
+        _run(resolved, backend, folder, resume, caller, launched)
     except UserError as error:
         if deaths := launched.died():
             raise UserError("; ".join([*deaths, str(error)])) from error
@@ -245,30 +243,28 @@ def _run_launched(resolved: RunPlan, stack: ExitStack, folder: Path, resume: boo
         caller.tell(f"note: {death}")
 
 
-def _opened(resolved: RunPlan, stack: ExitStack, caller: Caller) -> tuple[PreparedRun, Backend | WorkerPool]:
+def _opened(resolved: RunPlan, stack: ExitStack, caller: Caller) -> tuple[RunPlan, Backend | WorkerPool]:
     """Open the backend after all checks that need no weights; the stack closes servers and workers."""
     if resolved.request.workers is not None:
-        prepared = check_fits(resolved)
-        return prepared, stack.enter_context(opened_workers(prepared.pinned(resolved)))
+        resolved = check_fits(resolved)
+        return resolved, stack.enter_context(opened_workers(resolved))
     if not resolved.request.asks_servers:
-        prepared = check_fits(resolved)
+        resolved = check_fits(resolved)
         if note := kernels_note(resolved):
             caller.tell(f"note: {note}")
         caller.begins(f"loading {resolved.request.name}")
-        return prepared, (caller.opens or open_local)(prepared.pinned(resolved), caller.begins)
+        return resolved, (caller.opens or open_local)(resolved, caller.begins)
     caller.begins("connecting")
     backend = stack.enter_context(open_servers(resolved, config.addresses_of(resolved.request)))
-    if not resolved.request.has_target:
-        return PreparedRun(Contexts(0, 0), None), backend
-    prepared = check_fits(resolved.judging)
-    caller.begins("loading the judge")
-    add_judge(backend, prepared.pinned(resolved))
-    return prepared, backend
+    if resolved.request.has_target:
+        resolved = check_fits(resolved)
+        caller.begins("loading the judge")
+        add_judge(backend, resolved)
+    return resolved, backend
 
 
 def _run(
     resolved: RunPlan,
-    prepared: PreparedRun,
     backend: Backend | WorkerPool,
     folder: Path,
     resume: bool,
@@ -276,20 +272,19 @@ def _run(
     launched: LaunchedServers | None = None,
 ) -> None:
     """Run with an open backend; servers launched for the run leave their logs in its folder."""
-    resolved = prepared.fitted(resolved)
     request, model, tell = resolved.request, resolved.model, caller.tell
     settings = settings_of(request, modes_of(request, model, backend.has_thinking))
     backend.check_chats([chat for loaded in resolved.suites for chat in chats(loaded)], settings)
-    plan = _plan(resolved, settings, prepared)
+    plan = _plan(resolved, settings)
     if not request.asks_servers:
         caller.begins("timing passes")
-    info = _info(resolved, plan, backend, prepared, caller)
+    info = _info(resolved, plan, backend, caller)
     pins = [
-        f"{part} is not pinned: it is {prepared.commits[part]} now, and another one when the hub's changes"
-        for part in prepared.unpinned(resolved)
+        f"{part} is not pinned: it is {reference(resolved, part)} now, and another one when the hub's changes"
+        for part in resolved.unpinned
     ]
-    notes = [*(note for loaded in resolved.suites for note in loaded.notes), *prepared.contexts.notes, *pins]
-    if not prepared.has_template:
+    notes = [*(note for loaded in resolved.suites for note in loaded.notes), *resolved.contexts.notes, *pins]
+    if not resolved.has_template:
         notes.append("the target has no chat template: prompts are asked as plain text, one message per line")
     for note in [*notes, *fallen_back(info["identity"])]:
         tell(f"note: {note}")
@@ -317,9 +312,9 @@ def _run(
         tell(f"note: {note}")
 
 
-def _plan(resolved: RunPlan, settings: Sequence[Settings], prepared: PreparedRun) -> WorkPlan:
+def _plan(resolved: RunPlan, settings: Sequence[Settings]) -> WorkPlan:
     labels = tuple(method.label for method in resolved.methods)
-    repeats, paddings = resolved.request.repeats, prepared.contexts.paddings
+    repeats, paddings = resolved.request.repeats, resolved.contexts.paddings
     return WorkPlan(
         resolved.suites, labels, repeats, tuple(settings), resolved.audit, resolved.isolation, paddings,
         resolved.instruments,
@@ -363,9 +358,7 @@ def _judges_report(judges: JudgeReport, run: store.RunStore, tell: Callable[[str
     return {"objections": dict(judges.objections)}
 
 
-def _info(
-    resolved: RunPlan, plan: WorkPlan, backend: Backend | WorkerPool, prepared: PreparedRun, caller: Caller
-) -> dict[str, Any]:
+def _info(resolved: RunPlan, plan: WorkPlan, backend: Backend | WorkerPool, caller: Caller) -> dict[str, Any]:
     """Return the content of `run.json`."""
     forwards: Mapping[str, Any] | None = None
     if isinstance(backend, WorkerPool):
@@ -374,7 +367,7 @@ def _info(
         machine = environment.describe()
         forwards = None if resolved.request.asks_servers else forwards_of(backend)
     return {
-        "identity": _identity(resolved, plan, backend, prepared),
+        "identity": _identity(resolved, plan, backend),
         "options": to_json(resolved.request),
         "environment": machine,
         "command": caller.words or command(sys.argv[1:]),
@@ -383,36 +376,36 @@ def _info(
         "sandbox": sandbox.describe(resolved.isolation) if resolved.has_code else None,
         # Every process that works on the run measures these again, so they are not part of the identity.
         "forwards": forwards,
-        "memory": prepared.memory,
-        "contexts": prepared.contexts.about,
-        **({"left_out": left_out} if (left_out := prepared.contexts.left_out) else {}),
+        "memory": resolved.memory,
+        "contexts": resolved.contexts.about,
+        **({"left_out": left_out} if (left_out := resolved.contexts.left_out) else {}),
         **entries(plan.instruments, lambda one: one.starts()),
     }
 
 
-def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described, prepared: PreparedRun) -> dict[str, Any]:
+def _identity(resolved: RunPlan, plan: WorkPlan, backend: Described) -> dict[str, Any]:
     """Return everything that decides the answers: a run is resumed only with the same identity."""
     return {
         "model": resolved.request.name,
-        "suites": {loaded.suite.name: _identity_of_suite(loaded, prepared) for loaded in resolved.suites},
+        "suites": {loaded.suite.name: _identity_of_suite(loaded, resolved) for loaded in resolved.suites},
         "max_new_tokens": resolved.max_new_tokens,
         "settings": settings_to_json(plan.settings),
         "seed": resolved.request.seed or 0,
         "repeats": plan.repeats,
         "audit": plan.audit,
         "code": sandbox.how_run(resolved.isolation) if resolved.has_code else None,
-        **({"date": prepared.date} if prepared.date else {}),
+        **({"date": resolved.date} if resolved.date else {}),
         **({"order": DRAWN} if resolved.request.budget else {}),
-        **({"unpinned": unpinned} if (unpinned := prepared.unpinned(resolved)) else {}),
+        **({"unpinned": list(resolved.unpinned)} if resolved.unpinned else {}),
         **entries(plan.instruments, lambda one: one.identity()),
         **({"slo": objectives(resolved.request.slo)} if resolved.request.slo else {}),
         **backend.describe(),
     }
 
 
-def _identity_of_suite(loaded: Loaded, prepared: PreparedRun) -> dict[str, Any]:
+def _identity_of_suite(loaded: Loaded, resolved: RunPlan) -> dict[str, Any]:
     suite = loaded.suite
-    hashes = prepared.contexts.sha256.get(suite.name)
+    hashes = resolved.contexts.sha256.get(suite.name)
     return {
         "version": suite.version,
         "source": loaded.source,
@@ -424,5 +417,5 @@ def _identity_of_suite(loaded: Loaded, prepared: PreparedRun) -> dict[str, Any]:
         **({"unscored": list(loaded.unscored)} if loaded.unscored else {}),
         **({"metric": metric} if (metric := scorers.origin(suite.scorer)) else {}),
         **({"contexts": hashes} if hashes else {}),
-        **({"rendered": dict(prepared.rendered[suite.name])} if suite.name in prepared.rendered else {}),
+        **({"rendered": dict(resolved.rendered[suite.name])} if suite.name in resolved.rendered else {}),
     }

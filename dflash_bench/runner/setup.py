@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from dflash_bench.runner.plan import RunPlan, drafts_of, modes_of, refuse_too_fe
 from dflash_bench.runner.work import Backend, JudgeReport
 from dflash_bench.tasks import padding
 from dflash_bench.tasks.padding import Contexts
-from dflash_bench.tasks.suites import chats, without
+from dflash_bench.tasks.suites import Loaded, chats, without
 
 if TYPE_CHECKING:
     import torch
@@ -248,102 +248,111 @@ def device_and_dtype(request: RunRequest, num_gpus: int) -> tuple[str, str]:
 # Checks before any weights are loaded: how prompts are padded, how long rows become, and whether they fit.
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRun:
-    contexts: Contexts
-    memory: dict[str, int | None] | None
-    """The memory as in `run.json`; None if nothing is loaded."""
-    commits: Mapping[str, str] = field(default_factory=dict)
-    """ID@COMMIT as fetched, for target and drafts from the hub."""
-    limit: int = 0
-    """The target's positions in tokens, less those of answers; 0 if nothing is loaded."""
-    date: str | None = None
-    """The date for the chat template, if it uses a date."""
-    rendered: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """The hash of all rendered first turns, by suite and thinking ("on", "off")."""
-    has_template: bool = True
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the KV caches of target and drafts."""
-        footprint = self.memory or {}
-        return sum(footprint.get(name) or 0 for name in ("target_cache_bytes", "draft_cache_bytes"))
-
-    def pinned(self, resolved: RunPlan) -> RunPlan:
-        """Return the plan with commits in place of ids, so that the checked weights are loaded, and with the size of
-        the caches, beside which the judge's own weights must fit."""
-        model, commits = resolved.model, self.commits
-        drafts = {name: commits.get(name, reference) for name, reference in model.drafts.items()}
-        found = replace(model, target=commits.get("target", model.target), drafts=drafts)
-        return replace(resolved, model=found, cache_bytes=self.cache_bytes)
-
-    def fitted(self, resolved: RunPlan) -> RunPlan:
-        """Return the plan without prompts that exceed the target's context, and without suites left empty.
-
-        Raises UserError if fewer prompts are left than the concurrency.
-        """
-        left_out = self.contexts.left_out
-        if not left_out:
-            return resolved
-        kept = [without(loaded, left_out.get(loaded.suite.name, ())) for loaded in resolved.suites]
-        kept = [loaded for loaded in kept if loaded.prompts]
-        refuse_too_few(kept, max(resolved.request.concurrency, default=1))
-        return replace(resolved, suites=tuple(kept))
-
-    def unpinned(self, resolved: RunPlan) -> list[str]:
-        """Return the parts whose ids named no commit."""
-        return [part for part in self.commits if not hub.is_pinned(_reference(resolved, part))]
-
-
-def _reference(resolved: RunPlan, part: str) -> str:
+def reference(resolved: RunPlan, part: str) -> str:
+    """Return the folder or id of the target or a draft."""
     return resolved.model.target if part == "target" else resolved.model.reference(part)
 
 
-def check_fits(resolved: RunPlan) -> PreparedRun:
+def pinned(model: Preset, commits: Mapping[str, str]) -> Preset:
+    """Return the model with commits in place of ids, so that the checked weights are loaded."""
+    drafts = {name: commits.get(name, reference) for name, reference in model.drafts.items()}
+    return replace(model, target=commits.get("target", model.target), drafts=drafts)
+
+
+def fitting(resolved: RunPlan, left_out: Mapping[str, Collection[str]]) -> tuple[Loaded, ...]:
+    """Return the suites without these prompts, and without suites left empty.
+
+    Raises UserError if fewer prompts are left than the concurrency.
+    """
+    if not left_out:
+        return resolved.suites
+    kept = [without(loaded, left_out.get(loaded.suite.name, ())) for loaded in resolved.suites]
+    kept = [loaded for loaded in kept if loaded.prompts]
+    refuse_too_few(kept, max(resolved.request.concurrency, default=1))
+    return tuple(kept)
+
+
+def check_fits(resolved: RunPlan) -> RunPlan:
     """Fetch checkpoints, and check tokenizer, configs, headers and memory without loading weights.
 
-    Raises UserError as loading does, for a context longer than the target's, and for too little memory.
+    Returns the plan with what this found. On servers, only the target that judges is checked. Raises UserError
+    as loading does, for a context longer than the target's, and for too little memory.
     """
     import torch
 
-    from dflash_bench.models import chat, gguf, loading, memory, targets
+    from dflash_bench.models import chat, loading, targets
 
-    request, model = resolved.request, resolved.model
-    trusted, elsewhere = request.trust_remote_code, request.ray_address is not None
-    device, dtype = device_and_dtype(request, 1 if elsewhere else torch.cuda.device_count())
-    fetched = {name: loading.fetch(name, model.reference(name)) for name in resolved.drafts}
-    drafts = {name: draft.folder for name, draft in fetched.items()}
-    place = str(gguf.converted_folder(Path(model.target))) if gguf.is_file(model.target) else model.target
-    target = hub.fetch(place, code=trusted)
-    folder, of_hub = target.folder, {"target": target, **fetched}
-    commits = {part: one.revision for part, one in of_hub.items() if "@" in one.revision}
-    config = targets.check(folder, placement_of(request))
-    tokenizer = targets.tokenizer_of(folder, trusted, request.date)
+    request, trusted = resolved.request, resolved.request.trust_remote_code
+    # Before anything is fetched: this machine may lack the device.
+    place = device_and_dtype(request, 1 if request.ray_address is not None else torch.cuda.device_count())
+    loaded = resolved.judging if request.asks_servers else resolved
+    fetched = {name: loading.fetch(name, resolved.model.reference(name)) for name in loaded.drafts}
+    target = hub.fetch(_converted(resolved.model.target), code=trusted)
+    commits = {part: one.revision for part, one in {"target": target, **fetched}.items() if "@" in one.revision}
+    config = targets.check(target.folder, placement_of(request))
+    tokenizer = targets.tokenizer_of(target.folder, trusted, request.date)
     if resolved.has_date and not chat.names_date(tokenizer):
         raise UserError("--date has no effect: the target's chat template asks for no date; leave it out")
-    modes = [bool(mode) for mode in modes_of(request, model, chat.has_thinking(tokenizer))]
+    modes = [bool(mode) for mode in modes_of(request, resolved.model, chat.has_thinking(tokenizer))]
     for mode in modes:
         chat.check(tokenizer, [asked for loaded in resolved.suites for asked in chats(loaded)], mode)
     length = optional(config, "max_position_embeddings", default=2**31)
-    num_tokens = targets.shape_of(folder).vocab_size
+    num_tokens = targets.shape_of(target.folder).vocab_size
 
     def size(messages: Sequence[Message]) -> int:
         return max(chat.length(tokenizer, messages, mode, length, num_tokens) for mode in modes)
 
+    drafts = {name: draft.folder for name, draft in fetched.items()}
     padded = padding.padded(resolved.suites, request.context, size, length, resolved.max_new_tokens)
-    asked_of = [without(loaded, padded.left_out.get(loaded.suite.name, ())) for loaded in resolved.suites]
-    rendered = {
-        loaded.suite.name: {"on" if mode else "off": chat.rendered(tokenizer, chats(loaded), mode) for mode in modes}
-        for loaded in asked_of
-    }
-    counts = model.num_drafts or {}
+    suites = fitting(resolved, padded.left_out)
+    return replace(
+        resolved,
+        model=pinned(resolved.model, commits),
+        suites=suites,
+        contexts=padded,
+        memory=_memory(loaded, place, (target.folder, drafts), padded, length),
+        unpinned=tuple(part for part in commits if not hub.is_pinned(reference(resolved, part))),
+        limit=length - padded.rest,
+        date=request.date if chat.names_date(tokenizer) else None,
+        rendered={
+            one.suite.name: {"on" if mode else "off": chat.rendered(tokenizer, chats(one), mode) for mode in modes}
+            for one in suites
+        },
+        has_template=tokenizer.chat_template is not None,
+    )
+
+
+def _converted(target: str) -> str:
+    """Return the folder to which a GGUF file is converted, or the target itself."""
+    from dflash_bench.models import gguf
+
+    return str(gguf.converted_folder(Path(target))) if gguf.is_file(target) else target
+
+
+def _memory(
+    resolved: RunPlan,
+    place: tuple[str, str],
+    folders: tuple[Path, Mapping[str, Path]],
+    padded: Contexts,
+    length: int,
+) -> dict[str, int | None]:
+    """Return the memory as in `run.json`. Raises UserError if there is too little.
+
+    `place` is device and dtype; `folders` are the target's and the drafts'; `length` is the target's context.
+    """
+    import torch
+
+    from dflash_bench.models import memory, targets
+
+    request, (device, dtype), (target, drafts) = resolved.request, place, folders
+    counts = resolved.model.num_drafts or {}
     methods = [one if one.tag else one.with_count(counts.get(one.name)) for one in resolved.methods]
     kind = None if dtype == "auto" else getattr(torch, dtype)
-    in_kernels = _expects_kernels(request, device, config, kind)
-    demand = memory.demand_of(folder, drafts, methods, kind, trusted, request.quantize, in_kernels)
+    in_kernels = _expects_kernels(request, device, targets.check(target, placement_of(request)), kind)
+    demand = memory.demand_of(target, drafts, methods, kind, request.trust_remote_code, request.quantize, in_kernels)
     demand = replace(demand, rows=max(request.concurrency, default=1))
     # The free memory of a cluster's machines is unknown here.
-    free = None if elsewhere else _free_bytes(device, request.device_map is not None)
+    free = None if request.ray_address is not None else _free_bytes(device, request.device_map is not None)
     if free is not None and device == "cpu":
         free //= request.workers or 1
     footprint = demand.held(padded.longest)
@@ -360,9 +369,7 @@ def check_fits(resolved: RunPlan) -> PreparedRun:
         rows = demand.most_rows_within(free, padded.longest) if demand.rows > 1 else 0
         raise _too_little(footprint.total, free, where, with_drafts or 0, alone or 0, rows)
     found = {"free_bytes": free, "largest_context": with_drafts, "largest_context_without_drafts": alone}
-    told = request.date if chat.names_date(tokenizer) else None
-    has_template = tokenizer.chat_template is not None
-    return PreparedRun(padded, asdict(footprint) | found, commits, length - padded.rest, told, rendered, has_template)
+    return asdict(footprint) | found
 
 
 def _expects_kernels(request: RunRequest, device: str, config: Any, dtype: torch.dtype | None) -> bool:

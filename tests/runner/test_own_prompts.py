@@ -22,7 +22,7 @@ from dflash_bench.models import chat, targets
 from dflash_bench.results import run_info, store
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import methods_and_model, plan_run
-from dflash_bench.runner.setup import PreparedRun
+from dflash_bench.runner.setup import fitting
 from dflash_bench.runner.work import WorkPlan
 from dflash_bench.servers.address import Access
 from dflash_bench.servers.backend import ServerBackend
@@ -211,13 +211,13 @@ def test_a_plan_is_cut_to_what_fits_and_refused_if_too_few_are_left(
     plan = plan_run(*methods_and_model(request))
 
     def fitted(*ids: str, suite: str = "prompts") -> Any:
-        return PreparedRun(padding.Contexts(0, 0, left_out={suite: list(ids)}), None).fitted(plan)
+        return fitting(plan, {suite: list(ids)})
 
-    assert [prompt.prompt_id for prompt in fitted("1").suites[1].prompts] == ["0", "2", "3"]
-    assert [one.suite.name for one in fitted("0", "1", "2", "3").suites] == ["gsm8k"]
+    assert [prompt.prompt_id for prompt in fitted("1")[1].prompts] == ["0", "2", "3"]
+    assert [one.suite.name for one in fitted("0", "1", "2", "3")] == ["gsm8k"]
     with pytest.raises(UserError, match=r"--concurrency 3 .* 2 prompts"):
         fitted("0", "1")
-    assert PreparedRun(padding.Contexts(0, 0), None).fitted(plan) is plan
+    assert fitting(plan, {}) is plan.suites
 
 
 # What is drawn
