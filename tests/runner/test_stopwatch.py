@@ -162,8 +162,8 @@ def test_a_prompt_that_is_begun_late_is_found(
     assert_denied(main, {"ar", "dflash"}, "counter: its prompt was begun", *words, num=3)
 
 
-def too_late(span: tuple[float, float]) -> tuple[float, float]:
-    return span[0], span[1] + 60
+def too_late(said: Generation) -> Generation:
+    return replace(said, end_s=said.end_s + 60)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def too_late(span: tuple[float, float]) -> tuple[float, float]:
         ("generation", lambda said: replace(said, decode_s=said.decode_s / 4), "clock: decoding is said"),
         ("generation", lambda said: replace(said, prefill_s=said.prefill_s / 5), "clock: prefill is said"),
         ("generation", merged, "counter: the runner heard of"),
-        ("span", too_late, "clock: the answer is said to have ended after"),
-        ("span", lambda span: (span[0], span[0]), "clock: the answer is said to have taken"),
+        ("timed", too_late, "clock: the answer is said to have ended after"),
+        ("timed", lambda said: replace(said, end_s=said.start_s), "clock: the answer is said to have taken"),
     ],
 )
 def test_the_interval_of_one_of_several_answers_lies_in_the_runners(
