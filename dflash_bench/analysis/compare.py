@@ -11,19 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis import metrics, noise, stats
+from dflash_bench.analysis import noise, stats
+from dflash_bench.analysis.cells import Cell, has_baseline, share
 from dflash_bench.analysis.findings import cells_of
-from dflash_bench.analysis.metrics import (
-    BASELINE,
-    COLUMN,
-    METRICS,
-    SUMS,
-    Cell,
-    columns_of,
-    has_baseline,
-    possible,
-    statistic_of,
-)
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, SUMS, columns_of, possible, statistic_of
 from dflash_bench.analysis.noise import RunNoise
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.core.errors import UserError, unknown
@@ -216,9 +207,9 @@ def _pooled(cells: Sequence[Cell]) -> Cell:
         num_errors=sum(cell.num_errors for cell in cells),
         widest=widest,
         prompts=(),
-        exact=metrics.share(total, "exact", "compared"),
+        exact=share(total, "exact", "compared"),
         as_text=int(total[:, COLUMN["as_text"]].sum()),
-        passed=metrics.share(total, "passed", "scored"),
+        passed=share(total, "passed", "scored"),
         num_near_ties=sum(cell.num_near_ties for cell in cells),
     )
 

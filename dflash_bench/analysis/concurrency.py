@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis.metrics import BASELINE, Cell, is_pace_unknown, without_errors
+from dflash_bench.analysis.cells import Cell, without_errors
+from dflash_bench.analysis.metrics import BASELINE, is_pace_unknown
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.types import CellKey, Settings

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.analysis import stats
+from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.compare import ALPHA, on_common_prompts, ratio_of
-from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell, columns_of, possible
+from dflash_bench.analysis.metrics import BASELINE, METRICS, columns_of, possible
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.core import labels, methods
 from dflash_bench.core.errors import UserError

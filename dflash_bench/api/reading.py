@@ -15,7 +15,7 @@ from dflash_bench.core.measurement import number_columns
 from dflash_bench.core.types import Settings
 
 if TYPE_CHECKING:
-    from dflash_bench.analysis.metrics import Cell
+    from dflash_bench.analysis.cells import Cell
     from dflash_bench.analysis.stats import Interval
     from dflash_bench.replay.replay import Replayed
     from dflash_bench.report.document import Document, MethodLine

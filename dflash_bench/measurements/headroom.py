@@ -24,7 +24,8 @@ from dflash_bench.runner import rules
 if TYPE_CHECKING:
     import numpy as np
 
-    from dflash_bench.analysis.metrics import AnswerColumns, Cell
+    from dflash_bench.analysis.cells import Cell
+    from dflash_bench.analysis.metrics import AnswerColumns
     from dflash_bench.report.document import Document
     from dflash_bench.report.plots.style import Material
     from dflash_bench.report.tables import Section, Value

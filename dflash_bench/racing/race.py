@@ -20,21 +20,12 @@ from typing import Any, Literal
 import numpy as np
 
 from dflash_bench.analysis import stats
+from dflash_bench.analysis.cells import mismatched, summarise, without_errors
 from dflash_bench.analysis.compare import ratio_of
 from dflash_bench.analysis.concurrency import own_s, paying
 from dflash_bench.analysis.findings import forbidding
 from dflash_bench.analysis.gate.checks import FORBIDDEN
-from dflash_bench.analysis.metrics import (
-    BASELINE,
-    COLUMN,
-    METRICS,
-    columns_of,
-    mismatched,
-    prompt_sums,
-    statistic_of,
-    summarise,
-    without_errors,
-)
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, columns_of, prompt_sums, statistic_of
 from dflash_bench.analysis.stats import FEWEST, Floats, Interval
 from dflash_bench.core.measurement import measurements
 from dflash_bench.results.table import RunTable

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_bench.analysis.cells import summarise
 from dflash_bench.analysis.concurrency import own_s
 from dflash_bench.analysis.findings import forbidding
 from dflash_bench.analysis.gate.checks import FORBIDDEN
-from dflash_bench.analysis.metrics import summarise
 from dflash_bench.core import methods
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_of, write_json, write_text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.compare import (
     EQUAL,
     JUDGED_BY,
@@ -14,7 +15,7 @@ from dflash_bench.analysis.compare import (
     over_suites,
     verdict,
 )
-from dflash_bench.analysis.metrics import METRICS, Cell
+from dflash_bench.analysis.metrics import METRICS
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.methods import is_lossy

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
+from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.compare import JUDGED_BY, Comparison, verdict
-from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import CellKey
 from dflash_bench.report.document import Document, Mean

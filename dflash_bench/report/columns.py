@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dflash_bench.analysis.metrics import BASELINE, FORMULAS, METRICS, Cell
+from dflash_bench.analysis.cells import Cell
+from dflash_bench.analysis.metrics import BASELINE, FORMULAS, METRICS
 from dflash_bench.analysis.stats import FEWEST, covered
 from dflash_bench.core import labels
 from dflash_bench.core.dialects import describe_rule

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench.analysis import scores
+from dflash_bench.analysis.cells import Cell, mismatched
 from dflash_bench.analysis.compare import (
     INCOMPATIBILITIES,
     Agreement,
@@ -27,7 +28,7 @@ from dflash_bench.analysis.compare import (
 from dflash_bench.analysis.findings import MIN_PROMPTS, last_part
 from dflash_bench.analysis.findings import cells_of as cells_of_run
 from dflash_bench.analysis.gate.checks import FORBIDDEN
-from dflash_bench.analysis.metrics import BASELINE, FORMULAS, Cell, mismatched
+from dflash_bench.analysis.metrics import BASELINE, FORMULAS
 from dflash_bench.analysis.peers import benches, paper, zlab
 from dflash_bench.analysis.peers.zlab import HarnessVersion
 from dflash_bench.analysis.stats import FEWEST

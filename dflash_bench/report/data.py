@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
+from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.compare import Agreement, Comparison, verdict
 from dflash_bench.analysis.concurrency import Crossing, Curve, Level, context_curves
-from dflash_bench.analysis.metrics import FORMULAS, METRICS, Cell
+from dflash_bench.analysis.metrics import FORMULAS, METRICS
 from dflash_bench.analysis.peers.benches import BenchResult
 from dflash_bench.analysis.peers.paper import PaperComparison
 from dflash_bench.analysis.peers.zlab import Official

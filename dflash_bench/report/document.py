@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_bench.analysis import findings as checked
-from dflash_bench.analysis import metrics, scores, stats
+from dflash_bench.analysis import scores, stats
+from dflash_bench.analysis.cells import Cell, parts
 from dflash_bench.analysis.concurrency import Curve, concurrency_curves
-from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, Cell, columns_of, statistic_of
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, columns_of, statistic_of
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import Sweep, sweeps
 from dflash_bench.core import labels
@@ -84,7 +85,7 @@ class Document:
     def typical(self, line: MethodLine) -> Interval | None:
         """Return a method's geometric mean speed-up over prompts (and suites), if it differs from the pooled speed-up.
 
-        It is the headline then (`metrics.parts`), as its interval contains the truth as often as stated.
+        It is the headline then (`cells.parts`), as its interval contains the truth as often as stated.
         """
         pooled, _ = over_all(self.cells, line)
         answered = [cell for cell in line.cells_of(self.cells) if cell.num_prompts]
@@ -93,7 +94,7 @@ class Document:
         found = stats.geometric_mean(
             [(cell.sums, statistic_of(METRICS["speedup.decode.geometric"])) for cell in answered]
         )
-        return found if found and metrics.parts(pooled, found) else None
+        return found if found and parts(pooled, found) else None
 
     def fastest(self) -> tuple[MethodLine, Interval]:
         """Return the line with the highest speed-up. Raises UserError for a run without a speed-up."""

@@ -10,9 +10,10 @@ from statistics import geometric_mean
 from typing import Any
 from xml.etree import ElementTree
 
+from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.gate.baselines import Runs
 from dflash_bench.analysis.gate.checks import Check, GateOutcome
-from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell
+from dflash_bench.analysis.metrics import BASELINE, METRICS
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.labels import wrapped
 from dflash_bench.report import render

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_bench import __version__
-from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.cells import Cell
+from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.core import labels
 from dflash_bench.core.files import write_output
 from dflash_bench.report.document import Document, MethodLine

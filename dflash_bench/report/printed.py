@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.cells import Cell
+from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.labels import visible

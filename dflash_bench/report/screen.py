@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import log
 from typing import TYPE_CHECKING
 
-from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell, Share, statistic_of
+from dflash_bench.analysis.cells import Cell, Share
+from dflash_bench.analysis.metrics import BASELINE, METRICS, statistic_of
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.labels import visible

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.concurrency import LEAST, Crossing, Curve, Level, Ranges, by_context, context_curves
-from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import LENGTH, SPEEDUP, Point, Sweep, SweepCurve
 from dflash_bench.core import labels

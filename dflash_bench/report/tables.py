@@ -9,7 +9,7 @@ from itertools import groupby, zip_longest
 from math import isclose
 from typing import Literal
 
-from dflash_bench.analysis.metrics import Share
+from dflash_bench.analysis.cells import Share
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.labels import visible
 from dflash_bench.core.types import CellKey

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dflash_bench.analysis.metrics import BASELINE, COLUMN, Share
+from dflash_bench.analysis.cells import Share
+from dflash_bench.analysis.metrics import BASELINE, COLUMN
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.draft_kinds import DFLASH, with_kind

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis import metrics, noise, stats
+from dflash_bench.analysis import noise, stats
+from dflash_bench.analysis.cells import PARTED, Cell, parts
 from dflash_bench.analysis.findings import MIN_PROMPTS
 from dflash_bench.analysis.gate import checks as gate_checks
 from dflash_bench.analysis.gate.baselines import LIMITS
 from dflash_bench.analysis.gate.checks import adjust
-from dflash_bench.analysis.metrics import METRICS, SUMS, Cell, statistic_of
+from dflash_bench.analysis.metrics import METRICS, SUMS, statistic_of
 from dflash_bench.analysis.noise import METHOD_NOISE
 from studies._study import ROOT, Made, Work, tell, write
 
@@ -228,7 +229,7 @@ def headlines(world: World, num_prompts: int, num_simulations: int = NUM_VARIED)
         pooled, typical = stats.intervals(sums, [SPEEDUP_DECODE, GEOMETRIC])
         assert pooled is not None and typical is not None
         covered = [one.contains(true) for one, true in zip((pooled, typical), truth(world), strict=True)]
-        held += [*covered, covered[1] if metrics.parts(pooled, typical) else covered[0]]
+        held += [*covered, covered[1] if parts(pooled, typical) else covered[0]]
     return [float(share) for share in held / num_simulations]
 
 
@@ -428,7 +429,7 @@ By that rule the intervals contained the truth this often:
 
 speedup.decode is of all tokens together, so that long answers decide; its geometric mean over prompts counts each
 once. If drafts help long answers more (or less) than short ones the two differ, and a run of few prompts may lack
-the long answers that decide the first. So a run whose two figures are more than {metrics.PARTED:.0%} apart has the
+the long answers that decide the first. So a run whose two figures are more than {PARTED:.0%} apart has the
 geometric mean as its headline, and says both. How often the intervals contain the truth, each its own, over all tokens
 and over prompts, and that of the headline ({NUM_VARIED} runs each). "Much more": by 50 % for each standard deviation
 of the length's logarithm; "less": by 20 %.

@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.analysis.metrics import FORMULAS, Cell
+from dflash_bench.analysis.cells import Cell
+from dflash_bench.analysis.metrics import FORMULAS
 from dflash_bench.core.methods import is_lossy
 from dflash_bench.core.types import Settings
 from dflash_bench.report import document

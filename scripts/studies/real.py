@@ -10,7 +10,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_bench.analysis.metrics import FORMULAS, Cell
+from dflash_bench.analysis.cells import Cell
+from dflash_bench.analysis.metrics import FORMULAS
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import files
 from dflash_bench.models import presets

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from dflash_bench.analysis.metrics import FORMULAS, Cell
+from dflash_bench.analysis.cells import Cell
+from dflash_bench.analysis.metrics import FORMULAS
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.replay.replay import ReplayCell, Replayed, cells_of, changes_of
 from dflash_bench.replay.replay import replay as replayed

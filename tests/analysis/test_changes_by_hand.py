@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from dflash_bench.analysis import noise
+from dflash_bench.analysis.cells import Cell, summarise
 from dflash_bench.analysis.compare import Comparison, compare_runs, over_runs, over_suites, verdict
-from dflash_bench.analysis.metrics import METRICS, Cell, statistic_of, summarise
+from dflash_bench.analysis.metrics import METRICS, statistic_of
 from dflash_bench.analysis.noise import RunNoise
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.analysis.sweep import sweeps

@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.concurrency import concurrency_curves, crossing_of, paying, points_of
 from dflash_bench.analysis.concurrency import frontier as best_of
-from dflash_bench.analysis.metrics import Cell
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import Settings
 from dflash_bench.report import data

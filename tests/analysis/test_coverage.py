@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_bench.analysis import metrics
+from dflash_bench.analysis.cells import summarise
 from dflash_bench.analysis.stats import STORED, covered
 from dflash_bench.report import columns
 from helpers.rows import pair
@@ -50,7 +50,7 @@ def test_a_table_says_what_its_intervals_cover_by_its_fewest_prompts() -> None:
 @pytest.mark.parametrize(("source", "is_told"), [("embedded", True), ("hub org/name@c0ffee", False), ("", False)])
 def test_embedded_is_explained_once_where_prompts_are(source: str, is_told: bool) -> None:
     identity = known(**asked("gsm8k", source=source))
-    cells = metrics.summarise(frame_of(answers(6)), identity)
+    cells = summarise(frame_of(answers(6)), identity)
     told = [note for note in columns.notes(cells) if "(embedded)" in note]
     assert len(told) == is_told
     assert not is_told or "not the public suites" in told[0]
@@ -58,7 +58,7 @@ def test_embedded_is_explained_once_where_prompts_are(source: str, is_told: bool
 
 def test_cells_of_few_prompts_say_how_many_in_place_of_an_interval() -> None:
     rows = [row for n in range(2) for row in pair(f"p{n}", [4 - n, 3])]
-    (cell,) = [one for one in metrics.summarise(frame_of(rows), known()) if one.method == "dflash"]
+    (cell,) = [one for one in summarise(frame_of(rows), known()) if one.method == "dflash"]
     shown = {
         column.one_line: column.text(columns.value_of(column.id, cell))
         for column in (*columns.RESULTS, *columns.ROUNDS)

@@ -10,9 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from dflash_bench.analysis.cells import Cell, summarise
 from dflash_bench.analysis.compare import compare_methods, compare_runs, verdict
 from dflash_bench.analysis.concurrency import concurrency_curves, context_curves, points_of
-from dflash_bench.analysis.metrics import METRICS, Cell, summarise
+from dflash_bench.analysis.metrics import METRICS
 from dflash_bench.analysis.stats import Change, Interval
 from dflash_bench.core.types import Answer, Generation, Settings
 from dflash_bench.measurements.headroom import headroom_of

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_bench.analysis.metrics import summarise
+from dflash_bench.analysis.cells import summarise
 from dflash_bench.core.types import Answer
 from dflash_bench.report.findings import Finding, beside, findings
 from dflash_bench.report.tables import marks

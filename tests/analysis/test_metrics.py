@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_bench.analysis import metrics
-from dflash_bench.analysis.metrics import Cell
+from dflash_bench.analysis.cells import Cell, summarise
 from dflash_bench.core.types import Answer, Divergence
 from dflash_bench.results import rounds, run_info, store, table
 from dflash_bench.results.rounds import AcceptAt
@@ -25,13 +25,13 @@ DRAFTED = [row for row in UNEVEN if row.method == "dflash"]
 PLAIN = [row for row in UNEVEN if row.method == "ar"]
 
 
-def summarise(records: list[Answer]) -> list[Cell]:
-    return metrics.summarise(frame_of(records), known())
+def cells_of(records: list[Answer]) -> list[Cell]:
+    return summarise(frame_of(records), known())
 
 
 def figure(figure_id: str, records: list[Answer]) -> float | None:
     """Of the one cell that is no baseline, or of the baseline alone."""
-    return summarise(records)[-1].value(figure_id)
+    return cells_of(records)[-1].value(figure_id)
 
 
 def accept_at(records: list[Answer]) -> list[AcceptAt]:
@@ -40,7 +40,7 @@ def accept_at(records: list[Answer]) -> list[AcceptAt]:
 
 
 def cell_of(records: list[Answer], method: str = "dflash") -> Cell:
-    (cell,) = [cell for cell in summarise(records) if cell.method == method]
+    (cell,) = [cell for cell in cells_of(records) if cell.method == method]
     return cell
 
 
@@ -98,7 +98,7 @@ def test_acceptance_of_a_tree_goes_by_depth_and_not_by_nodes() -> None:
 
 def test_hidden_rounds_leave_acceptance_out_and_speed_in() -> None:
     hidden = [record("server", "a", generation(None))]
-    shown = summarise(hidden)[0].figures.keys()
+    shown = cells_of(hidden)[0].figures.keys()
     assert shown == {"tps.decode", "tps.e2e", "prompt_tokens"}
     assert figure("tps.decode", hidden) == pytest.approx(100)
     assert figure("break_even_al", [*PLAIN, *hidden]) is None
@@ -159,7 +159,7 @@ def test_prompts_of_a_session_are_drawn_together(tmp_path: Path) -> None:
             for prompt in rounds_of
         ]
         run_info.write_prompts(folder, prompts)
-        cell = metrics.summarise((run := table.read_run(folder)).rows, run.info.identity)[-1]
+        cell = summarise((run := table.read_run(folder)).rows, run.info.identity)[-1]
         assert (cell.num_prompts, cell.num_units) == (len(rounds_of), 8)
         figures[name] = cell.figures["al.pooled"], cell.figures["speedup.decode"]
     for of_all, of_one in zip(*figures.values(), strict=True):
@@ -167,7 +167,7 @@ def test_prompts_of_a_session_are_drawn_together(tmp_path: Path) -> None:
         assert bounds[0] == pytest.approx(bounds[1])
     # Without its prompts a run has no sessions, and too narrow intervals.
     (tmp_path / "several" / "prompts.parquet").unlink()
-    cell = metrics.summarise((run := table.read_run(tmp_path / "several")).rows, run.info.identity)[-1]
+    cell = summarise((run := table.read_run(tmp_path / "several")).rows, run.info.identity)[-1]
     assert cell.num_units == 32
     assert 0 < cell.figures["al.pooled"].half_width < figures["several"][0].half_width / 1.5
 
@@ -179,7 +179,7 @@ def test_the_order_of_the_records_does_not_matter() -> None:
 
 def test_the_same_prompt_id_in_two_suites_is_two_prompts() -> None:
     other = [replace(row, suite="other") for row in UNEVEN[:2]]
-    cells = summarise([*UNEVEN[:2], *other])
+    cells = cells_of([*UNEVEN[:2], *other])
     assert [(cell.suite, cell.num_prompts) for cell in cells] == [(s, 1) for s in ("gsm8k", "gsm8k", "other", "other")]
     assert {cell.figures["speedup.decode"].low for cell in cells} == {None}
 
@@ -207,14 +207,14 @@ def test_a_missing_time_leaves_out_what_needs_it() -> None:
 def test_cells_come_as_they_appear_with_the_baseline_first() -> None:
     rows = [record(method, "a", generation([1], 1), suite=suite) for suite, method in
             [("b", "dflash"), ("a", "eagle3"), ("b", "ar"), ("b", "eagle3"), ("a", "dflash")]]  # fmt: skip
-    cells = [(cell.suite, cell.method) for cell in summarise(rows)]
+    cells = [(cell.suite, cell.method) for cell in cells_of(rows)]
     assert cells == [("b", "ar"), ("b", "dflash"), ("b", "eagle3"), ("a", "dflash"), ("a", "eagle3")]
 
 
 def test_methods_that_take_turns_stand_in_one_order_in_every_slice() -> None:
     turns = [("dflash", "eagle3", "ar"), ("eagle3", "ar", "dflash")]
     rows = [record(method, str(turn), generation([1], 1), turn=turn) for turn in (0, 1) for method in turns[turn]]
-    cells = metrics.summarise(frame_of(rows, by="turn"), known())
+    cells = summarise(frame_of(rows, by="turn"), known())
     assert [(c.slice, c.method) for c in cells] == [
         (slice_, method) for slice_ in ("turn 1", "turn 2") for method in ("ar", "dflash", "eagle3")
     ]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dflash_bench.analysis import roofline
-from dflash_bench.analysis.metrics import summarise
+from dflash_bench.analysis.cells import summarise
 from dflash_bench.core.forwards import Size
 from dflash_bench.core.types import Answer
 from dflash_bench.engine.drafter import NoDrafter

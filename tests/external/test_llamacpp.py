@@ -19,7 +19,7 @@ import served
 import torch
 from served import Measured, Prompts
 
-from dflash_bench.analysis.metrics import summarise
+from dflash_bench.analysis.cells import summarise
 from dflash_bench.core import methods
 from dflash_bench.core.dialects import LaunchSpec
 from dflash_bench.core.environment import describe, one_line

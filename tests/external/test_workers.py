@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_bench.analysis.metrics import Cell, summarise
+from dflash_bench.analysis.cells import Cell, summarise
 from dflash_bench.core.environment import describe, one_line
 from dflash_bench.core.types import Answer
 from dflash_bench.results import parts, store, table

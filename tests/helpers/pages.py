@@ -14,8 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from dflash_bench.analysis import metrics
-from dflash_bench.analysis.metrics import Cell
+from dflash_bench.analysis.cells import Cell, summarise
 from dflash_bench.core.types import Answer
 from dflash_bench.report import Document
 from dflash_bench.report import answers as report_answers
@@ -86,9 +85,9 @@ def cut(text: str, lengths: list[int]) -> list[str]:
 INFO = about(command="dflash-bench run --suite gsm8k --data 'my data'", environment=ENVIRONMENT)
 
 
-def summarise(records: Sequence[Answer]) -> list[Cell]:
+def cells_of(records: Sequence[Answer]) -> list[Cell]:
     identity = known(settings=settings_to_json(list(dict.fromkeys(row.settings for row in records))))
-    return metrics.summarise(frame_of(records), identity)
+    return summarise(frame_of(records), identity)
 
 
 def findings(records: Sequence[Answer], cells: Sequence[Cell], identity: dict[str, Any] | None = None) -> list[Finding]:

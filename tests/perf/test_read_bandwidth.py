@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_bench.analysis.metrics import Cell, summarise
+from dflash_bench.analysis.cells import Cell, summarise
 from dflash_bench.core import environment
 from dflash_bench.models import chat, hub, targets
 from dflash_bench.perf import measure

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import dflash_bench
+from dflash_bench.analysis.cells import summarise
 from dflash_bench.analysis.compare import Difference, differences, require_comparable
 from dflash_bench.analysis.findings import _CODE as CODE_KINDS
 from dflash_bench.analysis.gate import checks as gate_checks
 from dflash_bench.analysis.gate.baselines import Baseline
-from dflash_bench.analysis.metrics import summarise
 from dflash_bench.core.errors import DraftProblem, UserError
 from dflash_bench.core.types import Answer
 from dflash_bench.diagnose.doctor import _misfit

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash_bench.analysis import metrics
+from dflash_bench.analysis.cells import summarise
 from dflash_bench.core.types import Answer, Settings
 from dflash_bench.report import charts, gate, plots, read_document
 from dflash_bench.report.plots import acceptance, speed, style
@@ -152,7 +152,7 @@ def test_acceptance_along_the_answer_starts_with_the_first_stretch(tmp_path: Pat
 def test_acceptance_along_the_answer_is_that_of_compare_by_position(tmp_path: Path) -> None:
     rows = [row for n in range(6) for row in pair(f"p{n}", [n % 5, 3, 4, 0, 4] * 6)]
     folder = stored(tmp_path / "run", rows)
-    cells = metrics.summarise(table.read_run(folder, by="output-position").rows, known(**IDENTITY))
+    cells = summarise(table.read_run(folder, by="output-position").rows, known(**IDENTITY))
     expected = {cell.slice: cell.figures["al.pooled"] for cell in cells if cell.method == "dflash"}
     assert len(expected) == 3
     assert Material(read_document(folder)).along["gsm8k", "", NO_THINKING, "dflash"] == expected

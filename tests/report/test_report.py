@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from dflash_bench import report
-from dflash_bench.analysis.metrics import FORMULAS, Cell
+from dflash_bench.analysis.cells import Cell
+from dflash_bench.analysis.metrics import FORMULAS
 from dflash_bench.core.types import Answer, Divergence, Settings
 from dflash_bench.report import FORMATS
 from dflash_bench.report.findings import Finding
 from helpers.golden import assert_golden
-from helpers.pages import document, findings, summarise
+from helpers.pages import cells_of, document, findings
 from helpers.rows import drafted, failed, generation, pair, plain, record
 
 
@@ -36,7 +37,7 @@ def shown(kind: str, cells: Sequence[Cell], findings: Sequence[Finding] = ()) ->
 
 
 def found(records: Sequence[Answer], identity: dict[str, Any] | None = None) -> list[Finding]:
-    return findings(records, summarise(records), identity)
+    return findings(records, cells_of(records), identity)
 
 
 def only(records: Sequence[Answer], kind: str) -> Finding:
@@ -261,7 +262,7 @@ def test_cells_that_share_a_fault_and_its_remedy_share_a_finding() -> None:
 
 
 def lines_of(records: Sequence[Answer]) -> list[str]:
-    cells = summarise(records)
+    cells = cells_of(records)
     return shown("table", cells, findings(records, cells)).splitlines()
 
 
@@ -279,7 +280,7 @@ def test_drift_marks_every_method_of_its_suite_and_no_other_suite() -> None:
 
 
 def test_the_largest_suite_fits_a_hundred_columns() -> None:
-    (cell,) = summarise([drafted("a", [4, 4], suite="humaneval")])
+    (cell,) = cells_of([drafted("a", [4, 4], suite="humaneval")])
     big = replace(cell, num_prompts=1319, num_tokens=412_345, exact=(1319, 1319), passed=(1319, 1319))
     text = shown("table", [big])
     assert "1,319 412,345" in text
@@ -288,7 +289,7 @@ def test_the_largest_suite_fits_a_hundred_columns() -> None:
 
 def test_the_json_has_null_for_what_cannot_be_had() -> None:
     rows = [*pair("a", [1]), failed("eagle3", "a", "boom")]
-    cells = report.as_json(document(summarise(rows)))["cells"]
+    cells = report.as_json(document(cells_of(rows)))["cells"]
     assert cells[1]["speedup_decode"] == [1, None, None]
     assert cells[1]["passed"] is None
     assert cells[0]["source"] is None
@@ -297,7 +298,7 @@ def test_the_json_has_null_for_what_cannot_be_had() -> None:
 
 
 def test_every_figure_of_a_column_has_its_formula_below_the_markdown() -> None:
-    cells = summarise(steady())
+    cells = cells_of(steady())
     _, formulas = shown("markdown", cells).split("## Formulas")
     ids = {column.id for column in (*report.RESULTS, *report.ROUNDS)}
     for formula_id in FORMULAS:
@@ -305,7 +306,7 @@ def test_every_figure_of_a_column_has_its_formula_below_the_markdown() -> None:
 
 
 def test_nothing_found_is_said() -> None:
-    cells = summarise(steady())
+    cells = cells_of(steady())
     assert "\n\nfindings: none\n" in shown("table", cells)
     assert "## Findings\n\nNone.\n" in shown("markdown", cells)
 

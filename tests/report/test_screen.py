@@ -11,12 +11,12 @@ import pytest
 
 from dflash_bench.core.types import Answer, Settings
 from dflash_bench.report.screen import WIDTH, screen
-from helpers.pages import document, findings, summarise
+from helpers.pages import cells_of, document, findings
 from helpers.rows import generation, pair, record
 
 
 def of(rows: Sequence[Answer], width: int = WIDTH) -> str:
-    cells = summarise(rows)
+    cells = cells_of(rows)
     return screen(document(cells, findings(rows, cells)), width).plain
 
 
@@ -96,7 +96,7 @@ def test_without_a_plain_speed_there_is_no_number(rows: list[Answer]) -> None:
 def test_long_names_are_cut_and_foreign_ones_cannot_steer_the_terminal() -> None:
     name = "eagle3@" + "a" * 40
     rows = [replace(row, method=name) if row.method == "dflash" else row for row in several(methods=("dflash",))]
-    cells = summarise(rows)
+    cells = cells_of(rows)
     text = screen(document(cells), 80).plain
     assert f"{name[:23]}…" in text
     assert max(map(len, text.splitlines()[:3])) <= 80
@@ -129,7 +129,7 @@ def test_an_interval_too_wide_to_tell_anything_has_no_bounds() -> None:
 
 def test_colours_are_beside_the_words() -> None:
     rows = several(methods=("dflash",))
-    text = screen(document(summarise(rows)), 80)
+    text = screen(document(cells_of(rows)), 80)
     styles = {text.plain[span.start : span.end].strip(): str(span.style) for span in text.spans}
     assert styles["24/24 ✓"] == "green"
     assert styles["dflash"] == "bold"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_bench.analysis import metrics
+from dflash_bench.analysis.cells import summarise
 from dflash_bench.analysis.concurrency import by_context
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
@@ -179,7 +179,7 @@ def test_a_run_of_two_contexts_is_exact_in_cells_of_their_own(tmp_path: Path, ma
         tokens = row.generation.num_prompt_tokens
         assert 280 < tokens <= 300 if row.settings.context else tokens < 120
     results = table.read_run(Path("out"))
-    cells = metrics.summarise(results.rows, results.info.identity)
+    cells = summarise(results.rows, results.info.identity)
     assert [(cell.setting, cell.method) for cell in cells] == [
         (f"context {name}", method) for name in ("none", "300") for method in ("ar", "dflash")
     ]

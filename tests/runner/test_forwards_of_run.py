@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.analysis import roofline
-from dflash_bench.analysis.metrics import Cell, summarise
+from dflash_bench.analysis.cells import Cell, summarise
 from dflash_bench.results.run_info import read_info
 from dflash_bench.results.table import read_run
 from dflash_bench.runner import session

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dflash_bench.analysis.metrics import summarise
+from dflash_bench.analysis.cells import summarise
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Answer, Settings
 from dflash_bench.report.findings import findings

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_bench.analysis import metrics
+from dflash_bench.analysis.cells import summarise
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Settings
 from dflash_bench.models import presets
@@ -175,7 +175,7 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
     assert (info["sandbox"], info["identity"]["code"]) == (sandbox.describe(None), "not run")
     assert [record.passed for record in records] == [None, None]
     read = table.read_run(tmp_path / "not run")
-    noted = findings(read.rows, metrics.summarise(read.rows, read.info.identity), read.info.identity)
+    noted = findings(read.rows, summarise(read.rows, read.info.identity), read.info.identity)
     assert [note.remedy for note in noted if note.kind == "code_not_run"] == [sandbox.REMEDY]
     with pytest.raises(UserError, match='code was "not run"'):
         session.perform(
@@ -189,7 +189,7 @@ def test_without_a_cage_code_is_not_run_unless_asked_for(
     read = table.read_run(tmp_path / "unsafe")
     for code, kind in ("unsafe", "code_unsafe"), ("caged", "code_by_heart"):
         identity = known(**(info["identity"] | {"code": code}))
-        noted = findings(read.rows, metrics.summarise(read.rows, identity), identity)
+        noted = findings(read.rows, summarise(read.rows, identity), identity)
         assert [note.kind for note in noted if note.kind.startswith("code")] == [kind]
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow.dataset
 import pytest
 
-from dflash_bench.analysis import metrics, scores
+from dflash_bench.analysis import scores
+from dflash_bench.analysis.cells import Cell, summarise
 from dflash_bench.core import methods
 from dflash_bench.core.methods import MethodSpec
 from dflash_bench.core.types import Answer, Divergence, Generation, Listener, Message, Settings
@@ -226,9 +227,9 @@ def test_only_greedy_answers_must_have_been_compared(tmp_path: Path, main: Main)
 # What is made of it
 
 
-def cells(run: Path) -> dict[tuple[str, str], metrics.Cell]:
+def cells(run: Path) -> dict[tuple[str, str], Cell]:
     results = results_table.read_run(run)
-    return {(c.setting, c.method): c for c in metrics.summarise(results.rows, results.info.identity)}
+    return {(c.setting, c.method): c for c in summarise(results.rows, results.info.identity)}
 
 
 def test_each_settings_have_figures_of_their_own_against_their_own_baseline(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_bench.analysis import metrics
+from dflash_bench.analysis.cells import summarise
 from dflash_bench.core.types import Message, Prompt
 from dflash_bench.models import chat, targets
 from dflash_bench.models.presets import NANO
@@ -51,7 +51,7 @@ def test_acceptance_and_speed_are_told_and_no_speedup(
     assert main(*words(server, prompts, "run", *more))[0] == 0
     out = main("report", "run")[1]
     read = results_table.read_run(Path("run"))
-    (cell,) = metrics.summarise(read.rows, read.info.identity)
+    (cell,) = summarise(read.rows, read.info.identity)
     assert (cell.method, cell.num_prompts, cell.num_errors) == ("dflash", PROMPTS, 0)
     rows = store.load(Path("run"))[1]
     rounds, accepted = (sum(getattr(row.generation, name) or 0 for row in rows) for name in TOTALS)
@@ -149,7 +149,7 @@ def test_without_ids_and_counts_a_drafting_server_has_no_decode_speed(main: Main
         words = ("run", "--server", f"plain={plain.url}", "--server", f"dflash={drafting.url}", "--prompts", prompts)
         main(*words, "--max-new-tokens", 24, "--out", "run")
     read = results_table.read_run(Path("run"))
-    by_method = {cell.method: cell for cell in metrics.summarise(read.rows, read.info.identity)}
+    by_method = {cell.method: cell for cell in summarise(read.rows, read.info.identity)}
     assert by_method["ar"].value("tps.decode")
     own = by_method["dflash"]
     assert [own.value(name) for name in ("tps.decode", "speedup.decode", "speedup.decode.geometric")] == [None] * 3

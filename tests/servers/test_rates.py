@@ -14,8 +14,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.concurrency import concurrency_curves
-from dflash_bench.analysis.metrics import Cell
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Message, Settings
 from dflash_bench.report import sections as words

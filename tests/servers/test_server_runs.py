@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from dflash_bench.analysis import metrics
+from dflash_bench.analysis.cells import summarise
 from dflash_bench.core.dialects import UNKNOWN_RULE
 from dflash_bench.results import parts, store, table
 from dflash_bench.servers import dialects
@@ -148,7 +148,7 @@ def test_figures_are_those_of_the_rounds(
     servers = pair(counts_by_request=True)
     main(*words(servers, prompts))
     read = table.read_run(Path("run"))
-    cells = {cell.method: cell for cell in metrics.summarise(read.rows, read.info.identity)}
+    cells = {cell.method: cell for cell in summarise(read.rows, read.info.identity)}
     rounds = []
     for n in range(PROMPTS):
         chat = json.dumps([{"role": "user", "content": f"What is {n} times 7?"}])

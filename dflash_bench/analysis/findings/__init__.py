@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from math import isnan
 from typing import Any
 
-from dflash_bench.analysis import metrics
+from dflash_bench.analysis.cells import Cell, has_baseline, mismatched, select, summarise, without_errors
 from dflash_bench.analysis.findings import servers, speed, timing
 from dflash_bench.analysis.findings.base import MIN_PROMPTS, CellContext, Observation, place_of
 from dflash_bench.analysis.findings.speed import DEAD_AL, never_drafts
-from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.core.measurement import measurements
 from dflash_bench.core.methods import has_draft, is_imposed, is_lossy, is_probe, is_tree
 from dflash_bench.core.types import CODE_SCORERS
@@ -32,7 +32,7 @@ UNKNOWN = RunIdentity(model="", dtype="", settings=[])
 
 def cells_of(results: RunTable) -> list[Cell]:
     """Summarise a run; cells whose speed-up a finding forbids have no speed-up."""
-    cells = metrics.summarise(results.rows, results.info.identity)
+    cells = summarise(results.rows, results.info.identity)
     seen = forbidding(results, cells)
     codes = [next((one.kind for one in seen if one.forbids_speedup_of(cell)), "") for cell in cells]
     return [cell.without_speedup(code) if code else cell for cell, code in zip(cells, codes, strict=True)]
@@ -62,12 +62,12 @@ def _seen(
     first = tuple(rows[["suite", "settings_id"]].iloc[int(rows["order"].to_numpy().argmin())])
     contexts = []
     for cell in cells:
-        of_cell = metrics.select(rows, cell.key)
+        of_cell = select(rows, cell.key)
         contexts.append(
             CellContext(
                 cell,
                 of_cell,
-                metrics.without_errors(of_cell),
+                without_errors(of_cell),
                 identity or UNKNOWN,
                 rows,
                 (cell.suite, cell.settings) in plain,
@@ -79,7 +79,7 @@ def _seen(
 
 
 def _mismatch(context: CellContext) -> Observation | None:
-    wrong = context.succeeded[metrics.mismatched(context.succeeded)]
+    wrong = context.succeeded[mismatched(context.succeeded)]
     if not len(wrong):
         return None
     audited = wrong[wrong["audit"] == "mismatch"]
@@ -107,7 +107,7 @@ def _failed(context: CellContext) -> Observation | None:
 def _no_baseline(context: CellContext) -> Observation | None:
     if context.has_plain or not context.cell.num_prompts:
         return None
-    if metrics.has_baseline(context.identity):
+    if has_baseline(context.identity):
         return context.observe("no_baseline", "unfinished")
     is_judged = context.succeeded["audit"].notna().any()
     return context.observe("no_baseline", "plain_server" if is_judged else "plain_server_and_judge")

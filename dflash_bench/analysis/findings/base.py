@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_bench.analysis.metrics import BASELINE, Cell, has_baseline
+from dflash_bench.analysis.cells import Cell, has_baseline
+from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.core.methods import draft_of
 from dflash_bench.core.types import CellKey
 from dflash_bench.results.run_info import DraftEntry, RunIdentity, RunInfo

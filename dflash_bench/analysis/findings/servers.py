@@ -6,6 +6,7 @@ from math import isnan
 from typing import Any
 
 from dflash_bench.analysis import metrics, stats
+from dflash_bench.analysis.cells import select, without_errors
 from dflash_bench.analysis.findings.base import CellContext, Observation, place_of
 from dflash_bench.core import dialects
 from dflash_bench.core.types import CellKey
@@ -58,7 +59,7 @@ def worse_answers(context: CellContext) -> Observation | None:
 
 def _right(rows: Any, key: CellKey) -> Any:
     """Return the number of right answers of each scored prompt, as a series by prompt."""
-    cell = metrics.without_errors(metrics.select(rows, key))
+    cell = without_errors(select(rows, key))
     scored = cell[cell["passed"].notna()]
     return scored.groupby(scored["prompt_id"].astype(str))["passed"].sum()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.findings.base import CellContext, Observation
-from dflash_bench.analysis.metrics import Cell
 from dflash_bench.core.methods import has_draft, is_probe
 
 DEAD_AL = 1.05

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.analysis import metrics, roofline, stats
+from dflash_bench.analysis.cells import seconds_per_token, without_errors
 from dflash_bench.analysis.findings.base import CellContext, Observation, place_of
 from dflash_bench.analysis.metrics import prompt_sums
 from dflash_bench.analysis.roofline import SLOW_PLAIN
@@ -59,8 +60,8 @@ def drift(context: CellContext) -> Observation | None:
         return None
     over_time = context.succeeded.sort_values("order", kind="stable")
     quarter = len(over_time) // 4
-    first = metrics.seconds_per_token(over_time.iloc[:quarter])
-    last = metrics.seconds_per_token(over_time.iloc[-quarter:])
+    first = seconds_per_token(over_time.iloc[:quarter])
+    last = seconds_per_token(over_time.iloc[-quarter:])
     if not first or not last or abs(last / first - 1) <= DRIFT:
         return None
     return context.observe_suite("drift", first_s_per_token=first, last_s_per_token=last)
@@ -134,7 +135,7 @@ def hidden_time(context: CellContext) -> Observation | None:
     is_served = context.identity.engine == "server"
     if context.is_baseline or is_probe(context.cell.method) or is_served or context.cell.settings.is_shared:
         return None
-    here = metrics.without_errors(_of_suite(context))
+    here = without_errors(_of_suite(context))
     here = here.assign(beside_s=here["clock_s"] - here["prefill_s"] - here["decode_s"])
     own, plain = (
         here[here["method"] == name].set_index(QUESTION)["beside_s"] for name in (context.cell.method, metrics.BASELINE)
@@ -159,7 +160,7 @@ def loops(context: CellContext) -> Observation | None:
     """Observe a suite with each method's metrics, with and without the questions whose answer loops by any method."""
     if not context.represents_suite:
         return None
-    here = metrics.without_errors(_of_suite(context))
+    here = without_errors(_of_suite(context))
     looping = here["is_loop"].to_numpy(dtype=bool)
     if not looping.any() or here["num_tokens"][looping].sum() < LEAST_SHARE * here["num_tokens"].sum():
         return None

@@ -14,7 +14,8 @@ import numpy as np
 from pydantic import Field
 
 from dflash_bench.analysis import compare
-from dflash_bench.analysis.metrics import COLUMN, METRICS, SUMS, Cell, statistic_of
+from dflash_bench.analysis.cells import Cell
+from dflash_bench.analysis.metrics import COLUMN, METRICS, SUMS, statistic_of
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.types import SCHEMA_VERSION, CellKey, Settings

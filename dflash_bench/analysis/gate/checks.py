@@ -11,21 +11,11 @@ from typing import Any
 import numpy as np
 
 from dflash_bench.analysis import compare, noise, roofline, stats
+from dflash_bench.analysis.cells import Cell, mismatched, select, summarise, without_errors
 from dflash_bench.analysis.findings import DEAD_AL, forbidding, timing
 from dflash_bench.analysis.gate import baselines
 from dflash_bench.analysis.gate.baselines import ABSOLUTE, DEVICE, Baseline, Limit, Runs, cell_name
-from dflash_bench.analysis.metrics import (
-    BASELINE,
-    COLUMN,
-    METRICS,
-    Cell,
-    is_beside_plain,
-    mismatched,
-    select,
-    statistic_of,
-    summarise,
-    without_errors,
-)
+from dflash_bench.analysis.metrics import BASELINE, COLUMN, METRICS, is_beside_plain, statistic_of
 from dflash_bench.analysis.noise import METHOD_NOISE, RunNoise
 from dflash_bench.analysis.roofline import TOO_SLOW_PLAIN
 from dflash_bench.core import labels

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_bench.analysis.metrics import BASELINE, Cell, without_errors
+from dflash_bench.analysis.cells import Cell, without_errors
+from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.core.methods import name_of
 
 KNOWN = (BASELINE, "dflash")

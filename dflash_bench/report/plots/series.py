@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.concurrency import Curve, SpeedPoint, by_context, points_of
 from dflash_bench.analysis.concurrency import frontier as best_of
-from dflash_bench.analysis.metrics import BASELINE, Cell
+from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import LENGTH, NONE, Point, Sweep, SweepCurve
 from dflash_bench.core.methods import name_of

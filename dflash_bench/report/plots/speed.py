@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.analysis.metrics import BASELINE, COLUMN, Cell
+from dflash_bench.analysis.cells import Cell
+from dflash_bench.analysis.metrics import BASELINE, COLUMN
 from dflash_bench.core.labels import visible
 from dflash_bench.report.plots.style import (
     INK,

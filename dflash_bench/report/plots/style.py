@@ -19,7 +19,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from dflash_bench.analysis import stats
-from dflash_bench.analysis.metrics import BASELINE, METRICS, Cell, possible
+from dflash_bench.analysis.cells import Cell
+from dflash_bench.analysis.metrics import BASELINE, METRICS, possible
 from dflash_bench.analysis.peers import paper, zlab
 from dflash_bench.analysis.stats import FEWEST, Interval
 from dflash_bench.core.errors import UserError
