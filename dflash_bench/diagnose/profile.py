@@ -73,26 +73,26 @@ def profile(request: ProfileRequest, tell: Callable[[str], None]) -> Profiled:
     from dflash_bench.engine.selection import network_name, target_of
     from dflash_bench.models.architecture import context_length
     from dflash_bench.models.memory import size_of
-    from dflash_bench.perf import rounds
+    from dflash_bench.perf import round_parts
 
-    rounds.check(drafting)
+    round_parts.check(drafting)
     kind = None if dtype == "auto" else getattr(torch, dtype)
     subject = _subject(request, preset, drafting, kind)
     cut = size_of(subject.target)
     num_drafts = {
-        method.label: rounds.num_drafts(method, subject.drafts[method.draft])
+        method.label: round_parts.num_drafts(method, subject.drafts[method.draft])
         for method in drafting
         if method.draft is not None
     }
     acceptance = _acceptance(request, preset, num_drafts)
     _check_context(request, context_length(subject.config), max(*request.widths, *(n + 1 for n in num_drafts.values())))
-    _check_memory(request, cut, subject.drafts, rounds.free_bytes(torch.device(device)), device)
+    _check_memory(request, cut, subject.drafts, round_parts.free_bytes(torch.device(device)), device)
     tell("making random weights" if request.random_weights else "loading the models")
     models = _models(request, preset, drafting, subject, device, kind)
     target = target_of(models.target, of_run.engine, of_run.kernels)
     is_cut = cut.num_layers < subject.num_layers
-    workload = rounds.Workload(request.batches, request.contexts, request.widths)
-    measured, captured = rounds.measure(models, target, drafting, workload, is_cut, tell, of_run.capture)
+    workload = round_parts.Workload(request.batches, request.contexts, request.widths)
+    measured, captured = round_parts.measure(models, target, drafting, workload, is_cut, tell, of_run.capture)
     about = {
         "model": of_run.name,
         "target": preset.target,

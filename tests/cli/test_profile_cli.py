@@ -138,7 +138,7 @@ def test_what_it_refuses(
     words: tuple[str, ...], named: str, model: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("dflash_bench.perf.rounds.measure", lambda *_: pytest.fail("measured all the same"))
+    monkeypatch.setattr("dflash_bench.perf.round_parts.measure", lambda *_: pytest.fail("measured all the same"))
     own = () if "--target" in words else ("--model", model)
     rest = SMALL if "--context" not in words else SMALL[2:]
     told = refused(monkeypatch, capsys, *own, *words, *rest)

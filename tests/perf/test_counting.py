@@ -15,7 +15,7 @@ from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
 from dflash_bench.models.nets.p_eagle import PEagleConfig, PEagleDraft
-from dflash_bench.perf.rounds import draft_passes
+from dflash_bench.perf.round_parts import draft_passes
 from helpers import toy
 from helpers.tiny_architectures import made
 
