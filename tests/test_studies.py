@@ -97,11 +97,9 @@ def test_advice_is_chosen_by_the_figures_alone() -> None:
     wide = which_when.Figures("A", 6.0, 16.0, 16.0, 4.0, 8.0, 14.0, False, fast, slow, "1/1")
     narrow = which_when.Figures("B", 3.0, 4.0, 4.0, 2.0, 3.2, 3.4, True, slow, fast, "1/1")
     said = which_when.advice([wide, narrow], {})
-    assert (
-        "One answer at a time, **A** is the fastest, 2.00 [1.80, 2.20]" in said and "B is slower than no draft" in said
-    )
-    assert "4 at a time, **B** is the fastest" in said and "A is slower than no draft" in said
-    assert "A has most to gain" in said and "8.00 tokens a round, 80%" in said and "(rerank) first" in said
+    assert "At concurrency 1, **A** is the fastest, 2.00 [1.80, 2.20]" in said and "B is slower than no draft" in said
+    assert "At concurrency 4, **B** is the fastest" in said and "A is slower than no draft" in said
+    assert "A has most to gain" in said and "8.00 tokens per round, 80%" in said and "(rerank) first" in said
     hopeless = which_when.advice([replace(wide, sixteen=7.0), narrow], {})
     assert "train it more first" in hopeless
 

@@ -370,7 +370,7 @@ def comparable_cells(results: RunTable) -> list[Cell]:
     plain = {(cell.suite, cell.settings) for cell in cells if cell.method == BASELINE and cell.num_prompts}
     bare = list(dict.fromkeys(cell.heading for cell in cells if (cell.suite, cell.settings) not in plain))
     if bare:
-        raise UserError(f"{results.name} has no answers of plain decoding (ar) for {', '.join(bare)}; run it again")
+        raise UserError(f"{results.name} has no answers of plain decoding for {', '.join(bare)}; run it again")
     return cells
 
 

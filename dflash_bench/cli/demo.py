@@ -14,6 +14,7 @@ from typer import Argument, Option
 from dflash_bench.cli.command import Command
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import visible, wrapped
+from dflash_bench.core.methods import BASELINE, shown
 from dflash_bench.core.option import MOST_TOKENS
 from dflash_bench.core.terminal import Stages, say, terminal_width, wide
 
@@ -75,11 +76,11 @@ def demo(
         stages.begin(f"loading {model}")
         with Engine(model) as engine:
             asked = prompt or _question()
-            for name in ("ar", method):
-                stages.begin(f"warming up {name}")
+            for name in (BASELINE, method):
+                stages.begin(f"warming up {shown(name)}")
                 engine.generate(asked, name, max_new_tokens=min(max_new_tokens, 16))
             stages.begin("answering")
-            plain, drafted = (_answered(engine, asked, name, max_new_tokens) for name in ("ar", method))
+            plain, drafted = (_answered(engine, asked, name, max_new_tokens) for name in (BASELINE, method))
     say(f"{_paragraphs(asked)}\n")
     if sys.stdout.isatty():
         _play(plain, drafted)
@@ -140,12 +141,12 @@ def _shown(one: Answered, until_s: float = float("inf")) -> Text:
 
 
 def _head(one: Answered) -> str:
-    rounds = f"{one.num_rounds} passes" if one.method == "ar" else f"{one.num_rounds} rounds"
+    rounds = f"{one.num_rounds} passes" if one.method == BASELINE else f"{one.num_rounds} rounds"
     return f"{_name(one)}: {one.seconds:.2f} s, {rounds}"
 
 
 def _name(one: Answered) -> str:
-    return "plain" if one.method == "ar" else one.method
+    return shown(one.method)
 
 
 def _play(plain: Answered, drafted: Answered) -> None:
@@ -189,6 +190,6 @@ def _verdict(plain: Answered, drafted: Answered) -> str:
     times = plain.seconds / max(drafted.seconds, 1e-9)
     return (
         f"{drafted.method} took {drafted.seconds:.2f} s and plain decoding {plain.seconds:.2f} s: "
-        f"{times:.2f} times as fast here, {per_round:.1f} tokens a round, {alike}.\n"
+        f"{times:.2f} times as fast here, {per_round:.1f} tokens per round, {alike}.\n"
         "That is one prompt, measured once. For a number: dflash-bench run --suite math --method dflash"
     )

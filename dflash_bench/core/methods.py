@@ -89,7 +89,7 @@ class MethodSpec:
     def read(self, text: str, where: str) -> dict[str, Value]:
         """Parse the text after the colon. Raises UserError, which begins with `where`, for any error in it."""
         if not self.options:
-            raise UserError(f"{where}: {self.name} has no options; write it without ':'")
+            raise UserError(f"{where}: {shown(self.name)} has no options; write it without ':'")
         if not text:
             raise UserError(f"{where}: nothing follows the colon; omit it, or write {self._example}")
         if "=" not in text:
@@ -368,6 +368,8 @@ def _of_plugin(name: str, found: object) -> MethodSpec:
 
 BASELINE = "ar"
 """Autoregressive decoding, the baseline of all methods."""
+PLAIN = "plain"
+"""The name of `BASELINE` for people, who may also type it; data holds the label."""
 METHODS: Registry[MethodSpec] = Registry(plugins.DRAFTERS, _OWN, _of_plugin)
 
 
@@ -425,13 +427,13 @@ class Method:
 
 def parse(text: str) -> Method:
     """Parse a method as typed. Raises UserError for an unknown name or option, or an invalid value."""
-    head, colon, rest = text.partition(":")
+    head, colon, rest = (BASELINE if text == PLAIN else text).partition(":")
     name, at, tag = head.partition("@")
     if name not in METHODS:
-        raise unknown("method", name, list(METHODS))
+        raise unknown("method", name, list(map(shown, METHODS)))
     kind, where = METHODS[name], f"method '{text}'"
     if at and kind.weights is None:
-        raise UserError(f"{where}: {name} uses no draft, so it takes no label; write it without '@'")
+        raise UserError(f"{where}: {shown(name)} uses no draft, so it takes no label; write it without '@'")
     if at:
         check_tag(tag, where)
     return _method(kind, tag or None, kind.read(rest, where) if colon else {})
@@ -445,9 +447,14 @@ def _method(kind: MethodSpec, tag: str | None, options: Mapping[str, Value]) -> 
     return Method(label, kind.name, tag, kind.read(label.partition(":")[2], f"method '{label}'"))
 
 
+def shown(label: str) -> str:
+    """Return a method's label as people read it."""
+    return PLAIN if label == BASELINE else label
+
+
 def chosen(texts: Sequence[str]) -> list[Method]:
     """Return the methods of a run, each once, with plain decoding first."""
-    return list({method.label: method for method in (parse("ar"), *map(parse, texts))}.values())
+    return list({method.label: method for method in (parse(BASELINE), *map(parse, texts))}.values())
 
 
 def check_tag(tag: str, where: str) -> None:

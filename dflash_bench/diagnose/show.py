@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_bench.core import dialects
 from dflash_bench.core.dialects import AcceptanceCounts
+from dflash_bench.core.methods import shown
 from dflash_bench.core.types import Settings
 from dflash_bench.diagnose import doctor
 from dflash_bench.diagnose.compare_counts import (
@@ -430,7 +431,7 @@ def _power_lines(tests: Sequence[FitTest]) -> Iterator[str]:
             found = {test.kind: test.finds for test in tests if test.method == method and test.view == view}
             sizes = [words.format(found[kind]) for kind, words in SIZES.items() if kind in found]
             if sizes:
-                yield f"{method}, {view}: {POWER:.0%} of errors this large are found: {', '.join(sizes)}"
+                yield f"{shown(method)}, {view}: {POWER:.0%} of errors this large are found: {', '.join(sizes)}"
 
 
 def _rows(tests: Sequence[FitTest]) -> list[list[str]]:
@@ -464,7 +465,7 @@ def _sentence(verdict: FitVerdict) -> str:
         "differs": "does NOT draw as the published model does",
         "not tested": "was not tested",
     }[verdict.state]
-    text = f"{verdict.method} {text}" + (f": {verdict.why}" if verdict.why else "")
+    text = f"{shown(verdict.method)} {text}" + (f": {verdict.why}" if verdict.why else "")
     return text + (f" (too few tokens to test: {', '.join(verdict.unreached)})" if verdict.unreached else "")
 
 

@@ -292,7 +292,7 @@ def _gains(one: Headroom) -> Iterator[str]:
     if best is not None and now is not None:
         least, most = ("at least ", "at most ") if one.is_least else ("", "")
         yield (
-            f"{where}: a perfect choice among its best {best[0]} would bring {least}{best[1] - now:.2f} tokens a "
+            f"{where}: a perfect choice among its best {best[0]} would bring {least}{best[1] - now:.2f} tokens per "
             f"round; {most}{one.cell.widest - best[1]:.2f} more, up to the limit, only another draft can."
         )
     if one.num_absent:
@@ -329,7 +329,7 @@ def plot(material: Material) -> Any:
         axes.set_yticks(range(len(shown)), shown)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
-    style.name_axes(axes_of, "tokens a round", "")
+    style.name_axes(axes_of, "tokens per round", "")
     # Neutral shades, which hold for all methods' colours.
     handles = [Patch(color=style.MUTED, alpha=shade, hatch=hatch, label=name) for name, (hatch, shade) in PARTS.items()]
     handles.append(Patch(color=style.GRID, label="up to the limit"))

@@ -226,10 +226,10 @@ def _by_load(made: Sequence[Decision]) -> Iterator[str]:
 
 def _where(loads: Sequence[int], is_first: bool, is_last: bool) -> str:
     if is_first and not is_last:
-        return f"up to {loads[-1]} at a time" if loads[-1] > 1 else "1 at a time"
+        return f"up to concurrency {loads[-1]}" if loads[-1] > 1 else "concurrency 1"
     if is_last and not is_first:
-        return f"from {loads[0]} at a time on"
-    return f"{loads[0]} to {loads[-1]} at a time" if len(loads) > 1 else f"{loads[0]} at a time"
+        return f"from concurrency {loads[0]} on"
+    return f"concurrency {loads[0]} to {loads[-1]}" if len(loads) > 1 else f"concurrency {loads[0]}"
 
 
 def _name(one: Decision) -> str:
@@ -310,7 +310,7 @@ def _changes(made: Sequence[Decision]) -> Iterator[str]:
                 f"{number(chosen.break_even)} (break_even_al)"
             )
         if one.loses_from is not None:
-            parts.append(f"it stops paying at about {one.loses_from:.0f} answers at a time")
+            parts.append(f"it stops paying at a concurrency of about {one.loses_from:.0f}")
         if parts:
             yield f"{where}: {'; '.join(parts)}"
 
@@ -387,7 +387,7 @@ def _sliced(made: Sequence[Decision]) -> Section:
 
 
 def _load(one: Decision) -> str:
-    return ", ".join(filter(None, [_context(one), f"{one.load.concurrency} at a time"]))
+    return ", ".join(filter(None, [_context(one), f"concurrency {one.load.concurrency}"]))
 
 
 def _outcome(one: Decision, standing: Standing) -> str:

@@ -18,7 +18,7 @@ from dflash_bench.analysis.compare import (
 from dflash_bench.analysis.metrics import METRICS
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
-from dflash_bench.core.methods import is_lossy
+from dflash_bench.core.methods import is_lossy, shown
 from dflash_bench.report import charts
 from dflash_bench.report.tables import ABSENT, ReportTable, Section, Value, bounds, number, p_value, with_interval
 
@@ -188,7 +188,7 @@ def points(change: Interval | None) -> str:
 
 
 def _place(one: Comparison | Agreement) -> str:
-    suite, method = (one.key.suite, one.key.method) if isinstance(one, Comparison) else (one.suite, "")
+    suite, method = (one.key.suite, shown(one.key.method)) if isinstance(one, Comparison) else (one.suite, "")
     where = labels.with_settings(labels.suite_label(suite, *one.sources), one.setting)
     return " ".join(filter(None, [where, method]))
 

@@ -14,6 +14,7 @@ from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.compare import JUDGED_BY, Comparison, verdict
 from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.analysis.stats import Interval
+from dflash_bench.core.methods import shown
 from dflash_bench.core.types import CellKey
 from dflash_bench.report.document import Document, Mean
 from dflash_bench.report.tables import number, with_interval
@@ -179,7 +180,7 @@ def _steps(cell: Cell) -> list[tuple[str, str, float]]:
     if any(value is None for value in values) or not values[1]:
         return []
     length, plain, *parts = (value or 0.0 for value in values)
-    steps = [("tokens a round", "if a round took as long as a plain step", length)]
+    steps = [("tokens per round", "if a round took as long as a plain step", length)]
     spent = 0.0
     for name, cost in zip(("verify", "draft", "other"), parts, strict=True):
         spent += cost
@@ -223,7 +224,7 @@ def filters(keys: Iterable[CellKey], settings: Mapping[str, str]) -> Filters:
     several = list(keys)
     return {
         "suite": ("suites", {key.suite: key.suite for key in several}),
-        "method": ("methods", {key.method: key.method for key in several}),
+        "method": ("methods", {key.method: shown(key.method) for key in several}),
         "settings": (
             "settings",
             {key.settings_id: settings.get(key.settings_id, "") or key.settings_id for key in several},

@@ -48,7 +48,7 @@ RESULTS = (
 )
 ROUNDS = (
     *_metric_columns("rounds"),
-    Column("audit", "audit"),
+    Column("audit", "judged"),
     Column("num_errors", "failed", is_spare=True),
     Column("num_near_ties", "near\nties", is_spare=True),
 )

@@ -35,6 +35,9 @@ const breakable = (element, text) => {
   showTheme();
 }
 
+// A method as people read it: data holds plain decoding's label.
+const methodName = (method) => [...at("method").options].find(({ value }) => value === method)?.text || method;
+
 // The same choice holds for tables, charts and answers.
 
 const scope = { suite: "", method: "", settings: "" };

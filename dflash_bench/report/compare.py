@@ -36,6 +36,7 @@ from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.files import write_output
 from dflash_bench.core.labels import wrapped
+from dflash_bench.core.methods import shown
 from dflash_bench.core.types import CellKey
 from dflash_bench.report import charts, columns, data, render
 from dflash_bench.report.changes import (
@@ -152,14 +153,15 @@ def compared(
     if others:
         made["differences"] = [asdict(difference) for difference in unlike]
     short = _last_parts(cells_of)
-    shown = [
-        replace(one, before=short.get(one.before, one.before), after=short.get(one.after, one.after)) for one in found
+    of_people = [
+        replace(one, before=short.get(one.before, shown(one.before)), after=short.get(one.after, one.after))
+        for one in found
     ]
     same = [replace(one, before=short[one.before], after=short[one.after]) for one in alike]
-    told = verdicts(shown)
-    sections = _sections({short[name]: cells for name, cells in cells_of.items()}, pooled, shown, same, by)
+    told = verdicts(of_people)
+    sections = _sections({short[name]: cells for name, cells in cells_of.items()}, pooled, of_people, same, by)
     return _with_notes(
-        runs, notes, _Found(sections, {"verdicts": [t.text for t in told]} | made, (), told, shown), width
+        runs, notes, _Found(sections, {"verdicts": [t.text for t in told]} | made, (), told, of_people), width
     )
 
 
@@ -205,7 +207,9 @@ def _wrong(run: RunTable) -> list[str]:
     wrong = run.rows[mismatched(run.rows)]
     named = {settings.id: name for settings, name in short_names(settings_of(run.info.identity)).items()}
     cells = wrong[["suite", "settings_id", "method"]].drop_duplicates().itertuples(index=False, name=None)
-    where = ", ".join(f"{labels.with_settings(_label(run, suite), named[by])} {method}" for suite, by, method in cells)
+    where = ", ".join(
+        f"{labels.with_settings(_label(run, suite), named[by])} {shown(method)}" for suite, by, method in cells
+    )
     return [f"{run.name}: {len(wrong)} answers are not the target's own output ({where})"] if len(wrong) else []
 
 
@@ -274,10 +278,10 @@ def _compat(run: RunTable, version: HarnessVersion) -> _Found:
         pairs = zip((one.al, one.tps, one.speedup), map(cell.value, ids), strict=True)
         rows.append([one.method, str(one.num_responses), *(value for pair in pairs for value in pair)])
     both = (head for name in ids for head in (f"{name.partition('.')[0]}.{version.name}", name))
-    shown = ReportTable.of(
+    table = ReportTable.of(
         ["method", "responses", *both], rows, spare=["responses"], groups=[cell.heading for cell in ours]
     )
-    section = Section("zlab", table=shown, terms=version.formulas)
+    section = Section("zlab", table=table, terms=version.formulas)
     made = data.compat_json(version.name, official, ours, ids)
     return _Found([section], made, list(zlab.notes(run.rows, version)))
 
@@ -354,7 +358,7 @@ def _beside_served(runs: Sequence[RunTable], served: Sequence[benches.BenchResul
     # This engine answers one prompt at a time.
     rows: list[list[Value]] = [
         [
-            f"{name} {cell.heading} {cell.method}",
+            f"{name} {cell.heading} {shown(cell.method)}",
             f"{cell.num_prompts} prompts",
             cell.num_errors,
             "1",

@@ -20,7 +20,7 @@ from dflash_bench.analysis.findings.speed import parts_of
 from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.core import dialects
 from dflash_bench.core.measurement import measurements
-from dflash_bench.core.methods import METHODS, name_of
+from dflash_bench.core.methods import METHODS, name_of, shown
 from dflash_bench.core.types import CellKey, Divergence
 from dflash_bench.report.tables import Badge
 from dflash_bench.results.run_info import RunIdentity, RunInfo
@@ -77,7 +77,7 @@ def _wheres(others: Sequence[Observation]) -> str:
     by_suite: dict[tuple[str, str], tuple[str, list[str]]] = {}
     for seen in others:
         place = seen.place
-        by_suite.setdefault((place.suite, place.settings_id), (seen.cell.heading, []))[1].append(place.method)
+        by_suite.setdefault((place.suite, place.settings_id), (seen.cell.heading, []))[1].append(shown(place.method))
     return ", ".join(" ".join(filter(None, [label, " and ".join(methods)])) for label, methods in by_suite.values())
 
 
@@ -130,7 +130,7 @@ def _how(label: str) -> str:
 
 def _imposed(cell: Cell, length: float | None, al_pooled: float | None) -> str:
     source = "from a profile" if "profile=" in cell.method else "at given rates"
-    told = "" if length is None else f", {length:.2f} tokens a round"
+    told = "" if length is None else f", {length:.2f} tokens per round"
     counted = "" if al_pooled is None else f" (al.pooled {al_pooled:.2f}; the end of an answer cuts its last round)"
     return (
         f"acceptance was imposed {source}{told}{counted}: its server accepted drafts right or wrong, so these are not "
@@ -207,7 +207,7 @@ def _loops(prompts: Sequence[str], methods: Mapping[str, Mapping[str, Any]]) -> 
 
 def _looping(method: str, values: Mapping[str, Any]) -> str:
     """Return, say, `dflash 5 of 40, without them al.pooled 2.31 (not 6.10), speedup.decode 1.20 (not 2.90)`."""
-    share = f"{method} {values['num_answers']} of {values['num_all']}"
+    share = f"{shown(method)} {values['num_answers']} of {values['num_all']}"
     if method == BASELINE:
         return share
     changed = [f"{name} {both['without']:.2f} (not {both['all']:.2f})" for name, both in values["metrics"].items()]
@@ -219,7 +219,7 @@ def _of_dialect(code: str, otherwise: str) -> Callable[[str], str]:
     return lambda remedy: dialects.remedy(remedy, code) or otherwise
 
 
-NO_PLAIN = "there are no answers of plain decoding (ar), so there is no speed-up"
+NO_PLAIN = "there are no answers of plain decoding, so there is no speed-up"
 UNJUDGED = ", and nothing shows whether these answers are the model's own"
 ADD_PLAIN = "also give a server that drafts nothing: --server plain=URL"
 REPEATS = "this method drafts repetitions, and these answers repeat little: use a method with a trained draft"

@@ -52,7 +52,7 @@ const showAnswers = ({ rows, texts, lengths, prompts }) => {
   const columns = [
     { head: "prompt", key: name, name: true },
     { head: "suite", key: (row) => row.suite, name: true, spare: true },
-    { head: "method", key: (row) => row.method, name: true },
+    { head: "method", key: (row) => methodName(row.method), name: true },
     { head: "tokens", key: (row) => row.tokens, show: number(0), spare: true },
     { head: "rounds", key: (row) => row.rounds, show: number(0), spare: true },
     { head: "al", title: "mean over rounds of a_i + 1", key: (row) => row.al, show: number(2) },
@@ -281,7 +281,7 @@ const showAnswers = ({ rows, texts, lengths, prompts }) => {
   const mappedAt = (event) => mapped[Math.min(mapped.length - 1, Math.floor(event.offsetY / lineHeight()))];
   at("map").querySelector("canvas").addEventListener("mousemove", (event) => {
     const item = mappedAt(event);
-    if (item) event.currentTarget.title = `${item.row.suite} ${name(item.row)}, ${item.row.method}: ${item.row.al} tokens a round`;
+    if (item) event.currentTarget.title = `${item.row.suite} ${name(item.row)}, ${methodName(item.row.method)}: ${item.row.al} tokens per round`;
   });
   at("map").querySelector("canvas").addEventListener("click", (event) => { const item = mappedAt(event); if (item) go(item); });
   document.addEventListener("themed", () => drawMap());
@@ -390,8 +390,8 @@ const showAnswers = ({ rows, texts, lengths, prompts }) => {
   const told = (row) => {
     const box = make("article", "told");
     const figures = [row.speedup === undefined ? "" : `${row.speedup.toFixed(2)}x`, row.ms === undefined ? "" : `${row.ms.toFixed(2)} ms a token`,
-      row.al === undefined || !row.counts ? "" : `${row.al.toFixed(2)} tokens a round`];
-    const title = make("h4", "", row.method);
+      row.al === undefined || !row.counts ? "" : `${row.al.toFixed(2)} tokens per round`];
+    const title = make("h4", "", methodName(row.method));
     title.append(make("span", "sub", ` ${figures.filter(Boolean).join(", ")}`));
     box.append(title);
     if (remarks(row)) box.append(make("p", "sub", remarks(row)));

@@ -10,6 +10,7 @@ from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.labels import visible
+from dflash_bench.core.methods import PLAIN
 from dflash_bench.report.document import Document, MethodLine, over_all, require_answers
 from dflash_bench.report.render import latex_escaped
 from dflash_bench.report.words import compared, facts, tally
@@ -24,7 +25,7 @@ SUITES = {
     "mt_bench": "MT-Bench",
 }
 METHODS = {
-    BASELINE: "plain decoding",
+    PLAIN: "plain decoding",
     "dflash": "DFlash",
     "eagle3": "EAGLE-3",
     "eagle3-tree": "EAGLE-3 (tree)",

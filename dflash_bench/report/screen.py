@@ -12,7 +12,7 @@ from dflash_bench.analysis.metrics import BASELINE, METRICS, statistic_of
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.labels import visible
-from dflash_bench.core.methods import has_draft, is_lossy
+from dflash_bench.core.methods import PLAIN, has_draft, is_lossy
 from dflash_bench.core.types import Settings
 from dflash_bench.report.document import Document, Mean, MethodLine, over_all
 from dflash_bench.report.sections import WRONG, best_values, crossings
@@ -56,7 +56,7 @@ HEADS = {
     "speedup": "speed-up",
     "bar": "",
     "interval": "95 %",
-    "al": "tokens/round",
+    "al": "tokens\nper round",
     "tps": "tokens/s",
     "exact": "exact",
 }
@@ -134,7 +134,7 @@ def _plain_rows(document: Document, settings_texts: Mapping[Settings, dict[str, 
         line = MethodLine(BASELINE, settings, setting)
         own = line.cells_of(cells)
         speedup = ABSENT if any(cell.forbidden for cell in own) else "1.00x"
-        texts = {"name": "plain", **settings_texts[settings], "speedup": speedup, "al": number(over_all(own, line)[1])}
+        texts = {"name": PLAIN, **settings_texts[settings], "speedup": speedup, "al": number(over_all(own, line)[1])}
         yield ScreenRow(texts | {"tps": speed_text(own)})
 
 
@@ -220,8 +220,11 @@ def _table(rows: Sequence[ScreenRow], width: int) -> list[Text]:
 
     fields = [name for name in NAMES if any(name in row.texts for row in rows)]
     heads = {"name": "", **{name: name.replace("_", " ") for name in fields}, **HEADS}
-    texts = [heads, *({name: visible(text) for name, text in row.texts.items()} for row in rows)]
-    columns = [name for name in heads if any(one.get(name) for one in texts[1:])]
+    height = max(head.count("\n") for head in heads.values()) + 1
+    above = {name: [""] * (height - 1 - head.count("\n")) + head.split("\n") for name, head in heads.items()}
+    head_lines = [{name: head[at] for name, head in above.items()} for at in range(height)]
+    texts = [*head_lines, *({name: visible(text) for name, text in row.texts.items()} for row in rows)]
+    columns = [name for name in heads if any(one.get(name) for one in texts[height:])]
     most = min(LONGEST_NAME, max(8, width - 12))
     texts = [one | {"name": _cut(one["name"], most)} for one in texts]
     widths = {name: max(len(one.get(name, "")) for one in texts) for name in columns}
@@ -229,7 +232,7 @@ def _table(rows: Sequence[ScreenRow], width: int) -> list[Text]:
         if 2 + sum(widths.values()) + 2 * (len(widths) - 1) > width:
             widths.pop(name, None)
     lines = []
-    for row, one in zip([None, *rows], texts, strict=True):
+    for row, one in zip([*(None for _ in head_lines), *rows], texts, strict=True):
         line = Text("  ")
         for name, size in widths.items():
             cell = one.get(name, "")

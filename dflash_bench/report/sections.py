@@ -13,7 +13,7 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import LENGTH, SPEEDUP, Point, Sweep, SweepCurve
 from dflash_bench.core import labels
 from dflash_bench.core.measurement import measurements
-from dflash_bench.core.methods import Value
+from dflash_bench.core.methods import Value, shown
 from dflash_bench.core.types import context_name
 from dflash_bench.report import columns, perf
 from dflash_bench.report.columns import RESULTS, ROUNDS
@@ -113,13 +113,13 @@ def concurrency(loads: Sequence[Curve]) -> list[Section]:
     rows = []
     for load in loads:
         rates = labels.number_words(level.rate for level in load.levels if level.rate is not None)
-        group = f"{load.label} · {load.method}"
+        group = f"{load.label} · {shown(load.method)}"
         rows += [
             TableRow([*_level(level, rates), *([_goodput(level)] if has_goodput else [])], group, load.key)
             for level in load.levels
         ]
     table = ReportTable([level, *LOAD_COLUMNS, *goodput], rows, "suite · method")
-    return [Section("concurrency", "Several answers at a time", table, [LOAD_LEGEND], crossings(loads))]
+    return [Section("concurrency", "Concurrency", table, [LOAD_LEGEND], crossings(loads))]
 
 
 def _level(level: Level, rates: Mapping[float, str]) -> list[Any]:
@@ -363,7 +363,7 @@ def contexts(cells: Sequence[Cell]) -> list[Section]:
                 context_name(cell.settings.context),
                 *(columns.value_of(column.id, cell) for column in CONTEXT_COLUMNS[1:]),
             ],
-            f"{curve.label} · {curve.method}",
+            f"{curve.label} · {shown(curve.method)}",
             cell.key,
         )
         for curve in by_context(cells)

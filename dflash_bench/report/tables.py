@@ -12,6 +12,7 @@ from typing import Literal
 from dflash_bench.analysis.cells import Share
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.labels import visible
+from dflash_bench.core.methods import shown
 from dflash_bench.core.types import CellKey
 
 ABSENT = "n/a"
@@ -120,7 +121,7 @@ class Column:
             case None:
                 return ABSENT
             case str():
-                return value
+                return shown(value) if self.id == "method" else value
             case int():
                 return f"{value:,}"
             case Interval():

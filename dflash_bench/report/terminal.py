@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dflash_bench.analysis.metrics import FORMULAS
 from dflash_bench.core.errors import unknown
 from dflash_bench.core.labels import WIDTH, wrapped
-from dflash_bench.core.methods import METHODS, MethodSpec, Option
+from dflash_bench.core.methods import BASELINE, METHODS, PLAIN, MethodSpec, Option, shown
 from dflash_bench.report import perf, tables
 from dflash_bench.report.document import Document
 from dflash_bench.report.findings import legend_of
@@ -119,11 +119,11 @@ def methods_text(width: int | None = WIDTH) -> str:
 
 def text_of(name: str, width: int | None = WIDTH) -> str:
     """Describe one method and all its options. Raises UserError for an unknown name."""
-    if name not in METHODS:
-        raise unknown("method", name, list(METHODS))
-    kind = METHODS[name]
+    kind = METHODS[label] if (label := BASELINE if name == PLAIN else name) in METHODS else None
+    if kind is None:
+        raise unknown("method", name, list(map(shown, METHODS)))
     told = [wrapped(line, width, others=" " * 9 if width is None or width >= NARROW else "  ") for line in _facts(kind)]
-    return "\n".join([wrapped(f"{name}: {kind.summary}", width), "", *told, *_options(kind, width)])
+    return "\n".join([wrapped(f"{shown(kind.name)}: {kind.summary}", width), "", *told, *_options(kind, width)])
 
 
 def markdown() -> str:
@@ -131,7 +131,7 @@ def markdown() -> str:
     heads = ("method", "what it is", "weights", "drafts", "lossless")
     rows = [
         (
-            f"`{kind.name}{'[:N]' if kind.count else ''}`",
+            f"`{shown(kind.name)}{'[:N]' if kind.count else ''}`",
             tables.in_markdown(kind.summary),
             f"`{kind.weights}`" if kind.weights else "none",
             DRAFTED[kind.shape],
@@ -149,7 +149,7 @@ def _table_methods(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _row(kind: MethodSpec) -> list[str]:
-    return [kind.name, kind.weights or "none", DRAFTED[kind.shape], "lossless" if kind.lossless else "lossy"]
+    return [shown(kind.name), kind.weights or "none", DRAFTED[kind.shape], "lossless" if kind.lossless else "lossy"]
 
 
 def _facts(kind: MethodSpec) -> Iterator[str]:
@@ -160,7 +160,7 @@ def _facts(kind: MethodSpec) -> Iterator[str]:
 
 
 def _written(kind: MethodSpec) -> str:
-    head = f"{kind.name}[@LABEL]" if kind.weights else kind.name
+    head = f"{kind.name}[@LABEL]" if kind.weights else shown(kind.name)
     count = f", or {head}:N, the same as {kind.count}=N" if kind.count else ""
     return f"{head}[:KEY=VALUE,...]{count}" if kind.options else head
 

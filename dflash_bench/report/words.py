@@ -10,7 +10,7 @@ from dflash_bench.analysis.metrics import BASELINE, COLUMN
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.draft_kinds import DFLASH, with_kind
-from dflash_bench.core.methods import draft_of
+from dflash_bench.core.methods import draft_of, shown
 from dflash_bench.core.types import OWN_WEIGHTS, Settings
 from dflash_bench.report.document import Document, MethodLine
 from dflash_bench.report.tables import marks, number, with_interval
@@ -26,7 +26,7 @@ from dflash_bench.results.run_info import (
 )
 
 GB = 1e9
-PLAIN_WORDS = {"speedup.decode": "speed-up", "al.pooled": "tokens a round", "tps.total": "tokens/s of all answers"}
+PLAIN_WORDS = {"speedup.decode": "speed-up", "al.pooled": "tokens per round", "tps.total": "tokens/s of all answers"}
 """Names of figures where space is short: at the axes of plots, which explain the ids below."""
 
 
@@ -52,7 +52,7 @@ def sentences(document: Document) -> list[str]:
     elif exact:
         lines.append(_not_plain(document, exact))
     if audit and audit[0] == audit[1]:
-        lines.append(f"In all {audit[1]:,} answers that were audited, every token is the published model's own choice.")
+        lines.append(f"In all {audit[1]:,} judged answers, every token is the published model's own choice.")
     if passed:
         share = f"{100 * passed[0] / passed[1]:.1f} %"
         lines.append(f"{share} of the drafting methods' scored answers are right{cut_note(document)}.")
@@ -198,7 +198,7 @@ def _draft(label: str, method: MethodEntry, identity: RunIdentity) -> str:
     source = f" from {name}" if name != draft else ""
     revision = _revision(identity.revisions.get(draft))
     if method.imposed:
-        return f"{label}, whose server accepts {len(method.imposed)} drafted tokens a round at given rates"
+        return f"{label}, whose server accepts {len(method.imposed)} drafted tokens per round at given rates"
     if method.num_drafts is None:
         return f"{label}, as its server was started"
     return f"{with_kind(label, kind)} with {method.num_drafts} tokens per round{source}{revision}"
@@ -208,7 +208,7 @@ def _server(label: str, server: ServerEntry) -> str:
     version = f"{server.dialect} {server.version or ''}".rstrip()
     model = f" with {server.model}" if server.model else ""
     how = f"prompts as {server.prompts}, prefix cache {server.prefix_cache}"
-    return f"{label} from {version}{model} at {server.address} ({how})"
+    return f"{shown(label)} from {version}{model} at {server.address} ({how})"
 
 
 def _whose(identity: RunIdentity) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import number_words
+from dflash_bench.core.methods import shown
 from dflash_bench.core.types import Settings, context_name
 from dflash_bench.results.columns import of_source
 
@@ -110,7 +111,7 @@ def columns_of_suite(identity: Identity, suite: str) -> dict[str, Any]:
 
 def servers_in_words(identity: RunIdentity) -> dict[str, str]:
     """Describe each server without its address, which may change."""
-    return {f"server of {label}": _server(server) for label, server in identity.servers.items()}
+    return {f"server of {shown(label)}": _server(server) for label, server in identity.servers.items()}
 
 
 def _server(server: ServerEntry) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_bench.core.methods import is_imposed, is_lossy
+from dflash_bench.core.methods import is_imposed, is_lossy, shown
 from dflash_bench.core.types import CODE_SCORERS, Answer, Settings
 from dflash_bench.results import plan as plans
 from dflash_bench.results import row_checks
@@ -311,7 +311,7 @@ class Problem:
     """The name of the settings, without values shared by all settings of the run; empty for a single settings."""
 
     def __str__(self) -> str:
-        return f"{' '.join(filter(None, [self.suite, self.setting, self.method]))}: {self.what}"
+        return f"{' '.join(filter(None, [self.suite, self.setting, shown(self.method)]))}: {self.what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +403,7 @@ def _contradictions(
     absent = greedy & compared & ~is_plain & ~labelled
     yield "decoded greedily, but not compared with the plain answer", np.flatnonzero(absent)
     wanted = {"all": ~failed, "divergent": labelled & ~exact}.get(str(identity.audit), np.False_)
-    yield "not audited, although the run was", np.flatnonzero(greedy & wanted & ~rows["audited"] & ~hidden)
+    yield "not judged, although the run was", np.flatnonzero(greedy & wanted & ~rows["audited"] & ~hidden)
 
 
 def _unscored(identity: RunIdentity, match: PlanMatch, rows: Any) -> Iterator[tuple[str, Any]]:

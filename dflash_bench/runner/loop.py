@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_bench.core.labels import common_prefix_length
 from dflash_bench.core.measurement import Columns, Instrument
-from dflash_bench.core.methods import is_imposed, is_lossy, is_probe
+from dflash_bench.core.methods import is_imposed, is_lossy, is_probe, shown
 from dflash_bench.core.types import NOBODY, Answer, Divergence, Generation, Message, Settings
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.plan import BASELINE
@@ -106,7 +106,7 @@ class Conversation:
                 waiting = []
 
     def doing(self, method: str) -> str:
-        return " ".join(filter(None, [method, self.setting]))
+        return " ".join(filter(None, [shown(method), self.setting]))
 
     def record(
         self,

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.measurement import entries
+from dflash_bench.core.methods import PLAIN
 from dflash_bench.core.option import to_json
 from dflash_bench.core.secrets import command
 from dflash_bench.core.terminal import LINE_EVERY_S, Stages, progress_bar
@@ -124,7 +125,7 @@ class Progress(AbstractContextManager["Progress"]):
         tally = self.tallies.setdefault((record.suite, doing), Tally())
         tally.add(record)
         if record.method != BASELINE and (record.suite, doing) not in self.plain:
-            baseline = (record.suite, f"{BASELINE}{doing.removeprefix(record.method)}")
+            baseline = (record.suite, f"{PLAIN}{doing.removeprefix(record.method)}")
             if baseline in self.tallies:
                 self.plain[record.suite, doing] = self.tallies[baseline]
         self.doing = f"{record.suite} · {doing} {tally}".rstrip()

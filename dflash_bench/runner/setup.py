@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.methods import Method
+from dflash_bench.core.methods import Method, shown
 from dflash_bench.core.types import Message
 from dflash_bench.models import hub, quantization
 from dflash_bench.models.configs import optional
@@ -126,7 +126,7 @@ def late(backend: Backend) -> list[str]:
     lags = backend.lags if isinstance(backend, ServerBackend) else {}
     named = full_names(list(dict.fromkeys(settings for _, settings in lags)))
     return [
-        f"{method}, {named[settings]}: this machine noticed arrivals up to {1000 * lag_s:.0f} ms late, so its "
+        f"{shown(method)}, {named[settings]}: this machine noticed arrivals up to {1000 * lag_s:.0f} ms late, so its "
         "times are partly the client's; lower --concurrency or --rate, or ask from a faster machine"
         for (method, settings), lag_s in lags.items()
         if lag_s > LATE_S

@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from dflash_bench.core.errors import UserError
+from dflash_bench.core.methods import shown
 from dflash_bench.core.types import Answer, Generation
 from dflash_bench.results.identity import short_names
 from dflash_bench.results.store import Key, RunStore, key
@@ -198,7 +199,7 @@ class _Driver:
         self.run.append(placed)
         named = short_names(self.plan.settings)
         for record in placed:
-            self.watcher.measured(record, " ".join(filter(None, [record.method, named[record.settings]])))
+            self.watcher.measured(record, " ".join(filter(None, [shown(record.method), named[record.settings]])))
 
     def _requeue(self, worker: int, why: str) -> None:
         job = self.busy.pop(worker, None)

@@ -14,8 +14,6 @@ from dflash_bench.core.methods import Method
 from dflash_bench.core.secrets import Secret, hidden
 from dflash_bench.results.plan import BASELINE
 
-PLAIN = "plain"
-"""Another name for the baseline."""
 LONGEST_URL = 2000
 HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?)*\.?")
 NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
@@ -89,7 +87,7 @@ def _parse(text: str) -> Address:
     if ":" in name:
         name = name.partition(":")[0]
         raise UserError(f"--server {name}: a server decides itself how many tokens it drafts; write {name}=URL")
-    method = methods.parse(BASELINE if name == PLAIN else name)
+    method = methods.parse(name)
     if method.name == methods.SYNTHETIC:
         raise UserError(
             f"--server {name}: at which rates a server was started to accept drafts cannot be seen from here; let "

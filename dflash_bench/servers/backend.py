@@ -15,6 +15,7 @@ from uuid import uuid4
 from dflash_bench.core.dialects import AnswerError, ServerRequest
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import common_prefix_length, shortened, visible
+from dflash_bench.core.methods import shown
 from dflash_bench.core.thinking import answer_start
 from dflash_bench.core.types import GREEDY, NOBODY, Divergence, Generation, Listener, Message, Settings
 from dflash_bench.servers import connect
@@ -223,7 +224,9 @@ class ServerBackend:
                 loop = open_loop(server, sent, self.clock, due_s, ended)
             timed = [self._read_here(one, request) for one, request in zip(self._runner.run(loop), sent, strict=True)]
         except AnswerError as error:
-            raise UserError(f"--server {method}: its prefix cache could not be emptied: {error}; try again") from error
+            raise UserError(
+                f"--server {shown(method)}: its prefix cache could not be emptied: {error}; try again"
+            ) from error
         self.lags[method, settings] = max(self.lags.get((method, settings), 0.0), server.lag_s)
         return [replace(one, start_s=one.start_s - start_s, end_s=one.end_s - start_s) for one in timed]
 

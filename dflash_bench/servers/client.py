@@ -196,8 +196,8 @@ class Client:
         """Return UserError if the server is unreachable (the run can be resumed), AnswerError if it hangs up."""
         if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
             return UserError(
-                f"no server for {self.name} answers at {self.url} ({self._describe(error)}); start it, or correct "
-                f"--server {self.name}=URL; an interrupted run continues with --resume"
+                f"cannot connect to the {self.name} server at {self.url} ({self._describe(error)}); start it, or "
+                f"correct --server {self.name}=URL; an interrupted run continues with --resume"
             )
         tries = len(WAITS_S) + 1
         return AnswerError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_bench.core.dialects import DIALECTS, REUSED, AnswerError, Dialect, Pages, ServerInfo
 from dflash_bench.core.errors import UserError, unknown
-from dflash_bench.core.methods import Method
+from dflash_bench.core.methods import Method, shown
 from dflash_bench.servers import prometheus
 from dflash_bench.servers.address import Access, Address
 from dflash_bench.servers.client import Client, StatusError
@@ -99,7 +99,7 @@ def dialect_named(name: str | None) -> Dialect | None:
 
 async def connect(address: Address, access: Access, dialect: Dialect | None, model: str | None) -> Server:
     """Identify a server. Raises UserError if it does not respond, is not ready, or is of no known kind."""
-    client = Client(address.method.label, address.url, access)
+    client = Client(shown(address.method.label), address.url, access)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             return await _connected(address, client, dialect, model)

@@ -21,6 +21,7 @@ from dflash_bench.core import environment
 from dflash_bench.core.dialects import DIALECTS, LaunchSpec, Program
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.labels import visible
+from dflash_bench.core.methods import shown
 from dflash_bench.core.secrets import Arguments, Secret, hidden, of_environment
 from dflash_bench.core.terminal import status
 from dflash_bench.servers import supervisor
@@ -155,13 +156,13 @@ class LaunchedServers:
         while not _is_ready(port):
             waited_s = time.monotonic() - begin_s
             if self.processes[label].poll() is not None:
-                raise UserError(f"{self.program.name} for {label} did not start; {self._ending(label)}")
+                raise UserError(f"{self.program.name} for {shown(label)} did not start; {self._ending(label)}")
             if waited_s > START_TIMEOUT_S:
                 raise UserError(
-                    f"{self.program.name} for {label} was not ready in {waited_s:.0f} s; {self._last(label)}"
+                    f"{self.program.name} for {shown(label)} was not ready in {waited_s:.0f} s; {self._last(label)}"
                 )
             if waited_s > 2:
-                tell(f"{self.program.name} for {label} is starting, {waited_s:.0f} s")
+                tell(f"{self.program.name} for {shown(label)} is starting, {waited_s:.0f} s")
             time.sleep(TICK_S)
 
     def _log(self, label: str) -> Path:
@@ -181,7 +182,7 @@ class LaunchedServers:
     def died(self) -> list[str]:
         """Return an explanation for each server that ended by itself."""
         return [
-            f"{self.program.name} for {label} died; {self._ending(label)}"
+            f"{self.program.name} for {shown(label)} died; {self._ending(label)}"
             for label, process in self.processes.items()
             if process.poll() is not None
         ]

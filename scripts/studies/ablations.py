@@ -184,7 +184,7 @@ def page(work: Work, seeds: int, steps: int) -> Iterator[str]:
     yield (
         f"DFlash drafts for nano: {NUM_TASKS:,} prompts from its generator, answered by nano itself, {steps} steps of "
         f"{ROWS} rows\nof {ROW_LENGTH} tokens, {seeded}; the base has 3 layers, 5 features and a block of 16, as "
-        "the paper's own base.\nEach variant changes one thing. `decoded`: tokens a round over the same "
+        "the paper's own base.\nEach variant changes one thing. `decoded`: tokens per round over the same "
         f"{NUM_MEASURED} held-out prompts, decoded with the\ndraft (seeds pooled; in brackets the ratio to the base "
         "with its 95 % interval over prompts). `given`: right tokens in a\nrow and the bonus token on held-out "
         "answers as they stand, mean over seeds (lowest to highest). A draft that no drafter\nfeeds has `given` "

@@ -1,4 +1,4 @@
-"""Several answers at a time on one thread, with nano: throughput, and up to which concurrency drafting pays.
+"""Answers decoded together on one thread, with nano: throughput, and up to which concurrency drafting pays.
 
 Keep the machine quiet meanwhile.
 """
@@ -16,7 +16,7 @@ RUN = "--suite gsm8k --method dflash --method eagle3 --method ngram --max-new-to
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--levels", default="1,2,4,8,16,32", help="answers at a time")
+    parser.add_argument("--levels", default="1,2,4,8,16,32", help="concurrency")
     parser.add_argument("--limit", type=int, default=32, help="number of prompts")
 
 

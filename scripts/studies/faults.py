@@ -34,7 +34,7 @@ Each cell is one `dflash-bench run` of nano with one mistake in the engine, by p
 {suites}, {most} tokens at most, two prompts of a suite one at a time, or three together. A cell says how many answers
 the mistake changed, how many of these the run found (a mismatch, or a row that cannot be right), and its exit status.
 
-The axes: by whose code the target is computed (`--engine`), its type (`--dtype`), how many answers at a time
+The axes: by whose code the target is computed (`--engine`), its type (`--dtype`), the concurrency
 (`--concurrency`), and whether passes are captured; on this machine without a GPU they are traced and replayed, which
 bakes in what a CUDA graph does. A captured pass asks the network only when it is captured, so that some mistakes change
 less there. In bfloat16 an answer only counts if, judged in float32, it is more than {rounding:g} logit away from the

@@ -159,7 +159,7 @@ def _section(run: Document, settings: Settings, verdicts: Mapping[str, str]) -> 
     lines = [line for line in run.lines if line.settings == settings]
     rows = [_row(line, line.cells_of(cells), verdicts) for line in lines]
     plain = [cell for cell in cells if cell.method == "ar"]
-    rows.insert(0, ["ar", "1.00", "1.00", _exactness(plain, "ar", verdicts), _passed(plain)])
+    rows.insert(0, ["plain", "1.00", "1.00", _exactness(plain, "ar", verdicts), _passed(plain)])
     suites = list(dict.fromkeys(cell.suite for cell in cells))
     by_suite = [
         [_name(line), *(_short(cell) for suite in suites for cell in line.cells_of(cells) if cell.suite == suite)]
@@ -193,7 +193,7 @@ def _exactness(cells: Sequence[Cell], method: str, verdicts: Mapping[str, str]) 
         return "lossy"
     if not cells[0].settings.greedy:
         return "the model itself" if method == "ar" else verdicts.get(method, ABSENT)
-    return f"{_sum([cell.exact for cell in cells])}, audit {_sum([cell.audit for cell in cells])}"
+    return f"{_sum([cell.exact for cell in cells])}, judged {_sum([cell.audit for cell in cells])}"
 
 
 def _passed(cells: Sequence[Cell]) -> str:

@@ -48,8 +48,8 @@ Measured on the loaded models, with scales, and with the embedding, which is not
 
 ## How to read the tables
 
-- `exact`, `audit`: answers that are plain decoding's token for token, and the judge's own choice at every token, by the
-  target with these very weights. `mismatch`: those that differ by more than rounding explains; others are near ties.
+- `exact`, `judged`: answers that are plain decoding's token for token, and the judge's own choice at every token, by
+  the target with these weights. `mismatch`: those that differ by more than rounding explains; others are near ties.
 - `al / plain`, `tps / plain`: over the same prompts of the run with plain weights and the same type, by transformers'
   code too.
 - `equal`: plain decoding's answers that are the same, token for token, with plain and with quantised weights;
@@ -169,7 +169,7 @@ def section(name: str, known: dict[Any, Document]) -> str:
         "method",
         "al.pooled [95 %]",
         "exact",
-        "audit",
+        "judged",
         "mismatch",
         "passed",
         "tps.decode",

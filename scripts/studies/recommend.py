@@ -2,7 +2,7 @@
 
 For two models: prompts of five kinds, in one file as a user's traffic would be. The grid measures every method and
 length that the races could choose on all prompts. Then the races' choice and the grid's best are measured again, in
-turns, ten times in all: nano under two loads, SmolLM2 one answer at a time.
+turns, ten times in all: nano under two loads, SmolLM2 at concurrency 1.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ again on {again} of the prompts, in turns, {repeats} times for each model. A rep
 
 {sections}
 
-Where both name the same, there is nothing to tell apart. With four at a time, the grid has one wave of answers for each
+Where both name the same, there is nothing to tell apart. At concurrency 4 the grid has one wave of answers for each
 method, and a disturbance while it lasts is in all of its figures. Speed-ups are `speedup.decode` with 95 % intervals
 over prompts; greedy, float32, one thread. The best of a grid is chosen by its own figures, too, so that it partly is
 the luckiest.
@@ -161,10 +161,11 @@ def _on_model(work: Work, field: Field, limit: int, again: int) -> tuple[str, li
         num_right=num_right,
         num_repeats=len(repeats),
         chosen=markdown(
-            ["at a time", "races' choice", "by the races", "grid's best", "by the grid", "the choice by the grid"], rows
+            ["concurrency", "races' choice", "by the races", "grid's best", "by the grid", "the choice by the grid"],
+            rows,
         ),
         repeats=markdown(
-            ["at a time", "repeat", "choice", "grid's best", "choice / best [95 %]", "right"],
+            ["concurrency", "repeat", "choice", "grid's best", "choice / best [95 %]", "right"],
             [
                 [
                     str(one.load.concurrency),

@@ -34,7 +34,7 @@ INTERVALS_S = (1.0, 0.5, 0.3, 0.2)
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--streams", type=int, default=1000, help="answers at a time")
+    parser.add_argument("--streams", type=int, default=1000, help="concurrency")
 
 
 def make(work: Work, options: Namespace) -> Made:

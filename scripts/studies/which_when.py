@@ -1,4 +1,4 @@
-"""MTP, DFlash, DFlash 2, DSpark: which, when? With nano, one answer at a time and four.
+"""MTP, DFlash, DFlash 2, DSpark: which, when? With nano, at concurrency 1 and 4.
 
 Keep the machine quiet meanwhile.
 """
@@ -45,7 +45,7 @@ PAGE = """# MTP, DFlash, DFlash 2, DSpark: which, when
 
 nano on embedded prompts of three suites, {limit} each, in float32 on one thread, greedy. They come from the generator
 of texts that nano and its drafts were trained on, and a pass of nano over 16 tokens costs several times one over 1:
-**which method wins depends on both**. Where wide passes are nearly free, as on a GPU with one answer at a time, width
+**which method wins depends on both**. Where wide passes are nearly free, as on a GPU at concurrency 1, width
 is worth more than here.
 {doubts}
 ## Advice, for this model and machine
@@ -56,14 +56,14 @@ is worth more than here.
 
 {figures}
 
-Speed-ups are `speedup.decode`, the geometric mean over suites, one answer at a time and {together} at a time, each over
-plain decoding as many at a time; intervals are 95 % over prompts. Verified: the tokens that the target reads in a
+Speed-ups are `speedup.decode`, the geometric mean over suites, at concurrency 1 and {together}, each over
+plain decoding at the same concurrency; intervals are 95 % over prompts. Verified: the tokens that the target reads in a
 round, the anchor among them. \u2265: a draft made token by token, known up to its first wrong token. `headroom.K`:
 {headroom}.
 
 ![what acceptance would be with a perfect choice](which-when-nano-cpu-headroom.svg)
 
-By suite, speed-up one at a time and, in brackets, `al.pooled`:
+By suite, speed-up at concurrency 1 and, in brackets, `al.pooled`:
 
 {by_suite}
 
@@ -169,8 +169,8 @@ def _table(found: Sequence[Figures]) -> str:
         "headroom.4",
         "headroom.16",
         "round ms",
-        "one at a time [95 %]",
-        f"{TOGETHER} at a time [95 %]",
+        "concurrency 1 [95 %]",
+        f"concurrency {TOGETHER} [95 %]",
         "exact",
     ]
     rows = [
@@ -249,8 +249,8 @@ def advice(found: Sequence[Figures], calibrated: dict[str, Calibration]) -> str:
     """Return a paragraph of template sentences, chosen and filled by the measurements."""
     return "\n".join(
         [
-            _fastest("One answer at a time", [(one.name, one.alone) for one in found]),
-            _fastest(f"{TOGETHER} at a time", [(one.name, one.together) for one in found]),
+            _fastest("At concurrency 1", [(one.name, one.alone) for one in found]),
+            _fastest(f"At concurrency {TOGETHER}", [(one.name, one.together) for one in found]),
             _cheapest(found),
             _room(found),
             *_cutting(found, calibrated),
@@ -276,8 +276,8 @@ def _cheapest(found: Sequence[Figures]) -> str:
     each = ", ".join(f"{one.name} {number(one.length)} for {number(one.round_ms)} ms" for one in found)
     kept = ", ".join(f"{one.name} {one.together.value / one.alone.value:.0%}" for one in found)
     return (
-        f"What a round gives and costs, one at a time: {each}. {TOGETHER} at a time, where wide passes cost more, each "
-        f"keeps of its speed-up: {kept}."
+        f"What a round gives and costs, at concurrency 1: {each}. At concurrency {TOGETHER}, where wide passes cost "
+        f"more, each keeps of its speed-up: {kept}."
     )
 
 
@@ -288,7 +288,7 @@ def _room(found: Sequence[Figures]) -> str:
     least = "at least " if most.is_least else ""
     return (
         f"{most.name} has most to gain from a better choice: the right one of its best 16 would bring {least}"
-        f"{number(most.sixteen - most.length)} tokens a round, {share:.0%} of what is left to its block's limit, so "
+        f"{number(most.sixteen - most.length)} tokens per round, {share:.0%} of what is left to its block's limit, so "
         f"{what} first."
     )
 
@@ -311,14 +311,14 @@ def _cutting(found: Sequence[Figures], calibrated: dict[str, Calibration]) -> li
         lines.append(f"With at most {LITTLE:.0%} more rounds a cut saves, of what is verified: {', '.join(free)}.")
     if plain in by_name and METHODS[CUT] in by_name:
         whole, cut_at = by_name[plain], by_name[METHODS[CUT]]
-        pairs = {"one": (cut_at.alone, whole.alone), str(TOGETHER): (cut_at.together, whole.together)}
+        pairs = {"1": (cut_at.alone, whole.alone), str(TOGETHER): (cut_at.together, whole.together)}
         verdicts = (
-            f"is {'' if now.value > before.value else 'not '}faster {num} at a time ({number(now.value)} against "
+            f"is {'' if now.value > before.value else 'not '}faster at concurrency {num} ({number(now.value)} against "
             f"{number(before.value)})"
             for num, (now, before) in pairs.items()
         )
         saved = number(whole.width - cut_at.width, 1)
-        lines.append(f"{plain} cut at 0.5 verifies {saved} tokens a round less, and {' and '.join(verdicts)}.")
+        lines.append(f"{plain} cut at 0.5 verifies {saved} tokens per round less, and {' and '.join(verdicts)}.")
     return lines
 
 

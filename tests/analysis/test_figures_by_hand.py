@@ -154,7 +154,7 @@ def test_less_is_better_of_times_costs_and_passes_alone(metric_id: str) -> None:
 
 
 def in_rounds(accepted: int, draft_s: float = 0.005) -> list[Cell]:
-    """Twelve prompts, 8 to 19 rounds each that accept the same number of tokens, in 20 ms a round."""
+    """Twelve prompts, 8 to 19 rounds each that accept the same number of tokens, in 20 ms per round."""
     rows = []
     for number in range(12):
         rounds = 8 + number
@@ -173,7 +173,7 @@ def in_rounds(accepted: int, draft_s: float = 0.005) -> list[Cell]:
 
 
 def test_fewer_passes_per_token_are_better_on_the_screen_of_two_runs() -> None:
-    """Two tokens a round are half a pass per token, four a quarter."""
+    """Two tokens per round are half a pass per token, four a quarter."""
     for before, after, ratio, word in ((1, 3, 0.5, "better"), (3, 1, 2.0, "worse")):
         (compared,) = [
             one for one in compare_runs(in_rounds(before), in_rounds(after), ("x", "y")) if one.key.method == "dflash"

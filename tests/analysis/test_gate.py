@@ -64,7 +64,7 @@ def test_fewer_prompts_are_compared_with_the_same_ones(gate: Main) -> None:
 
 
 def test_too_few_of_the_prompts_are_refused_or_told(main: Main, gate: Main) -> None:
-    few = "gsm8k ar 2 of 24, gsm8k dflash 2 of 24"
+    few = "gsm8k plain 2 of 24, gsm8k dflash 2 of 24"
     assert_refused(gate(answers()[:4]), "now", few, "--allow prompts")
     code, shown, _ = main("check", "now", "--baseline", "base.json", "--allow", "prompts", "--json")
     assert code == 0
@@ -77,7 +77,7 @@ def test_speed_ups_are_compared_where_both_runs_have_the_plain_answer(gate: Main
     assert code == 0
     # A baseline keeps ten digits of a second.
     assert found["speedup.decode"]["found"] == pytest.approx(found["speedup.decode"]["expected"], rel=1e-9)
-    for told in ("gsm8k ar 14 of 24, gsm8k dflash 14 of 24", "gsm8k (embedded) ar: 10 answers failed"):
+    for told in ("gsm8k plain 14 of 24, gsm8k dflash 14 of 24", "gsm8k (embedded) plain: 10 answers failed"):
         assert any(told in note for note in json.loads(shown)["notes"])
 
 

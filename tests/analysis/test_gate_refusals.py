@@ -45,17 +45,17 @@ TABLE = {
     "check bfloat16 --baseline base.json": "`dtype float32 and bfloat16` --allow",
     "check short --baseline base.json": "`max_new_tokens 192 and 5` --allow limits",
     "check one-prompt --baseline base.json": "`ar 1 of 24` dflash --allow prompts",
-    "check run --baseline more.json": "math500 ar, dflash --allow cells",
+    "check run --baseline more.json": "math500 plain, dflash --allow cells",
     "check other-prompts --baseline base.json": "other-prompts",
     "check plain": "check",
     "check unfinished": "unfinished --resume --allow",
     "check run another-cpu": "processor --allow device",
     "baseline run hot": "run hot `temperature 0.0 and 1.0`",
     "baseline run ./run": "twice",
-    "baseline run few": "gsm8k ar prompts",
-    "baseline run more": "more math500 ar run",
-    "baseline more run": "more math500 ar run",
-    "baseline run twice": "gsm8k ar equally",
+    "baseline run few": "gsm8k plain prompts",
+    "baseline run more": "more math500 plain run",
+    "baseline more run": "more math500 plain run",
+    "baseline run twice": "gsm8k plain equally",
 }
 
 

@@ -133,7 +133,7 @@ def test_each_suite_has_its_own_and_nothing_left_is_said() -> None:
     other = [replace(row, suite="mbpp") for row in looping(ROWS, [f"p{number}" for number in range(8)])]
     first, second = findings_of([*looping(ROWS, ["p1"]), *other])
     assert "(prompt p1)" in first.text and first.text.startswith("gsm8k: ")
-    assert "ar 8 of 8; dflash 8 of 8" in second.text and "without them al" not in second.text
+    assert "plain 8 of 8; dflash 8 of 8" in second.text and "without them al" not in second.text
     assert "(prompts p0, p1, p2, p3, p4 and 3 more)" in second.text
 
 
@@ -141,7 +141,7 @@ def test_a_method_that_loops_alone_is_left_out_on_both_sides() -> None:
     """As when tokens are drawn."""
     drawn = [row if row.method == "ar" else looping([row], ["p0"])[0] for row in ROWS]
     (finding,) = findings_of(drawn)
-    assert "ar 0 of 8; dflash 1 of 8, " in finding.text and "al.pooled" in finding.text
+    assert "plain 0 of 8; dflash 1 of 8, " in finding.text and "al.pooled" in finding.text
 
 
 def test_servers_that_hide_tokens_are_read_by_their_text(tmp_path: Path) -> None:

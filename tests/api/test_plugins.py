@@ -32,7 +32,7 @@ DRAFTER = """
 from dflash_bench.core.methods import MethodSpec, Option
 
 echo = MethodSpec("echo", "the last token again and again", None, "chain", True,
-            (Option("n", "tokens drafted a round", 3, 1, 63, "tokens"),), count="n", module="my_echo.drafting")
+            (Option("n", "tokens drafted per round", 3, 1, 63, "tokens"),), count="n", module="my_echo.drafting")
 """
 DRAFTING = """
 from dflash_bench.engine.drafters.base import HostDrafter

@@ -54,7 +54,7 @@ def test_the_answer_its_table_and_its_files(
 ) -> None:
     assert main(monkeypatch, *WORDS) == 0
     told = capsys.readouterr().out
-    assert "\n1 at a time: dflash, 4 drafted tokens, " in told
+    assert "\nconcurrency 1: dflash, 4 drafted tokens, " in told
     assert "slower than the fastest" in told and "--spec-draft-n-max 7" in told
     (decision,) = answer()["decisions"]
     assert (decision["choice"], decision["verdict"]) == ("dflash:7", "faster")
@@ -135,7 +135,7 @@ def test_a_method_with_other_answers_is_out_and_the_command_fails(
 def test_a_drifted_race_is_repeated_once_and_names_the_model(
     lasts: bool, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three tokens a round, and nine times as fast: in the first run of eight prompts, or whenever it runs."""
+    """Three tokens per round, and nine times as fast: in the first run of eight prompts, or whenever it runs."""
 
     def drifting(made: Generation) -> Generation:
         is_first = not Path("out/c1-1-again").exists()
@@ -157,7 +157,9 @@ def test_a_short_time_says_so_and_measures_a_prompt(
 ) -> None:
     assert main(monkeypatch, *WORDS, "--context", "none,200", "--for", "0.001s") == 0
     assert [path.parent.name for path in Path("out").glob("*/run.json")] == ["c1-1"]
-    assert "context 200, 1 at a time: cannot tell: there was no time to measure; raise --for" in capsys.readouterr().out
+    assert (
+        "context 200, concurrency 1: cannot tell: there was no time to measure; raise --for" in capsys.readouterr().out
+    )
     (first, _) = answer()["decisions"]
     assert (first["verdict"], first["tried"][1]["num_prompts"]) == ("too_few", 1)
     # More time goes on with the same folder.

@@ -105,5 +105,5 @@ def test_what_a_build_reads_of_a_check_keeps_the_bare_name(run: Path, main: Main
 
 def test_a_run_that_does_not_say_where_its_prompts_came_from_is_shown_all_the_same(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", answers(suite="math500"))
-    assert "\nmath500\n  ar" in main("report", "run")[1]
+    assert "\nmath500\n  plain" in main("report", "run")[1]
     assert json.loads(main("report", "run", "--format", "json")[1])["cells"][0]["source"] is None

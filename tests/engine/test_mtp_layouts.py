@@ -316,7 +316,7 @@ def test_modules_in_turn_draft_in_slots_and_behind_parts_of_prompts_as_alone(mon
 def test_more_tokens_than_modules_are_refused_with_the_most_that_can_be(tmp_path: Path) -> None:
     with (
         db.Engine(target=checkpoint("mimo-v2", tmp_path / "target")) as engine,
-        pytest.raises(UserError, match="3 MTP modules draft at most 3 tokens a round; give --method mtp:3"),
+        pytest.raises(UserError, match="3 MTP modules draft at most 3 tokens per round; give --method mtp:3"),
     ):
         engine.generate(PROMPTS[0], method="mtp:4", max_new_tokens=4)
 

@@ -26,7 +26,7 @@ BASES = ("dflash", "eagle3")
 
 @dataclass(frozen=True, slots=True)
 class Imposed:
-    """Tokens a round of a base's profile, with its interval over prompts, and as the server counted them."""
+    """Tokens per round of a base's profile, with its interval over prompts, and as the server counted them."""
 
     base: str
     measured: Interval
@@ -77,7 +77,7 @@ def imposed(base: str, folder: Path, asked: Sequence[object]) -> Imposed:
 
 
 def page(command: str, asked: Sequence[object], theirs: str, lines: Sequence[Imposed]) -> list[str]:
-    heads = ["base", "measured by our engine, tokens a round [95 %]", "counted by the server [95 %]", "rounds"]
+    heads = ["base", "measured by our engine, tokens per round [95 %]", "counted by the server [95 %]", "rounds"]
     cells = [[one.base, with_interval(one.measured), with_interval(one.counted), str(one.num_rounds)] for one in lines]
     shown = shlex.join(["dflash-bench", "run", *map(str, asked), "--launch", "llama.cpp", "--method"])
     return [

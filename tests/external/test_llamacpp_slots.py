@@ -137,7 +137,7 @@ def test_acceptance_slot_by_slot(
     heads = [
         "method",
         "slots",
-        "at a time",
+        "concurrency",
         "drafted",
         "prompts",
         "other options",
@@ -151,7 +151,7 @@ def test_acceptance_slot_by_slot(
 
 def page(made_by: str, table: str) -> list[str]:
     return [
-        "# llama.cpp with several answers at a time: nano, on the CPU, slot by slot",
+        "# llama.cpp at higher concurrency: nano, on the CPU, slot by slot",
         f"`{made_by}` makes this page. Float32, temperature 0, {NUM_PROMPTS} prompts of gsm8k (embedded), or those\n"
         f"that have the commonest length; {LENGTH} new tokens at most, one thread. Acceptance is the server's count,\n"
         "and no times are told. In all rows with the same prompts the answers are the same tokens.",
@@ -162,7 +162,7 @@ def page(made_by: str, table: str) -> list[str]:
 
 READING = """## What it shows
 
-**EAGLE-3: only the sequence that comes last in a batch drafts well.** With four answers at a time the last slot
+**EAGLE-3: only the sequence that comes last in a batch drafts well.** At concurrency 4 the last slot
 accepts as much as an answer alone, and the others next to nothing; with two slots it is the second. Neither the width
 of drafts matters (one drafted token loses as much), nor whether prompts have one length, nor `--ubatch-size`, which
 splits a batch's computation. A small `--batch-size`, which lets fewer sequences into one batch, brings much of it

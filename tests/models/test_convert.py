@@ -184,7 +184,7 @@ def prompts(nano: loading.Models) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def drafted(nano: loading.Models, prompts: list[list[int]]) -> Callable[[Any], tuple[Any, list[list[int]], float]]:
-    """A draft -> (tokens, accepted per round, mean accepted tokens a round) of four short answers."""
+    """A draft -> (tokens, accepted per round, mean accepted tokens per round) of four short answers."""
 
     def answer(draft: Any) -> tuple[Any, list[list[int]], float]:
         target = Target(nano.target)

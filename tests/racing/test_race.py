@@ -176,7 +176,7 @@ def test_a_choice_is_kept_under_the_next_load_if_nothing_there_is_better() -> No
 
 
 def test_a_speedup_above_the_tokens_per_round_is_no_result() -> None:
-    """Five tokens a round cannot be six times as fast: plain decoding ran on a slower machine, beside all methods."""
+    """Five tokens per round cannot be six times as fast: plain decoding ran on a slower machine, beside all methods."""
     speeds = {"dflash": 6.0, "eagle3": 2.0}
     assert races.drifted(measured(speeds)) == ["dflash"] and not races.drifted(measured({"dflash": 4.9}))
     race = raced(measured(speeds), methods=tuple(speeds))

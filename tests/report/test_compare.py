@@ -72,7 +72,7 @@ def test_the_page_says_what_changed_first(tmp_path: Path, main: Main) -> None:
     assert main("compare", "before", "after", "-o", "x.html", "--json")[0] == 2
     # The methods of one run as well.
     assert main("compare", "before", "-o", "methods.html")[0] == 0
-    assert "dflash / ar" in Path("methods.html").read_text()
+    assert "dflash / plain" in Path("methods.html").read_text()
 
 
 def test_the_geometric_mean_over_suites_is_shown_for_several(tmp_path: Path, main: Main) -> None:

@@ -149,7 +149,7 @@ def test_one_answer_has_a_link_and_keys_lead_to_the_next(opened: Any) -> None:
     visit(opened, f"{page}#a=gsm8k/p2/dflash")
     assert opened_answers(opened) == ["p2 dflash"]
     keys(opened, "j")
-    assert opened_answers(opened) == ["p3 ar"]
+    assert opened_answers(opened) == ["p3 plain"]
     assert opened.execute_script("return location.hash") == "#a=gsm8k/p3/ar"
     keys(opened, "k")
     assert opened_answers(opened) == ["p2 dflash"]
@@ -241,7 +241,7 @@ def test_the_answers_to_a_prompt_stand_side_by_side_and_are_typed_again(opened: 
     press(opened, "#list tr.row button", 1)
     assert opened.execute_script("return [...document.querySelectorAll('.told h4')].map(h => h.firstChild.data)") == [
         "dflash",
-        "ar",
+        "plain",
     ]
     left = "return document.querySelectorAll('pre.text .later').length"
     assert opened.execute_script(left) == 0
@@ -304,7 +304,7 @@ def test_ten_thousand_answers_are_listed_by_a_few_hundred_rows(opened: Any, tmp_
     opened.execute_script("window.dispatchEvent(new HashChangeEvent('hashchange'))")
     assert opened_answers(opened) == ["p4999 dflash"]
     keys(opened, "k")
-    assert opened_answers(opened) == ["p4999 ar"]
+    assert opened_answers(opened) == ["p4999 plain"]
     press(opened, "#list button[aria-expanded=true]")
     # Wherever it is scrolled to, there are the rows that are seen, and few others.
     scrolled = (

@@ -48,7 +48,7 @@ def legend_of(folder: Path, rows: Sequence[Answer], **identity: Any) -> list[str
 
 
 def drafting(**num_drafts: int) -> dict[str, Any]:
-    """As a run of these methods is stored, each with its tokens a round."""
+    """As a run of these methods is stored, each with its tokens per round."""
     methods = {label.replace("_", "-"): {"name": label, "num_drafts": number} for label, number in num_drafts.items()}
     return {"methods": methods} | asked("gsm8k")
 

@@ -76,7 +76,7 @@ def test_a_run_of_one_suite_has_no_mean(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("gsm8k", "GSM8K"), ("mt_bench\n(hub)", "MT-Bench\n(hub)"), ("dflash:n=8", "DFlash, n=8"),
-        ("ar", "plain decoding"), ("eagle3 (temperature 1)", "EAGLE-3 (temperature 1)"), ("own.jsonl", "own.jsonl"),
+        ("plain", "plain decoding"), ("eagle3 (temperature 1)", "EAGLE-3 (temperature 1)"), ("own.jsonl", "own.jsonl"),
         ("speedup.decode", "speed-up over plain decoding"), ("", ""), ("12", "12"), ("gsm8k_mine", "gsm8k_mine"),
     ],
 )  # fmt: skip

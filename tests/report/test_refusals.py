@@ -83,7 +83,7 @@ TABLE = [
     ("compare run reworded", "prompts gsm8k p003 `1 of 6`"),
     ("compare run run", "itself"),
     ("compare run --allow model", "--allow model single"),
-    ("compare alone --allow unfinished", "alone ar gsm8k"),
+    ("compare alone --allow unfinished", "alone gsm8k"),
     ("compare damaged", "damaged/part-000001.parquet --allow damaged"),
     ("compare absent", "absent"),
     ("compare run --by colour", "'colour' category context-position"),

@@ -180,7 +180,7 @@ def test_the_plot_has_both_figures_with_the_mean_first_and_a_ring_around_the_bes
     made = Material(document(tmp_path, [*swept(speeds), *swept(speeds, suite="math500")]))
     assert "sweep" in plots.names_for(made)
     axes = [each for each in drawn(made).axes if each.get_visible()]
-    assert [each.get_ylabel() for each in axes] == ["tokens a round", "speed-up"] * 3
+    assert [each.get_ylabel() for each in axes] == ["tokens per round", "speed-up"] * 3
     assert [each.get_title() for each in axes[::2]] == [
         "mean over 2 suites", "gsm8k (embedded)", "math500"
     ]  # fmt: skip

@@ -334,7 +334,7 @@ INVALID: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
                      "divergence_gap": NAN, "divergence_tolerance": 0.1},
         "exactness contradicts its gap and tolerance",
     ),
-    "no audit": (set_to(audit=None), "not audited, although the run was"),
+    "no audit": (set_to(audit=None), "not judged, although the run was"),
     "an unknown audit": (set_to(audit="fine"), "its audit is unknown"),
     "an audit that departs nowhere": (set_to(audit="near_tie"), "audit is exact but has a place of divergence, or"),
     "an audit that is no near-tie": (

@@ -284,7 +284,7 @@ def test_prompts_that_are_left_out_of_the_count_are_seen(
     info["measured"]["gsm8k"] -= 1
     path.write_text(json.dumps(info))
     assert main(monkeypatch, "report", "out") == 2
-    assert "gsm8k ar: 1 answer" in capsys.readouterr().err
+    assert "gsm8k plain: 1 answer" in capsys.readouterr().err
 
 
 def test_several_settings_and_repeats_stay_together(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,7 +307,7 @@ def test_the_plot_has_break_even_beside_acceptance(tmp_path: Path) -> None:
     assert "context" in plots.names_for(material)
     figure = plots.PLOTS["context"](material)
     axes = [one for one in figure.axes if one.get_visible()]
-    assert [one.get_ylabel() for one in axes] == ["tokens a round", "speed-up", "ms per round", "draft prefill ms"]
+    assert [one.get_ylabel() for one in axes] == ["tokens per round", "speed-up", "ms per round", "draft prefill ms"]
     assert [tick.get_text() for tick in axes[0].get_xticklabels()] == ["none", "256", "4k"]
     through, dashed = (line for line in axes[0].lines if len(line.get_xdata()) == 3 and line.get_linestyle() != "None")
     assert list(through.get_xdata()) == [60, 256, 4096]

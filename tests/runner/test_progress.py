@@ -6,6 +6,7 @@ import io
 
 import pytest
 
+from dflash_bench.core.methods import shown
 from dflash_bench.runner import session
 from dflash_bench.runner.session import Progress
 from helpers.rows import drafted, failed, plain
@@ -46,7 +47,7 @@ def test_elsewhere_there_is_a_line_every_ten_seconds() -> None:
 def test_a_short_run_prints_nothing_elsewhere() -> None:
     stream = io.StringIO()
     with Progress(1, 0, stream) as progress:
-        progress.measured(plain("p0", 3), "ar")
+        progress.measured(plain("p0", 3), "plain")
     assert stream.getvalue() == ""
 
 
@@ -56,10 +57,10 @@ def test_a_resumed_run_counts_what_is_stored_and_is_timed_by_what_is_new() -> No
     clock.now += 20
     progress.begins("gsm8k", "warming up")
     clock.now += 20
-    progress.measured(plain("p0", 3), "ar")
+    progress.measured(plain("p0", 3), "plain")
     first, last = stream.getvalue().splitlines()
     assert first.startswith("90/100 ") and ":" not in first
-    assert last.startswith("91/100 ") and "ar 100.0 tok/s al 1.00" in last and "0:06:00" in last
+    assert last.startswith("91/100 ") and "plain 100.0 tok/s al 1.00" in last and "0:06:00" in last
 
 
 def test_each_cell_has_figures_of_its_own_and_a_failed_answer_is_in_none() -> None:
@@ -77,7 +78,7 @@ def test_each_suite_has_its_speedups_so_far() -> None:
     progress = Progress(9, 0, stream, clock)
     for suite in ("gsm8k", "math500"):
         for record in (plain("p0", 3, suite=suite), drafted("p0", [4, 4], suite=suite)):
-            progress.measured(record, f"{record.method} (temperature 1)")
+            progress.measured(record, f"{shown(record.method)} (temperature 1)")
         # Without plain answers under the same settings there is none.
         progress.measured(drafted("p0", [4, 4], suite=suite), "dflash")
     clock.now += 10

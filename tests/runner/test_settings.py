@@ -213,7 +213,7 @@ def test_what_is_missing_or_foreign_is_told_by_its_settings(tmp_path: Path, main
     # A plain answer was swapped for that of the other settings: its own is there twice, theirs is missing.
     of_both(tmp_path / "swapped", rows)
     rewritten(tmp_path / "swapped", lambda row: row | {"temperature": 1.0, "top_p": 0.9})
-    assert "gsm8k temperature 0 ar: 5 of 24 " in main("report", "swapped")[2]
+    assert "gsm8k temperature 0 plain: 5 of 24 " in main("report", "swapped")[2]
 
 
 def test_only_greedy_answers_must_have_been_compared(tmp_path: Path, main: Main) -> None:

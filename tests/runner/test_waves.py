@@ -36,7 +36,7 @@ def test_answers_are_the_same_at_every_concurrency_and_overlap_as_many_as_asked(
     status, _, err = main("run", *ASKED, "--concurrency", "1,3", "--out", "run")
     assert status == 0, err
     shown = main("report", "run")[1]
-    assert "several answers at a time" in shown and "sweep over" not in shown
+    assert "concurrency" in shown and "sweep over" not in shown
     rows = rows_of(tmp_path / "run")
     assert len(rows) == 2 * 3 * (5 * 2 + 5) and set(rows["exactness"].dropna()) <= {"exact", "near_tie"}
     assert set(rows["audit"]) <= {"exact", "near_tie"}

@@ -133,7 +133,7 @@ def test_a_server_that_has_gone_ends_the_run_with_what_to_do(monkeypatch: pytest
     with FakeServer() as server:
         opened = backend(server)
         opened.generate("ar", CHAT)
-    with opened, pytest.raises(UserError, match=r"ar .*http://127.*--resume"):
+    with opened, pytest.raises(UserError, match=r"plain .*http://127.*--resume"):
         opened.generate("ar", CHAT)
     with pytest.raises(UserError, match="--server ar="):
         backend(server)

@@ -44,7 +44,7 @@ REFUSED = {
     "plain=http://me:sk-very-secret@a": "holds a password, which would be stored",
     "plain=http://a?key=sk-very-secret": "leave out '?'",
     "dflash:15=http://a": "a server decides itself how many tokens it drafts; write dflash=URL",
-    "plane=http://a": "unknown method 'plane'; known: ar,",
+    "plane=http://a": "unknown method 'plane' (did you mean 'plain'?); known: block-diffusion,",
 }
 
 

@@ -287,7 +287,7 @@ def test_a_program_that_ends_at_once_is_told_with_its_last_lines(program: Callab
     with launched(program(exits=3), tmp_path / "logs") as servers, pytest.raises(UserError) as raised:
         servers.start([spec()])
     said = str(raised.value)
-    assert "vllm for ar" in said and "exit status 3" in said and "| CUDA error: out of memory" in said
+    assert "vllm for plain" in said and "exit status 3" in said and "| CUDA error: out of memory" in said
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_imposed_acceptance_is_the_profiles_and_its_answers_are_nobodys(
         code, shown, err = main(*ASKED, "--launch", name, "--launch-with", path, "--method", label, "--out", run)
         assert code == 0, err
         expected = 1 + sum(math.prod(rates[:number]) for number in range(1, len(rates) + 1))
-        assert f"from a profile, {expected:.2f} tokens a round" in " ".join(shown.split())
+        assert f"from a profile, {expected:.2f} tokens per round" in " ".join(shown.split())
         rows = table.read_run(Path(run)).rows
         rows = rows[rows["method"] == label]
         assert len(rows) == 2 and rows["error"].isna().all()

@@ -68,7 +68,7 @@ def test_a_client_that_is_late_itself_says_so() -> None:
         place = "ar", Settings(concurrency=4)
         assert [*backend.lags] == [place]
         backend.lags[place] = 0.2
-        assert late(backend)[0].startswith("ar, temperature 0, concurrency 4: ") and " 200" in late(backend)[0]
+        assert late(backend)[0].startswith("plain, temperature 0, concurrency 4: ") and " 200" in late(backend)[0]
         backend.lags[place] = 0.001
         assert late(backend) == []
 

@@ -351,7 +351,7 @@ def test_servers_that_run_are_raced_as_they_were_started(
     shown = ("recommend", "--server", f"dflash={dflash.url}", "--server", f"plain={plain.url}", "--prompts", asked)
     code, told, err = main(*shown, "--max-new-tokens", 32, "--out", "race")
     assert code == 0, err
-    assert "\n1 at a time: dflash, " in told and "dflash: as its server" in told
+    assert "\nconcurrency 1: dflash, " in told and "dflash: as its server" in told
     assert "longest context" not in told
     assert Path("race/c1-1/run.json").exists()
     assert main(*shown, "--method", "dflash", "--out", "other")[0] == 2

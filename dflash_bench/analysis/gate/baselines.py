@@ -18,6 +18,7 @@ from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.metrics import COLUMN, METRICS, SUMS, statistic_of
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, unknown
+from dflash_bench.core.methods import shown
 from dflash_bench.core.types import SCHEMA_VERSION, CellKey, Settings
 from dflash_bench.results.identity import settings_of, short_names
 from dflash_bench.results.run_info import (
@@ -135,7 +136,7 @@ def by_key(runs: Sequence[RunTable], cells_of_runs: Sequence[Sequence[Cell]]) ->
 
 def cell_name(cell: Cell) -> str:
     """Return the name of a cell in messages."""
-    return " ".join(filter(None, [cell.suite, cell.setting, cell.method]))
+    return " ".join(filter(None, [cell.suite, cell.setting, shown(cell.method)]))
 
 
 def write(runs: Sequence[RunTable], path: Path, *, with_timings: bool, limits: Mapping[str, Limit]) -> str:
@@ -222,10 +223,10 @@ def _cells_as_json(cells: Sequence[Cell], kept: Sequence[str], with_timings: boo
     """Return the JSON of one suite and method; its figures and sums have an entry for each run."""
     first = cells[0]
     if any(set(cell.prompts) != set(first.prompts) for cell in cells):
-        raise UserError(f"the runs did not all answer the same prompts of {first.suite} by {first.method}")
+        raise UserError(f"the runs did not all answer the same prompts of {first.suite} by {shown(first.method)}")
     sums_of_runs = compare.on_common_prompts(*cells, first)[:-1]
     if len(sums_of_runs[0]) < len(first.prompts):
-        raise UserError(f"the runs did not answer the prompts of {first.suite} by {first.method} equally often")
+        raise UserError(f"the runs did not answer the prompts of {first.suite} by {shown(first.method)} equally often")
     figures = [name for name in LIMITS if name in first.figures and (with_timings or not METRICS[name].is_timing)]
     return {
         "suite": first.suite,

@@ -20,7 +20,7 @@ from dflash_bench.analysis.noise import METHOD_NOISE, RunNoise
 from dflash_bench.analysis.roofline import TOO_SLOW_PLAIN
 from dflash_bench.core import labels
 from dflash_bench.core.errors import UserError
-from dflash_bench.core.methods import is_imposed, is_lossy
+from dflash_bench.core.methods import is_imposed, is_lossy, shown
 from dflash_bench.results import table
 from dflash_bench.results.integrity import Problem
 from dflash_bench.results.table import RunTable
@@ -72,7 +72,7 @@ class Check:
 
     @property
     def name(self) -> str:
-        return f"{self.label} {self.method} {self.figure}"
+        return f"{self.label} {shown(self.method)} {self.figure}"
 
     @property
     def label(self) -> str:
@@ -225,7 +225,7 @@ def run_names(runs: Sequence[RunTable]) -> list[str]:
 def _allow_failed(outcome: GateOutcome) -> GateOutcome:
     """Turn failed answers from failures into notes."""
     failed = [check for check in outcome.checks if check.kind == "failed" and check.failed]
-    notes = [f"allowed: {check.label} {check.method}: {check.reason}" for check in failed]
+    notes = [f"allowed: {check.label} {shown(check.method)}: {check.reason}" for check in failed]
     checks = [replace(check, failed=False) if check in failed else check for check in outcome.checks]
     return replace(outcome, checks=tuple(checks), notes=(*outcome.notes, *notes))
 
@@ -371,7 +371,7 @@ def _limit_checks(
             if value is None and cell.forbidden:
                 continue
             if value is None:
-                raise UserError(f"{cell.suite} {cell.method} has no {kind}, for which the limits have at_least")
+                raise UserError(f"{cell_name(cell)} has no {kind}, for which the limits have at_least")
             code, reason = "below_at_least", f"below at_least {limit.at_least:g} of the limits"
             is_low = value < limit.at_least
             yield _check(cell, kind, value, limit.at_least, code if is_low else "", reason, run=run, is_floor=True)
@@ -446,7 +446,7 @@ def baseline_checks(
     missing = [cell_name(of_runs[0]) for key, of_runs in baseline.cells.items() if key not in cells]
     if missing and ("cells" not in allow or len(missing) == len(baseline.cells)):
         raise UserError(
-            f"the baseline has cells that {name} does not have: {', '.join(missing)}; --allow cells skips them"
+            f"the baseline covers {', '.join(missing)}, which {name} did not measure; --allow cells skips them"
         )
     kinds = [kind for kind in limits if with_speed or not METRICS[kind].is_timing]
     exact, names = all(run.info.identity.dtype == "float32" for run in runs), run_names(runs)
@@ -473,9 +473,7 @@ def cell_checks(
     sums = np.array(compare.on_common_prompts(*before, *after))
     cell, then, now = after[0], sums[: len(before)], sums[len(before) :]
     if not sums.shape[1]:
-        raise UserError(
-            f"{cell.suite} {cell.method} shares no prompt with the baseline that both answered equally often"
-        )
+        raise UserError(f"{cell_name(cell)} shares no prompt with the baseline that both answered equally often")
     is_forbidden = any(one.forbidden for one in after)
     for kind in kinds:
         if cell.method == BASELINE and kind not in ("passed", *ABSOLUTE):
@@ -497,7 +495,7 @@ def _fall_checks(
     if expected is None:
         return
     if actual is None:
-        raise UserError(f"{cell.suite} {cell.method} has no {kind}, but the baseline has one")
+        raise UserError(f"{cell_name(cell)} has no {kind}, but the baseline has one")
     # The small term lets a fall of exactly the tolerance pass in spite of rounding.
     code = "below_baseline" if actual < expected * (1 - limit.fall) - 1e-12 else ""
     random = _random_fields(kind, *sides, limit) if is_random else {}

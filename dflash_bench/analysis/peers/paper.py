@@ -19,7 +19,7 @@ from dflash_bench.core import labels
 from dflash_bench.core.draft_kinds import DFLASH
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.labels import PromptSource
-from dflash_bench.core.methods import name_of
+from dflash_bench.core.methods import name_of, shown
 from dflash_bench.core.types import Settings
 from dflash_bench.results.identity import full_names, settings_of
 from dflash_bench.results.run_info import RunIdentity
@@ -173,7 +173,7 @@ def beside(cells: Sequence[Official], target: str, identity: RunIdentity) -> lis
         ]
     if not comparisons:
         names = ", ".join(
-            f"{labels.suite_label(cell.suite, identity.source_of(cell.suite))} {cell.method}" for cell in cells
+            f"{labels.suite_label(cell.suite, identity.source_of(cell.suite))} {shown(cell.method)}" for cell in cells
         )
         conditions = " or ".join(_conditions(settings, list(by_id.values())) for settings in by_id.values())
         raise UserError(f"nothing was published for {target} {conditions} on {names}")

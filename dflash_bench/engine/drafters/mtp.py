@@ -118,7 +118,7 @@ class ModulesDrafter(MTPDrafter):
     ) -> None:
         if num_drafts > draft.config.num_layers:
             most = draft.config.num_layers
-            raise UserError(f"{most} MTP modules draft at most {most} tokens a round; give --method mtp:{most}")
+            raise UserError(f"{most} MTP modules draft at most {most} tokens per round; give --method mtp:{most}")
         super().__init__(draft, embedding, head, num_drafts, rule)
         modules = [draft, *draft.further][:num_drafts]
         self.networks = [PublishedMTP(module, place) for place, module in enumerate(modules)]

@@ -63,11 +63,11 @@ CAPTIONS = {
     "acceptance": "Tall bars on the right: longer drafts may pay. A tall bar at 0: the draft does not know the text.",
     "positions": "Beyond the point where the solid line nears zero, drafting costs time and gains nothing.",
     "output": "A falling line means that the draft gets worse as the answer gets longer.",
-    "rounds": "Plain decoding (ar) only verifies one token; what a longer bar has on top is the price of a round.",
+    "rounds": "Plain decoding only verifies one token; what a longer bar has on top is the price of a round.",
     "load": "Where the right line falls to 1, drafting no longer pays: so many answers keep the machine busy without.",
     "frontier": "Each point is a method under a load: to the left one answer comes faster, higher up all together do.",
     "sweep": "Where acceptance still rises but the speed-up does not, the longer round costs what the draft gains.",
-    "context": "Where tokens a round fall below the dashed line, a longer context costs more than the draft gains.",
+    "context": "Where tokens per round fall below the dashed line, a longer context costs more than the draft gains.",
     "prompts": "Each point is a prompt: plain decoding's time per token across, the method's up. Lower is faster.",
     **{name: caption for name, (caption, _) in MEASURED.items()},
 }

@@ -75,7 +75,7 @@ def training(histories: Mapping[str, History]) -> Any:
     }
     if not any(points.values()):
         raise NothingToPlotError("no draft's history says what was accepted after how many tokens")
-    title = "tokens a round (al.pooled) on held-out prompts"
+    title = "tokens per round (al.pooled) on held-out prompts"
     figure, axes_of = panels([title], 2.6)
     axes, look = axes_of[title], looks(list(points))
     for name, measured in points.items():

@@ -11,7 +11,7 @@ from dflash_bench.analysis.concurrency import frontier as best_of
 from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.analysis.sweep import LENGTH, NONE, Point, Sweep, SweepCurve
-from dflash_bench.core.methods import name_of
+from dflash_bench.core.methods import name_of, shown
 from dflash_bench.core.types import context_name
 from dflash_bench.report.plots.style import (
     INK,
@@ -50,17 +50,17 @@ def load(material: Material) -> Any:
     tops = []
     for (label, figure_id), axes in axes_of.items():
         mark(axes, suite=loads[label][0].key.suite, settings="")
-        shown = [one for one in loads[label] if figure_id == THROUGHPUT or one.method != BASELINE]
-        for one in shown:
+        curves = [one for one in loads[label] if figure_id == THROUGHPUT or one.method != BASELINE]
+        for one in curves:
             number = methods.index(one.method)
-            look = {"color": SERIES[number % 7], "marker": MARKERS[number % 7], "label": one.method}
+            look = {"color": SERIES[number % 7], "marker": MARKERS[number % 7], "label": shown(one.method)}
             _draw(axes, one, figure_id, look)
-        at = sorted({level.concurrency for one in shown for level in one.levels})
+        at = sorted({level.concurrency for one in curves for level in one.levels})
         axes.set_xscale("log", base=2)
         axes.set_xticks(at, [str(value) for value in at], minor=False)
         axes.set_xlabel("concurrency")
         axes.set_ylabel(figure_id)
-        drawn = [level.speedup for one in shown for level in one.levels if level.speedup]
+        drawn = [level.speedup for one in curves for level in one.levels if level.speedup]
         tops.append(top_of(drawn) if figure_id == SPEEDUP else None)
         axes.set_ylim(0, tops[-1])
     title = "Throughput and speed-up by concurrency" if everywhere else "Throughput by concurrency"
@@ -285,7 +285,7 @@ def drawn_frontier(points_by_panel: Mapping[str, Sequence[SpeedPoint]], suites: 
             own = [point for point in points if name_of(point.method) == kind]
             at, speeds = [point.ms_per_token for point in own], [point.tokens_per_s for point in own]
             style = {"color": look[kind]["color"], "marker": look[kind]["marker"], "linestyle": "none"}
-            mark(axes.plot(at, speeds, label=kind, **style), method=only(point.method for point in own))
+            mark(axes.plot(at, speeds, label=shown(kind), **style), method=only(point.method for point in own))
         _draw_best(axes, best_of(points))
         axes.set_xscale("log", base=2)
         axes.set_xlabel("ms per token of one answer")
@@ -300,7 +300,7 @@ def _draw_best(axes: Any, best: Sequence[SpeedPoint]) -> None:
     axes.plot([point.ms_per_token for point in best], [point.tokens_per_s for point in best], color=INK, linewidth=1)
     for point in best:
         place = (point.ms_per_token, point.tokens_per_s)
-        text = f"{point.method}, {point.concurrency} at a time"
+        text = f"{shown(point.method)}, concurrency {point.concurrency}"
         axes.annotate(text, place, (4, 5), textcoords="offset points", fontsize=type_size(8.5))
     axes.margins(x=0.15, y=0.12)
 

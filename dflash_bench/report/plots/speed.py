@@ -11,6 +11,7 @@ import numpy as np
 from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.metrics import BASELINE, COLUMN
 from dflash_bench.core.labels import visible
+from dflash_bench.core.methods import shown
 from dflash_bench.report.plots.style import (
     INK,
     MUTED,
@@ -162,7 +163,7 @@ def rounds(material: Material) -> Any:
     # A suite's name once: with its source it is long.
     groups = [cell.key[:3] for cell in cells]
     labels = [
-        visible(cell.method) if groups[at] in groups[:at] else f"{cell.heading}  {visible(cell.method)}"
+        visible(shown(cell.method)) if groups[at] in groups[:at] else f"{cell.heading}  {visible(shown(cell.method))}"
         for at, cell in enumerate(cells)
     ]
     left = np.zeros(len(cells))

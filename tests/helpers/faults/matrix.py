@@ -63,7 +63,7 @@ class Way:
             self.engine,
             *["by torch"] * self.by_torch,
             self.dtype,
-            f"{self.concurrency} at a time",
+            f"concurrency {self.concurrency}",
             *["captured"] * self.captured,
         ]
         return ", ".join(parts)

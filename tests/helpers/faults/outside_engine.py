@@ -64,7 +64,7 @@ AROUND = (
     Around("clock", "work before prompts are begun", patched(Target, "begin", in_clocks.after_work)),
     Around("clock", "prompts begun once they are read", in_clocks.begun_late),
     Around(
-        "clock", "plain decoding that sleeps 30 ms a round",
+        "clock", "plain decoding that sleeps 30 ms per round",
         # A pass of transformers' code takes so long on a busy machine that this need not be four times as much.
         patched(NoDrafter, "propose", lambda _: lambda _self: time.sleep(SLEEP_S)), ("native",), (1,),
     ),

@@ -66,7 +66,7 @@ class Behaviour:
     rounds: Callable[[str], Sequence[int]] | None = None
     """What the rounds of the answer to a prompt accept, in place of `accepts`."""
     block: int = 0
-    """Tokens drafted a round; 0 is a server that does not speculate."""
+    """Tokens drafted per round; 0 is a server that does not speculate."""
     waits_for: int = 0
     """Answers that must be under way at a time, once, before any begins."""
     ttft_s: float = 0.0
