@@ -16,7 +16,7 @@ from dflash_bench.core.labels import dtype_name
 from dflash_bench.core.methods import users_of
 from dflash_bench.models import formats, loading, mtp_heads, presets, targets, weights
 from dflash_bench.models.configs import optional
-from dflash_bench.models.formats import TargetShape, base, fit, known, medusa
+from dflash_bench.models.formats import TargetShape, base, fit, known, medusa, zlab
 from dflash_bench.models.formats.base import Checkpoint, DraftConfig, Format
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.bodies import PLAIN, WHOLE, BlockView
@@ -93,7 +93,7 @@ def inspect(reference: str, target: str | None = None) -> Inspection:
 
 
 def _described(folder: Path, shape: TargetShape | None, target: str | None) -> Inspection:
-    if medusa.is_medusa(folder):
+    if known.is_medusa(folder):
         return _of_heads(folder, shape, target)
     names = weights.read_tensors(folder, weights.only_maps) if any(folder.glob("*.safetensors")) else {}
     if mtp_heads.are_apart(folder, names):
@@ -139,9 +139,9 @@ def _of_draft(folder: Path, shape: TargetShape | None, target: str | None) -> In
 
 def _unknown_keys(folder: Path, form: Format) -> tuple[str, ...]:
     """Return a note about keys beside `dflash_config` whose meaning is unknown."""
-    if form not in (formats.zlab.DFLASH, formats.projectors.SPECFORGE, formats.projectors.NVIDIA):
+    if form.kind != "dflash" or form.name not in ("zlab", "specforge", "nvidia"):
         return ()
-    unknown = known.unknown_keys(read_config(folder), formats.zlab.BESIDE)
+    unknown = known.unknown_keys(read_config(folder), zlab.BESIDE)
     return (f"keys of config.json that are not read: {', '.join(unknown)}",) if unknown else ()
 
 

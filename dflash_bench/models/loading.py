@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from dflash_bench.core import environment
 from dflash_bench.core.errors import DraftProblem, UserError
 from dflash_bench.core.methods import Method
-from dflash_bench.models import formats, gguf, hub, mtp_heads, targets
-from dflash_bench.models.formats import TargetShape, known, medusa
+from dflash_bench.models import formats, gguf, hub, targets
+from dflash_bench.models.formats import TargetShape, known
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.mtp import MTPDraft
@@ -26,6 +27,8 @@ from dflash_bench.models.weights import only_maps, read_tensors
 # The weights of a method, of any kind: a draft for the target's features, heads, or a language model.
 
 
+HEADS = {MTP: "dflash_bench.models.mtp_heads", "medusa": "dflash_bench.models.formats.medusa"}
+"""Heads on the target's last layer, and the modules that read and load them."""
 LANGUAGE_MODELS = ("draft-model", "block-diffusion")
 OF_DRAFTS = ("dflash_config", "speculators_model_type", "draft_vocab_size", "medusa_num_heads")
 """Config keys of folders without a language model."""
@@ -53,16 +56,16 @@ def fetch(name: str, reference: str) -> hub.LocalCheckpoint:
 def _kind(folder: Path, wanted: str) -> str:
     """Return the kind of weights in the folder; if ambiguous, the wanted kind. Raises UserError if damaged."""
     if wanted == MTP:
-        mtp_heads.read(folder, headers_only=True)
+        read_heads(MTP, folder)
         return MTP
-    if medusa.is_medusa(folder):
-        medusa.read(folder, headers_only=True)
+    if known.is_medusa(folder):
+        read_heads("medusa", folder)
         return "medusa"
     config = read_config(folder)
     names = read_tensors(folder, only_maps) if any(folder.glob("*.safetensors")) else {}
     known.refuse_others(folder, config, names)
     if wanted == "medusa":
-        medusa.read(folder)
+        read_heads("medusa", folder)
     if wanted in LANGUAGE_MODELS and not _is_of_draft(config):
         targets.check(folder)
         if wanted == "block-diffusion":
@@ -72,6 +75,12 @@ def _kind(folder: Path, wanted: str) -> str:
     for problem in formats.problems(form, checkpoint, None):
         raise UserError(f"{folder}: {problem}")
     return form.kind
+
+
+def read_heads(weights: str, folder: Path) -> tuple[Any, Any]:
+    """Return the config and the tensors' headers of MTP or Medusa heads. Raises UserError for damaged ones."""
+    config, tensors = import_module(HEADS[weights]).read(folder, headers_only=True)
+    return config, tensors
 
 
 def _is_of_draft(config: Mapping[str, Any]) -> bool:
@@ -123,10 +132,8 @@ def load_network(
     Raises UserError for a draft made for another target.
     """
     weights = name.partition("@")[0]
-    if weights == "medusa":
-        return medusa.load(folder, target, dtype, device)
-    if weights == MTP:
-        return mtp_heads.load(folder, target, dtype, device)
+    if weights in HEADS:
+        return import_module(HEADS[weights]).load(folder, target, dtype, device)
     if weights not in LANGUAGE_MODELS:
         return formats.load_draft(folder, target, dtype, device, head)
     model = targets.load(folder, device, dtype)
@@ -139,7 +146,7 @@ def load_network(
 def empty_network(name: str, folder: Path, target: TargetShape) -> Any:
     """Return the network of a draft for a target's features, or of MTP heads, on the `meta` device."""
     if name.partition("@")[0] == MTP:
-        return MTPDraft(mtp_heads.read(folder, headers_only=True)[0])
+        return MTPDraft(read_heads(MTP, folder)[0])
     return formats.base.skeleton(formats.read_checkpoint(folder, target, headers_only=True)[1].config)
 
 

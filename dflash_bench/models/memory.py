@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from dflash_bench.core.forwards import AttentionCost, Size
 from dflash_bench.core.methods import Method
-from dflash_bench.models import formats, loading, mtp_heads, presets, quantization, targets
+from dflash_bench.models import formats, loading, presets, quantization, targets
 from dflash_bench.models import weights as models_weights
 from dflash_bench.models.architecture import attention_windows, recurrent_layers
 from dflash_bench.models.configs import Heads, index_sizes, keeps_keys, layer_configs, optional
-from dflash_bench.models.formats import base, medusa
+from dflash_bench.models.formats import base
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig
 from dflash_bench.models.nets.eagle3 import Eagle3Config
@@ -271,9 +271,9 @@ def _in_kernels(footprint: Footprint, twice: int, dtype: torch.dtype) -> Footpri
 def _of_draft(name: str, folder: Path, shape: formats.TargetShape, dtype: torch.dtype) -> Footprint:
     weights = name.partition("@")[0]
     if weights == "medusa":
-        return Footprint(_weights(medusa.read(folder, headers_only=True)[1], dtype), 0)
+        return Footprint(_weights(loading.read_heads(weights, folder)[1], dtype), 0)
     if weights == presets.MTP:
-        heads, tensors_of_heads = mtp_heads.read(folder, headers_only=True)
+        heads, tensors_of_heads = loading.read_heads(weights, folder)
         place = heads.num_layers * token_bytes(target_attention(heads.text, dtype.itemsize))
         return Footprint(_weights(tensors_of_heads, dtype), place, heads)
     if weights in loading.LANGUAGE_MODELS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -12,19 +13,7 @@ from torch import Tensor
 
 from dflash_bench.core.errors import DraftProblem, UserError, first_line, unknown
 from dflash_bench.models import weights
-from dflash_bench.models.formats import (
-    base,
-    bodies,
-    deepspec,
-    fit,
-    heads,
-    known,
-    p_eagle,
-    projectors,
-    safeailab,
-    speculators,
-    zlab,
-)
+from dflash_bench.models.formats import base, bodies, fit, heads, known
 from dflash_bench.models.formats.base import Checkpoint, DraftModel, Format, Json, TargetShape
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
@@ -48,36 +37,37 @@ __all__ = [
 
 
 FORMATS = {
-    (form.name, form.kind): form
-    for form in (
-        zlab.DFLASH,
-        speculators.DFLASH,
-        speculators.EAGLE3,
-        deepspec.DFLASH,
-        deepspec.EAGLE3,
-        safeailab.EAGLE3,
-        projectors.SPECFORGE,
-        projectors.NVIDIA,
-        p_eagle.SPECFORGE,
-        p_eagle.SPECULATORS,
-    )
+    ("zlab", "dflash"): "zlab.DFLASH",
+    ("speculators", "dflash"): "speculators.DFLASH",
+    ("speculators", "eagle3"): "speculators.EAGLE3",
+    ("deepspec", "dflash"): "deepspec.DFLASH",
+    ("deepspec", "eagle3"): "deepspec.EAGLE3",
+    ("safeailab", "eagle3"): "safeailab.EAGLE3",
+    ("specforge", "dflash"): "projectors.SPECFORGE",
+    ("nvidia", "dflash"): "projectors.NVIDIA",
+    ("specforge", "p-eagle"): "p_eagle.SPECFORGE",
+    ("speculators", "p-eagle"): "p_eagle.SPECULATORS",
 }
+"""The format of each name and kind of draft: its file here, which is loaded when it is needed, and its constant."""
 SPECULATORS = {
-    "dflash": speculators.DFLASH,
-    "dspark": speculators.DFLASH,
-    "xpress": speculators.DFLASH,
-    "dflare": speculators.DFLASH,
-    "dflash2": speculators.DFLASH,
-    "eagle3": speculators.EAGLE3,
-    "peagle": p_eagle.SPECULATORS,
+    "dflash": "dflash",
+    "dspark": "dflash",
+    "xpress": "dflash",
+    "dflare": "dflash",
+    "dflash2": "dflash",
+    "eagle3": "eagle3",
+    "peagle": "p-eagle",
 }
+"""The kind of draft of each `speculators_model_type`."""
+PROJECTORS = {"dspark": "specforge", "domino": "specforge", "lilicorr": "nvidia"}
+"""The name of the format of each head that a config of z-lab's form names."""
 ARCHITECTURES = {
-    "DFlashDraftModel": zlab.DFLASH,
-    "DFlash2DraftModel": zlab.DFLASH,
-    "QwenDFlareDraftModel": zlab.DFLASH,
-    "Qwen3DSparkModel": deepspec.DFLASH,
-    "Qwen3Eagle3Model": deepspec.EAGLE3,
-    "PEagleDraftModel": p_eagle.SPECFORGE,
+    "DFlashDraftModel": ("zlab", "dflash"),
+    "DFlash2DraftModel": ("zlab", "dflash"),
+    "QwenDFlareDraftModel": ("zlab", "dflash"),
+    "Qwen3DSparkModel": ("deepspec", "dflash"),
+    "Qwen3Eagle3Model": ("deepspec", "eagle3"),
+    "PEagleDraftModel": ("specforge", "p-eagle"),
 }
 UNSUPPORTED_ARCHITECTURES = {
     "XPressDraftModel": "XPress",
@@ -101,10 +91,10 @@ def detect(folder: Path, config: Json, names: Iterable[str]) -> Format:
     architectures = config.get("architectures") or ()
     _refuse_unsupported(folder, config, architectures, names)
     form = _detected(folder, config, architectures, names)
-    if p_eagle.MASK in names and form.kind != "p-eagle":
+    if known.P_EAGLE_MASK in names and form.kind != "p-eagle":
         raise UserError(
-            f"{folder} is P-EAGLE by its tensor {p_eagle.MASK}, but its config.json describes a draft for {form.kind}; "
-            "copy config.json and weights again"
+            f"{folder} is P-EAGLE by its tensor {known.P_EAGLE_MASK}, but its config.json describes a draft for "
+            f"{form.kind}; copy config.json and weights again"
         )
     return form
 
@@ -112,17 +102,17 @@ def detect(folder: Path, config: Json, names: Iterable[str]) -> Format:
 def _detected(folder: Path, config: Json, architectures: Sequence[str], names: Iterable[str]) -> Format:
     if "speculators_model_type" in config:
         return _speculators(folder, config)
-    if (projector := projectors.projector_of(config)) is not None:
-        return projectors.BY_PROJECTOR[projector]
+    if (projector := heads.projector_of(config)) is not None:
+        return format_named(PROJECTORS[projector], "dflash")
     for name in architectures:
         if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
+            return format_named(*ARCHITECTURES[name])
     if "dflash_config" in config:
         if config["dflash_config"] and isinstance(config["dflash_config"], Mapping):
             known.refuse_architectures(folder, list(architectures))
-        return zlab.DFLASH
+        return format_named("zlab", "dflash")
     if "draft_vocab_size" in config or any(name == "d2t" or name.startswith("midlayer.") for name in names):
-        return safeailab.EAGLE3
+        return format_named("safeailab", "eagle3")
     raise UserError(f"{folder} is not a draft that we know; looked for {LOOKED_FOR}")
 
 
@@ -135,9 +125,9 @@ def _speculators(folder: Path, config: Json) -> Format:
             f"{folder}{named}: a speculators draft of type {kind!r} is not supported; only {', '.join(SPECULATORS)} "
             f"are{others}"
         )
-    if SPECULATORS[kind] is speculators.DFLASH:
+    if SPECULATORS[kind] == "dflash":
         known.refuse_architectures(folder, config.get("architectures") or ())
-    return SPECULATORS[kind]
+    return format_named("speculators", SPECULATORS[kind])
 
 
 def _refuse_unsupported(folder: Path, config: Json, architectures: Iterable[str], names: Iterable[str]) -> None:
@@ -264,7 +254,10 @@ def problems(form: Format, checkpoint: Checkpoint, target: TargetShape | None) -
 
 
 def format_named(name: str, kind: str) -> Format:
+    """Return the format of this name for a kind of draft. Raises UserError for an unknown one."""
     if (name, kind) not in FORMATS:
         names = [format_name for format_name, format_kind in FORMATS if format_kind == kind]
         raise unknown(f"format for a draft of kind {kind}:", name, names)
-    return FORMATS[name, kind]
+    file, constant = FORMATS[name, kind].split(".")
+    found: Format = getattr(import_module(f"{__name__}.{file}"), constant)
+    return found

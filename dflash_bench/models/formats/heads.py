@@ -46,12 +46,30 @@ TENSORS = {
     r"lilicorr\.": "LiLiCorr",
 }
 """Prefixes of names that only tensors of these kinds have."""
+PROJECTORS = {
+    "DSparkDraftModel": "dspark",
+    "DominoDraftModel": "domino",
+    "LiLiCorrDraftModel": "lilicorr",
+}
+"""Heads by architecture; older files are `DFlashDraftModel`, whatever their head."""
 OLDER = "logit_head."
 """The prefix of heads' tensors in SpecForge's older files."""
 NUM_CANDIDATES = 16
 """Default number of DFlash 2's candidates."""
 NUM_PASSES = 6
 """Default number of XPress's passes."""
+
+
+def projector_of(config: Json) -> str | None:
+    """Return the head that a config names, or None. Raises UserError if it names two."""
+    named = both_levels(config).get("projector_type")
+    of_architecture = [PROJECTORS[name] for name in config.get("architectures") or () if name in PROJECTORS]
+    for other in of_architecture:
+        if named is not None and named != other:
+            architectures = ", ".join(config["architectures"])
+            raise UserError(f"config.json says {architectures} and projector_type {named!r}, which are different kinds")
+        return other
+    return named if named in PROJECTORS.values() else None
 
 
 def without(config: Json, kind: type[CorrectionConfig]) -> dict[str, Any]:

@@ -6,8 +6,10 @@ like DFlash's, so it is never read as DFlash.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from dflash_bench.core.errors import UserError
@@ -56,6 +58,9 @@ SPECULATORS = {
     "pard2": "PARD-2",
     "mtp": "MTP",
 }
+MEDUSA_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+P_EAGLE_MASK = "mask_hidden"
+"""The tensor that distinguishes P-EAGLE."""
 PROJECTORS = {"dflash2": "DFlash 2", "domino": "Domino", "dspark": "DSpark", "lilicorr": "LiLiCorr"}
 DESCRIBING = tuple(
     """
@@ -89,6 +94,10 @@ def usually_named(config: Json) -> Json:
     if not isinstance(names, list):
         return config
     return {**config, "architectures": [OTHER_NAMES.get(str(name), name) for name in names]}
+
+
+def is_medusa(folder: Path) -> bool:
+    return any(os.path.lexists(folder / name) for name in MEDUSA_WEIGHTS)
 
 
 def named_kind(config: Json) -> str | None:

@@ -18,16 +18,12 @@ from dflash_bench.core.errors import DraftProblem, UserError
 from dflash_bench.models import weights
 from dflash_bench.models.formats import fit
 from dflash_bench.models.formats.base import FLOATS, Json, TargetShape, Tensors
+from dflash_bench.models.formats.known import MEDUSA_WEIGHTS
 from dflash_bench.models.hub import read_config
 from dflash_bench.models.nets.medusa import MedusaConfig, MedusaHeads
 
-WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 MOST = 64
 """The most heads, or blocks of a head: a damaged number must not make us allocate huge memory."""
-
-
-def is_medusa(folder: Path) -> bool:
-    return any(os.path.lexists(folder / name) for name in WEIGHTS)
 
 
 def load(folder: Path, target: TargetShape, dtype: torch.dtype, device: str) -> MedusaHeads:
@@ -57,9 +53,9 @@ def misfits(config: MedusaConfig, target: TargetShape) -> Iterator[DraftProblem]
 def read(folder: Path, headers_only: bool = False) -> tuple[MedusaConfig, Tensors]:
     """Read the heads' config and tensors. Raises UserError for anything that does not match the format."""
     config = read_config(folder)
-    path = next((folder / name for name in WEIGHTS if os.path.lexists(folder / name)), None)
+    path = next((folder / name for name in MEDUSA_WEIGHTS if os.path.lexists(folder / name)), None)
     if path is None:
-        raise UserError(f"{folder} holds no Medusa heads: {' or '.join(WEIGHTS)} is missing")
+        raise UserError(f"{folder} holds no Medusa heads: {' or '.join(MEDUSA_WEIGHTS)} is missing")
     if str(config.get("version", "1")) != "1":
         raise UserError(f"{folder}: Medusa heads of version {config['version']} are not supported; use version 1")
     tensors = weights.read_file(path, (lambda _name: False) if headers_only else weights.everything)
@@ -75,7 +71,7 @@ def save(heads: MedusaHeads, folder: Path, base_model: str) -> None:
         "medusa_num_heads": heads.config.num_heads,
         "medusa_num_layers": heads.config.num_layers,
     }
-    weights.write_checkpoint(folder, config, heads.state_dict(), WEIGHTS[0])
+    weights.write_checkpoint(folder, config, heads.state_dict(), MEDUSA_WEIGHTS[0])
 
 
 def _described(path: Path, config: Json, tensors: Tensors) -> MedusaConfig:

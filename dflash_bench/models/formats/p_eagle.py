@@ -17,8 +17,6 @@ from dflash_bench.models.nets.p_eagle import USUAL_DRAFTS, PEagleConfig
 
 LAYER = "layers.0."
 UNSCALED = "its rotary scaling in config.json is left out, as SpecForge's code does; vLLM would apply it"
-MASK = "mask_hidden"
-"""The tensor that distinguishes P-EAGLE."""
 
 
 def read_specforge(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:

@@ -17,29 +17,10 @@ from dflash_bench.models.nets.corrections.lilicorr import LiLiCorrConfig
 from dflash_bench.models.nets.corrections.markov import MarkovConfig
 from dflash_bench.models.nets.dflash import DFlashConfig
 
-ARCHITECTURES = {
-    "DSparkDraftModel": "dspark",
-    "DominoDraftModel": "domino",
-    "LiLiCorrDraftModel": "lilicorr",
-}
-"""Heads by architecture; older files are `DFlashDraftModel`, whatever their head."""
-
-
-def projector_of(config: Json) -> str | None:
-    """Return the head that a config names, or None. Raises UserError if it names two."""
-    named = heads.both_levels(config).get("projector_type")
-    of_architecture = [ARCHITECTURES[name] for name in config.get("architectures") or () if name in ARCHITECTURES]
-    for other in of_architecture:
-        if named is not None and named != other:
-            architectures = ", ".join(config["architectures"])
-            raise UserError(f"config.json says {architectures} and projector_type {named!r}, which are different kinds")
-        return other
-    return named if named in ARCHITECTURES.values() else None
-
 
 def read_specforge(config: Json, tensors: Tensors, depth: int | None) -> Checkpoint:
     tensors = heads.newer_names(tensors)
-    if projector_of(config) == "domino":
+    if heads.projector_of(config) == "domino":
         domino = heads.domino(config)
         shifted = heads.both_levels(config)["shift_label"]
         read = zlab.read_dflash(heads.without(config, DominoConfig), tensors, depth)
@@ -85,10 +66,9 @@ def _with_head(name: str, checkpoint: Checkpoint, *kinds: type[CorrectionConfig]
 
 def _written(checkpoint: Checkpoint, correction: CorrectionConfig, architecture: str, labels: dict[str, Any]) -> Stored:
     written, tensors = zlab.write_dflash(heads.without_head(checkpoint))
-    keys = heads.json_of(correction) | labels | {"projector_type": ARCHITECTURES[architecture]}
+    keys = heads.json_of(correction) | labels | {"projector_type": heads.PROJECTORS[architecture]}
     return written | {"architectures": [architecture], heads.INNER: {**written[heads.INNER], **keys}}, tensors
 
 
 SPECFORGE = Format("specforge", "dflash", read_specforge, write_specforge, holds_vocabulary=False, reads_last=True)
 NVIDIA = Format("nvidia", "dflash", read_nvidia, write_nvidia, holds_vocabulary=False, reads_last=True)
-BY_PROJECTOR = {"dspark": SPECFORGE, "domino": SPECFORGE, "lilicorr": NVIDIA}
