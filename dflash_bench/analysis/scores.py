@@ -22,8 +22,7 @@ from dflash_bench.results.rounds import SCORES, STRETCHES
 from dflash_bench.results.table import RunTable
 from dflash_bench.tasks import sandbox, scorers
 from dflash_bench.tasks.sandbox import Isolation
-from dflash_bench.tasks.scorers.base import Score
-from dflash_bench.tasks.scorers.evaluated import is_evaluated
+from dflash_bench.tasks.scorers.base import Score, is_evaluated
 
 COLUMNS = ("suite", "prompt_id", "method", "turn", "repeat", "text", "error", "num_thinking_chars", *SCORES)
 

@@ -25,7 +25,7 @@ from dflash_bench.runner.config import RunRequest, require_prompts
 from dflash_bench.runner.rules import THINKING
 from dflash_bench.tasks import prompts, sandbox, scorers, suites
 from dflash_bench.tasks.padding import Contexts
-from dflash_bench.tasks.scorers import evaluated
+from dflash_bench.tasks.scorers.base import is_evaluated
 from dflash_bench.tasks.suites import Loaded
 
 # `--over`: values of options and settings, as a grid or varied one at a time.
@@ -347,10 +347,10 @@ def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
     loaded = [suites.load_prompts(suite, data, limit, balance, padded=padded) for suite in known]
     if request.prompts is not None:
         scorer = request.score or "none"
-        columns = list(scorers.COLUMNS.get(scorer, ()))
+        columns = list(scorers.columns(scorer))
         own = {"every_answer": request.every_answer, "padded": padded}
         loaded.append(prompts.load(request.prompts, limit, scorer, columns, balance, **own))
-    if request.score is not None and evaluated.is_evaluated(request.score):
+    if request.score is not None and is_evaluated(request.score):
         loaded = _scored_by(request.score, loaded)
     return suites.without_first(loaded, request.skip) if request.skip else loaded
 

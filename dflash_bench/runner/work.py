@@ -221,7 +221,7 @@ def prompt_rows(plan: WorkPlan) -> list[dict[str, Any]]:
 
 def _scored_by(scorer: str, prompt: Prompt) -> str | None:
     """Return the columns that the scorer reads besides the reference, as JSON."""
-    names = scorers.COLUMNS.get(scorer)
+    names = scorers.columns(scorer)
     return json.dumps({name: prompt.row.get(name) for name in names}) if names else None
 
 

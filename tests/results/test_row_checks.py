@@ -24,7 +24,7 @@ from dflash_bench.engine.backend import LocalBackend, RequestTrace
 from dflash_bench.results import parts, row_checks, store
 from dflash_bench.runner import stopwatch
 from dflash_bench.tasks import sandbox, scorers
-from dflash_bench.tasks.scorers.base import Score
+from dflash_bench.tasks.scorers.base import Score, Scorer
 from helpers import fake_backend
 from helpers.runs import known, listed
 
@@ -450,7 +450,7 @@ def test_a_scorer_that_is_always_right_is_found_by_a_sound_process(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(scorers.SCORERS.own, "gsm8k_number", lambda prompt, text: Score(prompt.reference, True))
+        patched.setitem(scorers.SCORERS.own, "gsm8k_number", Scorer(lambda prompt, _: Score(prompt.reference, True)))
         assert fake_backend.main(patched, *WORDS) == 0
     code, out, _ = main("check", "run")
     assert code == 1 and "gsm8k_number" in out

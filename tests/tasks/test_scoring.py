@@ -16,7 +16,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Prompt
 from dflash_bench.tasks import scorers
 from dflash_bench.tasks.sandbox import UNSAFE, ProgramLimits, strongest
-from dflash_bench.tasks.scorers import check_references, score
+from dflash_bench.tasks.scorers import check_references, code, formulas, score
 from dflash_bench.tasks.scorers.base import Score
 
 
@@ -146,7 +146,7 @@ def test_a_formula_that_cannot_be_evaluated_in_time_fails_and_the_next_one_passe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(scorers.formulas, "_CPU_S", 1)
+        patched.setattr(formulas, "_CPU_S", 1)
         assert passed("math", "1", r"\boxed{9^{9^{9^{9}}} - 9^{9^{9^{9}}} + 1}") is False
     assert passed("math", "0.5", r"\boxed{\frac{1}{2}}") is True
 
@@ -184,7 +184,7 @@ WRONG = "def area(radius):\n    return radius\n"
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scorers.code, "LIMITS", ProgramLimits(cpu_s=2, wall_s=4.0))
+    monkeypatch.setattr(code, "LIMITS", ProgramLimits(cpu_s=2, wall_s=4.0))
 
 
 ANSWERS = {

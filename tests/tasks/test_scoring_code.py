@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dflash_bench.core.types import Prompt
-from dflash_bench.tasks import scorers
 from dflash_bench.tasks.sandbox import UNSAFE, ProgramLimits, strongest
+from dflash_bench.tasks.scorers import code as code_scorers
 from dflash_bench.tasks.scorers import score
 
 CAGE = strongest() or UNSAFE
@@ -246,7 +246,7 @@ HUMANEVAL_ROW = {"prompt": STUB, "entry_point": "area", "test": TEST}
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scorers.code, "LIMITS", ProgramLimits(cpu_s=2, wall_s=20.0))
+    monkeypatch.setattr(code_scorers, "LIMITS", ProgramLimits(cpu_s=2, wall_s=20.0))
 
 
 def passed(name: str, row: Mapping[str, Any], text: str) -> bool | None:

@@ -1,4 +1,4 @@
-"""Scorers of answers: `SCORERS` maps names to functions of prompt and text (and, for code, sandbox).
+"""Scorers of answers: `SCORERS` maps names to a `Scorer`, one file each.
 
 Numbers and formulas are compared by value, code by running its tests in the sandbox. Only this package handles the text
 around an answer: prose, code fences, units, several boxes.
@@ -6,9 +6,10 @@ around an answer: prose, code fences, units, several boxes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflash_bench.core import plugins
 from dflash_bench.core.errors import UserError, unknown
@@ -16,25 +17,60 @@ from dflash_bench.core.plugins import Registry
 from dflash_bench.core.thinking import answer_of
 from dflash_bench.core.types import CODE_SCORERS, Prompt
 from dflash_bench.tasks.sandbox import Isolation
-from dflash_bench.tasks.scorers import (
-    choices,
-    code,
-    contests,
-    evaluated,
-    formulas,
-    needles,
-    numbers,
-    schema,
+from dflash_bench.tasks.scorers.base import (
+    EVALUATED,
+    Score,
+    Scorer,
+    is_evaluated,
+    otherwise_right,
+    reference,
+    require_module,
 )
-from dflash_bench.tasks.scorers.base import Score, reference, require_module
 
-Scorer = Callable[[Prompt, str], Score]
+if TYPE_CHECKING:
+    from dflash_bench.tasks.scorers.evaluated import EvaluatedMetric
+
+TEXT_SCORERS = {
+    "aime_integer": "numbers:SCORER",
+    "choice": "choices:SCORER",
+    "gsm8k_number": "numbers:SCORER",
+    "math": "formulas:SCORER",
+}
+"""Scorers that need only an answer and a reference."""
+OTHERS = {
+    "humaneval": "code:HUMANEVAL",
+    "livecodebench": "contests:SCORER",
+    "mbpp": "code:MBPP",
+    "mrcr": "needles:SCORER",
+    "json_schema": "schema:SCORER",
+}
+METRIC = str(Path(__file__).parent / "evaluate_metric.py")
+"""The path for `evaluate.load`, along with the name of a text scorer."""
+
+
+def _scorer(_: str, found: object) -> Scorer:
+    """Return a scorer; those of plug-ins are functions. Raises TypeError for anything else."""
+    if isinstance(found, Scorer):
+        return found
+    if not callable(found):
+        raise TypeError("it must be a function of a prompt and a text, which returns a Score")
+    return Scorer(found)
+
+
+SCORERS: Registry[Scorer] = Registry(
+    plugins.SCORERS,
+    {
+        **{name: EntryPoint(name, f"{__name__}.{at}", plugins.SCORERS) for name, at in (TEXT_SCORERS | OTHERS).items()},
+        "none": Scorer(lambda _prompt, _text: Score(None, None)),
+    },
+    _scorer,
+)
 
 
 def check_name(name: str) -> None:
     """Raise UserError for a name that is neither a scorer nor a metric of evaluate."""
-    if name not in SCORERS and not evaluated.is_evaluated(name):
-        raise unknown("scorer", name, [*SCORERS, f"{evaluated.PREFIX}FOLDER"])
+    if name not in SCORERS and not is_evaluated(name):
+        raise unknown("scorer", name, [*SCORERS, f"{EVALUATED}FOLDER"])
 
 
 def require(names: Collection[str], is_trusted: bool = False) -> None:
@@ -44,33 +80,32 @@ def require(names: Collection[str], is_trusted: bool = False) -> None:
     """
     for name in names:
         check_name(name)
-        if evaluated.is_evaluated(name):
-            evaluated.metric(name, is_trusted)
-    if schema.NAME in names:
-        require_module("jsonschema")
-    if "math" in names:
-        require_module("math_verify")
+        if is_evaluated(name):
+            _metric(name, is_trusted)
+        elif (module := SCORERS[name].module) is not None:
+            require_module(module)
+
+
+def columns(name: str) -> Mapping[str, type]:
+    """Return the columns of a prompt's row that a scorer reads besides the reference."""
+    return SCORERS[name].columns if name in SCORERS else {}
 
 
 def check_references(name: str, prompts: Iterable[Prompt]) -> None:
     """Raise UserError for a prompt without a reference, or whose reference no answer can equal."""
+    check = reference if is_evaluated(name) else SCORERS[name].check
     for prompt in prompts:
-        if name in NUMBER_SCORERS:
-            for one in (prompt, *_otherwise_right(prompt)):
-                numbers.right_number(one)
-        elif name in (*_TEXT_SCORERS, "mrcr") or evaluated.is_evaluated(name):
-            reference(prompt)
-        for column, kind in COLUMNS.get(name, {}).items():
+        for column, kind in columns(name).items():
             if not isinstance(prompt.row.get(column), kind):
                 where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
                 raise UserError(f"{where} has no {column} (a {kind.__name__}), which the scorer {name} needs")
-        if name in CHECKS:
-            CHECKS[name](prompt)
+        if check is not None:
+            check(prompt)
 
 
 def unscored(name: str, prompts: Iterable[Prompt]) -> dict[str, str]:
     """Return the reasons why answers to prompts cannot be scored, by prompt id."""
-    why = UNSCORED.get(name)
+    why = None if is_evaluated(name) else SCORERS[name].unscored
     return {prompt.prompt_id: text for prompt in prompts if (text := why(prompt))} if why else {}
 
 
@@ -84,78 +119,28 @@ def score(
     """
     check_name(name)
     text = answer_of(text, num_thinking)
-    if evaluated.is_evaluated(name):
-        return evaluated.metric(name, True).score(prompt, text)
+    if is_evaluated(name):
+        return _metric(name, True).score(prompt, text)
+    scored = SCORERS[name].score
     if name in CODE_SCORERS:
-        return SCORERS[name](prompt, text, isolation)
-    found = SCORERS[name](prompt, text)
-    others = _otherwise_right(prompt) if found.passed is False else ()
-    return next((again for other in others if (again := SCORERS[name](other, text)).passed), found)
-
-
-def _otherwise_right(prompt: Prompt) -> Iterator[Prompt]:
-    """Return the prompt with each of its alternatives as its reference."""
-    return (replace(prompt, reference=right, alternatives=()) for right in prompt.alternatives)
-
-
-def _score_nothing(_prompt: Prompt, _text: str) -> Score:
-    return Score(None, None)
-
-
-_TEXT_SCORERS: dict[str, Scorer] = {
-    "aime_integer": numbers.number,
-    "choice": choices.choice,
-    "gsm8k_number": numbers.number,
-    "math": formulas.math,
-}
-
-
-def _of_plugin(name: str, found: object) -> Scorer:
-    """Return a plug-in's scorer. Raises TypeError if it is not a function."""
-    if not callable(found):
-        raise TypeError("it must be a function of a prompt and a text, which returns a Score")
-    return found
-
-
-SCORERS: Registry[Callable[..., Score]] = Registry(
-    plugins.SCORERS,
-    {
-        **_TEXT_SCORERS,
-        "humaneval": code.humaneval,
-        "livecodebench": contests.livecodebench,
-        "mbpp": code.mbpp,
-        "mrcr": needles.mrcr,
-        schema.NAME: schema.json_schema,
-        "none": _score_nothing,
-    },
-    _of_plugin,
-)
-COLUMNS: dict[str, dict[str, type]] = {
-    "humaneval": {"prompt": str, "entry_point": str, "test": str},
-    "livecodebench": dict.fromkeys((contests.PUBLIC, contests.PRIVATE, contests.ABOUT), str),
-    "mbpp": {"test_list": list, "test_imports": list},
-    "mrcr": {needles.PREFIX: str},
-    schema.NAME: {schema.NAME: dict},
-}
-"""Columns of a prompt's row that scorers need."""
-CHECKS: Mapping[str, Callable[[Prompt], object]] = {
-    "choice": choices.right_letter, "livecodebench": contests.contest_of,
-}  # fmt: skip
-"""Functions that raise UserError if a scorer cannot use a prompt's columns or reference."""
-UNSCORED: Mapping[str, Callable[[Prompt], str]] = {"livecodebench": contests.unscored}
-"""Functions that return why the answers to a prompt cannot be scored; empty if they can."""
-METRIC = str(Path(__file__).parent / "evaluate_metric.py")
-"""The path for `evaluate.load`, along with the name of a text scorer."""
-NUMBER_SCORERS = frozenset(("aime_integer", "gsm8k_number"))
-"""Scorers whose reference must hold a number."""
+        return scored(prompt, text, isolation)
+    found = scored(prompt, text)
+    others = otherwise_right(prompt) if found.passed is False else ()
+    return next((again for other in others if (again := scored(other, text)).passed), found)
 
 
 def require_text_scorer(name: str) -> None:
     """Raise UserError unless this scorer needs only an answer and a reference."""
-    if name not in _TEXT_SCORERS:
-        raise unknown("metric", name, list(_TEXT_SCORERS))
+    if name not in TEXT_SCORERS:
+        raise unknown("metric", name, list(TEXT_SCORERS))
 
 
 def origin(name: str) -> Mapping[str, str]:
     """Return what determines the scores of a metric of evaluate; empty for scorers of this package."""
-    return evaluated.metric(name, True).origin if evaluated.is_evaluated(name) else {}
+    return _metric(name, True).origin if is_evaluated(name) else {}
+
+
+def _metric(name: str, is_trusted: bool) -> EvaluatedMetric:
+    from dflash_bench.tasks.scorers import evaluated
+
+    return evaluated.metric(name, is_trusted)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Prompt
@@ -35,6 +35,22 @@ class Score:
     passed: bool | None
     value: float | None = None
     """The value of a metric that does not judge answers right or wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """How answers are scored, and what that needs of prompts and of this machine."""
+
+    score: Callable[..., Score]
+    """Scores a prompt's answer: a text and, for code, the sandbox."""
+    columns: Mapping[str, type] = field(default_factory=dict)
+    """Columns of a prompt's row that it reads."""
+    check: Callable[[Prompt], object] | None = None
+    """Raises UserError for a reference or columns that it cannot use."""
+    unscored: Callable[[Prompt], str] | None = None
+    """Returns why the answers to a prompt cannot be scored; empty if they can."""
+    module: str | None = None
+    """The package that it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +101,19 @@ def _boxes(text: str) -> Iterator[_Box]:
         elif token["box"] or token[0] == "{":
             opened.append(token)
     yield from (_Box(start.start(), len(text), text[start.end() :].strip(), False) for start in opened if start["box"])
+
+
+EVALUATED = "evaluate:"
+"""Begins the names of scorers that are metrics of the evaluate library."""
+
+
+def is_evaluated(name: str) -> bool:
+    return name.startswith(EVALUATED)
+
+
+def otherwise_right(prompt: Prompt) -> Iterator[Prompt]:
+    """Return the prompt with each of its alternatives as its reference."""
+    return (replace(prompt, reference=right, alternatives=()) for right in prompt.alternatives)
 
 
 def reference(prompt: Prompt) -> str:

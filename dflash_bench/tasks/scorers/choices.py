@@ -6,7 +6,7 @@ import re
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Prompt
-from dflash_bench.tasks.scorers.base import Score, last_box, reference
+from dflash_bench.tasks.scorers.base import Score, Scorer, last_box, reference
 
 _SAID = (
     re.compile(r"(?:(?i:answer)(?:(?i:\s+is)|\W{0,8}[:=：\u2013\u2014])|答案[是为选]?)\W{0,8}([A-D])(?![A-Za-z0-9_'])"),
@@ -33,3 +33,6 @@ def right_letter(prompt: Prompt) -> str:
         where = f"prompt {prompt.prompt_id} of suite {prompt.suite}"
         raise UserError(f"{where}: its reference '{reference(prompt)[:40]}' is none of A, B, C and D")
     return match[1]
+
+
+SCORER = Scorer(choice, check=right_letter)

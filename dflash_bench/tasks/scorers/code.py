@@ -14,7 +14,7 @@ from itertools import chain, islice, repeat, takewhile
 
 from dflash_bench.core.types import Prompt
 from dflash_bench.tasks.sandbox import Isolation, ProgramLimits, run_tests
-from dflash_bench.tasks.scorers.base import Score
+from dflash_bench.tasks.scorers.base import Score, Scorer
 
 _OPENING = re.compile(
     r"(?P<fence>```|~~~)[`~]*[ \t]*(?P<language>\w*)[^\n`]*\n"
@@ -242,3 +242,7 @@ def _join(*parts: str) -> str:
     """Join parts to one program, with imports from `__future__` first, as Python requires."""
     program = "\n\n".join(parts)
     return "\n".join([*_FUTURE.findall(program), _FUTURE.sub("", program)])
+
+
+HUMANEVAL = Scorer(humaneval, {"prompt": str, "entry_point": str, "test": str})
+MBPP = Scorer(mbpp, {"test_list": list, "test_imports": list})

@@ -17,7 +17,7 @@ from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Prompt
 from dflash_bench.tasks.sandbox import Isolation, ProgramLimits, run_tests
-from dflash_bench.tasks.scorers.base import Score
+from dflash_bench.tasks.scorers.base import Score, Scorer
 from dflash_bench.tasks.scorers.code import code_in
 
 PUBLIC, PRIVATE, ABOUT = "public_test_cases", "private_test_cases", "metadata"
@@ -124,6 +124,9 @@ def livecodebench(prompt: Prompt, text: str, isolation: Isolation | None) -> Sco
         if not outcome.passed:
             return Score(f"{code.rstrip()}\n\n# {outcome.reason}", outcome.passed)
     return Score(code, True)
+
+
+SCORER = Scorer(livecodebench, dict.fromkeys((PUBLIC, PRIVATE, ABOUT), str), contest_of, unscored)
 
 
 def _divided(cases: Sequence[ContestCase]) -> Iterator[list[ContestCase]]:

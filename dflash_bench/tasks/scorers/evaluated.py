@@ -18,19 +18,14 @@ from typing import Any
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.types import Prompt
-from dflash_bench.tasks.scorers.base import Score, reference, require_module
+from dflash_bench.tasks.scorers.base import EVALUATED, Score, reference, require_module
 
-PREFIX = "evaluate:"
 SEPARATOR = "#"
 """Separates the name of a figure, for metrics that compute several."""
 HUB_FOLDER = "evaluate-metric"
 """The owner on the hub of metrics named without an owner."""
 FAILURES = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError)
 """Exceptions that a metric's own code may raise; they are reported as errors of the user's metric."""
-
-
-def is_evaluated(name: str) -> bool:
-    return name.startswith(PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +81,7 @@ def metric(name: str, is_trusted: bool = False) -> EvaluatedMetric:
     require_module("evaluate")
     import evaluate
 
-    place, _, figure = name.removeprefix(PREFIX).partition(SEPARATOR)
+    place, _, figure = name.removeprefix(EVALUATED).partition(SEPARATOR)
     code = _code(place)
     if code is None and not is_trusted:
         raise UserError(

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from dflash_bench.core.types import Prompt
-from dflash_bench.tasks.scorers.base import MENTION, Score, last_box, reference, require_module
+from dflash_bench.tasks.scorers.base import MENTION, Score, Scorer, last_box, reference, require_module
 
 _CPU_S = 10
 """Seconds of a processor that comparing two formulas may take: a busy machine must not make answers wrong."""
@@ -198,3 +198,6 @@ def _is_close(a: Any, b: Any) -> bool:
         sizes = [abs(one.evalf(15)) for one in (a, b)]
         return not all(size.is_Float for size in sizes) or abs(sizes[0] - sizes[1]) <= _TOLERANCE * max(sizes)
     return not any(part.is_Float and part._prec > 1 for part in parts)
+
+
+SCORER = Scorer(math, check=reference, module="math_verify")

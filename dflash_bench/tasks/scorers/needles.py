@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import SequenceMatcher
 
 from dflash_bench.core.types import Prompt
-from dflash_bench.tasks.scorers.base import Score, reference
+from dflash_bench.tasks.scorers.base import Score, Scorer, reference
 
 PREFIX = "random_string_to_prepend"
 """The column of the string that the answer must begin with."""
@@ -21,3 +21,6 @@ def mrcr(prompt: Prompt, text: str) -> Score:
         return Score(text or None, None, 0.0)
     answer = text.removeprefix(prefix)
     return Score(answer, None, SequenceMatcher(None, answer, right.removeprefix(prefix)).ratio())
+
+
+SCORER = Scorer(mrcr, {PREFIX: str}, check=reference)

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Prompt
-from dflash_bench.tasks.scorers.base import Score, last_box, reference
+from dflash_bench.tasks.scorers.base import Score, Scorer, last_box, otherwise_right, reference
 
 _MAX_NUMBER_CHARS = 100  # no answer is longer, and Python refuses to convert thousands of digits
 
@@ -132,3 +132,11 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
         lambda match: str(Fraction(match["times"]) * Fraction(10) ** int(match["braced"])),
     ),
 )
+
+
+def _check(prompt: Prompt) -> None:
+    for one in (prompt, *otherwise_right(prompt)):
+        right_number(one)
+
+
+SCORER = Scorer(number, check=_check)

@@ -11,7 +11,7 @@ from typing import Any
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Prompt
-from dflash_bench.tasks.scorers.base import Score, require_module
+from dflash_bench.tasks.scorers.base import Score, Scorer, require_module
 
 NAME = "json_schema"
 """The name of the scorer, and of the column that holds the schema."""
@@ -48,3 +48,6 @@ def json_schema(prompt: Prompt, text: str) -> Score:
     except UserError:
         return Score(text or None, False)
     return Score(json.dumps(value, ensure_ascii=False), validators.validator_for(schema)(schema).is_valid(value))
+
+
+SCORER = Scorer(json_schema, {NAME: dict}, module="jsonschema")
