@@ -102,8 +102,8 @@ OF_A_KIND = (
     "servers/dialects", "tasks/scorers", "training",
 )  # fmt: skip
 """Folders of plug-ins, groups of commands, and objectives: one file each, whoever imports it."""
-PROCESSES = {"servers/supervisor.py", "tasks/isolation/child.py", "tasks/isolation/supervisor.py"}
-"""Started as a process of their own, or what starts one behind walls."""
+PROCESSES = {"servers/supervisor.py", *(f"tasks/isolation/{name}.py" for name in ("child", "supervisor", "testing"))}
+"""Started as a process of their own, or loaded only behind walls, each on its side of them."""
 
 
 def imported_by(text: str, folder: str) -> set[str]:

@@ -43,8 +43,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_bench.tasks.isolation.supervisor import last_line
-from dflash_bench.tasks.isolation.testing import ENDED, FAILED, PASSED, REFUSED, UNTESTABLE, VERDICTS
+from dflash_bench.tasks.isolation import ENDED, FAILED, PASSED, REFUSED, UNTESTABLE, VERDICTS, last_line
 
 # -P keeps the current folder off the path, -S the installed packages.
 _START = "import sys; sys.path.append(sys.argv[1]); from dflash_bench.tasks.isolation.supervisor import main; main()"

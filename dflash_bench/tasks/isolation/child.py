@@ -13,9 +13,9 @@ import types
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from dflash_bench.tasks.isolation import protocol, walls
+from dflash_bench.tasks.isolation import PASSED, protocol, walls
 from dflash_bench.tasks.isolation.protocol import Link
-from dflash_bench.tasks.isolation.testing import PASSED, Tests
+from dflash_bench.tasks.isolation.testing import Tests
 from dflash_bench.tasks.isolation.walls import SandboxRequest
 
 if TYPE_CHECKING:

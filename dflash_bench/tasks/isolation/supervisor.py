@@ -13,8 +13,7 @@ import time
 from contextlib import suppress
 
 from dflash_bench.tasks.isolation import child as isolation_child
-from dflash_bench.tasks.isolation import walls
-from dflash_bench.tasks.isolation.testing import REASON_CHARS
+from dflash_bench.tasks.isolation import last_line, walls
 from dflash_bench.tasks.isolation.walls import SandboxRequest
 
 TICK_S = 0.05
@@ -105,10 +104,3 @@ class Watch:
             return os.stat(f"{self.child}/task", dir_fd=self.proc).st_nlink - 2
         except (FileNotFoundError, NotADirectoryError):  # it has just ended, or the system has no /proc
             return 0
-
-
-def last_line(file: int) -> str:
-    """Return the last line that a process wrote to this file descriptor, truncated to fit the reply."""
-    tail = os.pread(file, 4096, max(0, os.fstat(file).st_size - 4096)).decode(errors="replace")
-    lines = tail.strip().splitlines() or [""]
-    return lines[-1].strip()[:REASON_CHARS]

@@ -11,17 +11,13 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dflash_bench.tasks.isolation import protocol
+from dflash_bench.tasks.isolation import ENDED, FAILED, REASON_CHARS, REFUSED, UNTESTABLE, protocol
 from dflash_bench.tasks.isolation.protocol import ClosedError, Link
 
 if TYPE_CHECKING:
     from typing import NoReturn
 
-VERDICTS = PASSED, FAILED, REFUSED, UNTESTABLE = "passed", "failed", "refused", "untestable"
-ENDED = "its program ended"
-"""The reason if the answer's program has ended; its own supervisor reports why."""
 MOST_CALLS = 100_000
-REASON_CHARS = 200
 
 
 class Tests:
