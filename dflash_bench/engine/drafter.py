@@ -50,6 +50,11 @@ class Committed:
         return range(self.first, self.first + len(self.starts))
 
     @property
+    def last(self) -> list[int]:
+        """Return the index of each row's last valid place; 0 for a row that stands still."""
+        return [max(count, 1) - 1 for count in self.counts]
+
+    @property
     def row_slice(self) -> slice:
         """Return `rows` as an index of tensors."""
         return slice(self.first, self.first + len(self.starts))

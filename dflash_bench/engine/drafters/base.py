@@ -181,6 +181,12 @@ draft's own probabilities, at the run's temperature and with its filters, accept
 (Leviathan et al., arXiv 2211.17192, algorithm 1). At temperature 0 both are the same."""
 
 
+def joined(probs: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the distributions [B, N, V] of tokens drafted one by one, or None if the tokens were chosen, not drawn."""
+    drawn = [one for one in probs if one is not None]
+    return torch.cat(drawn, dim=1) if drawn else None
+
+
 class DraftListener(Protocol):
     """Receives the scores from which greedy drafts are chosen, while it is set as a sampler's `listener`."""
 

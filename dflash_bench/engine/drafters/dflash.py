@@ -22,7 +22,7 @@ from dflash_bench.core.methods import Method
 from dflash_bench.engine.adaptive import AdaptiveLength
 from dflash_bench.engine.cache import on_host, rotations, to_device
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler
+from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler, joined
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native import Product
 from dflash_bench.engine.forward.native_drafts import DFlashNetwork, NativeDFlash
@@ -419,29 +419,24 @@ class SamplingPick:
 
     def __init__(self, sampler: DraftSampler) -> None:
         self.sampler = sampler
-        self._probs: list[Tensor] = []
+        self._probs: list[Tensor | None] = []
 
     def __call__(self, logits: Tensor, first: int) -> Tensor:
         tokens, probs = self.sampler.sample(logits, first)
-        self._keep(probs)
+        self._probs.append(probs)
         return tokens
 
     def among(self, ids: Tensor, scores: Tensor, place: int) -> Tensor:
         index, probs = self.sampler.sample_among(ids, scores, place)
-        self._keep(probs)
+        self._probs.append(probs)
         return index
 
     def best(self, logits: Tensor) -> Tensor:
         return self.sampler.target_ids(likeliest(logits))
 
-    def _keep(self, probs: Tensor | None) -> None:
-        if probs is not None:
-            self._probs.append(probs)
-
     @property
     def probs(self) -> Tensor | None:
-        """Return [B, N, V] over the target's vocabulary, or None if the tokens were chosen."""
-        return torch.cat(self._probs, dim=1) if self._probs else None
+        return joined(self._probs)
 
 
 class BlockCorrector:

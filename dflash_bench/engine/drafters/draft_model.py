@@ -12,7 +12,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import to_device
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.base import DraftSampler
+from dflash_bench.engine.drafters.base import DraftSampler, joined
 from dflash_bench.engine.graphs import GraphCache
 from dflash_bench.engine.selection import target_like
 from dflash_bench.engine.target import Network, Steady, Target
@@ -85,14 +85,13 @@ class ModelDrafter:
         return to_device(flat, self.model.device).view(-1, 2)
 
     def propose(self) -> Draft:
-        probs: list[Tensor] = []
+        probs: list[Tensor | None] = []
         # A row that has not begun writes where its prompt will.
         block, starts = self.last, [max(start, 1) - 1 for start in self.starts]
         for i in range(self.num_drafts):
             logits = self.model.forward(block.clamp(max=self.num_ids - 1), starts).logits
             tokens, drawn_from = self.draft_sampler.sample(logits[:, -1:, : self.num_ids], first=i)
             self.tokens[:, i : i + 1] = block = tokens
-            if drawn_from is not None:
-                probs.append(drawn_from)
+            probs.append(drawn_from)
             starts = [start + i + 1 for start in self.starts]
-        return Draft(self.tokens, probs=torch.cat(probs, dim=1) if probs else None)
+        return Draft(self.tokens, probs=joined(probs))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import rotations, to_device
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler
+from dflash_bench.engine.drafters.base import CachedDrafter, DraftSampler, joined
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native_drafts import Eagle3Network, NativeEagle3, StepNetwork
 from dflash_bench.engine.graphs import Function
@@ -39,6 +39,7 @@ class StepDrafter(CachedDrafter):
 
     network: StepNetwork
     embedding: Callable[[Tensor], Tensor]
+    draft_sampler: DraftSampler
 
     def __init__(self, draft: Any, num_drafts: int, num_scratch: int) -> None:
         super().__init__(draft, num_scratch)
@@ -56,7 +57,7 @@ class StepDrafter(CachedDrafter):
     def observe(self, committed: Committed) -> None:
         """Read the committed tokens with the target's features [B, M, K * H]; keep the last output of each row."""
         read = self.read_committed(committed)
-        last = [max(count, 1) - 1 for count in committed.counts]
+        last = committed.last
         if min(last) == max(last):  # one row above all: a view, and nothing goes to the device
             hidden = read[:, last[0] : last[0] + 1]
         else:
@@ -93,6 +94,17 @@ class StepDrafter(CachedDrafter):
         """Run `step`, placed by tensors alone, so that it can be captured."""
         self.cache.place_at(starts, tokens.shape[1], num_places)
         return (self._through(tokens, hidden),)
+
+    def chain(self, logits: Callable[[Tensor], Tensor]) -> Draft:
+        """Draft token by token, given the head: from the newest output, then from the output of each step."""
+        probs: list[Tensor | None] = []
+        hidden = self.hidden
+        for i in range(self.num_drafts):
+            if i:
+                hidden = self.step(self.tokens[:, i - 1 : i], hidden, [start + i - 1 for start in self.starts])
+            self.tokens[:, i : i + 1], drawn_from = self.draft_sampler.sample(logits(hidden), first=i)
+            probs.append(drawn_from)
+        return Draft(self.tokens, probs=joined(probs))
 
     def _through(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Read tokens [B, N] and features [B, N, H] where they were placed; return the network's output [B, N, H]."""
@@ -156,16 +168,6 @@ class Eagle3Drafter(StepDrafter):
     def propose(self) -> Draft:
         if self.config.window is not None:
             self.newest = to_device(self.starts, self.device)[:, None] - 1
-        tokens = self._chain()
+        draft = self.chain(self.network.logits)
         self.newest = None
-        return Draft(tokens)
-
-    def _chain(self) -> Tensor:
-        """Return the drafted tokens [B, num_drafts]."""
-        hidden = self.hidden
-        for i in range(self.num_drafts):
-            if i:
-                starts = [start + i - 1 for start in self.starts]
-                hidden = self.step(self.tokens[:, i - 1 : i], hidden, starts)
-            self.tokens[:, i : i + 1], _ = self.draft_sampler.sample(self.network.logits(hidden))
-        return self.tokens
+        return draft

@@ -71,7 +71,7 @@ class MedusaDrafter:
     def observe(self, committed: Committed) -> None:
         """Keep the hidden state [B, H] of the token before the anchor, from which the target chose the anchor."""
         assert committed.hidden is not None
-        last = [max(count, 1) - 1 for count in committed.counts]
+        last = committed.last
         hidden = committed.hidden[self.rows[: len(last)], to_device(last, self.device)]
         if self.hidden is None or len(last) == len(self.rows):
             self.hidden = hidden

@@ -16,7 +16,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.methods import Method
 from dflash_bench.engine.cache import rotations, to_device
 from dflash_bench.engine.drafter import Committed
-from dflash_bench.engine.drafters.base import DraftSampler
+from dflash_bench.engine.drafters.base import DraftSampler, joined
 from dflash_bench.engine.drafters.eagle3 import StepDrafter
 from dflash_bench.engine.forward.choice import why_not_layers
 from dflash_bench.engine.forward.native import Product
@@ -93,16 +93,7 @@ class MTPDrafter(StepDrafter):
         super().observe(committed)
 
     def propose(self) -> Draft:
-        probs: list[Tensor] = []
-        hidden = self.hidden
-        for i in range(self.num_drafts):
-            if i:
-                starts = [start + i - 1 for start in self.starts]
-                hidden = self.step(self.tokens[:, i - 1 : i], hidden, starts)
-            self.tokens[:, i : i + 1], drawn_from = self.draft_sampler.sample(self.head(hidden), first=i)
-            if drawn_from is not None:
-                probs.append(drawn_from)
-        return Draft(self.tokens, probs=torch.cat(probs, dim=1) if probs else None)
+        return self.chain(self.head)
 
 
 class ModulesDrafter(MTPDrafter):
@@ -162,7 +153,7 @@ class ModulesDrafter(MTPDrafter):
         starts = [max(0, end - width) for end in self.starts]
         last = to_device([width - skip - 1 for skip in skipped], self.device)
         probs = self._read(self.states[:, -width:], self.following[:, -width:], starts, skipped, last=last)
-        return Draft(self.tokens, probs=torch.cat(probs, dim=1) if probs else None)
+        return Draft(self.tokens, probs=joined(probs))
 
     def _read(
         self,
@@ -172,18 +163,18 @@ class ModulesDrafter(MTPDrafter):
         skipped: Sequence[int],
         first: int = 0,
         last: Tensor | None = None,
-    ) -> list[Tensor]:
+    ) -> list[Tensor | None]:
         """Read states [B, W, H] and the tokens [B, W] that follow them, each row from `starts` on, by all modules.
 
         A row's first `skipped` entries are of no position. With `last` [B], the index of each row's newest entry among
-        the others, draft a token there by each module; return the distributions [B, 1, V] if they were drawn.
+        the others, draft a token there by each module; return the distributions [B, 1, V], None for choices.
         """
         if any(skipped):
             columns = torch.arange(tokens.shape[1], device=self.device)
             moved = (to_device(skipped, self.device)[:, None] + columns).clamp(max=len(columns) - 1)
             states, tokens = states.take_along_dim(moved[..., None], dim=1), tokens.gather(1, moved)
             states, tokens = states[:, : len(columns) - min(skipped)], tokens[:, : len(columns) - min(skipped)]
-        probs: list[Tensor] = []
+        probs: list[Tensor | None] = []
         for place, network in enumerate(self.networks):
             states = self._pass(network, tokens, states, starts, first)
             tokens = tokens.roll(-1, dims=1)
@@ -191,8 +182,7 @@ class ModulesDrafter(MTPDrafter):
                 logits = self.head(states[self.rows, last][:, None])
                 self.tokens[:, place : place + 1], drawn_from = self.draft_sampler.sample(logits, first=place)
                 tokens[self.rows, last] = self.tokens[:, place]
-                if drawn_from is not None:
-                    probs.append(drawn_from)
+                probs.append(drawn_from)
         return probs
 
     def _pass(self, network: PublishedMTP, tokens: Tensor, states: Tensor, starts: Sequence[int], first: int) -> Tensor:

@@ -57,7 +57,7 @@ class PEagleDrafter(Eagle3Drafter):
         tokens, features, starts, counts = committed.tokens, committed.hidden, committed.starts, committed.counts
         if committed.is_prompt or tokens.shape[1] > self.most_pairs:
             self.read_committed(committed)
-            last = [max(count, 1) - 1 for count in counts]
+            last = committed.last
             place = to_device(last, self.device)[:, None]
             tokens = tokens.gather(1, place)
             features = features.take_along_dim(place[..., None], dim=1)
