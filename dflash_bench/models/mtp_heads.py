@@ -20,7 +20,7 @@ from dflash_bench.core.errors import ANOTHER_DRAFT, DraftProblem, UserError
 from dflash_bench.models import targets, weights
 from dflash_bench.models.configs import optional
 from dflash_bench.models.formats import fit
-from dflash_bench.models.formats.base import COPY, EMBEDDING, FLOATS, HEAD, MISSING, SURPLUS, TargetShape
+from dflash_bench.models.formats.base import COPY, EMBEDDING, HEAD, TargetShape, unlike
 from dflash_bench.models.hub import UNREADABLE, cannot_load, read_config
 from dflash_bench.models.nets.mtp import KINDS, MIMO, PREFIX, MTPConfig, MTPDraft, heads_among, numbered, own_name
 
@@ -79,7 +79,8 @@ def read(folder: Path, headers_only: bool = False) -> tuple[MTPConfig, dict[str,
         expected.rotary()
     except UNREADABLE as error:
         raise cannot_load(folder, error) from error
-    for problem in _unsound(expected.state_dict(), tensors, as_stored):
+    surplus = "heads of this kind have no place for it", "see if config.json belongs to the weights"
+    for problem in unlike(expected.state_dict(), tensors, as_stored, surplus, "heads"):
         raise UserError(f"{folder}: {problem}")
     for name, tensor in tensors.items():
         if not headers_only and not tensor.isfinite().all():
@@ -236,22 +237,3 @@ def _joined(folder: Path, tensors: Mapping[str, Tensor], as_stored: Naming) -> d
         except RuntimeError as error:
             raise UserError(f"{folder}: {as_stored(name)}.* are of different shapes; {COPY}") from error
     return joined
-
-
-def _unsound(
-    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], as_stored: Naming
-) -> Iterator[DraftProblem]:
-    """Yield each tensor that is missing, surplus, or of the wrong shape or type, by its name in the file."""
-    for name in sorted(expected.keys() - tensors.keys()):
-        yield DraftProblem(MISSING, f"missing tensor {as_stored(name)}", f"{COPY}, or see if config.json belongs to it")
-    for name in sorted(tensors.keys() - expected.keys()):
-        what = f"surplus tensor {as_stored(name)}: heads of this kind have no place for it"
-        yield DraftProblem(SURPLUS, what, "see if config.json belongs to the weights")
-    for name in sorted(expected.keys() & tensors.keys()):
-        tensor, shape = tensors[name], list(expected[name].shape)
-        if list(tensor.shape) != shape:
-            what = f"{as_stored(name)} is {list(tensor.shape)}, config.json says {shape}: they do not belong together"
-            yield DraftProblem("tensor_shape", what, COPY)
-        elif tensor.dtype not in FLOATS:
-            what = f"{as_stored(name)} holds {tensor.dtype}: quantised heads are not supported"
-            yield DraftProblem("tensor_type", what, "use the original")

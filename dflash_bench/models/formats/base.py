@@ -413,28 +413,35 @@ COPY = "copy the checkpoint again"
 
 
 def unsound_tensors(checkpoint: Checkpoint, layer: str) -> Iterator[DraftProblem]:
-    """Yield each tensor that is missing, surplus, or of the wrong shape or type, by its name in the file."""
+    """Yield each problem of a draft's tensors, by their names in the file."""
     expected, stored = skeleton(checkpoint.config).state_dict(), checkpoint.tensors
-    left_out = {HEAD} if checkpoint.target_head else set()
-    for name in sorted(expected.keys() - stored.keys() - left_out):
-        remedy = f"{COPY}, or see if config.json belongs to it"
-        yield DraftProblem(MISSING, f"missing tensor {_in_file(name, layer)}", remedy)
+    if checkpoint.target_head and HEAD not in stored:
+        del expected[HEAD]
+    other = "config.json has no place for it", "the draft is of another kind"
+    yield from unlike(expected, stored, lambda name: _in_file(name, layer), other, "drafts")
+    if "d2t" in stored and "t2d" in stored:
+        yield from _unsound_map(checkpoint.config, stored["d2t"], stored["t2d"])
+
+
+def unlike(
+    expected: Tensors, stored: Tensors, named: Callable[[str], str], surplus: tuple[str, str], what: str
+) -> Iterator[DraftProblem]:
+    """Yield each tensor that is missing, surplus, or of another shape or type, by its name in the file (`named`).
+
+    `surplus` explains a surplus tensor, with its remedy; `what` names what is stored.
+    """
+    for name in sorted(expected.keys() - stored.keys()):
+        yield DraftProblem(MISSING, f"missing tensor {named(name)}", f"{COPY}, or see if config.json belongs to it")
     for name in sorted(stored.keys() - expected.keys()):
-        what = f"surplus tensor {_in_file(name, layer)}: config.json has no place for it"
-        yield DraftProblem(SURPLUS, what, "the draft is of another kind")
+        yield DraftProblem(SURPLUS, f"surplus tensor {named(name)}: {surplus[0]}", surplus[1])
     for name in sorted(expected.keys() & stored.keys()):
         tensor, shape = stored[name], list(expected[name].shape)
         if list(tensor.shape) != shape:
-            what = (
-                f"{_in_file(name, layer)} is {list(tensor.shape)}, config.json says {shape}: "
-                "they do not belong together"
-            )
-            yield DraftProblem("tensor_shape", what, COPY)
+            problem = f"{named(name)} is {list(tensor.shape)}, config.json says {shape}: they do not belong together"
+            yield DraftProblem("tensor_shape", problem, COPY)
         elif (tensor.dtype in FLOATS) != expected[name].is_floating_point() or tensor.is_complex():
-            what = f"{_in_file(name, layer)} holds {tensor.dtype}: quantised drafts are not supported"
-            yield DraftProblem("tensor_type", what, "use the original")
-    if "d2t" in stored and "t2d" in stored:
-        yield from _unsound_map(checkpoint.config, stored["d2t"], stored["t2d"])
+            problem = f"{named(name)} holds {tensor.dtype}: quantised {what} are not supported"
+            yield DraftProblem("tensor_type", problem, "use the original")
 
 
 def _in_file(name: str, layer: str) -> str:
