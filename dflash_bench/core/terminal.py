@@ -69,45 +69,11 @@ LINE_EVERY_S = 10.0
 """Interval between lines of progress where a line cannot replace the previous one, such as in a log."""
 
 
-class _Lines:
-    """Writes the newest line of progress every few seconds, from a thread, since the work may report nothing."""
-
-    def __init__(self, stream: TextIO, every_s: float, is_first_due: bool) -> None:
-        """With `is_first_due` the first line is written at once."""
-        self.stream, self.every_s, self.is_due = stream, every_s, is_first_due
-        self.text, self.begun_s, self.is_new = "", time.monotonic(), False
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._write, daemon=True)
-
-    def __enter__(self) -> _Lines:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ended.set()
-        self.thread.join()
-
-    def tell(self, text: str) -> None:
-        self.text, self.begun_s, self.is_new = text, time.monotonic(), not self.is_due
-        if self.is_due:
-            self.is_due = False
-            self._print(text)
-
-    def _write(self) -> None:
-        while not self.ended.wait(self.every_s):
-            if self.text:
-                seconds = "" if self.is_new else f" ({time.monotonic() - self.begun_s:.0f} s)"
-                self.is_new = False
-                self._print(f"{self.text}{seconds}")
-
-    def _print(self, text: str) -> None:
-        print(text, file=self.stream, flush=True)
-
-
 class Stages:
     """Shows the stages of a command whose progress cannot be counted, and their durations.
 
     A terminal is updated only when a stage begins: some stages time passes, which a redrawing thread would disturb.
+    Elsewhere a thread writes the newest stage every few seconds, since the work may report nothing.
     """
 
     def __init__(self, stream: TextIO | None = None, every_s: float | None = None, *, keeps_times: bool = True) -> None:
@@ -115,9 +81,10 @@ class Stages:
         self.stream, self.every_s, self.keeps_times = stream or sys.stderr, every_s, keeps_times
         self.is_terminal = self.stream.isatty()
         self.took: list[tuple[str, float]] = []
-        self._doing, self._begun_s = "", 0.0
+        self._doing, self._begun_s, self._is_new = "", 0.0, False
         self._shown: Any = None
-        self._lines: _Lines | None = None
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
 
     def __enter__(self) -> Stages:
         return self
@@ -128,7 +95,7 @@ class Stages:
     def begin(self, doing: str) -> None:
         """End the previous stage, and show the new one."""
         self._finish()
-        self._doing, self._begun_s = doing, time.monotonic()
+        self._doing, self._begun_s, self._is_new = doing, time.monotonic(), True
         if self.is_terminal:
             from rich.console import Console
             from rich.live import Live
@@ -138,11 +105,20 @@ class Stages:
                 self._shown = Live(console=Console(file=self.stream), auto_refresh=False, transient=True)
                 self._shown.start()
             self._shown.update(Text(f"{doing} ..."), refresh=True)
-        else:
-            if self._lines is None:
-                self._lines = _Lines(self.stream, self.every_s or LINE_EVERY_S, not self.keeps_times)
-                self._lines.__enter__()
-            self._lines.tell(doing)
+        elif self._thread is None:
+            if not self.keeps_times:
+                self._is_new = False
+                print(doing, file=self.stream, flush=True)
+            self._ended.clear()
+            self._thread = threading.Thread(target=self._write, args=(self.every_s or LINE_EVERY_S,), daemon=True)
+            self._thread.start()
+
+    def _write(self, every_s: float) -> None:
+        while not self._ended.wait(every_s):
+            if self._doing:
+                seconds = "" if self._is_new else f" ({time.monotonic() - self._begun_s:.0f} s)"
+                self._is_new = False
+                print(f"{self._doing}{seconds}", file=self.stream, flush=True)
 
     def end(self) -> None:
         """Stop showing anything; a terminal keeps one line with the stages and their times."""
@@ -153,9 +129,10 @@ class Stages:
             if self.keeps_times:
                 print("   ".join(f"{name} {seconds:.1f} s" for name, seconds in self.took), file=self.stream)
             self.took.clear()
-        if self._lines is not None:
-            self._lines.__exit__()
-            self._lines = None
+        if self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            self._thread = None
 
     def _finish(self) -> None:
         if self._doing:
