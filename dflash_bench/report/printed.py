@@ -9,10 +9,9 @@ from dflash_bench.analysis.cells import Cell
 from dflash_bench.analysis.metrics import BASELINE
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
-from dflash_bench.core.labels import visible
 from dflash_bench.core.methods import PLAIN
 from dflash_bench.report.document import Document, MethodLine, over_all, require_answers
-from dflash_bench.report.render import latex_escaped
+from dflash_bench.report.render import latex_escaped, latex_table
 from dflash_bench.report.words import compared, facts, tally
 
 SUITES = {
@@ -74,24 +73,14 @@ def latex(document: Document) -> str:
     names = [latex_escaped(printed(labels.suite_label(*suite))) for suite in suites]
     has_mean = len(names) > 1
     heads = [*names, *(["Mean"] if has_mean else [])]
-    lines = [
-        f"% {visible(' '.join(info.command.splitlines()))}",
-        r"\begin{table*}",
-        r"\centering\small",
-        rf"\begin{{tabular}}{{l{'rr' * len(heads)}}}",
-        r"\toprule",
+    rows = [
         " & ".join(["", *(rf"\multicolumn{{2}}{{c}}{{{head}}}" for head in heads)]) + r" \\",
         "".join(rf"\cmidrule(lr){{{2 * at + 2}-{2 * at + 3}}}" for at in range(len(heads))),
         " & ".join(["Method", *[r"Speed-up & $\tau$"] * len(heads)]) + r" \\",
         r"\midrule",
         *_rows(document, [suite for suite, _ in suites], has_mean),
-        r"\bottomrule",
-        r"\end{tabular}",
-        rf"\caption{{{latex_escaped(_caption(document))}}}",
-        r"\label{tab:dflash-bench}",
-        r"\end{table*}",
     ]
-    return "\n".join(lines) + "\n"
+    return latex_table("table*", f"l{'rr' * len(heads)}", info.command, rows, [latex_escaped(_caption(document))])
 
 
 Pair = tuple[Interval | None, float | None]

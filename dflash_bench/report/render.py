@@ -151,19 +151,24 @@ def latex(section: Section, comment: str = "", above: Sequence[str] = ()) -> str
     shown = [latex_escaped(head) if at < num_names else _code(head) for at, head in enumerate(heads)]
     sentences = [*above, *section.legend, *section.sentences]
     caption = [*map(latex_escaped, sentences), *(f"{_code(n)}: {latex_escaped(t)}." for n, t in section.terms.items())]
+    columns = "".join("l" if at_left else "r" for at_left in is_left)
+    return latex_table("table", columns, comment, [f"{' & '.join(shown)} \\\\", *_latex_rows(table, rows)], caption)
+
+
+def latex_table(kind: str, columns: str, comment: str, rows: Sequence[str], caption: Sequence[str]) -> str:
+    """Return a floating `table`, or `table*`, with the `comment` above it."""
     lines = [
         *([f"% {visible(' '.join(comment.splitlines()))}"] if comment else []),
-        r"\begin{table}",
+        rf"\begin{{{kind}}}",
         r"\centering\small",
-        rf"\begin{{tabular}}{{{''.join('l' if at_left else 'r' for at_left in is_left)}}}",
+        rf"\begin{{tabular}}{{{columns}}}",
         r"\toprule",
-        f"{' & '.join(shown)} \\\\",
-        *_latex_rows(table, rows),
+        *rows,
         r"\bottomrule",
         r"\end{tabular}",
         rf"\caption{{{' '.join(caption)}}}",
         r"\label{tab:dflash-bench}",
-        r"\end{table}",
+        rf"\end{{{kind}}}",
     ]
     return "\n".join(lines) + "\n"
 
