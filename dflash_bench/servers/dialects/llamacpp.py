@@ -38,13 +38,9 @@ def identify(pages: Pages) -> ServerInfo | None:
 def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     """Send every setting: the server's defaults are top_k 40, top_p 0.95 and min_p 0.05."""
     settings = request.settings
-    body: dict[str, Any] = {
-        "temperature": settings.temperature,
-        "top_k": settings.top_k,
-        "top_p": settings.top_p,
-        "min_p": settings.min_p,
-        "repeat_penalty": settings.repetition_penalty,
-        "seed": request.seed % 2**31,
+    body = openai.filters(settings, temperature=settings.temperature) | openai.seeded(request)
+    body |= {
+        "repeat_penalty": body.pop("repetition_penalty"),
         "cache_prompt": request.salt is None,
         "stream": True,
         "return_tokens": True,
@@ -112,20 +108,9 @@ EXACT_DRAFT = ("--cache-type-k-draft", "f32", "--cache-type-v-draft", "f32")
 def argv(spec: LaunchSpec, port: int) -> list[str]:
     exact = spec.dtype == "float32"
     return [
-        "--model",
-        spec.target,
-        "--alias",
-        spec.model,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
+        *("--model", spec.target, "--alias", spec.model, "--host", "127.0.0.1", "--port", str(port)),
         # The server divides its context between concurrent answers.
-        "--ctx-size",
-        str(spec.length * spec.slots),
-        "--parallel",
-        str(spec.slots),
-        "--metrics",
+        *("--ctx-size", str(spec.length * spec.slots), "--parallel", str(spec.slots), "--metrics"),
         *(EXACT if exact else ()),
         *(_speculation(spec) if spec.num_drafts is not None else ()),
         *(EXACT_DRAFT if exact and (spec.draft or spec.drafter.name == "mtp") else ()),
@@ -142,10 +127,7 @@ def _speculation(spec: LaunchSpec) -> list[str]:
     name = "dspark" if spec.shifted else spec.drafter.name
     return [
         *(() if spec.draft is None else ("--model-draft", spec.draft)),
-        "--spec-type",
-        f"draft-{name}",
-        "--spec-draft-n-max",
-        str(spec.num_drafts),
+        *("--spec-type", f"draft-{name}", "--spec-draft-n-max", str(spec.num_drafts)),
         *(("--spec-synth-rates", ",".join(map(str, spec.rates))) if spec.rates else ()),
     ]
 

@@ -19,16 +19,11 @@ def identify(pages: Pages) -> ServerInfo | None:
 def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     """Send every setting: the server's defaults are top_k 40 and temperature 0.7. /generate takes no seed."""
     settings = request.settings
-    sampling = {
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "min_p": settings.min_p,
-        # top_k 1 is greedy, however the server treats temperature 0.
-        "top_k": 1 if settings.greedy else settings.top_k,
-        "repetition_penalty": settings.repetition_penalty,
-    }
+    # top_k 1 is greedy, however the server treats temperature 0.
+    top_k = 1 if settings.greedy else settings.top_k
+    sampling = openai.filters(settings, top_k=top_k, temperature=settings.temperature)
     if request.prompt_ids is None:
-        return openai.CHAT, openai.chat_body(request) | sampling | {"seed": request.seed % 2**31}
+        return openai.CHAT, openai.chat_body(request) | sampling | openai.seeded(request)
     return "/generate", sampling | {
         "input_ids": list(request.prompt_ids),
         "max_tokens": request.max_new_tokens,

@@ -15,16 +15,12 @@ def identify(pages: Pages) -> ServerInfo | None:
 
 def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     """Send every setting: the server takes missing settings from its command line."""
-    settings = request.settings
-    body = openai.chat_body(request) | {
-        "top_p": settings.top_p,
-        "top_k": settings.top_k,
-        "min_p": settings.min_p,
-        "seed": request.seed % 2**31,
-    }
-    if settings.repetition_penalty != 1:
-        body |= {"repetition_penalty": settings.repetition_penalty, "repetition_context_size": openai.FAR}
-    return openai.CHAT, body
+    body = openai.filters(request.settings) | openai.seeded(request)
+    if body["repetition_penalty"] == 1:
+        del body["repetition_penalty"]
+    else:
+        body["repetition_context_size"] = openai.FAR
+    return openai.CHAT, openai.chat_body(request) | body
 
 
 DIALECT = Dialect(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_bench.core.dialects import AnswerError, Dialect, Pages, ServerInfo, ServerRequest
+from dflash_bench.core.types import Settings
 from dflash_bench.servers.stream import StreamState, as_ids, as_object, as_text
 
 MODELS = "/v1/models"
@@ -36,6 +37,16 @@ def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     if not request.settings.greedy:
         body |= {"top_p": request.settings.top_p, "seed": request.seed}
     return CHAT, body
+
+
+def filters(settings: Settings, **changes: Any) -> dict[str, Any]:
+    """Return the filters and the penalty, as vLLM named them and most servers after it; `changes` replaces some."""
+    names = ("top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: getattr(settings, name) for name in names} | changes
+
+
+def seeded(request: ServerRequest) -> dict[str, int]:
+    return {"seed": request.seed % 2**31}
 
 
 def common_body(request: ServerRequest) -> dict[str, Any]:

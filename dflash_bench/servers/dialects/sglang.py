@@ -47,13 +47,7 @@ def identify(pages: Pages) -> ServerInfo | None:
 
 def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     settings = request.settings
-    sampling = {
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "top_k": settings.top_k or -1,
-        "min_p": settings.min_p,
-        "repetition_penalty": settings.repetition_penalty,
-    }
+    sampling = openai.filters(settings, top_k=settings.top_k or -1, temperature=settings.temperature)
     if request.prompt_ids is None:
         return openai.CHAT, openai.chat_body(request) | sampling | {"return_meta_info": True}
     sampling["max_new_tokens"] = request.max_new_tokens
@@ -115,23 +109,9 @@ def _derive(answer: DecodedAnswer) -> AcceptanceCounts:
 def argv(spec: LaunchSpec, port: int) -> list[str]:
     """Return options as in SGLang's documentation of server arguments and of speculative decoding."""
     return [
-        "serve",
-        "--model-path",
-        spec.target,
-        "--served-model-name",
-        spec.model,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--context-length",
-        str(spec.length),
-        "--dtype",
-        spec.dtype,
-        "--mem-fraction-static",
-        f"{spec.memory_share:.2f}",
-        "--max-running-requests",
-        str(spec.slots),
+        *("serve", "--model-path", spec.target, "--served-model-name", spec.model, "--host", "127.0.0.1"),
+        *("--port", str(port), "--context-length", str(spec.length), "--dtype", spec.dtype),
+        *("--mem-fraction-static", f"{spec.memory_share:.2f}", "--max-running-requests", str(spec.slots)),
         *(["--trust-remote-code"] if spec.trust_remote_code else []),
         *([] if spec.num_drafts is None else _speculation(spec, spec.num_drafts)),
     ]

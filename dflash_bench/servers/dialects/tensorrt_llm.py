@@ -19,14 +19,7 @@ def identify(pages: Pages) -> ServerInfo | None:
 
 def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     """Send only known fields: the server refuses others."""
-    settings = request.settings
-    sampling = {
-        "top_p": settings.top_p,
-        "top_k": settings.top_k,
-        "min_p": settings.min_p,
-        "repetition_penalty": settings.repetition_penalty,
-        "seed": request.seed % 2**31,
-    }
+    sampling = openai.filters(request.settings) | openai.seeded(request)
     if request.prompt_ids is None:
         return openai.CHAT, openai.chat_body(request) | sampling
     # Token ids come only in place of text, and some stop tokens only on request.

@@ -34,15 +34,8 @@ def identify(pages: Pages) -> ServerInfo | None:
 
 def call(request: ServerRequest) -> tuple[str, dict[str, Any]]:
     """Send every setting: the server takes missing settings from the model's generation_config."""
-    settings = request.settings
-    own: dict[str, Any] = {
-        "top_p": settings.top_p,
-        "top_k": settings.top_k or -1,
-        "min_p": settings.min_p,
-        "repetition_penalty": settings.repetition_penalty,
-        "seed": request.seed % 2**31,
-        "return_token_ids": True,
-    }
+    own = openai.filters(request.settings, top_k=request.settings.top_k or -1) | openai.seeded(request)
+    own["return_token_ids"] = True
     if request.salt is not None:
         own["cache_salt"] = request.salt
     if request.prompt_ids is not None:
@@ -65,20 +58,9 @@ def read(event: Mapping[str, Any], state: StreamState) -> None:
 def argv(spec: LaunchSpec, port: int) -> list[str]:
     """Return options as in vLLM's documentation of speculative decoding (docs/features/speculative_decoding)."""
     return [
-        "serve",
-        spec.target,
-        "--served-model-name",
-        spec.model,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--max-model-len",
-        str(spec.length),
-        "--dtype",
-        spec.dtype,
-        "--gpu-memory-utilization",
-        f"{spec.memory_share:.2f}",
+        *("serve", spec.target, "--served-model-name", spec.model, "--host", "127.0.0.1", "--port", str(port)),
+        *("--max-model-len", str(spec.length), "--dtype", spec.dtype),
+        *("--gpu-memory-utilization", f"{spec.memory_share:.2f}"),
         *(["--trust-remote-code"] if spec.trust_remote_code else []),
         *_speculation(spec),
     ]
