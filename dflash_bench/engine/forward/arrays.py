@@ -32,35 +32,11 @@ def kernel(function: Kernel) -> Kernel:
     return compiled
 
 
-LAYER = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "qkv",
-            "output",
-            "gate_up",
-            "down",
-            "qkv_bias",
-            "output_bias",
-            "gate_up_bias",
-            "down_bias",
-            "qkv_scale",
-            "output_scale",
-            "gate_up_scale",
-            "down_scale",
-            "input_norm",
-            "head_norm",
-            "after_attention",
-            "feed_norm",
-            "after_feed",
-            "kind",
-            "attention_conv",
-            "attention_base",
-            "feed_conv",
-            "feed_base",
-        )
-    ]
-)
+PRODUCTS = "qkv output gate_up down qkv_bias output_bias gate_up_bias down_bias"
+SCALES = "qkv_scale output_scale gate_up_scale down_scale"
+NORMS = "input_norm head_norm after_attention feed_norm after_feed"
+CONVOLUTIONS = "attention_conv attention_base feed_conv feed_base"
+LAYER = np.dtype([(name, np.int64) for name in f"{PRODUCTS} {SCALES} {NORMS} kind {CONVOLUTIONS}".split()])
 """Offsets of the parts of a layer: products in `Decoder.weights`, all others in `Decoder.numbers`."""
 
 
