@@ -25,20 +25,7 @@ app = typer.Typer()
 
 @app.command(cls=Command)
 @options.with_options(
-    "method",
-    "model",
-    "target",
-    "drafts",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "draws",
-    "length",
-    "seed",
-    "device",
-    "dtype",
+    "method model target drafts temperature top_k top_p min_p repetition_penalty draws length seed device dtype"
 )
 def verify_distribution(
     request: RunRequest,
@@ -106,21 +93,8 @@ _models, _shapes, _results = under("Models"), under("Shapes"), under("Results")
 
 @app.command(cls=GroupedHelp)
 @options.with_options(
-    *options.MODELS,
-    "random_weights",
-    "layers",
-    "batch",
-    "context",
-    "width",
-    "acceptance",
-    "device",
-    "dtype",
-    "attention",
-    "engine",
-    "kernels",
-    "graph",
-    "compile",
-    "threads",
+    f"{options.MODELS} random_weights layers batch context width acceptance "
+    "device dtype attention engine kernels graph compile threads",
     helps={"methods": "Method whose drafts to time, from 'dflash-bench methods'; may be repeated. Default: dflash."},
 )
 def profile(
@@ -191,20 +165,8 @@ def profile(
 
 @app.command(cls=GroupedHelp)
 @options.with_options(
-    "suites",
-    "prompts",
-    "data",
-    "limit",
-    "thinking",
-    *options.MODELS,
-    "trust_remote_code",
-    "max_new_tokens",
-    "device",
-    "device_map",
-    "dtype",
-    "attention",
-    "quantize",
-    "threads",
+    f"{options.PROMPTS} {options.MODELS} trust_remote_code max_new_tokens "
+    "device device_map dtype attention quantize threads",
     helps={
         "methods": "The draft to examine: dflash or eagle3. Default: dflash.",
         "limit": "Use at most N prompts of each suite, the same ones on every machine. Default for our own prompts: 4.",
@@ -237,37 +199,16 @@ def _require_folder(out: Path | None) -> None:
 
 
 STATUS = {"agree": 0, "differ": 1, "cannot tell": 2}
-OF_SERVER = ("dialect", "served_model", "api_key_env", "timeout", "env_proxy")
-OF_CASES = ("servers", *OF_SERVER, "device", "threads")
+OF_SERVER = "dialect served_model api_key_env timeout env_proxy"
+OF_CASES = ("servers", *OF_SERVER.split(), "device", "threads")
 """The options that golden cases take; the others are those of prompts and of our engine's side."""
 
 
 @app.command("crosscheck", cls=GroupedHelp, hidden=True)
 @app.command(cls=GroupedHelp)
 @options.with_options(
-    "cases",
-    "forward",
-    "suites",
-    "prompts",
-    "data",
-    "limit",
-    "thinking",
-    *options.MODELS,
-    "trust_remote_code",
-    "servers",
-    "chats",
-    *OF_SERVER,
-    "max_new_tokens",
-    "device",
-    "device_map",
-    "dtype",
-    "attention",
-    "engine",
-    "kernels",
-    "quantize",
-    "threads",
-    "out",
-    "as_json",
+    f"cases forward {options.PROMPTS} {options.MODELS} trust_remote_code servers chats {OF_SERVER} max_new_tokens "
+    "device device_map dtype attention engine kernels quantize threads out as_json",
     helps={
         "methods": "How our engine drafts, if not by the NAME of --server alone: dflash:n=7 for --server dflash=URL.",
         "servers": "NAME=URL: the server to compare with our engine, by its method; may be repeated. URL: the server "

@@ -19,7 +19,8 @@ def under(heading: str) -> Callable[..., Any]:
     return lambda *names, **settings: Option(*names, rich_help_panel=heading, **settings)
 
 
-MODELS = ("methods", "model", "target", "drafts")
+PROMPTS = "suites prompts data limit thinking"
+MODELS = "methods model target drafts"
 Config = Annotated[
     Path | None,
     Option(
@@ -33,18 +34,18 @@ Config = Annotated[
 """`Command` reads the file and treats its options as if given on the command line."""
 
 
-def with_options(*order: str, helps: Mapping[str, str] | None = None) -> Callable[[Callable[..., None]], Any]:
+def with_options(order: str = "", helps: Mapping[str, str] | None = None) -> Callable[[Callable[..., None]], Any]:
     """Replace a command's parameters that are groups of options by the groups' options.
 
-    `order` selects options and places the command's own parameters among them; by default all are taken where their
-    group stands. `helps` overrides help texts for this command.
+    `order`, names between spaces, selects options and places the command's own parameters among them; by default all
+    are taken where their group stands. `helps` overrides help texts for this command.
     """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         own = dict(inspect.signature(command, eval_str=True).parameters)
         groups = {name: own.pop(name).annotation for name in list(own) if is_dataclass(own[name].annotation)}
         specs = {name: (group, spec) for group in groups.values() for name, spec in options_of(group).items()}
-        names = dict.fromkeys([*(order or specs), *own])
+        names = dict.fromkeys([*(order.split() or specs), *own])
         placed = [own[name] if name in own else _parameter(*specs[name], (helps or {}).get(name)) for name in names]
         config = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=Config)
 

@@ -85,9 +85,7 @@ app.command(
 
 @app.command(cls=GroupedHelp)
 @options.with_options(
-    *(name for name, spec in options_of(RunRequest).items() if spec.in_race),
-    "out",
-    "as_json",
+    " ".join([*(name for name, spec in options_of(RunRequest).items() if spec.in_race), "out as_json"]),
     helps={
         "budget": "Measure for about this long, such as 30m: no round of a race is begun that is expected to take "
         "longer. Default: until the races are decided, or the prompts are used up.",

@@ -357,7 +357,7 @@ def test_commands_that_need_no_prompts_ask_for_none(asked: Callable[..., RunRequ
 
 
 def test_a_command_takes_options_in_the_order_that_it_names() -> None:
-    @with_options("limit", "mine", "suites", helps={"limit": "Otherwise."})
+    @with_options("limit mine suites", helps={"limit": "Otherwise."})
     def command(request: RunRequest, mine: int = 1, last: int = 2) -> None:
         found.append((request, mine, last))
 
