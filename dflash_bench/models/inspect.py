@@ -112,9 +112,7 @@ def _of_draft(folder: Path, shape: TargetShape | None, target: str | None) -> In
     taps_are_known = checkpoint.derived_taps is None
     return Inspection(
         format=form.name,
-        method=form.kind,
         kind=loading.kind_of(config),
-        used_by=tuple(users_of(form.kind)),
         block_size=dflash.block_size if dflash else None,
         num_drafts=num_drafts,
         tapped_outputs=config.target_layer_ids if taps_are_known else None,
@@ -122,14 +120,13 @@ def _of_draft(folder: Path, shape: TargetShape | None, target: str | None) -> In
         tapped_formula=checkpoint.derived_taps,
         mask_token_id=getattr(config, "mask_token_id", None),
         labels=LABELS[dflash.shifted_labels] if dflash else None,
-        vocab_size=config.vocab_size,
-        draft_vocab_size=config.draft_vocab_size or config.vocab_size,
         own_embedding=config.own_embedding,
         own_head=not checkpoint.target_head and (dflash.own_head if dflash else True),
         layers=_layers(config),
         **(_of_block(dflash) if dflash else _of_pairs(config)),
         rotary=_rotary(config),
-        **_size(checkpoint.tensors),
+        **_of_all(form.kind, config.vocab_size, checkpoint.tensors)
+        | {"draft_vocab_size": config.draft_vocab_size or config.vocab_size},
         trained_for=_trained_for(checkpoint),
         notes=checkpoint.notes + _unknown_keys(folder, form) + _doubts(folder, target),
         target=target,
@@ -150,15 +147,11 @@ def _of_heads(folder: Path, shape: TargetShape | None, target: str | None) -> In
     blocks = f"{config.num_layers} residual block{'s' if config.num_layers > 1 else ''}"
     return Inspection(
         format="fasterdecoding",
-        method="medusa",
-        used_by=tuple(users_of("medusa")),
         num_drafts=config.num_heads,
-        vocab_size=config.vocab_size,
-        draft_vocab_size=config.vocab_size,
         own_embedding=None,
         layers=f"{config.num_heads} heads of {blocks} of {config.hidden_size}",
         target=target,
-        **_size(tensors),
+        **_of_all("medusa", config.vocab_size, tensors),
         problems=() if shape is None else tuple(medusa.misfits(config, shape)),
     )
 
@@ -167,15 +160,11 @@ def _of_mtp_heads(folder: Path, shape: TargetShape | None, target: str | None) -
     config, tensors = mtp_heads.read(folder, headers_only=True)
     return Inspection(
         format=f"MTP heads ({config.text.model_type})",
-        method=presets.MTP,
-        used_by=tuple(users_of(presets.MTP)),
-        vocab_size=config.vocab_size,
-        draft_vocab_size=config.vocab_size,
         own_embedding=False,
         own_head=False,
         layers=_layers(config),
         target=target,
-        **_size(tensors),
+        **_of_all(presets.MTP, config.vocab_size, tensors),
         trained_for=f"a target of {config.num_target_layers} layers",
         problems=() if shape is None else tuple(mtp_heads.misfits(config, shape)),
     )
@@ -192,24 +181,25 @@ def _of_language_model(folder: Path, shape: TargetShape | None, target: str | No
     note, inner = mtp_heads.note(folder, tensors), optional(config, "intermediate_size", default="?")
     return Inspection(
         format=f"language model ({config.model_type})",
-        method=method,
-        used_by=tuple(users_of(method)),
         block_size=blocks and blocks["block_size"],
         mask_token_id=blocks and blocks["mask_token_id"],
-        vocab_size=rows,
-        draft_vocab_size=rows,
         own_embedding=True,
         target=target,
         problems=tuple(problems),
         layers=f"{config.num_hidden_layers} of {config.hidden_size}/{inner}",
         notes=(note,) if note else (),
-        **_size(tensors),
+        **_of_all(method, rows, tensors),
     )
 
 
-def _size(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _of_all(method: str, num_rows: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what every draft has: the methods that use it, its vocabulary and its size."""
     parameters = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     return {
+        "method": method,
+        "used_by": tuple(users_of(method)),
+        "vocab_size": num_rows,
+        "draft_vocab_size": num_rows,
         "num_parameters": sum(tensor.numel() for tensor in parameters),
         "size_bytes": sum(tensor.nbytes for tensor in tensors.values()),
         "dtype": ", ".join(sorted({dtype_name(tensor.dtype) for tensor in parameters})),

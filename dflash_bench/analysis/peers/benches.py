@@ -40,11 +40,11 @@ class BenchResult:
     kind: str
     """The program that wrote the file: one of `KINDS`."""
     model: str
-    num_requests: int | None
-    num_failed: int | None
-    concurrency: int | None
+    num_requests: int | None = None
+    num_failed: int | None = None
+    concurrency: int | None = None
     """None if all requests were sent at once, or if that is not known."""
-    figures: Mapping[str, float]
+    figures: Mapping[str, float] = field(kw_only=True)
     left_out: tuple[str, ...] = field(default=(), kw_only=True)
     """Fields with numbers that are not shown."""
 
@@ -110,17 +110,17 @@ def _served(kind: str, figures_of: Callable[[str, Mapping[str, Any]], Mapping[st
         if not completed:
             raise UserError(f"{where}: no request was completed")
         model = str(result.get("model_id") or UNSTATED)
-        times = {name: _number(where, key, result.get(key)) for name, key in TIMES.items()}
+        times = {name: _number(where, result, key) for name, key in TIMES.items()}
         figures = _known({**figures_of(where, result), **times})
         left_out = _numbers_besides(result, OF_SERVING)
-        yield BenchResult(where, kind, model, completed, failed, concurrency, figures, left_out=left_out)
+        yield BenchResult(where, kind, model, completed, failed, concurrency, figures=figures, left_out=left_out)
 
     return read
 
 
 def _vllm_figures(where: str, result: Mapping[str, Any]) -> dict[str, float | None]:
     drafts, accepted, length, percent = (
-        _number(where, f"spec_decode_{key}", result.get(f"spec_decode_{key}"))
+        _number(where, result, f"spec_decode_{key}")
         for key in ("num_drafts", "accepted_tokens", "acceptance_length", "acceptance_rate")
     )
     if drafts and accepted is not None and length is not None and abs(1 + accepted / drafts - length) > 0.01:
@@ -131,12 +131,12 @@ def _vllm_figures(where: str, result: Mapping[str, Any]) -> dict[str, float | No
     positions = [] if result.get(POSITIONS) is None else result[POSITIONS]
     if not isinstance(positions, list):
         raise UserError(f"{where}: {POSITIONS} is not a list of numbers")
-    reached = {f"accept_at[{k}]": _number(where, POSITIONS, value) for k, value in enumerate(positions, start=1)}
-    return {"al.pooled": length, "accept_rate": None if percent is None else percent / 100, **reached}
+    rates = _by_position(where, POSITIONS, positions)
+    return {"al.pooled": length, "accept_rate": None if percent is None else percent / 100, **rates}
 
 
 def _sglang_figures(where: str, result: Mapping[str, Any]) -> dict[str, float | None]:
-    return {"al.sglang": _number(where, "accept_length", result.get("accept_length"))}
+    return {"al.sglang": _number(where, result, "accept_length")}
 
 
 # AIPerf's summary: a block with a unit and an average for each metric.
@@ -163,7 +163,7 @@ def _aiperf(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
     figures: dict[str, float | None] = {}
     for name, (metric, unit, divisor) in AIPERF.items():
         if _is_block(block := result.get(metric)) and block["unit"] == unit:
-            value = _number(where, metric, block["avg"])
+            value = _number(where, {metric: block["avg"]}, metric)
             figures[name] = None if value is None else value / divisor
     counts = {key: block["avg"] for key in (REQUESTS, FAILED) if _is_block(block := result.get(key))}
     shown = {metric for name, (metric, *_) in AIPERF.items() if name in figures}
@@ -173,8 +173,7 @@ def _aiperf(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
         _aiperf_model(result),
         _count(where, counts, REQUESTS),
         _count(where, counts, FAILED),
-        None,
-        _known({**figures, **_reached(where, result.get(HISTOGRAM))}),
+        figures=_known({**figures, **_reached(where, result.get(HISTOGRAM))}),
         left_out=tuple(key for key, value in result.items() if _is_block(value) and key not in {*shown, *counts}),
     )
 
@@ -213,19 +212,14 @@ def _specdec(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
     counts = {int(size): _count(where, sizes, size) or 0 for size in sizes}
     total = sum(counts.values())
     mean = sum(size * number for size, number in counts.items()) / total if total else None
-    figures = {
-        "al.specdec_bench": _number(where, "Average_AL", result.get("Average_AL")),
-        "al.specdec_bench.pooled": mean,
-    }
+    figures = {"al.specdec_bench": _number(where, result, "Average_AL"), "al.specdec_bench.pooled": mean}
     requests = result.get("Request_AL")
     yield BenchResult(
         where,
         "specdec_bench",
         UNSTATED,
         len(requests) if isinstance(requests, dict) else None,
-        None,
-        None,
-        _known(figures),
+        figures=_known(figures),
         left_out=_numbers_besides(result, ("Average_AL",)),
     )
 
@@ -237,14 +231,12 @@ def _profile(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
         ("al.pooled", "al.request_mean") if is_ours else ("al.specdec_bench.pooled", "al.specdec_bench")
     )
     figures = {
-        pooled: _number(where, "mean_accept_length", result.get("mean_accept_length")),
-        by_request: _number(where, "mean_accept_length_per_request", result.get("mean_accept_length_per_request")),
+        pooled: _number(where, result, "mean_accept_length"),
+        by_request: _number(where, result, "mean_accept_length_per_request"),
     }
     rates = result.get("marginal_accept_rates")
     if is_ours and isinstance(rates, list):
-        figures |= {
-            f"accept_at[{k}]": _number(where, "marginal_accept_rates", rate) for k, rate in enumerate(rates, start=1)
-        }
+        figures |= _by_position(where, "marginal_accept_rates", rates)
     target = result.get("target_model")
     model = target.get("name") if isinstance(target, dict) else target
     yield BenchResult(
@@ -252,9 +244,7 @@ def _profile(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
         "profile",
         str(model or UNSTATED),
         _count(where, result, "num_prompts"),
-        None,
-        None,
-        _known(figures),
+        figures=_known(figures),
         left_out=() if is_ours else ("marginal_accept_rates", "conditional_accept_rates"),
     )
 
@@ -284,17 +274,16 @@ def _specforge(where: str, result: Mapping[str, Any]) -> Iterator[BenchResult]:
                 setting = [f"{key} {one[key]}" for key in ("steps", "topk", "num_draft_tokens") if one.get(key)]
                 name = " ".join([where, ", ".join([data_set, *setting])])
                 figures = {
-                    "al.specforge": _number(name, "accept_length", metrics.get("accept_length")),
-                    "tps.served": _number(name, "output_throughput", metrics.get("output_throughput")),
+                    "al.specforge": _number(name, metrics, "accept_length"),
+                    "tps.served": _number(name, metrics, "output_throughput"),
                 }
                 yield BenchResult(
                     name,
                     "SpecForge",
                     model,
                     _count(name, metrics, "num_questions"),
-                    None,
-                    _count(name, one, "batch_size"),
-                    _known(figures),
+                    concurrency=_count(name, one, "batch_size"),
+                    figures=_known(figures),
                     left_out=_numbers_besides(metrics, OF_SPECFORGE),
                 )
 
@@ -338,8 +327,13 @@ def _numbers_besides(result: Mapping[str, Any], shown: tuple[str, ...]) -> tuple
     return tuple(key for key in result if key in numbers and key not in shown)
 
 
-def _number(where: str, key: str, value: Any) -> float | None:
-    if value is None:
+def _by_position(where: str, key: str, rates: list[Any]) -> dict[str, float | None]:
+    """Return `accept_at` from the rates of a list, the first drafted token's first."""
+    return {f"accept_at[{k}]": _number(where, {key: rate}, key) for k, rate in enumerate(rates, start=1)}
+
+
+def _number(where: str, result: Mapping[str, Any], key: str) -> float | None:
+    if (value := result.get(key)) is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= float_info.max:
         raise UserError(f"{where}: {key} is not a number: {json.dumps(value)[:40]}")
@@ -347,7 +341,7 @@ def _number(where: str, key: str, value: Any) -> float | None:
 
 
 def _count(where: str, result: Mapping[str, Any], key: str) -> int | None:
-    value = _number(where, key, result.get(key))
+    value = _number(where, result, key)
     if value is not None and value != int(value):
         raise UserError(f"{where}: {key} is not a whole number: {value:g}")
     return None if value is None else int(value)
