@@ -116,18 +116,18 @@ class Scoring:
         if not known or rescore is False:
             return cls(results)
         if not (Path(results.name) / run_info.PROMPTS_FILE).exists():
-            return cls(results, notes=("scores were not tried: the run keeps no prompts",))
+            return cls(results, notes=("scores were not checked: the run keeps no prompts",))
         notes = []
         # A metric is third-party code chosen by the run's author.
         if foreign := sorted({scorer for scorer in known.values() if is_evaluated(scorer)}):
-            notes.append(f"scores were not tried by {' and '.join(foreign)}: a metric is code from elsewhere")
+            notes.append(f"scores were not checked by {' and '.join(foreign)}: a metric is code from elsewhere")
             known = {suite: scorer for suite, scorer in known.items() if scorer not in foreign}
         if gone := sorted({scorer for scorer in known.values() if scorer not in scorers.SCORERS}):
-            notes.append(f"scores were not tried by {' and '.join(gone)}: this version has no such scorer")
+            notes.append(f"scores were not checked by {' and '.join(gone)}: this version has no such scorer")
         code = {suite for suite, scorer in known.items() if scorer in CODE_SCORERS}
         isolation = None
         if code and not rescore:
-            notes.append(f"scores of {' and '.join(sorted(code))} were not tried: --rescore runs the code again")
+            notes.append(f"scores of {' and '.join(sorted(code))} were not checked: --rescore runs the code again")
         elif code and identity.code != "not run":
             isolation = sandbox.strongest()
             if isolation is None:

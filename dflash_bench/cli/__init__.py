@@ -5,6 +5,7 @@ The only package that prints and exits.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -80,6 +81,14 @@ def _parts(words: Sequence[str]) -> list[str]:
     return [part for part, commands in PARTS.items() if words and words[0] in commands.split()]
 
 
+def _misuse(message: str) -> str:
+    """Return a usage error in our words, with the way to help unless it holds a guess."""
+    kinds = {"integer": "a whole number", "number": "a number"}
+    if found := re.match(r"Invalid value for '(-[\w-]+)'[^:]*: Input should be a valid (integer|number)\b", message):
+        message = f"{found[1]} takes {kinds[found[2]]}"
+    return message if "Did you mean" in message else f"{message}; see 'dflash-bench COMMAND --help'"
+
+
 def main() -> None:
     """Run the command line: a UserError, or an error that `net` can explain, is one line on stderr and exit status 2.
 
@@ -95,7 +104,7 @@ def main() -> None:
     except UserError as error:
         note(f"dflash-bench: {error}")
     except USAGE_ERROR as error:
-        note(f"dflash-bench: {error.format_message().rstrip('.')}; see 'dflash-bench COMMAND --help'")
+        note(f"dflash-bench: {_misuse(error.format_message().rstrip('.'))}")
     except net.FROM_OUTSIDE as error:
         if (text := net.explain(error)) is None:
             raise

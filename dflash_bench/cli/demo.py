@@ -160,7 +160,7 @@ def _play(plain: Answered, drafted: Answered) -> None:
     width = terminal_width(160)
     slowest = max(plain.seconds, drafted.seconds, 1e-6)
     factor = max(1.0, LENGTH_S / slowest)
-    title = f"{factor:.0f} times slower than measured" if factor >= 2 else "at the measured speed"
+    title = f"slowed down {factor:.0f}x" if factor >= 2 else "at the measured speed"
 
     def frame(until_s: float) -> Group:
         both = [

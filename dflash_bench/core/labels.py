@@ -69,8 +69,8 @@ def _escape(character: str) -> str:
 
 EMBEDDED = "embedded"
 EMBEDDED_NOTE = (
-    "(embedded) = prompts written for this project, by the rules that also made the texts on which nano and its drafts "
-    "were trained: other questions, the same templates. They are not the public suites of these names"
+    "(embedded) = synthetic prompts from the generator that also produced the training text of nano and its drafts: "
+    "new questions, same templates. They are not the public suites of these names"
 )
 """A sentence without its full stop."""
 LONGEST = 24

@@ -35,7 +35,7 @@ def _decoded_again(results: RunTable) -> Reread:
     """Decode the tokens of all answers again."""
     tokenizer = next((path for path in _tokenizers(results) if path.is_file()), None)
     if tokenizer is None:
-        return Reread((), ("texts were not tried: the target's tokenizer is not on this disk",))
+        return Reread((), ("texts were not checked: the target's tokenizer is not on this disk",))
     fast = report_answers.read_tokenizer(tokenizer)
     flaws, num_other = Flaws(results), 0
     for batch, names in flaws.rows(COLUMNS):
@@ -48,7 +48,7 @@ def _decoded_again(results: RunTable) -> Reread:
             if row["error"] is None:
                 flaws.add("text", row, names[at], row_checks.OTHER)
     if num_other and not _is_same_target(results, tokenizer):
-        return Reread((), ("texts were not tried: the tokenizer on this disk is of other weights than the run's",))
+        return Reread((), ("texts were not checked: the tokenizer on this disk is of other weights than the run's",))
     return Reread(flaws.problems(), ())
 
 

@@ -26,10 +26,10 @@ from dflash_bench.report.tables import Column, ReportTable, Section, TableRow, V
 OUTCOMES = {
     "baseline": "plain decoding",
     "leads": "the fastest",
-    "level": "level with the fastest",
+    "level": "as fast as the fastest",
     "behind": "not in the faster half",
     "slower": "slower than the fastest",
-    "no_gain": f"at best {100 * WORTH:.0f} % faster",
+    "no_gain": f"within {100 * WORTH:.0f} % of the fastest",
     "below_plain": "slower than plain decoding",
     "wrong": "out: wrong answers",
     "failed": "out: failed",
@@ -38,14 +38,14 @@ OUTCOMES = {
     "waiting": "not measured",
 }
 WHYS = {
-    "wrong": "is out, as it gave answers that are not the model's own",
+    "wrong": "is out: its answers are not the model's own",
     "failed": "failed",
-    "drifted": "was sped up by more than its tokens per round, which is impossible: the machine's speed drifted",
+    "drifted": "sped up by more than its tokens per round, which is impossible: the machine's speed drifted",
 }
 LEGEND = (
     "vs. fastest: the speed-up divided by that of the fastest method, on the prompts that both answered. tokens/s "
     "of all answers together, and ms per token of one, are plain decoding's times the ratio to plain decoding in the "
-    "same runs. The fastest is chosen by these same figures, so that its own are, if anything, a little too high."
+    "same runs. The fastest is chosen by these figures, so its own are slightly optimistic."
 )
 
 
@@ -128,8 +128,8 @@ def sections(found: Recommended) -> list[Section]:
     drafting = list(dict.fromkeys(one.choice for one in made if one.verdict == "faster"))
     parts = [
         Section("decision", f"Recommendation for {found.model}", sentences=[*_by_load(made)]),
-        Section("changes", "What would change it", sentences=[*_changes(made)]),
-        Section("flags", "Flags of the server", sentences=[line for one in drafting for line in _flags(one, found)]),
+        Section("changes", "When this changes", sentences=[*_changes(made)]),
+        Section("flags", "Server flags", sentences=[line for one in drafting for line in _flags(one, found)]),
         Section("memory", "Memory", sentences=[line for one in drafting for line in _memory(one, found)]),
         _sliced(made),
         _tried(made),
@@ -257,7 +257,7 @@ def _said(one: Decision, names_load: bool) -> str:
     where = f" at {one.load.concurrency}" if names_load else ""
     if one.verdict == "faster":
         rivals = ", ".join(other.method for other in one.rivals)
-        return f"{_times(one.speedup)}{where}{f', not told apart from {rivals}' if rivals else ''}"
+        return f"{_times(one.speedup)}{where}{f', not distinguishable from {rivals}' if rivals else ''}"
     if one.verdict == "drifted":
         return (
             f"cannot tell{where}: the machine's speed drifted during every run; repeat on a quiet machine, with --out"
@@ -268,8 +268,8 @@ def _said(one: Decision, names_load: bool) -> str:
     if one.verdict == "too_few":
         few = f"too few answered prompts for an interval ({best.num_prompts})"
         return f"cannot tell{where}: {few}; give more of them, or more time"
-    more = f"about {one.more_prompts:,} more prompts would tell" if one.more_prompts else "more prompts hardly would"
-    return f"cannot tell{where}: {_has(best)} {_times(one.speedup)} the speed of plain decoding; {more}"
+    more = f"about {one.more_prompts:,} more prompts should" if one.more_prompts else "more prompts are unlikely to"
+    return f"cannot tell{where}: {_has(best)} {_times(one.speedup)} the speed of plain decoding; {more} settle it"
 
 
 def _plain(same: Sequence[Decision]) -> str:
@@ -282,8 +282,8 @@ def _times(interval: Interval | None) -> str:
     if interval is None:
         return "an unknown multiple of"
     if interval.low is None or interval.high is None:
-        return f"{number(interval.value)} times"
-    return f"{number(interval.value)} times ({number(interval.low)} to {number(interval.high)})"
+        return f"{number(interval.value)}x"
+    return f"{number(interval.value)}x [{number(interval.low)}, {number(interval.high)}]"
 
 
 def _changes(made: Sequence[Decision]) -> Iterator[str]:
@@ -297,11 +297,11 @@ def _changes(made: Sequence[Decision]) -> Iterator[str]:
         parts = []
         if one.level:
             same = ", ".join(f"{other.method} ({_times(other.beside)} its speed)" for other in one.level[:3])
-            parts.append(f"not told apart from {one.leader}: {same}")
+            parts.append(f"not distinguishable from {one.leader}: {same}")
         rival = next((other for other in one.standings[1:] if other.verdict in ("slower", "no_gain")), None)
         if rival and rival.beside and rival.beside.value > 0:
             parts.append(
-                f"{rival.method}, next, would have to be {number(1 / rival.beside.value)} times as fast as it is"
+                f"the runner-up, {rival.method}, would need to be {100 / rival.beside.value - 100:.0f} % faster"
             )
         chosen = one.of(one.choice)
         if chosen.length and chosen.break_even:
@@ -320,11 +320,11 @@ def _lacks(one: Decision) -> str | None:
     best = next((standing for standing in one.standings[1:] if standing.speedup and standing.speedup.value > 0), None)
     if best is None or best.speedup is None:
         return None
-    lacks = f"{best.method} would have to be {number(1 / best.speedup.value)} times as fast as it is"
+    lacks = f"{best.method} would need to be {100 / best.speedup.value - 100:.0f} % faster"
     if best.length and best.break_even and best.length.value < best.break_even:
         lacks += (
-            f"; at what its rounds cost, that takes an al.pooled above {number(best.break_even)} (break_even_al) in "
-            f"place of {number(best.length.value)}"
+            f"; at the cost of its rounds, that takes an al.pooled above {number(best.break_even)} (break_even_al) "
+            f"instead of {number(best.length.value)}"
         )
     return lacks
 
@@ -339,7 +339,7 @@ def _flags(label: str, found: Recommended) -> Iterator[str]:
         if first:
             yield f"  first: dflash-bench {shlex.join(first)}"
     if not known:
-        yield f"{label}: no server that can be launched drafts so; in this engine, --method {label}"
+        yield f"{label}: not available in vLLM, SGLang or llama.cpp; in this engine, --method {label}"
 
 
 def _memory(label: str, found: Recommended) -> Iterator[str]:
@@ -398,8 +398,8 @@ def _outcome(one: Decision, standing: Standing) -> str:
     if speedup is None or speedup.low is None or speedup.high is None:
         return "too few prompts to tell"
     if speedup.low <= 1:
-        return OUTCOMES["below_plain"] if speedup.high < 1 else "level with plain decoding"
-    return "ahead, not told apart" if one.level else OUTCOMES["leads"]
+        return OUTCOMES["below_plain"] if speedup.high < 1 else "as fast as plain decoding"
+    return "ahead, not distinguishable" if one.level else OUTCOMES["leads"]
 
 
 def _tried(made: Sequence[Decision]) -> Section:
@@ -440,4 +440,4 @@ def _tried(made: Sequence[Decision]) -> Section:
         for standing in one.standings
         if standing.verdict in WHYS
     }
-    return Section("tried", "All that was tried", ReportTable(columns, rows, "load"), [*whys, LEGEND])
+    return Section("tried", "All candidates", ReportTable(columns, rows, "load"), [*whys, LEGEND])

@@ -20,7 +20,7 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import labels
 from dflash_bench.core.methods import is_lossy, shown
 from dflash_bench.report import charts
-from dflash_bench.report.tables import ABSENT, ReportTable, Section, Value, bounds, number, p_value, with_interval
+from dflash_bench.report.tables import ABSENT, ReportTable, Section, Value, number, p_value, with_interval
 
 # The verdict, above everything else.
 
@@ -38,26 +38,47 @@ def verdicts(comparisons: Sequence[Comparison]) -> list[ChangeSentence]:
     found: dict[str, list[str]] = {"worse": [], "better": [], "unclear": [], "same": []}
     for versus in comparisons:
         where = " ".join(filter(None, [_place(versus), versus.key.slice]))
-        place = f"{where}, {versus.after} against {versus.before}"
         name = next((name for name in JUDGED_BY if name in versus.changes), None)
         if name is not None:
             change = versus.changes[name]
-            found.setdefault(verdict(name, change), []).append(f"{place}: {name} {_times(change.ratio)}")
-        if versus.passed_verdict in ("worse", "better"):
-            found[versus.passed_verdict].append(f"{place}: {points(versus.passed)} points answered right")
+            kind = verdict(name, change)
+            found.setdefault(kind, []).append(_change(kind, name, versus, where, change.ratio))
+        if (kind := versus.passed_verdict) in ("worse", "better"):
+            found[kind].append(_change(kind, "accuracy", versus, where, f"{points(versus.passed)} points"))
     told = [
-        *(ChangeSentence("worse", f"WORSE: {text}") for text in found.pop("worse")),
-        *(ChangeSentence("better", f"better: {text}") for text in found.pop("better")),
+        *(ChangeSentence("worse", text) for text in found.pop("worse")),
+        *(ChangeSentence("better", text) for text in found.pop("better")),
     ]
     rest = [f"and {len(told) - MOST_SENTENCES} more, below"] if len(told) > MOST_SENTENCES else []
-    counts = ", ".join(f"{len(texts)} {name}" for name, texts in found.items() if texts)
-    rest += [f"{'others' if told else 'no change is shown'}: {counts}"] if counts else []
+    counts = {kind: len(texts) for kind, texts in found.items() if texts}
+    words = ", ".join(f"{number:,} {REST[kind]}" for kind, number in counts.items())
+    if told and counts:
+        rest.append(f"Other comparisons: {words}")
+    elif counts:
+        rest.append("Too few prompts to compare" if {*counts} == {"unknown"} else f"No significant change: {words}")
     return [*told[:MOST_SENTENCES], *(ChangeSentence("rest", text) for text in rest)]
 
 
-def _times(ratio: Interval) -> str:
-    within = bounds(ratio)
-    return f"{number(ratio.value)} times{f' ({within})' if within else ''}"
+REST = {"unclear": "inconclusive", "same": "the same", "unknown": "with too few prompts"}
+"""Comparisons that show no change, in words."""
+
+
+def _change(kind: str, name: str, versus: Comparison, where: str, change: Interval | str) -> str:
+    """Return a change between two runs, or a difference between two methods of one; `change` is in words, or a ratio.
+
+    Between methods, being slower is no fault, so that only a change between runs is called worse.
+    """
+    size = change if isinstance(change, str) else f"{number(change.value)}x{_within(change)}"
+    if versus.key.method:
+        verdict = "WORSE" if kind == "worse" else kind
+        return f"{verdict}: {where}, {versus.after} against {versus.before}: {name} {size}"
+    low, high = ("slower", "faster") if name in TIMINGS else (f"lower in {name}", f"higher in {name}")
+    return f"{versus.after} is {high if kind == 'better' else low} than {versus.before} on {where}: {size}"
+
+
+def _within(ratio: Interval) -> str:
+    known = ratio.low is not None and ratio.high is not None and not ratio.is_vague
+    return f" [{number(ratio.low)}, {number(ratio.high)}]" if known else ""
 
 
 # The tables. Time-free metrics stand apart from timings, and ids above every column.

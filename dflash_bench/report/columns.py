@@ -133,12 +133,12 @@ def intervals_note(num_prompts: Iterable[int]) -> str:
     known = [number for number in num_prompts if number >= FEWEST]
     held = covered(min(known)) if known else None
     if held is None:
-        return f"No intervals: with fewer than {FEWEST} prompts (n), the prompts' own range stands in their place."
+        return f"No intervals: with fewer than {FEWEST} prompts (n), the range over the prompts is shown instead."
     noisy = _to(held.least_noisy, held.most_noisy)
     return (
-        f"Intervals are 95 % by name, by bootstrap over prompts. Simulated with {held.num_prompts} prompts, "
-        f"{_to(held.least, held.most)} of them hold the truth, the fewest where a few long answers decide; with "
-        f"{100 * held.run_noise:g} % noise between runs, which one run cannot show, {noisy}."
+        f"Nominal 95 % bootstrap intervals over prompts. In simulations with {held.num_prompts} prompts their actual "
+        f"coverage was {_to(held.least, held.most)}, lowest when a few long answers dominate; with "
+        f"{100 * held.run_noise:g} % run-to-run noise, which a single run cannot show, {noisy}."
     )
 
 

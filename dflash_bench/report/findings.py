@@ -350,7 +350,7 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
             "work",
         },
     ),
-    "unclear": (_unclear, "raise --limit, or leave it out"),
+    "unclear": (_unclear, "raise --limit, or omit it to use every prompt"),
     "saturated": (
         lambda num_whole, num_rounds: (
             f"{num_whole} of {num_rounds} rounds ({num_whole / num_rounds:.0%}) accept the whole draft"
@@ -374,7 +374,7 @@ WORDS: dict[str, tuple[Wording, Wording | Mapping[str, Wording]]] = {
             f"only {num_prompts} {'session' if num_prompts < cell.num_prompts else 'prompt'}"
             f"{'s' if num_prompts != 1 else ''}, too few to trust the interval"
         ),
-        f"raise --limit to {MIN_PROMPTS} or more, or leave it out",
+        f"raise --limit to {MIN_PROMPTS} or more, or omit it to use every prompt",
     ),
     "wide_interval": (
         lambda speedup_decode, half_width: (

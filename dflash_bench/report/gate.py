@@ -47,9 +47,7 @@ def text(outcome: GateOutcome, every: bool = False, width: int | None = None) ->
     """Return the verdict, the failures, and with `every` all that passed; in logs, which have no width, a line each."""
     failures, passed = outcome.failures, [check for check in outcome.checks if not check.failed]
     shown = section(outcome, [*failures, *(passed if every else [])])
-    left_out = [] if every or not passed else [f"passed and not listed: {len(passed)} checks; --all lists them"]
-    below = replace(shown, sentences=[*shown.sentences, *left_out])
-    return "\n\n".join(filter(None, [wrapped(headline(outcome), width), render.terminal(below, width)]))
+    return "\n\n".join(filter(None, [wrapped(headline(outcome), width), render.terminal(shown, width)]))
 
 
 def summary(outcome: GateOutcome) -> str:

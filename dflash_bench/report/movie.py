@@ -269,7 +269,7 @@ def _svg(both: Sequence[FilmedAnswer], below: str) -> str:
                     # Letters that the type lacks are as far apart as its own.
                     more += f' textLength="{_width(words) * CHARACTER:.1f}"'
                 drawn.append(_text(words, x, y, kind, part.at_s * factor / length_s, length_s, more))
-    slower = f"{factor:.0f} times slower than measured" if factor >= 1.5 else "at the measured speed"
+    slower = f"slowed down {factor:.0f}x" if factor >= 1.5 else "at the measured speed"
     notes = [f"green: drafted, and accepted by the target · {slower}", below]
     drawn += [_text(note, 0, height + 16 * number, "small") for number, note in enumerate(notes, start=1)]
     size = f'width="{width}" height="{height + 40}" viewBox="0 0 {width} {height + 40}"'

@@ -237,7 +237,7 @@ const showAnswers = ({ rows, texts, lengths, prompts }) => {
   at("filter").addEventListener("input", show);
   at("filter").addEventListener("submit", (event) => event.preventDefault());
 
-  // Where it stops: a line for each answer that is listed
+  // Where acceptance drops off: a line for each answer that is listed
 
   const MOST_LINES = 400;
   let mapped = [];

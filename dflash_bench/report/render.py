@@ -63,7 +63,7 @@ def _lines(table: ReportTable | None, width: int | None) -> list[str]:
 
 
 def _too_narrow(left_out: Sequence[str], width: int | None) -> list[str]:
-    return [wrapped(f"Too narrow for {', '.join(reversed(left_out))}.", width)] if left_out else []
+    return [wrapped(f"Hidden to fit {width} columns: {', '.join(reversed(left_out))}.", width)] if left_out else []
 
 
 def _aligned(table: ReportTable) -> list[str]:

@@ -326,14 +326,15 @@ def _sentence(document: Document, line: MethodLine, speedup: Interval) -> str:
         of_one = " of a suite" if len({cell.suite for cell in document.cells}) > 1 else ""
         head = f"With {speedup.too_few} prompts{of_one}, too few to trust, " if speedup.too_few else ""
         return f"{head}{line.name} was {number(speedup.value)} times as fast as plain decoding{where}"
-    within = bounds(speedup)
+    within = f"{number(speedup.low)}, {number(speedup.high)}"
     if speedup.is_vague:
-        was = f"it was {number(speedup.value)} times as fast"
-        return f"How fast {line.name} is cannot be told: {was} as plain decoding{where}, but prompts differ too much"
+        was = f"{line.name} was {number(speedup.value)} times as fast as plain decoding{where}"
+        return f"Inconclusive: {was}, but the prompts vary too much"
     if speedup.contains(1):
-        return f"{line.name} is not shown to be faster than plain decoding{where}: it is {within} times as fast"
-    slower = ", which is slower" if speedup.value < 1 else ""
-    return f"{line.name} is {number(speedup.value)} times as fast as plain decoding ({within}){slower}{where}"
+        return f"No measurable speed-up for {line.name}{where}: {number(speedup.value)}x [{within}]"
+    if speedup.value < 1:
+        return f"{line.name} is slower than plain decoding{where}: {number(speedup.value)}x [{within}]"
+    return f"{line.name} is {number(speedup.value)} times as fast as plain decoding ({bounds(speedup)}){where}"
 
 
 def _where(document: Document, method: str) -> str:
@@ -344,7 +345,7 @@ def _where(document: Document, method: str) -> str:
         sources = filter(None, dict.fromkeys(labels.source_label(source) for _, source in suites))
         named = visible(" ".join([f"{len(suites)} suites", *(f"({source})" for source in sources)]))
     mean = ", geometric mean" if len(suites) > 1 else ""
-    known = ": text of the kind that nano and its drafts were trained on"
+    known = " (in-distribution prompts: the drafts were trained on this kind of text)"
     return f" on {named}{mean}{known if is_known_text(document, method) else ''}"
 
 

@@ -222,7 +222,7 @@ def _ranges(pays: Ranges, load: GrowingLoad) -> str:
 
 
 BEST = Badge("*", "best", f"highest {SPEEDUP}")
-RIVAL = Badge("~", "as good", "cannot be told apart from it")
+RIVAL = Badge("~", "as good", "not distinguishable from it")
 SWEEP_LEGEND = (
     f"{BEST.mark} = {BEST.meaning}; {RIVAL.mark} = {RIVAL.meaning}: on the same prompts, the interval of their ratio "
     "contains 1, or p >= 0.05 (Holm, over all pairs)."
@@ -317,9 +317,9 @@ def _best_value(sweep: Sweep, curve: SweepCurve) -> str:
     ]
     rivals = [texts[at] for at in curve.rivals]
     if len(rivals) == 1:
-        parts.append(f"{texts[curve.best]} and {rivals[0]} cannot be told apart")
+        parts.append(f"{texts[curve.best]} and {rivals[0]} are not distinguishable")
     elif rivals:
-        parts.append(f"it cannot be told apart from {_and(rivals)}")
+        parts.append(f"it is not distinguishable from {_and(rivals)}")
     slower = [
         f"{texts[at]} ({number(change.ratio.value)}x)" for at, change in curve.over.items() if at not in curve.rivals
     ]

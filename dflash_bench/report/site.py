@@ -161,7 +161,7 @@ def _listing(folder: Path) -> RunListing:
 def runs_text(several: Sequence[RunListing], width: int | None = None) -> str:
     """Return a line for each run, with its name for commands, in a terminal of this width."""
     if not several:
-        return wrapped(f"there is no run in {store.RUNS}; start one with 'dflash-bench run'", width)
+        return wrapped(f"there is no run in {store.RUNS}; start one with 'dflash-bench run --suite gsm8k'", width)
     rows = [
         (f"@{number}", one.folder.name, one.short_suites, one.methods, one.state)
         if not one.error

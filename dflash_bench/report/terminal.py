@@ -73,9 +73,9 @@ def card(document: Document, width: int | None = None) -> str:
     meaning += f"; {reached}" if (reached := bandwidth_note(document)) else ""
     lengths = ", ".join(f"{line.name} {number(al)}" for line, _, al in means)
     exact, audit, passed = (tally(document, name) for name in ("exact", "audit", "passed"))
-    answers = f"{f'{exact[0]}/{exact[1]} equal the plain output, {compared(document)}' if exact else ABSENT}"
+    answers = f"{f'{exact[0]}/{exact[1]} match plain decoding, {compared(document)}' if exact else ABSENT}"
     answers += f"; {audit[0]}/{audit[1]} are the published model's own choice" if audit else ""
-    answers += f"; {passed[0]}/{passed[1]} right{cut_note(document)}" if passed else ""
+    answers += f"; {passed[0]}/{passed[1]} correct{cut_note(document)}" if passed else ""
     commit = f", commit {about['commit']}" if "commit" in about else ""
     if document.why_empty:
         answers = document.why_empty

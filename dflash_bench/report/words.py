@@ -48,15 +48,20 @@ def sentences(document: Document) -> list[str]:
     if longer:
         lines.append(f"Tokens per forward pass of the target: {', '.join(longer)} (al.pooled).")
     if exact and exact[0] == exact[1]:
-        lines.append(f"All {exact[1]:,} answers that were compared equal the plain output, {compared(document)}.")
+        lines.append(f"All {exact[1]:,} compared answers match plain decoding, {compared(document)}.")
     elif exact:
         lines.append(_not_plain(document, exact))
     if audit and audit[0] == audit[1]:
         lines.append(f"In all {audit[1]:,} judged answers, every token is the published model's own choice.")
     if passed:
-        share = f"{100 * passed[0] / passed[1]:.1f} %"
-        lines.append(f"{share} of the drafting methods' scored answers are right{cut_note(document)}.")
+        own = [cell.passed for cell in document.cells if cell.method == BASELINE and cell.passed]
+        plain = f" (plain decoding: {_percent(*map(sum, zip(*own, strict=True)))})" if own else ""
+        lines.append(f"Accuracy with drafts: {_percent(*passed)}{plain}{cut_note(document)}.")
     return lines
+
+
+def _percent(right: int, num: int) -> str:
+    return f"{100 * right / num:.1f} %"
 
 
 def cut_note(document: Document) -> str:
@@ -75,7 +80,7 @@ def _not_plain(document: Document, exact: Share) -> str:
     others = exact[1] - exact[0]
     ties = sum(cell.num_near_ties for cell in document.cells if cell.method != BASELINE)
     explained = f"rounding explains {'all' if ties >= others else ties or 'none'} of them"
-    return f"{others:,} of {exact[1]:,} answers that were compared differ from the plain output; {explained}."
+    return f"{others:,} of {exact[1]:,} compared answers differ from plain decoding; {explained}."
 
 
 def speedups(document: Document, is_known: bool) -> str:
@@ -97,7 +102,7 @@ def bandwidth_note(document: Document) -> str:
     """Return the share of memory bandwidth that plain decoding uses; empty if the run did not measure it."""
     plain = [cell.sums for cell in document.cells if cell.method == BASELINE and cell.num_prompts]
     needed_s, taken_s = (sum(sums[:, COLUMN[name]].sum() for sums in plain) for name in ("weights_s", "reading_s"))
-    return f"plain decoding reaches {needed_s / taken_s:.0%} of the memory's bandwidth" if taken_s else ""
+    return f"plain decoding uses {100 * needed_s / taken_s:.0f} % of memory bandwidth" if taken_s else ""
 
 
 def _weak(document: Document, line: MethodLine) -> str:
@@ -170,7 +175,7 @@ def memory(info: RunInfo) -> str:
     free, largest, without = known.free_bytes, known.largest_context, known.largest_context_without_drafts
     words = f"weights {weights}; caches {caches}"
     if info.identity.judge and info.identity.judge.weights == OWN_WEIGHTS:
-        words = f"weights {weights}, and the target's once more for the judge; caches {caches}"
+        words = f"weights {weights}, plus a second copy of the target for the judge; caches {caches}"
     if free is None:
         return words
     others = f", {without:,} without drafts" if without != largest else ""

@@ -440,7 +440,9 @@ def find(name: Path | None) -> Path:
         return name
     runs = newest_first()
     if not runs:
-        raise UserError(f"there is no run in {RUNS}; start one with 'dflash-bench run', or give the folder of another")
+        raise UserError(
+            f"there is no run in {RUNS}; start one with 'dflash-bench run --suite gsm8k', or give the folder of another"
+        )
     if not 1 <= number <= len(runs):
         raise UserError(f"there is no run {name}: {RUNS} holds {len(runs)}, of which @1 is the newest")
     return runs[number - 1]

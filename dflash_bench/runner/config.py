@@ -686,10 +686,9 @@ class OutputOptions:
 def require_prompts(request: RunRequest) -> None:
     """Raise UserError for a request without prompts."""
     if not request.suites and request.prompts is None:
-        from dflash_bench.tasks import suites
-
-        known = [*suites.known_suites(), *suites.known_groups()]
-        raise UserError(f"nothing to run: give --suite ({', '.join(known)}) or --prompts FILE.jsonl")
+        raise UserError(
+            "no prompts given; try dflash-bench run --suite gsm8k ('dflash-bench suites' lists all), or --prompts FILE"
+        )
 
 
 # With `--server`, the servers name the methods, and a target in this process only judges them.

@@ -187,7 +187,7 @@ def test_plain_decoding_that_fails_ends_it(
         (("--suite", "gsm8k", "--concurrency", "64"), "--concurrency 64 is more than the 32 prompts of gsm8k"),
         (("--prompts", "none.jsonl"), "no rows for suite 'prompts'"),
         (("--suite", "gsm8k", "--for", "soon"), "--for takes a time above 0"),
-        ((), "nothing to run: give --suite"),
+        ((), "no prompts given"),
     ],
 )
 def test_what_cannot_be_raced_is_one_line(

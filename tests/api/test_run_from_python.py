@@ -53,7 +53,7 @@ def test_a_run_is_measured_and_nothing_is_printed(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "nothing to run"),
+        ({}, "no prompts given"),
         ({"suite": "maht"}, "unknown suite"),
         ({"suite": "gsm8k", "methods": "dflsh"}, "unknown method 'dflsh'"),
         ({"suite": "gsm8k", "seed": 3}, "--seed has no effect at temperature 0"),

@@ -129,7 +129,7 @@ def test_reports_show_the_share_where_it_is_known_and_no_column_elsewhere(tmp_pa
     run_with(tmp_path / "unknown")
     assert "| bandwidth share |" in main("report", "known", "--format", "markdown")[1]
     assert "| bandwidth share |" not in main("report", "unknown", "--format", "markdown")[1]
-    reached = "plain decoding reaches 50% of the memory's bandwidth"
+    reached = "plain decoding uses 50 % of memory bandwidth"
     assert f"95 %; {reached})" in main("card", "known")[1] and reached not in main("card", "unknown")[1]
     main("report", "known", "-o", "page.html")
-    assert "plain decoding reaches 50%" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "plain decoding uses 50 %" in (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -157,7 +157,7 @@ def test_a_run_of_failures_only_says_so_in_every_form(tmp_path: Path, main: Main
 
 def test_answers_that_are_not_exact_are_in_the_card(tmp_path: Path, main: Main) -> None:
     stored(tmp_path / "run", changed(answers(4), first=1, exactness="mismatch"))
-    assert "3/4 equal the plain output" in main("card", "run")[1]
+    assert "3/4 match plain decoding" in main("card", "run")[1]
 
 
 def test_card_and_page_say_what_weakens_the_mean_over_suites(tmp_path: Path, main: Main) -> None:

@@ -74,9 +74,9 @@ def _is_a_name(line: str) -> bool:
 
 def test_a_wide_terminal_has_every_column_and_short_lines_of_text(shown: Callable[[str, int], list[str]]) -> None:
     lines = shown("report", 200)
-    assert not any(line.startswith("Too narrow") for line in lines)
+    assert not any(line.startswith("Hidden") for line in lines)
     assert max(len(line) for line in lines if line.endswith(".")) <= 100
-    assert any(line.startswith("Too narrow for ") for line in shown("report", 60))
+    assert any(line.startswith("Hidden to fit 60 columns: ") for line in shown("report", 60))
 
 
 def test_a_table_that_does_not_fit_loses_spare_columns_and_then_stands_row_by_row() -> None:
@@ -85,7 +85,7 @@ def test_a_table_that_does_not_fit_loses_spare_columns_and_then_stands_row_by_ro
     section = Section("t", table=table)
     wide, narrow, narrowest = (render.terminal(section, width).splitlines() for width in (30, 17, 14))
     assert wide[-1].split() == ["dflash", "1.25", "7"]
-    assert narrow[1:] == ["gsm8k", "  dflash   1.25", "Too narrow for", "  spare."]
+    assert narrow[1:] == ["gsm8k", "  dflash   1.25", "Hidden to fit 17", "  columns: spare."]
     assert narrowest[:3] == ["gsm8k", "  dflash", "    value:"]
 
 

@@ -244,7 +244,7 @@ def test_an_edit_is_named_by_check_and_refused_by_compare(what: str, run: Path, 
 
 def test_what_is_sound_passes_and_says_what_it_tried(run: Path, main: Main) -> None:
     _, out, err = main("check", "run")
-    assert err == "" and "were not tried" not in out
+    assert err == "" and "were not checked" not in out
     assert not [
         check for check in json.loads(main("check", "run", "--json")[1])["checks"] if check["kind"] == "invalid"
     ]
@@ -373,7 +373,7 @@ def test_scores_of_code_are_tried_where_it_is_asked_for(main: Main, tmp_path: Pa
     assert main("run", *asked)[0] == 0
     assert "--rescore" in main("check", "run")[1]
     code, out, err = main("check", "run", "--rescore")
-    assert (code, err) == (0, "") and "were not tried" not in out
+    assert (code, err) == (0, "") and "were not checked" not in out
     edited(tmp_path / "run", lambda row: {"passed": not row["passed"]}, once("ngram"))
     assert main("check", "run")[0] == 0
     code, out, _ = main("check", "run", "--rescore", "--json")
@@ -387,7 +387,7 @@ def test_texts_are_not_tried_without_the_tokenizer_and_check_says_so(
     edited(run, lambda row: {"text": row["text"] + "!"})
     monkeypatch.setattr("dflash_bench.diagnose.reread._tokenizers", lambda _: iter([Path("absent")]))
     out = main("check", "run", "--no-rescore")[1]
-    assert "note: texts were not tried: " in out and "tokenizer" in out
+    assert "note: texts were not checked: " in out and "tokenizer" in out
 
 
 # What a broken tool writes itself

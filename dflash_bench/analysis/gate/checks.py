@@ -81,8 +81,8 @@ class Check:
 
     @property
     def figure(self) -> str:
-        figure = f"{self.kind} floor {self.expected:g}" if self.is_floor else self.kind
-        return f"{figure} of {self.run}" if self.run else figure
+        figure = f"{self.kind} >= {self.expected:g}" if self.is_floor else self.kind
+        return f"{figure} ({self.run})" if self.run else figure
 
     @property
     def change(self) -> float:
@@ -537,7 +537,7 @@ def _noise_notes(checks: Sequence[Check], sides: Sequence[int]) -> Iterator[str]
     """Note the noise between runs that metrics were judged with, and where it comes from."""
     runs = " + ".join(map(str, sides)) + (" runs" if sum(sides) > 1 else " run")
     sources = {
-        "allowed": f"assumed, because {runs} cannot show it; five in all can",
+        "allowed": f"assumed for {runs}: measuring it needs at least five in total",
         "measured": f"measured over {runs}",
         "stated": "from run_noise in the limits",
     }

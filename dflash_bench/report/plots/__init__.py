@@ -64,7 +64,7 @@ CAPTIONS = {
     "positions": "Beyond the point where the solid line nears zero, drafting costs time and gains nothing.",
     "output": "A falling line means that the draft gets worse as the answer gets longer.",
     "rounds": "Plain decoding only verifies one token; what a longer bar has on top is the price of a round.",
-    "load": "Where the right line falls to 1, drafting no longer pays: so many answers keep the machine busy without.",
+    "load": "Where the right line falls to 1, drafting no longer pays: the answers keep the machine busy without it.",
     "frontier": "Each point is a method under a load: to the left one answer comes faster, higher up all together do.",
     "sweep": "Where acceptance still rises but the speed-up does not, the longer round costs what the draft gains.",
     "context": "Where tokens per round fall below the dashed line, a longer context costs more than the draft gains.",
