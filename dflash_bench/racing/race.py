@@ -79,7 +79,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Candidate:
     """A method's result in a race; None for a figure that could not be measured."""
 
     method: str
@@ -118,7 +118,7 @@ class Decision:
     verdict: Literal["faster", "plain", "unclear", "too_few", "drifted", "no_time"]
     """`unclear`: the interval of the best method, `choice`, contains 1; `drifted`: no run could be used."""
     speedup: Interval | None
-    standings: tuple[Standing, ...]
+    candidates: tuple[Candidate, ...]
     """Plain decoding first, then the others from the fastest."""
     more_prompts: int | None = None
     """If unclear: about how many more prompts should settle it."""
@@ -128,25 +128,25 @@ class Decision:
     """Concurrency from which the choice is no faster than plain decoding, if observed."""
 
     @property
-    def level(self) -> list[Standing]:
+    def level(self) -> list[Candidate]:
         """The methods that cannot be told apart from the leader."""
-        return [standing for standing in self.standings if standing.verdict == "level"]
+        return [candidate for candidate in self.candidates if candidate.verdict == "level"]
 
     @property
     def leader(self) -> str:
-        return next((standing.method for standing in self.standings if standing.verdict == "leads"), self.choice)
+        return next((candidate.method for candidate in self.candidates if candidate.verdict == "leads"), self.choice)
 
     @property
-    def rivals(self) -> list[Standing]:
+    def rivals(self) -> list[Candidate]:
         """The methods that cannot be told apart from the choice."""
-        return [one for one in self.standings if one.verdict in ("leads", "level") and one.method != self.choice]
+        return [one for one in self.candidates if one.verdict in ("leads", "level") and one.method != self.choice]
 
-    def of(self, method: str) -> Standing:
-        return next(standing for standing in self.standings if standing.method == method)
+    def of(self, method: str) -> Candidate:
+        return next(candidate for candidate in self.candidates if candidate.method == method)
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ContextFit:
     """Predicted longest context in tokens that fits, with a draft and without; the model has positions for `limit`."""
 
     with_draft: int
@@ -301,21 +301,21 @@ class Race:
         # If no method is left, those that dropped out are compared with the best of them.
         best = leader or max(self._sums, key=lambda method: getattr(self.speedup(method), "value", 0.0), default=None)
         plain = self._plain()
-        others = [self._standing(method, verdicts.get(method), best, plain) for method in self.methods]
+        others = [self._candidate(method, verdicts.get(method), best, plain) for method in self.methods]
         others.sort(key=lambda one: (one.speedup is None, -one.speedup.value if one.speedup else 0.0))
-        standings = (plain, *others)
+        candidates = (plain, *others)
         speedup = None if leader is None else self.speedup(leader)
         if not self.tables:
             why: Literal["drifted", "no_time"] = "drifted" if self._has_drifted else "no_time"
-            return Decision(self.load, BASELINE, why, None, standings)
+            return Decision(self.load, BASELINE, why, None, candidates)
         if leader is None:
-            measured = any(standing.speedup for standing in others)
-            return Decision(self.load, BASELINE, "plain" if measured else "too_few", None, standings)
+            measured = any(candidate.speedup for candidate in others)
+            return Decision(self.load, BASELINE, "plain" if measured else "too_few", None, candidates)
         if speedup is None or speedup.low is None or speedup.high is None:
-            return Decision(self.load, leader, "too_few", speedup, standings)
+            return Decision(self.load, leader, "too_few", speedup, candidates)
         if speedup.low > 1:
-            return Decision(self.load, leader, "faster", speedup, standings)
-        return Decision(self.load, leader, "unclear", speedup, standings, self._more(leader, speedup))
+            return Decision(self.load, leader, "faster", speedup, candidates)
+        return Decision(self.load, leader, "unclear", speedup, candidates, self._more(leader, speedup))
 
     @property
     def _has_drifted(self) -> bool:
@@ -329,13 +329,13 @@ class Race:
         wanted = number * (half / distance) ** 2 if distance > 0.001 else math.inf
         return None if wanted > 10_000 else max(1, math.ceil(wanted - number))
 
-    def _plain(self) -> Standing:
-        """Return the standing of plain decoding, over all runs of the race."""
+    def _plain(self) -> Candidate:
+        """Return the candidate of plain decoding, over all runs of the race."""
         longest = max(self._sums.values(), key=_num_prompts, default=None)
         if longest is None:
-            return Standing(BASELINE, "waiting")
+            return Candidate(BASELINE, "waiting")
         ms, one = _mean(longest, PLAIN_MS), Interval(1.0, 1.0, 1.0)
-        return Standing(
+        return Candidate(
             BASELINE,
             "baseline",
             self.num_rounds,
@@ -348,15 +348,15 @@ class Race:
             measured=_measured(self.tables, BASELINE),
         )
 
-    def _standing(self, method: str, racing: Verdict | None, best: str | None, plain: Standing) -> Standing:
+    def _candidate(self, method: str, racing: Verdict | None, best: str | None, plain: Candidate) -> Candidate:
         verdict, error = self.left.get(method, (racing or "waiting", ""))
         parts = self._sums.get(method)
         if not parts:
             shown = verdict if self.tables or verdict == "drifted" else "no_time"
-            return Standing(method, shown, self.rounds.get(method, 0), error=error)
+            return Candidate(method, shown, self.rounds.get(method, 0), error=error)
         speedup, even = self.speedup(method), _mean(parts, BREAK_EVEN)
         with_it = [table for table in self.tables if (table.rows["method"] == method).any()]
-        return Standing(
+        return Candidate(
             method,
             verdict,
             self.rounds.get(method, 0),

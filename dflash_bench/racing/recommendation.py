@@ -16,8 +16,8 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import methods
 from dflash_bench.core.labels import WIDTH
 from dflash_bench.core.types import context_name
-from dflash_bench.measurements.server_memory import ServerRoom
-from dflash_bench.racing.race import MEASURED, WORTH, Decision, Room, Standing
+from dflash_bench.measurements.server_memory import ServerMemory
+from dflash_bench.racing.race import MEASURED, WORTH, Candidate, ContextFit, Decision
 from dflash_bench.report.data import json_value
 from dflash_bench.report.html import escape
 from dflash_bench.report.render import markdown, terminal
@@ -65,9 +65,9 @@ class Recommended:
     programs: Mapping[str, Sequence[tuple[str, Sequence[str], Sequence[str]]]]
     """Server programs by chosen method, each with its arguments and those of a dflash-bench command that is needed
     first."""
-    rooms: Mapping[str, Room]
+    context_fits: Mapping[str, ContextFit]
     """Context lengths by chosen method; empty for servers that run already, whose memory is unknown."""
-    held: Mapping[str, ServerRoom]
+    held: Mapping[str, ServerMemory]
     """Memory of servers launched on a CPU, by chosen method and plain decoding's label."""
     served: tuple[str, ...] = ()
     """Methods of servers that run already."""
@@ -75,7 +75,7 @@ class Recommended:
     @property
     def is_wrong(self) -> bool:
         """Whether some method gave answers that are not the model's own."""
-        return any(standing.verdict == "wrong" for one in self.decisions for standing in one.standings)
+        return any(candidate.verdict == "wrong" for one in self.decisions for candidate in one.candidates)
 
     @property
     def flags(self) -> dict[str, dict[str, list[str]]]:
@@ -110,7 +110,7 @@ class Recommended:
                 tried.ms_per_token,
             )
             for one in self.decisions
-            for tried in one.standings
+            for tried in one.candidates
         ]
         numbers = ["speedup", "low", "high", "al_pooled", "tokens_per_s", "ms_per_token"]
         columns = ["concurrency", "context", "method", "verdict", "prompts", *numbers]
@@ -173,24 +173,24 @@ def as_json(found: Recommended) -> dict[str, Any]:
                 "more_prompts": one.more_prompts,
                 "slices": [[name, num, json_value(speedup)] for name, num, speedup in one.slices],
                 "loses_from": json_value(one.loses_from),
-                "tried": [_standing_json(standing) for standing in one.standings],
+                "tried": [_candidate_json(candidate) for candidate in one.candidates],
             }
             for one in found.decisions
         ],
         "flags": found.flags,
-        "longest_context": {method: asdict(room) for method, room in found.rooms.items()},
+        "longest_context": {method: asdict(fit) for method, fit in found.context_fits.items()},
         "server_memory": {
-            method: {"free_bytes": room.free_bytes, "bytes_by_tokens": sorted(map(list, room.sizes.items()))}
-            for method, room in found.held.items()
+            method: {"free_bytes": memory.free_bytes, "bytes_by_tokens": sorted(map(list, memory.sizes.items()))}
+            for method, memory in found.held.items()
         },
         "runs": [str(run) for run in found.runs],
     }
 
 
-def _standing_json(standing: Standing) -> dict[str, Any]:
-    intervals = {name: getattr(standing, name) for name in ("speedup", "beside", "length")}
-    measured = {metric.id: standing.measured.get(metric.id) for metric in MEASURED}
-    values = {name: value for name, value in asdict(standing).items() if name != "measured"}
+def _candidate_json(candidate: Candidate) -> dict[str, Any]:
+    intervals = {name: getattr(candidate, name) for name in ("speedup", "beside", "length")}
+    measured = {metric.id: candidate.measured.get(metric.id) for metric in MEASURED}
+    values = {name: value for name, value in asdict(candidate).items() if name != "measured"}
     return {name: json_value(value) for name, value in (values | intervals | measured).items()}
 
 
@@ -199,9 +199,9 @@ def points(made: Sequence[Decision]) -> dict[str, list[SpeedPoint]]:
     panels: dict[str, list[SpeedPoint]] = {}
     for one in made:
         panels.setdefault(_context(one), []).extend(
-            SpeedPoint(standing.method, one.load.concurrency, standing.ms_per_token, standing.tokens_per_s)
-            for standing in one.standings
-            if standing.ms_per_token and standing.tokens_per_s
+            SpeedPoint(candidate.method, one.load.concurrency, candidate.ms_per_token, candidate.tokens_per_s)
+            for candidate in one.candidates
+            if candidate.ms_per_token and candidate.tokens_per_s
         )
     return {title: some for title, some in panels.items() if some}
 
@@ -236,20 +236,20 @@ def _name(one: Decision) -> str:
     return f"{described(one.of(one.choice))}, " if one.verdict == "faster" else ""
 
 
-def described(standing: Standing) -> str:
+def described(candidate: Candidate) -> str:
     """Return a method in words: `dflash, 10 drafted tokens`."""
-    if standing.num_drafts is None:
-        return standing.method
-    method = methods.parse(standing.method)
+    if candidate.num_drafts is None:
+        return candidate.method
+    method = methods.parse(candidate.method)
     others = method.options.keys() - {method.kind.count, "n", "block", "nodes"}
-    head = standing.method if others else standing.method.partition(":")[0]
+    head = candidate.method if others else candidate.method.partition(":")[0]
     unit = "node" if method.kind.shape == "tree" else "drafted token"
-    return f"{head}, {standing.num_drafts} {unit}{'' if standing.num_drafts == 1 else 's'}"
+    return f"{head}, {candidate.num_drafts} {unit}{'' if candidate.num_drafts == 1 else 's'}"
 
 
-def _has(standing: Standing) -> str:
+def _has(candidate: Candidate) -> str:
     """Return `dflash, 10 drafted tokens, has`, or `dflash has`."""
-    name = described(standing)
+    name = described(candidate)
     return f"{name}{',' if ',' in name else ''} has"
 
 
@@ -273,7 +273,7 @@ def _said(one: Decision, names_load: bool) -> str:
 
 
 def _plain(same: Sequence[Decision]) -> str:
-    best = [next((standing for standing in one.standings[1:] if standing.speedup), None) for one in same]
+    best = [next((candidate for candidate in one.candidates[1:] if candidate.speedup), None) for one in same]
     known = [f"{_has(one)} {_times(one.speedup)} its speed" for one in best if one]
     return f"plain decoding; the best method, {known[0]}" if known else "plain decoding"
 
@@ -298,7 +298,7 @@ def _changes(made: Sequence[Decision]) -> Iterator[str]:
         if one.level:
             same = ", ".join(f"{other.method} ({_times(other.beside)} its speed)" for other in one.level[:3])
             parts.append(f"not distinguishable from {one.leader}: {same}")
-        rival = next((other for other in one.standings[1:] if other.verdict in ("slower", "no_gain")), None)
+        rival = next((other for other in one.candidates[1:] if other.verdict in ("slower", "no_gain")), None)
         if rival and rival.beside and rival.beside.value > 0:
             parts.append(
                 f"the runner-up, {rival.method}, would need to be {100 / rival.beside.value - 100:.0f} % faster"
@@ -317,7 +317,9 @@ def _changes(made: Sequence[Decision]) -> Iterator[str]:
 
 def _lacks(one: Decision) -> str | None:
     """Return how far the best method is behind plain decoding; None if none was measured."""
-    best = next((standing for standing in one.standings[1:] if standing.speedup and standing.speedup.value > 0), None)
+    best = next(
+        (candidate for candidate in one.candidates[1:] if candidate.speedup and candidate.speedup.value > 0), None
+    )
     if best is None or best.speedup is None:
         return None
     lacks = f"{best.method} would need to be {100 / best.speedup.value - 100:.0f} % faster"
@@ -344,15 +346,15 @@ def _flags(label: str, found: Recommended) -> Iterator[str]:
 
 def _memory(label: str, found: Recommended) -> Iterator[str]:
     """Yield the context that fits with the draft and without, as predicted and as launched servers show."""
-    if (room := found.rooms.get(label)) is None:
+    if (fit := found.context_fits.get(label)) is None:
         return
-    least, why = min(room.with_draft, room.without), "" if room.without < room.limit else _POSITIONS
-    if least == room.without:
+    least, why = min(fit.with_draft, fit.without), "" if fit.without < fit.limit else _POSITIONS
+    if least == fit.without:
         yield f"{label}: the longest context that is predicted to fit is {least:,} tokens, with it or without{why}"
     else:
         yield (
-            f"{label}: the longest context that is predicted to fit is {room.with_draft:,} tokens with it, and "
-            f"{room.without:,} without{why}"
+            f"{label}: the longest context that is predicted to fit is {fit.with_draft:,} tokens with it, and "
+            f"{fit.without:,} without{why}"
         )
     own, plain = found.held.get(label), found.held.get(BASELINE)
     shared = sorted(own.sizes.keys() & plain.sizes.keys()) if own and plain else []
@@ -360,7 +362,7 @@ def _memory(label: str, found: Recommended) -> Iterator[str]:
         return
     most = shared[-1]
     measured = f"measured: its server held {_megabytes(own, most)}, and plain decoding's {_megabytes(plain, most)}"
-    with_it, without = own.longest(room.limit), plain.longest(room.limit)
+    with_it, without = own.longest(fit.limit), plain.longest(fit.limit)
     if with_it is None or without is None:
         fits = "other contexts or loads in the same call would say how much more fits"
     elif with_it == without:
@@ -373,8 +375,8 @@ def _memory(label: str, found: Recommended) -> Iterator[str]:
 _POSITIONS = " (all that the model has positions for)"
 
 
-def _megabytes(room: ServerRoom, tokens: int) -> str:
-    return f"{room.sizes[tokens] / 1e6:,.0f} MB"
+def _megabytes(memory: ServerMemory, tokens: int) -> str:
+    return f"{memory.sizes[tokens] / 1e6:,.0f} MB"
 
 
 def _sliced(made: Sequence[Decision]) -> Section:
@@ -390,11 +392,11 @@ def _load(one: Decision) -> str:
     return ", ".join(filter(None, [_context(one), f"concurrency {one.load.concurrency}"]))
 
 
-def _outcome(one: Decision, standing: Standing) -> str:
+def _outcome(one: Decision, candidate: Candidate) -> str:
     """Return a method's outcome. A leader is only called the fastest if its intervals show it."""
-    speedup = standing.speedup
-    if standing.verdict != "leads":
-        return OUTCOMES[standing.verdict]
+    speedup = candidate.speedup
+    if candidate.verdict != "leads":
+        return OUTCOMES[candidate.verdict]
     if speedup is None or speedup.low is None or speedup.high is None:
         return "too few prompts to tell"
     if speedup.low <= 1:
@@ -403,7 +405,7 @@ def _outcome(one: Decision, standing: Standing) -> str:
 
 
 def _tried(made: Sequence[Decision]) -> Section:
-    known = {name for one in made for standing in one.standings for name in standing.measured}
+    known = {name for one in made for candidate in one.candidates for name in candidate.measured}
     measured = [metric for metric in MEASURED if metric.id in known]
     columns = [
         Column("method", "method", "left"),
@@ -419,25 +421,25 @@ def _tried(made: Sequence[Decision]) -> Section:
     rows = [
         TableRow(
             [
-                standing.method,
-                standing.speedup,
-                standing.beside,
-                standing.length,
-                standing.tokens_per_s,
-                standing.ms_per_token,
-                *(standing.measured.get(one.id) for one in measured),
-                standing.num_prompts,
-                _outcome(one, standing),
+                candidate.method,
+                candidate.speedup,
+                candidate.beside,
+                candidate.length,
+                candidate.tokens_per_s,
+                candidate.ms_per_token,
+                *(candidate.measured.get(one.id) for one in measured),
+                candidate.num_prompts,
+                _outcome(one, candidate),
             ],
             _load(one),
         )
         for one in made
-        for standing in one.standings
+        for candidate in one.candidates
     ]
     whys = {
-        f"{standing.method} {WHYS[standing.verdict]}{f': {standing.error}' if standing.error else ''}": None
+        f"{candidate.method} {WHYS[candidate.verdict]}{f': {candidate.error}' if candidate.error else ''}": None
         for one in made
-        for standing in one.standings
-        if standing.verdict in WHYS
+        for candidate in one.candidates
+        if candidate.verdict in WHYS
     }
     return Section("tried", "All candidates", ReportTable(columns, rows, "load"), [*whys, LEGEND])

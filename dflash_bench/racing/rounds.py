@@ -25,11 +25,11 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_of, write_json, write_text
 from dflash_bench.core.methods import Method
 from dflash_bench.core.option import check_options, options_of, to_json
-from dflash_bench.measurements.server_memory import server_rooms
+from dflash_bench.measurements.server_memory import server_memories
 from dflash_bench.models import presets
 from dflash_bench.models.presets import MTP, Preset, parse_drafts
 from dflash_bench.racing import recommendation as shown
-from dflash_bench.racing.race import Load, Race, Room, decisions, drifted, slices
+from dflash_bench.racing.race import ContextFit, Load, Race, decisions, drifted, slices
 from dflash_bench.racing.recommendation import Recommended
 from dflash_bench.report import plots
 from dflash_bench.results.plan import BASELINE
@@ -92,19 +92,19 @@ def _race(
     """Race the methods of a request under each of its loads, and decide."""
     budget_s = None if request.budget is None else budget.seconds(request.budget)
     asked, chosen, model = checked(request)
-    course = Course(asked, tuple(chosen), model, out, SharedEngine(chosen), tell, progress)
-    sizes = course.num_prompts()
+    race_runs = RaceRuns(asked, tuple(chosen), model, out, SharedEngine(chosen), tell, progress)
+    sizes = race_runs.num_prompts()
     labels = tuple(method.label for method in chosen)
     with _clock(out, request, budget_s) as clock:
         races = [Race(load, labels) for load in _loads(asked)]
-        held = course.hold(races, sizes, clock)
+        held = race_runs.hold(races, sizes, clock)
     made = tuple(decisions(races))
     best = [method for method in chosen if method.label in {one.choice for one in made if one.verdict == "faster"}]
-    programs, rooms = {}, {}
+    programs, context_fits = {}, {}
     for method in [] if asked.servers else best:
         served = launch.server_flags(asked, model, method)
         programs[method.label] = [(one.program, one.words, one.first) for one in served]
-        rooms[method.label] = course.room(method.label)
+        context_fits[method.label] = race_runs.context_fit(method.label)
     return Recommended(
         _model_of(asked, held[0]),
         held[0].info.environment.one_line(),
@@ -113,8 +113,8 @@ def _race(
         tuple(Path(table.name) for table in held),
         clock.spent_s(),
         programs,
-        rooms,
-        server_rooms(held, [BASELINE, *programs]),
+        context_fits,
+        server_memories(held, [BASELINE, *programs]),
         labels if asked.servers else (),
     )
 
@@ -194,7 +194,7 @@ def _earlier_s(folder: Path) -> float:
         return 0.0
 
 
-def _makes_room(race: Race, per_method_s: float, left_s: float, is_any_held: bool) -> bool:
+def _frees_time(race: Race, per_method_s: float, left_s: float, is_any_held: bool) -> bool:
     """Drop the slowest methods that no time is left for; return whether there is time for a round at all.
 
     `per_method_s` is the expected time of one method, 0 if unknown. The very first round is always measured.
@@ -247,7 +247,7 @@ class SharedEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RaceRuns:
     """The rounds of a request's races: their folder, and how they are measured."""
 
     request: RunRequest
@@ -281,7 +281,7 @@ class Course:
                 begun = self.begun(name)
                 left_s = clock.left_s() / (len(waiting) - at)
                 expected_s = _expected_s(costs, race.load) * (end - begin) * num_suites
-                if not begun and not _makes_room(race, expected_s, left_s, bool(held)):
+                if not begun and not _frees_time(race, expected_s, left_s, bool(held)):
                     continue
                 clock.earlier_s += _earlier_s(self.folder / name) if begun else 0.0
                 begun_s, before = clock.spent_s(), race.num_prompts
@@ -332,13 +332,13 @@ class Course:
             table = _sound(self.run(f"{name}-again", labels, where))
         return table
 
-    def room(self, label: str) -> Room:
+    def context_fit(self, label: str) -> ContextFit:
         """Return the context lengths that fit with a method's draft, and without."""
         request = replace(self.request, methods=(label,), concurrency=())
         checked = check_fits(plan.plan_run(request, methods.chosen([label]), self.model))
         found = checked.memory or {}
         with_draft, without = (found.get(name) or 0 for name in ("largest_context", "largest_context_without_drafts"))
-        return Room(with_draft, without, checked.limit)
+        return ContextFit(with_draft, without, checked.limit)
 
     def begun(self, name: str) -> tuple[str, ...]:
         """Return the methods of a run that an earlier process began; empty if there is none."""

@@ -56,7 +56,7 @@ def raced(*tables: RunTable, methods: tuple[str, ...], load: Load | None = None)
 
 
 def verdicts(decision: Decision) -> dict[str, str]:
-    return {standing.method: standing.verdict for standing in decision.standings}
+    return {candidate.method: candidate.verdict for candidate in decision.candidates}
 
 
 @pytest.mark.parametrize(("num", "beside"), [(3, 1), (8, 1), (9, 1), (32, 1), (100, 1), (64, 8), (33, 16), (40, 32)])

@@ -13,7 +13,7 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import Answer, Settings
 from dflash_bench.racing import race as races
 from dflash_bench.racing import recommendation as recommend
-from dflash_bench.racing.race import Decision, Load, Race, Standing
+from dflash_bench.racing.race import Candidate, Decision, Load, Race
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import RunTable
 from helpers.rows import drafted, plain
@@ -94,7 +94,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("method", BY_HAND)
 def test_each_figure_of_a_method_is_the_one_worked_out_by_hand(raced: Race, method: str) -> None:
-    found = recommend._standing_json(raced.decision().of(method))
+    found = recommend._candidate_json(raced.decision().of(method))
     values = {name: one[0] if isinstance(one, list) else one for name, one in found.items()}
     kept = {name: one for name, one in values.items() if one not in (None, "") and name not in ("method", "verdict")}
     assert kept == pytest.approx(BY_HAND[method], rel=1e-5)
@@ -138,7 +138,7 @@ def test_the_load_at_which_a_choice_stops_paying_lies_between_two() -> None:
     """4 times alone, 2 at 4, half as fast at 16: from 2 to 1/2 in the logarithm, halfway from 4 to 16."""
     made = []
     for beside, speed in ((1, 4.0), (4, 2.0), (16, 0.5)):
-        one = Standing("dflash", "leads", speedup=Interval(speed, speed, speed))
+        one = Candidate("dflash", "leads", speedup=Interval(speed, speed, speed))
         made.append(Decision(Load(concurrency=beside), "dflash", "faster", one.speedup, (one,)))
     assert [races._loses_from(one, made) for one in made[:2]] == [pytest.approx(8.0)] * 2
     assert races._loses_from(made[0], made[:2]) is None
@@ -172,8 +172,8 @@ def test_who_leaves_goes_by_upper_bounds(load: int, over_plain: float, beside: f
 
 @pytest.mark.parametrize(("low", "choice"), [(1.01, "dflash"), (0.99, "eagle3")])
 def test_a_choice_is_kept_where_it_surely_pays(low: float, choice: str) -> None:
-    alone = Standing("dflash", "leads", speedup=Interval(2.0, 1.9, 2.1))
-    best, kept = Standing("eagle3", "leads", speedup=Interval(1.3, 1.2, 1.4)), replace(alone, verdict="level")
+    alone = Candidate("dflash", "leads", speedup=Interval(2.0, 1.9, 2.1))
+    best, kept = Candidate("eagle3", "leads", speedup=Interval(1.3, 1.2, 1.4)), replace(alone, verdict="level")
     kept = replace(kept, speedup=Interval(1.2, low, 1.4))
     held: Any = [
         SimpleNamespace(load=one.load, decision=lambda one=one: one, slices=lambda _: ())
