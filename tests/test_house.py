@@ -103,7 +103,7 @@ OF_A_KIND = (
 )  # fmt: skip
 """Folders of plug-ins, groups of commands, and objectives: one file each, whoever imports it."""
 PROCESSES = {"servers/supervisor.py", *(f"tasks/isolation/{name}.py" for name in ("child", "supervisor", "testing"))}
-"""Started as a process of their own, or loaded only behind walls, each on its side of them."""
+"""Started as a process of their own, or loaded only in the sandbox, each on its side of it."""
 
 
 def imported_by(text: str, folder: str) -> set[str]:

@@ -40,7 +40,7 @@ MEASUREMENT = Measurement(name="server_memory", opens=lambda options, methods: M
 
 
 @dataclass(frozen=True, slots=True)
-class ServerMemory:
+class MemoryBySize:
     """Peak resident bytes of a launched server, by the tokens of context that it was started with."""
 
     sizes: Mapping[int, int]
@@ -55,14 +55,14 @@ class ServerMemory:
         return max(0, min(limit, int(more + (self.free_bytes - much) * (more - less) / (much - little))))
 
 
-def server_memories(tables: Sequence[RunTable], wanted: Sequence[str]) -> dict[str, ServerMemory]:
+def measured_memory(tables: Sequence[RunTable], wanted: Sequence[str]) -> dict[str, MemoryBySize]:
     """Return the memory of launched servers by method; empty with GPUs, whose memory a process does not show."""
-    found: dict[str, ServerMemory] = {}
+    found: dict[str, MemoryBySize] = {}
     for info in (table.info for table in tables if not table.info.environment.gpus):
         if (memory := info.entry("server_memory")) is None:
             continue
         for method, held in memory["servers"].items():
             sizes = dict(found[method].sizes) if method in found else {}
             sizes[held["tokens"]] = max(held["bytes"], sizes.get(held["tokens"], 0))
-            found[method] = ServerMemory(sizes, memory["free_bytes"])
+            found[method] = MemoryBySize(sizes, memory["free_bytes"])
     return {method: found[method] for method in wanted if method in found}

@@ -16,7 +16,7 @@ from dflash_bench.analysis.stats import Interval
 from dflash_bench.core import methods
 from dflash_bench.core.labels import WIDTH
 from dflash_bench.core.types import context_name
-from dflash_bench.measurements.server_memory import ServerMemory
+from dflash_bench.measurements.server_memory import MemoryBySize
 from dflash_bench.racing.race import MEASURED, WORTH, Candidate, ContextFit, Decision
 from dflash_bench.report.data import json_value
 from dflash_bench.report.html import escape
@@ -67,7 +67,7 @@ class Recommended:
     first."""
     context_fits: Mapping[str, ContextFit]
     """Context lengths by chosen method; empty for servers that run already, whose memory is unknown."""
-    held: Mapping[str, ServerMemory]
+    held: Mapping[str, MemoryBySize]
     """Memory of servers launched on a CPU, by chosen method and plain decoding's label."""
     served: tuple[str, ...] = ()
     """Methods of servers that run already."""
@@ -375,7 +375,7 @@ def _memory(label: str, found: Recommended) -> Iterator[str]:
 _POSITIONS = " (all that the model has positions for)"
 
 
-def _megabytes(memory: ServerMemory, tokens: int) -> str:
+def _megabytes(memory: MemoryBySize, tokens: int) -> str:
     return f"{memory.sizes[tokens] / 1e6:,.0f} MB"
 
 

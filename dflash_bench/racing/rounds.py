@@ -25,7 +25,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.files import json_of, write_json, write_text
 from dflash_bench.core.methods import Method
 from dflash_bench.core.option import check_options, options_of, to_json
-from dflash_bench.measurements.server_memory import server_memories
+from dflash_bench.measurements.server_memory import measured_memory
 from dflash_bench.models import presets
 from dflash_bench.models.presets import MTP, Preset, parse_drafts
 from dflash_bench.racing import recommendation as shown
@@ -114,7 +114,7 @@ def _race(
         clock.spent_s(),
         programs,
         context_fits,
-        server_memories(held, [BASELINE, *programs]),
+        measured_memory(held, [BASELINE, *programs]),
         labels if asked.servers else (),
     )
 

@@ -94,9 +94,9 @@ class Isolation:
     def __str__(self) -> str:
         if self == UNSAFE:
             return "unsafe: a plain process, rlimits"
-        walls = ("namespaces", "landlock", "seccomp")
+        restrictions = ("namespaces", "landlock", "seccomp")
         user = ", as nobody" if self.as_nobody else ", as root" if os.geteuid() == 0 else ""
-        return f"{', '.join(wall for wall in walls if getattr(self, wall))}, rlimits{user}"
+        return f"{', '.join(name for name in restrictions if getattr(self, name))}, rlimits{user}"
 
 
 _JUDGED = "judged from outside by what it returns: only tests known by heart can be cheated"
@@ -107,8 +107,8 @@ UNSAFE = Isolation(seccomp=False)
 def isolations() -> list[Isolation]:
     """Return all sandboxes, strongest first. The last is for an interpreter in root's home, closed to `nobody`."""
     is_root = os.geteuid() == 0
-    walls = (True, True, is_root), (True, False, is_root), (False, True, is_root), (False, True, False)
-    return [Isolation(spaces, files, as_nobody=nobody) for spaces, files, nobody in dict.fromkeys(walls)]
+    restrictions = (True, True, is_root), (True, False, is_root), (False, True, is_root), (False, True, False)
+    return [Isolation(spaces, files, as_nobody=nobody) for spaces, files, nobody in dict.fromkeys(restrictions)]
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Supervisors forked from a process that has imported what each of them needs, in place of a new Python for each.
 
 Such a supervisor has the code, environment, descriptors, session and parent of one that `sandbox` starts, and in its
-memory nothing but what it would have imported itself; the cage and all that follows is its own. The start of two
-Pythons is most of what a caged program costs. What a cage gets from its start is tested with cold ones.
+memory nothing but what it would have imported itself; the sandbox and all that follows is its own. The start of two
+Pythons is most of what a sandboxed program costs. What a sandbox gets from its start is tested with cold ones.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dflash_bench.tasks import sandbox
 _FORKING = """
 import _socket, marshal, os, struct, sys
 sys.path.append(sys.argv[1])
-from dflash_bench.tasks.isolation import supervisor, walls
+from dflash_bench.tasks.isolation import supervisor, restrictions
 link, clone = _socket.socket(fileno=os.dup(0)), {"x86_64": 56, "aarch64": 220}[os.uname().machine]
 os.dup2(os.open(os.devnull, os.O_RDWR), 0)
 while True:
     message, passed, *_ = link.recvmsg(2**16, 2**10)
     if not message: break
     given = struct.unpack(f"{len(passed[0][2]) // 4}i", passed[0][2])
-    if walls.system_call(clone, 0x8000 | 17, 0, 0, 0, 0) == 0:
+    if restrictions.system_call(clone, 0x8000 | 17, 0, 0, 0, 0) == 0:
         folder, names = marshal.loads(message)
         os.setsid()
         link.send(b"%d" % os.getpid())  # From now on its group can be killed.

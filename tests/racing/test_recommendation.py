@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.analysis.stats import Interval
-from dflash_bench.measurements.server_memory import ServerMemory, server_memories
+from dflash_bench.measurements.server_memory import MemoryBySize, measured_memory
 from dflash_bench.racing import recommendation as shown
 from dflash_bench.racing.race import Candidate, ContextFit, Decision, Load, Verdict
 from dflash_bench.racing.recommendation import Recommended
@@ -55,9 +55,9 @@ FOUND = Recommended(
         "ngram": [],
     },
     {"dflash:7": ContextFit(3000, 9000, 32_000), "ngram": ContextFit(32_000, 32_000, 32_000)},
-    {"ar": ServerMemory({4096: 10**9, 8192: 2 * 10**9}, 3 * 10**9),
-     "dflash:7": ServerMemory({4096: 2 * 10**9, 8192: 3 * 10**9}, 3 * 10**9),
-     "ngram": ServerMemory({4096: 10**9}, 10**10)},
+    {"ar": MemoryBySize({4096: 10**9, 8192: 2 * 10**9}, 3 * 10**9),
+     "dflash:7": MemoryBySize({4096: 2 * 10**9, 8192: 3 * 10**9}, 3 * 10**9),
+     "ngram": MemoryBySize({4096: 10**9}, 10**10)},
 )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_the_text_is_as_stored() -> None:
 
 
 def test_nothing_slower_than_plain_decoding_or_level_with_it_is_called_the_fastest() -> None:
-    level, slower = "level with plain decoding", "slower than plain decoding"
+    level, slower = "as fast as plain decoding", "slower than plain decoding"
     for value, outcome in ((2.0, "the fastest"), (1.02, level), (0.95, level), (0.5, slower)):
         one = Decision(Load(), "ngram", "unclear", span(value), (PLAIN, candidate("ngram", "leads", value)))
         assert shown._outcome(one, one.candidates[1]) == outcome
@@ -95,7 +95,7 @@ def test_the_most_that_was_held_counts_where_processes_hold_the_model(gpus: list
             {"free_bytes": 99, "servers": {"dflash": {"tokens": 4096, "bytes": 7}}},
         )
     ]
-    context_fits = server_memories([*tables, RunTable("old", about(), None)], ["ar", "dflash"])
+    context_fits = measured_memory([*tables, RunTable("old", about(), None)], ["ar", "dflash"])
     assert {method: memory.sizes for method, memory in context_fits.items()} == found
 
 

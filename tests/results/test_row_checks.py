@@ -367,7 +367,7 @@ def test_prompts_that_no_answer_can_be_scored_by_are_refused(command: str, damag
     assert (code, out, err.count("\n")) == (2, "", 1)
 
 
-@pytest.mark.skipif(sandbox.strongest() is None, reason="nothing here cages model-written code")
+@pytest.mark.skipif(sandbox.strongest() is None, reason="nothing here sandboxes model-written code")
 def test_scores_of_code_are_tried_where_it_is_asked_for(main: Main, tmp_path: Path) -> None:
     asked = "--suite humaneval --method ngram --limit 2 --out run".split()
     assert main("run", *asked)[0] == 0

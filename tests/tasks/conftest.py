@@ -9,7 +9,7 @@ import pytest
 
 from dflash_bench.tasks import sandbox
 from helpers import forked_supervisors
-from helpers.cages import BOXES, MARKER, Box, num_processes
+from helpers.sandboxes import BOXES, MARKER, Box, num_processes
 
 
 @pytest.fixture(params=BOXES)
@@ -23,5 +23,5 @@ def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.fixture
 def cold(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start every program anew, so that faults planted in the cage take effect."""
+    """Start every program anew, so that faults planted in the sandbox take effect."""
     monkeypatch.setattr(sandbox, "subprocess", subprocess)

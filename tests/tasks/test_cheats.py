@@ -1,4 +1,4 @@
-"""Answers that are wrong and try to pass, in every cage; none may, and the reason says what became of it."""
+"""Answers that are wrong and try to pass, in every sandbox; none may, and the reason says what became of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import ProgramLimits, ProgramOutcome
 from dflash_bench.tasks.scorers import score
 from helpers import forked_supervisors
-from helpers.cages import ASKED_BY_US, BOXES, MARKER, Box, num_processes
+from helpers.sandboxes import ASKED_BY_US, BOXES, MARKER, Box, num_processes
 
 LIMITS = ProgramLimits(cpu_s=3, wall_s=5.0)
 ENDLESS = ProgramLimits(cpu_s=1, wall_s=2.0)
@@ -55,7 +55,7 @@ CHEATS = dict(
 
 @pytest.fixture(params=BOXES)
 def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
-    """Nothing of a program is alive afterwards. In the strongest cage they start as in a run, in the others warm."""
+    """Nothing of a program is alive afterwards. In the strongest sandbox they start as in a run, in the others warm."""
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
     if request.param not in ASKED_BY_US[:1]:
         monkeypatch.setattr(sandbox, "subprocess", forked_supervisors.SUBPROCESS)
@@ -169,7 +169,7 @@ def test_the_tests_are_nowhere_in_the_memory_of_the_answer(box: Box) -> None:
     "cheat", ["def poly(xs, x): return 0\n\ndef root(xs): return 0.0", "def root(xs):\n    return float('nan')"]
 )
 def test_what_the_prompt_defines_is_not_the_answers_to_define(cheat: str) -> None:
-    cage = sandbox.strongest() or sandbox.UNSAFE
+    isolation = sandbox.strongest() or sandbox.UNSAFE
     row = {
         "prompt": "def poly(xs, x):\n    return sum(c * x**n for n, c in enumerate(xs))\n\n\ndef root(xs):\n"
         '    """A zero of poly."""\n',
@@ -178,32 +178,35 @@ def test_what_the_prompt_defines_is_not_the_answers_to_define(cheat: str) -> Non
     }
     right = "def root(xs):\n    return -xs[0] / xs[1]"
     asked = Prompt("suite", "0", ("question",), row=row)
-    assert score("humaneval", asked, f"```python\n{right}\n```", cage).passed is True
-    assert score("humaneval", asked, f"```python\n{cheat}\n```", cage).passed is False
+    assert score("humaneval", asked, f"```python\n{right}\n```", isolation).passed is True
+    assert score("humaneval", asked, f"```python\n{cheat}\n```", isolation).passed is False
 
 
 def test_a_set_of_the_answers_is_not_the_set_of_the_tests() -> None:
-    cage = sandbox.strongest() or sandbox.UNSAFE
+    isolation = sandbox.strongest() or sandbox.UNSAFE
     row = {"test_imports": [], "test_list": ["assert set(both([1], [1, 2])) == set([1])"]}
     asked = Prompt("suite", "0", ("question",), row=row)
     assert (
-        score("mbpp", asked, "```python\ndef set(x): return 1\n\ndef both(a, b): return a + b\n```", cage).passed
+        score("mbpp", asked, "```python\ndef set(x): return 1\n\ndef both(a, b): return a + b\n```", isolation).passed
         is False
     )
-    assert score("mbpp", asked, "```python\ndef both(a, b): return (x for x in a if x in b)\n```", cage).passed is True
+    assert (
+        score("mbpp", asked, "```python\ndef both(a, b): return (x for x in a if x in b)\n```", isolation).passed
+        is True
+    )
 
 
 def test_a_refusal_stands_below_the_answer() -> None:
-    cage = sandbox.strongest() or sandbox.UNSAFE
+    isolation = sandbox.strongest() or sandbox.UNSAFE
     row = {"test_imports": [], "test_list": ["assert f() == 1"]}
     code = "from unittest.mock import ANY\ndef f(): return ANY\n"
-    scored = score("mbpp", Prompt("suite", "0", ("question",), row=row), f"```python\n{code}```", cage)
+    scored = score("mbpp", Prompt("suite", "0", ("question",), row=row), f"```python\n{code}```", isolation)
     assert scored.passed is False
     assert scored.answer == f"{code}\n# f() returned a _ANY, which is not a plain value"
 
 
 def test_a_task_may_ask_for_a_function_with_the_name_of_a_built_in_one() -> None:
-    cage = sandbox.strongest() or sandbox.UNSAFE
+    isolation = sandbox.strongest() or sandbox.UNSAFE
     row = {"test_imports": [], "test_list": ["assert max(1, 2) == 3"], "code": "def max(a, b):\n    return 3"}
     asked = Prompt("suite", "0", ("question",), row=row)
-    assert score("mbpp", asked, "```python\ndef max(a, b): return a + b\n```", cage).passed is True
+    assert score("mbpp", asked, "```python\ndef max(a, b): return a + b\n```", isolation).passed is True

@@ -8,12 +8,12 @@ import re
 import pytest
 
 from dflash_bench.tasks.sandbox import ProgramLimits
-from helpers.cages import Box
+from helpers.sandboxes import Box
 
 LIMITS = ProgramLimits(folder_bytes=2**24, num_files=500)
 MOST_TAKEN = 2**24 + LIMITS.file_bytes
 """What the folder may hold, and standard error, which counts as a file."""
-SELF_RESTRAINT = 150  # pieces of 1 MiB, then the program stops, so that a cage that leaks harms nobody
+SELF_RESTRAINT = 150  # pieces of 1 MiB, then the program stops, so that a sandbox that leaks harms nobody
 
 GREED = f"""
 import ctypes, mmap, os
@@ -96,7 +96,7 @@ def test_files_cannot_be_multiplied(box: Box, entry: str) -> None:
 def test_without_a_disk_of_its_own_nothing_can_be_written(box: Box) -> None:
     """A plain error says so; with namespaces the folder lies in memory, and is limited by the kernel."""
     reason = box.run("import tempfile\nwith tempfile.TemporaryFile() as file: file.write(b'x')\n" * 2).reason
-    if box.cage.namespaces:
+    if box.isolation.namespaces:
         assert reason == "passed"
         return
     assert re.search("No usable temporary directory", reason), reason

@@ -1,4 +1,4 @@
-"""Programs that reach out, stay, or pretend to have finished, in every cage."""
+"""Programs that reach out, stay, or pretend to have finished, in every sandbox."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.tasks import sandbox
-from dflash_bench.tasks.isolation import walls
+from dflash_bench.tasks.isolation import restrictions
 from dflash_bench.tasks.sandbox import ProgramLimits
-from helpers.cages import REFUSED, RIGHT, Box, each, num_processes
+from helpers.sandboxes import REFUSED, RIGHT, Box, each, num_processes
 
 BRIEF = ProgramLimits(cpu_s=1, wall_s=0.5)
-NUMBERS = walls.X86_64 if os.uname().machine == "x86_64" else walls.AARCH64
+NUMBERS = restrictions.X86_64 if os.uname().machine == "x86_64" else restrictions.AARCH64
 LIBC = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -179,7 +179,7 @@ def test_limits_cannot_be_raised(box: Box) -> None:
 
 @pytest.fixture
 def secret(box: Box) -> Iterator[Path]:
-    """A file that belongs to the user who asks and is open to all, beside the cage's own folder."""
+    """A file that belongs to the user who asks and is open to all, beside the sandbox's own folder."""
     folder = Path("/tmp") / f"dflash-bench-{uuid.uuid4().hex}"
     folder.mkdir()
     folder.chmod(0o777)
@@ -250,7 +250,7 @@ def test_other_files_can_be_neither_read_nor_changed(box: Box, secret: Path) -> 
     assert box.refuses(AT_FILES, words, f"import os\nsecret = {str(secret)!r}\n")
 
 
-def test_a_second_interpreter_is_in_the_same_cage(box: Box, secret: Path) -> None:
+def test_a_second_interpreter_is_in_the_same_sandbox(box: Box, secret: Path) -> None:
     attack = f"""
 import os
 try: import _interpreters as interpreters

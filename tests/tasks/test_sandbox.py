@@ -1,4 +1,4 @@
-"""Programs that are right, wrong, or too greedy, in every cage; and supervisors that break down."""
+"""Programs that are right, wrong, or too greedy, in every sandbox; and supervisors that break down."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 from dflash_bench.tasks import sandbox
 from dflash_bench.tasks.sandbox import Isolation, ProgramLimits, ProgramOutcome
 from helpers import forked_supervisors
-from helpers.cages import ASKED_BY_US, MARKER, RIGHT, SHORT, Box, num_processes, wait_until
+from helpers.sandboxes import ASKED_BY_US, MARKER, RIGHT, SHORT, Box, num_processes, wait_until
 
 Patch = pytest.MonkeyPatch
-needs_a_cage = pytest.mark.skipif(not ASKED_BY_US, reason="no cage is granted here")
+needs_a_sandbox = pytest.mark.skipif(not ASKED_BY_US, reason="no sandbox is granted here")
 
 
 STATE = """
@@ -100,7 +100,7 @@ def test_what_right_answers_use_is_there(box: Box) -> None:
 )  # fmt: skip
 def test_small_files_can_be_written_where_there_is_a_folder_in_memory(box: Box, program: str) -> None:
     """Without namespaces an answer that writes a file does not pass, and its error says why."""
-    if box.cage.namespaces:
+    if box.isolation.namespaces:
         assert box.passes(program)
     else:
         assert re.search("No usable temporary directory|PermissionError", box.fails(program))
@@ -116,8 +116,8 @@ def test_the_order_of_a_set_is_the_same_each_time(box: Box) -> None:
     assert len({box.fails("raise ValueError(list({'a', 'b', 'c', 'd', 'e', 'f'}))") for _ in range(4)}) == 1
 
 
-@needs_a_cage
-def test_cages_stand_side_by_side() -> None:
+@needs_a_sandbox
+def test_sandboxes_stand_side_by_side() -> None:
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(ASKED_BY_US[0].passes, [RIGHT] * 8))
 
@@ -170,7 +170,7 @@ def test_ten_gigabytes_are_refused(box: Box) -> None:
 
 
 def test_a_huge_file_is_refused(box: Box) -> None:
-    refusal = "File too large" if box.cage.namespaces else "Permission denied"
+    refusal = "File too large" if box.isolation.namespaces else "Permission denied"
     assert refusal in box.fails("with open('big', 'wb') as file:\n    while True: file.write(bytes(2**20))")
     assert "exit status 1" in box.fails("import sys\nwhile True: sys.stderr.write('x' * 2**20)")
 
@@ -195,7 +195,7 @@ TOO_MUCH = "No space left on device|Permission denied|Operation not permitted"
     ids=["many", "large", "reserved", "deep", "hidden"],
 )
 def test_filling_the_disk_is_stopped(box: Box, greed: str) -> None:
-    """In memory of the cage's own there is no more room; on a disk nothing may be written."""
+    """In memory of the sandbox's own there is no more room; on a disk nothing may be written."""
     reason = box.fails("import os\n" + greed, ProgramLimits(folder_bytes=2**23, num_files=500))
     assert re.search(TOO_MUCH, reason), reason
 
@@ -209,8 +209,8 @@ def test_a_flood_of_threads_is_stopped(box: Box) -> None:
 @pytest.mark.parametrize("content", ["os.mkdir('locked', 0)", "for _ in range(1200): os.mkdir('d'); os.chdir('d')"])
 def test_nothing_is_left_on_disk(content: str, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for cage in (*(box.cage for box in ASKED_BY_US), sandbox.UNSAFE):
-        sandbox.run_tests(f"import os\nopen('file', 'w').close()\nos.symlink('/', 'link')\n{content}", cage)
+    for isolation in (*(box.isolation for box in ASKED_BY_US), sandbox.UNSAFE):
+        sandbox.run_tests(f"import os\nopen('file', 'w').close()\nos.symlink('/', 'link')\n{content}", isolation)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -239,9 +239,9 @@ def test_a_supervisor_that_breaks_down_is_a_failed_answer(script: str, reason: s
     assert re.fullmatch(f"the sandbox broke down: {reason}", outcome.reason)
 
 
-@needs_a_cage
-@pytest.mark.parametrize("cage", [box.cage for box in ASKED_BY_US], ids=str)
-def test_a_runner_dies_with_its_supervisor_before_the_verdict(cage: Isolation, monkeypatch: Patch) -> None:
+@needs_a_sandbox
+@pytest.mark.parametrize("isolation", [box.isolation for box in ASKED_BY_US], ids=str)
+def test_a_runner_dies_with_its_supervisor_before_the_verdict(isolation: Isolation, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
 
     def kill_supervisor() -> None:
@@ -256,20 +256,20 @@ def test_a_runner_dies_with_its_supervisor_before_the_verdict(cage: Isolation, m
 
     killer = threading.Thread(target=kill_supervisor)
     killer.start()
-    outcome = sandbox.run_tests("while True: pass", cage, ProgramLimits(cpu_s=30, wall_s=30.0))
+    outcome = sandbox.run_tests("while True: pass", isolation, ProgramLimits(cpu_s=30, wall_s=30.0))
     assert num_processes() == 0
     assert not outcome.passed
     assert outcome.reason.startswith("the sandbox broke down: ")
     killer.join()
 
 
-@needs_a_cage
-@pytest.mark.parametrize("cage", [box.cage for box in ASKED_BY_US], ids=str)
-def test_the_cage_dies_with_the_caller(cage: Isolation, tmp_path: Path) -> None:
+@needs_a_sandbox
+@pytest.mark.parametrize("isolation", [box.isolation for box in ASKED_BY_US], ids=str)
+def test_the_sandbox_dies_with_the_caller(isolation: Isolation, tmp_path: Path) -> None:
     caller = (
         "from dflash_bench.tasks import sandbox\nfrom dflash_bench.tasks.sandbox import Isolation\n"
         f"sandbox._SUPERVISOR += ({MARKER!r},)\n"
-        f"sandbox.run_tests('import time; time.sleep(1000)', {cage!r}, sandbox.ProgramLimits(wall_s=1000))\n"
+        f"sandbox.run_tests('import time; time.sleep(1000)', {isolation!r}, sandbox.ProgramLimits(wall_s=1000))\n"
     )
     root, environment = Path(sandbox.__file__).parents[2], os.environ | {"TMPDIR": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", caller], cwd=root, env=environment)
@@ -279,62 +279,62 @@ def test_the_cage_dies_with_the_caller(cage: Isolation, tmp_path: Path) -> None:
     wait_until(lambda: num_processes() == 0)
 
 
-# ---- which cage ------------------------------------------------------------------------------------------
+# ---- which sandbox ------------------------------------------------------------------------------------------
 
 
-def test_a_cage_that_does_not_hold_is_not_used(monkeypatch: Patch) -> None:
+def test_a_sandbox_that_does_not_hold_is_not_used(monkeypatch: Patch) -> None:
     sandbox.strongest.cache_clear()
-    monkeypatch.setattr(sandbox, "holds", lambda cage: cage.landlock and not cage.namespaces)
+    monkeypatch.setattr(sandbox, "holds", lambda isolation: isolation.landlock and not isolation.namespaces)
     monkeypatch.setattr(sys, "platform", "linux")
     strongest = sandbox.strongest()
     assert strongest is not None
     assert (strongest.landlock, strongest.namespaces, strongest.seccomp) == (True, False, True)
     sandbox.strongest.cache_clear()
-    monkeypatch.setattr(sandbox, "holds", lambda cage: False)
+    monkeypatch.setattr(sandbox, "holds", lambda isolation: False)
     assert sandbox.strongest() is None
     sandbox.strongest.cache_clear()
-    monkeypatch.setattr(sandbox, "holds", lambda cage: True)
+    monkeypatch.setattr(sandbox, "holds", lambda isolation: True)
     monkeypatch.setattr(sys, "platform", "darwin")
     assert sandbox.strongest() is None
     monkeypatch.undo()
     sandbox.strongest.cache_clear()
 
 
-def test_walls_that_are_missing_are_noticed(monkeypatch: Patch) -> None:
-    """Each cage has what the probe asks for; a plain process has not."""
+def test_restrictions_that_are_missing_are_noticed(monkeypatch: Patch) -> None:
+    """Each sandbox has what the probe asks for; a plain process has not."""
     assert not sandbox.holds(sandbox.UNSAFE)
     for box in ASKED_BY_US:
-        assert not sandbox.holds(Isolation(seccomp=True, as_nobody=box.cage.as_nobody))
+        assert not sandbox.holds(Isolation(seccomp=True, as_nobody=box.isolation.as_nobody))
 
 
 @pytest.mark.parametrize("version", range(1, 7))
-@pytest.mark.parametrize("box", [box for box in ASKED_BY_US if not box.cage.namespaces], ids=str)
+@pytest.mark.parametrize("box", [box for box in ASKED_BY_US if not box.isolation.namespaces], ids=str)
 def test_an_older_landlock_holds_with_the_filter(version: int, box: Box, monkeypatch: Patch) -> None:
     """It knows fewer rights; emptying a file that may be read, for one, is not among the first."""
     older = (
         "import sys; sys.path.append(sys.argv[1])\n"
-        "from dflash_bench.tasks.isolation import walls as kernel, supervisor as supervisor\n"
+        "from dflash_bench.tasks.isolation import restrictions as kernel, supervisor as supervisor\n"
         "call = kernel.system_call\n"
         f"kernel.system_call = lambda n, *args: {version} if (n, args[0]) == (444, None) else call(n, *args)\n"
         "supervisor.main()"
     )
     words = [older if word == sandbox._START else word for word in sandbox._SUPERVISOR]
     monkeypatch.setattr(sandbox, "_SUPERVISOR", tuple(words))
-    assert sandbox.holds(box.cage)
+    assert sandbox.holds(box.isolation)
     for attack in ("os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)", "os.truncate(os.__file__, 0)"):
         assert "Operation not permitted" in box.fails(f"import os\n{attack}")
 
 
-def test_cages_are_named() -> None:
-    walls = r"(namespaces, )?(landlock, )?seccomp, rlimits(, as (nobody|root))?"
-    assert all(re.fullmatch(walls, str(cage)) for cage in sandbox.isolations())
+def test_sandboxes_are_named() -> None:
+    restrictions = r"(namespaces, )?(landlock, )?seccomp, rlimits(, as (nobody|root))?"
+    assert all(re.fullmatch(restrictions, str(isolation)) for isolation in sandbox.isolations())
     assert str(sandbox.UNSAFE) == "unsafe: a plain process, rlimits"
     assert sandbox.describe(None).startswith("none: not run")
     assert sandbox.describe(sandbox.UNSAFE) == "unsafe: a plain process, rlimits; it can forge its verdict"
     assert re.search("; judged from outside .* known by heart", sandbox.describe(Isolation(landlock=True)))
 
 
-# ---- without any cage ------------------------------------------------------------------------------------
+# ---- without any sandbox ------------------------------------------------------------------------------------
 
 
 def test_a_plain_process_has_limits_and_ends_with_its_group(monkeypatch: Patch) -> None:

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from dflash_bench.tasks.isolation import walls
+from dflash_bench.tasks.isolation import restrictions
 
 PID = 4321
-MACHINES = {"x86_64": (0xC000003E, walls.X86_64), "aarch64": (0xC00000B7, walls.AARCH64)}
+MACHINES = {"x86_64": (0xC000003E, restrictions.X86_64), "aarch64": (0xC00000B7, restrictions.AARCH64)}
 ALLOWED, KILLED, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 
 
 def verdict(machine: str, number: int, *args: int, architecture: int | None = None) -> int:
     """What the filter returns: the five instructions that it uses, over what the kernel would show it."""
     seen = struct.pack("=IIQ6Q", number, architecture or MACHINES[machine][0], 0, *args, *[0] * (6 - len(args)))
-    code = list(struct.iter_unpack("=HBBI", walls.program(machine, PID)))
+    code = list(struct.iter_unpack("=HBBI", restrictions.program(machine, PID)))
     value, place = 0, 0
     while True:
         operation, if_so, if_not, operand = code[place]
@@ -40,7 +40,7 @@ def verdict(machine: str, number: int, *args: int, architecture: int | None = No
 @pytest.mark.parametrize("machine", MACHINES)
 def test_what_is_listed_is_allowed_and_nothing_else(machine: str) -> None:
     numbers = MACHINES[machine][1]
-    conditional = {numbers[name] for name in walls._conditions(PID) if name in numbers}
+    conditional = {numbers[name] for name in restrictions._conditions(PID) if name in numbers}
     for number in range(1000):
         if number in set(numbers.values()) - conditional:
             assert verdict(machine, number) == ALLOWED
@@ -82,8 +82,8 @@ def test_another_architecture_is_killed_and_x32_refused(machine: str) -> None:
 @pytest.mark.parametrize(
     ("numbers", "places"),
     [
-        (walls.X86_64, ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h")),
-        (walls.AARCH64, ("/usr/include/asm-generic/unistd.h",)),
+        (restrictions.X86_64, ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h")),
+        (restrictions.AARCH64, ("/usr/include/asm-generic/unistd.h",)),
     ],
     ids=MACHINES,
 )
@@ -100,4 +100,4 @@ def test_numbers_are_those_of_the_headers(numbers: Mapping[str, int], places: tu
 def test_an_unknown_machine_has_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "", "", "", "riscv64")))
     with pytest.raises(OSError, match="riscv64"):
-        walls.restrict_calls()
+        restrictions.restrict_calls()

@@ -13,10 +13,10 @@ import types
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from dflash_bench.tasks.isolation import PASSED, protocol, walls
+from dflash_bench.tasks.isolation import PASSED, protocol, restrictions
 from dflash_bench.tasks.isolation.protocol import Link
+from dflash_bench.tasks.isolation.restrictions import SandboxRequest
 from dflash_bench.tasks.isolation.testing import Tests
-from dflash_bench.tasks.isolation.walls import SandboxRequest
 
 if TYPE_CHECKING:
     from typing import NoReturn
@@ -61,12 +61,12 @@ def _confine(request: SandboxRequest, folder: str) -> None:
         os.setuid(NOBODY)
     _set_rlimits(request)
     if sys.platform == "linux":
-        walls.renounce_privileges()
-        walls.die_with_parent()
+        restrictions.renounce_privileges()
+        restrictions.die_with_parent()
     if request.landlock:
-        walls.restrict_files(folder, writable=request.namespaces)
+        restrictions.restrict_files(folder, writable=request.namespaces)
     if request.seccomp:
-        walls.restrict_calls()
+        restrictions.restrict_calls()
 
 
 def _set_rlimits(request: SandboxRequest) -> None:

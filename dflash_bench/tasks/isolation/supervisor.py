@@ -13,8 +13,8 @@ import time
 from contextlib import suppress
 
 from dflash_bench.tasks.isolation import child as isolation_child
-from dflash_bench.tasks.isolation import last_line, walls
-from dflash_bench.tasks.isolation.walls import SandboxRequest
+from dflash_bench.tasks.isolation import last_line, restrictions
+from dflash_bench.tasks.isolation.restrictions import SandboxRequest
 
 TICK_S = 0.05
 """Interval of checks for which the kernel has no limit."""
@@ -25,7 +25,7 @@ def main() -> None:
     request = SandboxRequest(marshal.loads(sys.stdin.buffer.read()))
     sys.path.remove(sys.argv[1])  # where this package was found
     if sys.platform == "linux":
-        walls.die_with_parent()
+        restrictions.die_with_parent()
     if os.getppid() != request.parent:  # the caller died before the line above
         sys.exit("the caller is gone")
     answer = _watch(request)
@@ -36,7 +36,7 @@ def main() -> None:
 def _watch(request: SandboxRequest) -> str:
     null = os.open(os.devnull, os.O_RDWR)
     tasks = os.open("/proc", os.O_RDONLY) if os.path.isdir("/proc/self/task") else null
-    folder = walls.enter(request, os.getcwd()) if request.namespaces else os.getcwd()
+    folder = restrictions.enter(request, os.getcwd()) if request.namespaces else os.getcwd()
     report_out, report_in = os.pipe()
     known_out, known_in = os.pipe()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""Every cage that this machine grants, asked for by this user and, where that is root, by nobody too."""
+"""Every sandbox that this machine grants, asked for by this user and, where that is root, by nobody too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ USUAL = ProgramLimits()
 SHORT = ProgramLimits(cpu_s=1, wall_s=2.0)
 RIGHT = "def add(a, b):\n    return a + b\n\nassert add(1, 2) == 3\n"
 MARKER = uuid.uuid4().hex
-"""An argument of every supervisor, to find the cage's processes by."""
+"""An argument of every supervisor, to find the sandbox's processes by."""
 NOBODY = 65534
 REFUSED = (
     "Operation not permitted|Permission denied|No such file|Read-only file system|Function not implemented"
@@ -40,11 +40,12 @@ import forked_supervisors
 from dflash_bench.tasks import sandbox
 sandbox._SUPERVISOR += (json.loads(sys.stdin.readline()),)
 for line in sys.stdin:
-    cage, limits, program, tests, asked, is_warm = json.loads(line)
+    isolation, limits, program, tests, asked, is_warm = json.loads(line)
     sandbox.subprocess = forked_supervisors.SUBPROCESS if is_warm else subprocess
-    if program is None: said = [sandbox.holds(sandbox.Isolation(**cage)), "", True]
+    if program is None: said = [sandbox.holds(sandbox.Isolation(**isolation)), "", True]
     else:
-        outcome = sandbox.run_tests(program, sandbox.Isolation(**cage), sandbox.ProgramLimits(**limits), tests, asked)
+        asked_for = sandbox.Isolation(**isolation), sandbox.ProgramLimits(**limits)
+        outcome = sandbox.run_tests(program, *asked_for, tests, asked)
         said = [outcome.passed, outcome.reason, outcome.by_value]
     print(json.dumps([said, [*forked_supervisors.waiting()]]), flush=True)
 """
@@ -55,7 +56,7 @@ _WAITING: set[int] = set()
 def each(attacks: Sequence[str], words: str = REFUSED, setup: str = "") -> str:
     """A program that passes if each attack, behind `setup`, raises an error with one of these words.
 
-    They run in one process, each in a folder of its own where the cage has any.
+    They run in one process, each in a folder of its own where the sandbox has any.
     """
     return f"""
 import os, re
@@ -74,20 +75,20 @@ assert not let, let
 
 @dataclass(frozen=True)
 class Box:
-    """A cage, and whose process asks for it."""
+    """A sandbox, and whose process asks for it."""
 
-    cage: Isolation
+    isolation: Isolation
     is_nobody: bool
 
     def __str__(self) -> str:
-        return f"{self.cage}".replace("as root", "asked by nobody") if self.is_nobody else f"{self.cage}"
+        return f"{self.isolation}".replace("as root", "asked by nobody") if self.is_nobody else f"{self.isolation}"
 
     def run(
         self, program: str, limits: ProgramLimits = USUAL, tests: str = "", asked: Sequence[str] = ()
     ) -> ProgramOutcome:
         if self.is_nobody:
-            return ProgramOutcome(*_ask(self.cage, limits, program, tests, asked))
-        return sandbox.run_tests(program, self.cage, limits, tests, asked)
+            return ProgramOutcome(*_ask(self.isolation, limits, program, tests, asked))
+        return sandbox.run_tests(program, self.isolation, limits, tests, asked)
 
     def fails(self, program: str, limits: ProgramLimits = SHORT, tests: str = "", asked: Sequence[str] = ()) -> str:
         """The reason."""
@@ -111,14 +112,14 @@ class Box:
 
 
 def _ask(
-    cage: Isolation, limits: ProgramLimits, program: str | None, tests: str = "", asked: Sequence[str] = ()
+    isolation: Isolation, limits: ProgramLimits, program: str | None, tests: str = "", asked: Sequence[str] = ()
 ) -> tuple[bool | None, str, bool]:
     server = _server()
     assert isinstance(server, subprocess.Popen)
     assert server.stdin
     assert server.stdout
     is_warm = sandbox.subprocess is forked_supervisors.SUBPROCESS
-    server.stdin.write(json.dumps([asdict(cage), asdict(limits), program, tests, asked, is_warm]) + "\n")
+    server.stdin.write(json.dumps([asdict(isolation), asdict(limits), program, tests, asked, is_warm]) + "\n")
     server.stdin.flush()
     (passed, reason, by_value), waiting = json.loads(server.stdout.readline())
     _WAITING.update(waiting)
@@ -163,13 +164,15 @@ def _boxes() -> list[Any]:
         if is_nobody and isinstance(_server(), str):
             params.append(pytest.param(None, id="asked by nobody", marks=pytest.mark.skip(reason=_server())))
             continue
-        for cage in sandbox.isolations():
-            if is_nobody and cage.as_nobody:
+        for isolation in sandbox.isolations():
+            if is_nobody and isolation.as_nobody:
                 continue  # only root can choose
-            cage_holds = _ask(cage, ProgramLimits(), None)[0] if is_nobody else sandbox.holds(cage)
-            box = Box(cage, is_nobody)
-            # As nobody, a cage is not granted where the interpreter lies in root's home, which nobody can read.
-            marks = () if cage_holds else (pytest.mark.skip(reason=f"this system does not grant the cage {box}"),)
+            isolation_holds = _ask(isolation, ProgramLimits(), None)[0] if is_nobody else sandbox.holds(isolation)
+            box = Box(isolation, is_nobody)
+            # As nobody, a sandbox is not granted where the interpreter lies in root's home, which nobody can read.
+            marks = (
+                () if isolation_holds else (pytest.mark.skip(reason=f"this system does not grant the sandbox {box}"),)
+            )
             params.append(pytest.param(box, id=str(box), marks=marks))
     return params
 

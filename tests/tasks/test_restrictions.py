@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from dflash_bench.tasks import sandbox
-from dflash_bench.tasks.isolation import walls
+from dflash_bench.tasks.isolation import restrictions
 from dflash_bench.tasks.sandbox import Isolation, ProgramOutcome
-from helpers.cages import ASKED_BY_US, MARKER, SHORT, num_processes
+from helpers.sandboxes import ASKED_BY_US, MARKER, SHORT, num_processes
 
 Run = Callable[[str], ProgramOutcome]
 
@@ -19,20 +19,22 @@ Run = Callable[[str], ProgramOutcome]
 def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Run]:
     monkeypatch.setattr(sandbox, "_SUPERVISOR", (*sandbox._SUPERVISOR, MARKER))
 
-    def choose(wall: str) -> Run:
-        granted = [box.cage for box in ASKED_BY_US if getattr(box.cage, wall)]
+    def choose(restriction: str) -> Run:
+        granted = [box.isolation for box in ASKED_BY_US if getattr(box.isolation, restriction)]
         if not granted:
-            pytest.skip(f"{wall}: not granted here")
-        cage = Isolation(wall == "namespaces", wall == "landlock", seccomp=False, as_nobody=granted[-1].as_nobody)
-        return lambda program: sandbox.run_tests(program, cage, SHORT)
+            pytest.skip(f"{restriction}: not granted here")
+        isolation = Isolation(
+            restriction == "namespaces", restriction == "landlock", seccomp=False, as_nobody=granted[-1].as_nobody
+        )
+        return lambda program: sandbox.run_tests(program, isolation, SHORT)
 
     return choose
 
 
-@pytest.mark.parametrize("wall", ["namespaces", "landlock"])
-def test_files_are_out_of_reach(wall: str, alone: Callable[[str], Run]) -> None:
-    run = alone(wall)
-    assert run("open('here', 'w').close()").passed is (wall == "namespaces")
+@pytest.mark.parametrize("restriction", ["namespaces", "landlock"])
+def test_files_are_out_of_reach(restriction: str, alone: Callable[[str], Run]) -> None:
+    run = alone(restriction)
+    assert run("open('here', 'w').close()").passed is (restriction == "namespaces")
     for attack in ("open('/etc/passwd')", "open('/proc/self/mem')", "os.open(os.__file__, os.O_WRONLY)"):
         reason = run(f"import os\n{attack}").reason
         assert any(words in reason for words in ("No such file", "Permission denied", "Read-only")), reason
@@ -54,7 +56,7 @@ def test_namespaces_have_no_network_and_end_with_all_their_processes(alone: Call
 
 def test_landlock_ends_signals_and_connections_at_its_border(alone: Callable[[str], Run]) -> None:
     run = alone("landlock")
-    version = walls.system_call(444, None, 0, 1)
+    version = restrictions.system_call(444, None, 0, 1)
     if version < 6:
         pytest.skip(f"version {version} of Landlock rules over neither")
     assert "Operation not permitted" in run("import os\nos.kill(os.getppid(), 9)").reason

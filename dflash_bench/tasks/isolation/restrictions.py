@@ -296,7 +296,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 # <sched.h> and <sys/mount.h>
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 32, 1 << 12, 1 << 14, 1 << 18
-_WORK = "/cage"  # not /tmp or /home, which may lead to the interpreter
+_WORK = "/sandbox"  # not /tmp or /home, which may lead to the interpreter
 
 
 def enter(request: SandboxRequest, folder: str) -> str:
