@@ -27,6 +27,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.models import catalogue
 from dflash_bench.training import prompts
 from helpers import readers, runs, tiny
+from helpers.each import each
 from helpers.refusals import assert_refused
 
 Main = Callable[..., tuple[int, str, str]]
@@ -62,7 +63,7 @@ MEMORY = {
 }
 
 
-@pytest.mark.parametrize("kind", MEMORY)
+@each("kind", MEMORY)
 def test_memory_that_is_refused_is_one_line(kind: str, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise MEMORY[kind]
@@ -81,7 +82,7 @@ def test_memory_that_brought_another_error_about_is_found() -> None:
         assert net.explain(error) is not None
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EROFS, errno.EMFILE])
+@each("number", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EROFS, errno.EMFILE])
 def test_a_disk_that_fails_is_one_line(number: int, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise OSError(number, os.strerror(number), "/data/\x1b[31mfile")
@@ -109,12 +110,9 @@ def test_a_bug_keeps_its_traceback(kind: str, main: Main, monkeypatch: pytest.Mo
         main("models")
 
 
-LIMITED_MB = (200, 400, 700, 1000)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="ulimit -v is Linux's")
-@pytest.mark.parametrize("words", [["report", "run"], ["methods"], ["run", "--prompts", "p.jsonl", "--out", "new"]])
-@pytest.mark.parametrize("megabytes", LIMITED_MB)
+@each("words", [["report", "run"], ["methods"], ["run", "--prompts", "p.jsonl", "--out", "new"]])
+@each("megabytes", (200, 1000))
 def test_a_shell_that_allows_little_memory_is_told_so(
     megabytes: int, words: list[str], run: Path, tmp_path: Path
 ) -> None:
@@ -165,8 +163,8 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
+@each(
+    "changes, named",
     [
         ({"seconds": {"1x": 0.1}}, "forwards.seconds.1x is '1x'"),
         ({"seconds": {}}, "forwards.seconds "),
@@ -200,7 +198,7 @@ TARGETS: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["run", "inspect", "doctor", "profile", "convert"])
+@each("command", ["run", "inspect", "doctor", "profile", "convert"])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_a_target_that_describes_no_network_is_one_line(
     kind: str, command: str, model: Path, main: Main, tmp_path: Path
@@ -236,7 +234,7 @@ TRAININGS = {
 }
 
 
-@pytest.mark.parametrize("kind", TRAININGS)
+@each("kind", TRAININGS)
 def test_a_training_without_end_is_refused_before_anything_is_loaded(kind: str, main: Main) -> None:
     words, said = TRAININGS[kind]
     written = [] if "--written" in words else ["--written", "2"]
@@ -251,8 +249,8 @@ def test_prompts_that_are_all_written_end_in_one_line(monkeypatch: pytest.Monkey
         list(prompts.from_templates("chat", 3))
 
 
-@pytest.mark.parametrize(
-    ("rows", "named"),
+@each(
+    "rows, named",
     [("", "absent"), ("notes.txt", "against"), ("gsm8/test.jsonl", "gsm8,"), ("gsm8k/train.jsonl", "gsm8k ")],
 )
 def test_a_training_is_guarded_by_suites_that_are_there(rows: str, named: str, main: Main, tmp_path: Path) -> None:
@@ -263,7 +261,7 @@ def test_a_training_is_guarded_by_suites_that_are_there(rows: str, named: str, m
     assert_refused(main("train", *words), named, "known: ")
 
 
-@pytest.mark.parametrize("acceptance", ["nan", "inf", "-inf", "0.5"])
+@each("acceptance", ["nan", "inf", "-inf", "0.5"])
 def test_an_acceptance_that_is_no_number_is_one_line(acceptance: str, main: Main) -> None:
     assert "al.pooled" in one_line(main, "profile", "--acceptance", acceptance)
 
@@ -291,8 +289,8 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device"])
-@pytest.mark.parametrize("command", OUTPUTS)
+@each("kind", ["a pipe", "a folder", "a device"])
+@each("command", OUTPUTS)
 def test_what_is_no_file_is_not_written_to(command: str, kind: str, main: Main, run: Path, tmp_path: Path) -> None:
     place = tmp_path / "place.html"
     if kind == "a pipe":
@@ -334,19 +332,16 @@ def outcome(words: list[str], shell: str = "") -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-GONE = (">&-", "| true", "<&- >&- 2>&-", "2>&1 | true", "2>&-")
-
-
-@pytest.mark.parametrize("shell", GONE)
-def test_a_reader_who_goes_away_changes_no_verdict(shell: str, run: Path) -> None:
-    runs.stored(run.parent / "wrong", runs.changed(runs.answers(4), exactness="mismatch", first=1))
-    assert outcome(["check", str(run), "--all"], shell) == (0, "")
-    assert outcome(["check", str(run.parent / "wrong"), "--all"], shell) == (1, "")
-
-
-@pytest.mark.parametrize("words", [["report", "--full"], ["compare"], ["report", "--format", "json"]])
-def test_nor_does_one_of_a_pipe_that_is_full(words: list[str], run: Path) -> None:
-    assert outcome([words[0], str(run), *words[1:]], "| head -c 1 >/dev/null") == (0, "")
+def test_a_reader_who_goes_away_changes_no_verdict(run: Path) -> None:
+    """Of a model that is not on this disk, so that no tokenizer need be loaded."""
+    rows = runs.answers(4)
+    for name, stored in (("sound", rows), ("wrong", runs.changed(rows, exactness="mismatch", first=1))):
+        runs.stored(run.parent / name, stored, model="absent")
+    sound, wrong = (["check", str(run.parent / name), "--all"] for name in ("sound", "wrong"))
+    gone = (">&-", "| true", "<&- >&- 2>&-", "2>&1 | true", "2>&-")
+    assert {shell: outcome(sound, shell) for shell in gone} == dict.fromkeys(gone, (0, ""))
+    assert outcome(wrong, "| true") == (1, "")
+    assert outcome(["report", str(run), "--full"], "| head -c 1 >/dev/null") == (0, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
@@ -363,7 +358,7 @@ def test_a_process_that_ends_while_it_is_written_to_is_named(main: Main, monkeyp
     one_line(main, "models")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@each("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_every_command_that_a_signal_ends_says_so(
     number: signal.Signals, status: int, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
