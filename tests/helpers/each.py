@@ -26,9 +26,8 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
     def joined(test: Test) -> Test:
         signature = inspect.signature(test)
         fixtures = [one for name, one in signature.parameters.items() if name not in words]
-        needs_folder = {"main", "tmp_path"} & {one.name for one in fixtures}
         has_folder = any(one.name == "tmp_path" for one in fixtures)
-        if needs_folder and not has_folder:
+        if fixtures and not has_folder:
             fixtures.append(inspect.Parameter("tmp_path", inspect.Parameter.KEYWORD_ONLY))
 
         @functools.wraps(test)
@@ -38,7 +37,7 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
                 values = case if len(words) > 1 else [case]
                 try:
                     with ExitStack() as stack:
-                        own = stack.enter_context(_own(given, number)) if needs_folder else dict(given)
+                        own = stack.enter_context(_own(given, number)) if given else {}
                         if "monkeypatch" in own:
                             own["monkeypatch"] = stack.enter_context(own["monkeypatch"].context())
                         if not has_folder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +15,8 @@ import pytest
 from dflash_bench.analysis.gate.checks import check_runs
 from dflash_bench.results import parts
 from dflash_bench.results import table as results_table
+from helpers.each import each
+from helpers.refusals import refusal
 from helpers.rows import generation, pair, plain, record
 from helpers.runs import SUITES, answers, changed, failing, listed, rewritten, stored, without
 
@@ -32,8 +34,8 @@ def edited(run: Path, *path: str | int, to: Any) -> None:
     (run / "run.json").write_text(json.dumps(info))
 
 
-def assert_refused_by_all(main: Main, told: str, readers: Sequence[Sequence[str]] = READERS) -> None:
-    for command, *options in readers:
+def assert_refused_by_all(main: Main, told: str) -> None:
+    for command, *options in READERS:
         code, out, err = main(command, "run", *options)
         assert (code, out, err.count("\n")) == (2, "", 1), command
         assert told in err
@@ -44,6 +46,11 @@ def failed_checks(main: Main, *words: str) -> list[tuple[str, str, str]]:
     code, out, err = main("check", "run", *words, "--json")
     assert (code, err) == (1, "")
     return [(check["method"], check["kind"], check["reason"]) for check in json.loads(out)["checks"] if check["failed"]]
+
+
+def problems_of(run: Path) -> list[tuple[str, str, str]]:
+    """As `check` names them: the method, the kind and the reason of each."""
+    return [(one.method, one.kind, one.what) for one in results_table.read_run(run, judging=True).problems]
 
 
 # Of the plan
@@ -127,19 +134,24 @@ def run(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "run"))
 
 
-@pytest.mark.parametrize("what", TAMPERED)
-def test_what_is_missing_or_double_is_refused_by_all_and_named_by_check(what: str, run: Path, main: Main) -> None:
+@each("what", TAMPERED)
+def test_what_is_missing_or_double_is_refused_and_named(what: str, run: Path) -> None:
     tamper, expected = TAMPERED[what]
     tamper(run)
-    assert failed_checks(main) == expected
-    assert_refused_by_all(main, f"run is {expected[0][1]}: ")
+    assert problems_of(run) == expected
     kinds = list(dict.fromkeys(kind for _, kind, _ in expected))
-    allowed = [word for kind in kinds for word in ("--allow", kind)]
-    code, out, err = main("report", "run", *allowed)
-    assert (code, err) == (0, "")
-    assert out.splitlines()[0].startswith(
-        f"run is {kinds[0]}: gsm8k " if what != "a missing suite" else "run is unfinished: math500"
-    )
+    assert f"run is {kinds[0]}: " in refusal(results_table.read_run, run)
+    (first, *_) = results_table.read_run(run, allow=kinds).missing
+    assert f"run is {kinds[0]}: {'math500' if what == 'a missing suite' else 'gsm8k'} " in first
+
+
+def test_every_command_reads_a_run_so(run: Path, main: Main) -> None:
+    tamper, expected = TAMPERED["a part hidden by a bogus merged one"]
+    tamper(run)
+    assert failed_checks(main) == expected
+    assert_refused_by_all(main, "run is unfinished: ")
+    code, out, err = main("report", "run", "--allow", "unfinished", "--allow", "doubled")
+    assert (code, err) == (0, "") and out.startswith("run is unfinished: gsm8k ")
 
 
 def test_each_answer_counts_once_whatever_is_allowed(run: Path, main: Main) -> None:
@@ -224,13 +236,17 @@ def _without_first_line(path: Path) -> None:
     path.write_text(path.read_text().partition("\n")[2])
 
 
-@pytest.mark.parametrize("what", UNLIKE)
-def test_a_part_that_the_run_did_not_write_is_refused_by_name_by_all(what: str, run: Path, main: Main) -> None:
+def assert_refused(run: Path, told: str) -> None:
+    """By `check` too, which reads runs that others refuse."""
+    for judging in (False, True):
+        assert told in refusal(results_table.read_run, run, judging=judging)
+
+
+@each("what", UNLIKE)
+def test_a_part_that_the_run_did_not_write_is_refused_by_name(what: str, run: Path) -> None:
     tamper, told = UNLIKE[what]
     tamper(run)
-    assert_refused_by_all(main, told)
-    code, out, err = main("check", "run")
-    assert (code, out, err.count("\n")) == (2, "", 1) and told in err
+    assert_refused(run, told)
 
 
 def test_the_checksums_are_those_of_sha256sum(run: Path) -> None:
@@ -252,33 +268,29 @@ EDITED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "revision": (("identity", "revisions", "target"), "t2", 'revisions.target was "t1", now "t2"'),
     "plan": (("plan", "methods"), ["ar"], "the plan is not the one the run was started with"),
     "repeats": (("plan", "repeats"), 2, "the plan is not the one the run was started with"),
-    "plan's hash": (("identity", "plan"), "0" * 64, "run/run.json says: plan was "),
+    "plan's hash": (("identity", "plan"), "0" * 64, "run.json says: plan was "),
 }
 
 
-@pytest.mark.parametrize("what", EDITED)
-def test_an_edited_setting_is_refused_by_name(what: str, tmp_path: Path, main: Main) -> None:
+@each("what", EDITED)
+def test_an_edited_setting_is_refused_by_name(what: str, run: Path) -> None:
     path, value, told = EDITED[what]
-    edited(stored(tmp_path / "run", answers()), *path, to=value)
-    assert_refused_by_all(main, told)
-    code, out, err = main("check", "run")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert told in err
+    edited(run, *path, to=value)
+    assert_refused(run, told)
 
 
-def test_a_plan_cannot_be_taken_away_and_a_part_of_another_run_not_brought_in(tmp_path: Path, main: Main) -> None:
-    run = stored(tmp_path / "run", answers())
-    other = stored(tmp_path / "other", answers(), dtype="bfloat16")
+def test_a_plan_cannot_be_taken_away_and_a_part_of_another_run_not_brought_in(run: Path, tmp_path: Path) -> None:
+    other = stored(tmp_path / "other", answers(5), dtype="bfloat16")
     shutil.copy(other / "part-000000.parquet", run / "part-000007.parquet")
-    assert_refused_by_all(main, 'part-000007.parquet was not measured as run/run.json says: dtype was "bfloat16"')
+    assert_refused(run, 'run.json says: dtype was "bfloat16"')
     (run / "part-000007.parquet").unlink()
     info = json.loads((run / "run.json").read_text())
     del info["plan"]
     (run / "run.json").write_text(json.dumps(info))
-    assert_refused_by_all(main, "the plan is not the one the run was started with")
+    assert_refused(run, "the plan is not the one the run was started with")
     del info["identity"]["plan"]
     (run / "run.json").write_text(json.dumps(info))
-    assert_refused_by_all(main, "run/run.json says: plan was ")
+    assert_refused(run, "run.json says: plan was ")
 
 
 # Rows that no run writes
@@ -380,32 +392,24 @@ def with_rows(run: Path, **changes: Callable[[dict[str, Any]], dict[str, Any]]) 
         )
 
 
-@pytest.mark.parametrize("what", INVALID)
-def test_a_row_that_no_run_writes_is_named(what: str, audited: Path, tmp_path: Path, main: Main) -> None:
+@each("what", INVALID)
+def test_a_row_that_no_run_writes_is_named(what: str, audited: Path, tmp_path: Path) -> None:
     change, told = INVALID[what]
     run = Path(shutil.copytree(audited, tmp_path / "run"))
     with_rows(run, p003=change)
-    found = failed_checks(main)
-    assert {(method, kind) for method, kind, _ in found} == {("dflash", "invalid")}
-    assert any(told in reason and reason.endswith("first p003") for _, _, reason in found)
-    # They all refuse what `read_run` finds, and all of them are tried on every fifth of these rows.
-    number = list(INVALID).index(what) % len(READERS)
-    refused = "run is invalid: gsm8k dflash: 1 answer cannot be right: "
-    assert_refused_by_all(main, refused, READERS if number == 0 else READERS[number : number + 1])
-    code, out, err = main("report", "run", "--allow", "invalid", "--format", "json")
-    assert (code, err) == (0, "")
-    shown = json.loads(out)
-    assert shown["notes"][0].startswith(refused)
-    assert [cell["num_prompts"] for cell in shown["cells"]] == [11, 10]
+    found = results_table.read_run(run, judging=True)
+    assert {(one.method, one.kind) for one in found.problems} == {("dflash", "invalid")}
+    assert any(told in one.what and one.what.endswith("first p003") for one in found.problems)
+    assert found.rows["method"].value_counts().to_dict() == {"ar": 11, "dflash": 10}
 
 
-def test_only_prompts_that_the_run_names_may_be_without_a_score(tmp_path: Path, main: Main) -> None:
+def test_only_prompts_that_the_run_names_may_be_without_a_score(tmp_path: Path) -> None:
     suites = {"gsm8k": SUITES["gsm8k"] | {"prompts": 5, "unscored": ["p003", "p900"]}}
     run = stored(tmp_path / "run", answers(5), suites=suites)
     with_rows(run, p003=set_to(passed=None))
     assert not check_runs([run], None, None, ()).outcome.failures
     with_rows(run, p002=set_to(passed=None))
-    assert [(kind, why.endswith("first p002")) for _, kind, why in failed_checks(main)] == [("invalid", True)]
+    assert [(kind, why.endswith("first p002")) for _, kind, why in problems_of(run)] == [("invalid", True)]
 
 
 def test_a_page_shows_none_of_the_rows_that_would_upset_it(audited: Path, tmp_path: Path, main: Main) -> None:
@@ -417,8 +421,7 @@ def test_a_page_shows_none_of_the_rows_that_would_upset_it(audited: Path, tmp_pa
     assert [*rows[rows["method"] == "dflash"]["prompt_id"]] == ["p010"]
 
 
-@pytest.mark.parametrize("column", ["suite", "prompt_id", "prompt_hash", "method", "turn", "repeat"])
-def test_a_row_of_no_place_is_foreign(column: str, run: Path, main: Main) -> None:
+@each("column", ["suite", "prompt_id", "prompt_hash", "method", "turn", "repeat"])
+def test_a_row_of_no_place_is_foreign(column: str, run: Path) -> None:
     rewritten(run / "part-000000.parquet", lambda row: row | ({column: None} if is_second(row) else {}))
-    assert "foreign" in {kind for _, kind, _ in failed_checks(main)}
-    assert_refused_by_all(main, "not in the plan")
+    assert "foreign" in {kind for _, kind, _ in problems_of(run)}
