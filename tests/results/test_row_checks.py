@@ -21,11 +21,13 @@ import pytest
 import dflash_bench as db
 from dflash_bench.core.types import CEILINGS, Generation
 from dflash_bench.engine.backend import LocalBackend, RequestTrace
-from dflash_bench.results import parts, row_checks, store
+from dflash_bench.results import parts, row_checks, store, table
 from dflash_bench.runner import stopwatch
 from dflash_bench.tasks import sandbox, scorers
 from dflash_bench.tasks.scorers.base import Score, Scorer
 from helpers import fake_backend
+from helpers.each import each
+from helpers.refusals import assert_refused
 from helpers.runs import known, listed
 
 Main = Callable[..., tuple[int, str, str]]
@@ -229,26 +231,27 @@ EDITS: dict[str, tuple[Callable[[Row], Row], Callable[[], Callable[[Row], bool]]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", EDITS)
-def test_an_edit_is_named_by_check_and_refused_by_compare(what: str, run: Path, main: Main) -> None:
+@each("what", EDITS)
+def test_an_edit_is_named(what: str, run: Path) -> None:
     change, which, told = EDITS[what]
     assert edited(run, change, which())
+    found = table.read_run(run, judging=True).problems
+    assert {one.kind for one in found} == {"invalid"}
+    assert any(re.search(told, one.what) for one in found), [one.what for one in found]
+
+
+def test_an_edit_fails_the_check_and_is_refused_by_compare(run: Path, main: Main) -> None:
+    edited(run, every_time(0.5))
     code, out, err = main("check", "run", "--json")
     assert (code, err) == (1, "")
-    failed = [check for check in json.loads(out)["checks"] if check["failed"]]
-    assert {check["kind"] for check in failed} == {"invalid"}
-    assert any(re.search(told, check["reason"]) for check in failed), [check["reason"] for check in failed]
-    code, out, err = main("compare", "run")
-    assert (code, out, err.count("\n")) == (2, "", 1) and "run is invalid: " in err
+    assert {check["kind"] for check in json.loads(out)["checks"] if check["failed"]} == {"invalid"}
+    assert_refused(main("compare", "run"), "run is invalid: ")
 
 
 def test_what_is_sound_passes_and_says_what_it_tried(run: Path, main: Main) -> None:
     _, out, err = main("check", "run")
     assert err == "" and "were not checked" not in out
-    assert not [
-        check for check in json.loads(main("check", "run", "--json")[1])["checks"] if check["kind"] == "invalid"
-    ]
-    assert main("compare", "run")[0] == 0
+    assert table.read_run(run).problems == ()
 
 
 def test_a_row_that_was_edited_is_measured_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,61 +276,74 @@ TOLD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", TOLD)
+@each("what", TOLD)
 def test_edited_texts_and_scores_fail_the_check_by_name(what: str, run: Path, main: Main) -> None:
     change, kind, told = TOLD[what]
     edited(run, change)
     code, out, err = main("check", "run", "--json")
     failed = [check for check in json.loads(out)["checks"] if check["failed"]]
-    if not failed and what.startswith("all "):
-        pytest.fail("no answer of this run is otherwise")
+    assert failed, "no answer of this run is otherwise"
     assert (code, err, {check["kind"] for check in failed}) == (1, "", {kind})
     assert all(told in check["reason"] for check in failed)
-    table = db.load("run").metrics()
+    shown = db.load("run").metrics()
     contradicted = {check["method"] for check in failed if kind == "score"}
-    assert not contradicted & {*table[table["metric"].isin(("passed", "score"))]["method"]}
+    assert not contradicted & {*shown[shown["metric"].isin(("passed", "score"))]["method"]}
+
+
+@each("what, is_shown, is_found", [("thinking", False, True), ("answers", True, False)])
+def test_scores_need_not_be_tried_again(what: str, is_shown: bool, is_found: bool, run: Path, main: Main) -> None:
+    change, kind, _ = TOLD[what]
+    edited(run, change)
     code, out, _ = main("report", "run")
-    assert code == 0 and ("is scored wrongly" in out.splitlines()[0] or kind == "text")
+    assert code == 0 and ("is scored wrongly" in out.splitlines()[0]) == is_shown
     code, out, _ = main("check", "run", "--no-rescore", "--json")
-    assert (kind in {check["kind"] for check in json.loads(out)["checks"]}) == (kind == "text")
+    assert (kind in {check["kind"] for check in json.loads(out)["checks"]}) == is_found
 
 
-def shares(*words: object) -> Callable[[Main], list[Any]]:
+Values = list[tuple[bool, Any]]
+"""What a reader shows of scores: whether it is of the cell that was edited, and None where it is left out."""
+
+
+def shares(*words: object) -> Callable[[Main], Values]:
     return lambda main: [
-        cell["passed"]
+        ((cell["method"], cell["settings"]["concurrency"]) == CELL and cell.get("run") != "sound", cell["passed"])
         for cell in json.loads(main(*words)[1])["cells"]
-        if (cell["method"], cell["settings"]["concurrency"]) == ("dflash", 1)
     ]
 
 
-def lines(*words: object) -> Callable[[Main], list[Any]]:
-    """None for a line of the cell that shows no share."""
+def lines(*words: object) -> Callable[[Main], Values]:
+    """Of the first table: the share is the last column but one."""
 
-    def read(main: Main) -> list[Any]:
-        (first, *_) = main(*words)[1].partition("concurrency 1)")[2].partition("dflash ")[2].splitlines()
-        return [None if first.split()[-2:] == ["n/a", "n/a"] else first]
+    def read(main: Main) -> Values:
+        table = main(*words)[1].partition("per round")[0]
+        found = re.findall(r"concurrency (\d)\)\n.*\n +dflash .* (\S+) +\S+\n", table)
+        return [(number == "1", None if share == "n/a" else share) for number, share in found]
 
     return read
 
 
-def of_page(path: str, *words: object) -> Callable[[Main], list[Any]]:
-    def read(main: Main) -> list[Any]:
+def of_page(path: str, *words: object) -> Callable[[Main], Values]:
+    def read(main: Main) -> Values:
         assert main(*words)[0] == 0
         (packed,) = re.findall(r'type="application/octet-stream">(.*?)</script>', Path(path).read_text(), re.DOTALL)
         rows = json.loads(zlib.decompress(b64decode(packed)))["rows"]
-        own = [row for row in rows if row["method"] == "dflash" and "concurrency 1" in row["suite"]]
-        return [row.get(name) for row in own for name in ("passed", "answer")]
+        own = [row for row in rows if row["method"] == "dflash"]
+        return [("concurrency 1" in row["suite"], row.get(name)) for row in own for name in ("passed", "answer")]
 
     return read
 
 
-def of_answers(_: Main) -> list[Any]:
-    table = db.load("run").answers
-    own = table[(table["method"] == "dflash") & ~table["settings"].str.contains("concurrency")]
-    return [None if one != one else one for one in [*own["passed"], *own["answer"]]]
+def of_answers(_: Main) -> Values:
+    answers = db.load("run").answers
+    own = answers[answers["method"] == "dflash"]
+    return [
+        (not is_other, None if one != one else one)
+        for name in ("passed", "answer")
+        for is_other, one in zip(own["settings"].str.contains("concurrency"), own[name], strict=True)
+    ]
 
 
-READERS: dict[str, Callable[[Main], list[Any]]] = {
+READERS: dict[str, Callable[[Main], Values]] = {
     "report": shares("report", "run", "--format", "json"),
     "report --by": lines("report", "run", "--by", "category"),
     "page": of_page("page.html", "report", "run", "-o", "page.html"),
@@ -339,13 +355,14 @@ READERS: dict[str, Callable[[Main], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
+@each("reader", READERS)
 def test_no_reader_shows_a_score_that_check_refuses(reader: str, run: Path, main: Main) -> None:
-    shutil.copytree(run, "sound")
-    assert all(value is not None for value in READERS[reader](main))
+    if reader == "compare of two":
+        shutil.copytree(run, "sound")
     edited(run, lambda row: {"passed": not row["passed"]}, lambda row: (row["method"], row["concurrency"]) == CELL)
     shown = READERS[reader](main)
-    assert shown and shown.count(None) == len(shown) - (reader == "compare of two")
+    assert {is_edited for is_edited, _ in shown} == {True, False}
+    assert all((value is None) == is_edited for is_edited, value in shown), shown
 
 
 def test_scores_that_check_refuses_are_no_baseline(run: Path, main: Main) -> None:
@@ -354,10 +371,11 @@ def test_scores_that_check_refuses_are_no_baseline(run: Path, main: Main) -> Non
     assert code == 2 and "is scored wrongly" in err and not Path("base.json").exists()
 
 
-@pytest.mark.parametrize(
-    "damage", [{"reference": "none"}, {"row": "{"}, {"turns": None}], ids=lambda one: next(iter(one))
+@each(
+    "damage",
+    [{"reference": "none"}, {"row": "{"}, {"turns": None}],
 )
-@pytest.mark.parametrize("command", ["check", "compare", "report"])
+@each("command", ["check", "compare", "report"])
 def test_prompts_that_no_answer_can_be_scored_by_are_refused(command: str, damage: Row, run: Path, main: Main) -> None:
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     table = parquet.read_table(run / "prompts.parquet")
@@ -419,7 +437,7 @@ RULES = {"decode_s halved": (halved, ("ar", "dflash"), "its rounds took longer t
          "rounds told as one": (told_as_one, ("dflash",), "cannot be right: a round "),}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", RULES)
+@each("what", RULES)
 def test_bookkeeping_that_is_broken_gives_failed_rows(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
