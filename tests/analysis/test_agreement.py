@@ -6,21 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from dflash_bench.analysis.compare import agreements, first_difference
 from dflash_bench.core.types import Answer, Settings
 from dflash_bench.results import table
 from dflash_bench.results.identity import settings_to_json
 from helpers import runs
+from helpers.each import each
 from helpers.rows import pair
 from helpers.runs import stored
 
 Main = Callable[..., tuple[int, str, str]]
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
+@each(
+    "one, other, expected",
     [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 3], 1), ([], [4], 0), ([], [], None), ([5, 1], [6, 1], 0)],
 )
 def test_the_first_difference(one: list[int], other: list[int], expected: int | None) -> None:

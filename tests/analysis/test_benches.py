@@ -13,6 +13,7 @@ from dflash_bench.analysis import speculation
 from dflash_bench.analysis.peers import benches
 from dflash_bench.core.errors import UserError
 from dflash_bench.results.table import read_run
+from helpers.each import each
 from helpers.rows import pair
 from helpers.runs import stored
 
@@ -81,7 +82,7 @@ EXPECTED: dict[str, tuple[Any, list[tuple[str, str, int | None, int | None, dict
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", EXPECTED)
+@each("kind", EXPECTED)
 def test_each_figure_has_the_name_of_its_formula(kind: str, tmp_path: Path) -> None:
     content, expected = EXPECTED[kind]
     path = tmp_path / "result.json"
@@ -136,8 +137,8 @@ def test_other_benchmarks_stand_beside_a_run(main: Main, tmp_path: Path) -> None
     assert all(name in compared["notes"][0] for name in ("run", "nano", "profile_export_aiperf.json", "org/model"))
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
+@each(
+    "text, told",
     [
         ("{}", "known: SGLang"),
         ("[]", "known: SGLang"),

@@ -24,6 +24,7 @@ from dflash_bench.report import data
 from dflash_bench.report.changes import change_sections, points
 from dflash_bench.report.compare import _run_noise
 from dflash_bench.results.run_info import RunIdentity
+from helpers.each import each
 from helpers.rows import drafted, failed, plain
 from helpers.runs import frame_of, in_time, known
 
@@ -126,8 +127,8 @@ def test_answers_right_before_and_after(compared: dict[str, Comparison]) -> None
     assert "10 scored prompts" in sentence[0] and "[-23.1, +23.1]" in sentence[0]
 
 
-@pytest.mark.parametrize(
-    ("lost", "gained", "num", "p", "value", "word"),
+@each(
+    "lost, gained, num, p, value, word",
     [
         (12, 2, 100, 0.04, -0.10, "worse"), (2, 12, 100, 0.04, 0.10, "better"), (12, 2, 100, 0.06, -0.10, "unclear"),
         (1, 1, 400, 1.0, 0.0, "same"), (6, 1, 150, 1.0, -1 / 30, "unclear"), (1, 6, 150, 1.0, 1 / 30, "unclear"),
@@ -146,8 +147,8 @@ def test_the_share_answered_right_moves_by_bonett_and_price(
     assert points(one.passed) == f"{100 * value:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
-@pytest.mark.parametrize(
-    ("value", "low", "high", "p", "word"),
+@each(
+    "value, low, high, p, word",
     [
         (1.021, 1.01, 1.03, 0.049, "better"), (1.019, 1.01, 1.03, 0.049, "same"), (1.2, 1.1, 1.3, 0.051, "unclear"),
         (0.979, 0.97, 0.99, 0.049, "worse"), (1.2, 0.99, 1.4, 0.01, "unclear"), (1.0, 0.951, 1.049, 1.0, "same"),

@@ -21,6 +21,7 @@ from dflash_bench.report.plots import series
 from dflash_bench.report.plots.series import load
 from dflash_bench.report.plots.style import NothingToPlotError, scope_of
 from dflash_bench.results.identity import settings_to_json
+from helpers.each import each
 from helpers.runs import known
 
 SETTINGS = [Settings(concurrency=number) for number in (1, 4, 16)]
@@ -106,7 +107,7 @@ def test_single_answers_are_told_by_the_slowest_the_median_and_the_fastest() -> 
     assert level.ttft_s == {50: 0.5, 90: None, 99: None}
 
 
-@pytest.mark.parametrize(("num_answers", "told"), [(63, {50}), (64, {50, 90}), (661, {50, 90}), (662, {50, 90, 99})])
+@each("num_answers, told", [(63, {50}), (64, {50, 90}), (661, {50, 90}), (662, {50, 90, 99})])
 def test_a_percentile_needs_enough_answers(num_answers: int, told: set[int]) -> None:
     many = [answer("dflash", 4, 0.0, 2.0 + number) for number in range(num_answers)]
     _, drafted = measured([*ROWS[:4], *many, ROWS[5]])
@@ -136,8 +137,8 @@ def test_the_crossing_lies_on_a_straight_line_of_logarithms() -> None:
     assert 4 < drafted.crossing.low < drafted.crossing.value < drafted.crossing.high < 16
 
 
-@pytest.mark.parametrize(
-    ("speedups", "shown", "stops"),
+@each(
+    "speedups, shown, stops",
     [
         ([2.0, 2.0, 0.5], "8.0 [7.2, 8.8]", 8.0),
         ([2.0, 2.0, 0.95], "14.5 [12.0, more than 16]", 14.5),

@@ -6,11 +6,10 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from dflash_bench.analysis.cells import summarise
 from dflash_bench.analysis.stats import STORED, covered
 from dflash_bench.report import columns
+from helpers.each import each
 from helpers.rows import pair
 from helpers.runs import answers, asked, frame_of, known
 
@@ -47,7 +46,7 @@ def test_a_table_says_what_its_intervals_cover_by_its_fewest_prompts() -> None:
     assert columns.intervals_note([7, 2]).startswith("No intervals")
 
 
-@pytest.mark.parametrize(("source", "is_told"), [("embedded", True), ("hub org/name@c0ffee", False), ("", False)])
+@each("source, is_told", [("embedded", True), ("hub org/name@c0ffee", False), ("", False)])
 def test_embedded_is_explained_once_where_prompts_are(source: str, is_told: bool) -> None:
     identity = known(**asked("gsm8k", source=source))
     cells = summarise(frame_of(answers(6)), identity)

@@ -23,6 +23,7 @@ from dflash_bench.report import data, sections
 from dflash_bench.results import parts
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import _weights_s
+from helpers.each import each
 from helpers.rows import record
 from helpers.runs import about, frame_of, known
 
@@ -146,7 +147,7 @@ LESS_IS_BETTER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("metric_id", METRICS)
+@each("metric_id", METRICS)
 def test_less_is_better_of_times_costs_and_passes_alone(metric_id: str) -> None:
     halved, doubled = (Change(Interval(value, value - 0.1, value + 0.1), 1e-6) for value in (0.5, 2.0))
     words = ("better", "worse") if metric_id in LESS_IS_BETTER else ("worse", "better")

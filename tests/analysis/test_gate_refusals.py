@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflash_bench.results import store
+from helpers.each import each
 from helpers.refusals import assert_refused, names
 from helpers.runs import answers, bare, failing, stored
 
@@ -98,17 +99,17 @@ def refused(place: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> Callabl
     return check
 
 
-@pytest.mark.parametrize("words", TABLE)
+@each("words", TABLE)
 def test_runs_that_do_not_belong_together(words: str, refused: Callable[[str, str], None]) -> None:
     refused(words, TABLE[words])
 
 
-@pytest.mark.parametrize("text", LIMITS)
+@each("text", LIMITS)
 def test_a_limits_file_with_an_error(text: str, place: Path, refused: Callable[[str, str], None]) -> None:
     (place / "limits.toml").write_text(text)
     refused("check run --limits limits.toml", LIMITS[text])
 
 
-@pytest.mark.parametrize("at", range(len(NO_BASELINES)))
+@each("at", range(len(NO_BASELINES)))
 def test_a_file_that_is_no_baseline(at: int, refused: Callable[[str, str], None]) -> None:
     refused(f"check run --baseline none-{at}", f"none-{at} {list(NO_BASELINES.values())[at]}")

@@ -17,6 +17,7 @@ from dflash_bench.analysis.gate import checks
 from dflash_bench.analysis.gate.baselines import Limit
 from dflash_bench.analysis.stats import Interval
 from dflash_bench.core.types import Answer
+from helpers.each import each
 from helpers.golden import assert_golden
 from helpers.refusals import assert_refused
 from helpers.runs import answers, changed, failing, frame_of, known, slower, stored
@@ -178,8 +179,8 @@ def test_a_baseline_that_was_written_with_a_limit_for_absolute_speed_gates_it(
 # Slower than plain decoding
 
 
-@pytest.mark.parametrize(
-    ("records", "noise", "code"),
+@each(
+    "records, noise, code",
     [
         (slower(answers(), 1.95), 0.0, 0),  # 0.95, and its interval goes beyond 1
         (slower(answers(), 2.2), 0.0, 1),  # 0.84, and its interval ends before
@@ -228,7 +229,7 @@ def _slower(checked: tuple[int, str, str]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    "name, told",
     [
         ("inexact", {"dflash exact inexact"}),
         ("mismatch", {"dflash exact mismatch", "dflash mismatch mismatch"}),
@@ -314,7 +315,7 @@ def test_a_baseline_keeps_the_sums_and_figures_of_every_run(tmp_path: Path, main
     assert "tps.decode" not in kept["limits"]
 
 
-@pytest.mark.parametrize(
+@each(
     "damage",
     [
         lambda sums: sums["rounds"].append(sums["rounds"][0]),
@@ -350,8 +351,8 @@ def _unknown_figure(cell: dict[str, Any]) -> None:
     cell["figures"]["luck"] = [1.0]
 
 
-@pytest.mark.parametrize(
-    ("edit", "told"),
+@each(
+    "edit, told",
     [
         (_other_figure, "'al.pooled' of gsm8k dflash is 9,"),
         (_other_sum, "gsm8k dflash is"),

@@ -15,6 +15,7 @@ from dflash_bench.core.types import Answer
 from dflash_bench.report.findings import Finding, beside, findings
 from dflash_bench.report.tables import marks
 from dflash_bench.results import table
+from helpers.each import each
 from helpers.rows import pair
 from helpers.runs import frame_of, known, stored
 
@@ -46,14 +47,14 @@ def words(text: str) -> list[int]:
     return [hash(text[at : at + 3]) for at in range(0, len(text), 3)]
 
 
-@pytest.mark.parametrize("text", [POEM, TABLE, SPARSE, CODE], ids=["poem", "table", "sparse table", "code"])
+@each("text", [POEM, TABLE, SPARSE, CODE])
 def test_what_repeats_with_a_purpose_is_no_loop_wherever_it_is_cut(text: str) -> None:
     for end in range(1, len(text) + 1):
         assert not table.in_text(text[:end]), text[:end][-200:]
     assert not any(table.in_tokens(words(text[:end])) for end in range(1, len(text) + 1))
 
 
-@pytest.mark.parametrize("text", LOOPS.values(), ids=LOOPS)
+@each("text", LOOPS.values())
 def test_a_loop_is_one_wherever_it_is_cut_after_three_times(text: str) -> None:
     loops = [table.in_text(text[:end]) for end in range(len(text) - 40, len(text) + 1)]
     assert all(num > 90 for num in loops)

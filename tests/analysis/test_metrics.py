@@ -16,6 +16,7 @@ from dflash_bench.analysis.cells import Cell, summarise
 from dflash_bench.core.types import Answer, Divergence
 from dflash_bench.results import rounds, run_info, store, table
 from dflash_bench.results.rounds import AcceptAt
+from helpers.each import each
 from helpers.rows import drafted, failed, generation, pair, plain, record
 from helpers.runs import ENVIRONMENT, GREEDILY, clocked, frame_of, histogram_of, known, planned, stored
 
@@ -270,7 +271,7 @@ def test_near_ties_are_counted_and_are_not_exact() -> None:
     assert (cell.exact, cell.num_near_ties) == ((1, 2), 1)
 
 
-@pytest.mark.parametrize("by", table.SLICES)
+@each("by", table.SLICES)
 def test_a_run_read_from_disk_is_the_frame_of_its_records(tmp_path: Path, by: str) -> None:
     """Of one token, of none, and of hidden rounds there are too."""
     verdict: dict[str, Any] = {"exactness": "near_tie", "divergence": Divergence(0, 0.0, 0.1)}

@@ -11,6 +11,7 @@ import scipy.stats
 
 from dflash_bench.analysis import noise, stats
 from dflash_bench.analysis.noise import RunNoise, difference, run_noise
+from helpers.each import each
 
 RATIO = stats.ratio([0], [1])
 NONE = RunNoise(0.0, inf, "stated")
@@ -32,7 +33,7 @@ def noisy(seed: int, num_runs: int, num_prompts: int = 12, by: float = 1.0) -> A
 AFTER, BEFORE = (0.93, 0.95, 0.9, 0.94), (1.0, 1.03, 0.99)
 
 
-@pytest.mark.parametrize(("after", "before"), [(AFTER, BEFORE), (AFTER[:2], BEFORE), (AFTER, BEFORE[:1])])
+@each("after, before", [(AFTER, BEFORE), (AFTER[:2], BEFORE), (AFTER, BEFORE[:1])])
 def test_runs_whose_prompts_agree_are_compared_by_students_test_of_two_groups(after: Any, before: Any) -> None:
     sides = [side(after), side(before)]
     noise = run_noise(sides, RATIO, allowed=1.0)

@@ -17,6 +17,7 @@ from dflash_bench.models import formats
 from dflash_bench.models.formats import TargetShape, load_draft, save_draft
 from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft
 from dflash_bench.models.nets.eagle3 import Eagle3Config, Eagle3Draft
+from helpers.each import each
 
 TARGET = TargetShape(hidden_size=16, vocab_size=60, num_layers=12)
 BODY: dict[str, Any] = {
@@ -220,8 +221,8 @@ def test_deepspec_dflash_drafts_from_every_slot_and_brings_its_vocabulary(tmp_pa
     holds(draft, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@each(
+    "change, message",
     [
         ({"target_layer_ids": [-1, 5, 9]}, "taps the embedding's output"),
         ({"enable_confidence_head": True}, "enable_confidence_head = True"),
@@ -252,9 +253,7 @@ def test_safeailab_eagle3(tmp_path: Path) -> None:
     holds(draft, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("listed", "outputs"), [([1, 5, 8], (1, 5, 8)), ([2, 6, 9], (1, 5, 8)), ([3, 6, 9], (2, 5, 8)), (None, (1, 5, 8))]
-)
+@each("listed, outputs", [([1, 5, 8], (1, 5, 8)), ([2, 6, 9], (1, 5, 8)), ([3, 6, 9], (2, 5, 8)), (None, (1, 5, 8))])
 def test_specforge_eagle3_names_its_layers_either_way(listed: Any, outputs: Any, tmp_path: Path) -> None:
     inner = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": listed, "use_aux_hidden_state": True}}
     draft = load(published(tmp_path, {**SPECFORGE, **inner}, eagle_tensors("midlayer"), **MAP))
@@ -382,7 +381,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Tensor
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", PUBLISHED)
+@each("what", PUBLISHED)
 def test_what_our_writer_writes_is_the_same_draft_and_the_same_tensors(what: str, tmp_path: Path) -> None:
     name, config, shapes, maps = PUBLISHED[what]
     theirs = load(published(tmp_path / "theirs", config, shapes, **maps))
@@ -403,8 +402,8 @@ def draft_of(kind: str, **changes: Any) -> DFlashDraft | Eagle3Draft:
     return Eagle3Draft(Eagle3Config(**{**OURS, "draft_vocab_size": 60, "target_layer_ids": (1, 2, 3)} | changes))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "changes", "message"),
+@each(
+    "name, kind, changes, message",
     [
         ("zlab", "dflash", {"shifted_labels": True}, "shifted_labels"),
         ("zlab", "dflash", {"own_embedding": True}, "embedding and head"),

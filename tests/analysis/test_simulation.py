@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.each import each
 from studies import intervals as simulation
 
 ROOT = Path(__file__).parents[2]
@@ -86,14 +87,14 @@ def test_the_committed_intervals_are_those_of_the_code() -> None:
         assert share == pytest.approx(COVERED[name]["64"], abs=4 * (0.95 * 0.05 / 200) ** 0.5)
 
 
-@pytest.mark.parametrize("num_prompts", [2, 3, 4])
+@each("num_prompts", [2, 3, 4])
 def test_the_gate_does_not_judge_timings_of_fewer_than_five_prompts(num_prompts: int) -> None:
     """It gave a false alarm in up to 8 of a hundred checks."""
     assert simulation.alarms(simulation.WORLDS["3 % noise"], num_prompts, (1, 1), 0.0, 100) == 0
 
 
-@pytest.mark.parametrize("world", ["3 % noise", "1 %, each run on either of two speeds", "1 %, heavy-tailed lengths"])
-@pytest.mark.parametrize("num_runs", [(1, 1), (3, 3)])
+@each("world", ["3 % noise", "1 %, each run on either of two speeds", "1 %, heavy-tailed lengths"])
+@each("num_runs", [(1, 1), (3, 3)])
 def test_the_gate_of_the_code_is_quiet(world: str, num_runs: tuple[int, int]) -> None:
     assert simulation.alarms(simulation.WORLDS[world], 32, num_runs, 0.0, 100) <= 0.05
 

@@ -19,6 +19,7 @@ from dflash_bench.core.types import Answer
 from dflash_bench.engine.drafter import NoDrafter
 from dflash_bench.report.findings import findings
 from dflash_bench.results import table
+from helpers.each import each
 from helpers.runs import about, answers, stored
 
 pytestmark = pytest.mark.usefixtures("measured_in_full")
@@ -85,9 +86,7 @@ def test_what_a_longer_context_takes_to_read_is_no_slowness() -> None:
     assert of_long is not None and of_long.pass_s == pytest.approx(0.007)
 
 
-@pytest.mark.parametrize(
-    ("pass_s", "is_found", "fails"), [(0.0079, False, False), (0.0076, True, False), (0.0049, True, True)]
-)
+@each("pass_s, is_found, fails", [(0.0079, False, False), (0.0076, True, False), (0.0049, True, True)])
 def test_passes_timed_in_the_same_turns_tell_a_slow_loop_from_a_busy_machine(
     main: Main, tmp_path: Path, pass_s: float, is_found: bool, fails: bool
 ) -> None:

@@ -18,6 +18,7 @@ from dflash_bench.engine.drafters.synthetic import SyntheticDrafter, rates_of
 from dflash_bench.engine.rows import Limits
 from dflash_bench.engine.sampling import Sampling
 from dflash_bench.results.table import read_run
+from helpers.each import each
 from helpers.refusals import assert_refused
 from helpers.repeating_targets import PROMPTS, accepted, table
 from helpers.rows import failed, pair
@@ -113,8 +114,8 @@ def test_the_last_round_is_as_long_as_any() -> None:
     assert [accepted(run(target, drafter, PROMPTS[:2], 9), row) for row in range(2)] == [[6, 6], [6, 6]]
 
 
-@pytest.mark.parametrize(
-    ("content", "option", "said"),
+@each(
+    "content, option, said",
     [
         ("[]", "", "profile.json .*conditional_accept_rates"),
         ('{"measured": false, "conditional_accept_rates": [0.5]}', "", "profile.json "),

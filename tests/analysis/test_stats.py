@@ -11,6 +11,7 @@ import scipy.stats
 
 from dflash_bench.analysis import stats
 from dflash_bench.analysis.stats import Interval
+from helpers.each import each
 
 
 def ratio_interval(tops: Any, bottoms: Any, over: tuple[Any, Any] | None = None, *, seed: int = 0) -> Interval:
@@ -36,7 +37,7 @@ def test_the_value_is_the_ratio_of_the_sums() -> None:
     assert geometric_mean_interval([1, 4, 16]).value == pytest.approx(4)
 
 
-@pytest.mark.parametrize(("num", "own_range"), [(1, (1.5, 1.5)), (2, (1.5, 2.0)), (4, (0.5, 3.0)), (7, (0.5, 3.0))])
+@each("num, own_range", [(1, (1.5, 1.5)), (2, (1.5, 2.0)), (4, (0.5, 3.0)), (7, (0.5, 3.0))])
 def test_fewer_than_eight_prompts_have_a_value_and_their_range_and_no_interval(
     num: int, own_range: tuple[float, float]
 ) -> None:
@@ -309,7 +310,7 @@ def test_suites_are_drawn_apart_so_that_a_mean_of_four_is_known_twice_as_well() 
     assert (four.half_width or 0) / (one.half_width or 1) == pytest.approx(0.5, rel=0.05)
 
 
-@pytest.mark.parametrize(("num_prompts", "at_least"), [(8, 0.88), (15, 0.90), (60, 0.92)])
+@each("num_prompts, at_least", [(8, 0.88), (15, 0.90), (60, 0.92)])
 def test_the_interval_holds_the_truth_about_as_often_as_it_says(
     num_prompts: int, at_least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,7 +328,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says(
     assert at_least <= num_held / num_runs <= 0.99
 
 
-@pytest.mark.parametrize(("lost", "gained", "num"), [(0, 0, 50), (12, 2, 100), (0, 5, 20), (3, 3, 9)])
+@each("lost, gained, num", [(0, 0, 50), (12, 2, 100), (0, 5, 20), (3, 3, 9)])
 def test_a_paired_difference_lies_within_its_interval(lost: int, gained: int, num: int) -> None:
     change = stats.paired_difference(lost, gained, num)
     assert change.value == (gained - lost) / num

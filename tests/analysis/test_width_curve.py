@@ -8,6 +8,7 @@ import pytest
 
 from dflash_bench.analysis.roofline import curve, regime, stored
 from dflash_bench.core.forwards import ForwardTiming, LinearCost, Rates, Size, fit
+from helpers.each import each
 from helpers.runs import about
 
 SIZE = Size(weight_bytes=1000, matrix_elements=250)
@@ -38,8 +39,8 @@ def test_a_regime_is_unclear_where_passes_are_off_the_line_by_more_than_it_is_fr
     assert regime(LinearCost(9.0, 0.01), 16, 1.0, off=0.05) == "fixed cost"
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
+@each(
+    "line, expected",
     [
         (LinearCost(1.2, 0.01), "bandwidth"),
         (LinearCost(3.99, 0.01), "bandwidth"),

@@ -13,6 +13,7 @@ import pytest
 from dflash_bench.analysis.cells import summarise
 from dflash_bench.core.types import Answer
 from dflash_bench.report.findings import Finding, findings
+from helpers.each import each
 from helpers.runs import answers, frame_of, known, stored
 
 Main = Callable[..., tuple[int, str, str]]
@@ -49,7 +50,7 @@ def test_a_method_that_loses_right_answers_is_a_finding() -> None:
     assert "-18.3 points" in one.text
 
 
-@pytest.mark.parametrize(("wrong", "righted"), [(0, 0), (6, 4), (3, 0), (1, 12)])
+@each("wrong, righted", [(0, 0), (6, 4), (3, 0), (1, 12)])
 def test_what_chance_explains_and_what_got_better_is_none(wrong: int, righted: int) -> None:
     assert not found(rows(wrong, righted))
 

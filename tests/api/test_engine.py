@@ -12,6 +12,7 @@ import pytest
 from dflash_bench import api as db
 from dflash_bench.core.types import Message
 from helpers import tiny
+from helpers.each import each
 
 PROMPT = [5, 9, 200, 33, 7, 9]
 
@@ -27,7 +28,7 @@ def engine(model: Path) -> Iterator[db.Engine]:
         yield engine
 
 
-@pytest.mark.parametrize("method", ["dflash", "dflash:2", "eagle3", "eagle3-tree", "ngram", "lookahead", "oracle:3"])
+@each("method", ["dflash", "dflash:2", "eagle3", "eagle3-tree", "ngram", "lookahead", "oracle:3"])
 def test_every_method_says_what_plain_decoding_says(engine: db.Engine, method: str) -> None:
     plain = engine.generate(PROMPT, max_new_tokens=24)
     drafted = engine.generate(PROMPT, method=method, max_new_tokens=24)
@@ -123,8 +124,8 @@ def test_without_a_tokenizer_token_ids_will_do(model: Path, tmp_path: Path, engi
             bare.generate(PROMPT, method="eagle3")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "said"),
+@each(
+    "prompt, options, said",
     [
         ([], {}, "an empty prompt"),
         ([1024], {}, "token id 1024 is none of this model's, which are 0 to 1023"),
@@ -155,8 +156,8 @@ def test_a_closed_engine_answers_nothing(model: Path) -> None:
         engine.generate(PROMPT)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
+@each(
+    "options, said",
     [
         ({"model": "nanno"}, "unknown model 'nanno'"),
         ({"dtype": "float8"}, "unknown dtype 'float8'"),

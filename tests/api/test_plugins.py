@@ -205,7 +205,7 @@ def test_a_dialect_of_another_package_has_its_own_rule_words_and_remedies(
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change, reason",
     [
         ("name='yours'", "it must be a dflash_bench.core.dialects.Dialect named 'mine'"),
         ("name='mine'", "the id of its counting rule 'vllm.request' must begin with 'mine.'"),
@@ -223,7 +223,7 @@ def test_a_dialect_that_declares_another_ones_facts_is_refused(install: Install,
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    "text, reason",
     [
         ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
         ("raise RuntimeError('boom\\nand more')", "RuntimeError: boom and more"),

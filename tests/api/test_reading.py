@@ -14,6 +14,7 @@ import pytest
 from dflash_bench import api as db
 from dflash_bench.analysis import metrics
 from dflash_bench.results import store
+from helpers.each import each
 from helpers.runs import answers, slower, stored
 
 
@@ -74,8 +75,8 @@ def test_the_speedup_over_one_suite_is_that_suites(run: db.Run) -> None:
     assert pooled.low is not None and pooled.high is not None and pooled.low < pooled.value < pooled.high
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
+@each(
+    "asked, said",
     [
         ({"method": "eagle3"}, "unknown method of this run 'eagle3'; known: dflash"),
         ({"method": "dflash", "suite": "math500"}, "unknown suite of this run 'math500'; known: gsm8k"),

@@ -20,6 +20,7 @@ from dflash_bench.results import store
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import launch
 from dflash_bench.runner.config import RunRequest
+from helpers.each import each
 from helpers.fake_backend import FakeBackend, install, main, other_tokens
 from helpers.runs import Stop, in_time, stop_after
 
@@ -176,8 +177,8 @@ def test_plain_decoding_that_fails_ends_it(
     assert "plain decoding failed in out/c1-1: out of luck" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
+@each(
+    "words, error",
     [
         (
             ("--suite", "gsm8k", "--method", "oracle"),

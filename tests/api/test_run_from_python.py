@@ -13,6 +13,7 @@ import pytest
 from dflash_bench import api as db
 from dflash_bench.api.measuring import InNotebook, Silent, in_notebook, request_of
 from helpers import tiny
+from helpers.each import each
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +51,8 @@ def test_a_run_is_measured_and_nothing_is_printed(
     assert again.answers[of_answers].equals(run.answers[of_answers])
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
+@each(
+    "options, said",
     [
         ({}, "no prompts given"),
         ({"suite": "maht"}, "unknown suite"),

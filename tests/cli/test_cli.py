@@ -26,6 +26,7 @@ from dflash_bench.results.run_info import read_info
 from dflash_bench.runner import session
 from dflash_bench.tasks import sandbox, scorers
 from helpers import tiny
+from helpers.each import each
 from helpers.fake_backend import FakeBackend, install, main, other_tokens
 from helpers.golden import assert_golden
 from helpers.refusals import assert_refused, names
@@ -62,9 +63,7 @@ def gsm8k(folder: Path, number: int) -> Path:
 # What is loaded, and listed
 
 
-@pytest.mark.parametrize(
-    "command", ["--help", "run --help", "suites", "methods", "methods dflash", "models", "--version"]
-)
+@each("command", ["--help", "run --help", "suites", "methods", "methods dflash", "models", "--version"])
 def test_help_and_lists_load_nothing_heavy(command: str) -> None:
     code = (
         "import atexit, sys\nfrom dflash_bench import cli\n"
@@ -346,7 +345,7 @@ NO_EFFECT = {
 }
 
 
-@pytest.mark.parametrize("words", NO_EFFECT)
+@each("words", NO_EFFECT)
 def test_a_flag_that_has_no_effect_or_no_sense_is_refused(
     words: str, monkeypatch: Patch, refused: Callable[..., None]
 ) -> None:
@@ -418,8 +417,8 @@ def test_a_missing_scorer_is_noticed_before_a_model_is_loaded(monkeypatch: Patch
         scorers.require({"x"})
 
 
-@pytest.mark.parametrize("part", ["target", "dflash", "eagle3"])
-@pytest.mark.parametrize("damage", ["truncated", "foreign"])
+@each("part", ["target", "dflash", "eagle3"])
+@each("damage", ["truncated", "foreign"])
 def test_damaged_weights_are_refused(
     here: Path, model: Path, part: str, damage: str, refused: Callable[..., None]
 ) -> None:
@@ -440,9 +439,7 @@ def test_a_model_folder_without_a_draft_or_target_says_so(
     refused(("--suite", "gsm8k", "--model", copy), copy, "target/config.json")
 
 
-@pytest.mark.parametrize(
-    "words", ["--limit 0", "--limit many", "--repeats 0", "--block-size 1", "--temperature nan", "--nonsense"]
-)
+@each("words", ["--limit 0", "--limit many", "--repeats 0", "--block-size 1", "--temperature nan", "--nonsense"])
 def test_a_value_out_of_range_is_exit_status_2(words: str, here: Path, monkeypatch: Patch, capsys: Captured) -> None:
     assert main(monkeypatch, "run", "--suite", "gsm8k", "--method", "dflash", *words.split()) == 2
     captured = capsys.readouterr()

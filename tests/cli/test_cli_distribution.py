@@ -14,6 +14,7 @@ from dflash_bench.diagnose import show as report
 from dflash_bench.diagnose.goodness_of_fit import Draws, judge_methods, run_tests
 from dflash_bench.runner.config import RunRequest
 from helpers import tiny
+from helpers.each import each
 from helpers.fake_backend import main
 from helpers.sampled_draws import draws
 
@@ -28,8 +29,8 @@ def unkept(drawn: Draws) -> Draws:
     return Draws(drawn.method, drawn.num_answers, {**columns, "is_kept": np.zeros_like(columns["is_kept"])})
 
 
-@pytest.mark.parametrize(
-    ("drawn", "status", "said"),
+@each(
+    "drawn, status, said",
     [
         (draws(method=METHOD), 0, f"{METHOD} draws as"),
         (draws(20, method=METHOD), 0, "too few tokens to test: token 1, "),
@@ -78,8 +79,8 @@ def test_a_token_that_cannot_be_is_named_as_such() -> None:
     json.dumps(report.distribution_as_json(some, tests, judge_methods(some, tests), Settings(1.0)), allow_nan=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
+@each(
+    "options, problem",
     [
         (["--temperature", "0"], "temperature 0"),
         (["--method", "dflsh"], "unknown method 'dflsh'"),

@@ -18,6 +18,7 @@ from dflash_bench.core.option import split_at_commas
 from dflash_bench.models import presets
 from dflash_bench.tasks import suites
 from helpers import shown
+from helpers.each import each
 
 ALL = [(name, line) for name, lines in EXAMPLES.items() for line in lines]
 
@@ -31,7 +32,7 @@ def test_every_file_has_the_commands_that_the_table_names() -> None:
     assert {part: " ".join(made(cli.program(part)).commands) for part in cli.PARTS} == cli.PARTS
 
 
-@pytest.mark.parametrize(("name", "line"), ALL)
+@each("name, line", ALL)
 def test_it_is_parsed_and_its_names_are_known(name: str, line: str) -> None:
     program, *words = shlex.split(line, comments=True)
     assert (program, words[0]) == ("dflash-bench", name)

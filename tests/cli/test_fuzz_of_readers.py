@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from helpers import readers
+from helpers.each import each
 
 MOST_TAKEN = 10**9
 """Bytes above what the process had before."""
@@ -147,7 +148,7 @@ def shown(example: object) -> Iterator[None]:
         raise
 
 
-@pytest.mark.parametrize("kind", readers.READERS)
+@each("kind", readers.READERS)
 def test_bytes_that_are_spoiled(kind: str, folders: Callable[[str], tuple[Path, bytes]]) -> None:
     folder, whole = folders(kind)
     for example in drawn(SPOILT, 60, 1)[: budget(kind, 60)]:

@@ -14,6 +14,7 @@ import pytest
 
 from dflash_bench.models import chat
 from helpers import tiny
+from helpers.each import each
 
 Main = Callable[..., tuple[int, str, str]]
 Damage = Callable[[Path], Any]
@@ -150,7 +151,7 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
 CASES = [(what, command) for what, (_, _, commands) in DAMAGES.items() for command in commands]
 
 
-@pytest.mark.parametrize(("what", "command"), CASES)
+@each("what, command", CASES)
 def test_a_folder_that_makes_no_sense_is_one_line(what: str, command: str, model: Path, main: Main) -> None:
     damage, message, _ = DAMAGES[what]
     damage(model)

@@ -9,12 +9,14 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers import readers, runs
+from helpers.each import each
 
 Main = Callable[..., tuple[int, str, str]]
 LISTS = Path(__file__).resolve().parent.parent / "data/hostile"
@@ -56,7 +58,7 @@ def taken() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-@pytest.mark.parametrize("kind", EDITS)
+@each("kind", EDITS)
 def test_a_file_with_one_wrong_value_is_refused(kind: str, tmp_path: Path) -> None:
     reader = readers.READERS[kind]
     reader.make(tmp_path)
@@ -75,7 +77,7 @@ def test_a_file_with_one_wrong_value_is_refused(kind: str, tmp_path: Path) -> No
 WHOLE = ("", "null", "0", '"x"', "[[]]", "{", "[" * 5000, "\\u0000", "\ufeff")
 
 
-@pytest.mark.parametrize("kind", EDITS)
+@each("kind", EDITS)
 def test_another_value_in_place_of_the_whole_is_refused(kind: str, tmp_path: Path) -> None:
     reader = readers.READERS[kind]
     reader.make(tmp_path)
@@ -85,7 +87,7 @@ def test_another_value_in_place_of_the_whole_is_refused(kind: str, tmp_path: Pat
         assert said or (kind == "texts" and not text.strip("\ufeff")), text
 
 
-@pytest.mark.parametrize("kind", OF_BYTES)
+@each("kind", OF_BYTES)
 def test_a_file_that_is_cut_off_is_refused(kind: str, tmp_path: Path) -> None:
     reader = readers.READERS[kind]
     reader.make(tmp_path)
@@ -109,9 +111,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_options_that_nobody_means_are_refused(kind: str, here: Path, main: Main) -> None:
-    for words in OPTIONS[kind]:
+def test_options_that_nobody_means_are_refused(here: Path, main: Main) -> None:
+    for words in chain.from_iterable(OPTIONS.values()):
         with readers.in_time():
             code, out, err = main(*words)
         assert (code, out, err.startswith("dflash-bench: ")) == (2, "", True), (words, code, out[:200], err[:400])
@@ -119,14 +120,10 @@ def test_options_that_nobody_means_are_refused(kind: str, here: Path, main: Main
         assert not (here / "new").exists(), words
 
 
-def some() -> list[tuple[str, int]]:
-    """One of each kind, to go through the real command line: a process each, which loads all there is to load."""
-    return [(kind, 3) for kind in OPTIONS]
-
-
-@pytest.mark.parametrize(("kind", "number"), some())
-def test_and_so_does_the_real_command_line(kind: str, number: int, here: Path) -> None:
-    words = OPTIONS[kind][number]
+@pytest.mark.parametrize("kind", ["words of run", "inputs"])
+def test_and_so_does_the_real_command_line(kind: str, here: Path) -> None:
+    """With and without all that a run loads."""
+    words = OPTIONS[kind][3]
     done = subprocess.run(
         [sys.executable, "-m", "dflash_bench.cli", *words], capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},

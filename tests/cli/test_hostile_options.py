@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers import readers, runs, tiny
+from helpers.each import each
 from helpers.fake_backend import FakeBackend, install
 
 Main = Callable[..., tuple[int, str, str]]
@@ -82,7 +83,7 @@ def refused(main: Main, *asked: object) -> str:
     return err
 
 
-@pytest.mark.parametrize(("command", "option"), CASES)
+@each("command, option", CASES)
 def test_a_value_that_nobody_means_is_one_line(command: str, option: str, here: Path, main: Main) -> None:
     for value in MEANT_BY_NOBODY[: 3 if option in ("--out",) else None]:
         if command == "run" and option in LOADED and value in MEANT_BY_NOBODY[3:]:
@@ -90,8 +91,8 @@ def test_a_value_that_nobody_means_is_one_line(command: str, option: str, here: 
         refused(main, *words(command, option, value))
 
 
-@pytest.mark.parametrize("value", MEANT_BY_NOBODY)
-@pytest.mark.parametrize("option", LOADED)
+@each("value", MEANT_BY_NOBODY)
+@each("option", LOADED)
 def test_a_model_of_no_such_name(
     option: str, value: str, here: Path, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,8 +146,8 @@ def test_rows_in_a_pipe_are_one_line(here: Path, main: Main) -> None:
         assert "pipe" in told
 
 
-@pytest.mark.parametrize(
-    ("command", "twice"),
+@each(
+    "command, twice",
     [
         ("run", ["--limit", "3", "--limit", "4"]),
         ("run", ["--resume", "--resume"]),
@@ -202,8 +203,8 @@ def test_prompts_are_scored_and_what_nothing_reads_is_told(here: Path, main: Mai
 KNOWN = "aime_integer, choice, evaluate:FOLDER, gsm8k_number, humaneval, json_schema, livecodebench, math, "
 
 
-@pytest.mark.parametrize(
-    ("asked", "named"),
+@each(
+    "asked, named",
     [
         (("--suite", "gsm8k", "--score", "math"), ("--score", "--prompts")),
         (("--prompts", "p.jsonl", "--score", "bleu"), ("'bleu'", f"{KNOWN}mbpp, mrcr, none")),

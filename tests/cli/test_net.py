@@ -100,7 +100,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("kind", BUGS)
+@each("kind", BUGS)
 def test_a_bug_keeps_its_traceback(kind: str, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise BUGS[kind]
@@ -199,7 +199,7 @@ TARGETS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @each("command", ["run", "inspect", "doctor", "profile", "convert"])
-@pytest.mark.parametrize("kind", TARGETS)
+@each("kind", TARGETS)
 def test_a_target_that_describes_no_network_is_one_line(
     kind: str, command: str, model: Path, main: Main, tmp_path: Path
 ) -> None:

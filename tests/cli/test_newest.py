@@ -15,6 +15,7 @@ from dflash_bench.results import store
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner.config import RunRequest
 from helpers import runs
+from helpers.each import each
 from helpers.fake_backend import FakeBackend, install
 from helpers.refusals import assert_refused
 
@@ -31,7 +32,7 @@ def two(main: Main) -> list[Path]:
     return folders
 
 
-@pytest.mark.parametrize("command", ["report", "card", "compare"])
+@each("command", ["report", "card", "compare"])
 def test_the_newest_run_is_meant_and_named(command: str, two: list[Path], main: Main) -> None:
     code, out, err = main(command)
     assert (code, err) == (0, f"the newest run: {two[0]}\n")
@@ -49,7 +50,7 @@ READING = ("check", "baseline", "report", "card", "compare", "replay", "movie", 
 """Commands that read runs."""
 
 
-@pytest.mark.parametrize("command", READING)
+@each("command", READING)
 def test_every_command_that_reads_a_run_finds_it_by_its_place(command: str, two: list[Path], main: Main) -> None:
     more = ("-o", "base.json") if command == "baseline" else ()
     by_place, by_folder = (main(command, run, *more) for run in ("@2", two[1]))
@@ -67,7 +68,7 @@ def test_the_gate_never_takes_whatever_is_newest(two: list[Path], main: Main) ->
     assert (code, "Missing argument" in err) == (2, True)
 
 
-@pytest.mark.parametrize("command", ["report", "card", "compare", "open", "plot"])
+@each("command", ["report", "card", "compare", "open", "plot"])
 def test_without_any_run_the_error_says_how_to_start_one(command: str, main: Main) -> None:
     assert_refused(main(command), "results/runs", "'dflash-bench run'")
     status, out, _ = main("runs")
@@ -101,8 +102,8 @@ def test_the_page_is_made_once_and_opened(two: list[Path], main: Main, monkeypat
     assert page.stat().st_mtime_ns == made and len(opened) == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
+@each(
+    "text, parts",
     [
         ("dflash", ["dflash"]),
         ("dflash,eagle3:4", ["dflash", "eagle3:4"]),

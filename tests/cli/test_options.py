@@ -24,6 +24,7 @@ from dflash_bench.runner import session
 from dflash_bench.runner.config import OutputOptions, RunRequest, ServerOptions, require_prompts
 from dflash_bench.runner.plan import swept
 from dflash_bench.training.config import TrainRequest
+from helpers.each import each
 from helpers.refusals import assert_refused, names
 
 Main = Callable[..., tuple[int, str, str]]
@@ -146,7 +147,7 @@ def test_every_option_has_a_value_here() -> None:
     assert all(spec.is_given(RunRequest(**{name: value_of(name)})) for name, spec in options_of(RunRequest).items())
 
 
-@pytest.mark.parametrize("name", VALUES)
+@each("name", VALUES)
 def test_a_flag_changes_its_field_and_no_other(name: str, asked: Callable[..., RunRequest]) -> None:
     assert asked() == RunRequest()
     assert asked(*words(name)) == replace(RunRequest(), **{name: value_of(name)})
@@ -200,8 +201,8 @@ def test_a_value_may_begin_with_a_dash_or_hold_an_equals_sign(configured: Callab
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
+@each(
+    "text, named",
     [
         ("limmit = 4", "run.toml 'limmit' 'limit'"),
         ("limmmit = 4", "allow, api-key-env, attention,"),
@@ -243,7 +244,7 @@ def test_each_command_has_a_file_of_its_own_options(tmp_path: Path, main: Main) 
 # What an option needs
 
 
-@pytest.mark.parametrize("name", [name for name, spec in options_of(RunRequest).items() if spec.needs])
+@each("name", [name for name, spec in options_of(RunRequest).items() if spec.needs])
 def test_an_option_without_what_it_needs_is_refused_by_its_flag(name: str) -> None:
     # An audit and a recording have an effect unless all is drawn.
     others = {"temperature": (1.0,)} if name in ("audit", "record", "headroom") else {}
@@ -262,8 +263,8 @@ def against(**given: Any) -> str:
 SERVED: dict[str, Any] = {"servers": ("plain=http://127.0.0.1:1",)}
 
 
-@pytest.mark.parametrize(
-    ("given", "first", "named"),
+@each(
+    "given, first, named",
     [
         (SERVED | {"compile": "inductor"}, "--compile", "--server"),
         (SERVED | {"drafts": ("dflash=a",)}, "--draft", "--server"),
@@ -404,7 +405,7 @@ def test_help_of_train_names_every_option_once(main: Main) -> None:
 WHOLE = (int, int | None, tuple[int, ...], tuple[int | None, ...])
 
 
-@pytest.mark.parametrize("group", [RunRequest, OutputOptions, TrainRequest])
+@each("group", [RunRequest, OutputOptions, TrainRequest])
 def test_every_whole_number_of_a_group_has_an_upper_bound(group: type) -> None:
     kinds = get_type_hints(group)
     whole = [spec for name, spec in options_of(group).items() if kinds[name] in WHOLE]

@@ -13,6 +13,7 @@ from dflash_bench.models import mtp_heads, targets
 from dflash_bench.models.nets.dflash import initialise
 from dflash_bench.models.nets.mtp import MTPConfig, MTPDraft
 from helpers import tiny
+from helpers.each import each
 from helpers.fake_backend import main
 from helpers.refusals import names
 
@@ -114,8 +115,8 @@ def test_bytes_and_operations_of_a_tiny_model(
     assert plain["flops"] == 2 * matrices + 4 * 4 * 32 * 17
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
+@each(
+    "words, named",
     [
         (("--layers", "2"), "--layers --random-weights"),
         (("--random-weights", "--draft", "dflash=x"), "--draft --random-weights"),

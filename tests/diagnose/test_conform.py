@@ -32,6 +32,7 @@ from dflash_bench.engine.drafters.dflash import DFlashDrafter
 from dflash_bench.engine.selection import target_of
 from dflash_bench.engine.target import Target
 from dflash_bench.runner.config import RunRequest
+from helpers.each import each
 from helpers.refusals import assert_refused
 from helpers.servers.fake_server import Count, FakeServer
 
@@ -76,7 +77,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 # The cases
 
 
-@pytest.mark.parametrize("name", golden_cases.known_cases())
+@each("name", golden_cases.known_cases())
 def test_a_case_is_read_and_conforms_to_itself(name: str) -> None:
     case = read_case(name)
     rounds = published(case)
@@ -213,8 +214,8 @@ DETAILED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("forward", ["torch", "transformers"])
-@pytest.mark.parametrize("name", DETAILED)
+@each("forward", ["torch", "transformers"])
+@each("name", DETAILED)
 def test_trees_and_drawn_blocks_are_the_publishers(name: str, forward: str) -> None:
     found = details_of(read_case(name), forward)
     assert (found.state, found.details) == ("equal", (DETAILED[name],))
@@ -230,8 +231,8 @@ def _narrow(self: Any, usual: Any = ExpandedTreeDrafter.whole_tree) -> Any:
     return usual(self)
 
 
-@pytest.mark.parametrize(
-    ("name", "place", "wrong", "part"),
+@each(
+    "name, place, wrong, part",
     [
         ("jetspec-causal-head", (ExpandedTreeDrafter, "whole_tree"), _narrow, "tree"),
         ("jetspec-causal-head", (ExpandedTreeDrafter, "whole_tree"), DDTreeDrafter.whole_tree, "tree_rounds"),
@@ -303,8 +304,8 @@ def test_the_exit_status_counts_what_is_computed_by_nothing() -> None:
         assert conform.exit_status([equal, replace(equal, state=state)]) == status  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
+@each(
+    "words, named",
     [
         (["zlab-dflsh2"], "'zlab-dflsh2' 'zlab-dflash2' angelslim-dflare,"),
         ([DOMINO, "--forward", "hf"], "'hf' numba, torch, transformers"),
@@ -359,9 +360,9 @@ LLAMACPP = rule_of("llamacpp.counters")
 assert LLAMACPP is not None
 
 
-@pytest.mark.parametrize("name", [DOMINO, "zlab-causal-full", "mtp-qwen3.5-hybrid"])
-@pytest.mark.parametrize(
-    ("does", "conversion"),
+@each("name", [DOMINO, "zlab-causal-full", "mtp-qwen3.5-hybrid"])
+@each(
+    "does, conversion",
     [
         ({"dialect": "vllm", "counts_by_request": True}, WHOLE), ({"dialect": "sglang"}, WHOLE),
         ({"dialect": "llamacpp"}, LLAMACPP.conversions[0]),

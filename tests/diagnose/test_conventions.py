@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from dflash_bench.core.dialects import DIALECTS, AcceptanceCounts, Conversion, DecodedAnswer
+from helpers.each import each
 
 CONVERSIONS = {one.id: one for dialect in DIALECTS.values() for rule in dialect.rules for one in rule.conversions}
 
@@ -20,8 +19,8 @@ ONE_LEFT = DecodedAnswer(num_tokens=5, accepted=(2, 0), num_drafts=3, limit=5)
 """With one token left there is nothing to draft."""
 
 
-@pytest.mark.parametrize(
-    ("conversion", "answer", "expected"),
+@each(
+    "conversion, answer, expected",
     [
         ("whole", FULL, (2, 5, 6, (2, 2, 1))),
         ("whole", CUT, (2, 6, 6, (2, 2, 2))),

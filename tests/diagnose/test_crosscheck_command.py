@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dflash_bench.core.dialects import UNMEASURED, Conversion, rule_of
+from helpers.each import each
 from helpers.servers.fake_server import FakeServer
 from helpers.serving import LENGTH, PROMPTS, Said, decoded, engine, server
 
@@ -49,7 +50,7 @@ COUNTING: list[tuple[dict[str, Any], Conversion]] = [
 ]
 
 
-@pytest.mark.parametrize(("does", "conversion"), COUNTING)
+@each("does, conversion", COUNTING)
 def test_a_server_that_does_the_same_agrees_in_all_dialects(
     check: Main, answers: dict[str, Said], does: dict[str, Any], conversion: Conversion
 ) -> None:
@@ -141,8 +142,8 @@ def test_two_servers_are_checked_in_one_go(main: Main, answers: dict[str, Said],
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
+@each(
+    "words, said",
     [
         (["--server", "plain=http://x"], "plain="),
         (["--server", "dflash=http://x", "--server", "dflash=http://y"], "dflash is given twice"),

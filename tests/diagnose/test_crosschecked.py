@@ -21,6 +21,7 @@ from dflash_bench.diagnose.compare_counts import (
 )
 from dflash_bench.diagnose.conform_server import needs_causes
 from dflash_bench.diagnose.show import sentence
+from helpers.each import each
 
 Rounds = tuple[int, int]
 """Rounds and accepted drafts of an answer, with 4 tokens drafted per round."""
@@ -147,8 +148,8 @@ def test_the_number_of_drafts_is_told_by_the_most_of_any_answer() -> None:
     assert drafting(15, [35], (3, 1, 0, 0, 0, 0, 0)) == (15, 7)
 
 
-@pytest.mark.parametrize("nothing", [AcceptanceCounts(0, 0, 0), AcceptanceCounts(12, 0, 0)])
-@pytest.mark.parametrize("num", [1, 4, 6])
+@each("nothing", [AcceptanceCounts(0, 0, 0), AcceptanceCounts(12, 0, 0)])
+@each("num", [1, 4, 6])
 def test_a_server_that_does_not_draft_differs_however_few_the_prompts(nothing: AcceptanceCounts, num: int) -> None:
     pairs = tuple(Pair(CountedAnswer((1,), "", counts(one)), CountedAnswer((1,), "", nothing)) for one in OURS[:num])
     found = checked(CountComparison(pairs))

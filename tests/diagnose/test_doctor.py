@@ -25,6 +25,7 @@ from dflash_bench.models.presets import NANO
 from dflash_bench.results import table
 from dflash_bench.runner.config import RunRequest
 from helpers import cached_target, tiny
+from helpers.each import each
 from helpers.faults import planted
 
 
@@ -217,8 +218,8 @@ def test_a_single_prompt_needs_a_large_gain() -> None:
     assert not doctor.judge(answers((1, 1)), [(change("x"), answers((1, 2)))])[0].is_cause
 
 
-@pytest.mark.parametrize(
-    ("tokens", "loops"),
+@each(
+    "tokens, loops",
     [
         (list(range(60)), False),
         ([*range(30), *[7, 8, 9] * 12], True),
@@ -267,8 +268,8 @@ def test_masks_are_tried_by_name_then_behind_the_vocabulary() -> None:
 # The command.
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
+@each(
+    "options, named",
     [
         (["--method", "ngram"], "--method ngram dflash eagle3"),
         (["--method", "dflash", "--method", "eagle3"], "method"),

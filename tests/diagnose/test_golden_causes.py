@@ -22,6 +22,7 @@ from dflash_bench.diagnose.probes import DraftUnderTest, Probe, change_draft
 from dflash_bench.engine.drafter import Drafter
 from dflash_bench.engine.selection import target_of
 from dflash_bench.engine.target import Target
+from helpers.each import each
 
 MISREAD = {
     ("zlab-embedding-scale", "scale ignored"): "embedding scale left out",
@@ -64,7 +65,7 @@ def accepted(case: GoldenCase, target: Target, drafter: Drafter) -> float | None
     return published_figure(case, kept)
 
 
-@pytest.mark.parametrize(("case", "reading"), MISREAD)
+@each("case, reading", MISREAD)
 def test_a_cause_gives_what_the_publisher_gives_under_that_misreading(case: str, reading: str) -> None:
     subject, target = subject_of(case)
     golden, known = subject.case, {one.name: one for one in subject.case.readings}
@@ -89,8 +90,8 @@ def swapped(draft: Any) -> Any:
     return change_draft(draft, dict(zip(names, (second, first), strict=True)))
 
 
-@pytest.mark.parametrize(
-    ("case", "spoil", "name"),
+@each(
+    "case, spoil, name",
     [
         ("zlab-embedding-scale", without_scale, "embedding times 8"),
         ("zlab-dflash2", swapped, "codebooks swapped"),

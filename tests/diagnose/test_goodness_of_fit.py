@@ -20,6 +20,7 @@ from dflash_bench.diagnose.goodness_of_fit import (
     uniformity,
     views,
 )
+from helpers.each import each
 from helpers.sampled_draws import DEEPEST, draws
 
 
@@ -42,8 +43,8 @@ def test_where_all_is_right_p_is_uniform_and_all_tests_together_keep_the_level()
     assert not (lowest < LEVEL).any()
 
 
-@pytest.mark.parametrize(
-    ("where", "view"),
+@each(
+    "where, view",
     [
         (lambda columns: columns["is_bonus"], "bonus token"),
         (lambda columns: (columns["depth"] >= 4) & (columns["depth"] <= DEEPEST), "draft places 4-6"),
@@ -166,7 +167,7 @@ def test_the_least_difference_that_is_found_is_found_nearly_always() -> None:
 # The tests themselves.
 
 
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
+@each("share", [0.02, 0.3, 0.9])
 def test_the_tail_of_a_skew_sum_is_the_exact_one(share: float) -> None:
     """Of a binomial number, far out on both sides, where a normal distribution is off by orders of magnitude."""
     number = 400

@@ -5,12 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from dflash_bench.diagnose.causes import _about_blocks
 from dflash_bench.diagnose.probes import DraftUnderTest, _correction, _labels, _positions
 from dflash_bench.engine.target import Target
 from helpers.drafts.tiny import PROMPTS
+from helpers.each import each
 from helpers.heads import HEADS, draft_of
 from helpers.toy import plain, run, tiny
 
@@ -22,7 +21,7 @@ def causes(kind: str, target: Target, num_drafts: int) -> dict[str, Any]:
     return blocks | {one.change.name: one.build() for one in _correction(subject)}
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@each("kind", HEADS)
 def test_each_cause_that_a_cross_check_tries_decodes(kind: str) -> None:
     target = Target(tiny("llama"))
     found = causes(kind, target, num_drafts=4)
@@ -36,7 +35,7 @@ def test_each_cause_that_a_cross_check_tries_decodes(kind: str) -> None:
             assert out.rounds[0].drafted_ids != own.rounds[0].drafted_ids
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@each("kind", HEADS)
 def test_each_change_that_the_doctor_tries_decodes(kind: str) -> None:
     target, draft = Target(tiny("llama")), draft_of(kind)
     subject = DraftUnderTest(draft, target, None, draft.config.num_drafts(draft.config.block_size))

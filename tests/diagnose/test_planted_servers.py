@@ -34,6 +34,7 @@ from dflash_bench.models.nets.eagle3 import Eagle3Draft
 from dflash_bench.models.presets import NANO
 from dflash_bench.runner.plan import RunPlan
 from helpers import cached_target
+from helpers.each import each
 from helpers.faults import planted
 from helpers.serving import Said, chats, checked, decoded, engine, names, server, shared_engine
 
@@ -221,7 +222,7 @@ IN_THE_ENGINE: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.parametrize("fault", IN_THE_ENGINE, ids=" ".join)
+@each("fault", IN_THE_ENGINE)
 def test_a_server_that_drafts_otherwise(fault: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     method, cause = fault
     with monkeypatch.context() as patch:
@@ -348,8 +349,8 @@ def test_a_server_without_a_template() -> None:
     assert found.verdict == "differ" and names(fitting_causes(found.trials)) == ["no template"]
 
 
-@pytest.mark.parametrize(
-    ("token", "cause", "change"),
+@each(
+    "token, cause, change",
     [
         ("<|endoftext|>", "a begin-of-text token", lambda prompt: [0, *prompt]),
         ("<|im_start|>", "two begin-of-text tokens", lambda prompt: [1, *prompt]),

@@ -37,6 +37,7 @@ from dflash_bench.engine.selection import network_name
 from dflash_bench.engine.target import Target
 from dflash_bench.engine.verify import Draft
 from dflash_bench.runner.config import RunRequest
+from helpers.each import each
 from helpers.faults.wrong_rules import FAINT, MATCH, NUMBERS, REJECTION, SUBTLE, TREE, WRONG_RULES, WrongRule
 from helpers.toy import NUM_STATES, Scripted, TableTarget, _weight, tiny
 
@@ -353,7 +354,7 @@ def test_each_place_has_the_distribution_that_generate_would_draw_from(penalty: 
             assert torch.allclose(out.scores[0][0].log_softmax(dim=-1), given, atol=1e-4)
 
 
-@pytest.mark.parametrize("settings", [Settings(1.0, top_p=0.75), Settings(1.0, top_k=2), Settings(1.0, min_p=0.5)])
+@each("settings", [Settings(1.0, top_p=0.75), Settings(1.0, top_k=2), Settings(1.0, min_p=0.5)])
 def test_where_rounding_decides_what_the_filters_leave_nothing_is_tested(settings: Settings) -> None:
     """Probabilities 1/2, 1/4, 1/4 are on the edge of each of these filters."""
 

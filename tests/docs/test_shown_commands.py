@@ -20,6 +20,7 @@ from dflash_bench.core.option import split_at_commas
 from dflash_bench.models import presets
 from dflash_bench.tasks import suites
 from helpers import shown
+from helpers.each import each
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -42,7 +43,7 @@ def test_every_command_is_known_by_how_it_is_covered() -> None:
     assert set(SHOWN) == set(ENTRIES)
 
 
-@pytest.mark.parametrize("text", SHOWN)
+@each("text", SHOWN)
 def test_a_command_is_parsed_and_its_names_are_known(text: str) -> None:
     words = SHOWN[text].words
     shown.parse(words)
@@ -53,7 +54,7 @@ def test_a_command_is_parsed_and_its_names_are_known(text: str) -> None:
     assert set(shown.given(words, "--model")) <= {*FOR_THE_READER, *presets.table()}
 
 
-@pytest.mark.parametrize(
+@each(
     "words",
     [
         ("run", "--sute", "gsm8k"),
@@ -79,7 +80,7 @@ def test_options_and_commands_named_in_sentences_are_there() -> None:
             assert not unknown, f"{page}: {text}"
 
 
-@pytest.mark.parametrize("text", [text for text, entry in ENTRIES.items() if "runs" not in entry])
+@each("text", [text for text, entry in ENTRIES.items() if "runs" not in entry])
 def test_what_is_not_run_here_names_what_covers_it(text: str) -> None:
     entry = ENTRIES[text]
     assert entry["needs"] in NEEDS and entry.keys() & {"tests", "study", "external"}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from helpers import shown
+from helpers.each import each
 
 DOCS = shown.ROOT / "docs"
 README = (shown.ROOT / "README.md").read_text(encoding="utf-8")
@@ -108,7 +109,7 @@ NO_RESULTS = {
 """Numbers that are no measurement, by page."""
 
 
-@pytest.mark.parametrize("page", shown.PAGES, ids=lambda page: page.name)
+@each("page", shown.PAGES)
 def test_figures_in_a_page_are_in_the_pages_of_results_that_it_links_to(page: Path) -> None:
     """As they stand there, or rounded from there. Tables of README and start are held to their rows above."""
     text = page.read_text(encoding="utf-8")

@@ -21,7 +21,8 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
     A case has a current folder, `tmp_path` and `monkeypatch` of its own: paths below `tmp_path` that fixtures made are
     copied for it. Everything else that fixtures give is shared by all cases.
     """
-    words = [name.strip() for name in names.split(",")]
+    words, cases = [name.strip() for name in names.split(",")], list(cases)
+    assert cases, names
 
     def joined(test: Test) -> Test:
         signature = inspect.signature(test)
@@ -38,6 +39,8 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
                 try:
                     with ExitStack() as stack:
                         own = stack.enter_context(_own(given, number)) if given else {}
+                        if "capsys" in own:
+                            own["capsys"].readouterr()
                         if "monkeypatch" in own:
                             own["monkeypatch"] = stack.enter_context(own["monkeypatch"].context())
                         if not has_folder:

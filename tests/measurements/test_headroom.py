@@ -14,6 +14,7 @@ from dflash_bench.engine import backend
 from dflash_bench.measurements.headroom import headroom_of, require_ranked, sections
 from dflash_bench.report import plots
 from helpers import tiny
+from helpers.each import each
 from helpers.refusals import assert_refused
 
 TEXTS = ("What is 2+2?", "Name a colour.", "Count to five.", "Say it again.", "Why is that so?")
@@ -96,8 +97,8 @@ def test_answers_that_are_drafted_otherwise_again_are_left_out_and_counted(
     assert sum("drafted otherwise" in text for text in section.sentences) >= 1
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
+@each(
+    "name, why",
     [
         ("ngram", "without logits.* dflash, eagle3, p-eagle"),
         *[(name, "without logits") for name in ("suffix", "rest:datastore=x", "lookahead", r"dflash\+ngram")],
@@ -113,7 +114,7 @@ def test_a_method_without_logits_is_refused_by_name(name: str, why: str) -> None
         require_ranked(parse(name.replace("\\", "")))
 
 
-@pytest.mark.parametrize("name", [*(kind.name for kind in METHODS.values() if kind.is_ranked and kind.shape == "chain"),
+@each("name", [*(kind.name for kind in METHODS.values() if kind.is_ranked and kind.shape == "chain"),
                                   "medusa:top_k=1", "dflash:cut=0.5"])  # fmt: skip
 def test_chains_of_logits_are_ranked(name: str) -> None:
     require_ranked(parse(name))

@@ -24,6 +24,7 @@ from dflash_bench.results import parts, row_checks
 from dflash_bench.results.row_arrays import RunFacts
 from helpers.drafts import draft_model, medusa, mtp, p_eagle
 from helpers.drafts.tiny import DFLASH, PROMPTS
+from helpers.each import each
 from helpers.heads import HEADS, draft_of, drafter_of
 from helpers.rows import record
 from helpers.toy import tiny
@@ -132,7 +133,7 @@ def test_choosing_from_more_accepts_as_much_or_more(target: Target, often_right:
     assert few == tuple(rank if rank <= 4 else 0 for rank in ranks or ())
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@each("kind", HEADS)
 def test_every_head_is_ranked_by_what_it_chose_from(target: Target, kind: str) -> None:
     answer, ranks = ranked(target, drafter_of(target, kind), PROMPTS[1])
     assert ranks is not None and not broken(answer, ranks)
@@ -150,7 +151,7 @@ OTHERS: dict[str, tuple[Callable[[Target], Any], bool]] = {
 """How each is made, and whether it drafts token by token."""
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@each("name", OTHERS)
 def test_other_chains_of_logits_are_ranked(target: Target, name: str) -> None:
     make, is_by_token = OTHERS[name]
     answer, ranks = ranked(target, make(target), PROMPTS[1], num=97)

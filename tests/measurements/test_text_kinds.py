@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dflash_bench.measurements.text_kinds import KINDS, kinds_of
+from helpers.each import each
 
 CALL = '{"name": "ls", "arguments": {"path": "."}}'
 TEXTS = {
@@ -31,8 +30,8 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("what", TEXTS)
-@pytest.mark.parametrize("size", [1, 3])
+@each("what", TEXTS)
+@each("size", [1, 3])
 def test_each_kind_of_text(what: str, size: int) -> None:
     pieces = [(text[at : at + size], kind) for text, kind in TEXTS[what] for at in range(0, len(text), size)]
     found = kinds_of([piece for piece, _ in pieces], None)

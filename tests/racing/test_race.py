@@ -15,6 +15,7 @@ from dflash_bench.racing import race as races
 from dflash_bench.racing.race import Decision, Load, Race, decisions, slices
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import RunTable
+from helpers.each import each
 from helpers.rows import drafted, plain
 from helpers.runs import about, changed, failing, frame_of, in_time
 
@@ -59,7 +60,7 @@ def verdicts(decision: Decision) -> dict[str, str]:
     return {candidate.method: candidate.verdict for candidate in decision.candidates}
 
 
-@pytest.mark.parametrize(("num", "beside"), [(3, 1), (8, 1), (9, 1), (32, 1), (100, 1), (64, 8), (33, 16), (40, 32)])
+@each("num, beside", [(3, 1), (8, 1), (9, 1), (32, 1), (100, 1), (64, 8), (33, 16), (40, 32)])
 def test_rounds_double_and_use_every_prompt_once(num: int, beside: int) -> None:
     found = slices(num, beside)
     assert [begin for begin, _ in found] == [0, *(end for _, end in found[:-1])] and found[-1][1] == num
@@ -139,7 +140,7 @@ def test_wrong_and_failed_answers_put_a_method_out_however_fast_it_is() -> None:
     assert race.decision().choice == "ngram"
 
 
-@pytest.mark.parametrize(("speed", "verdict"), [(2.0, "faster"), (1.0, "unclear"), (0.5, "plain")])
+@each("speed, verdict", [(2.0, "faster"), (1.0, "unclear"), (0.5, "plain")])
 def test_drafting_pays_if_the_interval_says_so(speed: float, verdict: str) -> None:
     decision = raced(measured({"dflash": speed}, noise=0.05), methods=("dflash",)).decision()
     assert decision.verdict == verdict

@@ -16,6 +16,7 @@ from dflash_bench.racing import recommendation as recommend
 from dflash_bench.racing.race import Candidate, Decision, Load, Race
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.table import RunTable
+from helpers.each import each
 from helpers.rows import drafted, plain
 from helpers.runs import about, frame_of, in_time
 
@@ -92,7 +93,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", BY_HAND)
+@each("method", BY_HAND)
 def test_each_figure_of_a_method_is_the_one_worked_out_by_hand(raced: Race, method: str) -> None:
     found = recommend._candidate_json(raced.decision().of(method))
     values = {name: one[0] if isinstance(one, list) else one for name, one in found.items()}
@@ -129,7 +130,7 @@ def test_a_speedup_is_impossible_from_a_tenth_above_the_tokens_per_round_on(time
     assert races.drifted(table) == found
 
 
-@pytest.mark.parametrize(("concurrency", "size"), [(1, 8), (4, 8), (5, 10), (16, 32)])
+@each("concurrency, size", [(1, 8), (4, 8), (5, 10), (16, 32)])
 def test_a_first_round_keeps_its_places_busy_twice(concurrency: int, size: int) -> None:
     assert races.first_size(concurrency) == size
 
@@ -156,8 +157,8 @@ class KnownRace(Race):
         return Interval(0.25, 0.2, 1.0 if method == leader else self.high[1])
 
 
-@pytest.mark.parametrize(
-    ("load", "over_plain", "beside", "verdict"),
+@each(
+    "load, over_plain, beside, verdict",
     [
         (1, 0.99, 1.5, "below_plain"), (1, 1.01, 1.5, "level"), (1, 1.01, 1.031, "level"), (1, 1.01, 1.029, "no_gain"),
         (1, 1.01, 1.0, "no_gain"), (1, 1.01, 0.99, "slower"), (4, 0.84, 1.5, "below_plain"), (4, 0.86, 0.86, "level"),

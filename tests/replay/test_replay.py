@@ -33,6 +33,7 @@ from dflash_bench.report import plots
 from dflash_bench.results import parts, row_checks
 from dflash_bench.results.row_arrays import RunFacts
 from helpers import tiny
+from helpers.each import each
 from helpers.rows import drafted, plain, record
 from helpers.runs import about
 
@@ -221,8 +222,8 @@ def cost(width: float) -> float:
     return 0.009 + 0.001 * width
 
 
-@pytest.mark.parametrize(
-    ("method", "change", "load", "rounds", "draft_s", "read", "length"),
+@each(
+    "method, change, load, rounds, draft_s, read, length",
     [
         ("eagle3:4", Alternative(MEASURED), 1, 2, 0.02, 4.5, 4),
         # A round drafts 5 wide and reads 4.5; plain decoding reads 4 in place of 1.
@@ -254,9 +255,7 @@ def test_seconds_follow_the_rounds_and_the_width_curve(
     assert curve.line and curve(40) == pytest.approx(cost(33) + 7 * curve.line.c1)
 
 
-@pytest.mark.parametrize(
-    "name", ["suffix", "ngram", "lookahead", "ddtree", "eagle3-tree", "random", "dflash:block=auto"]
-)
+@each("name", ["suffix", "ngram", "lookahead", "ddtree", "eagle3-tree", "random", "dflash:block=auto"])
 def test_a_method_whose_draft_depends_on_more_than_the_text_is_not_recorded(name: str) -> None:
     with pytest.raises(db.UserError, match=f"--record: {name}"):
         require_recorded(parse(name))
@@ -342,8 +341,8 @@ WRITES = (
 """The beginning of a body that writes into every pipe it finds."""
 
 
-@pytest.mark.parametrize(
-    ("body", "why"),
+@each(
+    "body, why",
     [
         ("return 1 / 0", "it raised ZeroDivisionError"),
         ("while True: pass", "did not return within"),

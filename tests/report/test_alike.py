@@ -20,6 +20,7 @@ from dflash_bench.report.plots.style import Material
 from dflash_bench.results import store
 from dflash_bench.results import table as results_table
 from dflash_bench.results.identity import full_names, settings_of, settings_to_json, short_names
+from helpers.each import each
 from helpers.pages import data
 from helpers.rows import drafted
 from helpers.runs import answers, listed, stored
@@ -92,7 +93,7 @@ def test_rows_carry_it_and_one_that_is_not_that_of_its_values_is_refused(run: Pa
 # Reports
 
 
-@pytest.mark.parametrize("kind", ["table", "markdown", "latex", "csv"])
+@each("kind", ["table", "markdown", "latex", "csv"])
 def test_a_report_tells_them_apart(kind: str, run: Path, main: Main) -> None:
     status, out, err = main("report", "run", "--format", kind)
     assert status == 0, err
@@ -130,7 +131,7 @@ def test_each_has_badges_and_findings_of_its_own(tmp_path: Path) -> None:
     assert [line.setting for line in document.lines] == ["temperature 0.7", "temperature 0.7000001"]
 
 
-@pytest.mark.parametrize("name", ["speedup", "acceptance", "positions", "output", "rounds", "prompts"])
+@each("name", ["speedup", "acceptance", "positions", "output", "rounds", "prompts"])
 def test_every_plot_has_a_place_for_each(name: str, run: Path) -> None:
     material = Material(read_document(run))
     assert len(material.groups) == 2

@@ -13,6 +13,7 @@ import pytest
 from dflash_bench.analysis.peers import paper, zlab
 from dflash_bench.core.types import SCHEMA_VERSION
 from dflash_bench.results import parts, run_info, store
+from helpers.each import each
 from helpers.golden import assert_golden
 from helpers.refusals import SERVED, assert_refused
 from helpers.rows import drafted, pair, plain
@@ -92,8 +93,8 @@ def test_the_text_is_as_stored(tmp_path: Path, main: Main) -> None:
 # Slices
 
 
-@pytest.mark.parametrize(
-    ("by", "slices"),
+@each(
+    "by, slices",
     [
         ("suite", [None]),
         ("category", ["algebra", "none"]),
@@ -189,8 +190,8 @@ def test_the_context_from_which_on_a_draft_does_not_pay(tmp_path: Path, main: Ma
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind", "name", "before", "after"),
+@each(
+    "changes, kind, name, before, after",
     [
         ({"suites": {"gsm8k": SUITES["gsm8k"] | {"version": 2}}}, "suite", "version of gsm8k", "1", "2"),
         ({"revisions": {"target": "t2", "dflash": "d1"}}, "model", "revision of target", "t1", "t2"),
@@ -377,8 +378,8 @@ def test_the_formula_of_published_eagle3_figures_is_not_stated() -> None:
     assert {"al.zlab", "speedup.zlab"} <= {each.formula for each in paper.load_figures() if each.method == "dflash"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "against", "noted"),
+@each(
+    "changes, against, noted",
     [
         ({}, "qwen3-4b", ("nano", "Qwen3-4B")),
         ({"model": "qwen3-8b", "target": "my/Other-7B"}, "qwen3-8b", ("my/Other-7B", "Qwen3-8B")),
@@ -399,9 +400,7 @@ def test_a_target_is_known_by_the_name_that_was_published() -> None:
     assert paper.target_of("Qwen/Qwen3-Coder-30B-A3B-Instruct") == "Qwen3-Coder-30B-A3B"
 
 
-@pytest.mark.parametrize(
-    ("thinking", "shown"), [(True, {"on"}), (False, {"off"}), (None, {"off"})], ids=["on", "off", "no switch"]
-)
+@each("thinking, shown", [(True, {"on"}), (False, {"off"}), (None, {"off"})])
 def test_published_figures_are_those_of_the_runs_thinking_mode(
     tmp_path: Path, main: Main, thinking: bool | None, shown: set[str]
 ) -> None:
@@ -410,8 +409,8 @@ def test_published_figures_are_those_of_the_runs_thinking_mode(
     assert {each["published"]["thinking"] for each in figures} == shown
 
 
-@pytest.mark.parametrize(
-    ("method", "configs"),
+@each(
+    "method, configs",
     [
         ("eagle3", {"RedHatAI/Qwen3-8B-speculator.eagle3, chain of 7"}),
         ("eagle3-tree:60", {"tree 16, steps 7, top-k 10", "tree 60, steps 7, top-k 10"}),

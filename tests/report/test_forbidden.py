@@ -17,6 +17,7 @@ import dflash_bench as db
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import Answer
 from dflash_bench.report import read_document, screen
+from helpers.each import each
 from helpers.runs import answers, changed, failing, stored
 from helpers.servers.fake_server import FakeServer
 
@@ -169,10 +170,8 @@ def test_work_that_is_in_no_figure(main: Main) -> None:
     assert_no_speedup(main, "hidden_time", "hidden_time")
 
 
-@pytest.mark.parametrize(
-    ("method", "beside_s", "often"), [("dflash", 0.0055, 1), ("dflash", 0.5, 3), ("ar", 0.5, 1)],
-    ids=["within the tolerance", "a busy machine", "plain decoding"],
-)  # fmt: skip
+@each(
+    "method, beside_s, often", [("dflash", 0.0055, 1), ("dflash", 0.5, 3), ("ar", 0.5, 1)])  # fmt: skip
 def test_calls_that_take_long_now_and_then_hide_no_work(main: Main, method: str, beside_s: float, often: int) -> None:
     stored(Path("run"), clocked(method, beside_s, often)(answers(24)))
     assert not any(finding.forbids for finding in db.load("run").findings)

@@ -14,6 +14,7 @@ from dflash_bench.core.types import Answer
 from dflash_bench.report import read_document
 from dflash_bench.report.movie import COLUMNS, HOLD_S, MOST_LINES, TYPING_S, _in_order, _places, movie
 from helpers import runs
+from helpers.each import each
 from helpers.pages import HOSTILE, TEXT, told
 
 Main = Callable[..., tuple[int, str, str]]
@@ -83,7 +84,7 @@ def test_the_answer_is_the_one_nearest_to_the_run_and_not_the_best(tmp_path: Pat
     assert "gsm8k/p2 · " in movie(read_document(tmp_path / "run"), answer="gsm8k/p2")
 
 
-@pytest.mark.parametrize("text", ["a b c", "word " * 40, "x" * 200, "one\n\ntwo three", " lead", ""])
+@each("text", ["a b c", "word " * 40, "x" * 200, "one\n\ntwo three", " lead", ""])
 def test_lines_are_as_long_as_they_may_be_and_lose_nothing(text: str) -> None:
     places = _places(text)
     assert len(places) == len(text)
@@ -104,8 +105,8 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path, m
     assert (tmp_path / "x.svg").read_text() == (tmp_path / "run" / "movie.svg").read_text()
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
+@each(
+    "text, shown",
     [
         ("one 12", "one 12"), ("\u05d0\u05d1 12.5", "12.5 \u05d1\u05d0"), ("\u05d0 (\u05d1) ok", "ok (\u05d1) \u05d0"),
         ("see \u05d0\u05d1 \u05d2 now", "see \u05d2 \u05d1\u05d0 now"), ("is 3 < \u0645\u0631", "is 3 < \u0631\u0645"),

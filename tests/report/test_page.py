@@ -15,6 +15,7 @@ import pytest
 from dflash_bench.report import answers as report_answers
 from dflash_bench.report import html, read_document
 from dflash_bench.results import parts, run_info
+from helpers.each import each
 from helpers.pages import HOSTILE, NANO, REJECTED, SAID, TEXT, Elements, data, told
 from helpers.rows import failed
 from helpers.runs import SUITES, about, answers, changed, stored
@@ -198,8 +199,8 @@ def test_without_the_tokenizer_nothing_is_said_of_what_was_rejected(tmp_path: Pa
     assert not any("rejected" in row for row in data(page_of(folder))["rows"])
 
 
-@pytest.mark.parametrize(
-    ("reference", "scorer", "shown"),
+@each(
+    "reference, scorer, shown",
     [
         ("18 + 14 = 32\n#### 32\n", "gsm8k_number", "#### 32"),
         ("x" * 200, "math", "x" * report_answers.LONGEST_REFERENCE),

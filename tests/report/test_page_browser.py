@@ -17,6 +17,7 @@ import dflash_bench as db
 from dflash_bench.report import html, read_document, write_page
 from dflash_bench.report.answers import page_answers
 from dflash_bench.report.site import write_site
+from helpers.each import each
 from helpers.pages import HOSTILE, SAID, TEXT, told
 from helpers.runs import answers, stored
 
@@ -450,7 +451,7 @@ def test_a_phone_does_not_scroll_sideways(opened: Any) -> None:
     assert opened.execute_script("return document.documentElement.scrollWidth") <= 390
 
 
-@pytest.mark.parametrize("width", [400, 800, 1000, 1200, 1400, 2000])
+@each("width", [400, 800, 1000, 1200, 1400, 2000])
 def test_nothing_is_cut_off_and_no_word_is_broken(opened: Any, width: int) -> None:
     """Names wrap, however long; at no width is a part of a table, or of the page, to be scrolled to sideways."""
     assert_fits(opened, width)

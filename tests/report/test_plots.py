@@ -19,6 +19,7 @@ from dflash_bench.report.plots import acceptance, speed, style
 from dflash_bench.report.plots.curves import training, trend
 from dflash_bench.report.plots.style import Material
 from dflash_bench.results import table
+from helpers.each import each
 from helpers.refusals import assert_refused
 from helpers.rows import generation, pair, record
 from helpers.runs import IDENTITY, SUITES, answers, asked, in_time, known, slower, stored
@@ -120,7 +121,7 @@ def test_the_lines_that_are_drawn_are_those_that_are_named(tmp_path: Path) -> No
     assert not any("×" in caption for caption in plots.CAPTIONS.values())
 
 
-@pytest.mark.parametrize("name", ["acceptance", "positions", "output", "prompts", "trend"])
+@each("name", ["acceptance", "positions", "output", "prompts", "trend"])
 def test_every_row_of_panels_has_its_label_and_its_ticks(tmp_path: Path, name: str) -> None:
     made = Material(
         read_document(stored(tmp_path / "run", [row for at in range(3) for row in answers(4, suite=f"s{at}")]))
@@ -203,7 +204,7 @@ def test_the_same_run_gives_the_same_bytes_and_colours_that_a_page_can_change(tm
 SCOPED = re.compile(r'<g((?: data-(?:suite|method|settings)="[^"]*")+)>')
 
 
-@pytest.mark.parametrize("name", ["acceptance", "positions", "output", "prompts"])
+@each("name", ["acceptance", "positions", "output", "prompts"])
 def test_a_drawing_says_which_suite_and_method_each_part_shows(tmp_path: Path, name: str) -> None:
     rows = [*answers(12), *[replace(row, suite='a "b" <c>') for row in answers(12)]]
     rows += [replace(row, method="eagle3") for row in rows if row.method == "dflash"]

@@ -18,6 +18,7 @@ from dflash_bench.report.document import Document
 from dflash_bench.report.plots import style
 from dflash_bench.report.printed import printed as in_print
 from helpers import runs
+from helpers.each import each
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -72,8 +73,8 @@ def test_a_run_of_one_suite_has_no_mean(tmp_path: Path) -> None:
     assert "Mean" not in text and text.count("multicolumn") == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
+@each(
+    "text, words",
     [
         ("gsm8k", "GSM8K"), ("mt_bench\n(hub)", "MT-Bench\n(hub)"), ("dflash:n=8", "DFlash, n=8"),
         ("plain", "plain decoding"), ("eagle3 (temperature 1)", "EAGLE-3 (temperature 1)"), ("own.jsonl", "own.jsonl"),
@@ -90,7 +91,7 @@ def layout(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.mark.parametrize("name", ["speedup", "acceptance", "positions", "rounds"])
+@each("name", ["speedup", "acceptance", "positions", "rounds"])
 def test_a_plot_fits_the_paper_and_names_what_it_shows(name: str, layout: str, document: Document) -> None:
     figure = plots.drawn(plots.Material(document), name)
     assert figure.get_figwidth() == style.PAPER_WIDTHS[layout]

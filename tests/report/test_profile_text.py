@@ -26,6 +26,7 @@ from dflash_bench.perf.verdict import RoundCost, RoundVerdict, at_full_depth, pl
 from dflash_bench.report import perf as words
 from dflash_bench.report import plots
 from dflash_bench.report.perf import Profiled, as_json, estimate_note, sentence, text
+from helpers.each import each
 from helpers.runs import about, answers, stored
 
 SIZE = Size(weight_bytes=1000, matrix_elements=250, num_layers=2, attention=(AttentionCost(2, None, 8, 16),))
@@ -41,8 +42,8 @@ def of_run(line: LinearCost) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("line", "regime", "shown"),
+@each(
+    "line, regime, shown",
     [
         (LinearCost(4.9, 0.1), "fixed cost", ("4,900 + 100 n ms", "5.0 times", "16 tokens costs 1.30 times")),
         (LinearCost(1.2, 0.01), "bandwidth", ("1,200 + 10 n ms", "1.2 times")),
@@ -96,8 +97,8 @@ def test_an_edited_curve_is_refused(tmp_path: Path) -> None:
 ROUND = RoundCost("dflash", 16, 1.0, 0.5, 1.4, 0.1)
 
 
-@pytest.mark.parametrize(
-    ("verdict", "shown"),
+@each(
+    "verdict, shown",
     [
         (
             RoundVerdict(ROUND, "acceptance", 4.0, "as given", 2.0),

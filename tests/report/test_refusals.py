@@ -12,6 +12,7 @@ import pytest
 
 from dflash_bench.results import store
 from helpers import runs
+from helpers.each import each
 from helpers.refusals import SERVED, assert_refused, names
 from helpers.rows import failed
 
@@ -147,7 +148,7 @@ TABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "named"), TABLE, ids=[words for words, _ in TABLE])
+@each("words, named", TABLE)
 def test_it_is_refused_by_name(
     words: str, named: str, place: Path, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from dflash_bench.analysis.metrics import FORMULAS
 from dflash_bench.core.types import Answer, Divergence, Settings
 from dflash_bench.report import FORMATS
 from dflash_bench.report.findings import Finding
+from helpers.each import each
 from helpers.golden import assert_golden
 from helpers.pages import cells_of, document, findings
 from helpers.rows import drafted, failed, generation, pair, plain, record
@@ -58,7 +59,7 @@ def made_with(**draft: Any) -> dict[str, Any]:
     return {"target": "Qwen/Qwen3-8B", "drafts": {"dflash": draft}}
 
 
-def each(accepted: Sequence[int], label: str = "dflash", block: int = 4) -> list[Answer]:
+def answers_of(accepted: Sequence[int], label: str = "dflash", block: int = 4) -> list[Answer]:
     """24 prompts with these rounds."""
     rows = [row for number in range(24) for row in pair(f"p{number}", accepted, block=block)]
     return as_method(label, rows)
@@ -121,18 +122,18 @@ CASES: list[tuple[Sequence[Answer], dict[str, Any] | None, str, str, dict[str, A
      {"speedup_decode": 0.8}),
     (half_slow(), None, "unclear", "gsm8k dflash", {"speedup_decode": 120 / 135}),
     # accept_at[1] is 1/3; whoever drafts one token less a round loses what is left of it.
-    (each(POOR), None, "unknown_text/check_texts", "gsm8k dflash", {"first_kept": 1 / 3, "al_pooled": 1.5}),
-    (each(POOR), None, "slower/other_texts", "gsm8k dflash", {}),
-    (changed(each([1, 1, 0, 1]), "dflash", 24, verify_s=(0.04,) * 4, round_s=(0.048,) * 4, decode_s=0.192), None,
+    (answers_of(POOR), None, "unknown_text/check_texts", "gsm8k dflash", {"first_kept": 1 / 3, "al_pooled": 1.5}),
+    (answers_of(POOR), None, "slower/other_texts", "gsm8k dflash", {}),
+    (changed(answers_of([1, 1, 0, 1]), "dflash", 24, verify_s=(0.04,) * 4, round_s=(0.048,) * 4, decode_s=0.192), None,
      "slower/cost_of_verify", "gsm8k dflash", {}),
-    (each(DEAD), None, "dead_draft/check_training", "gsm8k dflash", {"al_pooled": 1.0}),
-    (each([0] * 3, block=0), None, "nothing_drafted/more_tokens", "gsm8k dflash", {"num_rounds": 72}),
-    (each(WHOLE), None, "saturated/more_tokens_if_trained", "gsm8k dflash", {"num_whole": 48, "num_rounds": 72}),
+    (answers_of(DEAD), None, "dead_draft/check_training", "gsm8k dflash", {"al_pooled": 1.0}),
+    (answers_of([0] * 3, block=0), None, "nothing_drafted/more_tokens", "gsm8k dflash", {"num_rounds": 72}),
+    (answers_of(WHOLE), None, "saturated/more_tokens_if_trained", "gsm8k dflash", {"num_whole": 48, "num_rounds": 72}),
     # Without a trained draft there is none to check.
-    (each(DEAD, "ngram:4"), None, "dead_draft/trained_draft", "gsm8k ngram:4", {}),
-    (each(POOR, "ngram:4"), None, "unknown_text/trained_draft", "gsm8k ngram:4", {}),
-    (each([0] * 3, "ngram:4", block=0), None, "nothing_drafted/trained_draft", "gsm8k ngram:4", {}),
-    (each(WHOLE, "ngram:4"), None, "saturated/more_tokens", "gsm8k ngram:4", {}),
+    (answers_of(DEAD, "ngram:4"), None, "dead_draft/trained_draft", "gsm8k ngram:4", {}),
+    (answers_of(POOR, "ngram:4"), None, "unknown_text/trained_draft", "gsm8k ngram:4", {}),
+    (answers_of([0] * 3, "ngram:4", block=0), None, "nothing_drafted/trained_draft", "gsm8k ngram:4", {}),
+    (answers_of(WHOLE, "ngram:4"), None, "saturated/more_tokens", "gsm8k ngram:4", {}),
     ([*steady(), failed("dflash", "x", "NaN logits\nin layer 3"), failed("dflash", "y", "later")], None, "failed",
      "gsm8k dflash", {"num_answers": 2, "num_all": 26, "error": "NaN logits"}),
     (first("dflash", exactness="near_tie", divergence=Divergence(7, 0.001, 0.002)), None, "near_tie", "gsm8k dflash",
@@ -165,7 +166,7 @@ CASES: list[tuple[Sequence[Answer], dict[str, Any] | None, str, str, dict[str, A
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "identity", "code", "cells", "values"), CASES, ids=[case[2] for case in CASES])
+@each("rows, identity, code, cells, values", CASES)
 def test_a_fault_is_found_by_its_code_where_it_is_with_its_values(
     rows: Sequence[Answer], identity: dict[str, Any] | None, code: str, cells: str, values: dict[str, Any]
 ) -> None:
@@ -181,8 +182,8 @@ def test_the_words_of_findings_are_as_stored() -> None:
     assert_golden("findings.txt", "".join(dict.fromkeys(texts)))
 
 
-@pytest.mark.parametrize(
-    ("rows", "identity"),
+@each(
+    "rows, identity",
     [
         (steady(), None), (steady(20), None), ([*pair("first", [0, 0, 0], order=-1), *steady()], None),
         *[(steady(settings=Settings(thinking=thinking)), made_with(trained_thinking=trained))
@@ -201,29 +202,29 @@ def test_nothing_is_found_where_nothing_is_wrong(rows: Sequence[Answer], identit
 FROM_AFAR = record("dflash", "p", generation([0, 0, 0, 3], 4, drafted=(0, 0, 0, 4)))
 
 
-@pytest.mark.parametrize(
-    ("rows", "kinds"),
+@each(
+    "rows, kinds",
     [
         (half_slow(), {"unclear"}),
-        (each(DEAD), {"dead_draft", "slower"}),
-        (each([0] * 3, block=0), {"nothing_drafted"}),
-        (changed(each([1, 1, 0, 1]), "dflash", 24, verify_s=(0.04,) * 4, round_s=(0.048,) * 4, decode_s=0.192),
+        (answers_of(DEAD), {"dead_draft", "slower"}),
+        (answers_of([0] * 3, block=0), {"nothing_drafted"}),
+        (changed(answers_of([1, 1, 0, 1]), "dflash", 24, verify_s=(0.04,) * 4, round_s=(0.048,) * 4, decode_s=0.192),
          {"slower"}),
         # Rounds that do not draft say nothing of the first token.
         ([row for n in range(24) for row in (plain(f"p{n}", 7), replace(FROM_AFAR, prompt_id=f"p{n}"))], {"slower"}),
         # What measures the engine has no bad draft.
-        *[(each(rounds, label), {"slower"} - ({"slower"} if rounds is WHOLE else set()))
+        *[(answers_of(rounds, label), {"slower"} - ({"slower"} if rounds is WHOLE else set()))
           for rounds in (DEAD, POOR, WHOLE) for label in ("random", "oracle:15", "synthetic:rates=0.9")],
         # Two nodes, one below the other, both kept: that the tree was small cannot be told from the counts.
-        (as_method("eagle3-tree:3", each([2, 2, 1], block=2)), set()),
+        (as_method("eagle3-tree:3", answers_of([2, 2, 1], block=2)), set()),
     ],
 )  # fmt: skip
 def test_a_fault_brings_no_other(rows: Sequence[Answer], kinds: set[str]) -> None:
     assert {finding.kind for finding in found(rows)} - {"imposed"} == kinds
 
 
-@pytest.mark.parametrize(
-    ("label", "typed"),
+@each(
+    "label, typed",
     [
         ("eagle3:7", " (--method eagle3:N)"),
         ("dflash@mine:block=8", " (--method dflash@mine:N)"),

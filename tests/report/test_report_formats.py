@@ -18,6 +18,7 @@ from dflash_bench.core.types import Answer
 from dflash_bench.report import read_document
 from dflash_bench.report.render import latex_escaped
 from dflash_bench.report.screen import screen
+from helpers.each import each
 from helpers.golden import assert_golden
 from helpers.rows import failed, plain
 from helpers.runs import IDENTITY, answers, changed, slower, stored
@@ -52,7 +53,7 @@ def as_eagle3(rows: list[Answer], **changes: Any) -> list[Answer]:
 # Formats
 
 
-@pytest.mark.parametrize(("kind", "suffix"), [("table", "txt"), ("markdown", "md"), ("csv", "csv"), ("latex", "tex")])
+@each("kind, suffix", [("table", "txt"), ("markdown", "md"), ("csv", "csv"), ("latex", "tex")])
 def test_each_format_is_as_stored(kind: str, suffix: str, run: Path, main: Main) -> None:
     code, shown, _ = main("report", "run", "--format", kind)
     assert code == 0 and (kind != "table" or max(map(len, shown.splitlines())) <= 100)

@@ -11,6 +11,7 @@ import pytest
 
 from dflash_bench.core.types import Answer, Settings
 from dflash_bench.report.screen import WIDTH, screen
+from helpers.each import each
 from helpers.pages import cells_of, document, findings
 from helpers.rows import generation, pair, record
 
@@ -31,7 +32,7 @@ def several(num_prompts: int = 24, methods: Sequence[str] = ("dflash", "eagle3")
     return [replace(row, passed=True) for row in rows]
 
 
-@pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 120])
+@each("width", [20, 30, 40, 60, 80, 120])
 def test_it_fits_the_terminal(width: int) -> None:
     lines = of(several(), width).splitlines()
     assert max(map(len, lines)) <= width

@@ -20,6 +20,7 @@ from dflash_bench.report import FORMATS, Document, plots, read_document
 from dflash_bench.report.plots.series import sweep as drawn
 from dflash_bench.report.plots.style import Material, scope_of
 from dflash_bench.results.identity import settings_to_json
+from helpers.each import each
 from helpers.golden import assert_golden
 from helpers.rows import generation, plain, record
 from helpers.runs import in_time, stored
@@ -73,8 +74,8 @@ def test_methods_that_differ_in_one_option_make_a_sweep_in_the_order_of_its_valu
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("labels", "options"),
+@each(
+    "labels, options",
     [
         (["dflash"], []),
         (["dflash", "eagle3"], []),

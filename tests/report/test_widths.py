@@ -15,6 +15,7 @@ from dflash_bench.cli.command import in_shell
 from dflash_bench.report import render
 from dflash_bench.report.tables import Column, ReportTable, Section, TableRow
 from helpers import runs
+from helpers.each import each
 
 READING = [
     "report --full", "report --by category", "compare @2 @1", "compare @1 --compat zlab", "runs", "card",
@@ -57,7 +58,7 @@ def shown(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], 
     return call
 
 
-@pytest.mark.parametrize(("words", "width"), [*product(READING, (20, 80)), ("run --help", 80), ("check --help", 80)])
+@each("words, width", [*product(READING, (20, 80)), ("run --help", 80), ("check --help", 80)])
 def test_no_line_is_wider_than_the_terminal(words: str, width: int, shown: Callable[[str, int], list[str]]) -> None:
     lines = shown(words, width)
     too_long = [line for line in lines if len(line) > width]

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from dflash_bench.models import formats
 from dflash_bench.models.formats import TargetShape, load_draft
 from dflash_bench.models.inspect import inspect, text
 from helpers import tiny
+from helpers.each import each
 
 TARGET = TargetShape(tiny.HIDDEN, tiny.VOCABULARY, tiny.LAYERS)
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
@@ -33,7 +35,7 @@ def changed(model: Path, tmp_path: Path) -> Callable[[str, Change], Path]:
     """A copy of one of the drafts with its config and tensors changed."""
 
     def change(kind: str, damage: Change) -> Path:
-        folder = Path(shutil.copytree(model / kind, tmp_path / "draft"))
+        folder = Path(shutil.copytree(model / kind, mkdtemp(dir=tmp_path), dirs_exist_ok=True))
         config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
         damage(config, tensors)
         (folder / "config.json").write_text(json.dumps(config))
@@ -90,7 +92,7 @@ DAMAGES: dict[str, tuple[str, Change, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", DAMAGES)
+@each("what", DAMAGES)
 def test_damage_is_refused_in_one_line_whoever_reads_it(what: str, changed: Callable[[str, Change], Path]) -> None:
     kind, damage, message = DAMAGES[what]
     folder = changed(kind, damage)
@@ -114,7 +116,7 @@ HARMLESS: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("what", HARMLESS)
+@each("what", HARMLESS)
 def test_what_only_looks_odd_is_read(what: str, changed: Callable[[str, Change], Path]) -> None:
     load_draft(changed("dflash", HARMLESS[what]), TARGET, torch.float32, "cpu")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pytest
 from pyarrow import parquet
 
+from helpers.each import each
 from helpers.runs import answers, listed, stored
 
 Main = Callable[..., tuple[int, str, str]]
@@ -24,8 +24,8 @@ def rewritten(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (run / "run.json").write_text(json.dumps(info))
 
 
-@pytest.mark.parametrize(
-    ("change", "check"),
+@each(
+    "change, check",
     [
         (lambda info: info.pop("times"), 1),
         (lambda info: info["times"].pop("dflash"), 1),
@@ -48,8 +48,8 @@ def test_a_finished_run_holds_its_witnesses(
     assert main("check", "run")[0] == check
 
 
-@pytest.mark.parametrize(
-    ("measured", "quickest_s"),
+@each(
+    "measured, quickest_s",
     [
         ({"5": 0.035}, 0.0),
         ({"5": 0.045, "16": 0.035}, 0.0),  # interrupted: wider passes took less

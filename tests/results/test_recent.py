@@ -10,6 +10,7 @@ import pytest
 from dflash_bench.core.errors import UserError
 from dflash_bench.results import store
 from dflash_bench.results.store import find, find_all, is_older, newest_first
+from helpers.each import each
 
 
 @pytest.fixture
@@ -38,13 +39,13 @@ def test_a_run_that_goes_on_is_the_newest(three: list[Path]) -> None:
     assert find(None) == three[2]
 
 
-@pytest.mark.parametrize("name", ["@0", "@4", "@999999"])
+@each("name", ["@0", "@4", "@999999"])
 def test_a_run_that_is_not_there_is_refused(name: str, three: list[Path]) -> None:
     with pytest.raises(UserError, match=f"there is no run {name}: results/runs holds 3"):
         find(Path(name))
 
 
-@pytest.mark.parametrize("name", ["@", "@x", "@-1", "@1234567", "a@1", "results/@1"])
+@each("name", ["@", "@x", "@-1", "@1234567", "a@1", "results/@1"])
 def test_other_names_are_paths(name: str, three: list[Path]) -> None:
     assert find(Path(name)) == Path(name)
 

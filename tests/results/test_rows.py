@@ -20,6 +20,7 @@ from dflash_bench.core import files
 from dflash_bench.core.errors import UserError
 from dflash_bench.tasks import rows
 from dflash_bench.tasks.rows import DataSet
+from helpers.each import each
 from helpers.refusals import refusal
 
 TOY = DataSet("toy", "nobody/toy", "test")
@@ -92,8 +93,8 @@ def test_a_bad_line_is_refused_with_the_place(tmp_path: Path, text: str, message
 STRANGE = [*ROWS, {}, {"key": -1.5e-300, "deep": [[{"a": None}], True, '\\u00e9\\ " ]}['], "last": 12}]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 1 << 20])
-@pytest.mark.parametrize("options", [{}, {"ensure_ascii": False}, {"indent": 2}])
+@each("chunk", [1, 2, 3, 7, 1 << 20])
+@each("options", [{}, {"ensure_ascii": False}, {"indent": 2}])
 def test_an_array_is_read_row_by_row_wherever_it_is_cut(
     chunk: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,9 +107,9 @@ def test_an_array_is_read_row_by_row_wherever_it_is_cut(
     assert read(tmp_path) == []
 
 
-@pytest.mark.parametrize("chunk", [1, 1 << 20])
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each("chunk", [1, 1 << 20])
+@each(
+    "text, message",
     [
         (b"", ": "),
         (b"{}", ": "),
@@ -136,7 +137,7 @@ def test_a_bad_array_is_refused_with_the_row(
     assert refusal(read, tmp_path).startswith(f"{path}{message}")
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 1 << 20])
+@each("chunk", [1, 5, 1 << 20])
 def test_bytes_of_an_array_that_are_no_text_are_refused_by_their_place(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,8 +189,8 @@ def test_cells_of_csv_may_hold_lines_and_what_is_empty_is_none(tmp_path: Path) -
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each(
+    "text, message",
     [
         ("id,id\n1,2\n", "line 1: two columns"),
         ("id\n1\n2,3\n", "line 3: it has more cells"),
@@ -310,7 +311,7 @@ def test_a_strange_answer_is_one_line(hub: Hub, status: int, reply: str, part: s
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("error", [ConnectionError("gone\nat once"), ValueError("gone"), RuntimeError("gone")])
+@each("error", [ConnectionError("gone\nat once"), ValueError("gone"), RuntimeError("gone")])
 def test_what_datasets_raises_is_one_line_as_well(hub: Hub, error: Exception) -> None:
     hub.error = error
     assert refusal(rows.from_hub, TOY).endswith(f"(gone); {REMEDY}")

@@ -21,6 +21,7 @@ from dflash_bench.core.errors import UserError
 from dflash_bench.core.types import GREEDY, SCHEMA_VERSION, Answer, Divergence, Exactness, Generation, Settings
 from dflash_bench.results import store
 from dflash_bench.results.columns import STORED, Source, of_source
+from helpers.each import each
 from helpers.forked import forked
 from helpers.refusals import refusal
 from helpers.rows import compared, generation, pair, plain, record
@@ -481,13 +482,13 @@ def identifying(row: Answer) -> tuple[object, ...]:
     return row.prompt_id, row.method, row.generation.token_ids, row.generation.accepted
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@each("moment", MOMENTS)
 def test_a_run_killed_at_the_worst_moment_is_whole_and_continues(tmp_path: Path, moment: str) -> None:
     assert killed(CREATED + MOMENTS[moment], tmp_path / "run") in (-signal.SIGKILL, -signal.SIGXFSZ)
     assert assert_whole_and_continues(tmp_path / "run") == (2 if moment.startswith("once") else 1)
 
 
-@pytest.mark.parametrize("moment", ["at_size(4000)", "os.replace = die", "Path.rename = die"])
+@each("moment", ["at_size(4000)", "os.replace = die", "Path.rename = die"])
 def test_a_run_killed_while_it_is_created_is_not_there_and_can_be_created(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "run"
     assert killed(f"{SCRIPT}{moment}; store.create(folder, info)", folder) in (-signal.SIGKILL, -signal.SIGXFSZ)
@@ -495,7 +496,7 @@ def test_a_run_killed_while_it_is_created_is_not_there_and_can_be_created(tmp_pa
     store.create(folder, INFO).close()
 
 
-@pytest.mark.parametrize("number", [18, 19, 20, 21, 25, 26])
+@each("number", [18, 19, 20, 21, 25, 26])
 def test_a_run_killed_at_any_sync_while_parts_are_merged_is_whole_and_continues(tmp_path: Path, number: int) -> None:
     """A checksum is synced, then its part, and then the folder; every third part is followed by a merged one."""
     loop = (

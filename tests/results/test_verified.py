@@ -20,6 +20,7 @@ from dflash_bench.models.nets.dflash import DFlashConfig, DFlashDraft, initialis
 from dflash_bench.results import parts, row_checks
 from dflash_bench.results.row_arrays import RunFacts
 from helpers import tiny
+from helpers.each import each
 from helpers.rows import generation, record
 from helpers.runs import listed
 
@@ -87,8 +88,8 @@ def rows_of(*records: Answer) -> Any:
     return parts.to_table(records, {}).combine_chunks().to_batches()[0]
 
 
-@pytest.mark.parametrize(
-    ("verified", "why"),
+@each(
+    "verified, why",
     [
         ((4, 2, 0), None),
         ((5, 2, 0), "a round verifies more tokens than it drafts, or fewer than it accepts"),

@@ -21,6 +21,7 @@ from dflash_bench.runner import budget
 from dflash_bench.runner.budget import Spent
 from dflash_bench.runner.work import WorkPlan
 from dflash_bench.tasks import suites
+from helpers.each import each
 from helpers.fake_backend import FakeBackend, install, main
 from helpers.runs import Stop, in_time
 from helpers.work import loaded, prompts
@@ -28,12 +29,12 @@ from helpers.work import loaded, prompts
 Captured = pytest.CaptureFixture[str]
 
 
-@pytest.mark.parametrize(("text", "expected"), [("90s", 90), ("5m", 300), ("1.5h", 5400), ("0.5s", 0.5)])
+@each("text, expected", [("90s", 90), ("5m", 300), ("1.5h", 5400), ("0.5s", 0.5)])
 def test_a_time_is_a_number_and_its_unit(text: str, expected: float) -> None:
     assert budget.seconds(text) == expected
 
 
-@pytest.mark.parametrize("text", ["0s", "0.0m", "-5m", "5", "5 m", "m", "", "1e3s", "٣s", "5min", "9" * 5000 + "s"])
+@each("text", ["0s", "0.0m", "-5m", "5", "5 m", "m", "", "1e3s", "٣s", "5min", "9" * 5000 + "s"])
 def test_nonsense_is_no_time(text: str) -> None:
     with pytest.raises(UserError, match="--for"):
         budget.seconds(text)
@@ -260,7 +261,7 @@ def test_a_run_that_was_started_without_a_time_is_not_cut_by_one(
     assert "out was started without --for" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("edit", [{"gsm8k": 3}, {"gsm8k": -1, "prompts": 3}, {"gsm8k": 3, "prompts": 999}])
+@each("edit", [{"gsm8k": 3}, {"gsm8k": -1, "prompts": 3}, {"gsm8k": 3, "prompts": 999}])
 def test_what_was_measured_cannot_be_of_another_plan(
     edit: dict[str, Any],
     clock: Clock,

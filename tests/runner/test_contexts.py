@@ -29,6 +29,7 @@ from dflash_bench.runner.plan import settings_of as settings_of_request
 from dflash_bench.runner.work import WorkPlan, prompt_rows
 from dflash_bench.tasks import padding
 from dflash_bench.tasks.suites import Loaded
+from helpers.each import each
 from helpers.fake_backend import FakeBackend
 from helpers.refusals import assert_refused
 from helpers.runs import answers, bare, stored
@@ -63,7 +64,7 @@ def test_contexts_are_written_as_they_are_named() -> None:
     assert short_names([NONE, LONG]) == {NONE: "context none", LONG: "context 4k"}
 
 
-@pytest.mark.parametrize("text", ["", "0", "0k", "-1", "1.5k", "4K", "none,", "1k,,2k", "k", "99999999", "all"])
+@each("text", ["", "0", "0k", "-1", "1.5k", "4K", "none,", "1k,,2k", "k", "99999999", "all"])
 def test_what_is_no_context_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"^--context .*none"):
         context_lengths(text, "--context")

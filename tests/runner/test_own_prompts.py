@@ -32,6 +32,7 @@ from dflash_bench.tasks.padding import example
 from dflash_bench.tasks.suites import chats
 from dflash_bench.training import prompts as training_prompts
 from helpers import tiny
+from helpers.each import each
 from helpers.fake_backend import FakeBackend, metrics_kept_in
 from helpers.refusals import assert_refused
 from helpers.work import Runs, loaded
@@ -92,16 +93,14 @@ def test_the_template_renders_calls_and_tools(model: Path, tmp_path: Path) -> No
     assert (plain, tools) == ([{"role": "user", "content": "Hi"}], None)
 
 
-@pytest.mark.parametrize(
-    ("template", "shown"),
+@each(
+    "template, shown",
     [
         ("{{ m.content }}|", "42|more|"),
         ("{% if m.reasoning_content and not loop.last %}({{ m.reasoning_content }}){% endif %}{{ m.content }}|",
          "(So 41?)42|more|"),
         ("{{ m.content.split('</think>')[-1] }}|", "42|more|"),
-    ],
-    ids=["unknown", "kept", "cut"],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_the_template_decides_about_earlier_thinking(model: Path, template: str, shown: str) -> None:
     text = "<think>So 41?</think>\n42"
     earlier = Generation((), text, "stop", 1, 0.1, 0.1, num_thinking_chars=len(text) - 2).as_message()
@@ -297,7 +296,7 @@ CLOCKS = {
 }
 
 
-@pytest.mark.parametrize("what", CLOCKS)
+@each("what", CLOCKS)
 def test_a_template_is_told_one_date_as_transformers_would_tell_it(
     what: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,7 +360,7 @@ NO_DATES = {
 }
 
 
-@pytest.mark.parametrize("what", NO_DATES)
+@each("what", NO_DATES)
 def test_a_date_that_is_none_or_has_no_effect_is_refused(what: str, model: Path, main: Main) -> None:
     template, date, told = NO_DATES[what]
     write({"prompt": "Hi"})

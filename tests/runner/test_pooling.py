@@ -24,6 +24,7 @@ from dflash_bench.runner.session import Progress
 from dflash_bench.runner.work import WorkPlan
 from dflash_bench.runner.workers import Job
 from helpers import tiny
+from helpers.each import each
 from helpers.fake_backend import FakeBackend, other_tokens
 from helpers.fake_pool import FakePool, as_opened
 from helpers.refusals import assert_refused
@@ -66,8 +67,8 @@ def pooled(folder: Path, pool: FakePool) -> tuple[dict[str, Any], list[Answer]]:
     return info.to_json(), records
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("number", [1, 2, 3, 12])
+@each("seed", range(3))
+@each("number", [1, 2, 3, 12])
 def test_rows_are_those_of_one_process_whoever_ends_first(
     tmp_path: Path, alone: list[Answer], number: int, seed: int
 ) -> None:
@@ -130,8 +131,8 @@ def dying(prompt_id: str, times: int) -> Callable[[int, Job | None], bool]:
     return dies
 
 
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("times", [1, 2])
+@each("number", [1, 2])
+@each("times", [1, 2])
 def test_what_a_dead_worker_had_is_measured_by_another(
     tmp_path: Path, alone: list[Answer], number: int, times: int
 ) -> None:

@@ -22,6 +22,7 @@ from dflash_bench.results import parts, store
 from dflash_bench.runner import ray_workers
 from dflash_bench.runner.work import JudgeReport
 from helpers import processes, tiny
+from helpers.each import each
 from helpers.work import WORDS, rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +35,8 @@ def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
         ray_workers.require_ray()
 
 
-@pytest.mark.parametrize(
-    ("workers", "threads", "device", "num_gpus", "told"),
+@each(
+    "workers, threads, device, num_gpus, told",
     [
         (3, 1, "cuda", 2, "--workers 3 .*GPU.* 2"),
         (10_000, 1, "cpu", 0, "--workers 10000 .*10000 processors"),
@@ -215,7 +216,7 @@ def test_a_cluster_that_does_not_answer_is_named(address: str) -> None:
         ray_workers.refuse_silent(address)
 
 
-@pytest.mark.parametrize("address", ["auto", "127.0.0.1", "ray://127.0.0.1:10001", "a:b:1", "127.0.0.1:123456"])
+@each("address", ["auto", "127.0.0.1", "ray://127.0.0.1:10001", "a:b:1", "127.0.0.1:123456"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(UserError, match=r"^--ray-address .*HOST:PORT"):
         ray_workers.refuse_silent(address)

@@ -18,6 +18,7 @@ from dflash_bench import cli
 from dflash_bench.core.types import Answer
 from dflash_bench.results import store
 from helpers import tiny
+from helpers.each import each
 from helpers.fake_backend import main
 from helpers.forked import forked
 
@@ -102,7 +103,7 @@ def test_a_killed_run_continues_to_the_records_of_an_unbroken_one(
     assert what_matters(records) == what_matters(unbroken)
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+@each("name, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_an_interrupted_run_says_how_to_go_on_and_does(
     name: str, status: int, here: Path, unbroken: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +141,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("words", CHANGED)
+@each("words", CHANGED)
 def test_changed_options_are_refused_by_name(
     words: str, here: Path, unbroken: list[Answer], monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

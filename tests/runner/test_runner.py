@@ -108,7 +108,7 @@ def test_every_answer_is_judged_by_the_plain_one_and_three_plain_ones_a_suite_by
 
 
 @pytest.mark.parametrize(
-    ("gap", "verdict"), [(1.5, "mismatch"), (0.001001, "mismatch"), (0.001, "near_tie"), (None, "mismatch")]
+    "gap, verdict", [(1.5, "mismatch"), (0.001001, "mismatch"), (0.001, "near_tie"), (None, "mismatch")]
 )
 def test_other_tokens_are_a_mismatch_or_a_near_tie(runs: Runs, gap: float | None, verdict: str) -> None:
     backend = FakeBackend(faults={"dflash": other_tokens}, where=Divergence(2, gap, 0.001))

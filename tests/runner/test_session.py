@@ -20,6 +20,7 @@ from dflash_bench.runner.plan import methods_of, model_of, modes_of, prompts_of
 from dflash_bench.runner.setup import device_and_dtype
 from dflash_bench.tasks import sandbox
 from helpers import tiny
+from helpers.each import each
 from helpers.runs import known
 
 
@@ -57,8 +58,8 @@ def test_a_draft_alone_says_which_method_is_measured() -> None:
     assert (model.target, model.drafts, asked.name) == ("a/b", {"eagle3": "me/mine@v2"}, "a/b")
 
 
-@pytest.mark.parametrize(
-    ("model", "asked", "has_thinking", "thinking"),
+@each(
+    "model, asked, has_thinking, thinking",
     [
         ("qwen3-8b", None, True, (False,)),
         ("qwen3-8b", "on", True, (True,)),
@@ -75,14 +76,14 @@ def test_thinking_is_as_asked_or_as_the_drafts_were_trained_or_no_question(
     assert modes_of(request(thinking=asked), presets.preset(model), has_thinking) == thinking
 
 
-@pytest.mark.parametrize("asked", ["on", "off", "both"])
+@each("asked", ["on", "off", "both"])
 def test_thinking_has_no_effect_on_a_template_without_it(asked: str) -> None:
     with pytest.raises(UserError, match=f"--thinking {asked} .*Qwen/Qwen3-8B"):
         modes_of(request(thinking=asked), presets.preset("qwen3-8b"), has_thinking=False)
 
 
-@pytest.mark.parametrize(
-    ("changes", "has_cuda", "expected"),
+@each(
+    "changes, has_cuda, expected",
     [
         ({}, False, ("cpu", "float32")),
         ({}, True, ("cpu", "float32")),
@@ -101,15 +102,13 @@ def test_device_and_type_where_none_is_given(
     assert device_and_dtype(RunRequest(**changes), 2 * has_cuda)  # type: ignore[arg-type] == expected
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu:0", "cpu:99", "cuda:", "cuda:x", "cuda:-1", "cuda:\u0663", "CPU", " cpu", "tpu"]
-)
+@each("device", ["cpu:0", "cpu:99", "cuda:", "cuda:x", "cuda:-1", "cuda:\u0663", "CPU", " cpu", "tpu"])
 def test_a_device_that_has_no_such_name_is_refused(device: str) -> None:
     with pytest.raises(UserError, match=r"device '.*'.* cpu, cuda, cuda:N$"):
         device_and_dtype(RunRequest(device=device), 2)
 
 
-@pytest.mark.parametrize("index", ["2", "99", "9" * 5000])
+@each("index", ["2", "99", "9" * 5000])
 def test_a_gpu_that_is_not_there_is_refused(index: str) -> None:
     with pytest.raises(UserError, match=r"^--device cuda:\d+: .* cuda:0 to cuda:1$"):
         device_and_dtype(RunRequest(device=f"cuda:{index}"), 2)

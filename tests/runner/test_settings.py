@@ -26,6 +26,7 @@ from dflash_bench.results import table as results_table
 from dflash_bench.results.identity import full_names, settings_to_json, short_names
 from dflash_bench.results.run_info import read_info
 from dflash_bench.runner.work import WorkPlan
+from helpers.each import each
 from helpers.fake_backend import FakeBackend, other_tokens
 from helpers.rows import drafted, generation, pair, plain
 from helpers.runs import answers, bare, frame_of, listed, slower, stored
@@ -111,7 +112,7 @@ def test_a_later_turn_sees_the_plain_answer_of_its_own_settings(tmp_path: Path) 
     assert sorted(second) == sorted(2 * [f"ar at {t}, {repeat}" for t in (0, 1) for repeat in (0, 1)])
 
 
-@pytest.mark.parametrize("call", range(1, 22, 3))
+@each("call", range(1, 22, 3))
 def test_a_run_of_several_settings_that_ends_anywhere_continues(tmp_path: Path, call: int) -> None:
     plan = WorkPlan((loaded(*prompts(2)),), ("ar", "dflash"), repeats=2, settings=(GREEDY, SAMPLED))
     unbroken = Runs(tmp_path / "unbroken")(plan, FakeBackend())
@@ -314,8 +315,8 @@ class Pieces:
         return "".join(self.pieces[i] for i in ids)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "answer", "num"),
+@each(
+    "prompt, answer, num",
     [
         ([2], [0, 1, 2, 3, 4, 5, 6, 6], 6),  # closed in pieces: up to and with the last of them
         ([2], [0, 1, 2, 2], 4),  # never closed
@@ -343,8 +344,8 @@ class Marks(Pieces):
         return "".join(self.pieces[i] for i in kept)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "answer", "finish", "num", "text"),
+@each(
+    "prompt, answer, finish, num, text",
     [
         ([3], [0, 3, 4, 1, 2, 3, 5, 6], "stop", 4, "42"),
         ([3, 0], [3, 4, 1, 3, 5], "length", 3, "42"),

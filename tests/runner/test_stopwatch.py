@@ -22,6 +22,7 @@ from dflash_bench.engine.target import Target
 from dflash_bench.results import store
 from dflash_bench.runner import session, stopwatch
 from dflash_bench.runner.stopwatch import Objection, Stopwatch
+from helpers.each import each
 from helpers.faults.in_clocks import (
     HIDDEN_S,
     after_work,
@@ -51,8 +52,8 @@ def slow_prefill(said: Generation) -> Generation:
     return replace(said, prefill_s=said.prefill_s + 0.01, decode_s=said.decode_s - 0.01)
 
 
-@pytest.mark.parametrize(
-    ("change", "methods", "why"),
+@each(
+    "change, methods, why",
     [
         (halved, {"ar", "dflash"}, "clock: decoding is said"),
         (quick_drafts, {"dflash"}, "clock: decoding is said"),
@@ -166,8 +167,8 @@ def too_late(said: Generation) -> Generation:
     return replace(said, end_s=said.end_s + 60)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "why"),
+@each(
+    "name, change, why",
     [
         ("generation", lambda said: replace(said, decode_s=said.decode_s / 4), "clock: decoding is said"),
         ("generation", lambda said: replace(said, prefill_s=said.prefill_s / 5), "clock: prefill is said"),
@@ -184,9 +185,7 @@ def test_the_interval_of_one_of_several_answers_lies_in_the_runners(
     assert_denied(main, {"ar", "dflash"}, why, "--concurrency", "2")
 
 
-@pytest.mark.parametrize(
-    "words", [(), ("--concurrency", "2"), ("--method", "eagle3-tree:nodes=7", "--temperature", "1")]
-)
+@each("words", [(), ("--concurrency", "2"), ("--method", "eagle3-tree:nodes=7", "--temperature", "1")])
 def test_of_a_sound_run_rows_hold_what_the_runner_saw(main: Main, words: tuple[str, ...]) -> None:
     assert main("run", *ASKED, *TWO, *words, "--out", "run")[0] == 0
     for row in store.load(Path("run"))[1]:
@@ -196,8 +195,8 @@ def test_of_a_sound_run_rows_hold_what_the_runner_saw(main: Main, words: tuple[s
         assert row.clock_s is not None and row.clock_s >= row.generation.prefill_s + row.generation.decode_s
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
+@each(
+    "change, why",
     [
         ({"decode_s": 0.3}, "its rounds took longer than decode_s"),
         ({"decode_s": 0.5, "prefill_s": 0.5}, "its rounds took longer than decode_s"),
@@ -269,8 +268,8 @@ SAID = generation([2, 0, 1], 4)
 """0.02 s to the first token, and three rounds of 0.02 s."""
 
 
-@pytest.mark.parametrize(
-    ("change", "agrees"),
+@each(
+    "change, agrees",
     [
         ({}, True),
         ({"decode_s": 0.06 * 0.98 - 0.00099}, True),
@@ -291,14 +290,14 @@ def test_two_percent_and_a_millisecond_are_forgiven_and_no_count(
     assert (why is None) == agrees, why
 
 
-@pytest.mark.parametrize(
-    ("hidden_s", "waited", "agrees"),
+@each(
+    "hidden_s, waited, agrees",
     [
         (0.0199, 0.0, True), (0.0201, 0.0, False), (0.0499, 0.03, True), (0.0501, 0.03, False),
         (0.2499, None, True), (0.2501, None, False),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("is_after", [False, True])
+@each("is_after", [False, True])
 def test_waiting_for_a_processor_is_no_work(
     clock: list[float], monkeypatch: pytest.MonkeyPatch, hidden_s: float, waited: float | None, agrees: bool,
     is_after: bool,

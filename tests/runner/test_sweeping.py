@@ -14,6 +14,7 @@ from dflash_bench.core.types import Settings
 from dflash_bench.runner import plan
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import settings_of
+from helpers.each import each
 from helpers.fake_backend import FakeBackend, install, main
 from helpers.refusals import names
 
@@ -57,8 +58,8 @@ def test_settings_are_told_from_options() -> None:
     assert [(axis.name, axis.values) for axis in of_settings] == [("temperature", ("0", "1")), ("top_k", ("10", "20"))]
 
 
-@pytest.mark.parametrize(
-    ("typed", "over", "named"),
+@each(
+    "typed, over, named",
     [
         ("dflash", ["block"], "--over NAME=VALUE,VALUE 'block'"),
         ("dflash", ["=4,8"], "--over NAME=VALUE,VALUE"),
@@ -141,7 +142,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
+@each("words", REFUSED)
 def test_nonsense_is_one_line_and_leaves_nothing(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
