@@ -16,7 +16,8 @@ import dflash_bench
 project = "dflash-bench"
 version = release = dflash_bench.__version__
 extensions = ["myst_parser"]
-include_patterns = ["docs/*.md", "results/*.md", "dflash_bench/*/*/README.md"]
+RESULTS = [f"results/{folder}/*.md" for folder in ("speed", "servers", "exactness", "drafts")]
+include_patterns = ["docs/*.md", "results/index.md", *RESULTS, "dflash_bench/*/*/README.md"]
 root_doc = "docs/index"
 myst_heading_anchors = 3
 html_theme = "furo"

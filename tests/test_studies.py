@@ -22,14 +22,15 @@ from studies._study import Known, Made, StudyError, Work
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
-OWN = re.compile(r"^dflash-bench \w+ -o results/([\w-]+\.md)$", re.MULTILINE)
+OWN = re.compile(r"^dflash-bench \w+ -o results/([\w/-]+\.md)$", re.MULTILINE)
 """A page that a command writes for anybody."""
 COMMAND = re.compile(r"^`?(?:scripts/study (\w+)|nox -s (\w+))|`(?:scripts/study (\w+)|nox -s (\w+))", re.MULTILINE)
-PAGES = sorted(path for path in RESULTS.glob("*.md"))
+PAGES = sorted(path for path in RESULTS.glob("*/*.md") if path.parent.name != "example")
+INDEX = RESULTS / "index.md"
 FILES = sorted(
     path.relative_to(RESULTS).as_posix()
     for path in RESULTS.rglob("*")
-    if path.is_file() and "runs" not in path.relative_to(RESULTS).parts and path not in PAGES
+    if path.is_file() and "runs" not in path.relative_to(RESULTS).parts and path not in (INDEX, *PAGES)
 )
 STUDIES = {name: _study.known(name) for name in _study.names()}
 
@@ -45,19 +46,19 @@ def makes(name: str, file: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_a_page_names_the_command_that_makes_it(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+    text, name = page.read_text(encoding="utf-8"), page.relative_to(RESULTS).as_posix()
     if (own := OWN.search(text)) is not None:
-        assert own[1] == page.name
+        assert own[1] == name
         return
     found = COMMAND.search(text)
     assert found is not None, "no command of this project"
     study, session = found[1] or found[3], found[2] or found[4]
     if session is None:
-        assert study in STUDIES and makes(study, page.name)
+        assert study in STUDIES and makes(study, name)
         return
     written = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "external").glob("test_*.py"))
     start = page.name.partition("-")[0]
-    assert session in sessions() and re.search(rf'write_page\(\s*f?"({start}|\{{name)', written)
+    assert session in sessions() and re.search(rf'write_page\(\s*f?"{page.parent.name}/({start}|\{{name)', written)
 
 
 @pytest.mark.parametrize("file", FILES)

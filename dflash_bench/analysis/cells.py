@@ -218,7 +218,7 @@ def parts(pooled: Interval, typical: Interval) -> bool:
     """Return whether the speed-up over all tokens and its geometric mean over prompts differ by more than `PARTED`.
 
     They do where drafts help long answers more, or less, than short answers; the interval of the speed-up over all
-    tokens then contains the truth less often (`results/intervals.md`).
+    tokens then contains the truth less often (`results/exactness/intervals.md`).
     """
     return min(pooled.value, typical.value) > 0 and abs(np.log(pooled.value / typical.value)) > np.log1p(PARTED)
 

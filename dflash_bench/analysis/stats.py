@@ -6,7 +6,7 @@ linearisation). Lengths and speed-ups are skewed; with one standard error for al
 prompts that matter would look too certain. A draw that misses them all has almost no error of its own, though, so no
 error counts as less than `LEAST_ERROR` of the measured one. The measured value's own standard error is the jackknife's:
 a long answer pulls the value towards itself and so looks ordinary beside it, but not once it is left out. Coverage and
-width of the intervals are in `results/intervals.md`.
+width of the intervals are in `results/exactness/intervals.md`.
 
 Draws are by row, so rows are in the order of the prompts' ids: the same prompts have the same draws on every screen.
 """
@@ -27,8 +27,8 @@ LEVEL = 0.95
 NORMAL = 1.959964
 """Standard errors of a normal distribution for this level."""
 NUM_DRAWS = 5_000
-"""In the simulations of `results/intervals.md`, bounds with 8 other seeds are within 2.5 % of each other; all screens
-use the same seed."""
+"""In the simulations of `results/exactness/intervals.md`, bounds with 8 other seeds are within 2.5 % of each other; all
+screens use the same seed."""
 SEED = 0
 APART = 997
 """The number of draws by which each suite's draws are shifted against the next suite's (`geometric_mean`)."""
@@ -427,7 +427,7 @@ def _factor(spread: _Spread) -> float:
 
 # Coverage: how often intervals contain the truth in simulations, which a table states beside its "95 %".
 #
-# `scripts/study intervals` writes the shares, and `results/intervals.md` describes the simulations.
+# `scripts/study intervals` writes the shares, and `results/exactness/intervals.md` describes the simulations.
 
 
 STORED = Path(__file__).with_name("coverage.json")

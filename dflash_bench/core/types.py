@@ -35,7 +35,7 @@ CODE_SCORERS = frozenset(("humaneval", "livecodebench", "mbpp"))
 """Scorers that run code written by the model."""
 CEILINGS = {"float32": 1e-3, "float16": 0.25, "bfloat16": 2.0}
 """Gap in logits by the target's dtype (others as float32) beyond which nothing is attributed to rounding, whatever the
-judge measures. How they were measured: results/rounding.md."""
+judge measures. How they were measured: results/exactness/rounding.md."""
 
 
 SESSION = "session"

@@ -359,7 +359,7 @@ def _scores(texts: Tensor, logits: Tensor, settings: Settings) -> Tensor:
 
 METHODS = ("dflash", "dflash:rule=rejection")
 NUM_DRAWS = 128
-"""Answers per prompt and method. `results/distribution.md` shows their power."""
+"""Answers per prompt and method. `results/exactness/distribution.md` shows their power."""
 QUESTIONS = ("Add 3 and 4.", "Write a Python function.", "Tell me a story.", "Who is older?")
 """Short, because every draw reads them again."""
 LENGTH = 31

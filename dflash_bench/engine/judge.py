@@ -24,7 +24,7 @@ STEPS = 64
 """Number of places, the one in question last, that are read in both forms to measure how far rounding moves logits."""
 MARGIN = 3.0
 """A gap may be this many times the difference between the judge's forms, as two engines round differently, at a few
-places more than usual. Sound answers in bfloat16 need up to 1.5 (results/rounding.md)."""
+places more than usual. Sound answers in bfloat16 need up to 1.5 (results/exactness/rounding.md)."""
 
 
 class Judge:

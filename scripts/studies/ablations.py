@@ -40,7 +40,7 @@ from studies._ablation_variants import BASE, TABLES, Table, Variant, VariantObje
 from studies._study import Made, Work, tell
 
 TAKES = "three hours of one core"
-PAGES = ("ablations-nano-cpu.md",)
+PAGES = ("drafts/ablations-nano-cpu.md",)
 NUM_TASKS, TASK_SEED = 2000, 4242
 ROW_LENGTH, ROWS, RATE = 256, 8, 0.04
 STEPS, SEEDS = 400, 3

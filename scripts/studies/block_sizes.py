@@ -9,7 +9,7 @@ from dflash_bench.report import document, render, sections
 from studies._study import Made, Work
 
 TAKES = "under ten minutes of one core"
-PAGES = ("block-sizes-nano-cpu.md", "block-sizes-nano-cpu.svg")
+PAGES = ("speed/block-sizes-nano-cpu.md", "speed/block-sizes-nano-cpu.svg")
 SWEEP = (
     "--suite gsm8k --suite humaneval --suite mt_bench --limit 16 --threads 1 --method dflash "
     "--over block=2,4,6,8,10,12,14,16"

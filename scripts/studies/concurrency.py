@@ -11,7 +11,7 @@ from studies import _reported
 from studies._study import Made, Work
 
 TAKES = "three minutes of one core"
-PAGES = ("concurrency-nano-cpu.md", "concurrency-nano-cpu.svg")
+PAGES = ("speed/concurrency-nano-cpu.md", "speed/concurrency-nano-cpu.svg")
 RUN = "--suite gsm8k --method dflash --method eagle3 --method ngram --max-new-tokens 96 --audit divergent"
 
 

@@ -13,7 +13,7 @@ from dflash_bench.report.tables import markdown
 from studies._study import Made, Work, add_data, bench
 
 TAKES = "a quarter of an hour of one core"
-PAGES = ("context-smollm2-cpu.md", "context-smollm2-cpu-smollm2.svg", "context-smollm2-cpu-nano.svg")
+PAGES = ("speed/context-smollm2-cpu.md", "speed/context-smollm2-cpu-smollm2.svg", "speed/context-smollm2-cpu-nano.svg")
 NAME = "context-smollm2-cpu"
 METHODS = "--method dflash --method eagle3 --method ngram --threads 1"
 RUNS = {
@@ -67,7 +67,7 @@ def make(work: Work, options: Namespace) -> Made:
     more = {"smollm2": ("--data", options.data, "--limit", options.prompts), "nano": ()}
     folders = {name: work.run(name, *words.split(), *more[name], *METHODS.split()) for name, words in RUNS.items()}
     read = {name: document.read_document(folder) for name, folder in folders.items()}
-    pictures = {f"{NAME}-{name}.svg": work.plots(folder) / "context.svg" for name, folder in folders.items()}
+    pictures = {f"speed/{NAME}-{name}.svg": work.plots(folder) / "context.svg" for name, folder in folders.items()}
     return Made({PAGES[0]: page(work, read, options.remark), **pictures})
 
 

@@ -27,7 +27,7 @@ from helpers.faults.wrong_rules import FAINT, MATCH, NUMBERS, REJECTION, SUBTLE,
 from studies._study import Made, Work, tell
 
 TAKES = "twenty minutes of one core"
-PAGES = ("distribution.md",)
+PAGES = ("exactness/distribution.md",)
 EXTRA = "dev"
 
 SETTINGS = Settings(temperature=1.2, top_p=0.9)

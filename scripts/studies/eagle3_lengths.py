@@ -8,7 +8,7 @@ from studies import _reported
 from studies._study import Made, Work
 
 TAKES = "ten minutes of one core"
-PAGES = ("eagle3-lengths-nano-cpu.md",)
+PAGES = ("speed/eagle3-lengths-nano-cpu.md",)
 METHODS = ("dflash", *(f"eagle3:{length}" for length in range(1, 8)), "eagle3-tree:nodes=15", "eagle3-tree:nodes=59")
 REMARK = (
     "The embedded prompts come from the generator of texts that both drafts were trained on; 16 a suite are too few\n"

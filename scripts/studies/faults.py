@@ -19,7 +19,7 @@ from helpers.faults.outside_engine import AROUND, Around, Told
 from studies._study import Made, Work, tell
 
 TAKES = "three quarters of an hour of one core"
-PAGES = ("faults.md",)
+PAGES = ("exactness/faults.md",)
 EXTRA = "dev"
 
 HEAD = """# Mistakes planted in a run, and whether it finds them

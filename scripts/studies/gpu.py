@@ -20,7 +20,7 @@ from dflash_bench.report.tables import ABSENT, markdown, number
 from studies._study import Made, StudyError, Work
 
 TAKES = "less than nine minutes on a GPU of 80 GB"
-PAGES = ("gpu-*.md",)
+PAGES = ("speed/gpu-*.md",)
 
 BUDGET_S = 540.0
 """Time limit of the study."""
@@ -172,4 +172,4 @@ def page(
         table=markdown(heads, rows, left=3),
         sources="\n".join(f"- {model}: {source}" for model, source in sources.items()),
     )
-    return Made({f"gpu-{'toy' if toy or not gpus else gpus[0].lower().replace(' ', '-')}.md": text})
+    return Made({f"speed/gpu-{'toy' if toy or not gpus else gpus[0].lower().replace(' ', '-')}.md": text})

@@ -9,7 +9,7 @@ from studies import _reported
 from studies._study import Made, StudyError, Work, bench
 
 TAKES = "ten minutes of one core"
-PAGES = ("math-nano-cpu.md", "math-nano-cpu-xeon.md", "example/*")
+PAGES = ("speed/math-nano-cpu.md", "speed/math-nano-cpu-xeon.md", "example/*")
 """The second page is the same study on another machine."""
 MOST_BYTES = 700_000
 """Size limit of the example, which is committed."""

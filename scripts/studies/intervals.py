@@ -27,7 +27,7 @@ from dflash_bench.analysis.noise import METHOD_NOISE
 from studies._study import ROOT, Made, Work, tell, write
 
 TAKES = "half an hour of one core"
-PAGES = ("intervals.md",)
+PAGES = ("exactness/intervals.md",)
 
 NUM_COVERED, NUM_NOISY, NUM_REPEATED, NUM_VARIED, NUM_QUIET, NUM_LOST = 1_000, 400, 800, 200, 1_000, 500
 NUM_SEEDS, NUM_SEEDED = 8, 5

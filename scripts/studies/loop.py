@@ -27,7 +27,7 @@ from helpers.assistant import assistant
 from studies._study import Made, Work
 
 TAKES = "five minutes of one core"
-PAGES = ("loop-nano-cpu.md",)
+PAGES = ("speed/loop-nano-cpu.md",)
 EXTRA = "dev"
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 24, 64

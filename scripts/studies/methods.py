@@ -20,7 +20,7 @@ from nano.data import segments, training_tasks
 from studies._study import Made, Work, add_data, bench
 
 TAKES = "forty minutes of one core"
-PAGES = ("methods-nano-cpu.md",)
+PAGES = ("speed/methods-nano-cpu.md",)
 DRAFTING = (
     *"""
         dflash dflash@2 dflash@dspark mtp ddtree ddtree@2 ddtree:nodes=auto dflash:block=auto eagle3

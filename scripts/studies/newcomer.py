@@ -18,7 +18,7 @@ from dflash_bench.report.tables import markdown
 from studies._study import ROOT, Made, StudyError, Work, tell
 
 TAKES = "three minutes"
-PAGES = ("newcomer.md",)
+PAGES = ("speed/newcomer.md",)
 
 STEPS = (
     ("the clone", "git clone --quiet {root} checkout"),

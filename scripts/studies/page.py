@@ -19,7 +19,7 @@ from dflash_bench.report.tables import markdown
 from studies._study import Made, StudyError, Work, tell
 
 TAKES = "two minutes"
-PAGES = ("page.md",)
+PAGES = ("speed/page.md",)
 EXTRA = "dev"
 
 RUN = "--suite math --method dflash --method eagle3"

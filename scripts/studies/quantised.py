@@ -18,7 +18,7 @@ from dflash_bench.results.table import RunTable
 from studies._study import Made, Work, add_data, bench
 
 TAKES = "twenty-five minutes of one core, of which SmolLM2 is nearly all"
-PAGES = ("quantised-cpu.md",)
+PAGES = ("speed/quantised-cpu.md",)
 EXTRA = "quantize"
 RUN = "--suite gsm8k --threads 1 --method dflash --method eagle3"
 DTYPES, KINDS = ("float32", "bfloat16"), ("int8", "nf4")

@@ -22,7 +22,7 @@ from dflash_bench.training.cards import HISTORY
 from studies._study import Made, Work, add_data, bench
 
 TAKES = "three quarters of an hour of one core"
-PAGES = ("real-smollm2-cpu.md", "real-smollm2-cpu-*.svg")
+PAGES = ("speed/real-smollm2-cpu.md", "speed/real-smollm2-cpu-*.svg")
 
 NAME = "real-smollm2-cpu"
 SUITES, METHODS = ("gsm8k", "humaneval", "mt_bench"), ("dflash", "eagle3", "ngram")
@@ -54,8 +54,8 @@ TRAINING = """## What such a draft costs
 
 ![acceptance over the training]({picture})
 
-From the drafts' cards ([DFlash](../dflash_bench/smollm2/dflash/README.md),
-[EAGLE-3](../dflash_bench/smollm2/eagle3/README.md)): acceptance on 32 prompts that neither draft was trained on, in
+From the drafts' cards ([DFlash](../../dflash_bench/smollm2/dflash/README.md),
+[EAGLE-3](../../dflash_bench/smollm2/eagle3/README.md)): acceptance on 32 prompts that neither draft was trained on, in
 bfloat16, by the tokens of answers that it had read (the first two points of DFlash are from 8 prompts).
 """
 
@@ -87,11 +87,11 @@ def make(work: Work, options: Namespace) -> Made:
         1,
     )
     plotted = work.plots(run)
-    pictures = {f"{NAME}-{name}.svg": plotted / f"{name}.svg" for name in PICTURES}
+    pictures = {f"speed/{NAME}-{name}.svg": plotted / f"{name}.svg" for name in PICTURES}
     training = work.folder / "training.svg"
     trained(training)
     text = page(work, document.read_document(run), options.limit)
-    return Made({PAGES[0]: text, **pictures, f"{NAME}-training.svg": training})
+    return Made({PAGES[0]: text, **pictures, f"speed/{NAME}-training.svg": training})
 
 
 def page(work: Work, run: Document, num: int) -> str:

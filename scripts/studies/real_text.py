@@ -13,7 +13,7 @@ from dflash_bench.report.tables import markdown, with_interval
 from studies._study import Made, Work, add_data
 
 TAKES = "five minutes of one core"
-PAGES = ("real-text-nano-cpu.md",)
+PAGES = ("drafts/real-text-nano-cpu.md",)
 RUN = "--suite gsm8k --suite humaneval --suite mt_bench --threads 1 --method dflash --method eagle3"
 HEADS = ["suite", "method", "prompts", "tokens", "al.pooled [95 %]", "exact"]
 PAGE = """# nano on embedded prompts and on real text

@@ -23,7 +23,7 @@ from dflash_bench.tasks import suites
 from studies._study import Made, StudyError, Work, bench, tell, write
 
 TAKES = "half an hour of one core, of which nano takes ten minutes"
-PAGES = ("recommend.md",)
+PAGES = ("speed/recommend.md",)
 SUITES = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench")
 LIMIT, AGAIN = 32, 32
 """Prompts per suite, and in total for repeated measurements."""

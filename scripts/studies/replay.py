@@ -24,7 +24,7 @@ from studies._reported import doubts
 from studies._study import Made, Work
 
 TAKES = "five minutes of one core"
-PAGES = ("replay.md",)
+PAGES = ("drafts/replay.md",)
 SUITES = ("gsm8k", "humaneval", "mt_bench")
 LENGTHS = {"eagle3": (2, 3, 5), "mtp": (1, 2), "draft-model": (2, 4)}
 """Shorter lengths of the same draft, for methods that draft token by token."""

@@ -28,7 +28,7 @@ from dflash_bench.tasks import suites
 from studies._study import Made, StudyError, Work, tell
 
 TAKES = "ten minutes of one core"
-PAGES = ("rounding.md",)
+PAGES = ("exactness/rounding.md",)
 REAL_PROMPTS = 13
 
 WIDTHS, WRONG_EVERY = (3, 7, 15), 5

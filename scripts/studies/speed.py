@@ -24,7 +24,7 @@ from studies._llamacpp_server import version
 from studies._study import ROOT, Made, StudyError, Work, bench
 
 TAKES = "a quarter of an hour of one core"
-PAGES = ("speed.md", "speed.json")
+PAGES = ("speed/speed.md", "speed/speed.json")
 EXTRA = "dev"
 
 LLAMACPP = Path(os.environ.get("LLAMACPP_VENV") or ROOT / ".nox" / "llamacpp")

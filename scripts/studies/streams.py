@@ -26,7 +26,7 @@ from helpers.servers.fake_server import FakeServer
 from studies._study import Made, Work, tell
 
 TAKES = "a minute of two free cores"
-PAGES = ("streams.md",)
+PAGES = ("servers/streams.md",)
 
 NUM_TOKENS, KEPT = 61, 2
 """Tokens per answer: the first, and 20 rounds of three."""

@@ -22,7 +22,11 @@ from studies._reported import doubts
 from studies._study import Made, Work
 
 TAKES = "five minutes of one core"
-PAGES = ("which-when-nano-cpu.md", "which-when-nano-cpu-headroom.svg", "which-when-nano-cpu-reliability.svg")
+PAGES = (
+    "speed/which-when-nano-cpu.md",
+    "speed/which-when-nano-cpu-headroom.svg",
+    "speed/which-when-nano-cpu-reliability.svg",
+)
 CUT = "dflash@dspark:cut=0.5"
 METHODS = {
     "mtp": name_of_kind("mtp"),

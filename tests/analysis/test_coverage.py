@@ -13,7 +13,7 @@ from helpers.each import each
 from helpers.rows import pair
 from helpers.runs import answers, asked, frame_of, known
 
-PAGE = Path(__file__).parents[2] / "results" / "intervals.md"
+PAGE = Path(__file__).parents[2] / "results" / "exactness" / "intervals.md"
 
 
 def test_the_page_and_what_tables_quote_are_of_the_same_simulation() -> None:

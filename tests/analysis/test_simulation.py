@@ -11,7 +11,7 @@ from helpers.each import each
 from studies import intervals as simulation
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "results" / "intervals.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "results" / "exactness" / "intervals.md").read_text(encoding="utf-8")
 Table = dict[str, dict[str, float]]
 """By row and column, shares."""
 

@@ -53,12 +53,12 @@ def limit(pytestconfig: pytest.Config) -> Callable[[int, int], int]:
 
 @pytest.fixture(scope="session")
 def write_page(pytestconfig: pytest.Config) -> Callable[[str, Sequence[str]], None]:
-    """Writes the file NAME of these blocks into --pages, if that was given."""
+    """Writes the file FOLDER/NAME of these blocks into --pages, if that was given."""
 
     def write(name: str, blocks: Sequence[str]) -> None:
         folder: Path | None = pytestconfig.getoption("--pages")
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             _study.write(folder / name, "\n\n".join(blocks) + "\n")
 
     return write

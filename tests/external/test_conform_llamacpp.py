@@ -159,7 +159,7 @@ def test_every_golden_case_that_a_gguf_file_can_hold(
         # The text is always the target's own; counts differ by a few tokens at most.
         assert one.difference is None or one.difference.part == "counts"
         assert abs(one.accepted / one.expected - 1) < 0.1
-    write_page("conformance-llamacpp.md", served.conformance_page(found, "llama.cpp", command("llamacpp")))
+    write_page("servers/conformance-llamacpp.md", served.conformance_page(found, "llama.cpp", command("llamacpp")))
 
 
 MTP = "mtp-qwen3.5-hybrid"

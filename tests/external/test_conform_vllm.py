@@ -132,7 +132,7 @@ def found(
     for name in golden_cases.known_cases():
         served.show(f"vLLM: {name}")
         results += attempts(golden_cases.read_case(name), folder / name)
-    write_page("conformance-vllm.md", served.conformance_page(results, "vLLM", command("vllm"), ABOUT))
+    write_page("servers/conformance-vllm.md", served.conformance_page(results, "vLLM", command("vllm"), ABOUT))
     return results
 
 

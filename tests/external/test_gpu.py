@@ -159,7 +159,7 @@ def found(
     seconds = time.monotonic() - start_s
     text = markdown(command("gpu"), device, size, exactness, timings, seconds) + "\n".join(training_lines(trainings))
     name = "cpu-toy" if toy else torch.cuda.get_device_name(device).lower().replace(" ", "-")
-    write_page(f"smoke-{name}.md", [text])
+    write_page(f"speed/smoke-{name}.md", [text])
     return Found(exactness, timings, trainings, seconds, toy)
 
 

@@ -97,7 +97,7 @@ def found(
         checked[FLASH] = checks(asked, urls)["dflash"]
     remarks, wrong = looked_into(python, asked, servings[0].target)
     blocks = page(command("llamacpp"), model, measurement, checked, remarks, version(python))
-    write_page(f"llamacpp-{model}-cpu.md", blocks)
+    write_page(f"servers/llamacpp-{model}-cpu.md", blocks)
     return Found(measurement, checked, wrong)
 
 
@@ -136,7 +136,8 @@ def test_launched_by_run_itself_every_answer_is_the_models_own(
     here = f"tests/external/servers/{PROGRAM.name}"
     shown = shlex.join(["dflash-bench", *map(str, words)]).replace(str(PROGRAM), here)
     write_page(
-        "llamacpp-launch-nano-cpu.md", launched_page(command("llamacpp"), shown, version(python), tmp_path / "run")
+        "servers/llamacpp-launch-nano-cpu.md",
+        launched_page(command("llamacpp"), shown, version(python), tmp_path / "run"),
     )
     assert {line.method for line in lines} == {"ar", "dflash", "eagle3"}
     assert list(served.wrong(lines)) == []

@@ -54,7 +54,9 @@ def found(
     bench("run", *asked, "--method", ",".join(BASES), "--threads", 1, "--out", folder / "own")
     made = {base: imposed(base, folder, asked) for base in BASES}
     python = server_environment("llamacpp") / "bin" / "python"
-    write_page("imposed-llamacpp-nano-cpu.md", page(command("llamacpp"), asked, version(python), [*made.values()]))
+    write_page(
+        "servers/imposed-llamacpp-nano-cpu.md", page(command("llamacpp"), asked, version(python), [*made.values()])
+    )
     return made
 
 

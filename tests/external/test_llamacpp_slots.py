@@ -144,7 +144,7 @@ def test_acceptance_slot_by_slot(
         "al.pooled",
         "accepted share, by slot",
     ]
-    write_page("llamacpp-slots-nano-cpu.md", page(command("llamacpp"), markdown(heads, rows)))
+    write_page("servers/llamacpp-slots-nano-cpu.md", page(command("llamacpp"), markdown(heads, rows)))
     assert all(len(same) == 1 for same in texts.values()), "the text depends on how many answers run at a time"
     assert alone["eagle3"] > 4 and alone["dflash"] > 6
 

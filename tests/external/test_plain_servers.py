@@ -103,7 +103,7 @@ def found(
     answers = tuple(compared(plain, theirs, concurrency) for concurrency in served.CONCURRENCY)
     shown = shlex.join(["dflash-bench", *map(str, words), "--server", "plain=URL"])
     blocks = page(kind, command(name), shown, versions(kind, program), answers, differences)
-    write_page(f"{name.replace('_', '-')}-{MODEL}-cpu.md", blocks)
+    write_page(f"servers/{name.replace('_', '-')}-{MODEL}-cpu.md", blocks)
     return Found(kind, answers)
 
 

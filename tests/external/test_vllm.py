@@ -67,7 +67,7 @@ def found(
             patch.setenv("PYTHONPATH", str(PLUGINS))
             with served.started(program_named("vllm"), PROGRAM, plugged, folder / "plugged") as urls:
                 (checked[PER_LAYER],) = served.checked(asked, urls)
-    write_page("vllm-nano-cpu.md", page(command("vllm"), measurement, checked, fault, versions(python)))
+    write_page("servers/vllm-nano-cpu.md", page(command("vllm"), measurement, checked, fault, versions(python)))
     return Found(measurement, checked, fault)
 
 

@@ -64,7 +64,7 @@ def found(
     made = Found(rows, watched, killed.worker is not None, left)
     if made.was_killed and not left and not watched.problems() and all(same(made, each) for each in rows):
         lines = markdown(command("ray"), per_suite, len(rows["alone"]), seconds, cells, watched, workers, ended_s)
-        write_page("workers-nano-cpu.md", ["\n".join(lines)])
+        write_page("exactness/workers-nano-cpu.md", ["\n".join(lines)])
     return made
 
 
