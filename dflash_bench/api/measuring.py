@@ -11,12 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
-from dflash_bench.api.reading import Run
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.results.store import RUNS
 
 if TYPE_CHECKING:
     from dflash_bench.api.options import Options
+    from dflash_bench.api.reading import Run
     from dflash_bench.runner.config import RunRequest
 import sys
 from html import escape
@@ -69,6 +69,8 @@ def run(
             tell(text)
 
     folder = measure(request, None if out is None else Path(out), resume, note, words=_call(request, chosen))
+    from dflash_bench.api.reading import Run
+
     return Run(folder, notes=notes)
 
 

@@ -40,7 +40,7 @@ from dflash_bench.engine.selection import target_of
 from dflash_bench.engine.target import Target
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.runner import config
+from dflash_bench.runner import served
 from dflash_bench.runner.config import RunRequest, ServerOptions
 from dflash_bench.runner.plan import RunPlan, methods_and_model, modes_of, plan_run
 from dflash_bench.runner.setup import attach, open_engine, open_local
@@ -81,7 +81,7 @@ class ServerMethod:
 
 def pair_methods(request: RunRequest) -> list[ServerMethod]:
     """Pair servers with our methods. Raises UserError for a server without a method, or a method without a server."""
-    config.check_access(request.only(ServerOptions))
+    served.check_access(request.only(ServerOptions))
     addresses = address.parse(request.servers, needs_plain=False)
     if not addresses:
         raise UserError(f"nothing to check: give the server, as in {EXAMPLE}")
@@ -119,7 +119,7 @@ def crosscheck(request: RunRequest, tell: Tell, sends_chats: bool = False) -> li
     resolved = plan_run(reference, chosen, model)
     with ServerBackend(
         [pair.address for pair in pairs],
-        config.access_of(request),
+        served.access_of(request),
         resolved.max_new_tokens,
         dialect=request.dialect,
         model=request.served_model,
@@ -325,7 +325,7 @@ def check_server(case: GoldenCase, request: RunRequest, tell: Tell) -> Conforman
     asked = list(asked_prompts(case))
     longest = max(one.limit for one in asked)
     with ServerBackend(
-        addresses, config.access_of(request), longest, dialect=request.dialect, model=request.served_model
+        addresses, served.access_of(request), longest, dialect=request.dialect, model=request.served_model
     ) as servers:
         described = servers.describe()["servers"][method.name]
         answers = []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,12 +28,10 @@ from dflash_bench.core.types import (
     Settings,
 )
 from dflash_bench.engine.drafter import Captures, Drafter, Foresees
-from dflash_bench.engine.forward.fused import fuse, unfuse
 from dflash_bench.engine.graphs import GraphCache, cuda_graph, inductor, keep_compiled
 from dflash_bench.engine.judge import Judge
 from dflash_bench.engine.judge_weights import ChatJudge, chat_judge_of, judge_of_model
 from dflash_bench.engine.loop import decode
-from dflash_bench.engine.recording import Recorded, record_positions, record_ranks
 from dflash_bench.engine.rows import Clock, DecodingError, Limits, Round, clock_for
 from dflash_bench.engine.sampling import Sampling, inverse_cdf, likeliest, probabilities
 from dflash_bench.engine.selection import compile_like, network_name, target_of
@@ -41,6 +39,9 @@ from dflash_bench.engine.target import Steady, Target
 from dflash_bench.models import chat, presets
 from dflash_bench.models.loading import Models, kind_of
 from dflash_bench.models.presets import Preset, cache_folder
+
+if TYPE_CHECKING:
+    from dflash_bench.engine.recording import Recorded
 
 PASSES_TIMED = 8
 """Number of passes timed after a plain answer: a few per cent of the answer's own passes."""
@@ -169,6 +170,8 @@ def capture_passes(target: Target, drafters: Iterable[Drafter], how: str | None)
 
 def _fuse(target: Target, drafters: Iterable[Drafter]) -> None:
     """Fuse small operations of captured passes, which are dominated by launch overhead (`forward/fused.py`)."""
+    from dflash_bench.engine.forward.fused import fuse, unfuse
+
     usual = fuse(target.network)
     if _probe(target) is not None:
         unfuse(target.network, usual)
@@ -528,6 +531,8 @@ class LocalBackend:
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation
     ) -> Recorded | None:
         """Return the method's draft at each position of a greedy answer (`recording.py`)."""
+        from dflash_bench.engine.recording import record_positions
+
         prompt, sampling = self.encode(messages, settings), Sampling.of(settings)
         return record_positions(self.target, self.drafters[method], prompt, generation.token_ids, sampling)
 
@@ -535,6 +540,8 @@ class LocalBackend:
         self, method: str, messages: Sequence[Message], settings: Settings, generation: Generation, num: int
     ) -> tuple[int, ...] | None:
         """Return the right tokens' ranks among the draft's `num` likeliest, of a greedy answer (`recording.py`)."""
+        from dflash_bench.engine.recording import record_ranks
+
         prompt, sampling = self.encode(messages, settings), Sampling.of(settings)
         return record_ranks(self.target, self.drafters[method], prompt, generation, sampling, num)
 

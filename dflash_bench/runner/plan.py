@@ -20,10 +20,9 @@ from dflash_bench.core.types import CODE_SCORERS, Audit, Settings, is_greedy
 from dflash_bench.models import presets
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.plan import BASELINE
-from dflash_bench.runner import config
 from dflash_bench.runner.config import RunRequest, require_prompts
 from dflash_bench.runner.rules import THINKING
-from dflash_bench.tasks import prompts, sandbox, scorers, suites
+from dflash_bench.tasks import sandbox, scorers, suites
 from dflash_bench.tasks.padding import Contexts
 from dflash_bench.tasks.scorers.base import is_evaluated
 from dflash_bench.tasks.suites import Loaded
@@ -217,7 +216,10 @@ def methods_and_model(request: RunRequest) -> tuple[RunRequest, list[Method], Pr
     """Check a request without reading prompts; return it with its sweep expanded, methods and model."""
     require_prompts(request)
     refuse_without_effect(request, before_sweep=True)
-    config.check_servers(request)
+    if request.asks_servers:
+        from dflash_bench.runner import served
+
+        served.check(request)
     request, chosen = swept(request, methods_of(request))
     check_options(request)
     return request, chosen, model_of(request, chosen)
@@ -274,7 +276,9 @@ def _refuse_shared_memory(request: RunRequest, chosen: Sequence[Method]) -> None
 def methods_of(request: RunRequest) -> list[Method]:
     """Return the methods to measure, plain decoding first."""
     if request.servers:
-        return config.methods_of(request)
+        from dflash_bench.runner import served
+
+        return served.methods_of(request)
     chosen = methods.chosen(request.methods or list(presets.parse_drafts(request.drafts)) or ["dflash"])
     for name, text, drafter in (
         ("block", request.block_size, "--method dflash, or another that leaves its block open"),
@@ -320,8 +324,10 @@ def _values(axis: Axis, spec: OptionSpec) -> Any:
 
 def model_of(request: RunRequest, chosen: Sequence[Method]) -> Preset:
     """Return the target and drafts to load. Raises UserError for an unused or missing draft."""
-    if request.servers:
-        return config.model_of(request)
+    if request.servers:  # whose drafts are their own: a target here only judges them
+        if not request.has_target:
+            return Preset("", {})
+        return replace(presets.combine(request.model, request.target, {}), drafts={})
     drafts = presets.parse_drafts(request.drafts)
     for draft in drafts:
         if draft not in drafts_of(chosen):
@@ -346,6 +352,8 @@ def prompts_of(request: RunRequest, model: Preset) -> list[Loaded]:
     padded = bool(request.context)
     loaded = [suites.load_prompts(suite, data, limit, balance, padded=padded) for suite in known]
     if request.prompts is not None:
+        from dflash_bench.tasks import prompts
+
         scorer = request.score or "none"
         columns = list(scorers.columns(scorer))
         own = {"every_answer": request.every_answer, "padded": padded}

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dflash_bench.core import environment
 from dflash_bench.core.errors import UserError
@@ -24,10 +24,9 @@ from dflash_bench.results import store
 from dflash_bench.results.identity import settings_to_json
 from dflash_bench.results.plan import BASELINE, DRAWN
 from dflash_bench.results.run_info import read_info
-from dflash_bench.runner import budget, config, loop, work, workers
+from dflash_bench.runner import loop, work, workers
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import RunPlan, methods_and_model, modes_of, plan_run, settings_of
-from dflash_bench.runner.ray_workers import opened_workers, require_ray
 from dflash_bench.runner.rules import objectives
 from dflash_bench.runner.setup import (
     add_judge,
@@ -45,9 +44,11 @@ from dflash_bench.runner.setup import (
 )
 from dflash_bench.runner.work import Backend, Described, JudgeReport, WorkPlan
 from dflash_bench.runner.workers import WorkerPool
-from dflash_bench.servers.launch import LaunchedServers
 from dflash_bench.tasks import sandbox, scorers
 from dflash_bench.tasks.suites import STYLES, Loaded, chats
+
+if TYPE_CHECKING:
+    from dflash_bench.servers.launch import LaunchedServers
 
 # Progress: the cell, the share done, speed, acceptance, and the time left.
 #
@@ -205,6 +206,8 @@ def _perform(request: RunRequest, folder: Path, resume: bool, caller: Caller) ->
     caller.begins("reading prompts")
     request, methods, model = methods_and_model(request)
     if request.workers is not None:
+        from dflash_bench.runner.ray_workers import require_ray
+
         require_ray()
     # Check before anything slow, such as downloads and loading.
     started = None
@@ -248,6 +251,8 @@ def _opened(resolved: RunPlan, stack: ExitStack, caller: Caller) -> tuple[RunPla
     """Open the backend after all checks that need no weights; the stack closes servers and workers."""
     if resolved.request.workers is not None:
         resolved = check_fits(resolved)
+        from dflash_bench.runner.ray_workers import opened_workers
+
         return resolved, stack.enter_context(opened_workers(resolved))
     if not resolved.request.asks_servers:
         resolved = check_fits(resolved)
@@ -255,8 +260,10 @@ def _opened(resolved: RunPlan, stack: ExitStack, caller: Caller) -> tuple[RunPla
             caller.tell(f"note: {note}")
         caller.begins(f"loading {resolved.request.name}")
         return resolved, (caller.opens or open_local)(resolved, caller.begins)
+    from dflash_bench.runner import served
+
     caller.begins("connecting")
-    backend = stack.enter_context(open_servers(resolved, config.addresses_of(resolved.request)))
+    backend = stack.enter_context(open_servers(resolved, served.addresses_of(resolved.request)))
     if resolved.request.has_target:
         resolved = check_fits(resolved)
         caller.begins("loading the judge")
@@ -331,6 +338,8 @@ def _execute(
         with caller.progress(plan.num_generations, len(run.stored)) as progress:
             loop.execute(plan, backend, run, progress)
     else:
+        from dflash_bench.runner import budget
+
         budget_s = budget.seconds(request.budget)
         end_s = run.seconds() + budget_s - run.spent_s
         with caller.progress(plan.num_generations, len(run.stored), left_s=lambda: end_s - run.seconds()) as progress:

@@ -18,7 +18,6 @@ from dflash_bench.models import hub, quantization
 from dflash_bench.models.configs import optional
 from dflash_bench.models.presets import Preset
 from dflash_bench.results.identity import full_names
-from dflash_bench.runner import config
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.runner.plan import RunPlan, drafts_of, modes_of, refuse_too_few
 from dflash_bench.runner.work import Backend, JudgeReport
@@ -53,12 +52,13 @@ def open_local(resolved: RunPlan, begins: Callable[[str], object] = lambda _: No
 
 def open_servers(resolved: RunPlan, addresses: Sequence[Address]) -> ServerBackend:
     """Connect to servers. Raises UserError for a server that cannot be measured."""
+    from dflash_bench.runner.served import access_of
     from dflash_bench.servers.backend import ServerBackend
 
     request = resolved.request
     backend = ServerBackend(
         addresses,
-        config.access_of(request),
+        access_of(request),
         resolved.max_new_tokens,
         request.seed or 0,
         dialect=request.dialect,

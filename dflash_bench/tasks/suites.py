@@ -23,7 +23,7 @@ from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, unknown
 from dflash_bench.core.labels import shortened, visible
 from dflash_bench.core.types import NO_VALUE, Message, Prompt
-from dflash_bench.tasks import functions, origins
+from dflash_bench.tasks import origins
 from dflash_bench.tasks.conversations import RecordedChat, answers_in, in_text, of_messages, refuse_placeholder
 from dflash_bench.tasks.rows import DataSet, Row, Rows, from_folder, from_hub, json_lines, rows_file
 
@@ -517,6 +517,8 @@ def _id_of(suite: Suite, where: str, index: int, row: Row) -> str:
 def _chat_of(suite: Suite, where: str, row: Row) -> RecordedChat | None:
     """Return the conversation that a row holds; None if the suite's rows hold none."""
     if suite.conversation and suite.functions:
+        from dflash_bench.tasks import functions
+
         return functions.chat_of(where, suite.conversation, suite.functions, row)
     if not suite.messages:
         return None

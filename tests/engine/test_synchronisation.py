@@ -45,6 +45,7 @@ from dflash_bench.engine.drafters.random import RandomDrafter
 from dflash_bench.engine.drafters.rest import RestDrafter
 from dflash_bench.engine.drafters.suffix import SuffixDrafter
 from dflash_bench.engine.drafters.synthetic import SyntheticDrafter
+from dflash_bench.engine.forward import fused
 from dflash_bench.engine.forward import native as native_module
 from dflash_bench.engine.forward.fused import FusedGated, fuse
 from dflash_bench.engine.forward.native import NativeForward
@@ -370,7 +371,7 @@ def test_a_captured_round_has_few_launches(device: Device, label: str) -> None:
 @pytest.mark.parametrize("label", ["ar", "dflash", "eagle3", "draft-model"])
 def test_a_gpu_captures_and_fuses_by_itself(device: Device, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "cuda_graph", device.capture)
-    monkeypatch.setattr(backend, "fuse", lambda network: fuse(network, lambda function, **_options: function))
+    monkeypatch.setattr(fused, "fuse", lambda network: fuse(network, lambda function, **_options: function))
     expected = on_the_cpu(2, Sampling())
     target = native(tiny("qwen3"), moved)
     drafter = METHODS[label](target, moved)

@@ -10,7 +10,7 @@ import pytest
 
 import dflash_bench as db
 from dflash_bench.core.methods import METHODS, parse
-from dflash_bench.engine import backend
+from dflash_bench.engine import recording
 from dflash_bench.measurements.headroom import headroom_of, require_ranked, sections
 from dflash_bench.report import plots
 from helpers import tiny
@@ -88,8 +88,8 @@ def test_fewer_candidates_leave_out_what_they_cannot_say(folder: Path) -> None:
 def test_answers_that_are_drafted_otherwise_again_are_left_out_and_counted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record_ranks, calls = backend.record_ranks, iter(range(99))
-    monkeypatch.setattr(backend, "record_ranks", lambda *args: None if next(calls) < 2 else record_ranks(*args))
+    record_ranks, calls = recording.record_ranks, iter(range(99))
+    monkeypatch.setattr(recording, "record_ranks", lambda *args: None if next(calls) < 2 else record_ranks(*args))
     spoiled = measured(folder, "spoiled")
     found = headroom_of(spoiled.document.results, spoiled.document.cells)
     assert sum(one.num_absent for one in found) == 2

@@ -21,7 +21,7 @@ from dflash_bench.core.dialects import AcceptanceCounts, contradiction
 from dflash_bench.core.errors import UserError
 from dflash_bench.core.labels import visible
 from dflash_bench.core.types import Generation
-from dflash_bench.runner import config
+from dflash_bench.runner import served
 from dflash_bench.runner.config import RunRequest
 from dflash_bench.servers import client
 from dflash_bench.servers.address import key_of, parse
@@ -97,7 +97,7 @@ def test_a_key(text: str) -> None:
 @pytest.mark.parametrize("name", INPUTS["name of a key's variable"], ids=lambda text: ascii(text)[:40])
 def test_the_name_of_a_keys_variable(name: str) -> None:
     with pytest.raises(UserError) as refused:
-        config.access_of(RunRequest(servers=("plain=http://a",), api_key_env=name))
+        served.access_of(RunRequest(servers=("plain=http://a",), api_key_env=name))
     said(refused.value)
 
 
@@ -268,7 +268,7 @@ def test_a_status_or_a_head_of_pages(kind: str) -> None:
 def test_proxies_of_the_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("socks9://me:hunter2secret@a", "http://[", "socks5://me:hunter2secret@a", "http://a:hunter2secret"):
         monkeypatch.setenv("HTTP_PROXY", value)
-        access = config.access_of(RunRequest(servers=("plain=http://127.0.0.1:9",), env_proxy=True))
+        access = served.access_of(RunRequest(servers=("plain=http://127.0.0.1:9",), env_proxy=True))
         with pytest.raises(UserError) as refused:
             ServerBackend(parse(["plain=http://127.0.0.1:9"]), access, 16)
         assert SECRET not in str(refused.value)

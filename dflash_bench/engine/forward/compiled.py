@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -49,8 +49,10 @@ from dflash_bench.engine.lengths import Seen
 from dflash_bench.engine.masks import PassMask, ancestors
 from dflash_bench.models.nets.bodies import BlockConvolution, BlockView
 from dflash_bench.models.nets.layers import Rotary
-from dflash_bench.models.nets.medusa import MedusaHeads
 from dflash_bench.models.quantization import Int8Linear
+
+if TYPE_CHECKING:
+    from dflash_bench.models.nets.medusa import MedusaHeads
 
 TILE = 8
 """Buffers hold a multiple of this many tokens."""
