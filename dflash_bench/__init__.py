@@ -11,7 +11,7 @@ is imported when it is first used: reading a run loads neither torch nor transfo
 
 from importlib import import_module
 
-__version__ = "1.0.0"
+__version__ = "1.0.0rc1"
 __all__ = [
     "CheckResult",
     "Compared",
