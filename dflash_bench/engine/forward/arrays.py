@@ -67,6 +67,16 @@ class Decoder(NamedTuple):
     """Number of channels that share the token-dependent part of a convolution's coefficients."""
 
 
+class Projection(NamedTuple):
+    """A linear layer: offsets of its weights, and of the bias and the scales among the numbers, and its widths."""
+
+    at: int
+    bias: int
+    scale: int
+    inputs: int
+    outputs: int
+
+
 class Placed(NamedTuple):
     """The places where the tokens of a pass are written, and those they see: a past, and some of a block of places.
 

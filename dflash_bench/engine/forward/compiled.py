@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 
 from dflash_bench.engine.cache import KVCache
 from dflash_bench.engine.forward import kernels
-from dflash_bench.engine.forward.arrays import LAYER, Decoder, Placed, Store, Team, Workspace
+from dflash_bench.engine.forward.arrays import LAYER, Decoder, Placed, Projection, Store, Team, Workspace
 from dflash_bench.engine.forward.hf import PassInputs
 from dflash_bench.engine.forward.native import (
     ACTIVATIONS,
@@ -117,7 +117,8 @@ class CompiledLinear:
         self.size, self.outputs = linear.weight.shape
         packing = Packing(linear.weight.dtype)
         packing.weight(linear)
-        self.bias, self.scale = packing.number(linear.bias), packing.number(linear.scale)
+        bias, scale = packing.number(linear.bias), packing.number(linear.scale)
+        self._layer = Projection(0, bias, scale, self.size, self.outputs)
         self.weights, self.numbers = packing.laid_out()
 
     @classmethod
@@ -133,19 +134,8 @@ class CompiledLinear:
     def project(self, inputs: np.ndarray, num_tokens: int) -> Tensor:
         """Return [num_tokens, out] for inputs [num_tokens or more, in], padded to a multiple of TILE tokens."""
         out = np.empty((round_up(num_tokens, TILE), round_up(self.outputs, LANES)), np.float32)
-        run(
-            kernels.project,
-            self.weights,
-            self.numbers,
-            0,
-            self.bias,
-            self.scale,
-            self.size,
-            inputs.reshape(-1),
-            num_tokens,
-            out.reshape(-1),
-            self.outputs,
-        )
+        x = inputs.reshape(-1)
+        run(kernels.project, self.weights, self.numbers, self._layer, x, num_tokens, out.reshape(-1))
         return torch.from_numpy(out)[:num_tokens, : self.outputs]
 
 

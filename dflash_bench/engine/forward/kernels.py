@@ -13,6 +13,7 @@ import numpy as np
 from dflash_bench.engine.forward.arrays import (
     Decoder,
     Placed,
+    Projection,
     Store,
     Team,
     Workspace,
@@ -78,21 +79,17 @@ def multiply(
 def project(
     weights: np.ndarray,
     numbers: np.ndarray,
-    at: int,
-    bias: int,
-    scale: int,
-    width: int,
+    layer: Projection,
     x: np.ndarray,
     num_tokens: int,
     out: np.ndarray,
-    out_width: int,
     team: Team,
 ) -> None:
-    """Write a linear layer of x [T, width] to out [T, padded out_width], this thread its share of the outputs."""
-    num_blocks = padded(out_width) // LANES
+    """Write a linear layer of x [T, inputs] to out [T, padded outputs], this thread its share of the outputs."""
+    num_blocks, bias, scale = padded(layer.outputs) // LANES, layer.bias, layer.scale
     first, last = num_blocks * team.number // team.size, num_blocks * (team.number + 1) // team.size
-    multiply(weights, at, width, x, num_tokens, out, num_blocks * LANES, first, last)
-    left, right = first * LANES, min(last * LANES, out_width)
+    multiply(weights, layer.at, layer.inputs, x, num_tokens, out, num_blocks * LANES, first, last)
+    left, right = first * LANES, min(last * LANES, layer.outputs)
     for token in range(num_tokens if scale >= 0 or bias >= 0 else 0):
         row = view(out, token * num_blocks * LANES + left, right - left)
         if scale >= 0:
@@ -147,19 +144,8 @@ def add(
 def read_coefficients(decoder: Decoder, at: int, num_tokens: int, work: Workspace, team: Team) -> None:
     """Write the coefficients of both sides of a sublayer's convolution, computed from its normed input."""
     number = 2 * decoder.taps * (decoder.width // decoder.group_size)
-    project(
-        decoder.weights,
-        decoder.numbers,
-        at,
-        -1,
-        -1,
-        decoder.width,
-        work.normed,
-        num_tokens,
-        work.coefficients,
-        number,
-        team,
-    )
+    coefficients = Projection(at, -1, -1, decoder.width, number)
+    project(decoder.weights, decoder.numbers, coefficients, work.normed, num_tokens, work.coefficients, team)
 
 
 @kernel
@@ -234,38 +220,18 @@ def run_layers(
             filter_block(decoder, work.normed, width, num_rows, num, layer.attention_base, 0, work, team)
             barrier(team)
         reads = decoder.input_width if index == 0 else width
-        project(
-            decoder.weights,
-            decoder.numbers,
-            layer.qkv,
-            layer.qkv_bias,
-            layer.qkv_scale,
-            reads,
-            work.normed,
-            num_tokens,
-            work.qkv,
-            heads + 2 * decoder.num_kv * decoder.head_dim,
-            team,
+        qkv = Projection(
+            layer.qkv, layer.qkv_bias, layer.qkv_scale, reads, heads + 2 * decoder.num_kv * decoder.head_dim
         )
+        project(decoder.weights, decoder.numbers, qkv, work.normed, num_tokens, work.qkv, team)
         barrier(team)
         store_kv(decoder, layer, index, num_rows, num, placed, store, work, team)
         barrier(team)
         for problem in range(team.number, num_rows * decoder.num_kv * chunks, team.size):
             attend(decoder, layer, index, problem, num, placed, store, work, team)
         barrier(team)
-        project(
-            decoder.weights,
-            decoder.numbers,
-            layer.output,
-            layer.output_bias,
-            layer.output_scale,
-            heads,
-            work.attended,
-            num_tokens,
-            work.update,
-            width,
-            team,
-        )
+        output = Projection(layer.output, layer.output_bias, layer.output_scale, heads, width)
+        project(decoder.weights, decoder.numbers, output, work.attended, num_tokens, work.update, team)
         barrier(team)
         if layer.attention_conv >= 0:
             filter_block(decoder, work.update, padded(width), num_rows, num, layer.attention_base, 1, work, team)
@@ -277,35 +243,13 @@ def run_layers(
             barrier(team)
             filter_block(decoder, work.normed, width, num_rows, num, layer.feed_base, 0, work, team)
             barrier(team)
-        project(
-            decoder.weights,
-            decoder.numbers,
-            layer.gate_up,
-            layer.gate_up_bias,
-            layer.gate_up_scale,
-            width,
-            work.normed,
-            num_tokens,
-            work.wide,
-            2 * decoder.inner,
-            team,
-        )
+        gate_up = Projection(layer.gate_up, layer.gate_up_bias, layer.gate_up_scale, width, 2 * decoder.inner)
+        project(decoder.weights, decoder.numbers, gate_up, work.normed, num_tokens, work.wide, team)
         barrier(team)
         activate(decoder, num_tokens, work, team)
         barrier(team)
-        project(
-            decoder.weights,
-            decoder.numbers,
-            layer.down,
-            layer.down_bias,
-            layer.down_scale,
-            decoder.inner,
-            work.gated,
-            num_tokens,
-            work.update,
-            width,
-            team,
-        )
+        down = Projection(layer.down, layer.down_bias, layer.down_scale, decoder.inner, width)
+        project(decoder.weights, decoder.numbers, down, work.gated, num_tokens, work.update, team)
         barrier(team)
         if layer.feed_conv >= 0:
             filter_block(decoder, work.update, padded(width), num_rows, num, layer.feed_base, 1, work, team)
