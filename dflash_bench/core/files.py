@@ -18,6 +18,8 @@ from dflash_bench.core.errors import UserError, first_line
 
 MOST_NESTED = 100
 """Levels of JSON: more than any file of ours or a publisher's has, and few enough for every JSON reader and writer."""
+LONGEST_LINE = 1 << 26
+"""Bytes of a line, or of an array's row: several times the size of the longest contexts."""
 _CHUNK = 1 << 20
 """Bytes of a JSON array that are read at a time; more if one of its rows is longer."""
 _CUT = 16
@@ -68,18 +70,18 @@ def text_of(path: Path) -> str:
         raise UserError(f"cannot read {path}: not UTF-8 (byte {error.start})") from error
 
 
-def lines_of(path: Path, longest: int) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file one by one. Raises UserError if that fails, and for one above `longest` bytes."""
+def lines_of(path: Path) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file. Raises UserError if that fails, and for one above `LONGEST_LINE` bytes."""
     require_file(path)
     start = 0
     try:
         with path.open("rb") as file:
             for number in count(1):
-                line = file.readline(longest + 1)
+                line = file.readline(LONGEST_LINE + 1)
                 if not line:
                     return
-                if len(line) > longest:
-                    raise UserError(f"{path} line {number}: longer than {longest >> 20} MiB; give shorter rows")
+                if len(line) > LONGEST_LINE:
+                    raise UserError(f"{path} line {number}: longer than {LONGEST_LINE >> 20} MiB; give shorter rows")
                 yield line.decode("utf-8" if start else "utf-8-sig").removesuffix("\n")
                 start += len(line)
     except OSError as error:
@@ -109,15 +111,15 @@ def parse_json(where: str, text: str) -> Any:
     return value
 
 
-def rows_of(path: Path, longest: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the objects of the JSON array in a UTF-8 file, one by one, each with its place: "FILE row 3".
 
-    Raises UserError if that fails, for other content, and for an object above `longest` characters.
+    Raises UserError if that fails, for other content, and for an object above `LONGEST_LINE` characters.
     """
     require_file(path)
     try:
         with path.open("rb") as file:
-            yield from _ArrayText(path, file, longest).rows()
+            yield from _ArrayText(path, file).rows()
     except OSError as error:
         raise io_error("read", path, error) from error
 
@@ -125,8 +127,8 @@ def rows_of(path: Path, longest: int) -> Iterator[tuple[str, dict[str, Any]]]:
 class _ArrayText:
     """The text of a JSON array; holds only the part that was read and not yet used."""
 
-    def __init__(self, path: Path, file: IO[bytes], longest: int) -> None:
-        self.path, self.file, self.longest = path, file, longest
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self.path, self.file = path, file
         self.decoder = codecs.getincrementaldecoder("utf-8")()
         self.text, self.at, self.num_bytes = "", 0, 0
 
@@ -183,8 +185,8 @@ class _ArrayText:
         return is_cut
 
     def _refuse_longer(self, where: str, end: int) -> None:
-        if end - self.at > self.longest:
-            raise UserError(f"{where}: longer than {self.longest >> 20} MiB; give shorter rows")
+        if end - self.at > LONGEST_LINE:
+            raise UserError(f"{where}: longer than {LONGEST_LINE >> 20} MiB; give shorter rows")
 
     def _read(self) -> bool:
         """Read as much as is already held, so that a long row is tried few times; False at the end of the file."""

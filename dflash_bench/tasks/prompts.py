@@ -20,7 +20,7 @@ from dflash_bench.core.files import io_error, require_file
 from dflash_bench.core.types import SESSION, Prompt
 from dflash_bench.tasks import functions, origins
 from dflash_bench.tasks.conversations import MESSAGES, RecordedChat, answers_in, in_text, is_talk, of_messages, tools_of
-from dflash_bench.tasks.rows import LONGEST_LINE, Row, Rows, csv_rows, json_lines, json_rows, parquet_rows
+from dflash_bench.tasks.rows import Row, Rows, csv_rows, json_lines, parquet_rows
 from dflash_bench.tasks.suites import (
     Loaded,
     Suite,
@@ -73,7 +73,7 @@ def _rows(path: Path) -> Rows:
         return csv_rows(path)
     first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if first == b"[":
-        return json_rows(path)
+        return files.rows_of(path)
     if first == b"{" and path.suffix == ".json" and not _is_in_lines(path):
         return _row_of_whole(path)
     return json_lines(path)
@@ -94,7 +94,7 @@ def _start(path: Path) -> bytes:
 
 def _is_in_lines(path: Path) -> bool:
     """Return whether the first line that is not blank is a complete object."""
-    line = next((line for line in files.lines_of(path, LONGEST_LINE) if line.strip()), "")
+    line = next((line for line in files.lines_of(path) if line.strip()), "")
     try:
         return isinstance(files.parse_json("", line), dict)
     except UserError:

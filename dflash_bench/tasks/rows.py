@@ -13,11 +13,9 @@ from typing import Any
 
 from dflash_bench.core import files
 from dflash_bench.core.errors import UserError, first_line
-from dflash_bench.core.files import MOST_NESTED
+from dflash_bench.core.files import LONGEST_LINE, MOST_NESTED
 
 HUB_TIMEOUT_S = 10.0
-LONGEST_LINE = 1 << 26
-"""Bytes of a row, several times the size of the longest contexts."""
 ROWS_AT_A_TIME = 1000
 BYTES_AT_A_TIME = 1 << 24
 """Decoded bytes of a Parquet file: agents' sessions may have gigabytes in one row group."""
@@ -44,7 +42,7 @@ class DataSet:
 def from_folder(data: DataSet, folder: Path) -> Rows:
     """Read rows from `rows_file`. Raises UserError if there is no such file."""
     path = rows_file(data, folder)
-    return {".jsonl": json_lines, ".parquet": parquet_rows, ".json": json_rows}[path.suffix](path)
+    return {".jsonl": json_lines, ".parquet": parquet_rows, ".json": files.rows_of}[path.suffix](path)
 
 
 def rows_file(data: DataSet, folder: Path) -> Path:
@@ -58,7 +56,7 @@ def rows_file(data: DataSet, folder: Path) -> Path:
 
 def json_lines(path: Path) -> Rows:
     """Yield rows from a JSON Lines file. Raises UserError for a line that is not a JSON object."""
-    for number, line in enumerate(files.lines_of(path, LONGEST_LINE), start=1):
+    for number, line in enumerate(files.lines_of(path), start=1):
         if line.strip():
             where = f"{path} line {number}"
             yield where, _as_row(where, files.parse_json(where, line))
@@ -70,18 +68,13 @@ def _as_row(where: str, row: Any) -> Row:
     return row
 
 
-def json_rows(path: Path) -> Rows:
-    """Yield rows from a JSON array. Raises UserError for anything else."""
-    return files.rows_of(path, LONGEST_LINE)
-
-
 def csv_rows(path: Path) -> Rows:
     """Yield rows from a CSV file whose first line names its columns; an empty cell becomes None.
 
     Raises UserError for a line with more cells than columns, and for invalid CSV.
     """
     csv.field_size_limit(LONGEST_LINE)
-    lines = csv.DictReader((f"{line}\n" for line in files.lines_of(path, LONGEST_LINE)), strict=True)
+    lines = csv.DictReader((f"{line}\n" for line in files.lines_of(path)), strict=True)
     try:
         if len(set(lines.fieldnames or ())) < len(lines.fieldnames or ()):
             raise UserError(f"{path} line 1: two columns have the same name")

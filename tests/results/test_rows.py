@@ -131,7 +131,7 @@ def test_a_bad_array_is_refused_with_the_row(
     text: bytes, message: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_CHUNK", chunk)
-    monkeypatch.setattr(rows, "LONGEST_LINE", 50 if b"xxx" in text else 10_000)
+    monkeypatch.setattr(files, "LONGEST_LINE", 50 if b"xxx" in text else 10_000)
     path = write(tmp_path, "", "json")
     path.write_bytes(text)
     assert refusal(read, tmp_path).startswith(f"{path}{message}")

@@ -28,8 +28,6 @@ FORMULAS = {
 """Formulas besides al.pooled, al.request_mean, accept_rate and accept_at[k], where a program defines them as this
 package does."""
 UNSTATED = "model not stated"
-LONGEST_LINE = 1 << 26
-"""Bytes: a line of SGLang's may hold all answers of its run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ def read_results(path: Path) -> list[BenchResult]:
 def _objects(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the JSON value of a file, or the values of its lines, with their places."""
     if path.suffix == ".jsonl":
-        lines = [line for line in files.lines_of(path, LONGEST_LINE) if line.strip()]
+        lines = [line for line in files.lines_of(path) if line.strip()]
         for number, line in enumerate(lines, start=1):
             where = f"{path} line {number}" if len(lines) > 1 else str(path)
             yield where, files.parse_json(where, line)
